@@ -47,7 +47,7 @@ PEER_PACKAGE := $(CLIENTS_VENV)/peer
 	check-style check-types check-names format bench bench-plan bench-clients gpu-check docs docs-serve clean
 
 help:  ## show this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
 
 install: $(STAMP)  ## create .venv with this package (editable) and everything that its tests need
 

@@ -178,3 +178,14 @@ def test_uneven_windows_are_said_once_it_is_known_that_items_are_not_counted(acc
                 optimizer.step()
                 optimizer.zero_grad()
     assert caplog.text.count("has 1 of 4 batches, and each still has the weight 1/4") == (0 if counted else 1)
+
+
+@pytest.mark.parametrize("value", [3, None, "x"], ids=repr)
+def test_methods_name_what_is_no_model_or_parameter(value):
+    accelerator = Accelerator(cpu=True)
+    for method in (accelerator.verify_device_map, accelerator.trigger_sync_in_backward):
+        with pytest.raises(TypeError, match=rf"{method.__name__} takes a torch.nn.Module, not .* \(of type"):
+            method(value)
+    for clip in (accelerator.clip_grad_norm_, accelerator.clip_grad_value_):
+        with pytest.raises(TypeError, match=r"clipping takes parameters, not a .*: give model\.parameters"):
+            clip(value, 1.0)

@@ -2,6 +2,7 @@
 """What public scripts and libraries use beyond the documented names: import paths, attributes, older spellings."""
 
 import importlib
+import inspect
 import json
 import os
 import pickle
@@ -16,6 +17,7 @@ from torch import nn
 
 import accelerate
 from accelerate import Accelerator
+from accelerate.core.errors import ConfigurationError
 from accelerate.state import AcceleratorState
 from accelerate.tracking import GeneralTracker, register_tracker_class
 from accelerate.utils import TorchDynamoPlugin, concatenate, get_model_tp_size, purge_accelerate_environment, save
@@ -43,8 +45,15 @@ def test_each_module_of_the_api_gives_every_public_name(module):
     ("module", "names"),
     [
         ("commands.accelerate_cli", ["main", "launch_command_parser"]),
+        ("commands.launch", ["ComputeEnvironment", "launch_command", "multi_gpu_launcher", "prepare_multi_gpu_env"]),
         ("commands.utils", ["CustomArgumentParser"]),
         ("commands.estimate", ["check_has_model", "create_empty_model", "estimate_command", "gather_data"]),
+        ("accelerator", ["load_custom_state", "save_accelerator_state"]),
+        ("optimizer", ["move_to_device"]),
+        ("test_utils.testing", ["get_backend", "is_cuda_available"]),
+        ("utils.bnb", ["get_keys_to_not_convert", "replace_with_bnb_layers"]),
+        ("utils.imports", ["is_numpy_available", "is_torch_distributed_available", "is_tqdm_available"]),
+        ("utils.launch", ["env_var_path_add"]),
         ("utils.constants", ["BETA_TP_AVAILABLE_PYTORCH_VERSION", "FSDP2_PYTORCH_VERSION", "FSDP_MODEL_NAME"]),
         ("utils.constants", ["SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING"]),
         ("utils.megatron_lm", ["AbstractTrainStep", "BertTrainStep", "GPTTrainStep", "T5TrainStep"]),
@@ -54,6 +63,60 @@ def test_each_module_of_the_api_gives_every_public_name(module):
 def test_names_that_scripts_import(module, names):
     found = importlib.import_module(f"accelerate.{module}")
     assert all(callable(getattr(found, name)) or getattr(found, name) for name in names)
+
+
+def test_scripts_change_what_a_checkpoint_has(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    trained, frozen = nn.Linear(2, 1), nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    trained, frozen, optimizer, scheduler = accelerator.prepare(trained, frozen, optimizer, scheduler)
+    assert list(accelerator._models) == accelerator._models == [trained, frozen] and len(accelerator._models[:1]) == 1
+    assert accelerator._models.pop(-1) is frozen
+    accelerator._schedulers = []
+    calls = []
+    handle = accelerator.register_save_state_pre_hook(lambda models, weights, folder: calls.append(len(models)))
+    assert list(accelerator._save_model_state_pre_hook) == [handle.id] and not accelerator._load_model_state_pre_hook
+    accelerator.save_state(tmp_path / "c")
+    assert calls == [1] and not (tmp_path / "c" / "model_1.safetensors").exists()
+    assert accelerator.load_state(tmp_path / "c").step == 0
+    accelerator._models = [trained, nn.Linear(1, 1)]
+    accelerator._models.append(frozen)
+    accelerator.save_state(tmp_path / "d")
+    assert (tmp_path / "d" / "model_2.safetensors").exists() and accelerator._models.index(frozen) == 2
+    assert list(accelerator._get_named_parameters(trained, optimizer)) == ["weight", "bias"]
+    (other,) = accelerator._prepare_deepspeed(nn.Linear(1, 1))
+    assert other in accelerator._models
+
+
+def test_the_device_of_a_script_that_runs_on_any():
+    from accelerate.test_utils.testing import get_backend
+
+    device, count, allocated = get_backend()
+    assert torch.ones(1, device=device).device.type == device and count >= 1 and allocated() >= 0
+
+
+def test_the_defaults_of_a_loader():
+    from accelerate.data_loader import _PYTORCH_DATALOADER_KWARGS as defaults
+
+    names = set(inspect.signature(torch.utils.data.DataLoader.__init__).parameters) - {"self", "dataset"}
+    assert names == set(defaults) and torch.utils.data.DataLoader([1], **{**defaults, "prefetch_factor": None})
+
+
+def test_tools_check_arguments_and_launch(tmp_path, monkeypatch):
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+
+    monkeypatch.delenv("ACCELERATE_CONFIG_FILE", raising=False)
+    file = tmp_path / "config.yaml"
+    file.write_text("mixed_precision: bf16\n")
+    parse = launch_command_parser().parse_args
+    args, config, determines = _validate_launch_command(parse(["--config_file", str(file), "s.py"]))
+    assert (args.training_script, config.mixed_precision, determines) == ("s.py", "bf16", True)
+    given = parse(["--config_file", str(file), "--mixed_precision", "no", "s.py"])
+    assert _validate_launch_command(given)[2] is False
+    file.write_text("mixed_precisions: bf16\n")
+    with pytest.raises(ConfigurationError, match="did you mean mixed_precision"):
+        _validate_launch_command(parse(["--config_file", str(file), "s.py"]))
 
 
 def test_training_estimate_from_bytes():

@@ -5,6 +5,7 @@ import contextlib
 import functools
 import io
 import re
+import types
 
 import pytest
 import torch
@@ -48,6 +49,15 @@ def prepared(most=None):
     accelerator = Accelerator(cpu=True)
     model = Full(most)
     return accelerator, *accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_the_limit_is_that_of_the_device_in_use(monkeypatch):
+    module = types.SimpleNamespace(is_initialized=lambda: True, mem_get_info=lambda device: (1, 1000))
+    monkeypatch.setattr(torch, "xpu", module)
+    monkeypatch.setattr(out_of_memory.devices, "accelerator_type", lambda: "xpu")
+    monkeypatch.setattr(out_of_memory.devices, "module_of", lambda device: module)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    assert out_of_memory.memory_limit(10) == 1000
 
 
 def test_backward(limit, capsys):

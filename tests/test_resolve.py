@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
 from accelerate.config.training import GradientAccumulationPlugin, ProfileKwargs
 from accelerate.core.env import patch_environment
 from accelerate.core.errors import ConfigurationError
@@ -25,6 +25,15 @@ def test_origins():
     assert plan.accumulation.num_steps == 3
     assert plan.origins["mixed_precision"] == "variable ACCELERATE_MIXED_PRECISION"
     assert plan.origins["gradient_accumulation_steps"] == "variable ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
+
+
+def test_one_process_has_nothing_to_shard(caplog):
+    """Notebooks make an Accelerator with an FSDP plugin, and give its models to other libraries."""
+    plugin = FullyShardedDataParallelPlugin()
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    model = torch.nn.Linear(2, 2)
+    assert accelerator.prepare(model) is model and accelerator.distributed_type is DistributedType.NO
+    assert not hasattr(accelerator.state, "fsdp_plugin") and "the FSDP plugin has no effect" in caplog.text
 
 
 def test_argument_before_variable():

@@ -7,7 +7,7 @@ import contextlib
 import functools
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +15,9 @@ import torch
 from . import out_of_memory
 from .accumulation import AccumulatedBatch, Accumulation
 from .checkpointing.loading import LoadReport
+from .checkpointing.opening import COMPLETION
 from .checkpointing.preemption import DEFAULT_SIGNALS
+from .checkpointing.ranks import raised_on_all
 from .checkpointing.weights import save, save_model
 from .collectives import gather_object
 from .config import checks
@@ -25,7 +27,7 @@ from .core import env, memory
 from .core.enums import DynamoBackend, LoggerType, RNGType
 from .core.errors import ConfigurationError, PrepareError
 from .core.lazy import public_names
-from .core.modules import model_has_dtensor
+from .core.modules import model_has_dtensor, require_module
 from .core.objects import forwarded
 from .core.retired import ACCELERATOR_ARGUMENTS, explain_arguments
 from .data_loader import prepare_data_loader, skip_first_batches
@@ -45,7 +47,7 @@ from .planned_run import PlannedRun
 from .resolve import Plan, Request, Resolved, adopt, resolve
 from .run_checkpoints import RunCheckpoints, register_hook
 from .run_interface import RunInterface
-from .run_objects import RunObjects, check_preparable
+from .run_objects import PreparedModules, RunObjects, check_preparable
 from .runtime.communication import raise_lost
 from .scheduler import AcceleratedScheduler
 from .state import AcceleratorState, GradientState, PartialState
@@ -580,6 +582,7 @@ class Accelerator(RunInterface):
         Returns:
             A context manager around the backward.
         """
+        require_module(model, "trigger_sync_in_backward")
         return sync_in_backward(model)
 
     def backward(self, loss: torch.Tensor, num_items: int | float | torch.Tensor | None = None, **kwargs: Any) -> None:
@@ -700,7 +703,7 @@ class Accelerator(RunInterface):
         """The parameters, after unscaling the gradients of the optimizers that contain some of them."""
         if isinstance(parameters, torch.Tensor):
             parameters = [parameters]
-        elif isinstance(parameters, torch.nn.Module):
+        elif isinstance(parameters, torch.nn.Module | str) or not isinstance(parameters, Iterable):
             raise TypeError(f"clipping takes parameters, not a {type(parameters).__name__}: give model.parameters()")
         if self.scaler is None:
             return parameters
@@ -888,7 +891,11 @@ class Accelerator(RunInterface):
 
         Args:
             model: the model.
+
+        Raises:
+            TypeError: `model` is not a module.
         """
+        require_module(model, "verify_device_map")
         return any(len(getattr(module, "hf_device_map", None) or ()) > 1 for module in model.modules())
 
     def free_memory(self, *objects: Any) -> list[Any]:
@@ -1068,15 +1075,16 @@ class Accelerator(RunInterface):
             safe_serialization: save safetensors; otherwise torch's format.
         """
         state = self.get_state_dict(model)
-        save_model(
-            state,
-            save_directory,
-            max_shard_size,
-            safe_serialization,
-            process=PartialState(),
-            save_on_each_node=self.project_configuration.save_on_each_node,
-        )
-        self.state.wait_for_everyone()
+        process = PartialState()
+        with raised_on_all(process, "save_model", COMPLETION):
+            save_model(
+                state,
+                save_directory,
+                max_shard_size,
+                safe_serialization,
+                process=process,
+                save_on_each_node=self.project_configuration.save_on_each_node,
+            )
         print_or_log(logger, f"saved the weights of {type(self.unwrap_model(model)).__name__} in {save_directory}")
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
@@ -1174,13 +1182,29 @@ class Accelerator(RunInterface):
     step: int = forwarded("_accumulation.step", "The number of batches so far in this window.", settable=True)
 
     @property
-    def _models(self) -> list[torch.nn.Module]:
-        return [prepared.module for prepared in self._objects.models]
+    def _models(self) -> MutableSequence[torch.nn.Module]:
+        return PreparedModules(self._objects.models)
 
-    _optimizers: list[AcceleratedOptimizer] = forwarded("_objects.optimizers", "The prepared optimizers.")
-    _schedulers: list[AcceleratedScheduler] = forwarded("_objects.schedulers", "The prepared schedulers.")
-    _dataloaders: list[Any] = forwarded("_objects.dataloaders", "The prepared loaders.")
-    _custom_objects: list[Any] = forwarded("_objects.custom", "The objects that were registered.")
+    @_models.setter
+    def _models(self, modules: Iterable[torch.nn.Module]) -> None:
+        self._models[:] = modules
+
+    _optimizers: list[AcceleratedOptimizer] = forwarded("_objects.optimizers", "The prepared optimizers.", True)
+    _schedulers: list[AcceleratedScheduler] = forwarded("_objects.schedulers", "The prepared schedulers.", True)
+    _dataloaders: list[Any] = forwarded("_objects.dataloaders", "The prepared loaders.", True)
+    _custom_objects: list[Any] = forwarded("_objects.custom", "The objects that were registered.", True)
+    _save_model_state_pre_hook: Any = forwarded("_checkpoints.save_hooks", "The hooks of `save_state`, by number.")
+    _load_model_state_pre_hook: Any = forwarded("_checkpoints.load_hooks", "The hooks of `load_state`, by number.")
+
+    def _prepare_deepspeed(self, *args: Any) -> tuple[Any, ...]:
+        """What `prepare` returns, as a tuple also for one object."""
+        found = self.prepare(*args)
+        return found if isinstance(found, tuple) and len(args) > 1 else (found,)
+
+    def _get_named_parameters(self, *args: Any) -> dict[str, torch.nn.Parameter]:
+        """The parameters of the models among `args`, by the names of the user's model."""
+        models = [extract_model_from_parallel(one) for one in args if isinstance(one, torch.nn.Module)]
+        return {name: parameter for model in models for name, parameter in model.named_parameters()}
 
     def __repr__(self) -> str:
         count = self.num_processes
@@ -1191,7 +1215,7 @@ class Accelerator(RunInterface):
         if self.gradient_accumulation_steps != 1:
             words.append(f"{self.gradient_accumulation_steps} accumulation steps")
         kinds: dict[str, list[Any]] = {
-            "model": self._models,
+            "model": list(self._models),
             "optimizer": self._optimizers,
             "loader": self._dataloaders,
         }

@@ -15,6 +15,7 @@ from torch import nn
 
 from .core import env
 from .core.lazy import public_names
+from .core.modules import require_module
 from .core.retired import explained
 from .hooks import (
     AlignDevicesHook,
@@ -118,6 +119,7 @@ def cpu_offload(
     Returns:
         The model.
     """
+    require_module(model, "cpu_offload")
     execution_device = _take_back(model, execution_device)
     if state_dict is None:
         state_dict = {name: value if value.is_meta else value.to("cpu") for name, value in model.state_dict().items()}
@@ -145,6 +147,7 @@ def disk_offload(
     Returns:
         The model.
     """
+    require_module(model, "disk_offload")
     execution_device = _take_back(model, execution_device)
     check_devices({"": execution_device})
     if not os.path.isfile(os.path.join(offload_dir, INDEX_NAME)):
@@ -203,6 +206,7 @@ def cpu_offload_with_hook(
         first, first_hook = cpu_offload_with_hook(first, device)
         second, second_hook = cpu_offload_with_hook(second, device, prev_module_hook=first_hook)
     """
+    require_module(model, "cpu_offload_with_hook")
     hook = CpuOffload(execution_device=execution_device, prev_module_hook=prev_module_hook)
     add_hook_to_module(model, hook, append=True)
     return model, UserCpuOffloadHook(model, hook)
@@ -246,6 +250,7 @@ def dispatch_model(
     Example:
         model = dispatch_model(model, infer_auto_device_map(model, max_memory={0: "10GiB", "cpu": "30GiB"}))
     """
+    require_module(model, "dispatch_model")
     check_device_map(model, device_map)
     check_devices(device_map if main_device is None else {"main_device": main_device, **device_map})
     dispatch(
@@ -314,6 +319,7 @@ def load_checkpoint_and_dispatch(
             model = Model(config)
         model = load_checkpoint_and_dispatch(model, "checkpoint", device_map="auto", offload_folder="offload")
     """
+    require_module(model, "load_checkpoint_and_dispatch")
     if isinstance(device_map, str):
         check_plan_name(device_map)
         if device_map != "sequential":
@@ -372,6 +378,7 @@ def attach_layerwise_casting_hooks(
     What is within a module of `skip_modules_classes`, or one whose name a regular expression of
     `skip_modules_pattern` finds, is left alone. Without either, every such layer is taken.
     """
+    require_module(module, "attach_layerwise_casting_hooks")
     patterns = [skip_modules_pattern] if isinstance(skip_modules_pattern, str) else list(skip_modules_pattern or ())
     _attach_casting("", module, patterns, skip_modules_classes or (), (storage_dtype, compute_dtype, non_blocking))
 

@@ -190,5 +190,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return f"AcceleratedOptimizer({self.optimizer!r})"
 
 
+# The API's name for the function that moves a state.
+move_to_device = send_to_device
+
 if not TYPE_CHECKING:
     __getattr__ = public_names(__name__)

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .core import memory, system
+from .core import devices, memory, system
 from .core.errors import PrepareError
 from .core.trees import convert_to_fp32, map_leaves
 from .gradient_state import GradientState
@@ -160,10 +160,20 @@ def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
+def _used_device() -> torch.device | None:
+    """The accelerator that this process uses; None for a process on the CPU."""
+    kind = devices.accelerator_type()
+    if kind is None or not devices.is_initialized(kind):
+        return None
+    return torch.device(kind, torch.accelerator.current_device_index())
+
+
 def memory_limit(kept: int) -> int:
     """Bytes for the tensors of this process: of its device, or of the host less what is no tensor."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        return int(torch.cuda.mem_get_info()[1])
+    device = _used_device()
+    if device is not None:
+        with contextlib.suppress(RuntimeError):
+            return devices.memory_info(device)[1]
     available = system.available_memory()
     limits = [] if available is None else [available + kept]
     with contextlib.suppress(ImportError):
@@ -343,7 +353,7 @@ class _Step:
         if not self.prepared.is_partial:
             activations = ledger.peak(start)[report.ACTIVATIONS]
             return _Needed(self.kept + activations, activations, 0)
-        granularity = 512 if torch.cuda.is_initialized() else 64
+        granularity = 64 if _used_device() is None else 512
         if change.offload or self.prepared.offloads():
             peak = ledger.peak(start, granularity, (report.ACTIVATIONS, report.MESSAGES))
             rest = self._rest_of_device
@@ -380,11 +390,15 @@ class _Step:
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
     """A block without what libraries say about fake tensors, which leaves the random states as they are."""
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    device = _used_device()
+    if device is None or not hasattr(devices.module_of(device), "get_rng_state_all"):
+        random = torch.random.fork_rng([])
+    else:
+        random = torch.random.fork_rng([device.index], device_type=device.type)
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:
-        with warnings.catch_warnings(), torch.random.fork_rng(devices):
+        with warnings.catch_warnings(), random:
             warnings.simplefilter("ignore")
             yield
     finally:

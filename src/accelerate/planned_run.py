@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import sys
 import time
 from pathlib import Path
@@ -13,10 +14,11 @@ from typing import Any
 import psutil
 import torch
 
-from .core import json_text
+from .core import devices, json_text
 from .core.errors import ConfigurationError
 from .core.files import atomic_write
 from .state import PartialState
+from .telemetry.meter import device_memory
 
 # Optimizer steps before the timing starts, and timed ones.
 WARMUP, TIMED = 2, 4
@@ -48,8 +50,7 @@ class PlannedRun:
         """Called after each optimizer step; does nothing once the figures are known."""
         if len(self._times) > WARMUP + TIMED:
             return
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        devices.synchronize(self._device)
         self._times.append(time.perf_counter())
         if len(self._times) == WARMUP + TIMED + 1:
             self._report()
@@ -59,10 +60,11 @@ class PlannedRun:
 
         ends = self._times[WARMUP:]
         seconds = min(after - before for before, after in itertools.pairwise(ends))
-        if self._device.type == "cuda":
-            used, of = torch.cuda.max_memory_allocated(self._device), "tensors"
-        else:
+        allocated = device_memory(self._device)
+        if math.isnan(allocated):
             used, of = _largest_process() - self._before, "process"
+        else:
+            used, of = int(allocated), "tensors"
         (low, high), (fast, slow) = self._planned
         place = "tensors" if of == "tensors" else "growth of the process, with its libraries"
         if PartialState().is_main_process:

@@ -40,6 +40,7 @@ from .precision.base import Precision
 from .precision.fp8 import make_fp8
 from .precision.master import MasterPrecision
 from .runtime import group
+from .runtime.topology import Topology
 from .state import AcceleratorState, PartialState
 
 
@@ -148,6 +149,12 @@ def resolve(request: Request) -> Resolved:
             "this process has left the group of its run, by end_training() or destroy_process_group(): make every "
             "Accelerator of a process before that, and call end_training() once, after the last one"
         )
+    if fsdp is not None and _has_nothing_to_shard(fsdp, plugins):
+        get_logger(__name__).warning(
+            "one process has nothing to shard: the FSDP plugin has no effect. Start several processes with "
+            "`accelerate launch`, or set cpu_offload=True or activation_checkpointing=True to save memory on this one"
+        )
+        del plugins["fsdp_plugin"]
     megatron = plugins.pop("megatron_lm_plugin", None)
     if megatron is not None:
         plugins["parallelism_config"] = _native_layout(megatron, plugins, PartialState().num_processes)
@@ -329,6 +336,13 @@ def _strategy_plugins(request: Request, origins: dict[str, str]) -> dict[str, An
     return found
 
 
+def _has_nothing_to_shard(fsdp: Any, plugins: dict[str, Any]) -> bool:
+    """Whether a single process, that no launcher has started, has an FSDP plugin that saves no memory on it."""
+    if PartialState().use_distributed or group.is_running() or Topology.from_environment().launcher != "none":
+        return False
+    return not (fsdp.offloads_shards or fsdp.activation_checkpointing or "parallelism_config" in plugins)
+
+
 def _known_plugins(state: AcceleratorState) -> dict[str, Any]:
     """The plugins of a process's first Accelerator, which those after it share where they are given none."""
     known = {
@@ -411,9 +425,11 @@ def _precision(
                 f"mixed_precision='bf16' ({origins['mixed_precision']}): this {device} device does not compute in "
                 "bfloat16; use fp16 or no"
             )
+        _check_autocast(name, torch.bfloat16, device, origins["mixed_precision"])
         kind = MixedPrecision if handlers.master is None else MasterPrecision
         return kind("bf16", torch.bfloat16, device, handlers.autocast)
     if name == "fp16":
+        _check_autocast(name, torch.float16, device, origins["mixed_precision"])
         scaler = None
         if state.distributed_type is DistributedType.FSDP and not state.is_fsdp2:
             # FSDP1 shows a rank its slice of a gradient: the ranks must agree on whether all is finite.
@@ -425,6 +441,18 @@ def _precision(
         return added
     backend, recipe = _fp8_backend(handlers)
     return make_fp8(device, handlers.autocast, backend, recipe, gathers)
+
+
+def _check_autocast(name: str, dtype: torch.dtype, device: str, origin: str) -> None:
+    """ConfigurationError where the device's backend has no autocast: torch would raise in the first forward."""
+    try:
+        torch.autocast(device, dtype=dtype)
+    except (AssertionError, RuntimeError) as error:
+        raise ConfigurationError(
+            f"mixed_precision={name!r} ({origin}): torch has no autocast to {dtype} for {device} devices "
+            f"({str(error).splitlines()[0]}). Use mixed_precision='no', and load the model in the dtype to "
+            "compute in"
+        ) from error
 
 
 def _check_engine_precision(state: AcceleratorState, origin: str) -> None:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,46 @@ from .core.errors import PrepareError
 from .optimizer import AcceleratedOptimizer
 from .parallel.prepared import PreparedModel, PreparedOptimizer
 from .scheduler import AcceleratedScheduler
+
+
+class PreparedModules(MutableSequence[torch.nn.Module]):
+    """The modules of prepared models. Scripts take some out, so that a checkpoint does not have them.
+
+    Args:
+        prepared: the models of a run. The list changes with this one.
+    """
+
+    def __init__(self, prepared: list[PreparedModel]) -> None:
+        self._prepared = prepared
+
+    def __len__(self) -> int:
+        return len(self._prepared)
+
+    def __getitem__(self, index: Any) -> Any:
+        found = self._prepared[index]
+        return [one.module for one in found] if isinstance(found, list) else found.module
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self._prepared[index] = self._of(value) if isinstance(index, slice) else self._of([value])[0]
+
+    def __delitem__(self, index: Any) -> None:
+        del self._prepared[index]
+
+    def insert(self, index: int, value: torch.nn.Module) -> None:
+        """Add a module, also one that was not prepared: it is then saved as it is."""
+        self._prepared.insert(index, self._of([value])[0])
+
+    def __eq__(self, other: object) -> bool:
+        return list(self) == (list(other) if isinstance(other, Iterable) else other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(list(self))
+
+    def _of(self, modules: Iterable[torch.nn.Module]) -> list[PreparedModel]:
+        known = {id(one.module): one for one in self._prepared}
+        return [known.get(id(module)) or PreparedModel(module) for module in modules]
 
 
 @dataclass

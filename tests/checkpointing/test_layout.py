@@ -35,7 +35,7 @@ def test_names_and_order(tmp_path, process):
         save(process, tmp_path / f"checkpoint_{number}")
     (tmp_path / "checkpoint_x").mkdir()
     (tmp_path / "checkpoint_3").write_text("a file")
-    assert checkpoints(tmp_path, 1, 2, 10) and newest_valid(tmp_path).name == "checkpoint_10"
+    assert checkpoints(tmp_path, 1, 2, 3, 10) and newest_valid(tmp_path).name == "checkpoint_10"
     assert list_checkpoints(tmp_path / "none") == [] and newest_valid(tmp_path / "none") is None
 
 

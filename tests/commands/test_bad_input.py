@@ -25,11 +25,13 @@ CASES = [
     (CPU, "none.py", "there is no script 'none.py'"),
     (CPU, "trian.py", "did you mean train.py?"),
     (CPU, "", "the following arguments are required: training_script"),
+    (CPU, "--num_proceses 2", "unknown option --num_proceses (did you mean --num_processes?)"),
     (CPU, "-m no.such.module", "there is no module 'no.such.module'"),
     (CPU, "-m os.path.nothing", "there is no module 'os.path.nothing'"),
     (CPU, "-m package", "'package' is a package without a module __main__: give one of its modules"),
     (CPU, "-m package.missing", "there is no module 'package.missing'"),
     (CPU, "link.py", "the script 'link.py' is a symbolic link to 'nowhere.py', which does not exist"),
+    (CPU, "loop.py", "the script 'loop.py' is a symbolic link to 'loop.py', which leads back to the link"),
     (
         CPU,
         "--no_python train.py",
@@ -116,6 +118,7 @@ def test_one_error_and_nothing_started(machine, line, told, tmp_path, monkeypatc
         (tmp_path / name).write_text(text)
     (tmp_path / "train.py").write_text("open('started', 'w')")
     (tmp_path / "link.py").symlink_to("nowhere.py")
+    (tmp_path / "loop.py").symlink_to("loop.py")
     (tmp_path / "package").mkdir()
     with socket.socket() as taken:
         taken.bind(("0.0.0.0", 0))

@@ -53,8 +53,13 @@ def test_a_misspelt_variable_is_reported_with_the_nearest_one_on_rank_0(monkeypa
     env.check_run()
     assert not recwarn
     monkeypatch.setenv("RANK", "0")
-    with pytest.warns(UserWarning, match="ACCELERATE_MIXED_PRECISON \\(did you mean ACCELERATE_MIXED_PRECISION"):
+    # As transformers 4 does.
+    monkeypatch.setenv("ACCELERATE_USE_IPEX", "false")
+    with pytest.warns(
+        UserWarning, match="ACCELERATE_MIXED_PRECISON \\(did you mean ACCELERATE_MIXED_PRECISION"
+    ) as warned:
         env.check_run()
+    assert len(warned) == 1
 
 
 def test_the_state_and_the_launcher_check(monkeypatch):

@@ -21,6 +21,7 @@ from accelerate.core.modules import (
     move_module,
 )
 from accelerate.parallel.compile import compile_regions, compile_regions_deepspeed, compile_regions_fsdp2
+from accelerate.parallel.unwrap import extract_model_from_parallel
 
 
 class Stack(nn.Module):
@@ -64,6 +65,8 @@ def test_compile_regions_shares_parameters_and_leaves_the_original_alone() -> No
     assert all(is_compiled_module(layer) for layer in [*compiled.layers, compiled.head])
     assert has_compiled_regions(compiled) and not is_compiled_module(compiled) and compiled._orig_mod is model
     assert not has_compiled_regions(model)
+    assert extract_model_from_parallel(compiled, keep_torch_compile=False) is model
+    assert extract_model_from_parallel(compiled) is compiled
     assert {id(p) for p in compiled.parameters()} == {id(p) for p in model.parameters()}
     x = torch.randn(5, 4)
     torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=0)

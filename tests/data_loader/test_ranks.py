@@ -384,6 +384,18 @@ def test_the_fill_of_a_dispatched_epoch_does_not_depend_on_where_the_pass_begins
         assert [found[0] for found in first] == [found[0] for found in wanted[0][1:]]
 
 
+@on_two
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("options", [{}, {"split_batches": True}])
+def test_the_fill_of_a_dispatched_stream_does_not_depend_on_skipped_batches(workers, options):
+    raw = DataLoader(Numbers(19), batch_size=world(), num_workers=workers)
+    loader = prepare_data_loader(raw, device=CPU, put_on_device=True, dispatch_batches=True, **options)
+    wanted = [ids(batch) for batch in loader]
+    assert [[ids(batch) for batch in skip_first_batches(loader, skip)] for skip in (1, 2, 20)] == [
+        wanted[1:], wanted[2:], []
+    ]  # fmt: skip
+
+
 @everywhere
 def test_dispatched_objects():
     def collate(samples):

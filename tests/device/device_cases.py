@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 import os
 import sys
 from pathlib import Path
 
+import pytest
 import simulated_device
 import torch
 from safetensors.torch import save_file
@@ -17,22 +20,38 @@ from accelerate import (
     Accelerator,
     DataLoaderConfiguration,
     FullyShardedDataParallelPlugin,
+    LocalSGD,
     cpu_offload_with_hook,
     dispatch_model,
     infer_auto_device_map,
     init_empty_weights,
     load_checkpoint_and_dispatch,
 )
+from accelerate.core.errors import ConfigurationError, PrepareError
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState
-from accelerate.utils import OptimizerOffloadKwargs, broadcast_object_list, gather_object, get_max_memory, set_seed
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    OptimizerOffloadKwargs,
+    broadcast_object_list,
+    find_executable_batch_size,
+    gather_object,
+    get_max_memory,
+    release_memory,
+    send_to_device,
+    set_seed,
+    synchronize_rng_states,
+)
+
+sys.path.append(str(Path(__file__).parents[2] / "examples" / "parallel"))
+from llama import Llama, LlamaConfig
 
 KIND, FOLDER = simulated_device.KIND, Path(sys.argv[1])
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 EPOCHS, BATCH, CLIP = 2, 8, 0.5
 # Adam makes steps of 0.01 in the direction of rounding errors, and the scaler of fp16 leaves out the first steps.
 LOW = 0.2
-torch.set_default_dtype(torch.float32 if "16" in sys.argv[2] else torch.float64)
+torch.set_default_dtype(torch.float32 if "16" in sys.argv[2] and "hook" not in sys.argv[2] else torch.float64)
 torch.manual_seed(0)
 DATA = [(torch.randn(8), torch.randn(1)) for _ in range(32)]
 
@@ -105,7 +124,7 @@ def train(window=1, tolerance=1e-8, **options):
                 for parameter in model.parameters():
                     parameter.zero_()
             accelerator.load_state(FOLDER / "checkpoint")
-    state = accelerator.get_state_dict(model)
+    state = {name.removeprefix("_orig_mod."): value for name, value in accelerator.get_state_dict(model).items()}
     assert gather_object([RANK]) == list(range(WORLD))
     assert broadcast_object_list([RANK]) == [0]
     accelerator.save_model(model, FOLDER / "model")
@@ -193,6 +212,169 @@ def placement():
     assert model.output.weight.device.type == "cpu"
 
 
+def collectives():
+    """Tensors and objects of the device and of the host, in one message or alone."""
+    accelerator = Accelerator()
+    ranks = list(range(WORLD))
+    for device in (accelerator.device, torch.device("cpu")):
+        padded = accelerator.pad_across_processes(torch.full((RANK + 1, 2), float(RANK), device=device))
+        assert padded.shape == (WORLD, 2) and padded.device == device
+        found = accelerator.gather({"x": padded, "ranks": [torch.tensor([RANK], device=device)]})
+        assert found["x"].device == device and found["ranks"][0].tolist() == ranks
+        assert accelerator.reduce(torch.tensor([1.0 + RANK], device=device), "mean").item() == (WORLD + 1) / 2
+        for dtype in (torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.uint8, torch.complex64):
+            assert accelerator.gather(torch.ones(2, dtype=dtype, device=device)).shape == (2 * WORLD,)
+    mixed = accelerator.gather({"device": torch.ones(1, device=KIND), "host": torch.ones(1)})
+    assert mixed["device"].device == accelerator.device and mixed["host"].device.type == "cpu"
+    assert [each.item() for each in gather_object([torch.tensor(RANK, device=accelerator.device)])] == ranks
+    objects = [torch.full((2,), RANK, device=accelerator.device), {"rank": RANK}]
+    broadcast_object_list(objects)
+    assert objects[0].sum() == 0 and objects[1] == {"rank": 0}
+    with accelerator.split_between_processes({"x": torch.arange(5, device=KIND)}) as part:
+        assert part["x"].device == accelerator.device
+    synchronize_rng_states(["torch", KIND])
+    assert len(accelerator.gather(torch.rand(1, device=KIND)).unique()) == 1
+
+
+@dataclasses.dataclass
+class Batch:
+    x: torch.Tensor
+    name: str
+
+
+def batches():
+    """Batches of a class of their own and ragged tensors, with each way to copy them; each sample once."""
+    for options in ({}, {"dispatch_batches": True}, {"non_blocking": True}):
+        AcceleratorState._reset_state()
+        accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(**options))
+        loader = DataLoader(
+            DATA[:13], 4, pin_memory="non_blocking" in options,
+            collate_fn=lambda rows: Batch(torch.stack([x for x, _ in rows]), "rows"),
+        )  # fmt: skip
+        found = []
+        for batch in accelerator.prepare(loader):
+            assert batch.x.device == accelerator.device
+            found.append(accelerator.gather_for_metrics(batch.x).cpu())
+        assert torch.equal(torch.cat(found).sort(0)[0], torch.stack([x for x, _ in DATA[:13]]).sort(0)[0])
+    ragged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    assert send_to_device({"x": [ragged]}, accelerator.device)["x"][0].device == accelerator.device
+
+
+def left_on_the_host():
+    """A model that device_placement=False leaves where nothing is communicated."""
+    accelerator = Accelerator(device_placement=False)
+    with pytest.raises(PrepareError, match="is on cpu, and the processes of this run communicate on npu"):
+        accelerator.prepare(build()[0])
+    accelerator.end_training()
+
+
+def local_steps():
+    accelerator = Accelerator()
+    model, optimizer, loader = accelerator.prepare(*build(), DataLoader(DATA[:22], 4))
+    with (
+        accelerator.join_uneven_inputs([model], even_batches=False),
+        LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2) as local,
+    ):
+        for x, y in loader:
+            accelerator.backward(nn.functional.mse_loss(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+            local.step()
+
+
+def memory():
+    """Nothing is left on the device; a smaller batch is tried after the device's error."""
+    allocated = torch.get_device_module(KIND).memory_allocated
+    accelerator = Accelerator()
+    for release in (accelerator.free_memory, release_memory):
+        model, optimizer, loader = accelerator.prepare(*build(), DataLoader(DATA, BATCH))
+        for x, y in loader:
+            accelerator.backward(nn.functional.mse_loss(model(x), y))
+            optimizer.step()
+        del x, y
+        assert allocated() > 4000
+        accelerator.clear()
+        model, optimizer, loader = release(model, optimizer, loader)
+        gc.collect()
+        assert allocated() <= 64, allocated()
+
+    @find_executable_batch_size(starting_batch_size=64)
+    def largest(size):
+        kept = torch.ones(size * 1000, device=accelerator.device)
+        if len(kept) > 16000:
+            raise RuntimeError("NPU out of memory. Tried to allocate 2.00 GiB")
+        return size
+
+    assert 8 < largest() <= 16 and allocated() <= 64
+
+
+def places():
+    """A checkpoint of the CPU goes on on a device, and back."""
+
+    def run(cpu, load=None):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        accelerator = Accelerator(cpu=cpu)
+        model, optimizer, loader = accelerator.prepare(*build(), DataLoader(DATA, BATCH))
+        if load is not None:
+            accelerator.load_state(FOLDER / load)
+        for x, y in loader:
+            accelerator.backward(nn.functional.mse_loss(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert {value.device.type for value in model.state_dict().values()} == {"cpu" if cpu else KIND}
+        accelerator.save_state(FOLDER / f"after {load}")
+        return accelerator.get_state_dict(model)
+
+    expected = [run(True), run(True, "after None"), run(True, "after after None")]
+    found = [run(True), run(False, "after None"), run(True, "after after None")]
+    for one, other in zip(expected, found, strict=True):
+        for name, value in one.items():
+            torch.testing.assert_close(other[name].cpu(), value, rtol=0, atol=1e-8)
+
+
+def refused():
+    """What a backend with few functions cannot do is named."""
+    with pytest.raises(ConfigurationError, match="no autocast"):
+        Accelerator(mixed_precision="bf16")
+    with pytest.raises(ConfigurationError, match="no get_rng_state"):
+        synchronize_rng_states([KIND])
+    assert list(get_max_memory()) == ["cpu"]
+
+
+def split_sequence(**sizes):
+    """Sequences over the ranks; with dp_shard_size the parameters too."""
+
+    def start():
+        torch.manual_seed(0)
+        model = Llama(LlamaConfig(vocabulary=32, width=16, hidden=32, layers=2, heads=4, kv_heads=2))
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def loss_of(model, ids, labels):
+        return nn.functional.cross_entropy(model(ids).flatten(0, 1), labels.flatten())
+
+    tokens = [torch.randint(32, (4, 17)) for _ in range(4)]
+    plain_model, optimizer = start()
+    for batch in tokens:
+        loss_of(plain_model, batch[:, :-1], batch[:, 1:]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator = Accelerator(parallelism_config=ParallelismConfig(**sizes), fsdp_plugin=fsdp())
+    model, optimizer = accelerator.prepare(*start())
+    index, count = accelerator.strategy.data_shard
+    for batch in tokens:
+        batch = batch.chunk(count)[index].to(accelerator.device)
+        ids, labels = batch[:, :-1].clone(), batch[:, 1:].clone()
+        with accelerator.maybe_context_parallel([ids, labels], [1, 1], no_restore_buffers={labels}):
+            accelerator.backward(loss_of(model, ids, labels))
+            optimizer.step()
+            optimizer.zero_grad()
+    state = accelerator.get_state_dict(model)
+    if accelerator.is_main_process:
+        for name, value in plain_model.state_dict().items():
+            torch.testing.assert_close(state[name].cpu(), value, rtol=0, atol=1e-8)
+    accelerator.end_training()
+
+
 LOADERS = {"dispatch": {"dispatch_batches": True}, "copies": {"non_blocking": True}, "split": {"split_batches": True}}
 CASES = {
     "no": train,
@@ -205,6 +387,15 @@ CASES = {
         name: lambda options=options: train(dataloader_config=DataLoaderConfiguration(**options))
         for name, options in LOADERS.items()
     },
+    "activations on the host": lambda: train(transforms=["activation_offload"]),
+    "compiled": lambda: train(dynamo_backend="aot_eager"),
+    **{
+        f"hook {hook}": lambda hook=hook: train(
+            kwargs_handlers=[DistributedDataParallelKwargs(comm_hook=hook, static_graph=True)], tolerance=LOW
+        )
+        for hook in ("fp16", "power_sgd")
+    },
+    "fsdp2, fp16": lambda: train(mixed_precision="fp16", tolerance=LOW, fsdp_plugin=fsdp()),
     "fsdp2": lambda: train(fsdp_plugin=fsdp()),
     "fsdp2, accumulation": lambda: train(2, fsdp_plugin=fsdp(state_dict_type="SHARDED_STATE_DICT")),
     "fsdp2, bf16": lambda: train(mixed_precision="bf16", tolerance=LOW, fsdp_plugin=fsdp()),
@@ -220,6 +411,19 @@ CASES = {
         parallelism_config=ParallelismConfig(dp_replicate_size=2, dp_shard_size=2), fsdp_plugin=fsdp()
     ),
     "fsdp x tp": lambda: train(parallelism_config=ParallelismConfig(tp_size=2, dp_shard_size=2), fsdp_plugin=fsdp()),
+    "pp x fsdp": lambda: train(parallelism_config=ParallelismConfig(pp_size=2, dp_shard_size=2), fsdp_plugin=fsdp()),
+    "pp x tp": lambda: train(parallelism_config=ParallelismConfig(pp_size=2, tp_size=2)),
+    "cp": lambda: split_sequence(cp_size=2),
+    "sp": lambda: split_sequence(sp_size=2),
+    "cp x fsdp": lambda: split_sequence(cp_size=2, dp_shard_size=2),
+    "cp x tp": lambda: split_sequence(cp_size=2, tp_size=2),
+    "refused": refused,
+    "collectives": collectives,
+    "batches": batches,
+    "local steps": local_steps,
+    "left on the host": left_on_the_host,
+    "memory": memory,
+    "places": places,
     "resume": resume,
     "identity": identity,
     "placement": placement,

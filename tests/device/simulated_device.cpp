@@ -208,6 +208,8 @@ Tensor& set_place(Tensor& tensor, at::Storage storage, int64_t offset, at::IntAr
 }
 
 const Tensor& resize(const Tensor& tensor, at::IntArrayRef size, std::optional<at::MemoryFormat>) {
+  // A view keeps its strides: operations in place come here too.
+  if (tensor.sizes() == size) return tensor;
   int64_t bytes = tensor.element_size();
   for (auto one : size) bytes *= one;
   bytes += tensor.element_size() * tensor.storage_offset();

@@ -29,11 +29,27 @@ ONE = [
     "copies",
     "resume",
     "identity",
+    "activations on the host",
+    "compiled",
+    "batches",
+    "memory",
+    "places",
 ]
 TWO = ["no", "bf16", "fp16", "accumulation", "telemetry", "dispatch", "copies", "split", "tp", "pp"]
+TWO += [
+    "compiled",
+    "hook fp16",
+    "hook power_sgd",
+    "collectives",
+    "batches",
+    "local steps",
+    "left on the host",
+    "cp",
+    "sp",
+]
 SHARDED = ["fsdp2", "fsdp2, accumulation", "fsdp2, bf16", "fsdp2, offloaded", "fsdp2, offloaded, sharded"]
-SHARDED += ["fsdp2, recomputed", "fsdp2, from rank 0"]
-FOUR = ["no", "tp", "pp", "hsdp", "fsdp x tp"]
+SHARDED += ["fsdp2, recomputed", "fsdp2, from rank 0", "fsdp2, fp16"]
+FOUR = ["no", "tp", "pp", "hsdp", "fsdp x tp", "pp x fsdp", "pp x tp", "cp x fsdp", "cp x tp"]
 RUNS = (
     [(1, case) for case in [*ONE, "placement"]] + [(2, case) for case in TWO + SHARDED] + [(4, case) for case in FOUR]
 )
@@ -63,3 +79,18 @@ def built():
 def test_equals_a_plain_loop(ranks, case, built, tmp_path):
     launch = [*LAUNCH, f"--nproc_per_node={ranks}"] if ranks > 1 else []
     run([*launch, str(HERE / "device_cases.py"), str(tmp_path), case], 120, SIMULATED_DEVICE=built)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("ranks", "case"), [(1, "no"), (1, "telemetry"), (1, "resume"), (1, "refused"), (2, "copies")]
+)
+def test_on_a_backend_with_few_functions(ranks, case, built, tmp_path):
+    """Without streams, autocast, generator states and figures of memory."""
+    launch = [*LAUNCH, f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    run(
+        [*launch, str(HERE / "device_cases.py"), str(tmp_path), case],
+        120,
+        SIMULATED_DEVICE=built,
+        SIMULATED_MODULE="small",
+    )

@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the ranks report where another one fails, stops before them, or waits elsewhere."""
 
+import os
+import signal
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +16,8 @@ from torch import nn
 from accelerate import Accelerator
 from accelerate.collectives import gather_object
 from accelerate.core.errors import CheckpointError, DistributedOperationException
+from accelerate.core.system import is_stopped
+from accelerate.runtime.communication import explanation
 
 WORKERS = Path(__file__).parent / "workers"
 UNEVEN = ("Uneven batches?", "join_uneven_inputs", "exact=True")
@@ -42,6 +48,24 @@ def all_raise(kinds, words, function):
     raised = gather_object([f"{caught.type.__name__}: {caught.value}"])
     assert all(words in text for text in raised), raised
     assert sum("ValueError: " in text[:20] for text in raised) <= 1, raised
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the state of a process is known on Linux")
+@on_ranks(2)
+def test_a_rank_that_is_stopped_is_named():
+    accelerator = Accelerator(cpu=True)
+    (_, stopped) = gather_object([os.getpid()])
+    if accelerator.process_index == 1:
+        os.kill(stopped, signal.SIGSTOP)
+        return
+    try:
+        while not is_stopped(stopped):
+            time.sleep(0.01)
+        text = explanation("`gather`", RuntimeError("Timed out waiting 10000ms for recv operation to complete"))
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    assert f"- rank 1 is stopped (process {stopped}): SIGSTOP, or a debugger" in text
+    assert "Every rank must call" not in text
 
 
 @on_ranks(2)

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a machine can carry: processes against processors and free memory, limits of containers."""
 
+import types
+
 import pytest
+import torch
 
 from accelerate.core import system
-from accelerate.core.errors import ConfigurationError
+from accelerate.core.errors import ConfigurationError, LaunchError
 from accelerate.launchers import capacity
 from accelerate.launchers.capacity import Capacity, check, check_forked
 from accelerate.launchers.registry import launcher_class
@@ -87,6 +90,17 @@ def test_launchers_of_functions_refuse(monkeypatch, way):
     monkeypatch.setattr(Capacity, "of_this_machine", lambda: SMALL)
     with pytest.raises(ConfigurationError, match="at most"):
         (debug_launcher if way == "debug" else notebook_launcher)(print, num_processes=5000)
+
+
+def test_a_notebook_that_used_a_device_does_not_fork(monkeypatch):
+    from accelerate.launchers import notebook
+
+    used = types.SimpleNamespace(is_initialized=lambda: True)
+    monkeypatch.setattr(torch, "npu", used, raising=False)
+    with pytest.raises(LaunchError, match="NPU was used in this notebook before"):
+        notebook._check_untouched("npu")
+    monkeypatch.setattr(used, "is_initialized", lambda: False)
+    notebook._check_untouched("npu")
 
 
 @pytest.mark.parametrize("version", [1, 2])

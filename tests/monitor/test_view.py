@@ -45,6 +45,18 @@ def test_the_slow_rank_is_marked(tmp_path, ranks, part, wait):
     assert any(f"Rank 1 loses its time in {WORDS[part]}" in text for text in summary.advice())
 
 
+def test_ranks_that_take_turns_at_random_are_not_named(tmp_path):
+    for rank in range(2):
+        records = planted_records(125, rank)
+        # On a busy machine: now this rank waits for a core, now the other.
+        late = np.where((np.arange(125) // 13) % 2 == rank, 0.04, 0).astype("f4")
+        records["forward"] += late
+        records["seconds"] += late
+        write_steps(tmp_path, rank, 2, records)
+    run = opened(tmp_path)
+    assert view(run).slow.any(axis=1).all() and summarize(run).stragglers == ()
+
+
 def test_stragglers_need_a_window_and_an_excess():
     own = np.full((3, 100), 1.0)
     step, weight = np.full((3, 100), 1.2), np.ones((3, 100))

@@ -5,6 +5,7 @@ import copy
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -78,5 +79,7 @@ def test_regions_are_compiled_under_mixed_precision(masters, tmp_path):
         if step == 1:
             accelerator.save_state(tmp_path)
             accelerator.load_state(tmp_path)
+            # Under the names of the user's model: a run that compiles nothing, or has DDP, loads them too.
+            assert set(load_file(tmp_path / "model.safetensors")) == set(Model().state_dict())
     assert counters["stats"]["unique_graphs"] == 2
     AcceleratorState._reset_state(reset_partial_state=True)

@@ -9,6 +9,8 @@ from torch import nn
 from accelerate import Accelerator
 from accelerate.config.training import DistributedDataParallelKwargs
 from accelerate.core.errors import PrepareError
+from accelerate.parallel.ddp.strategy import DataParallel
+from accelerate.precision.base import Precision
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -63,3 +65,10 @@ def test_reentrant_checkpoints():
     model = run.prepare(Checkpointed())
     with pytest.raises(PrepareError, match=r"first\.(weight|bias) received a gradient twice.*reentr"):
         run.backward(model(torch.ones(2, 3, requires_grad=True)).sum())
+
+
+def test_a_model_that_is_left_elsewhere_has_no_device_of_ddp():
+    """With device_placement=False: torch refuses `device_ids` of another device than the model's."""
+    strategy = DataParallel(torch.device("xpu", 0), Precision())
+    assert "device_ids" not in strategy.arguments(torch.nn.Linear(1, 1))
+    assert strategy.arguments(torch.nn.Identity())["device_ids"] == [0]

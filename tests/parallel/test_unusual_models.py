@@ -134,6 +134,30 @@ def test_what_fsdp_cannot_shard_is_refused_by_name(version):
                 Accelerator(cpu=True, fsdp_plugin=Plugin(fsdp_version=version)).prepare(make())
 
 
+class Rearranged(nn.Linear):
+    """As 4-bit layers of bitsandbytes on a CPU with AVX512: the first forward without gradients changes the weight."""
+
+    support_avx512bf16_for_cpu, is_rearranged = True, False
+
+    def forward(self, x):
+        if self.support_avx512bf16_for_cpu and not torch.is_grad_enabled() and not self.is_rearranged:
+            self.weight.data, self.is_rearranged = self.weight.flip(0), True
+        return nn.functional.linear(x, self.weight.flip(0) if self.is_rearranged else self.weight)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("version", [1, 2])
+def test_layers_that_change_their_weight_on_a_cpu_leave_it(version):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 4), Rearranged(4, 4, bias=False)).double()
+    with torch.enable_grad():
+        expected = model(ROWS.double())
+    model = Accelerator(cpu=True, fsdp_plugin=Plugin(fsdp_version=version)).prepare(model)
+    for _ in range(2):
+        with torch.no_grad():
+            torch.testing.assert_close(model(ROWS.double()), expected, rtol=0, atol=1e-12)
+
+
 @dataclass
 class Output:
     values: torch.Tensor

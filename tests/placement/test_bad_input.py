@@ -3,6 +3,7 @@
 
 import copy
 import json
+import operator
 import pickle
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+import accelerate
 from accelerate import (
     cpu_offload,
     disk_offload,
@@ -47,6 +49,34 @@ def checkpoint(request, tmp_path):
     index = {name: write(number, shard).name for number, shard in enumerate(shards) for name in shard}
     (folder / f"model.{request.param}.index.json").write_text(json.dumps({"weight_map": index}))
     return folder, write, shards
+
+
+@pytest.mark.parametrize("value", [3, None, [1], "gpt2"], ids=repr)
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("cpu_offload", ()),
+        ("cpu_offload_with_hook", ()),
+        ("disk_offload", ("folder",)),
+        ("dispatch_model", ({"": "cpu"},)),
+        ("infer_auto_device_map", ()),
+        ("load_checkpoint_and_dispatch", ("folder",)),
+        ("load_checkpoint_in_model", ("folder",)),
+        ("prepare_pippy", ()),
+        ("big_modeling.attach_layerwise_casting_hooks", (torch.float16, torch.float32)),
+        ("utils.calculate_maximum_sizes", ()),
+        ("utils.check_device_map", ({"": "cpu"},)),
+        ("utils.compile_regions", ()),
+        ("utils.compute_module_sizes", ()),
+        ("utils.find_tied_parameters", ()),
+        ("utils.get_balanced_memory", ()),
+        ("utils.set_module_tensor_to_device", ("weight", "cpu")),
+    ],
+)
+def test_model_that_is_no_module(name, arguments, value):
+    function = operator.attrgetter(name)(accelerate)
+    with pytest.raises(TypeError, match=rf"{name.rpartition('.')[2]} takes a torch.nn.Module, not .* \(of type"):
+        function(value, *arguments)
 
 
 def remove(folder, write):

@@ -12,7 +12,7 @@ from torch import nn
 from accelerate.big_modeling import init_empty_weights
 from accelerate.config.quantization import BnbQuantizationConfig
 from accelerate.placement import quantize
-from accelerate.placement.quantize import has_4bit_bnb_layers, load_and_quantize_model, unquantized_modules
+from accelerate.placement.quantize import get_keys_to_not_convert, has_4bit_bnb_layers, load_and_quantize_model
 
 EIGHT = {"load_in_8bit": True, "torch_dtype": "fp32"}
 FOUR = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "fp32"}
@@ -54,14 +54,14 @@ def kinds(model):
 
 
 def test_the_output_layer_and_tied_layers_stay(model):
-    assert unquantized_modules(model) == ["head"]
+    assert get_keys_to_not_convert(model) == ["head"]
     model.first.weight = model.second.weight
-    assert unquantized_modules(model) == ["first", "head", "second"]
+    assert get_keys_to_not_convert(model) == ["first", "head", "second"]
     body = Model()
     body.base_model_prefix = "model"
-    assert unquantized_modules(body) == []
+    assert get_keys_to_not_convert(body) == []
     body.model = nn.Linear(2, 2)
-    assert unquantized_modules(body) == ["model"]
+    assert get_keys_to_not_convert(body) == ["model"]
 
 
 def test_without_the_package(model, monkeypatch):

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..core.files import open_regular
+from ..core.files import named_errors, open_regular
 
 BLOCK = 16 << 20  # bytes; a power of two, large enough that Python's part of the work vanishes
 _BLOCKS = (1 << 9, 1 << 30)  # bytes; what a record may name
@@ -113,12 +113,13 @@ class BlockIO:
         for path, segments in files:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
             try:
-                records.append(self._write_segments(descriptor, segments))
+                with named_errors(path):
+                    records.append(self._write_segments(descriptor, segments))
             except BaseException:
                 os.close(descriptor)
                 raise
             # One file is synced while the next is written.
-            syncing.append(self._syncing.submit(_sync_and_close, descriptor))
+            syncing.append(self._syncing.submit(_sync_and_close, descriptor, path))
         for job in syncing:
             job.result()
         return records
@@ -314,9 +315,10 @@ def _cancel(jobs: Sequence[Future[Any]]) -> None:
             job.exception()
 
 
-def _sync_and_close(descriptor: int) -> None:
+def _sync_and_close(descriptor: int, path: Path) -> None:
     try:
-        os.fsync(descriptor)
+        with named_errors(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..core.errors import CheckpointError, ConfigurationError
-from ..core.files import follow_links, fsync_path
+from ..core.files import follow_links, fsync_path, named_errors
 from .layout import owned_entries, siblings
 from .manifest import MANIFEST, Manifest, is_api_file, read_manifest
 from .run_lock import in_use_elsewhere
@@ -90,7 +90,7 @@ def commit(temporary: Path, folder: Path, manifest: Manifest) -> None:
         # torch's writer of shards makes a folder that is not there.
         raise CheckpointError(f"{temporary} was removed while the checkpoint was written") from None
     path = temporary / MANIFEST
-    with open(path, "xb") as file:
+    with named_errors(path), open(path, "xb") as file:
         file.write(manifest.to_bytes())
         file.flush()
         os.fsync(file.fileno())

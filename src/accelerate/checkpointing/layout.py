@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..core.constants import MODEL_NAME, OPTIMIZER_NAME, RNG_STATE_NAME
 from ..core.errors import CheckpointError
-from .manifest import MANIFEST, check_sizes, is_api_file, read_manifest
+from .manifest import MANIFEST, check_sizes, is_api_file, read_manifest, reason
 
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
 RANK_DOCUMENT = re.compile(rf"{RNG_STATE_NAME}_(\d{{1,9}})\.json")
@@ -55,14 +55,14 @@ def checkpoint_folder(project_dir: str | Path, iteration: int) -> Path:
 
 
 def list_checkpoints(directory: str | Path) -> list[tuple[int, Path]]:
-    """(number, folder) of each `checkpoint_N` in a directory, oldest first, whether valid or not."""
+    """(number, path) of each `checkpoint_N` in a directory, oldest first: also what is damaged or no folder."""
     directory = Path(directory)
     if not directory.is_dir():
         return []
     found = []
     for entry in directory.iterdir():
         match = _NUMBERED.fullmatch(entry.name)
-        if match and entry.is_dir():
+        if match:
             found.append((int(match[1]), entry))
     return sorted(found)
 
@@ -87,6 +87,8 @@ def unfit(folder: Path) -> str | None:
         check_sizes(folder, read_manifest(folder))
     except CheckpointError as error:
         return str(error)
+    except OSError as error:
+        return f"{folder} cannot be read: {reason(error)}"
     return None
 
 
@@ -104,8 +106,8 @@ def rotate(directory: str | Path, total_limit: int | None) -> list[Path]:
     if total_limit is None:
         return removed
     sweep(Path(directory))
-    # A link is the user's: what it leads to is not removed, and it takes no place of the others.
-    present = [folder for _, folder in list_checkpoints(directory) if not folder.is_symlink()]
+    # A link is the user's: what it leads to is not removed, and it takes no place of the others. Nor does a file.
+    present = [folder for _, folder in list_checkpoints(directory) if folder.is_dir() and not folder.is_symlink()]
     last = newest_valid(directory)
     for folder in present[: max(0, len(present) - total_limit)]:
         if folder != last:

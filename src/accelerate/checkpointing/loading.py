@@ -17,8 +17,8 @@ from ..runtime.agreement import Agreement, Process
 from ..runtime.calls import ranks_in_words
 from .commit import restore
 from .kinds import CLASSES, StateKind, Written, kinds, loading
-from .layout import candidates, list_checkpoints
-from .manifest import CorruptCheckpoint, Manifest, verify
+from .layout import candidates
+from .manifest import CorruptCheckpoint, Manifest, reason, verify
 from .matching import CheckpointMismatch
 from .ranks import error_text
 from .run_state import RunState
@@ -414,11 +414,17 @@ def load_newest(
     """
     directory = Path(directory)
     agreement = Agreement(process)
-    mine = None
+    mine: dict[str, Any] = {}
     if process.process_index == 0:
-        folders, unfit = candidates(directory)
-        mine = [[str(folder) for folder in folders], [[str(folder), why] for folder, why in unfit]]
-    names, skipped = agreement.exchange("load_state", mine, arrival_timeout, _ABSENT)[0]
+        try:
+            folders, unfit = candidates(directory)
+            mine = {"names": list(map(str, folders)), "skipped": [(str(folder), why) for folder, why in unfit]}
+        except OSError as error:
+            mine = {"error": f"{directory} cannot be read: {reason(error)}"}
+    found = agreement.exchange("load_state", mine, arrival_timeout, _ABSENT)[0]
+    if "error" in found:
+        raise CheckpointError(f"rank 0: {found['error']}")
+    names, skipped = found["names"], found["skipped"]
     passed = [(Path(name), why) for name, why in skipped]
     for name in names:
         try:
@@ -455,7 +461,7 @@ def resume(
 
     Raises CheckpointError if there are checkpoints and none is valid: starting over would hide the loss.
     """
-    agreement = Agreement(process)
-    here = bool(list_checkpoints(directory)) if process.process_index == 0 else None
-    present = agreement.exchange("resume", here, options.get("arrival_timeout", ARRIVAL), _ABSENT)[0]
-    return load_newest(run, directory, process=process, **options) if present else None
+    try:
+        return load_newest(run, directory, process=process, **options)
+    except MissingCheckpointError:
+        return None

@@ -94,7 +94,8 @@ def read_manifest(folder: Path) -> Manifest:
         data = json_text.read(path)
     except (FileNotFoundError, NotADirectoryError):
         if not folder.is_dir():
-            raise CorruptCheckpoint(f"{folder}: no such folder") from None
+            found = "a file" if folder.exists() else "a link to what does not exist" if folder.is_symlink() else None
+            raise CorruptCheckpoint(f"{folder} is {found}" if found else f"{folder}: no such folder") from None
         raise CorruptCheckpoint(
             f"{folder} has no {MANIFEST}: it is not a finished checkpoint, or another library wrote it"
         ) from None
@@ -177,8 +178,11 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
     for name, record in manifest.files.items():
         try:
             size = require_regular(folder / name)
+        except FileNotFoundError:
+            problems.append(f"{name} is missing")
+            continue
         except (OSError, ValueError) as error:
-            problems.append(f"{name} is missing ({reason(error)})")
+            problems.append(f"{name} cannot be read ({reason(error)})")
             continue
         if size != record.size:
             problems.append(f"{name} has {size} bytes where {record.size} were written")

@@ -89,6 +89,27 @@ class SaveRanks:
         return CheckpointError(f"{self.folder} was not saved: {lines.rstrip('.')}. {kept}")
 
 
+@contextlib.contextmanager
+def raised_on_all(process: Process, operation: str, timeout: float) -> Iterator[None]:
+    """A block without collectives in which some ranks write. Every rank leaves it once all have come to its end.
+
+    The error of one is raised on all: itself on the rank where it happened, a CheckpointError on the others.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    try:
+        found = Agreement(process).exchange(operation, error and error_text(error), timeout)
+    finally:
+        if error is not None:
+            raise error
+    failed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(found) if text)
+    if failed:
+        raise CheckpointError(f"{operation} failed: {failed}")
+
+
 def error_text(error: BaseException) -> str:
     """An error for a message of several ranks: without its class where it is one of this package's own."""
     text = str(error) or type(error).__name__

@@ -210,9 +210,10 @@ def claim_directory(directory: Path, locks: RunLocks, process: Process) -> None:
     Raises CheckpointError on every rank when another live run saves into it.
     """
     mine = None
-    if process.process_index == 0 and directory.is_dir():
+    if process.process_index == 0:
         try:
-            locks.acquire(directory.resolve() / "checkpoint_0")
+            if directory.is_dir():
+                locks.acquire(directory.resolve() / "checkpoint_0")
         except CheckpointError as error:
             mine = str(error)
         except OSError as error:

@@ -32,7 +32,7 @@ from ..core import json_text
 from ..core.constants import MODEL_NAME
 from ..core.devices import kind_of
 from ..core.errors import CheckpointError
-from ..core.files import read_regular, require_regular
+from ..core.files import named_errors, read_regular, require_regular
 from ..core.torch_files import READ_ERRORS
 from ..parallel.fsdp.state import drop_states, is_fsdp1, named_groups, optimizer_state, parameter_names, unwrapped
 from ..parallel.prepared import PreparedModel, PreparedOptimizer
@@ -323,7 +323,8 @@ def write_shards(
         writer: dcp.StorageWriter = dcp.FileSystemWriter(str(folder))
     else:
         writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
-    save_entries(state, writer, group)
+    with named_errors(folder):
+        save_entries(state, writer, group)
 
 
 class PeerError(CheckpointError):
@@ -351,7 +352,8 @@ def write_options(folder: Path, rest: Mapping[str, object]) -> None:
     """Write the values that are no tensors, on the first rank. No other rank waits for it here."""
     if rest and (not dist.is_initialized() or dist.get_rank() == 0):
         text = json.dumps(encode(dict(rest), TensorSink(inline=1 << 30), "options"), allow_nan=False)
-        (folder / _OPTIONS).write_text(text)
+        with named_errors(folder / _OPTIONS):
+            (folder / _OPTIONS).write_text(text)
 
 
 def _each_its_own(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

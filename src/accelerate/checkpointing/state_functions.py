@@ -108,7 +108,7 @@ def load_accelerator_state(
         load_model_func_kwargs: `strict=False` loads what fits.
 
     Returns:
-        The step in the accumulation window, as `{"step": ...}`.
+        A dictionary whose `step` is the step in the accumulation window.
 
     Raises:
         CheckpointError: files are missing, damaged, or belong to other objects.

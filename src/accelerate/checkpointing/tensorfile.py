@@ -125,7 +125,8 @@ def read_header(path: Path) -> Header:
         header = Header(entries, metadata, 8 + length)
         foreign = [alias for alias, name in header.aliases.items() if name not in entries or alias in entries]
     except (LookupError, ValueError, TypeError, AttributeError) as error:
-        raise CorruptFile(f"its safetensors header cannot be read ({error!r})") from error
+        why = error if isinstance(error, json_text.JSONTextError) else repr(error)
+        raise CorruptFile(f"its safetensors header cannot be read ({why})") from error
     if foreign:
         raise CorruptFile(f"its header has {foreign[0][:80]} as another name of a tensor that it does not hold")
     _check_entries(entries, total - 8 - length)

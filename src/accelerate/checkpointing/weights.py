@@ -110,14 +110,8 @@ def save_model(
     shards[0] = shards[0] + others
     contents = [{name: kept[name] for name in members} for members in shards]
     files = dict(zip(names, contents, strict=True))
-    try:
-        _write_files(folder, files, aliases, index if len(shards) > 1 else None, safe_serialization)
-        _remove_stale(folder, single, pattern, index, set(names), len(shards) > 1)
-    except OSError as error:
-        if error.filename is not None:
-            raise
-        # An error of writing has no name of a file.
-        raise OSError(error.errno, f"{error.strerror}: the weights were not saved in", str(folder)) from error
+    _write_files(folder, files, aliases, index if len(shards) > 1 else None, safe_serialization)
+    _remove_stale(folder, single, pattern, index, set(names), len(shards) > 1)
     logger.info("model weights saved in %s (%d file(s))", folder, len(names))
 
 

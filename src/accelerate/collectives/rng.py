@@ -77,7 +77,7 @@ def synchronize_rng_states(rng_types: Iterable[str | RNGType], generator: torch.
 
 def sync_rng_state(group: dist.ProcessGroup, device: torch.device) -> None:
     """Copy the states of the first rank's generators, of the CPU and of `device`, to all ranks of a group."""
-    for module in (torch,) if device.type == "cpu" else (torch, devices.module_of(device.type)):
+    for module in (torch,) if device.type == "cpu" else (torch, devices.generator_module(device.type)):
         state = module.get_rng_state().to(device)
         dist.broadcast(state, group=group, group_src=0)
         module.set_rng_state(state.cpu())
@@ -109,7 +109,7 @@ def _access(rng_type: RNGType, generator: torch.Generator | None) -> tuple[Calla
         raise ConfigurationError(
             f"rng_types: there is no {rng_type.value} device here whose seed could be synchronized"
         )
-    module = devices.module_of(rng_type.value)
+    module = devices.generator_module(rng_type.value)
     return module.get_rng_state, module.set_rng_state
 
 

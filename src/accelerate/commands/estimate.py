@@ -101,6 +101,10 @@ def build(
 
     ConfigurationError if it cannot be built: unknown, gated, offline, no such library, code that is not trusted.
     """
+    if not name.strip():
+        raise ConfigurationError(
+            f"the model is empty: give a folder, a {CONFIG}, a name on the Hub or module:function"
+        )
     path = Path(name).expanduser()
     if ":" in name and not path.exists():
         from ..planning.model import from_function

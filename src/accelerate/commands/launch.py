@@ -6,13 +6,14 @@ from __future__ import annotations
 import argparse
 import sys
 import warnings
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from ..config import launch_file
 from ..config.launch_settings import Settings, given, resolve_settings
 from ..core import env
 from ..core.errors import ConfigurationError, LaunchError
 from ..core.files import check_writable
+from ..core.lazy import public_names
 from ..core.options import GROUPS
 from ..launchers import capacity
 from ..launchers.base import Launcher
@@ -179,6 +180,26 @@ def launch_command(args: argparse.Namespace, in_place: bool = False) -> None:
         sys.exit(code)
 
 
+# The API has a function for each kind of launch. Here the arguments determine it.
+simple_launcher = multi_gpu_launcher = deepspeed_launcher = tpu_launcher = launch_command
+
+
+def _validate_launch_command(args: argparse.Namespace) -> tuple[argparse.Namespace, Any, bool]:
+    """Check the arguments, for tools that then call one of the functions above.
+
+    Returns:
+        The arguments; what is not given stays None until the launch. The configuration file's content, or None.
+        Whether it determines the mixed precision.
+    """
+    from .config.config_args import load_config_from_file
+
+    settings = settings_of(args)
+    if settings.file is None:
+        return args, None, False
+    determines = args.mixed_precision is None and "mixed_precision" in settings.file.values
+    return args, load_config_from_file(str(settings.file.path)), determines
+
+
 def _launch_on_sagemaker(settings: Settings, args: argparse.Namespace) -> None:
     from ..launchers.sagemaker import launch
     from .config.config_args import load_config_from_file
@@ -187,8 +208,8 @@ def _launch_on_sagemaker(settings: Settings, args: argparse.Namespace) -> None:
     launch(load_config_from_file(settings.file.path), args)
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Run `accelerate launch`."""
+def main(argv: list[str] | None = None, command: str = "accelerate launch") -> None:
+    """Run `accelerate launch`; its errors begin with `command`."""
     args = launch_command_parser().parse_args(argv)
     try:
         launch_command(args, in_place=True)
@@ -196,9 +217,13 @@ def main(argv: list[str] | None = None) -> None:
         # A script that ran as this very process raised it: its own traceback is the right thing to show.
         if is_entered():
             raise
-        print_error("accelerate launch", error)
+        print_error(command, error)
         sys.exit(2 if isinstance(error, ConfigurationError) else 1)
 
 
 if __name__ == "__main__":
     main()
+
+
+if not TYPE_CHECKING:
+    __getattr__ = public_names(__name__)

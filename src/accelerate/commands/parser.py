@@ -84,6 +84,7 @@ class Parser(argparse.ArgumentParser):
         # A script's own arguments come after it; argparse would hold them against our flags' abbreviations.
         kwargs.setdefault("allow_abbrev", False)
         super().__init__(*args, **kwargs)
+        self._words: Sequence[str] = ()
         self.color = False  # argparse of Python 3.14 has its own colours
 
     def print_help(self, file: Any = None) -> None:
@@ -94,7 +95,8 @@ class Parser(argparse.ArgumentParser):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse the arguments. For an unknown one, the error suggests the nearest option."""
-        found, extra = self.parse_known_args(args, namespace)
+        self._words = sys.argv[1:] if args is None else list(args)
+        found, extra = self.parse_known_args(self._words, namespace)
         if extra:
             self.error(self._unknown(extra[0]))
         return found
@@ -129,6 +131,13 @@ class Parser(argparse.ArgumentParser):
         # argparse lists all spellings of an option; the first is enough. Our own texts about its value name it.
         message = re.sub(r"^argument (.+?)(/--[\w-]+)*: (value(?==| must be ))?", _subject, message)
         message = re.sub(r"(--[\w-]+)(/--[\w-]+)+", r"\1", message)
+        if message.startswith("the following arguments are required"):
+            # A mistyped option is the cause, if its value or what follows was to be the argument.
+            options = (word for word in self._words if word.startswith("--") and word != "--")
+            unknown = next(
+                (word for word in options if word.split("=", 1)[0] not in self._option_string_actions), None
+            )
+            message = message if unknown is None else self._unknown(unknown)
         if message.endswith("expected one argument"):
             message += "; a value that begins with a hyphen is given as --option=VALUE"
         print_error(self.prog, message)

@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> None:
     words: list[str] = []
     for name, value in given(args).items():
         words += [options()[name].flag] + ([] if value is True else [str(value)])
-    launch.main([*words, _script()])
+    launch.main([*words, _script()], command="accelerate test")
 
 
 def _script() -> str:

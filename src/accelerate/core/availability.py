@@ -28,6 +28,8 @@ def _installed(package: str, name: str) -> Callable[[], bool]:
     return question
 
 
+is_numpy_available: Callable[[], bool] = _installed("numpy", "is_numpy_available")
+is_tqdm_available: Callable[[], bool] = _installed("tqdm", "is_tqdm_available")
 is_aim_available: Callable[[], bool] = _installed("aim", "is_aim_available")
 is_amdsmi_available: Callable[[], bool] = _installed("amdsmi", "is_amdsmi_available")
 is_boto3_available: Callable[[], bool] = _installed("boto3", "is_boto3_available")
@@ -222,6 +224,11 @@ def _find(module: str) -> bool:
 
 
 @functools.cache
+def is_torch_distributed_available() -> bool:
+    """Whether the installed torch was built with its distributed package."""
+    return bool(importlib.import_module("torch.distributed").is_available())
+
+
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
     """Whether torch_xla is installed and, where requested, drives a TPU or a GPU."""
     if check_is_tpu and check_is_gpu:

@@ -96,6 +96,42 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
+def generator_module(kind: str) -> Any:
+    """The module that reads and sets the state of the generator of a kind of device.
+
+    Raises ConfigurationError where the backend's module cannot.
+    """
+    module = torch if kind == "cpu" else module_of(kind)
+    if not (hasattr(module, "get_rng_state") and hasattr(module, "set_rng_state")):
+        raise ConfigurationError(
+            f"torch.{kind} has no get_rng_state and set_rng_state: this backend's random numbers cannot be "
+            "synchronized, saved or divided between ranks. Update the backend, or leave out what draws on the device"
+        )
+    return module
+
+
+def is_initialized(kind: str) -> bool:
+    """Whether this process uses devices of a kind already; False where their module does not tell.
+
+    It asks the module alone: to look for devices makes a context, which forked processes cannot use.
+    """
+    known = getattr(getattr(torch, kind, None), "is_initialized", None)
+    return known is not None and bool(known())
+
+
+def memory_info(device: torch.device) -> tuple[int, int]:
+    """Free and total bytes of a device. Raises RuntimeError where its backend does not tell."""
+    try:
+        free, total = torch.accelerator.get_memory_info(device.index)
+    except RuntimeError:
+        # Backends outside of torch may have it in their own module alone.
+        own = getattr(module_of(device), "mem_get_info", None)
+        if own is None:
+            raise
+        free, total = own(device)
+    return int(free), int(total)
+
+
 def empty_cache() -> None:
     """Return the accelerator's cached memory to the driver; nothing to do on a machine without one."""
     kind = accelerator_type()

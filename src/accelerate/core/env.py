@@ -68,7 +68,9 @@ def check_run() -> None:
         text = os.environ.get(row.variable)
         if text:
             row.read(text)
-    unknown = [name for name in os.environ if name.startswith("ACCELERATE_") and name not in variables()]
+    # transformers 4 switches IPEX off, which the API no longer has.
+    found = [name for name, text in os.environ.items() if (name, text) != ("ACCELERATE_USE_IPEX", "false")]
+    unknown = [name for name in found if name.startswith("ACCELERATE_") and name not in variables()]
     if unknown and os.environ.get("RANK", "0") == "0":
         _warn_of(unknown)
 
@@ -226,3 +228,8 @@ def _purging(function: Callable[..., Any]) -> Callable[..., Any]:
             os.environ.update(saved)
 
     return wrapper
+
+
+def env_var_path_add(env_var_name: str, path_to_add: str) -> str:
+    """The value of an environment variable that lists paths, with another path at its end."""
+    return os.pathsep.join([*filter(None, os.environ.get(env_var_name, "").split(os.pathsep)), path_to_add])

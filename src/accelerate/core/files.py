@@ -88,6 +88,17 @@ def check_writable(path: str | os.PathLike[str], argument: str, folder: bool = F
 
 
 @contextlib.contextmanager
+def named_errors(path: str | os.PathLike[str]) -> Iterator[None]:
+    """A block that writes one file: the system's errors of its descriptor (a full disk) get its name."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None:
+            error.filename = error.filename or os.fspath(path)
+        raise
+
+
+@contextlib.contextmanager
 def atomic_write(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO[Any]]:
     """A file object whose content appears at `path` when the block ends well, synced to disk, and not at all else.
 
@@ -96,7 +107,7 @@ def atomic_write(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO[
     path = follow_links(Path(path), "path")
     temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
     try:
-        with open(temporary, mode) as file:
+        with named_errors(path), open(temporary, mode) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

@@ -20,6 +20,8 @@ _DEFINED_IN = {
     **dict.fromkeys(["DataLoaderDispatcher", "DataLoaderShard", "DataLoaderStateMixin"], "data_loader"),
     **dict.fromkeys(["AlignDevicesHook", "ModelHook", "SequentialHook", "add_hook_to_module"], "hooks"),
     **dict.fromkeys(["LOGGER_TYPE_TO_CLASS", "GeneralTracker", "filter_trackers"], "tracking"),
+    **dict.fromkeys(["load_accelerator_state", "save_accelerator_state"], "checkpointing"),
+    **dict.fromkeys(["load_custom_state", "save_custom_state"], "checkpointing"),
     "AcceleratedOptimizer": "optimizer",
     "AcceleratedScheduler": "scheduler",
 }

@@ -11,10 +11,17 @@ from torch import nn
 from .errors import PrepareError
 
 
+def require_module(model: object, function: str) -> None:
+    """Raises TypeError if what a public function got as its model is not a module."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{function} takes a torch.nn.Module, not {model!r:.80} (of type {type(model).__name__})")
+
+
 def get_module_children_bottom_up(
     model: nn.Module, return_fqns: bool = False
 ) -> list[nn.Module] | list[tuple[str, nn.Module]]:
     """All modules of `model`, each after its children, the model last; with `return_fqns` as (name, module)."""
+    require_module(model, "get_module_children_bottom_up")
     named = list(named_bottom_up(model))
     return named if return_fqns else [module for _, module in named]
 
@@ -70,6 +77,7 @@ def move_tensor(tensor: torch.Tensor, device: torch.device) -> None:
 
 def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:
     """The class called `name` of some module in `module` (itself included), or None where there is none."""
+    require_module(module, "get_module_class_from_name")
     return next((type(found) for found in module.modules() if type(found).__name__ == name), None)
 
 
@@ -84,6 +92,7 @@ def is_compiled_module(module: nn.Module) -> bool:
 
 def has_compiled_regions(module: nn.Module) -> bool:
     """Whether submodules of `module` are compiled, as wrapped modules or in place."""
+    require_module(module, "has_compiled_regions")
     original = getattr(module, "_orig_mod", None) if is_compiled_module(module) else None
     inner = (child for child in module.modules() if child is not module and child is not original)
     return any(is_compiled_module(child) or child._compiled_call_impl is not None for child in inner)
@@ -91,6 +100,7 @@ def has_compiled_regions(module: nn.Module) -> bool:
 
 def model_has_dtensor(model: nn.Module) -> bool:
     """Whether some parameter of `model` is a DTensor: sharded or replicated over a device mesh."""
+    require_module(model, "model_has_dtensor")
     return any(is_dtensor(parameter) for parameter in model.parameters())
 
 

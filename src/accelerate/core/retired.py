@@ -51,6 +51,8 @@ def explain_arguments(retired: Mapping[str, str]) -> Callable[[F], F]:
     def decorate(function: F) -> F:
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
+            # Notebooks leave this frame out of a traceback, pytest too.
+            __tracebackhide__ = True
             try:
                 return function(*args, **kwargs)
             except TypeError:

@@ -266,9 +266,19 @@ def process_start(pid: int) -> int | None:
 
     Known on Linux only; elsewhere None.
     """
+    state, *fields = _process_fields(pid)
+    return None if state in b"ZX" else int(fields[18])
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped by a signal or a debugger. Known on Linux only."""
+    return _process_fields(pid)[0] in (b"T", b"t")
+
+
+def _process_fields(pid: int) -> list[bytes]:
+    """The state of a process and what follows it in Linux's table of processes; its state is X if there is none."""
     try:
         # The name in parentheses may contain spaces.
-        state, *fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    except (OSError, ValueError):
-        return None
-    return None if state in b"ZX" else int(fields[18])
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split() or [b"X"]
+    except OSError:
+        return [b"X"]

@@ -11,7 +11,7 @@ import zlib
 from typing import Any
 
 from .errors import CheckpointError
-from .files import require_regular
+from .files import named_errors, require_regular
 
 # What torch's reader of plain data raises for files that were changed or cut short.
 READ_ERRORS = (
@@ -72,14 +72,15 @@ def write_file(value: object, path: str | os.PathLike[str]) -> None:
     """Write a file with torch.save. Raises OSError where it cannot be written, as for a full disk."""
     import torch
 
-    try:
-        # For a path, torch raises a RuntimeError about the place in the file.
-        with open(path, "wb") as file:
-            torch.save(value, file)
-    except RuntimeError as error:
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, OSError):
-            cause = cause.__context__
-        if cause is None:
-            raise
-        raise cause from None
+    with named_errors(path):
+        try:
+            # For a path, torch raises a RuntimeError about the place in the file.
+            with open(path, "wb") as file:
+                torch.save(value, file)
+        except RuntimeError as error:
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__context__
+            if cause is None:
+                raise
+            raise cause from None

@@ -28,6 +28,26 @@ __all__ = [
     "skip_first_batches",
 ]
 
+# The arguments of torch's loader with their defaults, by which subclasses of the loaders above copy one.
+_PYTORCH_DATALOADER_KWARGS = {
+    "batch_size": 1,
+    "shuffle": False,
+    "sampler": None,
+    "batch_sampler": None,
+    "num_workers": 0,
+    "collate_fn": None,
+    "pin_memory": False,
+    "drop_last": False,
+    "timeout": 0,
+    "worker_init_fn": None,
+    "multiprocessing_context": None,
+    "generator": None,
+    "prefetch_factor": 2,
+    "persistent_workers": False,
+    "pin_memory_device": "",
+    "in_order": True,
+}
+
 if is_available("torch_xla"):
     from .xla import MpDeviceLoaderWrapper  # noqa: F401
 

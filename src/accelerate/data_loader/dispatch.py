@@ -145,7 +145,20 @@ class DataLoaderDispatcher(PreparedLoader):
         if begins_later and not has_state(self.base_dataloader):
             first = functools.partial(self._first_step, unsplit, order)
         assigner = BatchAssigner(plan, self.slice_fn, first)
-        return _assigned(lambda: assigner.steps(self._source.open(unsplit, order, start)), channel, plan.cut.index)
+        skipped = 0
+        if not begins_later and is_iterable(self.base_dataloader):
+            # A stream is read from its start in any case; its first batch is kept, since it may not be opened twice.
+            skipped, unsplit.skip = unsplit.skip // unsplit.stride, 0
+
+        def open_steps() -> Iterator[AssignedStep]:
+            steps = self._source.open(unsplit, order, start)
+            if skipped:
+                head = next(steps, None)
+                assigner.first = lambda: head
+                steps = itertools.islice(steps, skipped - 1, None)
+            return assigner.steps(steps)
+
+        return _assigned(open_steps, channel, plan.cut.index)
 
     def _draw_as_reader(self) -> None:
         """Draw the numbers that the start of a torch loader draws, as the API does on every rank."""

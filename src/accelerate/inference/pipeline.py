@@ -16,7 +16,7 @@ from torch import nn
 
 from ..core import trees
 from ..core.errors import PrepareError
-from ..core.modules import move_tensor
+from ..core.modules import move_tensor, require_module
 from ..core.retired import explained
 from ..parallel.pipeline.dataflow import observe
 from ..parallel.pipeline.microbatch import BatchSplitter, Stage, restrict_outputs
@@ -69,6 +69,7 @@ def prepare_pippy(
     Raises:
         PrepareError: the split points do not fit, or the output contains objects other than tensors.
     """
+    require_module(model, "prepare_pippy")
     state = PartialState()
     model.eval()
     chunks = num_chunks or state.num_processes

@@ -21,7 +21,7 @@ from .tracebacks import LOST, OWN
 Ended = TypeVar("Ended", Rank, RankEnd)
 _SIGNAL_WORDS = {
     signal.SIGSEGV: "invalid memory access: a defect in native code, an extension or the driver",
-    signal.SIGABRT: "native code called abort()",
+    signal.SIGABRT: "native code called abort(), as gloo does when ranks call different collectives",
     signal.SIGBUS: "shared memory (/dev/shm) is exhausted, or a memory-mapped file was truncated",
     signal.SIGILL: "an instruction that this processor does not support",
     signal.SIGFPE: "an arithmetic error in native code",

@@ -243,7 +243,7 @@ def _port(use_port: str, fixed: bool) -> ReservedPort:
 
 
 def _check_untouched(kind: str) -> None:
-    """Check that the notebook has neither a CUDA context nor a process state, which forked processes cannot use."""
+    """Check that the notebook has neither used a device nor a process state, which forked processes cannot use."""
     if "accelerate.state" in sys.modules:
         from .. import state
 
@@ -254,17 +254,18 @@ def _check_untouched(kind: str) -> None:
             )
     if kind == "cpu" or "torch" not in sys.modules:
         return
-    import torch
+    from ..core import devices
 
-    if torch.cuda.is_initialized():
+    if devices.is_initialized(kind):
         raise LaunchError(
-            "CUDA was used in this notebook before the launch, and a forked process cannot use it after that. "
-            f"{_who_touched()} Restart the kernel and keep every use of the GPU inside the launched function."
+            f"{kind.upper()} was used in this notebook before the launch, and a forked process cannot use it after "
+            f"that. {_who_touched(kind)} Restart the kernel and keep every use of the device inside the launched "
+            "function."
         )
 
 
-def _who_touched() -> str:
-    """Which code created the CUDA context: the recorded stack, else the notebook's cells that mention CUDA."""
+def _who_touched(kind: str) -> str:
+    """Which code used the device first: the recorded stack of CUDA, else the notebook's cells that mention it."""
     if _first_touch:
         return f"It was first used here:\n{_first_touch[0]}"
     history = getattr(sys.modules.get("__main__"), "In", [])
@@ -272,7 +273,7 @@ def _who_touched() -> str:
         f"  cell {number}: {line.strip()}"
         for number, cell in enumerate(history)
         for line in str(cell).splitlines()
-        if ".cuda" in line or ("cuda" in line and "device" in line) or '"cuda' in line or "'cuda" in line
+        if f".{kind}" in line or (kind in line and "device" in line) or f'"{kind}' in line or f"'{kind}" in line
     ]
     if cells:
         return "These lines mention it:\n" + "\n".join(cells[:10]) + "\n"

@@ -179,7 +179,10 @@ def _check_devices(settings: Settings, spec: LaunchSpec, count: int) -> None:
 def summary(settings: Settings, spec: LaunchSpec) -> str:
     """The launch in one line."""
     plural = "es" if spec.num_processes > 1 else ""
+    engine = settings["engine"]
     where = "what the cluster has" if spec.device == "auto" else spec.device
+    if spec.device not in ("cpu", "auto") and engine != "auto" and launcher_class(engine).remote:
+        where = f"GPUs requested from {engine} (none with --cpu)"
     words = [f"{spec.num_processes} process{plural} on {where}"]
     if spec.num_machines > 1:
         words.append(f"machine {spec.machine_rank} of {spec.num_machines}")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import os
 import re
@@ -64,9 +65,15 @@ class Program(NamedTuple):
 
     def _check_script(self, path: Path) -> None:
         if path.is_symlink() and not path.exists():
-            target = os.readlink(path)
+            try:
+                path.resolve(strict=True)
+                why = "does not exist"
+            except (OSError, RuntimeError) as error:
+                # Before Python 3.13 a RuntimeError.
+                loops = isinstance(error, RuntimeError) or error.errno == errno.ELOOP
+                why = "leads back to the link" if loops else "does not exist"
             raise ConfigurationError(
-                f"the script {self.name!r} is a symbolic link to {target!r}, which does not exist"
+                f"the script {self.name!r} is a symbolic link to {os.readlink(path)!r}, which {why}"
             )
         if not path.exists():
             hint = "; a module is started with -m" if "." in self.name and path.suffix != ".py" else ""

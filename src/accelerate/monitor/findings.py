@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .run import Run
-from .view import ALL_PHASES, Array, View, view
+from .view import ALL_PHASES, EXCESS, Array, View, view
 
 # Buckets of the range that is summarized.
 _BUCKETS = 256
@@ -241,9 +241,11 @@ def _stragglers(run: Run, shown: View) -> list[Straggler]:
     windows = known_anywhere(shown.weight).sum()
     found = []
     middle = (len(shown.ranks) - 1) // 2
+    # Ranks that are slow now and then, each as often as the others, are a busy machine.
+    often = 2 * np.sort(shown.slow.sum(axis=1))[middle]
     for row, rank in enumerate(shown.ranks):
         at = np.flatnonzero(shown.slow[row])
-        if len(at) < max(1, _LEAST_SHARE * windows):
+        if len(at) < max(1, _LEAST_SHARE * windows) or (len(at) <= often and not _is_slow_between(shown, row, at)):
             continue
         own, weight = shown.own[:, at], shown.weight[row, at]
 
@@ -274,6 +276,13 @@ def _stragglers(run: Run, shown: View) -> list[Straggler]:
             )
         )
     return sorted(found, key=lambda straggler: -straggler.excess * straggler.share)
+
+
+def _is_slow_between(shown: View, row: int, at: Array) -> bool:
+    """Whether a rank is slow on average from the first to the last of its slow windows."""
+    own, weight = (values[:, at[0] : at[-1] + 1] for values in (shown.own, shown.weight))
+    mean = np.nansum(own * weight, axis=1) / weight.sum(axis=1)
+    return bool(mean[row] > (1 + EXCESS) * np.sort(mean)[(len(mean) - 1) // 2])
 
 
 def _ms(seconds: float) -> str:

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from ..config.training import TorchDynamoPlugin
-from ..core.modules import is_compiled_module
+from ..core.modules import is_compiled_module, require_module
 from .tensor import random as tensor_random
 
 
@@ -65,6 +65,7 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
     result shares all parameters with `module`, which stays uncompiled and can be had back as `result._orig_mod`.
     `compile_kwargs` are those of `torch.compile`.
     """
+    require_module(module, "compile_regions")
     if isinstance(module, nn.ModuleList) and is_repeated_blocks(module):
         return nn.ModuleList([compile_regions(block, **compile_kwargs) for block in module])
     if not has_repeated_blocks(module):
@@ -89,6 +90,7 @@ def _bound_to(outer: nn.Module, value: object, former: nn.Module) -> Any:
 
 def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: object) -> nn.Module:
     """`module` itself, its regions compiled in place: names, hooks and parameters stay as `fully_shard` needs them."""
+    require_module(module, "compile_regions_fsdp2")
     for region in _regions(module):
         region.compile(**compile_kwargs)
     return module

@@ -40,7 +40,7 @@ def extract_model_from_parallel(
     Args:
         model: a prepared model, or any other.
         keep_fp32_wrapper: leave autocast and the fp32 conversion of the outputs on the forward.
-        keep_torch_compile: return the compiled model if it is compiled.
+        keep_torch_compile: return the compiled model if it, or its regions, are compiled.
         recursive: unwrap submodules too.
     """
     compiled = model if is_compiled_module(model) else None
@@ -50,9 +50,10 @@ def extract_model_from_parallel(
         inner = inner.module
     if recursive:
         _unwrap_children(inner, wrappers)
-    inner_compiled = inner if is_compiled_module(inner) else None
-    if inner_compiled is not None and not keep_torch_compile:
-        inner = inner._orig_mod
+    if not keep_torch_compile:
+        # `compile_regions` leaves the original model there too.
+        original = getattr(inner, "_orig_mod", None)
+        inner = original if isinstance(original, torch.nn.Module) else inner
     if not keep_fp32_wrapper:
         restore_forward(inner._orig_mod if is_compiled_module(inner) else inner)
     if compiled is None or not keep_torch_compile:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ..core import devices
+from ..core.modules import require_module
 from ..core.trees import find_device, send_to_device
 from .module_hooks import (
     ForwardThreads,
@@ -315,6 +316,7 @@ def attach_execution_device_hook(
 
     Below a module of `preload_module_classes` (class names) none is attached.
     """
+    require_module(module, "attach_execution_device_hook")
     holds = any(True for _ in named_module_tensors(module, recurse=True, remove_non_persistent=True))
     if holds and not hasattr(module, "_hf_hook"):
         hook = AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map)
@@ -341,6 +343,7 @@ def attach_align_device_hook(
     `module_name` is the name under which `weights_map` knows the module. One of `preload_module_classes` (class names)
     brings the weights of all its submodules at once, as it uses them without calling their forward.
     """
+    require_module(module, "attach_align_device_hook")
     place_all = offload and _is_preloaded(module, preload_module_classes)
     if place_all or _has_tensors(module):
         prefix = f"{module_name}." if module_name else ""
@@ -386,6 +389,7 @@ def attach_align_device_hook_on_blocks(
     `execution_device` and `offload` map names of submodules to the device on which each runs, and to whether its
     weights are offloaded. A single value applies to all names of the other mapping, or to `module`.
     """
+    require_module(module, "attach_align_device_hook_on_blocks")
     named = next((given for given in (execution_device, offload) if isinstance(given, Mapping)), (module_name,))
     blocks = _Blocks(
         execution_device if isinstance(execution_device, Mapping) else dict.fromkeys(named, execution_device),
@@ -525,6 +529,7 @@ def align_module_device(module: nn.Module, execution_device: Place | None = None
     Without a device, offloaded weights come to where the module runs and others stay. What the block writes to
     offloaded weights is lost afterwards.
     """
+    require_module(module, "align_module_device")
     hook = offloading_hook(module)
     if hook is not None:
         usual = hook.execution_device
@@ -566,6 +571,7 @@ def get_state_dict_from_offload(
     Returns:
         `state_dict`.
     """
+    require_module(module, "get_state_dict_from_offload")
     prefix = module_name.rpartition(".")[0]
     with align_module_device(module, device_to_put_offload if has_offloaded_params(module) else None):
         for name, value in module.state_dict().items():
@@ -580,6 +586,7 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
 
     Weights on disk are read when they are used, so that the model need not fit in memory.
     """
+    require_module(model, "get_state_dict_offloaded_model")
     offloaded: dict[str, Any] = {}
     for name, module in model.named_modules():
         hook = offloading_hook(module)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..core.errors import ConfigurationError
+from ..core.modules import require_module
 from ..core.retired import explained
 from .memory import get_max_memory
 from .names import DeviceMap, entry_for, is_within, join, normalized_classes
@@ -55,6 +56,7 @@ def check_device_map(model: nn.Module, device_map: DeviceMap) -> None:
     Raises ValueError with the names of those without one, and TypeError for what is no mapping. Keys that fit no
     submodule are named in a warning.
     """
+    require_module(model, "check_device_map")
     if not isinstance(device_map, Mapping):
         raise TypeError(
             f"device_map is {device_map!r}, not a mapping of names to devices: infer_auto_device_map makes one, and "
@@ -141,6 +143,7 @@ def infer_auto_device_map(
     Example:
         device_map = infer_auto_device_map(model, max_memory={0: "10GiB", "cpu": "30GiB"})
     """
+    require_module(model, "infer_auto_device_map")
     unsplittable = normalized_classes(no_split_module_classes)
     measured = measure(model, dtype, special_dtypes, unsplittable)
     tied = measured.tied

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..core.errors import CheckpointError, ConfigurationError
-from ..core.modules import model_has_dtensor
+from ..core.modules import model_has_dtensor, require_module
 from ..core.retired import explained
 from .names import DeviceMap, Place, as_device_map, device_for, entry_for, tensor_at
 from .offload import check_folder, load_offloaded_weight, offload_weight, save_offload_index
@@ -102,6 +102,7 @@ def load_checkpoint_in_model(
         CheckpointError: no weight of the checkpoint belongs to the model, or `strict` or `fill_meta` find a
             difference.
     """
+    require_module(model, "load_checkpoint_in_model")
     tied = find_tied_parameters(model)
     casts = _Casts(as_dtype(dtype), keep_in_fp32_modules)
     if device_map is None:

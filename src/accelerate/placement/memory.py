@@ -12,6 +12,7 @@ from torch import nn
 
 from ..core import devices
 from ..core.errors import ConfigurationError
+from ..core.modules import require_module
 from ..core.retired import explained
 from .names import normalized_classes
 from .sizes import Dtype, compute_module_sizes, convert_file_size_to_int
@@ -66,17 +67,6 @@ def _is_integrated(kind: str | None, index: int) -> bool:
     return kind == "cuda" and torch.cuda.is_available() and bool(torch.cuda.get_device_properties(index).is_integrated)
 
 
-def _free_bytes(device: torch.device) -> int:
-    try:
-        return int(torch.accelerator.get_memory_info(device.index)[0])
-    except RuntimeError:
-        # Backends outside of torch may have it in their own module alone.
-        own = getattr(devices.module_of(device), "mem_get_info", None)
-        if own is None:
-            raise
-        return int(own(device)[0])
-
-
 def _free_memory() -> MaxMemory:
     import psutil
 
@@ -90,11 +80,14 @@ def _free_memory() -> MaxMemory:
     for index in range(devices.device_count(kind)):
         try:
             # The first tensor on a device takes the memory of its context, which is not the model's to fill.
-            torch.zeros(1, device=torch.device(kind, index))  # type: ignore[arg-type]
-            free[index] = _free_bytes(torch.device(kind, index))  # type: ignore[arg-type]
+            device = torch.zeros(1, device=torch.device(kind, index)).device  # type: ignore[arg-type]
+            free[index] = devices.memory_info(device)[0]
             shared = shared or _is_integrated(kind, index)
         except RuntimeError as error:
-            logger.info(f"Device {kind}:{index} is left out, as it cannot be used: {error}")
+            logger.warning(
+                f"Device {kind}:{index} is left out, as its free memory is not known: {error}. "
+                "Give max_memory to use it"
+            )
     # An integrated device uses the main memory: it is counted once, for the device.
     return free if shared else {**free, "cpu": main}
 
@@ -121,6 +114,7 @@ def get_balanced_memory(
     Returns:
         Device -> bytes. The last accelerator keeps its full limit, as the equal shares may be too small.
     """
+    require_module(model, "get_balanced_memory")
     limits = get_max_memory(max_memory)
     shared = [device for device in limits if device not in ("cpu", "disk") and limits[device] > 0]
     if not shared:

@@ -15,6 +15,7 @@ from torch import nn
 from ..config.quantization import BnbQuantizationConfig
 from ..core.availability import is_4bit_bnb_available, is_8bit_bnb_available
 from ..core.errors import ConfigurationError
+from ..core.modules import require_module
 from ..core.retired import explained
 from .device_map import check_device_map, check_plan_name, infer_auto_device_map
 from .dispatch import dispatch
@@ -34,6 +35,7 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 def has_4bit_bnb_layers(model: nn.Module) -> bool:
     """Whether some layer of `model` has 4-bit weights of bitsandbytes'."""
+    require_module(model, "has_4bit_bnb_layers")
     # If the package is not loaded, no module is an instance of its classes.
     layers = sys.modules.get("bitsandbytes.nn")
     return layers is not None and any(isinstance(module, layers.Linear4bit) for module in model.modules())
@@ -52,7 +54,7 @@ def tied_modules(model: nn.Module) -> set[str]:
     return {name.rpartition(".")[0] for group in find_tied_parameters(model) for name in group}
 
 
-def unquantized_modules(model: nn.Module) -> list[str]:
+def get_keys_to_not_convert(model: nn.Module) -> list[str]:
     """Modules that keep their precision by default: the output layer, and modules that share its weights.
 
     A model that is itself the body of a larger one has no output layer: all of it may be quantised.
@@ -85,6 +87,26 @@ def replace_linear_layers(model: nn.Module, config: BnbQuantizationConfig, skip:
             "This can happen for some architectures such as gpt2 that uses Conv1D instead of Linear layers."
         )
     return replaced
+
+
+def replace_with_bnb_layers(
+    model: nn.Module,
+    bnb_quantization_config: BnbQuantizationConfig,
+    modules_to_not_convert: Sequence[str] | None = None,
+) -> nn.Module:
+    """Replace the linear layers of a model by those of bitsandbytes, which quantize when they reach their device.
+
+    Args:
+        model: changed in place.
+        bnb_quantization_config: the kind of quantization.
+        modules_to_not_convert: names of modules that keep their layers.
+
+    Returns:
+        The model.
+    """
+    require_bitsandbytes(bnb_quantization_config)
+    replace_linear_layers(model, bnb_quantization_config, modules_to_not_convert or ())
+    return model
 
 
 def _quantizing(layer: nn.Linear, config: BnbQuantizationConfig) -> nn.Module:
@@ -205,6 +227,7 @@ def load_and_quantize_model(
     Raises ImportError without bitsandbytes, RuntimeError for a meta model without `weights_location`,
     ConfigurationError where torchao cannot quantise a weight on its device.
     """
+    require_module(model, "load_and_quantize_model")
     config = bnb_quantization_config
     if not isinstance(config, BnbQuantizationConfig):
         if not is_torchao_config(config):
@@ -213,7 +236,7 @@ def load_and_quantize_model(
                 "such as torchao.quantization.Int8WeightOnlyConfig()"
             )
         _require_weights(model, weights_location)
-        left_out = unquantized_modules(model) if skip_modules is None else [*skip_modules, *tied_modules(model)]
+        left_out = get_keys_to_not_convert(model) if skip_modules is None else [*skip_modules, *tied_modules(model)]
         return load_quantized(
             model,
             config,
@@ -228,7 +251,7 @@ def load_and_quantize_model(
     if skip_modules is not None:
         raise ConfigurationError("skip_modules goes with torchao: give BnbQuantizationConfig(skip_modules=...)")
     require_bitsandbytes(config)
-    skip = list(unquantized_modules(model) if config.skip_modules is None else config.skip_modules)
+    skip = list(get_keys_to_not_convert(model) if config.skip_modules is None else config.skip_modules)
     skip += config.keep_in_fp32_modules or []
     if config.load_in_4bit and isinstance(device_map, Mapping) and len(device_map) > 1:
         skip += [name for name, place in device_map.items() if place in offloaded_places()]

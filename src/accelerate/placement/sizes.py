@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..core.enums import CustomDtype
+from ..core.modules import require_module
 from .names import normalized_classes
 from .subclasses import is_quantized_tensor, stored_bytes
 
@@ -79,6 +80,7 @@ def named_module_tensors(
 
     `remove_non_persistent` leaves out buffers that are not part of the state dict.
     """
+    require_module(module, "named_module_tensors")
     yield from module.named_parameters(recurse=recurse)
     if not include_buffers:
         return
@@ -96,6 +98,7 @@ def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: b
         recurse: include the buffers of its submodules.
         fqns: return dotted names, from `module` on, instead of the buffers' own.
     """
+    require_module(module, "get_non_persistent_buffers")
     owners = module.named_modules() if recurse else [("", module)]
     return {
         f"{prefix}.{name}" if prefix and fqns else name
@@ -125,6 +128,7 @@ def compute_module_sizes(
         >>> compute_module_sizes(torch.nn.Linear(2, 1))
         {'': 12, 'weight': 8, 'bias': 4}
     """
+    require_module(model, "compute_module_sizes")
     measured = measure(model, dtype, special_dtypes)
     return measured.buffers if buffers_only else measured.sizes
 
@@ -282,6 +286,7 @@ def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]
 
     Modules of the model's own `_no_split_modules` (class names) count as one layer.
     """
+    require_module(model, "calculate_maximum_sizes")
     sizes = compute_module_sizes(model)
     modules_or_tensors: list[NamedPart] = [
         *model.named_parameters(recurse=False),

@@ -76,7 +76,8 @@ def explanation(operation: str, error: BaseException | None = None, at: str | No
     lines = [f"{head}."]
     closed = error is not None and _CLOSED.search(str(error)) is not None
     lines += [f"  - {line}" for line in _reports(found, others, closed)]
-    if found is not None and not _has_failed(found) and not any(_is_gone(found, rank) for rank in gone):
+    unable = [] if found is None else [rank for rank in others if _is_stopped(found, rank) or _is_gone(found, rank)]
+    if found is not None and not _has_failed(found) and not unable:
         if _is_uneven(found):
             lines.append(UNEVEN)
         elif not closed or found[marks.LEFT]:
@@ -107,6 +108,10 @@ def _is_gone(found: dict[str, dict[int, Any]], rank: int) -> bool:
     return not _has_told(found, rank) and marks.is_gone(found[marks.PROCESS].get(rank))
 
 
+def _is_stopped(found: dict[str, dict[int, Any]], rank: int) -> bool:
+    return not _has_told(found, rank) and marks.is_stopped(found[marks.PROCESS].get(rank))
+
+
 def _reports(found: dict[str, dict[int, Any]] | None, others: list[int], closed: bool) -> list[str]:
     if found is None:
         return ["the store of the run is gone: the process that hosts it (rank 0, or the launcher) has ended"]
@@ -128,6 +133,9 @@ def _reports(found: dict[str, dict[int, Any]] | None, others: list[int], closed:
         elif _is_gone(found, rank):
             lines.append(f"rank {rank} was killed (out of memory?) or crashed: its process is gone")
             continue
+        elif _is_stopped(found, rank):
+            lines.append(f"rank {rank} is stopped (process {found[marks.PROCESS][rank][1]}): SIGSTOP, or a debugger")
+            continue
         elif rank in places:
             line = f"rank {rank} {status_line(places[rank])}"
         elif rank in found[marks.READ]:
@@ -138,7 +146,9 @@ def _reports(found: dict[str, dict[int, Any]] | None, others: list[int], closed:
         lines.append(line + _data(found[marks.READ].get(rank)))
     if silent:
         known = closed and (found[marks.LEFT] or found[marks.FAILED])
-        state = "still at work" if known or not closed else "killed (out of memory?) or crashed, or still at work"
+        unanswered = "stopped, in a call that holds the interpreter lock, or on a machine that cannot be reached"
+        crashed = "still at work" if known else "killed (out of memory?) or crashed, or still at work"
+        state = crashed if closed else unanswered
         lines.append(f"{ranks_in_words(silent)}: no word from {'it' if len(silent) == 1 else 'them'}; {state}")
     return lines
 
@@ -157,11 +167,13 @@ def _has_failed(found: dict[str, dict[int, Any]]) -> bool:
 
 
 def _is_uneven(found: dict[str, dict[int, Any]]) -> bool:
-    """Whether another rank has read another number of batches, or has left its loop while this one is in it."""
+    """Whether another rank has read another number of batches, or has ended while this one is in its loop."""
     own = marks.batches_read()
-    if marks.own_place() and (found[marks.LEFT] or any(not mark["complete"] for mark in found[marks.READ].values())):
+    # A rank that has ended with an error, as this one is about to, has not run out of batches.
+    left = [rank for rank in found[marks.LEFT] if rank not in found[marks.FAILED]]
+    if marks.own_place() and left:
         return True
     totals = {rank: mark["total"] for rank, mark in found[marks.READ].items()}
     totals |= {rank: mark["total"] for rank, mark in found[marks.WAITING].items()}
-    stopped = [rank for rank in found[marks.LEFT] if rank not in totals]
+    stopped = [rank for rank in left if rank not in totals]
     return any(total != own for total in totals.values()) or bool(stopped and own)

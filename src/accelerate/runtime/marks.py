@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import torch.distributed as dist
 
+from ..core import system
 from ..core.system import machine_identity, process_start
 
 FAILED = "failed"  # an error that nobody caught: {"error", "at", "secondary"}
@@ -68,6 +69,15 @@ def withdraw(kind: str) -> None:
         _note_loss(error)
 
 
+def is_first(subject: str) -> bool:
+    """Whether no other rank of this machine has asked for a subject before: for what one of them reports for all."""
+    try:
+        return bool(_store().add(f"accelerate/first/{machine_identity()}/{subject}", 1) == 1)
+    except (RuntimeError, ValueError) as error:
+        _note_loss(error)
+        return True
+
+
 def publish_process() -> None:
     """Leave this rank's mark of its process."""
     started = process_start(os.getpid())
@@ -81,6 +91,11 @@ def is_gone(mark: Any) -> bool:
         return False
     machine, pid, started = mark
     return bool(machine == machine_identity() and process_start(pid) != started)
+
+
+def is_stopped(mark: Any) -> bool:
+    """Whether the process of a mark is stopped. Of processes on other machines it is not known."""
+    return mark is not None and mark[0] == machine_identity() and system.is_stopped(mark[1])
 
 
 def read(kind: str, ranks: Iterable[int]) -> dict[int, Any] | None:

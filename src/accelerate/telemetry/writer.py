@@ -22,7 +22,7 @@ import psutil
 
 from ..core import env, memory
 from ..core.errors import ConfigurationError
-from ..runtime import hang_watch
+from ..runtime import hang_watch, marks
 from .records import (
     HEADER_SIZE,
     STEP,
@@ -308,7 +308,12 @@ class TelemetryWriter:
                 os.close(descriptor)
         self._steps = self._events_fd = -1
         atexit.unregister(self.close)
-        logger.warning("telemetry: %s cannot be written (%s): the run continues without records", self.folder, error)
+        if marks.is_first(f"telemetry/{self.folder}"):
+            logger.warning(
+                "telemetry: %s cannot be written (rank %d: %s): the run continues without records of this rank, "
+                "and of others on this machine that cannot write",
+                self.folder, self._rank, error,
+            )  # fmt: skip
 
 
 def merged(rows: np.ndarray[Any, np.dtype[Any]]) -> np.ndarray[Any, np.dtype[Any]]:

@@ -154,6 +154,19 @@ def run_first(test_case: T) -> T:
     return marked
 
 
+def get_backend() -> tuple[str, int, Callable[[], int]]:
+    """Return the device that training uses here, for scripts that run on any device.
+
+    Returns:
+        The device type ("cpu" without an accelerator), the number of devices, and a function that returns the bytes
+        allocated on the present one.
+
+    Example:
+        device, _, _ = get_backend()
+    """
+    return torch_device, device_count, memory_allocated_func
+
+
 def memory_allocated_func() -> int:
     """Return the bytes that torch has allocated on the current accelerator; 0 on the CPU."""
     return 0 if torch_device == "cpu" else int(torch.accelerator.memory_allocated())

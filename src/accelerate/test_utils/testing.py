@@ -4,4 +4,4 @@
 from ..core.lazy import attach
 from . import EXPORTS
 
-__getattr__, __dir__, __all__ = attach(__name__, EXPORTS)
+__getattr__, __dir__, __all__ = attach(__name__, EXPORTS, all_public=True)

@@ -5,6 +5,7 @@ from .cases import AccelerateTestCase as AccelerateTestCase
 from .cases import MockingTestCase as MockingTestCase
 from .cases import TempDirTestCase as TempDirTestCase
 from .conditions import device_count as device_count
+from .conditions import get_backend as get_backend
 from .conditions import memory_allocated_func as memory_allocated_func
 from .conditions import require_aim as require_aim
 from .conditions import require_bnb as require_bnb

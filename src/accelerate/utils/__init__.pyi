@@ -93,6 +93,7 @@ from ..core.availability import is_msamp_available as is_msamp_available
 from ..core.availability import is_musa_available as is_musa_available
 from ..core.availability import is_neuron_available as is_neuron_available
 from ..core.availability import is_npu_available as is_npu_available
+from ..core.availability import is_numpy_available as is_numpy_available
 from ..core.availability import is_pandas_available as is_pandas_available
 from ..core.availability import is_peft_available as is_peft_available
 from ..core.availability import is_pippy_available as is_pippy_available
@@ -106,11 +107,13 @@ from ..core.availability import is_sdaa_available as is_sdaa_available
 from ..core.availability import is_swanlab_available as is_swanlab_available
 from ..core.availability import is_tensorboard_available as is_tensorboard_available
 from ..core.availability import is_timm_available as is_timm_available
+from ..core.availability import is_torch_distributed_available as is_torch_distributed_available
 from ..core.availability import is_torch_xla_available as is_torch_xla_available
 from ..core.availability import is_torchao_available as is_torchao_available
 from ..core.availability import is_torchdata_available as is_torchdata_available
 from ..core.availability import is_torchdata_stateful_dataloader_available as is_torchdata_stateful_dataloader_available
 from ..core.availability import is_torchvision_available as is_torchvision_available
+from ..core.availability import is_tqdm_available as is_tqdm_available
 from ..core.availability import is_trackio_available as is_trackio_available
 from ..core.availability import is_transformer_engine_available as is_transformer_engine_available
 from ..core.availability import is_transformer_engine_mxfp8_available as is_transformer_engine_mxfp8_available
@@ -176,6 +179,7 @@ from ..core.enums import SageMakerDistributedType as SageMakerDistributedType
 from ..core.env import are_libraries_initialized as are_libraries_initialized
 from ..core.env import clear_environment as clear_environment
 from ..core.env import convert_dict_to_env_variables as convert_dict_to_env_variables
+from ..core.env import env_var_path_add as env_var_path_add
 from ..core.env import get_int_from_env as get_int_from_env
 from ..core.env import parse_choice_from_env as parse_choice_from_env
 from ..core.env import parse_flag_from_env as parse_flag_from_env
@@ -269,8 +273,10 @@ from ..placement.offload import load_offloaded_weight as load_offloaded_weight
 from ..placement.offload import offload_state_dict as offload_state_dict
 from ..placement.offload import offload_weight as offload_weight
 from ..placement.offload import save_offload_index as save_offload_index
+from ..placement.quantize import get_keys_to_not_convert as get_keys_to_not_convert
 from ..placement.quantize import has_4bit_bnb_layers as has_4bit_bnb_layers
 from ..placement.quantize import load_and_quantize_model as load_and_quantize_model
+from ..placement.quantize import replace_with_bnb_layers as replace_with_bnb_layers
 from ..placement.sizes import calculate_maximum_sizes as calculate_maximum_sizes
 from ..placement.sizes import compute_module_sizes as compute_module_sizes
 from ..placement.sizes import convert_file_size_to_int as convert_file_size_to_int

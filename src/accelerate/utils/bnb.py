@@ -4,7 +4,12 @@
 from ..core.lazy import attach
 
 EXPORTS = {
-    "placement.quantize": ["has_4bit_bnb_layers", "load_and_quantize_model"],
+    "placement.quantize": [
+        "get_keys_to_not_convert",
+        "has_4bit_bnb_layers",
+        "load_and_quantize_model",
+        "replace_with_bnb_layers",
+    ],
 }
 
 __getattr__, __dir__, __all__ = attach(__name__, EXPORTS)

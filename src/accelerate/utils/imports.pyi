@@ -31,6 +31,7 @@ from ..core.availability import is_msamp_available as is_msamp_available
 from ..core.availability import is_musa_available as is_musa_available
 from ..core.availability import is_neuron_available as is_neuron_available
 from ..core.availability import is_npu_available as is_npu_available
+from ..core.availability import is_numpy_available as is_numpy_available
 from ..core.availability import is_pandas_available as is_pandas_available
 from ..core.availability import is_peft_available as is_peft_available
 from ..core.availability import is_pippy_available as is_pippy_available
@@ -44,11 +45,13 @@ from ..core.availability import is_sdaa_available as is_sdaa_available
 from ..core.availability import is_swanlab_available as is_swanlab_available
 from ..core.availability import is_tensorboard_available as is_tensorboard_available
 from ..core.availability import is_timm_available as is_timm_available
+from ..core.availability import is_torch_distributed_available as is_torch_distributed_available
 from ..core.availability import is_torch_xla_available as is_torch_xla_available
 from ..core.availability import is_torchao_available as is_torchao_available
 from ..core.availability import is_torchdata_available as is_torchdata_available
 from ..core.availability import is_torchdata_stateful_dataloader_available as is_torchdata_stateful_dataloader_available
 from ..core.availability import is_torchvision_available as is_torchvision_available
+from ..core.availability import is_tqdm_available as is_tqdm_available
 from ..core.availability import is_trackio_available as is_trackio_available
 from ..core.availability import is_transformer_engine_available as is_transformer_engine_available
 from ..core.availability import is_transformer_engine_mxfp8_available as is_transformer_engine_mxfp8_available

@@ -4,6 +4,7 @@
 from ..core.lazy import attach
 
 EXPORTS = {
+    "core.env": ["env_var_path_add"],
     "launchers.compat": [
         "prepare_deepspeed_cmd_env",
         "prepare_multi_gpu_env",

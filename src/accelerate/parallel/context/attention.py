@@ -231,7 +231,7 @@ class ShardRandom:
     @contextlib.contextmanager
     def seeded(self) -> Iterator[None]:
         """A block that draws from this shard's streams."""
-        sources = [(kind, torch if kind == "cpu" else devices.module_of(kind)) for kind in self.kinds]
+        sources = [(kind, devices.generator_module(kind)) for kind in self.kinds]
         before = [source.get_rng_state() for _, source in sources]
         begun = []
         for (kind, source), state in zip(sources, before, strict=True):

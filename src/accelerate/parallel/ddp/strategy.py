@@ -189,7 +189,15 @@ class DataParallel(Strategy):
         if not any(parameter.requires_grad for parameter in model.parameters()):
             # DDP raises an error for a model without anything to train.
             return model
-        wrapped = DistributedDataParallel(model, **self.arguments())
+        kinds = {device.type for device in dist.group.WORLD._device_types}  # type: ignore[union-attr]
+        left = next((p.device for p in model.parameters() if p.device.type not in {*kinds, "meta"}), None)
+        if left is not None:
+            raise PrepareError(
+                f"{type(model).__name__} is on {left}, and the processes of this run communicate on "
+                f"{', '.join(sorted(kinds))} devices: move it to accelerator.device before prepare, or leave out "
+                "device_placement=False. With cpu=True the run is on the CPU."
+            )
+        wrapped = DistributedDataParallel(model, **self.arguments(model))
         if self.options.static_graph:
             _refuse_hidden_outputs(model)
         self.options.register_comm_hook(wrapped)
@@ -256,10 +264,12 @@ class DataParallel(Strategy):
             forwards.ready = False
             prepared.check_reduced(replica)
 
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self, model: torch.nn.Module) -> dict[str, Any]:
         """The arguments of DDP besides the model."""
         arguments: dict[str, Any] = self.options.to_kwargs()
-        if self.device.type not in ("cpu", "mps", "hpu"):
+        # With device_placement=False the model may be elsewhere, and stays there.
+        placed = all(parameter.device == self.device for parameter in model.parameters())
+        if placed and self.device.type not in ("cpu", "mps", "hpu"):
             arguments.update(device_ids=[self.device.index], output_device=self.device.index)
         return arguments
 
@@ -401,7 +411,7 @@ class XlaDataParallel(DataParallel):
         """The model inside of DDP if there is a process group."""
         return super().wrap_model(model) if torch.distributed.is_initialized() else model
 
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self, model: torch.nn.Module) -> dict[str, Any]:
         """The arguments of DDP besides the model."""
         # No device ids, and the xla backend reduces in the buckets' own memory only.
         return {**self.options.to_kwargs(), "gradient_as_bucket_view": True}

@@ -35,6 +35,17 @@ def fill_policy(plugin: FullyShardedDataParallelPlugin, version: int, precision:
     return full_outputs
 
 
+def keep_unpacked(model: torch.nn.Module) -> None:
+    """Have 4-bit layers of bitsandbytes leave their weights as they are.
+
+    On processors with AVX512 a forward without gradients rearranges them in place. Under FSDP it would do so in the
+    gathered weights, of which only the note in the layer stays: from the second forward on, outputs would be wrong.
+    """
+    for module in model.modules():
+        if getattr(module, "support_avx512bf16_for_cpu", False):
+            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
+
+
 def refuse_unshardable(model: torch.nn.Module, layout: str, ignored: Any) -> None:
     """Raise PrepareError for modules and parameters that torch's FSDP cannot shard, or whose gradients it loses."""
     skipped = {id(parameter) for module in find_modules(model, ignored) for parameter in module.parameters()}

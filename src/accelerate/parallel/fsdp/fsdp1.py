@@ -39,7 +39,7 @@ from ..pretrained import require_state_dict
 from ..report import memory
 from ..report.communication import dtype_name
 from . import fsdp1_communication, fsdp1_state, fsdp1_traced
-from .common import UnreducedGradients, added_parameter, fill_policy, refuse_unshardable
+from .common import UnreducedGradients, added_parameter, fill_policy, keep_unpacked, refuse_unshardable
 from .fsdp1_state import PlainModel
 from .fsdp1_unused import ParameterUsage, UsageAgreement, free_unsharded, keep_unused, refuse_flat_outside
 from .fsdp1_window import FlatGradients
@@ -310,6 +310,7 @@ class FullyShardedDataParallel1(Strategy):
                 "fsdp_version=2"
             )
         refuse_unshardable(model, self.name, self.plugin.ignored_modules)
+        keep_unpacked(model)
         refuse_gradient_hooks(model, self.name)
         if materialize.where_meta(model) is None and not moves_in_place(model, self.device):
             # torch would move each unit by an assignment to `data`.

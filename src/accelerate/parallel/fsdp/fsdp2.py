@@ -34,7 +34,7 @@ from ..sharded import ShardedModel, ShardedStrategy, shards_of
 from ..tensor import strategy as tensor
 from . import state as fsdp_state
 from .clearing import clear_shards
-from .common import UnreducedGradients, added_parameter, fill_policy, refuse_unshardable
+from .common import UnreducedGradients, added_parameter, fill_policy, keep_unpacked, refuse_unshardable
 from .copies import support_averages
 from .double_backward import KeptUnsharded
 from .inference_mode import allow_inference_mode
@@ -137,6 +137,7 @@ class FullyShardedDataParallel(ShardedStrategy):
             prepared.reducers = reducers_of(model, averages, self.gradient_group)
             return self._watched(prepared)
         refuse_unshardable(model, self.name, self.plugin.ignored_modules)
+        keep_unpacked(model)
         refuse_gradient_hooks(model, self.name)
         self._refuse_shared(model)
         split = None

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ...core import devices
 from ...core.errors import PrepareError
 
 
@@ -257,13 +258,12 @@ def measure(model: nn.Module, units: Sequence[Unit], inputs: Mapping[str, object
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     if device.type == "meta":
         raise PrepareError("balance='time' runs the model, which has no weights yet: use balance='parameters'")
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     spent = [float("inf")] * len(modules)
     now = [0.0] * len(modules)
 
     def clock(place: int, sign: int) -> Callable[..., None]:
         def hook(*_: object) -> None:
-            wait()
+            devices.synchronize(device)
             now[place] += sign * time.perf_counter()
 
         return hook

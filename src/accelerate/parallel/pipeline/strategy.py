@@ -19,6 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...config.fsdp import FullyShardedDataParallelPlugin
 from ...config.parallel import PipelineParallelConfig
+from ...core import devices
 from ...core.errors import PrepareError
 from ...parallelism_config import ParallelismConfig
 from ...precision.base import Precision
@@ -412,7 +413,7 @@ def _recompute(offload: bool, device: torch.device) -> Callable[[Forward, Args, 
 
     def run(inner: Forward, args: Args, kwargs: Kwargs) -> Any:
         with (
-            torch.autograd.graph.save_on_cpu(pin_memory=device.type == "cuda")
+            torch.autograd.graph.save_on_cpu(pin_memory=devices.kind_of(device).pin_memory)
             if offload and device.type != "cpu"
             else contextlib.nullcontext()
         ):

@@ -60,7 +60,7 @@ class RankStream:
 
     def __init__(self, rank: int, device_type: str) -> None:
         self._rank = rank
-        self._source: Any = torch if device_type == "cpu" else devices.module_of(device_type)
+        self._source: Any = devices.generator_module(device_type)
         # Of one device: torch.manual_seed seeds all of them.
         self._seed = (torch.default_generator if device_type == "cpu" else self._source).manual_seed
         self._drawn = torch.empty((), device=device_type)
