@@ -349,7 +349,10 @@ def test_another_precision_is_refused(precision):
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ({"fsdp_plugin": lambda: FullyShardedDataParallelPlugin(fsdp_version=1)}, "Use fsdp_version=2"),
+        (
+            {"fsdp_plugin": lambda: FullyShardedDataParallelPlugin(fsdp_version=1, activation_checkpointing=True)},
+            "Use fsdp_version=2",
+        ),
         ({"strategy": lambda: type("Own", (Strategy,), {})}, "lays models out by itself"),
     ],
 )

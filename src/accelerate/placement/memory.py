@@ -80,7 +80,8 @@ def _free_memory() -> MaxMemory:
     for index in range(devices.device_count(kind)):
         try:
             # The first tensor on a device takes the memory of its context, which is not the model's to fill.
-            device = torch.zeros(1, device=torch.device(kind, index)).device  # type: ignore[arg-type]
+            device = torch.device(kind, index)  # type: ignore[arg-type]
+            torch.zeros(1, device=device)
             free[index] = devices.memory_info(device)[0]
             shared = shared or _is_integrated(kind, index)
         except RuntimeError as error:

@@ -189,9 +189,10 @@ class DataParallel(Strategy):
         if not any(parameter.requires_grad for parameter in model.parameters()):
             # DDP raises an error for a model without anything to train.
             return model
+        # Empty for a group that is written in Python.
         kinds = {device.type for device in dist.group.WORLD._device_types}  # type: ignore[union-attr]
         left = next((p.device for p in model.parameters() if p.device.type not in {*kinds, "meta"}), None)
-        if left is not None:
+        if kinds and left is not None:
             raise PrepareError(
                 f"{type(model).__name__} is on {left}, and the processes of this run communicate on "
                 f"{', '.join(sorted(kinds))} devices: move it to accelerator.device before prepare, or leave out "
