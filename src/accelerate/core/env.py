@@ -69,7 +69,9 @@ def check_run() -> None:
         if text:
             row.read(text)
     # transformers 4 switches IPEX off, which the API no longer has.
-    found = [name for name, text in os.environ.items() if (name[11:], text) != ("USE_IPEX", "false")]
+    found = [
+        name for name, text in os.environ.items() if (name.removeprefix("ACCELERATE_"), text) != ("USE_IPEX", "false")
+    ]
     unknown = [name for name in found if name.startswith("ACCELERATE_") and name not in variables()]
     if unknown and os.environ.get("RANK", "0") == "0":
         _warn_of(unknown)

@@ -65,24 +65,25 @@ def test_an_option_without_counterpart_is_refused(stand_ins, option):
         map_pytorch_optim_to_deepspeed(optimizer)
 
 
-def make():
+def make(kind="AdamW"):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1)).float()
     groups = [{"params": [model[0].weight, model[2].weight]}, {"params": [model[0].bias, model[2].bias]}]
     groups[1]["weight_decay"] = 0.0
-    optimizer = torch.optim.AdamW(groups, lr=0.05, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.3)
+    options = {"betas": (0.8, 0.9)} if kind == "AdamW" else {}
+    optimizer = getattr(torch.optim, kind)(groups, lr=0.05, eps=1e-3, weight_decay=0.3, **options)
     return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9 ** (step // 2))
 
 
 @pytest.mark.thorough
 @needs_deepspeed
 @on_engine_ranks(2)
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("stage", "kind"), [(1, "AdamW"), (2, "AdamW"), (3, "AdamW"), (2, "Adagrad")])
 @pytest.mark.timeout(600)
-def test_matches_single_process(stage):
+def test_matches_single_process(stage, kind):
     """In float32, which DeepSpeed's Adam computes in. The first run compiles it, in more than a minute."""
     x = torch.randn(48, 5, generator=torch.Generator().manual_seed(1))
-    model, optimizer, scheduler = make()
+    model, optimizer, scheduler = make(kind)
     for step in range(6):
         model(x[8 * step : 8 * step + 8]).square().mean().backward()
         optimizer.step()
@@ -91,7 +92,7 @@ def test_matches_single_process(stage):
         optimizer.zero_grad()
     expected = model.state_dict()
     accelerator = fresh(DeepSpeedPlugin(zero_stage=stage, offload_optimizer_device="cpu"))
-    model, optimizer, scheduler, loader = accelerator.prepare(*make(), DataLoader(TensorDataset(x), 4))
+    model, optimizer, scheduler, loader = accelerator.prepare(*make(kind), DataLoader(TensorDataset(x), 4))
     for (batch,) in loader:
         accelerator.backward(model(batch).square().mean())
         optimizer.step()
