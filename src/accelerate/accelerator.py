@@ -1199,7 +1199,7 @@ class Accelerator(RunInterface):
     def _prepare_deepspeed(self, *args: Any) -> tuple[Any, ...]:
         """What `prepare` returns, as a tuple also for one object."""
         found = self.prepare(*args)
-        return found if isinstance(found, tuple) and len(args) > 1 else (found,)
+        return found if len(args) > 1 else (found,)
 
     def _get_named_parameters(self, *args: Any) -> dict[str, torch.nn.Parameter]:
         """The parameters of the models among `args`, by the names of the user's model."""

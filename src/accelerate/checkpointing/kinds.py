@@ -21,7 +21,7 @@ from . import compat, registered
 from .documents import damage
 from .generators import GlobalGenerators, check_generators
 from .gradients import is_empty as is_empty_rank_state
-from .layout import numbered
+from .layout import numbered, registered_file
 from .manifest import LOADER_NAME, check_progress
 from .matching import check_optimizer, check_own, check_scaler, check_scheduler, scheduler_of
 from .run_state import RunState
@@ -221,7 +221,7 @@ KINDS: tuple[StateKind, ...] = (
         check=_mapping, judge=check_own, judged_together=True, is_empty=is_empty_rank_state,
     ),
     _Registered(
-        "custom", "registered object", Written.ONCE, compat=lambda index: f"custom_checkpoint_{index}.pkl", always=True
+        "custom", "registered object", Written.ONCE, compat=registered_file, always=True
     ),
 )  # fmt: skip
 

@@ -24,6 +24,11 @@ def numbered(name: str, index: int, ending: str) -> str:
     return f"{name}{ending}" if index == 0 else f"{name}_{index}{ending}"
 
 
+def registered_file(index: int) -> str:
+    """The file of a registered object's state in the API's format."""
+    return f"custom_checkpoint_{index}.pkl"
+
+
 def rank_document_name(rank: int) -> str:
     """The document of a rank's own state, which begins with its random states."""
     return f"{RNG_STATE_NAME}_{rank}"

@@ -412,6 +412,25 @@ def load_newest(
 
     Damaged checkpoints are skipped and listed in the report. Raises CheckpointError when none is left.
     """
+    report = resume(run, directory, process=process, arrival_timeout=arrival_timeout, timeout=timeout, **options)
+    if report is None:
+        raise MissingCheckpointError(f"there is no checkpoint in {directory}: it has no folder named checkpoint_N")
+    return report
+
+
+def resume(
+    run: RunState,
+    directory: str | Path,
+    *,
+    process: Process,
+    arrival_timeout: float = ARRIVAL,
+    timeout: float = COMPLETION,
+    **options: Any,
+) -> LoadReport | None:
+    """As `load_newest`, but returns None if the directory has no checkpoint.
+
+    Raises CheckpointError if there are checkpoints and none is valid: starting over would hide the loss.
+    """
     directory = Path(directory)
     agreement = Agreement(process)
     mine: dict[str, Any] = {}
@@ -437,31 +456,10 @@ def load_newest(
         for path, why in report.skipped if process.process_index == 0 else ():
             logger.warning("checkpoint %s was skipped: %s", path, why)
         return report
-    raise (CheckpointError if passed else MissingCheckpointError)(_none_left(directory, passed))
-
-
-def _none_left(directory: Path, passed: list[tuple[Path, str]]) -> str:
     if not passed:
-        return f"there is no checkpoint in {directory}: it has no folder named checkpoint_N"
+        return None
     reports = "; ".join(f"{path.name}: {why}" for path, why in passed)
-    return (
+    raise CheckpointError(
         f"no valid checkpoint is left in {directory}: {reports}. Nothing was moved or removed: restore one of them, "
         "or move them away to start anew"
     )
-
-
-def resume(
-    run: RunState,
-    directory: str | Path,
-    *,
-    process: Process,
-    **options: Any,
-) -> LoadReport | None:
-    """Load the newest valid checkpoint of a directory. Returns None if it has no checkpoint.
-
-    Raises CheckpointError if there are checkpoints and none is valid: starting over would hide the loss.
-    """
-    try:
-        return load_newest(run, directory, process=process, **options)
-    except MissingCheckpointError:
-        return None

@@ -18,12 +18,10 @@ from ..parallel.prepared import PreparedModel, PreparedOptimizer
 from ..state import PartialState
 from .compat import load_pickled
 from .kinds import compat_files
-from .layout import numbered
+from .layout import numbered, registered_file
 from .loading import load_options, load_run
 from .run_state import HasState, RunState
 from .weights import save
-
-_REGISTERED = "custom_checkpoint_{}.pkl"
 
 
 def save_accelerator_state(
@@ -145,7 +143,7 @@ def save_custom_state(
         index: the number of the object.
         save_on_each_node: the main process of each machine writes.
     """
-    save(obj.state_dict(), user_path(path, "save_custom_state") / _REGISTERED.format(index), save_on_each_node)
+    save(obj.state_dict(), user_path(path, "save_custom_state") / registered_file(index), save_on_each_node)
 
 
 def load_custom_state(obj: HasState, path: str | os.PathLike[str], index: int = 0, allow_pickle: bool = False) -> None:
@@ -160,7 +158,7 @@ def load_custom_state(obj: HasState, path: str | os.PathLike[str], index: int = 
     Raises:
         CheckpointError: the file cannot be read, or holds more than plain data.
     """
-    file = user_path(path, "load_custom_state") / _REGISTERED.format(index)
+    file = user_path(path, "load_custom_state") / registered_file(index)
     obj.load_state_dict(load_pickled(file, allow_pickle))
 
 

@@ -221,9 +221,8 @@ def main(argv: list[str] | None = None, command: str = "accelerate launch") -> N
         sys.exit(2 if isinstance(error, ConfigurationError) else 1)
 
 
-if __name__ == "__main__":
-    main()
-
-
 if not TYPE_CHECKING:
     __getattr__ = public_names(__name__)
+
+if __name__ == "__main__":
+    main()

@@ -223,12 +223,12 @@ def _find(module: str) -> bool:
     return importlib.util.find_spec(root) is not None and importlib.util.find_spec(module) is not None
 
 
-@functools.cache
 def is_torch_distributed_available() -> bool:
     """Whether the installed torch was built with its distributed package."""
     return bool(importlib.import_module("torch.distributed").is_available())
 
 
+@functools.cache
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
     """Whether torch_xla is installed and, where requested, drives a TPU or a GPU."""
     if check_is_tpu and check_is_gpu:

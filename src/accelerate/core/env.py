@@ -59,6 +59,10 @@ def get_float(name: str) -> float | None:
     return None if found is None else float(found)
 
 
+# The API no longer has it. transformers 4 sets it to "false".
+_IPEX = "ACCELERATE_" + "USE_IPEX"
+
+
 def check_run() -> None:
     """Check the variables of a run. ConfigurationError names the variable, its value and what is accepted.
 
@@ -68,11 +72,9 @@ def check_run() -> None:
         text = os.environ.get(row.variable)
         if text:
             row.read(text)
-    # transformers 4 switches IPEX off, which the API no longer has.
-    found = [
-        name for name, text in os.environ.items() if (name.removeprefix("ACCELERATE_"), text) != ("USE_IPEX", "false")
-    ]
-    unknown = [name for name in found if name.startswith("ACCELERATE_") and name not in variables()]
+    unknown = [name for name in os.environ if name.startswith("ACCELERATE_") and name not in variables()]
+    if os.environ.get(_IPEX) == "false":
+        unknown.remove(_IPEX)
     if unknown and os.environ.get("RANK", "0") == "0":
         _warn_of(unknown)
 
