@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the recorder adds to a step: Linear(16, 1), batch 8, SGD, clipping, a prepared loader; with and without it.
+"""What the recorder adds to a step: a small model, SGD, clipping, a prepared loader; with and without it.
 
-The loop itself takes more than 100 us, and the machine has other load. So an epoch with the recorder alternates with
-one without, and the added time is the median of the differences between the medians of both.
+An epoch with the recorder alternates with one without. A figure is the median, over these pairs, of the difference
+between the mean durations of a step: the mean contains what the recorder does in one of several steps, and in its
+thread.
 """
 
 from __future__ import annotations
 
 import inspect
-import itertools
 import os
 import statistics
 import tempfile
@@ -23,31 +23,44 @@ from torch.utils.data import DataLoader
 
 STEPS = 256
 ROUNDS = 60
+# Epochs before the recorder is in its usual state: it records the first steps of a process one by one.
+WARMUP = 6
 
 
-def make_loop(telemetry: str | bool) -> Callable[[], float]:
-    """A function that trains for an epoch and returns the median duration of a step in seconds."""
+def make_loop(telemetry: str | bool, width: int, batch: int) -> Callable[[], float]:
+    """A function that trains for an epoch and returns the mean duration of a step in seconds."""
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True, telemetry=telemetry)
     torch.manual_seed(0)
-    model = torch.nn.Linear(16, 1)
-    batches = [(torch.randn(8, 16), torch.randn(8, 1)) for _ in range(STEPS)]
+    model = (
+        torch.nn.Linear(width, 1)
+        if width < 100
+        else torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.ReLU(), torch.nn.Linear(width, 1))
+    )
+    batches = [(torch.randn(batch, width), torch.randn(batch, 1)) for _ in range(STEPS)]
     prepared = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3), DataLoader(batches, None))
     model, optimizer, loader = prepared
 
     def run() -> float:
-        ends = []
+        begin = time.perf_counter()
         for x, y in loader:
             loss = mse_loss(model(x), y)
             accelerator.backward(loss)
             accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-            ends.append(time.perf_counter())
-        return statistics.median(end - begin for begin, end in itertools.pairwise(ends))
+        return (time.perf_counter() - begin) / STEPS
 
     return run
+
+
+def added(loops: dict[str, Callable[[], float]]) -> tuple[float, dict[str, float]]:
+    """The seconds of a step of the first loop, and what each of the others adds."""
+    rounds = [{name: loop() for name, loop in loops.items()} for _ in range(WARMUP + ROUNDS)][WARMUP:]
+    first, *others = loops
+    usual = statistics.median(found[first] for found in rounds)
+    return usual, {name: statistics.median(found[name] - found[first] for found in rounds) for name in others}
 
 
 def main() -> None:
@@ -57,17 +70,16 @@ def main() -> None:
         return  # the peer has none
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        loops = {"off": make_loop(False), "on": make_loop(folder)}
+        long = {"off": make_loop(False, 384, 256), "telemetry of a long step": make_loop(folder + "/long", 384, 256)}
+        loops = {"off": make_loop(False, 16, 8), "telemetry": make_loop(folder, 16, 8)}
         os.environ["ACCELERATE_STATUS_DIR"] = folder
-        loops["status"] = make_loop(False)
+        loops["telemetry status"] = make_loop(False, 16, 8)
         Path(folder, "rank_00000.status").unlink()
-        loops["both"] = make_loop(str(Path(folder, "both")))
-        rounds = []
-        for _ in range(ROUNDS):
-            rounds.append({name: loop() for name, loop in loops.items()})
-    off = statistics.median(found["off"] for found in rounds)
-    for name, added in (("telemetry", "on"), ("telemetry status", "status"), ("telemetry both", "both")):
-        emit(name, "us", off, off + statistics.median(found[added] - found["off"] for found in rounds))
+        loops["telemetry both"] = make_loop(str(Path(folder, "both")), 16, 8)
+        for compared in (loops, long):
+            usual, more = added(compared)
+            for name, seconds in more.items():
+                emit(name, "us", usual, usual + seconds)
 
 
 if __name__ == "__main__":

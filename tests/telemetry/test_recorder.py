@@ -23,7 +23,7 @@ from accelerate.monitor.report import html, read_all
 from accelerate.monitor.run import open_runs
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.runtime import hang_watch
-from accelerate.telemetry import writer
+from accelerate.telemetry import meter, writer
 from accelerate.telemetry.records import FLAG_FIRST, HEADER_SIZE, PHASES, STEP, events_file, read_steps, steps_file
 from accelerate.telemetry.status import read_status, status_file
 from accelerate.telemetry.writer import TelemetryWriter, merged
@@ -97,6 +97,61 @@ def test_each_step_has_a_record(tmp_path, accumulation):
     evaluations = [(name, step) for step in (steps // 2, steps) for name in ("evaluation_begin", "evaluation_end")]
     assert found == [("start", None), *evaluations, ("save", steps), ("end", None)]
     assert events(tmp_path)[-2]["path"] == folder
+
+
+def test_short_steps_share_records(tmp_path, monkeypatch):
+    monkeypatch.setattr(meter, "EACH", 20)
+    monkeypatch.setattr(meter, "_SHORT", 1e3)
+    monkeypatch.setattr(meter, "_COVERED", 1e6)
+    begin = time.perf_counter()
+    accelerator, losses, norms = train(tmp_path, epochs=14)
+    accelerator.save_state(tmp_path / "saved")
+    total = time.perf_counter() - begin
+    accelerator.end_training()
+    rows = read_steps(steps_file(tmp_path, 0))
+    # 20 records of a step, the one that is under way then, two of 16 steps, and the last 3 of 56 steps.
+    assert list(rows["steps"]) == [1] * 21 + [16] * 2 + [3]
+    assert list(rows["step"]) == list(np.cumsum(rows["steps"]))
+    assert list(rows["samples"]) == list(rows["tokens"]) == list(4 * rows["steps"])
+    known, at = rows[:-1], rows["step"][:-1] - 1
+    np.testing.assert_allclose(known["loss"], np.asarray(losses)[at], rtol=1e-6)
+    np.testing.assert_allclose(known["gradient_norm"], np.asarray(norms)[at], rtol=1e-6)
+    np.testing.assert_allclose(known["learning_rate"], 0.1 * 0.5 ** at.astype(float), rtol=1e-6)
+    assert list(known["epoch"]) == list(at // 4)
+    phases = sum(known[name].astype(float) for name in PHASES)
+    assert (phases <= known["seconds"] * 1.001).all() and (known["backward"] > 0).all() and (known["data"] > 0).all()
+    assert (rows["longest"] >= rows["seconds"] * 0.999).all() and (rows["longest"] <= rows["seconds"] * 16).all()
+    # Evaluations and what comes after the last step are in no record.
+    assert 0 < (rows["seconds"] * rows["steps"]).sum() < total
+    # The rest is written without phases; the save comes after its last step.
+    assert all(np.isnan(rows[-1][name]) for name in ("loss", "forward", "backward", "gradient_norm"))
+    # An evaluation in the middle of a record is none of its communication.
+    assert (rows["communication"] == 0).all()
+
+
+def test_a_save_between_short_steps(tmp_path, monkeypatch):
+    monkeypatch.setattr(meter, "EACH", 0)
+    monkeypatch.setattr(meter, "_SHORT", 1e3)
+    monkeypatch.setattr(meter, "_COVERED", 1e6)
+    accelerator = Accelerator(cpu=True, telemetry=tmp_path)
+    model = torch.nn.Linear(4, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(33):
+        accelerator.backward(model(torch.ones(2, 4)).sum(), num_items=2)
+        if step == 8:
+            accelerator.save_state(tmp_path / "saved")
+        if step == 31:
+            accelerator.gather(torch.ones(2))
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.end_training()
+    rows = read_steps(steps_file(tmp_path, 0))
+    assert list(rows["steps"]) == [1, 16, 16] and list(rows["tokens"]) == [2, 32, 32]
+    (saved,) = [event["seconds"] for event in events(tmp_path) if event["event"] == "save"]
+    assert rows["checkpoint"][1] * 16 == pytest.approx(saved, rel=1e-3) and rows["checkpoint"][2] == 0
+    assert rows["longest"][1] > saved and rows["communication"][1] == 0 < rows["communication"][2]
+    phases = sum(rows[name].astype(float) for name in PHASES)
+    assert (phases <= rows["seconds"] * 1.001).all()
 
 
 def test_a_backward_with_its_own_gradient(tmp_path):
@@ -238,7 +293,7 @@ def test_a_killed_process_loses_a_moment(tmp_path):
             process.kill()
     process.wait()
     rows = read_steps(steps_file(tmp_path, 0))
-    assert list(rows["step"]) == list(range(1, len(rows) + 1))
+    assert list(rows["step"]) == list(np.cumsum(rows["steps"])) and rows["step"][999] == 1000
     last = max(steps)
     # The interval of the writer, and time for its thread to run on a busy machine.
     assert steps[last] - rows["time"][-1] < writer.INTERVAL + 2.0
@@ -247,7 +302,7 @@ def test_a_killed_process_loses_a_moment(tmp_path):
         with open(path, "ab") as file:
             file.write(b'{"time": 1, "ev')
     again = TelemetryWriter(tmp_path, 0, world_size=1)
-    again.append((time.perf_counter(), 1, 0, 0, *[0.0] * 12, None))
+    again.append((time.perf_counter(), 1, 1, 0, 0, *[0.0] * 13, None))
     again.close()
     assert len(read_steps(steps_file(tmp_path, 0))) == len(rows) + 1
     assert (steps_file(tmp_path, 0).stat().st_size - HEADER_SIZE) % STEP.itemsize == 0
@@ -293,7 +348,9 @@ def test_a_long_run_stays_bounded(tmp_path, monkeypatch):
     made = TelemetryWriter(tmp_path, 0, world_size=1)
     path = steps_file(tmp_path, 0)
     for step in range(1, 1001):
-        made.append((float(step), step, 0, 0, float(step), *[1.0] * 9, float(step), 0.1, None))
+        made.append(
+            (float(step), step, 1, 0, 0, float(step), *[1.0] * 7, float(step), 1.0, 1.0, float(step), 0.1, None)
+        )
         if step % 16 == 0:
             made.flush()
             assert len(read_steps(path)) < 64 + 16

@@ -35,6 +35,13 @@ _NAN = math.nan
 _INTERVAL = 0.25
 # Seconds of a backward from which on the wait at the end of the next one is measured.
 _LEAST = 1e-3
+# Steps of a process that are recorded one by one. Later ones that take less than `_SHORT` seconds share a record of
+# `_COVERED` seconds, of at most `_MOST_STEPS` steps, and the last of them alone is split into phases: what that costs
+# is about a twentieth of such a step.
+EACH = 1000
+_SHORT = 1e-3
+_COVERED = 2e-3
+_MOST_STEPS = 16
 # The methods of an accelerator that a meter may replace.
 METHODS = (
     "backward", "clip_grad_norm_", "gather", "gather_for_metrics", "reduce", "pad_across_processes",
@@ -244,11 +251,16 @@ class MeteredOptimizer(AcceleratedOptimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """See `AcceleratedOptimizer.step`."""
-        made = self.steps_made
+        meter, made = self._meter, self.steps_made
+        if not meter.splits:
+            result = AcceleratedOptimizer.step(self, closure)
+            if self.steps_made != made:
+                meter.count_step(self)
+            return result
         begin = perf_counter()
         result = AcceleratedOptimizer.step(self, closure)
         if self.steps_made != made:
-            self._meter.end_step(self, begin)
+            meter.end_step(self, begin)
         return result
 
     def __getstate__(self) -> dict[str, Any]:
@@ -268,19 +280,26 @@ class StepRecorder(StepMeter):
     reaches from the delivery of a batch to `backward`, less collectives and saves. A pass over a loader in which no
     backward follows its batches is an evaluation, which is in no record.
 
+    A long run of steps shorter than a millisecond has records of several steps (see `EACH`). Steps, samples, tokens,
+    collectives, saves and the total time are counted in all of them.
+
     Args:
         writer: of the records.
         status: see `StepMeter`.
         device: see `StepMeter`.
         share: see `StepMeter`.
         waits: a backward may wait for other processes.
+
+    Attributes:
+        splits: the present step is split into phases; it ends with a record.
     """
 
     optimizer_type = MeteredOptimizer
 
     __slots__ = (
-        "_backward", "_checkpoint", "_communication", "_data", "_flags", "_forward", "_last", "_losses", "_mark",
-        "_norm", "_optimizer", "_read_samples", "_read_tokens", "_release", "_seen", "_transfer", "_waits", "_writer",
+        "_backward", "_before", "_begin", "_checkpoint", "_communication", "_count", "_data", "_ended", "_flags",
+        "_forward", "_group", "_last", "_longest", "_losses", "_mark", "_norm", "_optimizer", "_read_samples",
+        "_read_tokens", "_release", "_seen", "_trains", "_transfer", "_waits", "_writer", "splits",
     )  # fmt: skip
 
     def __init__(
@@ -295,17 +314,23 @@ class StepRecorder(StepMeter):
         self._waits = waits
         self._flags = FLAG_FIRST
         self._seen = 0  # the step of the last look
+        self._trains = False  # a backward has followed the last batch
+        self._group = 1  # the steps of a record
         now = perf_counter()
-        self._last = now  # end of the last step
         self._mark = now  # where the forward began
-        self._clear()
+        self._begin_record(now)
         super().__init__(status, device, share)
         self.folder: Path | None = writer.folder
         self._release = weakref.finalize(self, writer.release)
 
-    def _clear(self) -> None:
+    def _begin_record(self, now: float) -> None:
+        self._last = self._begin = self._ended = now  # of the last record, of the step that is split, of any step
         self._data = self._transfer = self._forward = self._backward = 0.0
         self._communication = self._optimizer = self._checkpoint = 0.0
+        self._before = 0.0  # communication and checkpoints of the record before the step that is split
+        self._longest = 0.0
+        self._count = 0  # steps of the record so far
+        self.splits = self._group == 1
         self._read_samples = self._read_tokens = NONE_READ
         self._losses: list[Any] = []
         self._norm: Any = None
@@ -368,16 +393,18 @@ class StepRecorder(StepMeter):
         return backward
 
     def _around_backward(self, call: Callable[..., Any], owner: Callable[[], Any]) -> Callable[..., Any]:
-        if self._waits:
-            call = self._counting_waits(call)
+        split = self._counting_waits(call) if self._waits else call
 
         def backward(loss: Any, num_items: Any = None, **kwargs: Any) -> None:
+            self._trains = True
+            if not self.splits:
+                call(owner(), loss, num_items, **kwargs)
+                if num_items is not None:
+                    self._read_tokens += _number(num_items)
+                return
             begin = perf_counter()
             self._forward += begin - self._mark
-            if kwargs:
-                call(owner(), loss, num_items, **kwargs)
-            else:
-                call(owner(), loss, num_items)
+            split(owner(), loss, num_items, **kwargs)
             self._mark = end = perf_counter()
             self._backward += end - begin
             # With a `gradient` it may have any shape.
@@ -390,6 +417,8 @@ class StepRecorder(StepMeter):
 
     def _around_clip(self, call: Callable[..., Any], owner: Callable[[], Any]) -> Callable[..., Any]:
         def clip_grad_norm_(parameters: Any, max_norm: Any, norm_type: Any = 2) -> Any:
+            if not self.splits:
+                return call(owner(), parameters, max_norm, norm_type)
             begin = perf_counter()
             norm = call(owner(), parameters, max_norm, norm_type)
             took = perf_counter() - begin
@@ -428,28 +457,30 @@ class StepRecorder(StepMeter):
         """The steps of a pass over a prepared loader, as it yields them. `copied`: they come from `timed_source`."""
         before, begin = self._snapshot(), perf_counter()
         if self._flags & FLAG_FIRST:
-            self._last = self._mark = begin
+            self._last = self._begin = self._ended = self._mark = begin
         began, trained, evaluates = time(), False, False
         self._loader, self._batches, self._epoch = weakref.ref(loader), length_of(loader), loader.iteration
         index = plan.cut.index
         try:
             requested = begin
             for step in steps:
-                self._mark = now = perf_counter()
-                if copied:
-                    self._transfer += now - requested
-                else:
-                    self._data += now - requested
+                if self.splits:
+                    self._mark = now = perf_counter()
+                    if copied:
+                        self._transfer += now - requested
+                    else:
+                        self._data += now - requested
                 counts = step.counts
                 self._read_samples += _batch_size(step.data) if counts is None else counts[index]
                 if trained:
                     yield step
-                    requested = perf_counter()
+                    if self.splits:
+                        requested = perf_counter()
                     continue
-                step_before, losses = self.step, len(self._losses)
+                step_before, self._trains = self.step, False
                 yield step
                 requested = perf_counter()
-                if self.step != step_before or len(self._losses) != losses:
+                if self.step != step_before or self._trains:
                     trained = True
                 elif not evaluates:
                     evaluates = True
@@ -476,10 +507,28 @@ class StepRecorder(StepMeter):
             self._epoch, self._loader, self._batches,
         ) = before  # fmt: skip
         self._last += seconds
+        self._begin += seconds
+        self._ended += seconds
         self._mark = perf_counter()
         self._enter(TRAINING if self.step else STARTING)
 
     # -- called in the run
+
+    def count_step(self, optimizer: AcceleratedOptimizer) -> None:
+        """A prepared optimizer has stepped, and the step is not split into phases."""
+        step = optimizer.steps_made + self._base
+        if step <= self.step:
+            return  # another optimizer of the same step
+        self.step = step
+        now = perf_counter()
+        took, self._ended = now - self._ended, now
+        if took > self._longest:
+            self._longest = took
+        self._count = count = self._count + 1
+        if count + 1 >= self._group or took > _COVERED:
+            self.splits = True
+            self._begin = self._mark = now
+            self._before = self._communication + self._checkpoint
 
     def end_step(self, optimizer: Any, begin: float) -> None:
         """A prepared optimizer has stepped; its step began at `begin`."""
@@ -493,41 +542,61 @@ class StepRecorder(StepMeter):
         if flags:
             self._flags = 0
         # Only a gradient scaler skips steps, ours or that of an engine.
-        if (optimizer.scaler is not None or type(optimizer) is not MeteredOptimizer) and optimizer.step_was_skipped:
+        may_skip = optimizer.scaler is not None or type(optimizer) is not MeteredOptimizer
+        if may_skip and optimizer.step_was_skipped:
             flags |= FLAG_SKIPPED
         losses, late = self._losses, self._norm
         loss: Any = losses[0] if len(losses) == 1 else _mean(losses)
         if self._late is not None or type(loss) is not float:
             loss, late = self._copied(loss, late)
         rate = optimizer.optimizer.param_groups[0]["lr"]
+        self._append(now, flags, loss, rate if type(rate) is float else _number(rate), late)
+        seconds = now - self._begin
+        grouped = seconds < _SHORT and optimizer.steps_made > EACH and not may_skip
+        self._group = min(int(_COVERED / seconds) + 1, _MOST_STEPS) if grouped else 1
+        self._begin_record(now)
+
+    def _append(self, now: float, flags: int, loss: float, rate: float, late: Any, split: bool = True) -> None:
+        """Append a record of the steps since the last one, the last of which is split into phases."""
+        steps = self._count + split
+        seconds = (now - self._last) / steps
+        scale = 1.0
+        if steps > 1:
+            # The other steps are taken to be like the one that was split, but for collectives and saves.
+            apart = self._communication + self._checkpoint
+            rest = now - self._begin - (apart - self._before)
+            scale = (seconds - apart / steps) / rest if split and rest > 0 else _NAN
         self._writer.append(
             (
                 now,
-                step,
+                self.step,
+                steps,
                 self._epoch,
                 flags,
-                now - self._last,
-                self._data,
-                self._transfer,
-                self._forward,
-                self._backward,
-                self._communication,
-                self._optimizer,
-                self._checkpoint,
+                seconds,
+                self._data * scale,
+                self._transfer * scale,
+                self._forward * scale,
+                self._backward * scale,
+                self._communication / steps,
+                self._optimizer * scale,
+                self._checkpoint / steps,
+                max(self._longest, now - self._ended) if steps > 1 else seconds,
                 self._read_samples,
                 self._read_tokens,
                 loss,
-                rate if type(rate) is float else _number(rate),
+                rate,
                 late,
             )
         )
-        self._last = now
-        # As `_clear`, without a call.
-        self._data = self._transfer = self._forward = self._backward = 0.0
-        self._communication = self._optimizer = self._checkpoint = 0.0
-        self._read_samples = self._read_tokens = NONE_READ
-        self._norm = None
-        self._losses = []
+
+    def _finish_record(self) -> None:
+        """Append the steps that are in no record yet, and begin one of a single step."""
+        if self._count:
+            self._append(self._ended, 0, _NAN, _NAN, None, split=False)
+        self._group = 1
+        self._mark = now = perf_counter()
+        self._begin_record(now)
 
     def _copied(self, loss: Any, norm: Any) -> tuple[float, Any]:
         """The loss; the norm, or a function that returns loss and norm later where one is on a device."""
@@ -555,9 +624,13 @@ class StepRecorder(StepMeter):
     def resumed(self, path: str, step: int, seconds: float) -> None:
         """The run continues after `step` optimizer steps."""
         self._writer.event("resume", path=path, step=step, seconds=round(seconds, 6))
-        self._clear()
-        self._last = self._mark = perf_counter()
+        self._finish_record()
         super().resumed(path, step, seconds)
+
+    def reset(self) -> None:
+        """The prepared objects are released: others count from the start."""
+        self._finish_record()
+        super().reset()
 
     def event(self, name: str, **fields: Any) -> None:
         """Record an event."""
@@ -565,6 +638,7 @@ class StepRecorder(StepMeter):
 
     def close(self) -> None:
         """The run has ended: write everything."""
+        self._finish_record()
         self._release()
         super().close()
 

@@ -43,9 +43,9 @@ _MOST_WAITING = 1 << 16
 _ROW = struct.Struct("<d4I16f")
 assert _ROW.size == STEP.itemsize
 
-# What a step leaves: the moment on the clock of `perf_counter`, step, epoch, flags, seconds, the phases, samples,
-# tokens, loss, learning rate, and what is read later: None, the gradient norm on the host, or a function that returns
-# loss and norm, which are on a device: None while they are not here, unless its argument is True.
+# What steps leave: the moment on the clock of `perf_counter`, step, steps, epoch, flags, seconds, the phases, longest,
+# samples, tokens, loss, learning rate, and what is read later: None, the gradient norm on the host, or a function that
+# returns loss and norm, which are on a device: None while they are not here, unless its argument is True.
 Step = tuple[Any, ...]
 # Samples or tokens of a step in which none were counted: no sum of counts is negative.
 NONE_READ = -0.0
@@ -221,7 +221,7 @@ class TelemetryWriter:
         while self._held is not None or self._records:
             found = self._held or self._records.popleft()
             self._held = None
-            moment, step, epoch, flags, *fields, loss, rate, late = found
+            *fields, loss, rate, late = found
             norm = math.nan
             if callable(late):
                 values = late(wait)
@@ -232,7 +232,7 @@ class TelemetryWriter:
                 norm = values[1]
             elif late is not None:
                 norm = float(late)
-            rows.append(_packed(moment, step, 1, epoch, flags, *fields[:8], fields[0], *fields[8:], loss, norm, rate))
+            rows.append(_packed(*fields, loss, norm, rate))
         taken = np.frombuffer(bytearray(b"".join(rows)), STEP)
         taken["time"] += time.time() - time.perf_counter()
         taken["device_memory"], taken["host_memory"] = self.memory
