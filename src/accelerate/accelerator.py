@@ -54,7 +54,7 @@ from .state import AcceleratorState, GradientState, PartialState
 from .telemetry.meter import METHODS, StepMeter
 from .telemetry.profile import profile
 from .telemetry.show import show_report
-from .telemetry.start import start_meter, start_profile
+from .telemetry.start import declared_work, start_meter, start_profile
 from .tracking.group import TrackerGroup
 
 if TYPE_CHECKING:
@@ -1156,6 +1156,32 @@ class Accelerator(RunInterface):
             accelerator.log({"loss": loss}, step=step)
         """
         self._trackers.log(*args, **kwargs)
+
+    def record_work(
+        self, *, flops_per_token: float | None = None, flops_per_sample: float | None = None, peak: float | None = None
+    ) -> None:
+        """State how much training computes, so that telemetry shows the utilization of the devices (MFU).
+
+        It does nothing without telemetry. `torch.utils.flop_counter.FlopCounterMode` counts the operations of a step;
+        for a dense transformer 6 operations per parameter and token are a usual estimate.
+
+        Args:
+            flops_per_token: floating point operations of forward and backward for one token, on all devices
+                together. Tokens are counted by `num_items` of `backward`.
+            flops_per_sample: the same for one sample, if tokens are not counted.
+            peak: FLOP/s of one device. By default the published speed of bf16 products of a known device; without
+                any, the operations are shown and no utilization.
+
+        Raises:
+            ConfigurationError: not exactly one of the two counts is given, or a number is not positive.
+
+        Example:
+            parameters = sum(p.numel() for p in model.parameters())
+            accelerator.record_work(flops_per_token=6 * parameters)
+        """
+        work = declared_work(flops_per_token, flops_per_sample, peak, self.device)
+        if self._meter is not None:
+            self._meter.event("work", **work)
 
     def end_training(self) -> None:
         """Finish background writes, close the trackers and leave the process group. Call it on every process."""

@@ -51,12 +51,15 @@ def planted_records(
     return found
 
 
-def write_steps(folder: Path, rank: int, world_size: int, records: np.ndarray, mode: str = "wb") -> Path:
+def write_steps(
+    folder: Path, rank: int, world_size: int, records: np.ndarray, mode: str = "wb", **details: object
+) -> Path:
     path = steps_file(folder, rank)
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, mode) as file:
         if mode == "wb":
-            file.write(header_bytes(rank, world_size, host=f"node{rank // 4}", device="cuda:0", started=START))
+            described = {"host": f"node{rank // 4}", "device": "cuda:0", "started": START, **details}
+            file.write(header_bytes(rank, world_size, **described))
         records.tofile(file)
     return path
 

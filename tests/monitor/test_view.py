@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is shown of a run: the range, the rule for stragglers, throughput, logged values, and the summary."""
 
+import math
+
 import numpy as np
 import pytest
 from planted_runs import START, planted_records, planted_run, write_lines, write_steps
@@ -8,6 +10,7 @@ from planted_runs import START, planted_records, planted_run, write_lines, write
 from accelerate.monitor.findings import WORDS, summarize
 from accelerate.monitor.run import open_runs
 from accelerate.monitor.view import bucket_width, heat_rows, stragglers, view
+from accelerate.telemetry.records import events_file
 
 
 def opened(folder):
@@ -82,6 +85,39 @@ def test_throughput_is_the_sum_over_ranks(tmp_path):
     mean = shown.curves["throughput"].mean
     assert mean[5] == pytest.approx(3 * 32 * 512 / records["seconds"][40:48].mean(), rel=0.02)
     assert mean[-1] == pytest.approx(mean[-4], rel=0.05)
+
+
+def test_what_several_ranks_read_counts_once(tmp_path):
+    for rank in range(4):
+        write_steps(tmp_path, rank, 4, planted_records(200, rank), data_shards=2)
+    shown = view(opened(tmp_path), pixels=25)
+    step = planted_records(200)["seconds"][40:48].mean()
+    assert shown.curves["throughput"].mean[5] == pytest.approx(2 * 32 * 512 / step, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("work", "flops", "utilization"),
+    [
+        ({"unit": "token", "flops": 6e9, "peak": 989e12}, 6e9, 6e9 / 989e12),
+        ({"unit": "token", "flops": 6e9, "peak": None}, 6e9, None),
+        # Tokens are counted, so what a sample takes does not tell.
+        ({"unit": "sample", "flops": 6e9, "peak": 989e12}, None, None),
+        ({"unit": "token", "flops": "many", "peak": []}, None, None),
+    ],
+)
+def test_the_utilization_of_the_devices(tmp_path, work, flops, utilization):
+    for rank in range(2):
+        write_steps(tmp_path, rank, 2, planted_records(200, rank))
+    write_lines(events_file(tmp_path, 0), {"time": START, "event": "work", **work})
+    run = opened(tmp_path)
+    found = summarize(run)
+    assert 32 * 512 / 0.135 < found.throughput / 2 < 32 * 512 / 0.1  # steps of 0.1 s, and of 0.13 s
+    for value, per_token in ((found.flops, flops), (found.utilization, utilization)):
+        expected = math.nan if per_token is None else per_token * found.throughput / 2
+        assert value == pytest.approx(expected, rel=1e-6, nan_ok=True)
+    text = " ".join(found.sentences())
+    assert ("TFLOP/s" in text) == (flops is not None) and ("(MFU)" in text) == (utilization is not None)
+    assert not run.events
 
 
 def test_buckets_do_not_move_while_a_run_grows(tmp_path):

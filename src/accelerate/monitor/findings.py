@@ -89,6 +89,10 @@ class Summary:
     """The median over buckets of steps."""
     throughput: float
     unit: str
+    flops: float
+    """Floating point operations of one device in a second, as declared by the run; NaN where they are not known."""
+    utilization: float
+    """`flops` as a share of the device's peak (MFU); NaN where it is not known."""
     shares: dict[str, float]
     """For each of `ALL_PHASES` its share of the time."""
     loss: tuple[float, float]
@@ -111,6 +115,9 @@ class Summary:
             f"Steps {self.first:,} to {self.last:,} on {self.ranks} rank{'s' * (self.ranks > 1)} took "
             f"{duration(self.duration)}: {_ms(self.seconds)} a step{rate}."
         ]
+        if math.isfinite(self.flops):
+            of_peak = f", {_percent(self.utilization)} of its peak (MFU)" if math.isfinite(self.utilization) else ""
+            found.append(f"Each device computes {_flops(self.flops)} for the model{of_peak}.")
         phases = sorted(((share, phase) for phase, share in self.shares.items() if share >= 0.01), reverse=True)
         if phases:
             found.append(
@@ -179,7 +186,7 @@ def _summary(run: Run, shown: View) -> Summary:
     weight = shown.weight
     if not shown.ranks:
         nothing = (math.nan, math.nan)
-        return Summary(0, 0, 0, 0, math.nan, math.nan, 0, "steps", {}, nothing, None, 0, {}, 0, ())
+        return Summary(0, 0, 0, 0, math.nan, math.nan, 0, "steps", math.nan, math.nan, {}, nothing, None, 0, {}, 0, ())
     known = weight.sum(axis=1)
     per_rank = np.nansum(np.nan_to_num(shown.seconds) * weight, axis=1)
     seconds = float(per_rank.sum() / known.sum())
@@ -195,6 +202,7 @@ def _summary(run: Run, shown: View) -> Summary:
     if len(finite) and np.isnan(loss[columns[-1]]):
         broken = np.append(broken, np.flatnonzero(np.isfinite(loss))[-1] + 1)
     throughput = shown.curves["throughput"].mean
+    rate = float(np.nanmedian(throughput)) if np.isfinite(throughput).any() else 0.0
     tail = slice(-min(8, len(finite)), None)
     return Summary(
         first,
@@ -203,8 +211,9 @@ def _summary(run: Run, shown: View) -> Summary:
         float(per_rank.max()),
         seconds,
         float(np.nanmedian(np.nanmean(shown.seconds, axis=0))),
-        float(np.nanmedian(throughput)) if np.isfinite(throughput).any() else 0.0,
+        rate,
         shown.unit,
+        *_utilization(run, rate, shown),
         shares,
         (float(finite[0]), float(finite[tail].mean())) if len(finite) else (math.nan, math.nan),
         int(shown.x[broken[0]]) if len(broken) and broken[0] < len(shown.x) else None,
@@ -217,6 +226,24 @@ def _summary(run: Run, shown: View) -> Summary:
         _growth(shown),
         tuple(_stragglers(run, shown)),
     )
+
+
+def _utilization(run: Run, rate: float, shown: View) -> tuple[float, float]:
+    """FLOP/s of one device, and their share of its peak; NaN where they are not known.
+
+    Args:
+        run: whose `work` is declared for each token or sample.
+        rate: tokens or samples of all ranks in a second.
+        shown: has the unit of `rate`.
+    """
+    work = run.work or {}
+    flops, peak = (
+        value if isinstance(value := work.get(name), int | float) else math.nan for name in ("flops", "peak")
+    )
+    if f"{work.get('unit')}s" != shown.unit or not rate:
+        return math.nan, math.nan
+    found = flops * rate / len(shown.ranks)
+    return found, found / peak if peak > 0 else math.nan
 
 
 def known_anywhere(weight: Array) -> Array:
@@ -287,6 +314,15 @@ def _is_slow_between(shown: View, row: int, at: Array) -> bool:
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def _flops(rate: float) -> str:
+    """Floating point operations in a second for people."""
+    for unit in ("MFLOP/s", "GFLOP/s", "TFLOP/s"):
+        rate /= 1e6 if unit == "MFLOP/s" else 1e3
+        if rate < 1000:
+            break
+    return f"{rate:.3g} {unit}"
 
 
 def _percent(share: float) -> str:

@@ -177,6 +177,8 @@ def _tiles(run: Run, summary: Summary) -> str:
         found.append(("Step time, mean", _seconds(summary.seconds), ""))
         if summary.throughput and summary.unit != "steps":
             found.append((f"{summary.unit} / s", _number(summary.throughput), ""))
+        if math.isfinite(summary.utilization):
+            found.append(("Utilization (MFU)", f"{summary.utilization * 100:.1f} %", ""))
         if math.isfinite(summary.loss[1]):
             found.append(("Loss", _number(summary.loss[1]), ""))
         found += [(f"{kind.title()} memory", size(most), "") for kind, most in summary.memory.items()]

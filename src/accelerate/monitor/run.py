@@ -45,6 +45,8 @@ class Run:
         self.series: dict[str, Series] = {}
         self.events: list[dict[str, Any]] = []
         """Each has its fields, and `rank`."""
+        self.work: dict[str, Any] | None = None
+        """What training computes, as the run has declared it: `flops` for each `unit`, and `peak` of a device."""
         self._bad: dict[Path, tuple[tuple[int, float], str]] = {}
         self._values: dict[Path, Tail] = {}
         self._tails: dict[Path, tuple[int, Tail]] = {}
@@ -180,6 +182,8 @@ class Run:
         if replaced:
             self.events = [event for event in self.events if event["rank"] != rank]
         records = [record for record in records if isinstance(record.get("time"), int | float)]
+        self.work = next((one for one in reversed(records) if one.get("event") == "work"), self.work)
+        records = [record for record in records if record.get("event") != "work"]
         if records:
             self.events += [{**record, "event": str(record.get("event", "")), "rank": rank} for record in records]
             self.events.sort(key=lambda event: float(event["time"]))

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..telemetry.records import PHASES
+from ..telemetry.records import PHASES, StepsHeader
 from .run import Run
 from .steps import COLUMN, Array, Buckets
 
@@ -98,12 +98,20 @@ def view(run: Run, start: int | None = None, stop: int | None = None, pixels: in
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         # Means of buckets without a value.
         warnings.simplefilter("ignore", RuntimeWarning)
-        shown = _reduced(ranks, found, start, stop, width)
+        shares = [_share(run.ranks[number].header) for number in ranks]
+        shown = _reduced(ranks, found, shares, start, stop, width)
     shown.logged = _logged(run, start, stop, width)
     return shown
 
 
-def _reduced(ranks: list[int], found: list[Buckets], start: int, stop: int, width: int) -> View:
+def _share(header: StepsHeader) -> float:
+    """The fraction of the samples of a rank that it alone contributes: several ranks may read the same ones."""
+    shards = header.details.get("data_shards")
+    known = isinstance(shards, int) and 0 < shards <= header.world_size
+    return shards / header.world_size if known else 1.0
+
+
+def _reduced(ranks: list[int], found: list[Buckets], shares: list[float], start: int, stop: int, width: int) -> View:
     first = (start - 1) // width
     count = (stop - 1) // width - first + 1
     numbers = np.arange(first, first + count)
@@ -124,7 +132,7 @@ def _reduced(ranks: list[int], found: list[Buckets], start: int, stop: int, widt
     waits = np.nan_to_num(phases["communication"]) + _waits_within(seconds, phases)
     own = seconds - waits
     phases["other"] = np.maximum(seconds - sum(np.nan_to_num(values) for values in phases.values()), 0)
-    unit, throughput = _throughput(found, seconds, stacked)
+    unit, throughput = _throughput(found, shares, seconds, stacked)
     shown = View(
         width, x, _over(np.nanmax, stacked([buckets.time for buckets in found])), ranks, weight, seconds, waits, own,
         stragglers(own, seconds, weight), phases,
@@ -168,13 +176,15 @@ def _over(function: Any, values: Array) -> Array:
     return np.asarray(function(values, axis=0)) if len(values) else np.full(values.shape[1], np.nan)
 
 
-def _throughput(found: list[Buckets], seconds: Array, stacked: Any) -> tuple[str, Array]:
-    """The sum over ranks of what each processes in a second."""
+def _throughput(found: list[Buckets], shares: list[float], seconds: Array, stacked: Any) -> tuple[str, Array]:
+    """The sum over ranks of what each processes in a second, what several process counted once."""
     for unit in ("tokens", "samples"):
         at = COLUMN[unit]
         if any((buckets.weight[:, at] > 0).any() for buckets in found):
             known = [np.where(buckets.weight[:, at] > 0, buckets.total[:, at], np.nan) for buckets in found]
-            rates = stacked([k / b.total[:, COLUMN["seconds"]] for k, b in zip(known, found, strict=True)])
+            rates = stacked(
+                [s * k / b.total[:, COLUMN["seconds"]] for s, k, b in zip(shares, known, found, strict=True)]
+            )
             break
     else:
         return "steps", _over(np.nanmean, 1 / seconds)

@@ -18,21 +18,11 @@ import torch
 import torch.distributed as dist
 
 from ..core import system
+from ..core.device_speeds import PUBLISHED, known_name
 from ..core.errors import ConfigurationError
 
 GIB = 1 << 30
 GIGA = 1e9
-# Published peaks of accelerators: memory (GB), bf16 matrix products without sparsity (TFLOP/s), memory (GB/s), links
-# of one device within a machine (GB/s, one direction).
-KNOWN = {
-    "a100": (80, 312, 2039, 300),
-    "h100": (80, 989, 3350, 450),
-    "h200": (141, 989, 4800, 450),
-    "b200": (192, 2250, 8000, 900),
-    "mi300x": (192, 1307, 5300, 448),
-    "l40s": (48, 362, 864, 32),
-    "rtx4090": (24, 165, 1008, 32),
-}
 # Of the published peaks, what matrix products and copies of a real model reach.
 _REACHED = 0.5
 # Half-width of the interval of memory on the CPU, whose error benchmarks/plan.py measures.
@@ -101,15 +91,14 @@ def describe(
         raise ConfigurationError(f"--machine {text!r} is not understood: give {_FORM}")
     machines, count, what = int(found[1] or 1), int(found[2]), found[3]
     size = re.fullmatch(r"([\d.]+)g(i?)b", what)
-    if not size and what not in KNOWN:
+    if not size and what not in PUBLISHED:
         raise ConfigurationError(
-            f"--machine {text!r}: the device {what!r} is unknown; known are {', '.join(KNOWN)}. Else give its memory, "
-            f"as 80GB, with --tflops and --link"
+            f"--machine {text!r}: the device {what!r} is unknown; known are {', '.join(PUBLISHED)}. Else give its "
+            f"memory, as 80GB, with --tflops and --link"
         )
-    memory, peak, bandwidth, links = KNOWN[_ASSUMED if size else what]
-    if size:
-        memory = float(size[1])  # type: ignore[assignment]
-    speed = link * GIGA if link else links * GIGA * _REACHED
+    known = PUBLISHED[_ASSUMED if size else what]
+    memory = float(size[1]) if size else known.memory
+    speed = (link or known.link * _REACHED) * GIGA
     if machines > 1:
         speed = between * GIGA if between else speed / 10
     one = (20e-6, speed)
@@ -119,8 +108,8 @@ def describe(
         memory=int(memory * (GIB if size and size[2] else GIGA)),
         device="cuda",
         machines=machines,
-        flops=(tflops or peak * _REACHED) * 1e12,
-        bandwidth=bandwidth * GIGA * _REACHED,
+        flops=(tflops or known.tflops * _REACHED) * 1e12,
+        bandwidth=known.bandwidth * GIGA * _REACHED,
         overhead=4e-6,
         links=dict.fromkeys(_COLLECTIVES, one),
         overlap=0.8,
@@ -133,7 +122,7 @@ def found(ranks: int | None = None) -> Machine:
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
         count = ranks or torch.cuda.device_count()
-        name = next((name for name in KNOWN if name in properties.name.lower().replace(" ", "")), None)
+        name = known_name(properties.name)
         one = describe(f"{count}x{name or f'{properties.total_memory / GIB:.3f}GiB'}")
         return replace(one, memory=properties.total_memory, origin=f"found: {properties.name}")
     count = ranks or 1

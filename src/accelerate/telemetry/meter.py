@@ -316,6 +316,8 @@ class StepRecorder(StepMeter):
         self._seen = 0  # the step of the last look
         self._trains = False  # a backward has followed the last batch
         self._group = 1  # the steps of a record
+        self.splits: bool = True
+        self.step: int = 0
         now = perf_counter()
         self._mark = now  # where the forward began
         self._begin_record(now)

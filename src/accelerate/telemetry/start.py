@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import socket
 import sys
@@ -11,8 +12,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..config.training import ProjectConfiguration
-from ..core import env
+from ..core import devices, env
+from ..core.device_speeds import PUBLISHED, known_name
 from ..core.errors import ConfigurationError
 from ..core.files import user_path
 from ..core.option import parse_bool
@@ -60,6 +64,25 @@ def start_meter(
         **details,
     )
     return StepRecorder(writer, status, state.device, share, waits=state.num_processes > 1)
+
+
+def declared_work(
+    per_token: float | None, per_sample: float | None, peak: float | None, device: torch.device
+) -> dict[str, Any]:
+    """The fields of the event that states what training computes; see `Accelerator.record_work`."""
+    given = {"token": per_token, "sample": per_sample}
+    found = [(unit, flops) for unit, flops in given.items() if flops is not None]
+    if len(found) != 1:
+        raise ConfigurationError("record_work takes one of flops_per_token and flops_per_sample")
+    (unit, flops), *_ = found
+    for name, value in ((f"flops_per_{unit}", flops), ("peak", peak)):
+        if value is not None and not (isinstance(value, int | float) and 0 < value < math.inf):
+            raise ConfigurationError(f"record_work({name}={value!r}): it is a positive number")
+    if peak is None:
+        names = getattr(devices.module_of(device), "get_device_name", None)
+        name = None if names is None else known_name(names(device))
+        peak = None if name is None else PUBLISHED[name].tflops * 1e12
+    return {"unit": unit, "flops": flops, "peak": peak}
 
 
 def run_folder(telemetry: bool | str | os.PathLike[str] | None, project: ProjectConfiguration) -> Path | None:

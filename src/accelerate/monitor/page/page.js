@@ -407,6 +407,7 @@ function overview() {
       ...(hasValues(run.curves.loss.mean) ? [tile("Loss", compact(last(run.curves.loss.mean)))] : []),
       ...(run.summary.seconds ? [tile("Step time, mean", FORMATS.seconds(run.summary.seconds))] : []),
       ...(run.summary.throughput ? [tile(`${run.unit} / s`, compact(run.summary.throughput, 3))] : []),
+      ...(run.summary.utilization ? [tile("Utilization (MFU)", `${(run.summary.utilization * 100).toFixed(1)} %`)] : []),
       ...(run.summary.memory.device ? [tile("Device memory", FORMATS.bytes(run.summary.memory.device))]
         : run.summary.memory.host ? [tile("Host memory", FORMATS.bytes(run.summary.memory.host))] : []),
       ...(run.ranks.length > 1 ? [tile(`Slow ranks of ${run.ranks.length}`, slowText(run), slow ? "slow" : "")] : []),
