@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The description of the distribution: README.md without its picture, which a package index cannot show."""
+"""The description of the distribution: README.md without its pictures, which a package index cannot show."""
 
 import re
 from pathlib import Path
