@@ -319,7 +319,7 @@ def grouped_events(run: Run, most: int = _MOST_EVENTS) -> list[dict[str, Any]]:
     """The newest events, oldest first. Equal ones of several ranks are one, whose field `ranks` lists these."""
     found: list[dict[str, Any]] = []
     for event in run.events[-8 * most :]:
-        key = (event["event"], event.get("step"), event.get("message"))
+        key = (event["event"], str(event.get("step")), str(event.get("message")))
         for other in reversed(found[-16:]):
             if (
                 other["key"] == key
@@ -343,7 +343,7 @@ def grouped_events(run: Run, most: int = _MOST_EVENTS) -> list[dict[str, Any]]:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**53
 
 
 def packed(value: dict[str, Any]) -> bytes:

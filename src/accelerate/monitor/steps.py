@@ -11,7 +11,7 @@ from typing import IO, Any
 import numpy as np
 
 from ..core.errors import ConfigurationError
-from ..telemetry.records import FLAG_SKIPPED, HEADER_SIZE, STEP, StepsHeader, read_header
+from ..telemetry.records import FLAG_SKIPPED, HEADER_SIZE, PHASES, STEP, StepsHeader, read_header
 
 # The values of a record, in the order of the columns of all arrays here.
 COLUMNS = tuple(name for name in STEP.names or () if STEP[name] == np.dtype("<f4"))
@@ -20,10 +20,15 @@ COLUMN = {name: number for number, name in enumerate(COLUMNS)}
 SUMS = ("samples", "tokens")
 # Steps of a block, whose minimum, maximum and sum stay in memory. Views of wider buckets need no file.
 BLOCK = 64
+# Durations of a record, in seconds, and how long none of them is.
+DURATIONS = ("seconds", *PHASES, "longest")
+LONGEST = 1e9
 # Records that are read at a time: they fit in the cache of a core.
 CHUNK = 1 << 14
 # A file with more jumps back to earlier steps than any run restarts is damaged.
 RESTARTS = 10_000
+# A record further ahead of the one before it is damaged: blocks for all steps between would not fit in memory.
+MOST_AHEAD = 1 << 24
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -140,10 +145,11 @@ class RankSteps:
             while self.count < available:
                 wanted = min(CHUNK, available - self.count)
                 records = self._read(file, self.count, self.count + wanted, buffer)
-                good = _good(records)
+                good = _good(records, self.last_step)
                 self._append(file, records[:good])
                 if good < wanted:
-                    if good < len(records) and records["steps"][good]:
+                    # Zeros at the end are not written yet.
+                    if records["steps"][good:].any():
                         where = f"{self.path.name} is damaged at record {self.count}"
                         self.note = f"{where}: it is shown up to step {self.last_step}"
                     break
@@ -322,9 +328,11 @@ def reduced(columns: _Columns, records: Array, ids: Array) -> tuple[Array, Bucke
     low, high = np.fmin.reduceat(values, starts, axis=1).T, np.fmax.reduceat(values, starts, axis=1).T
     weighted = values
     if (steps != 1).any():
-        weighted = values * steps
+        with np.errstate(over="ignore"):
+            weighted = values * steps
         weighted[_PER_RECORD] = values[_PER_RECORD]
-    total = np.add.reduceat(weighted, starts, axis=1).T
+    with np.errstate(over="ignore"):
+        total = np.add.reduceat(weighted, starts, axis=1).T
     weight = np.repeat(np.add.reduceat(steps, starts)[:, None], len(COLUMNS), axis=1)
     for at in np.flatnonzero(np.isnan(total).any(axis=0)):
         known = ~np.isnan(values[at])
@@ -336,9 +344,23 @@ def reduced(columns: _Columns, records: Array, ids: Array) -> tuple[Array, Bucke
     return numbers, Buckets(int(numbers[0]), 0, low, high, total, weight, time, skipped)
 
 
-def _good(records: Array) -> int:
-    """The number of records before the first that is not written or impossible."""
+def _good(records: Array, last_step: int) -> int:
+    """The number of records before the first that is not written or impossible.
+
+    Args:
+        records: of the file.
+        last_step: the step of the record before them, 0 if there is none.
+    """
     with np.errstate(invalid="ignore"):
         good = (records["steps"] > 0) & (records["steps"] <= records["step"]) & (records["time"] > 0)
         good &= records["time"] < 1e12
+        for name in DURATIONS:
+            if name in (records.dtype.names or ()):
+                # One that is not known is NaN.
+                good &= ~(np.abs(records[name]) >= LONGEST)
+    steps, ahead = records["step"].astype(np.int64), records["steps"].astype(np.int64)
+    # The first record of a run may have any step.
+    before = steps[:1] - ahead[:1] if not last_step else [last_step]
+    ahead = np.maximum(ahead, np.diff(steps, prepend=before))
+    good &= ahead <= MOST_AHEAD
     return len(good) if good.all() else int(np.argmin(good))
