@@ -8,6 +8,7 @@ import hmac
 import ipaddress
 import json
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -46,6 +47,8 @@ _PAGE_FILES = {
     "/charts.js": ("charts.js", "text/javascript; charset=utf-8"),
     "/page.css": ("page.css", "text/css; charset=utf-8"),
 }
+# A Host header: an IPv6 address in brackets or a name, and perhaps a port.
+_HOST = re.compile(r"(?:\[([0-9a-fA-F:.]+)\]|([A-Za-z0-9._-]+))(?::[0-9]*)?")
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -69,6 +72,7 @@ class Server(ThreadingHTTPServer):
     """
 
     daemon_threads = True
+    request_queue_size = 64
     # Windows would let a second server take the same port.
     allow_reuse_address: bool = os.name != "nt"
 
@@ -117,7 +121,8 @@ class Server(ThreadingHTTPServer):
 
         A foreign page whose name was pointed to this address (DNS rebinding) sends its own name.
         """
-        host = urlsplit(f"//{header or ''}").hostname or ""
+        found = _HOST.fullmatch(header or "")
+        host = (found[1] or found[2]).lower() if found else ""
         if host in ("127.0.0.1", "localhost", "::1"):
             return True
         if self.token is None:
@@ -206,9 +211,16 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer with a file of the page, with data, or with a file of a run."""
-        url = urlsplit(self.path)
-        query = {name: values[-1] for name, values in parse_qs(url.query).items()}
-        if not self.server.accepts_host(self.headers.get("Host")):
+        if "Content-Length" in self.headers or "Transfer-Encoding" in self.headers:
+            self.close_connection = True  # what follows is a body, which is not read
+        try:
+            url = urlsplit(self.path)
+            query = {name: values[-1] for name, values in parse_qs(url.query).items()}
+        except ValueError:
+            self._refuse(HTTPStatus.BAD_REQUEST, "This is no address of a page.")
+            return
+        hosts = self.headers.get_all("Host", [])
+        if len(hosts) != 1 or url.netloc or not self.server.accepts_host(hosts[0]):
             self._refuse(HTTPStatus.FORBIDDEN, "This Host name is not one of this machine. Use the address printed.")
         elif url.path in ("/page.js", "/charts.js", "/page.css"):
             self._send_page(url.path)
@@ -222,6 +234,8 @@ class Handler(BaseHTTPRequestHandler):
             self._send_file(url.path.removeprefix("/file/"))
         else:
             self._refuse(HTTPStatus.NOT_FOUND, "There is no such page.")
+
+    do_HEAD = do_GET
 
     def _send_page(self, path: str) -> None:
         name, kind = _PAGE_FILES[path]
@@ -265,7 +279,8 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Type", "application/octet-stream")
             self.send_header("Content-Disposition", "attachment")
             self.end_headers()
-            shutil.copyfileobj(file, self.wfile)
+            if self.command != "HEAD":
+                shutil.copyfileobj(file, self.wfile)
 
     def _refuse(self, status: HTTPStatus, text: str) -> None:
         self._send(text.encode() + b"\n", "text/plain; charset=utf-8", status)
@@ -275,7 +290,8 @@ class Handler(BaseHTTPRequestHandler):
         self._common_headers(len(data))
         self.send_header("Content-Type", kind)
         self.end_headers()
-        self.wfile.write(data)
+        if self.command != "HEAD":
+            self.wfile.write(data)
 
     def _common_headers(self, length: int) -> None:
         for name, value in _HEADERS.items():

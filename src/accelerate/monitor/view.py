@@ -99,7 +99,7 @@ def view(run: Run, start: int | None = None, stop: int | None = None, pixels: in
         # Means of buckets without a value.
         warnings.simplefilter("ignore", RuntimeWarning)
         shown = _reduced(ranks, found, start, stop, width)
-    shown.logged = _logged(run, start, stop, width)
+        shown.logged = _logged(run, start, stop, width)
     return shown
 
 
