@@ -8,7 +8,6 @@ import shutil
 
 import pytest
 from planted_runs import START, planted_records, planted_run, write_lines, write_steps
-
 from rich.console import Console
 
 from accelerate.core.errors import ConfigurationError

@@ -144,7 +144,7 @@ def test_fields_of_other_types_are_refused(tmp_path, fields):
     with pytest.raises(ConfigurationError, match="is not a telemetry file"):
         RankSteps(path)
     with_header(path, version=2)
-    with pytest.raises(ConfigurationError, match="newer version of accelerate.*update accelerate"):
+    with pytest.raises(ConfigurationError, match=r"newer version of accelerate.*update accelerate"):
         RankSteps(path)
 
 

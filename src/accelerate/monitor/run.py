@@ -16,7 +16,7 @@ from ..core.errors import ConfigurationError
 from ..core.files import user_path
 from ..telemetry.records import FOLDER, HEADER_SIZE, VERSION
 from .lines import Series, Tail, add_values, time_of
-from .steps import RankSteps
+from .steps import BLOCK, RankSteps
 
 _STEPS = re.compile(r"rank_(\d+)\.steps")
 _EVENTS = re.compile(r"rank_(\d+)\.events\.jsonl")
@@ -24,6 +24,8 @@ _EVENTS = re.compile(r"rank_(\d+)\.events\.jsonl")
 _SEARCH = 1.0
 # Seconds in which the files of all ranks appear, and the largest number of ranks that is believed.
 _ARRIVAL, _MOST_RANKS = 30.0, 1 << 20
+# Seconds from which on clocks of machines differ: less may be a delay between ranks.
+_CLOCK = 20.0
 # Most events that are kept; the oldest are dropped.
 MOST_EVENTS = 20_000
 
@@ -54,6 +56,8 @@ class Run:
         self._is_gone = False
         # Ranks of whom no file is there although others have begun.
         self._missing: list[int] = []
+        # Seconds by which the clocks of ranks are ahead of that of the first one.
+        self._offsets: dict[int, float] = {}
         self._searched = -_SEARCH
         self._refreshed = -1.0
 
@@ -77,7 +81,11 @@ class Run:
     @property
     def last_time(self) -> float | None:
         """Seconds since 1970 of the newest record."""
-        times = [float(rank.last["time"]) for rank in self.ranks.values() if rank.last is not None]
+        times = [
+            float(rank.last["time"]) - self._offsets.get(number, 0.0)
+            for number, rank in self.ranks.items()
+            if rank.last is not None
+        ]
         return max(times, default=None)
 
     @property
@@ -100,6 +108,13 @@ class Run:
             found.append(
                 f"{world_size} ranks have begun, but nothing is recorded of {ranks_text(self._missing)}: "
                 f"{'its file is' if len(self._missing) == 1 else 'their files are'} missing"
+            )
+        if self._offsets:
+            number, ahead = max(self._offsets.items(), key=lambda item: abs(item[1]))
+            host = self.ranks[number].header.host if number in self.ranks else ""
+            found.append(
+                f"the clock of {host or f'rank {number}'} is {abs(ahead):,.0f} s {'ahead' if ahead > 0 else 'behind'}"
+                ": all times are those of the first rank"
             )
         newer = [number for number, rank in self.ranks.items() if rank.header.version > VERSION]
         if newer:
@@ -161,9 +176,19 @@ class Run:
                 self._tails[folder / name] = int(match[1]), Tail(folder / name)
         for path in values_files(self.folder):
             self._values.setdefault(path, Tail(path))
-        before = self._is_gone, self._missing
-        self._is_gone, self._missing = not self.folder.is_dir(), self._ranks_missing()
-        self.version += before != (self._is_gone, self._missing)
+        before = self._is_gone, self._missing, self._offsets
+        self._is_gone, self._missing, self._offsets = not self.folder.is_dir(), self._ranks_missing(), self._clocks()
+        self.version += before != (self._is_gone, self._missing, self._offsets)
+
+    def _clocks(self) -> dict[int, float]:
+        """The clocks that differ. The ranks of a synchronous run end a step at nearly the same time."""
+        ranks = {number: rank for number, rank in sorted(self.ranks.items()) if rank.count}
+        if len(ranks) < 2:
+            return {}
+        last = min(rank.last_step for rank in ranks.values()) // BLOCK * BLOCK
+        times = {number: rank.time_after(last) for number, rank in ranks.items()}
+        first = next(iter(times.values()))
+        return {number: round(time - first) for number, time in times.items() if abs(time - first) >= _CLOCK}
 
     def _ranks_missing(self) -> list[int]:
         """Ranks without a file, although others have begun some time ago."""
@@ -232,11 +257,15 @@ class Run:
         records = [record for record in records if time_of(record) is not None]
         if records:
             self.events += [{**record, "event": str(record.get("event", "")), "rank": rank} for record in records]
-            self.events.sort(key=lambda event: float(event["time"]))
+            self.events.sort(key=self.time_of)
             del self.events[:-MOST_EVENTS]
         if records or replaced:
             self._paths = {path for event in self.events if isinstance(path := event.get("path"), str)}
         return bool(records) or replaced
+
+    def time_of(self, event: dict[str, Any]) -> float:
+        """Seconds since 1970 of an event, on the clock of the first rank."""
+        return float(event["time"]) - self._offsets.get(event["rank"], 0.0)
 
     def file(self, name: str) -> Path | None:
         """A file that an event names, if it is a regular file within the folder of the run; else None."""

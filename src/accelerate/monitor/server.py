@@ -334,14 +334,11 @@ def described(shown: View) -> dict[str, Any]:
 def grouped_events(run: Run, most: int = _MOST_EVENTS) -> list[dict[str, Any]]:
     """The newest events, oldest first. Equal ones of several ranks are one, whose field `ranks` lists these."""
     found: list[dict[str, Any]] = []
-    for event in run.events[-8 * most :]:
+    for event in sorted(run.events, key=run.time_of)[-8 * most :]:
+        time = run.time_of(event)
         key = (event["event"], str(event.get("step")), str(event.get("message")))
         for other in reversed(found[-16:]):
-            if (
-                other["key"] == key
-                and event["time"] - other["time"] < _TOGETHER
-                and event["rank"] not in other["ranks"]
-            ):
+            if other["key"] == key and time - other["time"] < _TOGETHER and event["rank"] not in other["ranks"]:
                 other["ranks"].append(event["rank"])
                 break
         else:
@@ -350,7 +347,7 @@ def grouped_events(run: Run, most: int = _MOST_EVENTS) -> list[dict[str, Any]]:
             numbers = {name: event[name] for name in ("step", "seconds", "restart") if _is_number(event.get(name))}
             is_file = isinstance(path, str) and run.file(path) is not None
             found.append(
-                {"key": key, "time": event["time"], "event": event["event"][:80], "ranks": [event["rank"]], **text,
+                {"key": key, "time": time, "event": event["event"][:80], "ranks": [event["rank"]], **text,
                  **numbers, "file": is_file}
             )  # fmt: skip
     for event in found:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import IO, Any
 import numpy as np
 
 from ..core.errors import ConfigurationError
-from ..telemetry.records import FLAG_SKIPPED, HEADER_SIZE, PHASES, STEP, StepsHeader, read_header
+from ..telemetry.records import FLAG_FIRST, FLAG_SKIPPED, HEADER_SIZE, PHASES, STEP, StepsHeader, read_header
 
 # The values of a record, in the order of the columns of all arrays here.
 COLUMNS = tuple(name for name in STEP.names or () if STEP[name] == np.dtype("<f4"))
@@ -281,6 +282,17 @@ class RankSteps:
             found.add(*reduced(self.columns, records, (records["step"].astype(np.int64) - 1) // width))
         return found
 
+    def time_after(self, step: int) -> float:
+        """Seconds since 1970, on the clock of this rank, at the end of a step that ends a block; NaN if not known."""
+        at = step // BLOCK - 1 - self._blocks.first
+        return float(self._blocks.time[at]) if 0 <= at < self._size else math.nan
+
+    def begins_between(self, first: int, last: int) -> bool:
+        """Whether a process made its first step between these."""
+        with open(self.path, "rb", buffering=0) as file:
+            records = self._records(file, first, min(last, first + BLOCK))
+        return bool((records["flags"] & FLAG_FIRST).any())
+
     def steps_at(self, times: Array) -> Array:
         """The steps that were reached at these times (seconds since 1970), about, as fractions."""
         known = ~np.isnan(self._blocks.time[: self._size])
@@ -316,6 +328,7 @@ class _Columns:
 _PER_RECORD = [COLUMN[name] for name in SUMS]
 
 
+@np.errstate(over="ignore", invalid="ignore")
 def reduced(columns: _Columns, records: Array, ids: Array) -> tuple[Array, Buckets]:
     """Reduce records to one bucket for each number in `ids`, which ascends.
 
@@ -328,11 +341,9 @@ def reduced(columns: _Columns, records: Array, ids: Array) -> tuple[Array, Bucke
     low, high = np.fmin.reduceat(values, starts, axis=1).T, np.fmax.reduceat(values, starts, axis=1).T
     weighted = values
     if (steps != 1).any():
-        with np.errstate(over="ignore"):
-            weighted = values * steps
+        weighted = values * steps
         weighted[_PER_RECORD] = values[_PER_RECORD]
-    with np.errstate(over="ignore"):
-        total = np.add.reduceat(weighted, starts, axis=1).T
+    total = np.add.reduceat(weighted, starts, axis=1).T
     weight = np.repeat(np.add.reduceat(steps, starts)[:, None], len(COLUMNS), axis=1)
     for at in np.flatnonzero(np.isnan(total).any(axis=0)):
         known = ~np.isnan(values[at])
