@@ -489,7 +489,11 @@ def _incidents(run: Run, begin: float, end: float) -> list[str]:
     found: dict[tuple[str, str], set[int]] = {}
     for event in run.events:
         message = " ".join(str(event.get("message", "")).split())[:200]
-        if event["event"] in ("out_of_memory", "hang") and "path" not in event and begin <= run.time_of(event) <= end:
+        if (
+            event["event"] in ("out_of_memory", "hang")
+            and event.get("path") is None
+            and begin <= run.time_of(event) <= end
+        ):
             key = (event["event"], message if event["event"] == "hang" else "")
             found.setdefault(key, set()).add(event["rank"])
     texts = []

@@ -370,7 +370,8 @@ def packed(value: dict[str, Any]) -> bytes:
     def plain(value: Any) -> Any:
         nonlocal position
         if isinstance(value, np.ndarray):
-            buffers.append(value.astype("<f4").tobytes())
+            with np.errstate(over="ignore"):
+                buffers.append(value.astype("<f4").tobytes())
             at, position = position, position + value.size
             return {"at": at, "shape": value.shape}
         if isinstance(value, dict):

@@ -51,7 +51,7 @@ def slow_ranks(run: Run, shown: View) -> list[Straggler]:
     usual = np.sort(counts)[middle] if len(counts) else 0
     # Ranks that are slow now and then, each about as often as the others, are a busy machine.
     often = 2 * usual + 4 * math.sqrt(usual)
-    for row, at in _rows(run, shown):
+    for row, at in _rows(shown):
         if len(at) < max(1, LEAST_SHARE * _windows(shown)):
             continue
         is_long = len(at) >= _CONSIDERABLE * _windows(shown) or _seconds(shown, row, at) >= _LEAST_SECONDS
@@ -63,7 +63,7 @@ def slow_ranks(run: Run, shown: View) -> list[Straggler]:
 def briefly_slow_ranks(run: Run, shown: View) -> list[Straggler]:
     """The ranks that were slow for a short time without interruption, in a view with narrow buckets."""
     need = _SHORT_WIDE if shown.width >= _WIDE else max(_SHORT, math.ceil(_SHORT * WINDOW / shown.width))
-    lengths = {row: _longest(at) for row, at in _rows(run, shown)}
+    lengths = {row: _longest(at) for row, at in _rows(shown)}
     usual = sorted([*map(len, lengths.values()), *[0] * len(shown.ranks)][: len(shown.ranks)])
     often = 3 * usual[(len(usual) - 1) // 2] if usual else 0
     return [
@@ -76,10 +76,8 @@ def briefly_slow_ranks(run: Run, shown: View) -> list[Straggler]:
     ]
 
 
-def _rows(run: Run, shown: View) -> list[tuple[int, Array]]:
-    """The rows of slow ranks, and the buckets in which they are slow. Too few steps show nothing."""
-    if run.last_step - run.first_step + 1 < WINDOW:
-        return []
+def _rows(shown: View) -> list[tuple[int, Array]]:
+    """The rows of slow ranks, and the buckets in which they are slow."""
     rows = [(row, np.flatnonzero(slow)) for row, slow in enumerate(shown.slow)]
     return [(row, at) for row, at in rows if len(at) and not _is_chance(shown, row, at)]
 

@@ -104,6 +104,8 @@ def view(run: Run, start: int | None = None, stop: int | None = None, pixels: in
         warnings.simplefilter("ignore", RuntimeWarning)
         shown = _reduced(ranks, found, start, stop, width)
         shown.logged = _logged(run, start, stop, width)
+    if run.last_step - run.first_step + 1 < WINDOW:
+        shown.slow[:] = False  # too few steps to compare
     return shown
 
 
