@@ -3,7 +3,9 @@
 
 import json
 import math
+import os
 import re
+import threading
 from html.parser import HTMLParser
 
 import numpy as np
@@ -127,6 +129,16 @@ def test_bad_input(tmp_path, monkeypatch, capsys, arguments, code, message):
         command.main(arguments)
     printed = capsys.readouterr().err
     assert error.value.code == code and message in printed and printed.count("\n") == 1
+
+
+def test_a_pipe_is_written_to_and_not_replaced(run, tmp_path, capsys):
+    os.mkfifo(tmp_path / "pipe")
+    read = []
+    thread = threading.Thread(target=lambda: read.append((tmp_path / "pipe").read_text(encoding="utf-8")))
+    thread.start()
+    command.main([str(run), "--format", "md", "-o", str(tmp_path / "pipe")])
+    thread.join(20)
+    assert read[0].startswith("# my run") and (tmp_path / "pipe").is_fifo()
 
 
 def test_ticks_are_round_numbers():

@@ -1,15 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Opening runs: folders that are none, files that are damaged, and events."""
 
+import io
+import json
 import os
+import shutil
 
 import pytest
 from planted_runs import START, planted_records, planted_run, write_lines, write_steps
+from rich.console import Console
 
 from accelerate.core.errors import ConfigurationError
+from accelerate.monitor import report
+from accelerate.monitor.findings import summarize
 from accelerate.monitor.lines import Tail
-from accelerate.monitor.run import open_runs
-from accelerate.monitor.server import grouped_events
+from accelerate.monitor.run import open_runs, ranks_text
+from accelerate.monitor.server import Server, grouped_events
+from accelerate.monitor.terminal import picture
+from accelerate.monitor.view import view
 from accelerate.telemetry.records import events_file, steps_file
 
 
@@ -90,3 +98,89 @@ def test_equal_events_of_ranks_are_one(tmp_path):
         ("start", [0, 1, 2]), ("hang", [1]), ("end", [0, 1, 2])
     ]  # fmt: skip
     assert found[1]["message"] == "stuck" and run.has_ended
+
+
+def looked_at(folder):
+    """The run, after everything that shows it has."""
+    (run,) = open_runs([str(folder)])
+    report.read_all(run)
+    with Server([run], port=0) as server:
+        server.answer(None, None, 100, "")
+    Console(file=io.StringIO()).print(picture(run))
+    if not run.is_empty:
+        assert report.html(run).encode(errors="replace") and report.markdown(run) and json.loads(report.to_json(run))
+    return run
+
+
+def test_events_of_any_form_are_shown(tmp_path):
+    planted_run(tmp_path, 20, 1)
+    lines = [{"time": time, "event": "x"} for time in (None, "1", 10**400, -1e300, 1e300, float("nan"), float("inf"))]
+    shown = [
+        {"time": START, "event": ["a"], "step": [1], "seconds": {}, "message": {"a": 1}, "path": ["x"]},
+        {"time": START, "event": None, "step": float("nan"), "seconds": float("inf"), "path": "a\0b" * 9000},
+        {"time": START, "event": "hang", "step": 10**400, "message": "\ud800"},
+    ]
+    write_lines(events_file(tmp_path, 0), *lines, *shown)
+    run = looked_at(tmp_path)
+    assert len(run.events) == 4 and len(grouped_events(run)) == 4
+
+
+@pytest.mark.parametrize("has_steps", [True, False])
+def test_logged_values_of_any_form_are_shown(tmp_path, has_steps):
+    if has_steps:
+        write_steps(tmp_path, 0, 1, planted_records(20))
+    for step in (None, 10**400, float("inf"), "3", True, -5, 10**17, 2):
+        for value in (1, 10**400, True, [1], "text", "-inf", None):
+            write_lines(tmp_path / "values.jsonl", {"time": START, "step": step, "values": {"a": value, "": 1}})
+    run = looked_at(tmp_path)
+    assert sorted(run.series) == ["", "a"] and len(run.series["a"].values) == 8 * 4
+
+
+def test_values_without_steps_are_numbered(tmp_path):
+    for value in range(30):
+        write_lines(tmp_path / "values.jsonl", {"time": START, "step": None, "values": {"loss": value}})
+    run = looked_at(tmp_path)
+    assert run.last_step == 29 and view(run).logged["loss"].mean.tolist() == list(range(30))
+
+
+def test_a_run_that_is_deleted_while_it_is_watched(tmp_path):
+    run = looked_at(planted_run(tmp_path / "run", 300, 2))
+    shutil.rmtree(tmp_path / "run")
+    run._searched = -10.0
+    before = run.version
+    assert run.refresh() > before and run.is_empty and not run.events
+    assert run.notes() == [f"the folder {tmp_path / 'run'} was deleted"]
+    view(run), summarize(run)
+    planted_run(tmp_path / "run", 200, 2)
+    run._searched = -10.0
+    run.refresh()
+    run.refresh()
+    assert run.last_step == 200 and run.notes() == [] and len(run.events) == 2
+
+
+def test_files_that_are_missing_and_forbidden(tmp_path, monkeypatch):
+    planted_run(tmp_path, 10, 5)
+    for rank in (1, 2, 4):
+        steps_file(tmp_path, rank).unlink()
+    steps_file(tmp_path, 4).mkdir()
+    events_file(tmp_path, 0).unlink()
+    events_file(tmp_path, 0).mkdir()
+    notes = looked_at(tmp_path).notes()
+    assert len(notes) == 3 and notes[0].endswith("rank_00004.steps is no regular file")
+    assert notes[1].startswith("5 ranks have begun, but nothing is recorded of ranks 1-2: their files are missing")
+    assert notes[2].endswith("rank_00000.events.jsonl cannot be read: Is a directory")
+
+    def forbidden(*_):
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("accelerate.monitor.run.RankSteps", forbidden)
+        assert "rank_00000.steps cannot be read: Permission denied" in " ".join(looked_at(tmp_path).notes())
+    monkeypatch.setattr("accelerate.monitor.run.Path.iterdir", forbidden)
+    with pytest.raises(ConfigurationError, match=f"{tmp_path} cannot be read: Permission denied"):
+        open_runs([str(tmp_path)])
+
+
+def test_ranks_in_words():
+    assert ranks_text([3]) == "rank 3" and ranks_text([7, 4, 5, 6, 0]) == "ranks 0, 4-7"
+    assert ranks_text(range(0, 40, 2)).endswith("20, 22 and 8 others")

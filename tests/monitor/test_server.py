@@ -4,6 +4,7 @@
 import contextlib
 import http.client
 import json
+import socket
 import threading
 from urllib.parse import quote
 
@@ -116,11 +117,47 @@ def test_names_of_this_machine_are_accepted(run, name):
         assert get(server, "/", Host=name)[0] == 200
 
 
-@pytest.mark.parametrize("name", ["evil.example", "127.0.0.1.evil.example", "localhost@evil.example", "10.0.0.1", ""])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "evil.example", "127.0.0.1.evil.example", "localhost@evil.example", "10.0.0.1", "", "evil.example@127.0.0.1",
+        "127.0.0.1/evil.example", "[::1", "[evil", "127.0.0.1:x",
+    ],
+)  # fmt: skip
 def test_foreign_names_are_refused(run, name):
     with serving(run) as server:
         for path in ("/", "/api/view", "/page.js", "/file/0/x"):
             assert get(server, path, Host=name)[0] == 403
+
+
+def raw(server, text):
+    """The answer to a request of any form."""
+    with socket.create_connection(("127.0.0.1", server.server_port), timeout=20) as connection:
+        connection.sendall(text.replace("\n", "\r\n").encode())
+        connection.shutdown(socket.SHUT_WR)
+        return connection.makefile("rb").read()
+
+
+def test_requests_of_other_forms(run, capsys):
+    host = "Host: 127.0.0.1\n"
+    with serving(run) as server:
+        for lines in ("Host: evil.example\n" + host, host + "Host: evil.example\n", ""):
+            assert b" 403 " in raw(server, f"GET / HTTP/1.1\n{lines}\n").split(b"\r\n")[0]
+        assert b" 403 " in raw(server, f"GET http://evil.example/ HTTP/1.1\n{host}\n").split(b"\r\n")[0]
+        assert b" 400 " in raw(server, f"GET http://[/ HTTP/1.1\n{host}\n").split(b"\r\n")[0]
+        head, _, body = raw(server, f"HEAD / HTTP/1.1\n{host}\n").partition(b"\r\n\r\n")
+        assert b" 200 " in head and b"Content-Length: 1" in head and not body
+        for method in ("POST", "PUT", "DELETE", "OPTIONS", "get"):
+            assert b" 501 " in raw(server, f"{method} / HTTP/1.1\n{host}\n").split(b"\r\n")[0]
+        # A body is not read as the next request.
+        two = f"GET /page.css HTTP/1.1\n{host}Content-Length: 9\n\nGET / HTTP/1.1\n{host}\n"
+        assert raw(server, two).count(b"HTTP/1.1 200") == 1
+        # Connections that send nothing keep nobody else waiting.
+        idle = [socket.create_connection(("127.0.0.1", server.server_port)) for _ in range(40)]
+        assert get(server, "/")[0] == 200
+        for connection in idle:
+            connection.close()
+    assert capsys.readouterr().err == ""
 
 
 def test_another_address_needs_the_token(run):

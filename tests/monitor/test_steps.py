@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reading and reducing the steps of a rank, compared with plain NumPy on the same records."""
 
+import json
+
 import numpy as np
 import pytest
 from planted_runs import START, planted_records, write_steps
@@ -111,7 +113,42 @@ def test_the_end_of_a_damaged_file_is_left_out(tmp_path):
     assert rank.last_step == 50 and "rank_00000.steps is damaged at record 50: it is shown up to step 50" in rank.note
 
 
-@pytest.mark.parametrize("content", [b"", b"not telemetry", b"{}" * 3000])
+@pytest.mark.parametrize("name", ["step", "seconds", "forward"])
+def test_an_impossible_record_ends_what_is_shown(tmp_path, name):
+    records = planted_records(100)
+    # Steps so far ahead that an array of all blocks between would fill the memory, and ages in one step.
+    records[name][60] = {"step": 4_000_000_000, "seconds": np.inf, "forward": 1e30}[name]
+    rank = loaded(write_steps(tmp_path, 0, 1, records))
+    assert rank.last_step == 60 and "damaged at record 60" in rank.note
+    compare(rank, records[:60], 8)
+    records = planted_records(100)
+    records[60:70] = 0  # a page that a crash has lost
+    rank = loaded(write_steps(tmp_path, 0, 1, records))
+    assert rank.last_step == 60 and "damaged at record 60" in rank.note
+
+
+def with_header(path, **changes):
+    data = path.read_bytes()
+    header = {**json.loads(data[:HEADER_SIZE]), **changes}
+    path.write_bytes(json.dumps(header).encode().ljust(HEADER_SIZE) + data[HEADER_SIZE:])
+
+
+@pytest.mark.parametrize("fields", [7, [], [["o", "O"]], [["time", "U8"]], [["flags", "<f4"]], [["loss", "<u4"]]])
+def test_fields_of_other_types_are_refused(tmp_path, fields):
+    path = write_steps(tmp_path, 0, 1, planted_records(10))
+    if isinstance(fields, list) and fields:
+        named = dict(fields)
+        kept = [[name, named.pop(name, STEP[name].str)] for name in STEP.names]
+        fields = kept + [[name, kind] for name, kind in named.items()]
+    with_header(path, fields=fields)
+    with pytest.raises(ConfigurationError, match="is not a telemetry file"):
+        RankSteps(path)
+    with_header(path, version=2)
+    with pytest.raises(ConfigurationError, match=r"newer version of accelerate.*update accelerate"):
+        RankSteps(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"not telemetry", b"{}" * 3000, b"[" * 9000, b"null".ljust(9000)])
 def test_a_foreign_file_is_refused(tmp_path, content):
     (tmp_path / "x.steps").write_bytes(content)
     with pytest.raises(ConfigurationError, match=r"x\.steps is not a telemetry file"):

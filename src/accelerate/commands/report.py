@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from pathlib import Path
 
@@ -54,11 +55,15 @@ def main(arguments: list[str] | None = None) -> None:
             raise ConfigurationError("; ".join([f"{run.folder} has no recorded steps", *run.notes()]))
         text = {"html": report.html, "md": report.markdown, "json": report.to_json}[kind](run)
         if options.output is None:
+            if isinstance(sys.stdout, io.TextIOWrapper):
+                # A terminal may lack characters of the report.
+                sys.stdout.reconfigure(errors="replace")
             print(text, end="")
             return
+        data = text.encode(errors="replace")
         with atomic_write(Path(options.output).expanduser()) as file:
-            file.write(text.encode())
+            file.write(data)
     except (ConfigurationError, OSError) as error:
         print_error("accelerate report", error)
         sys.exit(1)
-    print(f"{options.output}: {len(text.encode()):,} bytes")
+    print(f"{options.output}: {len(data):,} bytes")

@@ -102,9 +102,15 @@ def named_errors(path: str | os.PathLike[str]) -> Iterator[None]:
 def atomic_write(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO[Any]]:
     """A file object whose content appears at `path` when the block ends well, synced to disk, and not at all else.
 
-    Where `path` is a symbolic link, the file that it leads to is written, and the link stays.
+    Where `path` is a symbolic link, the file that it leads to is written, and the link stays. A device or a pipe, such
+    as /dev/stdout, is written to at once.
     """
-    path = follow_links(Path(path), "path")
+    path = Path(path)
+    if path.exists() and not path.is_file() and not path.is_dir():
+        with named_errors(path), open(path, mode) as file:
+            yield file
+        return
+    path = follow_links(path, "path")
     temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
     try:
         with named_errors(path), open(temporary, mode) as file:

@@ -30,6 +30,8 @@ class Tail:
         self.path = path
         self.bad: int = 0
         """Lines left out."""
+        self.error: str | None = None
+        """Why the file, which is there, cannot be read."""
         self._identity: tuple[int, int] | None = None
         self._position = 0
         self._rest = b""
@@ -48,8 +50,13 @@ class Tail:
                 self._identity = identity
                 file.seek(self._position)
                 data = file.read(MOST_BYTES)
-        except OSError:
-            return [], False
+                self.error = None
+        except OSError as error:
+            self.error = None if isinstance(error, FileNotFoundError) else error.strerror or str(error)
+            # It is not there yet, was deleted, or cannot be read now.
+            was_there, self._identity = self._identity is not None, None
+            self.bad, self._position, self._rest = 0, 0, b""
+            return [], was_there
         self._position += len(data)
         *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > MOST_BYTES:
@@ -85,6 +92,12 @@ class Series:
         self.times.append(time)
         self.values.append(value)
 
+    @property
+    def last_step(self) -> int:
+        """The highest step; without steps the number of values, which are then numbered from 0."""
+        steps = np.array(self.steps)
+        return len(steps) - 1 if np.isnan(steps).any() else int(steps.max(initial=0))
+
     def points(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """Steps, times and values; of several values for one step the last logged one."""
         steps, times, values = (np.array(found) for found in (self.steps, self.times, self.values))
@@ -100,9 +113,26 @@ def add_values(series: dict[str, Series], record: Mapping[str, Any], prefix: str
     values, step, time = record.get("values"), record.get("step"), record.get("time")
     if not isinstance(values, dict):
         return
-    at = float(step) if isinstance(step, int | float) else math.nan
-    when = float(time) if isinstance(time, int | float) else math.nan
+    at, when = _float(step), _float(time)
+    if not abs(at) < 2**53:
+        at = math.nan
     for name, value in values.items():
         number = _SPECIAL.get(value) if isinstance(value, str) else value
         if isinstance(number, int | float):
-            series.setdefault(prefix + name, Series()).add(at, when, float(number))
+            series.setdefault(prefix + name, Series()).add(at, when, _float(number))
+
+
+def _float(value: object) -> float:
+    """A number as a float, infinite if it is too large; NaN for anything else."""
+    if not isinstance(value, int | float):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def time_of(event: Mapping[str, Any]) -> float | None:
+    """The time of an event in seconds since 1970; None if it has none that a calendar has."""
+    time = _float(event.get("time"))
+    return time if 0 <= time < 1e12 else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from dataclasses import asdict
 from html import escape
@@ -32,21 +33,31 @@ _TITLES: dict[str, tuple[str, str]] = {
     "device_memory": ("Device memory", "allocated, all ranks"),
     "host_memory": ("Host memory", "resident, all ranks"),
 }
+# Sentences of the summary about what stands out.
+SLOW = r"Ranks? \d"
 _FROM_ZERO = ("learning_rate", "throughput", "seconds", "device_memory", "host_memory")
 
 _STYLE = """
 main { max-width: 1240px; }
-#charts { grid-template-columns: repeat(auto-fill, minmax(min(360px, 100%), 1fr)); }
-svg { display: block; width: 100%; height: auto; font: 12px system-ui, "DejaVu Sans", sans-serif; }
+#charts { grid-template-columns: repeat(auto-fill, minmax(min(340px, 100%), 1fr)); }
+svg {
+  display: block; width: 100%; max-width: 520px; height: auto; overflow: visible;
+  font: 12px system-ui, "DejaVu Sans", sans-serif;
+}
 svg text { fill: var(--soft); }
 svg .end { text-anchor: end; }
 svg .middle { text-anchor: middle; }
 svg .grid { stroke: var(--grid); }
 svg .gap { stroke: var(--card); }
 svg .curve { fill: none; stroke: var(--run0); stroke-width: 1.6; stroke-linejoin: round; }
+svg .point { fill: var(--run0); }
 svg .band { fill: var(--run0); opacity: 0.18; }
 svg .slow { fill: var(--slow); }
 svg .cells { image-rendering: pixelated; }
+/* On a narrow screen wide pictures are scrolled, with larger numbers, because they are smaller. */
+.wide .picture { overflow-x: auto; }
+.wide svg { min-width: 620px; max-width: none; }
+@media (max-width: 820px) { .wide svg { font-size: 19px; } .wide .picture { padding-left: 8px; } }
 .ramp { display: inline-block; width: 70px; height: 9px; border-radius: 3px; }
 """
 
@@ -68,7 +79,7 @@ def html(run: Run) -> str:
     body.append("<main>" + _tiles(run, summary))
     items = [f'<li class="slow">{escape(note)}</li>' for note in run.notes()]
     for text in summary.sentences():
-        items.append(f"<li{' class=slow' if text.startswith('Rank ') else ''}>{escape(text)}</li>")
+        items.append(f"<li{' class=slow' if re.match(SLOW, text) else ''}>{escape(text)}</li>")
     items += [f'<li class="try">Try: {escape(text)}</li>' for text in summary.advice()]
     body.append(f"<section id=findings><div class=card><h2>Summary</h2><ul>{''.join(items)}</ul></div></section>")
     body.append(
@@ -167,7 +178,8 @@ def _when(run: Run) -> str:
 def _card(title: str, unit: str, content: str, wide: bool = False, legend: str = "") -> str:
     return (
         f'<div class="card{" wide" if wide else ""}"><div class=head><h2>{escape(title)}</h2>'
-        f"<span class=unit>{escape(unit)}</span><div class=legend>{legend}</div></div>{content}</div>"
+        f"<span class=unit>{escape(unit)}</span><div class=legend>{legend}</div></div>"
+        f"<div class=picture>{content}</div></div>"
     )
 
 
@@ -200,7 +212,8 @@ def _curves(shown: View) -> list[str]:
         values.append((name, name, "logged", logged.x, Curve(logged.mean, logged.low, logged.high)))
     for name, title, unit, x, curve in values:
         if np.isfinite(curve.mean).any():
-            picture = svg.line(title, x, curve, formats.get(name, _number), 400, 190, name in _FROM_ZERO)
+            shape = formats.get(name, _number)
+            picture = svg.line(title, x, curve, shape, 400, 190, name in _FROM_ZERO, peaks=name == "seconds")
             found.append(_card(title, unit.format(unit=shown.unit), picture))
     return found
 
@@ -216,7 +229,9 @@ def _ranks(shown: View, summary: Summary) -> list[str]:
     legend = (
         f'{_seconds(low)} <span class=ramp style="background:linear-gradient(90deg,{stops})"></span> {_seconds(high)}'
     )
-    legend = f"<span>{legend}{' &nbsp; ▲ slow rank' if named else ''}</span>"
+    marks = " &nbsp; ▲ slow rank" * bool(named)
+    marks += ' &nbsp; <span class=swatch style="background:var(--slow)"></span>slow steps' * bool(slow.any())
+    legend = f"<span>{legend}{marks}</span>"
     return [_card(title, "without communication and waiting", picture, True, legend)]
 
 

@@ -14,14 +14,18 @@ from typing import Any
 
 from ..core.errors import ConfigurationError
 from ..core.files import user_path
-from ..telemetry.records import FOLDER, HEADER_SIZE
-from .lines import Series, Tail, add_values
-from .steps import RankSteps
+from ..telemetry.records import FOLDER, HEADER_SIZE, VERSION
+from .lines import Series, Tail, add_values, time_of
+from .steps import BLOCK, RankSteps
 
 _STEPS = re.compile(r"rank_(\d+)\.steps")
 _EVENTS = re.compile(r"rank_(\d+)\.events\.jsonl")
 # Seconds between two searches for new files.
 _SEARCH = 1.0
+# Seconds in which the files of all ranks appear, and the largest number of ranks that is believed.
+_ARRIVAL, _MOST_RANKS = 30.0, 1 << 20
+# Seconds from which on clocks of machines differ: less may be a delay between ranks.
+_CLOCK = 20.0
 # Most events that are kept; the oldest are dropped.
 MOST_EVENTS = 20_000
 
@@ -47,9 +51,15 @@ class Run:
         """Each has its fields, and `rank`."""
         self.work: dict[str, Any] | None = None
         """What training computes, as the run has declared it: `flops` for each `unit`, and `peak` of a device."""
-        self._bad: dict[Path, tuple[tuple[int, float], str]] = {}
+        self._paths: set[str] = set()  # that events name
+        self._bad: dict[Path, tuple[tuple[int, float] | None, str]] = {}
         self._values: dict[Path, Tail] = {}
         self._tails: dict[Path, tuple[int, Tail]] = {}
+        self._is_gone = False
+        # Ranks of whom no file is there although others have begun.
+        self._missing: list[int] = []
+        # Seconds by which the clocks of ranks are ahead of that of the first one.
+        self._offsets: dict[int, float] = {}
         self._searched = -_SEARCH
         self._refreshed = -1.0
 
@@ -68,12 +78,16 @@ class Run:
         """The newest step of any rank; without telemetry that of the logged values."""
         if any(rank.count for rank in self.ranks.values()):
             return max(rank.last_step for rank in self.ranks.values())
-        return int(max((max(found.steps) for found in self.series.values() if found.steps), default=0.0))
+        return max((found.last_step for found in self.series.values()), default=0)
 
     @property
     def last_time(self) -> float | None:
         """Seconds since 1970 of the newest record."""
-        times = [float(rank.last["time"]) for rank in self.ranks.values() if rank.last is not None]
+        times = [
+            float(rank.last["time"]) - self._offsets.get(number, 0.0)
+            for number, rank in self.ranks.items()
+            if rank.last is not None
+        ]
         return max(times, default=None)
 
     @property
@@ -89,9 +103,36 @@ class Run:
         """What could not be read, one sentence each."""
         found = [text for _, text in self._bad.values()]
         found += [rank.note for rank in self.ranks.values() if rank.note]
+        if self._is_gone:
+            found.append(f"the folder {self.folder} was deleted")
+        if self._missing:
+            world_size = len(self._missing) + len(self.ranks) + len(self._bad)
+            found.append(
+                f"{world_size} ranks have begun, but nothing is recorded of {ranks_text(self._missing)}: "
+                f"{'its file is' if len(self._missing) == 1 else 'their files are'} missing"
+            )
+        if self._offsets:
+            number, ahead = max(self._offsets.items(), key=lambda item: abs(item[1]))
+            host = self.ranks[number].header.host if number in self.ranks else ""
+            found.append(
+                f"the clock of {host or f'rank {number}'} is {abs(ahead):,.0f} s {'ahead' if ahead > 0 else 'behind'}"
+                ": all times are those of the first rank"
+            )
+        newer = [number for number, rank in self.ranks.items() if rank.header.version > VERSION]
+        if newer:
+            found.append(
+                f"{ranks_text(newer)} recorded with a newer version of accelerate: update this one to see all of it"
+            )
         for tail in [*self._values.values(), *(tail for _, tail in self._tails.values())]:
+            if tail.error:
+                found.append(f"{tail.path} cannot be read: {tail.error}")
             if tail.bad:
-                found.append(f"{tail.path.name}: {tail.bad} lines are no JSON objects and were left out")
+                lines = (
+                    "1 line is no JSON object and was"
+                    if tail.bad == 1
+                    else f"{tail.bad} lines are no JSON objects and were"
+                )
+                found.append(f"{tail.path.name}: {lines} left out")
         return found
 
     def refresh(self, age: float = 0.0) -> int:
@@ -129,6 +170,7 @@ class Run:
             names = sorted(os.listdir(folder))
         except OSError:
             names = []
+        self._bad = {path: found for path, found in self._bad.items() if path.name in names}
         for name in names:
             if (match := _STEPS.fullmatch(name)) and int(match[1]) not in self.ranks:
                 self._open(int(match[1]), folder / name)
@@ -136,23 +178,53 @@ class Run:
                 self._tails[folder / name] = int(match[1]), Tail(folder / name)
         for path in values_files(self.folder):
             self._values.setdefault(path, Tail(path))
+        before = self._is_gone, self._missing, self._offsets
+        self._is_gone, self._missing, self._offsets = not self.folder.is_dir(), self._ranks_missing(), self._clocks()
+        self.version += before != (self._is_gone, self._missing, self._offsets)
+
+    def _clocks(self) -> dict[int, float]:
+        """The clocks that differ. The ranks of a synchronous run end a step at nearly the same time."""
+        ranks = {number: rank for number, rank in sorted(self.ranks.items()) if rank.count}
+        if len(ranks) < 2:
+            return {}
+        last = min(rank.last_step for rank in ranks.values()) // BLOCK * BLOCK
+        times = {number: rank.time_after(last) for number, rank in ranks.items()}
+        first = next(iter(times.values()))
+        return {number: round(time - first) for number, time in times.items() if abs(time - first) >= _CLOCK}
+
+    def _ranks_missing(self) -> list[int]:
+        """Ranks without a file, although others have begun some time ago."""
+        headers = [rank.header for rank in self.ranks.values()]
+        if not headers or time.time() - min(header.started for header in headers) < _ARRIVAL:
+            return []
+        bad = {int(match[1]) for path in self._bad if (match := _STEPS.fullmatch(path.name))}
+        world_size = min(max(header.world_size for header in headers), _MOST_RANKS)
+        return sorted(set(range(world_size)) - set(self.ranks) - bad)
 
     def _open(self, rank: int, path: Path) -> None:
         try:
-            status = path.stat()
+            state = _state(path)
             # A new file has no complete header for a moment.
-            if status.st_size < HEADER_SIZE and time.time() - status.st_mtime < 5:
+            if state is not None and state[0] < HEADER_SIZE and time.time() - state[1] < 5:
                 return
-            state = (status.st_size, status.st_mtime)
-            if path in self._bad and self._bad[path][0] == state:
+            if state is not None and path in self._bad and self._bad[path][0] == state:
                 return
-            self._bad.pop(path, None)
+            if not path.is_file():
+                raise ConfigurationError(f"{path} is no regular file")
             self.ranks[rank] = RankSteps(path)
+            self._bad.pop(path, None)
         except ConfigurationError as error:
-            self._bad[path] = state, str(error)
-            self.version += 1
-        except OSError:
+            self._set_bad(path, state, str(error))
+        except FileNotFoundError:
             return
+        except OSError as error:
+            self._set_bad(path, None, f"{path} cannot be read: {error.strerror or error}")
+
+    def _set_bad(self, path: Path, state: tuple[int, float] | None, text: str) -> None:
+        """Note a file that cannot be read. It is tried again when its size or time is another than in `state`."""
+        if self._bad.get(path) != (state, text):
+            self._bad[path] = state, text
+            self.version += 1
 
     def _refresh_steps(self) -> bool:
         def one(item: tuple[int, RankSteps]) -> bool:
@@ -161,12 +233,15 @@ class Run:
             try:
                 return rank.refresh() or rank.note != note
             except FileNotFoundError:
-                return False
-            except (ConfigurationError, OSError) as error:
+                # The run was deleted, or is about to begin anew.
                 self.ranks.pop(number, None)
-                status = rank.path.stat()
-                self._bad[rank.path] = (status.st_size, status.st_mtime), str(error)
-                return True
+            except OSError as error:
+                self.ranks.pop(number, None)
+                self._set_bad(rank.path, None, f"{rank.path} cannot be read: {error.strerror or error}")
+            except ConfigurationError as error:
+                self.ranks.pop(number, None)
+                self._set_bad(rank.path, _state(rank.path), str(error))
+            return True
 
         # NumPy and the reads release the interpreter lock, which matters for long files.
         items = list(self.ranks.items())
@@ -181,18 +256,24 @@ class Run:
         records, replaced = tail.read()
         if replaced:
             self.events = [event for event in self.events if event["rank"] != rank]
-        records = [record for record in records if isinstance(record.get("time"), int | float)]
+        records = [record for record in records if time_of(record) is not None]
         self.work = next((one for one in reversed(records) if one.get("event") == "work"), self.work)
         records = [record for record in records if record.get("event") != "work"]
         if records:
             self.events += [{**record, "event": str(record.get("event", "")), "rank": rank} for record in records]
-            self.events.sort(key=lambda event: float(event["time"]))
+            self.events.sort(key=self.time_of)
             del self.events[:-MOST_EVENTS]
+        if records or replaced:
+            self._paths = {path for event in self.events if isinstance(path := event.get("path"), str)}
         return bool(records) or replaced
+
+    def time_of(self, event: dict[str, Any]) -> float:
+        """Seconds since 1970 of an event, on the clock of the first rank."""
+        return float(event["time"]) - self._offsets.get(event["rank"], 0.0)
 
     def file(self, name: str) -> Path | None:
         """A file that an event names, if it is a regular file within the folder of the run; else None."""
-        if name not in {event.get("path") for event in self.events} or "\0" in name:
+        if name not in self._paths or "\0" in name:
             return None
         try:
             path = (self.folder / name).resolve()
@@ -200,6 +281,28 @@ class Run:
             return path if inside and path.is_file() else None
         except OSError:
             return None
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Ranks for people: "rank 3", "ranks 0, 4-7"."""
+    found: list[list[int]] = []
+    for rank in sorted(ranks):
+        if found and rank == found[-1][1] + 1:
+            found[-1][1] = rank
+        else:
+            found.append([rank, rank])
+    parts = [str(first) if first == last else f"{first}-{last}" for first, last in found]
+    shown = ", ".join(parts[:12]) + (f" and {sum(b - a + 1 for a, b in found[12:])} others" if len(parts) > 12 else "")
+    return f"rank{'s' * (len(ranks) > 1)} {shown}"
+
+
+def _state(path: Path) -> tuple[int, float] | None:
+    """The size and the time of a file; None if it is gone."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_size, status.st_mtime
 
 
 def values_files(folder: Path) -> list[Path]:
@@ -224,19 +327,30 @@ def open_runs(paths: Sequence[str]) -> list[Run]:
     """
     folders = [user_path(path, "RUN") for path in paths]
     for folder in folders:
-        if not folder.exists():
-            raise ConfigurationError(f"there is no folder {folder}")
-        if not folder.is_dir():
-            raise ConfigurationError(f"{folder} is a file: give the folder of a run")
-        entries = sorted(folder.iterdir())
-        if entries and not (folder / FOLDER).is_dir() and not values_files(folder):
-            inside = [entry.name for entry in entries if (entry / FOLDER).is_dir()]
-            raise ConfigurationError(
-                f"{folder} is not the folder of a run: it has neither {FOLDER}/ nor values.jsonl"
-                + (f". These folders in it are: {', '.join(inside[:8])}" if inside else "")
-            )
+        try:
+            _check_folder(folder)
+        except FileNotFoundError:
+            raise ConfigurationError(f"there is no folder {folder}") from None
+        except NotADirectoryError:
+            raise ConfigurationError(f"{folder} is a file: give the folder of a run") from None
+        except OSError as error:
+            raise ConfigurationError(f"{folder} cannot be read: {error.strerror or error}") from None
     absolute = [folder.resolve() for folder in folders]
     names = [folder.name or str(folder) for folder in absolute]
     if len(set(names)) < len(names):
         names = [str(folder) for folder in absolute]
     return [Run(folder, name) for folder, name in zip(absolute, names, strict=True)]
+
+
+def _check_folder(folder: Path) -> None:
+    entries = sorted(folder.iterdir())
+    records = folder / FOLDER
+    if records.is_dir():
+        # Raises an error if it cannot be read.
+        next(records.iterdir(), None)
+    elif entries and not values_files(folder):
+        inside = [entry.name for entry in entries if (entry / FOLDER).is_dir()]
+        raise ConfigurationError(
+            f"{folder} is not the folder of a run: it has neither {FOLDER}/ nor values.jsonl"
+            + (f". These folders in it are: {', '.join(inside[:8])}" if inside else "")
+        )

@@ -8,6 +8,7 @@ import hmac
 import ipaddress
 import json
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -46,6 +47,8 @@ _PAGE_FILES = {
     "/charts.js": ("charts.js", "text/javascript; charset=utf-8"),
     "/page.css": ("page.css", "text/css; charset=utf-8"),
 }
+# A Host header: an IPv6 address in brackets or a name, and perhaps a port.
+_HOST = re.compile(r"(?:\[([0-9a-fA-F:.]+)\]|([A-Za-z0-9._-]+))(?::[0-9]*)?")
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -69,6 +72,7 @@ class Server(ThreadingHTTPServer):
     """
 
     daemon_threads = True
+    request_queue_size = 64
     # Windows would let a second server take the same port.
     allow_reuse_address: bool = os.name != "nt"
 
@@ -117,7 +121,8 @@ class Server(ThreadingHTTPServer):
 
         A foreign page whose name was pointed to this address (DNS rebinding) sends its own name.
         """
-        host = urlsplit(f"//{header or ''}").hostname or ""
+        found = _HOST.fullmatch(header or "")
+        host = (found[1] or found[2]).lower() if found else ""
         if host in ("127.0.0.1", "localhost", "::1"):
             return True
         if self.token is None:
@@ -206,9 +211,16 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer with a file of the page, with data, or with a file of a run."""
-        url = urlsplit(self.path)
-        query = {name: values[-1] for name, values in parse_qs(url.query).items()}
-        if not self.server.accepts_host(self.headers.get("Host")):
+        if "Content-Length" in self.headers or "Transfer-Encoding" in self.headers:
+            self.close_connection = True  # what follows is a body, which is not read
+        try:
+            url = urlsplit(self.path)
+            query = {name: values[-1] for name, values in parse_qs(url.query).items()}
+        except ValueError:
+            self._refuse(HTTPStatus.BAD_REQUEST, "This is no address of a page.")
+            return
+        hosts = self.headers.get_all("Host", [])
+        if len(hosts) != 1 or url.netloc or not self.server.accepts_host(hosts[0]):
             self._refuse(HTTPStatus.FORBIDDEN, "This Host name is not one of this machine. Use the address printed.")
         elif url.path in ("/page.js", "/charts.js", "/page.css"):
             self._send_page(url.path)
@@ -222,6 +234,8 @@ class Handler(BaseHTTPRequestHandler):
             self._send_file(url.path.removeprefix("/file/"))
         else:
             self._refuse(HTTPStatus.NOT_FOUND, "There is no such page.")
+
+    do_HEAD = do_GET
 
     def _send_page(self, path: str) -> None:
         name, kind = _PAGE_FILES[path]
@@ -265,7 +279,8 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Type", "application/octet-stream")
             self.send_header("Content-Disposition", "attachment")
             self.end_headers()
-            shutil.copyfileobj(file, self.wfile)
+            if self.command != "HEAD":
+                shutil.copyfileobj(file, self.wfile)
 
     def _refuse(self, status: HTTPStatus, text: str) -> None:
         self._send(text.encode() + b"\n", "text/plain; charset=utf-8", status)
@@ -275,7 +290,8 @@ class Handler(BaseHTTPRequestHandler):
         self._common_headers(len(data))
         self.send_header("Content-Type", kind)
         self.end_headers()
-        self.wfile.write(data)
+        if self.command != "HEAD":
+            self.wfile.write(data)
 
     def _common_headers(self, length: int) -> None:
         for name, value in _HEADERS.items():
@@ -318,14 +334,11 @@ def described(shown: View) -> dict[str, Any]:
 def grouped_events(run: Run, most: int = _MOST_EVENTS) -> list[dict[str, Any]]:
     """The newest events, oldest first. Equal ones of several ranks are one, whose field `ranks` lists these."""
     found: list[dict[str, Any]] = []
-    for event in run.events[-8 * most :]:
-        key = (event["event"], event.get("step"), event.get("message"))
+    for event in sorted(run.events, key=run.time_of)[-8 * most :]:
+        time = run.time_of(event)
+        key = (event["event"], str(event.get("step")), str(event.get("message")))
         for other in reversed(found[-16:]):
-            if (
-                other["key"] == key
-                and event["time"] - other["time"] < _TOGETHER
-                and event["rank"] not in other["ranks"]
-            ):
+            if other["key"] == key and time - other["time"] < _TOGETHER and event["rank"] not in other["ranks"]:
                 other["ranks"].append(event["rank"])
                 break
         else:
@@ -334,7 +347,7 @@ def grouped_events(run: Run, most: int = _MOST_EVENTS) -> list[dict[str, Any]]:
             numbers = {name: event[name] for name in ("step", "seconds", "restart") if _is_number(event.get(name))}
             is_file = isinstance(path, str) and run.file(path) is not None
             found.append(
-                {"key": key, "time": event["time"], "event": event["event"][:80], "ranks": [event["rank"]], **text,
+                {"key": key, "time": time, "event": event["event"][:80], "ranks": [event["rank"]], **text,
                  **numbers, "file": is_file}
             )  # fmt: skip
     for event in found:
@@ -343,7 +356,7 @@ def grouped_events(run: Run, most: int = _MOST_EVENTS) -> list[dict[str, Any]]:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**53
 
 
 def packed(value: dict[str, Any]) -> bytes:
@@ -357,7 +370,8 @@ def packed(value: dict[str, Any]) -> bytes:
     def plain(value: Any) -> Any:
         nonlocal position
         if isinstance(value, np.ndarray):
-            buffers.append(value.astype("<f4").tobytes())
+            with np.errstate(over="ignore"):
+                buffers.append(value.astype("<f4").tobytes())
             at, position = position, position + value.size
             return {"at": at, "shape": value.shape}
         if isinstance(value, dict):

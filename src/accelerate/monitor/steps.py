@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import IO, Any
 import numpy as np
 
 from ..core.errors import ConfigurationError
-from ..telemetry.records import FLAG_SKIPPED, HEADER_SIZE, STEP, StepsHeader, read_header
+from ..telemetry.records import FLAG_FIRST, FLAG_SKIPPED, HEADER_SIZE, PHASES, STEP, StepsHeader, read_header
 
 # The values of a record, in the order of the columns of all arrays here.
 COLUMNS = tuple(name for name in STEP.names or () if STEP[name] == np.dtype("<f4"))
@@ -20,10 +21,15 @@ COLUMN = {name: number for number, name in enumerate(COLUMNS)}
 SUMS = ("samples", "tokens")
 # Steps of a block, whose minimum, maximum and sum stay in memory. Views of wider buckets need no file.
 BLOCK = 64
+# Durations of a record, in seconds, and how long none of them is.
+DURATIONS = ("seconds", *PHASES, "longest")
+LONGEST = 1e9
 # Records that are read at a time: they fit in the cache of a core.
 CHUNK = 1 << 14
 # A file with more jumps back to earlier steps than any run restarts is damaged.
 RESTARTS = 10_000
+# A record further ahead of the one before it is damaged: blocks for all steps between would not fit in memory.
+MOST_AHEAD = 1 << 24
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -140,10 +146,11 @@ class RankSteps:
             while self.count < available:
                 wanted = min(CHUNK, available - self.count)
                 records = self._read(file, self.count, self.count + wanted, buffer)
-                good = _good(records)
+                good = _good(records, self.last_step)
                 self._append(file, records[:good])
                 if good < wanted:
-                    if good < len(records) and records["steps"][good]:
+                    # Zeros at the end are not written yet.
+                    if records["steps"][good:].any():
                         where = f"{self.path.name} is damaged at record {self.count}"
                         self.note = f"{where}: it is shown up to step {self.last_step}"
                     break
@@ -275,6 +282,17 @@ class RankSteps:
             found.add(*reduced(self.columns, records, (records["step"].astype(np.int64) - 1) // width))
         return found
 
+    def time_after(self, step: int) -> float:
+        """Seconds since 1970, on the clock of this rank, at the end of a step that ends a block; NaN if not known."""
+        at = step // BLOCK - 1 - self._blocks.first
+        return float(self._blocks.time[at]) if 0 <= at < self._size else math.nan
+
+    def begins_between(self, first: int, last: int) -> bool:
+        """Whether a process made its first step between these."""
+        with open(self.path, "rb", buffering=0) as file:
+            records = self._records(file, first, min(last, first + BLOCK))
+        return bool((records["flags"] & FLAG_FIRST).any())
+
     def steps_at(self, times: Array) -> Array:
         """The steps that were reached at these times (seconds since 1970), about, as fractions."""
         known = ~np.isnan(self._blocks.time[: self._size])
@@ -310,6 +328,7 @@ class _Columns:
 _PER_RECORD = [COLUMN[name] for name in SUMS]
 
 
+@np.errstate(over="ignore", invalid="ignore")
 def reduced(columns: _Columns, records: Array, ids: Array) -> tuple[Array, Buckets]:
     """Reduce records to one bucket for each number in `ids`, which ascends.
 
@@ -336,9 +355,23 @@ def reduced(columns: _Columns, records: Array, ids: Array) -> tuple[Array, Bucke
     return numbers, Buckets(int(numbers[0]), 0, low, high, total, weight, time, skipped)
 
 
-def _good(records: Array) -> int:
-    """The number of records before the first that is not written or impossible."""
+def _good(records: Array, last_step: int) -> int:
+    """The number of records before the first that is not written or impossible.
+
+    Args:
+        records: of the file.
+        last_step: the step of the record before them, 0 if there is none.
+    """
     with np.errstate(invalid="ignore"):
         good = (records["steps"] > 0) & (records["steps"] <= records["step"]) & (records["time"] > 0)
         good &= records["time"] < 1e12
+        for name in DURATIONS:
+            if name in (records.dtype.names or ()):
+                # One that is not known is NaN.
+                good &= ~(np.abs(records[name]) >= LONGEST)
+    steps, ahead = records["step"].astype(np.int64), records["steps"].astype(np.int64)
+    # The first record of a run may have any step.
+    before = steps[:1] - ahead[:1] if not last_step else [last_step]
+    ahead = np.maximum(ahead, np.diff(steps, prepend=before))
+    good &= ahead <= MOST_AHEAD
     return len(good) if good.all() else int(np.argmin(good))

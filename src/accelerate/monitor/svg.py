@@ -70,16 +70,28 @@ class Axes:
                 )
         bottom = self.height - 6
         found.append(f'<text x="{LEFT - 8}" y="{bottom}" class="end">step</text>')
-        for step in ticks(max(1.0, self.first), self.last, max(2, (self.width - LEFT) / 90)):
+        for step in ticks(max(1.0, self.first), self.last, max(2, (self.width - LEFT) / 75)):
             x = float(self.x(step))
-            if step == int(step) and LEFT <= x <= self.width - 14:
-                found.append(f'<text x="{x:.1f}" y="{bottom}" class="middle">{int(step):,}</text>')
+            if step == int(step) and LEFT <= x <= self.width - 4:
+                place = "end" if x > self.width - 25 else "middle"
+                found.append(f'<text x="{x:.1f}" y="{bottom}" class="{place}">{_step(int(step))}</text>')
         size = f'viewBox="0 0 {self.width} {self.height}"'
         return f'<svg {size} role="img"><title>{escape(title)}</title>{"".join([*found, *content])}</svg>'
 
 
+def _step(step: int) -> str:
+    for limit, unit in ((1_000_000, "M"), (1_000, "k")):
+        if step >= max(limit, 100_000):
+            return f"{step / limit:.6g}{unit}"
+    return f"{step:,}"
+
+
 def _points(x: Array, y: Array) -> str:
     return " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(x.tolist(), y.tolist(), strict=True))
+
+
+def _pair(text: str) -> list[str]:
+    return text.split(",")
 
 
 def _runs(known: Array) -> list[slice]:
@@ -88,12 +100,28 @@ def _runs(known: Array) -> list[slice]:
     return [slice(int(start), int(stop)) for start, stop in edges.reshape(-1, 2)]
 
 
-def line(title: str, x: Array, curve: Curve, shown: Format, width: int, height: int, zero: bool = False) -> str:
-    """A curve in front of the area between its extremes."""
+def without_peaks(known: Array, high: float) -> float:
+    """The end of an axis for durations: a few very long ones, such as a first step, do not flatten the rest."""
+    usual = float(np.quantile(known, 0.9, method="lower"))
+    return 1.5 * usual if len(known) >= 5 and high > 3 * usual > 0 else high
+
+
+def line(
+    title: str,
+    x: Array,
+    curve: Curve,
+    shown: Format,
+    width: int,
+    height: int,
+    zero: bool = False,
+    peaks: bool = False,
+) -> str:
+    """A curve in front of the area between its extremes. `peaks`: a few high values may leave the picture."""
     known = curve.mean[np.isfinite(curve.mean)]
     ends = [values[np.isfinite(values)] for values in (curve.low, curve.high)]
     low = min(float(np.quantile(known, 0.005)), float(np.quantile(ends[0], 0.02)) if len(ends[0]) else math.inf)
     high = max(float(np.quantile(known, 0.995)), float(np.quantile(ends[1], 0.97)) if len(ends[1]) else -math.inf)
+    high = without_peaks(known, high) if peaks else high
     low = min(0.0, low) if zero else low
     pad = (high - low) * 0.05 or abs(high) * 0.05 or 1.0
     axes = Axes(x, width, height, (low if zero and low == 0 else low - pad, high + pad))
@@ -103,7 +131,13 @@ def line(title: str, x: Array, curve: Curve, shown: Format, width: int, height: 
         both = np.concatenate([axes.x(x[part]), axes.x(x[part])[::-1]])
         content.append(f'<polygon points="{_points(both, around)}" class="band"/>')
     for part in _runs(np.isfinite(curve.mean)):
-        content.append(f'<polyline points="{_points(axes.x(x[part]), axes.y(curve.mean[part]))}" class="curve"/>')
+        places = _points(axes.x(x[part]), axes.y(curve.mean[part]))
+        content.append(f'<polyline points="{places}" class="curve"/>')
+        # A value of its own has no line.
+        if part.stop - part.start == 1 or len(x) <= width / 24:
+            content += [
+                f'<circle cx="{cx}" cy="{cy}" r="2.5" class="point"/>' for cx, cy in map(_pair, places.split())
+            ]
     return axes.svg(title, content, shown)
 
 
@@ -111,7 +145,7 @@ def stack(title: str, x: Array, areas: dict[str, Array], shown: Format, width: i
     """Areas on top of each other; `areas` are in the order from the axis upwards, with the names of their colours."""
     total = np.sum(list(areas.values()), axis=0)
     known = total[np.isfinite(total)]
-    high = min(float(np.quantile(known, 0.98)) * 1.3, float(known.max())) or 1.0
+    high = without_peaks(known, min(float(np.quantile(known, 0.98)) * 1.3, float(known.max()))) or 1.0
     axes, base, content = Axes(x, width, height, (0.0, high * 1.04)), np.zeros(len(x)), []
     edges = np.repeat(axes.x(np.append(x - (x[1] - x[0]) / 2 if len(x) > 1 else x - 0.5, axes.last)), 2)[1:-1]
     for name, values in areas.items():
@@ -133,7 +167,7 @@ def heat(
     """
     known = values[np.isfinite(values)]
     low = float(np.quantile(known, 0.02))
-    high = max(float(np.quantile(known, 0.98)), low * 1.25)
+    high = max(without_peaks(known, float(np.quantile(known, 0.98))), low * 1.25)
     each = min(22.0, max(2.0, 360 / len(rows)))
     axes = Axes(x, width, round(TOP + BOTTOM + each * len(rows)))
     part = np.nan_to_num(np.clip((values - low) / max(high - low, 1e-12), 0, 1)) * (len(RAMP) - 1)
@@ -145,10 +179,18 @@ def heat(
         f'preserveAspectRatio="none" class="cells" href="data:image/png;base64,{_png(pixels)}"/>'
     ]
     skip = math.ceil(14 / each)
+    skip = next((step for step in (1, 2, 5, 8, 10, 16, 20, 32, 50, 64, 100, 128) if step >= skip), skip)
+    is_slow = [any(first <= rank <= last for rank in named) for first, last in rows]
+    # The names of slow ranks come first, and others where there is space.
+    labels: list[int] = []
+    for row in sorted(range(len(rows)), key=lambda row: (not is_slow[row], row)):
+        if (is_slow[row] or row % skip == 0) and all(abs(other - row) * each >= 13 for other in labels):
+            labels.append(row)
     half = (x[1] - x[0]) / 2 if len(x) > 1 else 0.5
     for row, (first, last) in enumerate(rows):
         bottom = TOP + each * (row + 1)
-        content.append(f'<line x1="{LEFT}" x2="{width - RIGHT}" y1="{bottom:.1f}" y2="{bottom:.1f}" class="gap"/>')
+        if each > 8:
+            content.append(f'<line x1="{LEFT}" x2="{width - RIGHT}" y1="{bottom:.1f}" y2="{bottom:.1f}" class="gap"/>')
         for found in _runs(slow[row]):
             left, right = float(axes.x(x[found][0] - half)), float(axes.x(x[found][-1] + half))
             thick = min(4.0, each / 3)
@@ -156,11 +198,10 @@ def heat(
                 f'<rect x="{left:.1f}" y="{bottom - thick:.1f}" width="{max(1.0, right - left):.1f}" '
                 f'height="{thick:.1f}" class="slow"/>'
             )
-        if row % skip == 0:
+        if row in labels:
             name = str(first) if first == last else f"{first}–{last}"
-            is_slow = any(first <= rank <= last for rank in named)
-            mark = ' class="end slow"' if is_slow else ' class="end"'
-            label = ("▲ " if is_slow else "") + name
+            mark = ' class="end slow"' if is_slow[row] else ' class="end"'
+            label = ("▲ " if is_slow[row] else "") + name
             content.append(f'<text x="{LEFT - 8}" y="{bottom - each / 2 + 4:.1f}"{mark}>{label}</text>')
     return axes.svg(title, content, None), (low, high)
 

@@ -16,6 +16,7 @@ from rich.text import Text
 from .findings import Summary, duration, size, summarize
 from .run import Run
 from .server import grouped_events
+from .svg import without_peaks
 from .view import ALL_PHASES, Array, Curve, View, heat_rows, view
 
 # Seconds between two pictures.
@@ -114,7 +115,8 @@ def _ranks(shown: View, summary: Summary, width: int) -> RenderableType:
     rows, own, _, slow = heat_rows(shown)
     known = own[np.isfinite(own)]
     low = float(np.quantile(known, 0.02)) if len(known) else 0.0
-    span = max(float(np.quantile(known, 0.98)) - low if len(known) else 0.0, 0.25 * low, 1e-9)
+    high = without_peaks(known, float(np.quantile(known, 0.98))) if len(known) else 0.0
+    span = max(high - low, 0.25 * low, 1e-9)
     table = Table.grid(padding=(0, 1))
     order = sorted(range(len(rows)), key=lambda row: (-int(slow[row].sum()), row))[:_MOST_RANKS]
     for row in sorted(order):

@@ -68,6 +68,10 @@ class View:
     """For each of `ALL_PHASES` seconds of a step, of shape (ranks, buckets)."""
     skipped: Array
     """Skipped steps on any rank."""
+    bad_loss: Array
+    """Steps whose loss is not finite, of shape (ranks, buckets); 0 on ranks that know no loss at all."""
+    memory: dict[str, Array]
+    """Most bytes for `device` and `host`, of shape (ranks, buckets)."""
     unit: str
     """What the curve of throughput counts per second: tokens, samples or steps."""
     curves: dict[str, Curve] = field(default_factory=dict)
@@ -100,7 +104,9 @@ def view(run: Run, start: int | None = None, stop: int | None = None, pixels: in
         warnings.simplefilter("ignore", RuntimeWarning)
         shares = [_share(run.ranks[number].header) for number in ranks]
         shown = _reduced(ranks, found, shares, start, stop, width)
-    shown.logged = _logged(run, start, stop, width)
+        shown.logged = _logged(run, start, stop, width)
+    if run.last_step - run.first_step + 1 < WINDOW:
+        shown.slow[:] = False  # too few steps to compare
     return shown
 
 
@@ -136,7 +142,8 @@ def _reduced(ranks: list[int], found: list[Buckets], shares: list[float], start:
     shown = View(
         width, x, _over(np.nanmax, stacked([buckets.time for buckets in found])), ranks, weight, seconds, waits, own,
         stragglers(own, seconds, weight), phases,
-        _over(np.nanmax, stacked([buckets.skipped for buckets in found])), unit,
+        _over(np.nanmax, stacked([buckets.skipped for buckets in found])), stacked([_bad_loss(one) for one in found]),
+        {kind: ends(f"{kind}_memory", True) for kind in ("device", "host")}, unit,
     )  # fmt: skip
     for name in ("loss", "gradient_norm", "learning_rate"):
         shown.curves[name] = Curve(
@@ -148,7 +155,7 @@ def _reduced(ranks: list[int], found: list[Buckets], shares: list[float], start:
     )
     shown.curves["throughput"] = Curve(throughput, throughput, throughput)
     for name in ("device_memory", "host_memory"):
-        high = ends(name, True)
+        high = shown.memory[name.removesuffix("_memory")]
         shown.curves[name] = Curve(_over(np.nanmean, means(name)), _over(np.nanmin, high), _over(np.nanmax, high))
     return shown
 
@@ -168,8 +175,27 @@ def _waits_within(seconds: Array, phases: dict[str, Array]) -> Array:
     for names in (("backward",), ("forward", "backward", "optimizer")):
         inside = np.where(np.isnan(seconds), np.nan, sum(known[name] for name in names))
         before = outside - inside
-        found = np.fmax(found, np.clip(np.nanmax(before, axis=0) - before, 0, inside - np.nanmin(inside, axis=0)))
-    return np.nan_to_num(found)
+        waits = np.clip(np.nanmax(before, axis=0) - before, 0, inside - np.nanmin(inside, axis=0))
+        if "forward" in names:
+            # Ranks that wait for each other in the forward end it at the same time.
+            ends = before + known["forward"]
+            waits = np.where(_spread(ends) <= 0.5 * _spread(before), waits, 0)
+        found = np.fmax(found, np.nan_to_num(waits))
+    return found
+
+
+def _spread(values: Array) -> Array:
+    return np.asarray(np.nanmax(values, axis=0) - np.nanmin(values, axis=0))
+
+
+def _bad_loss(buckets: Buckets) -> Array:
+    """The steps of each bucket whose loss is not finite. An infinite sum says nothing about their number: 1."""
+    known = buckets.weight[:, COLUMN["loss"]]
+    if not known.any():
+        return np.zeros(len(buckets))
+    missing = buckets.weight[:, COLUMN["seconds"]] - known
+    infinite = np.isinf(buckets.low[:, COLUMN["loss"]]) | np.isinf(buckets.high[:, COLUMN["loss"]])
+    return np.asarray(np.maximum(np.maximum(missing, 0), infinite))
 
 
 def _over(function: Any, values: Array) -> Array:

@@ -65,6 +65,8 @@ class StepsHeader:
     device: str
     started: float
     """Seconds since 1970."""
+    version: int
+    """Of the format."""
     details: Mapping[str, Any]
     """All fields, also those of newer versions."""
 
@@ -100,23 +102,33 @@ def read_header(path: Path) -> tuple[StepsHeader, np.dtype[Any]]:
     """
     with open(path, "rb") as file:
         text = file.read(HEADER_SIZE)
+    version: Any = VERSION
     try:
         found = json.loads(text)
         if found["format"] != FORMAT:
             raise KeyError("format")
+        version = found.get("version", VERSION)
         record = np.dtype([(str(name), str(kind)) for name, kind in found["fields"]])
-        missing = [name for name in ("time", "step", "steps", "seconds") if name not in (record.names or ())]
-        if missing or len(text) != HEADER_SIZE:
-            raise KeyError(*missing)
+        names = record.names or ()
+        missing = [name for name in ("time", "step", "steps", "flags", "seconds") if name not in names]
+        other = [name for name in names if name in (STEP.names or ()) and record[name] != STEP[name]]
+        if missing or other or record.hasobject or len(text) != HEADER_SIZE:
+            raise KeyError(*missing, *other)
         header = StepsHeader(
             int(found["rank"]),
             int(found["world_size"]),
             str(found.get("host", "")),
             str(found.get("device", "")),
             float(found.get("started", math.nan)),
+            int(version),
             found,
         )
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        if isinstance(version, int) and version > VERSION:
+            raise ConfigurationError(
+                f"{path} was written by a newer version of accelerate (format {version}, this one reads up to "
+                f"{VERSION}): update accelerate"
+            ) from error
         raise ConfigurationError(
             f"{path} is not a telemetry file of accelerate, or its first block is damaged"
         ) from error

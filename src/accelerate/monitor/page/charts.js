@@ -60,6 +60,13 @@ function quantile(values, part) {
   return sorted.length ? sorted[Math.min(sorted.length - 1, Math.floor(part * sorted.length))] : NaN;
 }
 
+// The end of an axis for durations: a few very long ones, such as a first step, do not flatten the rest.
+function withoutPeaks(values, high) {
+  const known = values.filter(Number.isFinite).sort((a, b) => a - b);
+  const usual = known[Math.floor(0.9 * (known.length - 1))];
+  return known.length >= 5 && high > 3 * usual && usual > 0 ? 1.5 * usual : high;
+}
+
 // ------------------------------------------------------------------------------------------------------------ canvas
 
 export class Chart {
@@ -205,8 +212,9 @@ function coarser(line, range, pixels) {
   return found;
 }
 
-// lines: [{x, mean, low, high, color}]; zero: the axis begins at 0; band: whether extremes are drawn behind the line.
-export function drawLines(chart, range, lines, { format, zero = false, band = true, selection = null }) {
+// lines: [{x, mean, low, high, color}]; zero: the axis begins at 0; band: whether extremes are drawn behind the line;
+// peaks: rare high values may leave the picture even if there are few values.
+export function drawLines(chart, range, lines, { format, zero = false, band = true, peaks = false, selection = null }) {
   const context = chart.begin(range), inside = [], extremes = [];
   lines = lines.map((line) => coarser(line, range, (chart.width - chart.left - MARGIN.right) / 1.5));
   for (const line of lines) {
@@ -220,7 +228,9 @@ export function drawLines(chart, range, lines, { format, zero = false, band = tr
   // Rare peaks (a first step, a save) do not flatten the rest: they leave the picture.
   let low = Math.min(quantile(inside, 0.005), band && extremes.length ? quantile(extremes, 0.01) : Infinity);
   let high = Math.max(quantile(inside, 0.995), band && extremes.length ? quantile(extremes, 0.985) : -Infinity);
-  if (!Number.isFinite(low)) [low, high] = [0, 1];
+  if (peaks) high = withoutPeaks(inside, high);
+  const empty = !Number.isFinite(low);
+  if (empty) [low, high] = [0, 1];
   if (zero) low = Math.min(0, low);
   if (high - low < Math.abs(high) * 1e-4 || high === low) {
     const around = Math.abs(high) * 0.05 || 1;
@@ -228,7 +238,11 @@ export function drawLines(chart, range, lines, { format, zero = false, band = tr
   }
   const pad = (high - low) * 0.05;
   chart.scale = [zero && low === 0 ? 0 : low - pad, high + pad];
-  chart.axes(format);
+  chart.axes(empty ? null : format);
+  if (empty) {
+    context.textAlign = "center";
+    context.fillText("no finite value in these steps", (chart.left + chart.width) / 2, chart.height / 2);
+  }
   chart.clip();
   for (const line of lines) {
     const [from, to] = visible(line.x, range);
@@ -241,13 +255,16 @@ export function drawLines(chart, range, lines, { format, zero = false, band = tr
     context.strokeStyle = line.color;
     context.lineWidth = 1.6;
     context.lineJoin = "round";
+    context.fillStyle = line.color;
     context.beginPath();
+    const few = to - from <= (chart.width - chart.left) / 24;
     let down = false;
     for (let i = from; i < to; i++) {
       if (!Number.isFinite(line.mean[i])) { down = false; continue; }
       const x = chart.x(line.x[i]), y = chart.y(line.mean[i]);
       if (down) context.lineTo(x, y); else context.moveTo(x, y);
-      if (!down && !(i + 1 < to && Number.isFinite(line.mean[i + 1]))) context.rect(x - 1, y - 1, 2, 2);
+      // A value of its own has no line.
+      if (few || (!down && !(i + 1 < to && Number.isFinite(line.mean[i + 1])))) context.fillRect(x - 2, y - 2, 4, 4);
       down = true;
     }
     context.stroke();
@@ -284,7 +301,8 @@ function areas(chart, line, from, to) {
 export function drawStack(chart, range, xs, areas, { format, selection = null }) {
   const context = chart.begin(range), [from, to] = visible(xs, range), sums = [];
   for (let i = from; i < to; i++) sums.push(areas.reduce((sum, part) => sum + (part.values[i] || 0), 0));
-  chart.scale = [0, (Math.min(quantile(sums, 0.985) * 1.3, Math.max(...sums.filter(Number.isFinite), 0)) || 1) * 1.04];
+  const high = Math.min(quantile(sums, 0.985) * 1.3, Math.max(...sums.filter(Number.isFinite), 0)) || 1;
+  chart.scale = [0, withoutPeaks(sums, high) * 1.04];
   chart.axes(format);
   chart.clip();
   const base = new Float64Array(to - from);
@@ -325,7 +343,7 @@ export function drawHeat(chart, range, xs, rows, values, slow, named, { selectio
   for (let row = 0; row < rows.length; row++)
     for (let i = from; i < to; i++) shown.push(values[row * count + i]);
   // A span of at least 25 % keeps noise from looking like a difference.
-  const low = quantile(shown, 0.02), high = Math.max(quantile(shown, 0.98), low * 1.25);
+  const low = quantile(shown, 0.02), high = Math.max(withoutPeaks(shown, quantile(shown, 0.98)), low * 1.25);
   chart.limits = [low, high];
   const space = chart.height - MARGIN.top - MARGIN.bottom, each = space / rows.length, gap = each > 8 ? 1 : 0;
   const mark = color("--slow");
@@ -363,13 +381,16 @@ export function drawHeat(chart, range, xs, rows, values, slow, named, { selectio
   context.restore();
   context.textAlign = "right";
   context.textBaseline = "middle";
-  const skip = Math.ceil(14 / each);
-  for (let row = 0; row < rows.length; row++) {
-    if (row % skip && !isSlow[row]) continue;
-    if (row % skip && each < 6) continue;
+  // The names of slow ranks come first, and others where there is space.
+  const taken = [], order = [...rows.keys()].sort((a, b) => isSlow[b] - isSlow[a] || a - b);
+  const skip = Math.ceil(14 / each), round = skip > 1 ? [2, 5, 8, 10, 16, 20, 32, 50, 64, 100, 128].find((step) => step >= skip) || skip : 1;
+  for (const row of order) {
+    const y = MARGIN.top + (row + 0.5) * each;
+    if ((!isSlow[row] && row % round) || taken.some((other) => Math.abs(other - y) < 13)) continue;
+    taken.push(y);
     const [first, last] = rows[row], name = first === last ? `${first}` : `${first}–${last}`;
     context.fillStyle = isSlow[row] ? mark : color("--soft");
-    context.fillText((isSlow[row] ? "▲ " : "") + name, chart.left - 7, MARGIN.top + (row + 0.5) * each);
+    context.fillText((isSlow[row] ? "▲ " : "") + name, chart.left - 7, y);
   }
   chart.stepAxis();
   chart.end(selection);

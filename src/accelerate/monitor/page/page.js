@@ -53,7 +53,8 @@ function extent() {
 
 function range() {
   const [first, last] = extent();
-  if (state.mode === "all") return [first, Math.max(last, first + 1)];
+  // Few steps are wide: the axis has space for all of the first and the last.
+  if (state.mode === "all") return last - first < 20 ? [first - 0.5, last + 0.5] : [first, last];
   if (state.mode.tail) return [Math.max(first, last - state.mode.tail + 1), last];
   return [state.mode.start, state.mode.stop];
 }
@@ -237,18 +238,19 @@ const CURVES = [
   ["gradient_norm", "Gradient norm", "", "number"],
   ["throughput", "Throughput", "", "number", { zero: true, band: false }],
 ];
+const SLOW = /^Ranks? \d/; // sentences of the summary about what stands out
 const PHASES = ["data", "transfer", "forward", "backward", "communication", "optimizer", "checkpoint", "other"];
 
 const hasValues = (values) => values && values.some((value) => !Number.isNaN(value));
 
 function lineCard(key, title, unit, format, options, pick) {
-  const lines = shownRuns().map(({ run, at }) => ({ run, at, found: pick(run) })).filter(({ found }) => found && hasValues(found.mean));
+  const lines = shownRuns().map(({ run, at }) => ({ run, at, found: pick(run) })).filter(({ found }) => found && (unit === "logged" || hasValues(found.mean)));
   if (!lines.length) return;
   const made = card(key, title, unit, 190);
   const ready = lines.map(({ run, at, found }) => ({ ...found, x: found.x || run.x, paint: runColor(at), name: run.name }));
-  const last = ready.map((line) => line.mean.findLast((value) => !Number.isNaN(value)));
-  made.now.textContent = several() ? "" : format(last[0]);
-  made.canvas.ariaLabel = `${title}: ` + ready.map((line, i) => `${several() ? line.name + " " : ""}${format(last[i])}`).join(", ");
+  const newest = ready.map((line) => last(line.mean));
+  made.now.textContent = several() ? "" : format(newest[0]);
+  made.canvas.ariaLabel = `${title}: ` + ready.map((line, i) => `${several() ? line.name + " " : ""}${format(newest[i])}`).join(", ");
   made.draw = () => drawLines(made.chart, range(), ready.map((line) => ({ ...line, color: color(line.paint) })),
     { format, selection: state.selection, ...options });
   made.chart.tip = (step) => [[`step ${FORMATS.step(step)}`, ""], ...ready.map((line) => {
@@ -284,7 +286,8 @@ function heatCard({ run, at }) {
     const [low, high] = made.chart.limits;
     const bar = element("span", { className: "swatch" });
     bar.style.cssText = `width:70px;height:9px;margin:0 6px;background:linear-gradient(90deg,${[0, 0.25, 0.5, 0.75, 1].map((part) => `rgb(${ramp(part)})`).join()})`;
-    made.scale.replaceChildren(FORMATS.seconds(low), bar, FORMATS.seconds(high), ...(slow.length ? ["   ▲ slow rank"] : []));
+    made.scale.replaceChildren(FORMATS.seconds(low), bar, FORMATS.seconds(high), 
+      ...(slow.length ? ["   ▲ slow rank"] : []), ...(run.slow.some(Boolean) ? ["  ", swatch("--slow"), "slow steps"] : []));
   };
   made.chart.tip = (step, event) => {
     const i = nearest(run.x, step), space = made.chart.height - MARGIN.top - MARGIN.bottom;
@@ -328,7 +331,7 @@ function render() {
         (run) => run.curves[key]);
     const names = [...new Set(shownRuns().flatMap(({ run }) => Object.keys(run.logged)))].sort();
     for (const name of names.slice(0, 60)) lineCard(`logged ${name}`, name, "logged", FORMATS.number, {}, (run) => run.logged[name]);
-    lineCard("seconds", "Step time", "all ranks", FORMATS.seconds, { zero: true }, (run) => run.curves.seconds);
+    lineCard("seconds", "Step time", "all ranks", FORMATS.seconds, { zero: true, peaks: true }, (run) => run.curves.seconds);
     lineCard("device_memory", "Device memory", "allocated, all ranks", FORMATS.bytes, { zero: true }, (run) => run.curves.device_memory);
     lineCard("host_memory", "Host memory", "resident, all ranks", FORMATS.bytes, { zero: true }, (run) => run.curves.host_memory);
     shownRuns().forEach(heatCard);
@@ -380,7 +383,7 @@ function status() {
 }
 
 function last(values) {
-  return values ? values.findLast((value) => !Number.isNaN(value)) : NaN;
+  return values?.findLast((value) => !Number.isNaN(value)) ?? NaN;
 }
 
 function tile(title, value, className = "") {
@@ -434,8 +437,8 @@ function findings() {
     const lead = several() ? `${run.name}: ` : "";
     for (const note of run.notes) items.push(element("li", { className: "slow" }, lead + note));
     if (run.empty || !run.ranks.length) continue;
-    for (const sentence of run.summary.sentences.filter((text, i) => !several() || i === 0 || text.startsWith("Rank ")))
-      items.push(element("li", { className: sentence.startsWith("Rank ") ? "slow" : "" }, lead + sentence));
+    for (const sentence of run.summary.sentences.filter((text) => !several() || /^Steps? \d.* took /.test(text) || SLOW.test(text)))
+      items.push(element("li", { className: SLOW.test(sentence) ? "slow" : "" }, lead + sentence));
     for (const advice of run.summary.advice) items.push(element("li", { className: "try" }, `${lead}Try: ${advice}`));
   }
   const text = items.map((item) => item.textContent).join("\n");
