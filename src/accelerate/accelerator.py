@@ -335,6 +335,7 @@ class Accelerator(RunInterface):
                     )
             if quantized:
                 bundle.place[i] = False
+        self._first_step.before_prepare()
         # transformers.Trainer prepares models that transformers has sharded for evaluation, and trains them itself.
         if not evaluation and any(model_has_dtensor(model) for model in bundle.models):
             self._adopt(bundle.models)
@@ -422,8 +423,7 @@ class Accelerator(RunInterface):
         offload = self.plan.handlers.offload
         if offload is not None and self.device.type != "cpu":
             offload_state(optimizer, offload.chunk_size)
-        prepared._before_step = self._first_step.before_step
-        prepared._check_groups = self._first_step.check_groups
+        self._first_step.watch_optimizer(prepared)
         prepared._after_step.extend(self.strategy.after_step)
         if self._planned is not None:
             prepared._after_step.append(self._planned.after_step)
