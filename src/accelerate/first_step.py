@@ -52,6 +52,7 @@ class _Watch:
         line: the user's line of the last step.
         sample: one of its parameters for which a backward has computed a gradient.
         has_gradients: a backward has computed gradients since the last step, and they were not cleared.
+        is_in_window: that backward did not end an accumulation window.
         cleared_at: the user's line of a `zero_grad` that no backward has followed.
         cleared: gradients were cleared since the last step, or zero at the start of a backward.
         backwards: calls of `accelerator.backward` since the last step.
@@ -68,6 +69,7 @@ class _Watch:
         self.line: str = ""
         self.sample: weakref.ref[torch.Tensor] | None = None
         self.has_gradients: bool = False
+        self.is_in_window: bool = False
         self.cleared_at: str | None = None
         self.cleared: bool = False
         self.backwards: int = 0
@@ -211,7 +213,7 @@ class FirstStepCheck:
             self._check_cleared(optimizer, watch)
         self._count_step(optimizer, watch, objects)
         if self._is_complete(objects):
-            self._compare_ranks()
+            self._compare_ranks("prepared")
             self.end()
 
     def check_groups(self, optimizer: AcceleratedOptimizer) -> None:
@@ -233,7 +235,8 @@ class FirstStepCheck:
         elif not _is_inside_step():
             self._check_step(optimizer, objects)
         if not self._is_over and self._steps > _STEPS:
-            self._compare_ranks()
+            if objects is not None and (objects.models or objects.optimizers):
+                self._compare_ranks("prepared")
             self._stop()
 
     def end(self) -> None:
@@ -281,13 +284,14 @@ class FirstStepCheck:
                 # What the models were called with before, as with dummies, was not the batch.
                 self._first_batch = None
         objects = self._objects()
-        for optimizer in () if objects is None else objects.optimizers:
-            if optimizer._before_step is not None:
-                self._watch(optimizer, objects)
+        if objects is not None:
+            for optimizer in objects.optimizers:
+                if optimizer._before_step is not None:
+                    self._watch(optimizer, objects)
         for watch in self._watched.values():
             sample = None if watch.sample is None else watch.sample()
             if sample is not None and _is_cleared(sample):
-                if watch.has_gradients and self._gradient_state.num_steps > 1:
+                if watch.has_gradients and watch.is_in_window:
                     self._check_window_order(watch)
                 watch.has_gradients, watch.cleared = False, True
             watch.backwards += 1
@@ -442,7 +446,9 @@ class FirstStepCheck:
         """Check an optimizer that steps outside of a prepared one."""
         name = type(optimizer).__name__
         effect = "so it steps at every batch of an accumulation window and without the scaler of fp16"
-        if any(optimizer is known.optimizer for known in objects.optimizers):
+        if (known := next((one for one in objects.optimizers if optimizer is one.optimizer), None)) is not None:
+            if (watch := self._watched.get(known)) is not None:
+                watch.has_gradients = False
             checkpoints = self._checkpoints()
             if checkpoints is not None and checkpoints.strategy.divides_loss:
                 self._log_once(
@@ -452,8 +458,8 @@ class FirstStepCheck:
             return
         _refuse_local_gradients(optimizer, objects)
         own = [one for one in _parameters(optimizer) if isinstance(one, nn.Parameter)]
-        known = _trained(objects)
-        if any(id(one) in known for one in own):
+        trained = _trained(objects)
+        if any(id(one) in trained for one in own):
             # An optimizer may step another one that has the same parameters, also outside of its own step.
             stepped = {id(one) for found in objects.optimizers for one in _parameters(found)}
             if not any(id(one) in stepped for one in own):
@@ -465,9 +471,13 @@ class FirstStepCheck:
             return
         watch = self._watch(optimizer, objects)
         self._count_step(optimizer, watch, objects)
-        if self._is_complete(objects):
-            self._compare_ranks()
+        if not self._is_complete(objects):
+            return
+        if objects.models:
+            self._compare_ranks("prepared")
             self._stop()
+        elif any(one.findings is not None for one in self._watched.values()):
+            self._compare_ranks("plain")
 
     def see_forward(self, inputs: Iterable[Any]) -> None:
         """Add to the checksum of what the models get before the first backward, unless a prepared loader gave it."""
@@ -490,14 +500,17 @@ class FirstStepCheck:
         local = None if watch.local is None else watch.local.tolist()
         return about | findings(objects.models, _parameters(optimizer)) | {"local": local}
 
-    def _compare_ranks(self) -> None:
+    def _compare_ranks(self, which: str) -> None:
+        """Compare what was found since the last time. Some ranks may train plain models that others do not."""
         checkpoints = self._checkpoints()
         if checkpoints is None or not dist.is_initialized() or dist.get_world_size() == 1:
             return
         rows = [watch.findings for watch in self._watched.values() if watch.findings is not None]
+        for watch in self._watched.values():
+            watch.findings = None
         value = {"shard": checkpoints.strategy.data_shard[0], "batch": self._first_batch, "findings": rows}
         try:
-            found = collect({**value, "notes": sorted(self._logged)})
+            found = collect(which, {**value, "notes": sorted(self._logged)})
         except (RuntimeError, ConnectionError):
             # The store is gone. What the run does next reports that.
             return
@@ -531,6 +544,7 @@ class _GradientHook:
         if check is None or watch is None:
             return
         watch.see_gradient(parameter)
+        watch.is_in_window = not check._gradient_state.sync_gradients
         if watch.is_prepared and (line := _foreign_backward(sys._getframe())) is not None:
             watch.is_foreign = True
             check.see_foreign_backward(line)

@@ -95,9 +95,9 @@ def _in_numbers(parameters: Mapping[str, torch.Tensor]) -> dict[str, list[float]
     return dict(zip([name for name, _ in some], rows, strict=True))
 
 
-def collect(value: dict[str, Any]) -> dict[int, dict[str, Any]]:
+def collect(which: str, value: dict[str, Any]) -> dict[int, dict[str, Any]]:
     """On rank 0 the values of all ranks, empty where one does not come; the other ranks do not wait."""
-    exchange = Round("first step")
+    exchange = Round(f"first step, {which}")
     exchange.put(value)
     if exchange.rank != 0:
         return {}
