@@ -663,7 +663,7 @@ def test_sharded_models():
     optimizer = accelerator.prepare(optimizer)
     accelerator.backward(model(torch.ones(1, 4)).sum())
     optimizer.zero_grad()
-    model = accelerator.prepare(model)
+    model, loader = accelerator.prepare(model, loader)
     train(accelerator, model, optimizer, loader, backward=torch.Tensor.backward)
     found = warnings(logged)
     assert len(found) == accelerator.is_main_process and all("belong to no prepared model" in text for text in found)
