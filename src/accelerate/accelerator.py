@@ -27,7 +27,7 @@ from .core import env, memory
 from .core.enums import DynamoBackend, LoggerType, RNGType
 from .core.errors import ConfigurationError, PrepareError
 from .core.lazy import public_names
-from .core.modules import model_has_dtensor, require_module
+from .core.modules import class_name, model_has_dtensor, require_module
 from .core.objects import forwarded
 from .core.retired import ACCELERATOR_ARGUMENTS, explain_arguments
 from .data_loader import prepare_data_loader, skip_first_batches
@@ -335,6 +335,7 @@ class Accelerator(RunInterface):
                     )
             if quantized:
                 bundle.place[i] = False
+        self._first_step.before_prepare()
         # transformers.Trainer prepares models that transformers has sharded for evaluation, and trains them itself.
         if not evaluation and any(model_has_dtensor(model) for model in bundle.models):
             self._adopt(bundle.models)
@@ -422,8 +423,7 @@ class Accelerator(RunInterface):
         offload = self.plan.handlers.offload
         if offload is not None and self.device.type != "cpu":
             offload_state(optimizer, offload.chunk_size)
-        prepared._before_step = self._first_step.before_step
-        prepared._check_groups = self._first_step.check_groups
+        self._first_step.watch_optimizer(prepared)
         prepared._after_step.extend(self.strategy.after_step)
         if self._planned is not None:
             prepared._after_step.append(self._planned.after_step)
@@ -828,7 +828,8 @@ class Accelerator(RunInterface):
         usage = None
         if all_ranks:
             usage = gather_object([memory_usage(models, optimizers, steps > 1 and not each)])
-        report = explain(requested, self.strategy, models, optimizers, steps, usage, each)
+        has_stepped = any(optimizer.steps_made for optimizer in self._objects.optimizers)
+        report = explain(requested, self.strategy, models, optimizers, steps, usage, each, has_stepped)
         if self.is_main_process:
             show_report(report)
         return report
@@ -1085,7 +1086,7 @@ class Accelerator(RunInterface):
                 process=process,
                 save_on_each_node=self.project_configuration.save_on_each_node,
             )
-        print_or_log(logger, f"saved the weights of {type(self.unwrap_model(model)).__name__} in {save_directory}")
+        print_or_log(logger, f"saved the weights of {class_name(self.unwrap_model(model))} in {save_directory}")
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
         """Save an object on one process of the run, or on one process of each machine (`save_on_each_node`).

@@ -48,6 +48,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.steps_made: int = 0  # by this process, including steps that the gradient scaler skipped
         # A check of what is trained, called with this optimizer and the closure. It resets this after the second step.
         self._before_step: Callable[[AcceleratedOptimizer, Callable[[], Any] | None], None] | None = None
+        # The same check, called before gradients are cleared.
+        self._before_zero_grad: Callable[[AcceleratedOptimizer], None] | None = None
         # Checks the parameters before the first step, and before the next one when groups were added.
         self._check_groups: Callable[[AcceleratedOptimizer], None] | None = None
         self._has_new_groups = True
@@ -101,6 +103,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """
         if not self.gradient_state.sync_gradients:
             return
+        if self._before_zero_grad is not None:
+            self._before_zero_grad(self)
         if set_to_none is None:
             self.optimizer.zero_grad()
         elif "set_to_none" in inspect.signature(self.optimizer.zero_grad).parameters:
@@ -180,7 +184,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         kept = dict(self.__dict__)
-        kept.update(_before_step=None, _check_groups=None, _after_step=[], _global_loss=None)
+        kept.update(_before_step=None, _before_zero_grad=None, _check_groups=None, _after_step=[], _global_loss=None)
         return kept
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, MutableSequence, Sequence
+from collections.abc import Iterable, Iterator, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,12 +108,35 @@ def check_preparable(objects: Sequence[Any]) -> None:
     if all(isinstance(obj, str) for obj in objects):
         names = ", ".join(objects)
         raise PrepareError(f"prepare takes the objects themselves, not their names: prepare({names})")
-    kinds = (torch.nn.Module, torch.optim.Optimizer, torch.utils.data.DataLoader, LRScheduler, AcceleratedScheduler)
     for obj in objects:
-        items = list(obj.values()) if isinstance(obj, dict) else obj if isinstance(obj, (list, tuple, set)) else ()
-        found = [type(item).__name__ for item in items if isinstance(item, kinds)]
+        found = list(_inside(obj)) if isinstance(obj, (dict, list, tuple, set)) else []
         if found:
             raise PrepareError(
                 f"prepare takes each object as a separate argument, not a {type(obj).__name__} of them "
-                f"({', '.join(found)}): prepare(*objects)"
+                f"({', '.join(type(item).__name__ for item in found)}): prepare(*objects)"
             )
+        if isinstance(obj, type) and issubclass(obj, _PREPARABLE):
+            raise PrepareError(f"prepare takes objects, not their class: prepare({obj.__name__}(...))")
+        if isinstance(obj, Iterator) and not isinstance(obj, _PREPARABLE):
+            raise PrepareError(
+                f"prepare takes each object as a separate argument, and a {type(obj).__name__} is not one: "
+                "prepare(*objects) for an iterator of objects"
+            )
+
+
+_PREPARABLE = (
+    torch.nn.Module,
+    torch.optim.Optimizer,
+    torch.utils.data.DataLoader,
+    LRScheduler,
+    AcceleratedScheduler,
+)
+
+
+def _inside(container: Any) -> Iterator[Any]:
+    """What `prepare` takes in a container, and in containers in it."""
+    for item in container.values() if isinstance(container, dict) else container:
+        if isinstance(item, _PREPARABLE):
+            yield item
+        elif isinstance(item, (dict, list, tuple, set)):
+            yield from _inside(item)

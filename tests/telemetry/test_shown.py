@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from accelerate.core.errors import ConfigurationError
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.telemetry.progress import tqdm
-from accelerate.utils import ProjectConfiguration
+from accelerate.utils import FullyShardedDataParallelPlugin, ProjectConfiguration
 
 
 @pytest.fixture(autouse=True)
@@ -64,13 +64,43 @@ def test_checkpoints_are_told_in_one_line(ranks, tmp_path):
         assert report == f"<LoadReport of {saved}: epoch 0, step 0, saved by 2 processes>"
 
 
+def show_at_the_end(folder, sharded):
+    import logging
+
+    logging.getLogger().handlers.clear()
+    plugin = {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap")}
+    accelerator, model, optimizer, loader = make_run(**plugin if sharded else {})
+    stepped = []
+    for (inputs,) in loader:
+        accelerator.backward(model(inputs).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        stepped.append("before the first step" in str(accelerator.explain()))
+    accelerator.save_model(model, folder)
+    accelerator.end_training()
+    return stepped, str(accelerator.explain()), repr(accelerator)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_what_is_shown_after_end_training(ranks, sharded, tmp_path):
+    case = ranks(2)
+    for rank, (stepped, report, accelerator) in enumerate(case.run(show_at_the_end, str(tmp_path), sharded)):
+        # The state of SGD stays empty.
+        assert stepped == [False, False]
+        assert "model: Linear\n" in report and report.count("the process group has ended") == 2
+        assert accelerator.startswith(f"<Accelerator: rank {rank} of 2, ")
+    saved = f"accelerate: saved the weights of Linear in {tmp_path}\n"
+    assert [saved in out.stderr for out in case.outputs] == [True, False]
+
+
 def test_a_report_is_shown_once(capsys, monkeypatch):
     accelerator, *_ = make_run(gradient_accumulation_steps=2)
     report = accelerator.explain()
     assert capsys.readouterr().out == f"{report}\n" and "\n" not in repr(report)
     assert report.__rich__().plain == str(report)
     shown = []
-    shell = type("ZMQInteractiveShell", (), {})
+    # As in hosted notebooks, whose shells derive from Jupyter's.
+    shell = type("Shell", (type("ZMQInteractiveShell", (), {}),), {})
     display = types.SimpleNamespace(HTML=str, display=shown.append)
     monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=shell, display=display))
     monkeypatch.setitem(sys.modules, "IPython.display", display)

@@ -95,17 +95,17 @@ def _outline(data: object) -> str:
     return f"{type(data).__qualname__}({', '.join(name + ': ' + _outline(value) for name, value in children)})"
 
 
-def user_frame() -> FrameType:
-    """The innermost frame outside this package and torch."""
-    frame = sys._getframe(1)
+def user_frame(frame: FrameType | None = None) -> FrameType:
+    """The innermost frame outside this package and torch, in the stack of `frame` (by default, of the caller)."""
+    frame = sys._getframe(1) if frame is None else frame
     while (outer := frame.f_back) is not None and frame.f_globals.get("__name__", "").startswith(_PACKAGES):
         frame = outer
     return frame
 
 
-def user_line() -> str:
-    """The place outside this package and torch that called into them."""
-    frame = user_frame()
+def user_line(frame: FrameType | None = None) -> str:
+    """The place outside this package and torch that called into them, in the stack of `frame`."""
+    frame = user_frame(frame)
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 

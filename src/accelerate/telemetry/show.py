@@ -32,4 +32,7 @@ def show_report(report: Showable) -> None:
 
 def _is_notebook() -> bool:
     found = sys.modules.get("IPython")
-    return found is not None and type(found.get_ipython()).__name__ == "ZMQInteractiveShell"
+    # Hosted notebooks derive shells of their own from Jupyter's.
+    return found is not None and any(
+        kind.__name__ == "ZMQInteractiveShell" for kind in type(found.get_ipython()).__mro__
+    )

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ..runtime.calls import user_line
 from ..state import PartialState
 from .background import END_LIMIT, BackgroundLog, NotCopiedError, log_later, snapshot
 from .base import ClientTracker, GeneralTracker, checked, logger
@@ -126,7 +127,8 @@ class TrackerGroup:
         if not self.trackers and self.log_with and not self._warned and PartialState().is_main_process:
             self._warned = True
             logger.warning(
-                "accelerator.log was called before accelerator.init_trackers(project_name): the values are not logged"
+                f"{user_line()}: accelerator.log was called before accelerator.init_trackers(project_name): the "
+                "values are not logged"
             )
         if self._background is not None:
             self._log_later(self._background, values, step, log_kwargs or {})

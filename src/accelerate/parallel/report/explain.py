@@ -17,6 +17,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from ...core.modules import class_name
+from ...state import PartialState
 from ..base import Strategy
 from ..prepared import CommunicationVolume, PreparedModel
 from . import memory
@@ -24,6 +26,7 @@ from .communication import shard_groups
 
 _OFTEN_NONE = (memory.BUFFERS, memory.MASTER_WEIGHTS)
 _KINDS = (memory.PARAMETERS, memory.BUFFERS, memory.GRADIENTS, memory.MASTER_WEIGHTS, memory.STATE, memory.BUCKETS)
+_ENDED = "the process group has ended"
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -102,6 +105,7 @@ def explain(
     steps: int,
     usage: Sequence[dict[str, int]] | None = None,
     sync_each_batch: bool = False,
+    has_stepped: bool = False,
 ) -> Report:
     """The report of a run.
 
@@ -113,20 +117,21 @@ def explain(
         steps: the backwards of an accumulation window.
         usage: what `memory_usage` gave on each rank; None: on this one only.
         sync_each_batch: gradients are averaged in each backward.
+        has_stepped: the optimizers have made a step, so that the size of their state is known.
     """
     sections = {"run": [*requested, *_layout(strategy)]}
     for number, prepared in enumerate(models):
         model, inner = prepared.module, prepared.inner
         # FSDP1 stays around the model, FSDP2 changes its class.
         plain = inner.module if type(inner).__name__ == "FullyShardedDataParallel" else inner
-        kind = type(plain).__name__.removeprefix("FSDP")
+        kind = class_name(plain)
         title = f"model {number}: {kind}" if len(models) > 1 else f"model: {kind}"
         sections[title] = [*_modules(model), *_parameters(inner), *_dtypes(prepared)]
         sent = _volume(strategy, prepared, steps, sync_each_batch)
         sections[f"messages of {title}, of this rank in an optimizer step"] = sent
     place = ["this rank"] if usage is None else [f"rank {rank}" for rank in range(len(usage))]
     usage = usage or [memory_usage(models, optimizers, steps > 1 and not sync_each_batch)]
-    sections["memory"] = [Row(name, _memory(found)) for name, found in zip(place, usage, strict=True)]
+    sections["memory"] = [Row(name, _memory(found, has_stepped)) for name, found in zip(place, usage, strict=True)]
     return Report(sections)
 
 
@@ -145,13 +150,13 @@ def memory_usage(
     return {kind: found[kind] for kind in _KINDS}
 
 
-def _memory(found: dict[str, int]) -> str:
+def _memory(found: dict[str, int], has_stepped: bool) -> str:
     inside = {name: count for name, count in found.items() if name != memory.BUCKETS}
     text = ", ".join(f"{name} {size_of(count)}" for name, count in inside.items() if count or name not in _OFTEN_NONE)
     text += f": {size_of(sum(inside.values()))}"
     if found[memory.BUCKETS]:
         text += f", and buckets of messages {size_of(found[memory.BUCKETS])}"
-    return text + ("" if found[memory.STATE] else " (before the first step)")
+    return text + ("" if found[memory.STATE] or has_stepped else " (before the first step)")
 
 
 def size_of(count: float) -> str:
@@ -163,8 +168,8 @@ def size_of(count: float) -> str:
 
 
 def _layout(strategy: Strategy) -> list[Row]:
-    index, count = strategy.data_shard
-    rows = [Row("strategy", strategy.name), Row("data", f"shard {index} of {count}")]
+    data = _ENDED if _has_ended() else "shard {} of {}".format(*strategy.data_shard)
+    rows = [Row("strategy", strategy.name), Row("data", data)]
     for transform in strategy.transforms:
         if callable(describe := getattr(transform, "describe", None)):
             rows.append(Row(_snake_case(type(transform).__name__), describe()))
@@ -173,6 +178,11 @@ def _layout(strategy: Strategy) -> list[Row]:
         sizes = zip(mesh.mesh_dim_names, mesh.shape, mesh.get_coordinate() or (), strict=False)
         rows.append(Row("mesh", " x ".join(f"{name}={size} (here {at})" for name, size, at in sizes)))
     return rows
+
+
+def _has_ended() -> bool:
+    """Whether the processes of the run do not communicate any more, as after `end_training`."""
+    return PartialState().use_distributed and not dist.is_initialized()
 
 
 def _snake_case(name: str) -> str:
@@ -260,6 +270,8 @@ def _counted(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def _volume(strategy: Strategy, prepared: PreparedModel, steps: int, sync_each_batch: bool) -> list[Row]:
+    if _has_ended():
+        return [Row("none", _ENDED)]
     times = steps if sync_each_batch else 1
     found = prepared.communication_volume(steps // times)
     if not dist.is_initialized() or dist.get_world_size() == 1:
