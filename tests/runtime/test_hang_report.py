@@ -6,7 +6,7 @@ import threading
 import torch
 
 from accelerate.runtime.calls import Call, ranks_in_words
-from accelerate.runtime.hang_report import IDLE, MOVES, WAITS, explain
+from accelerate.runtime.hang_report import HAS_ENDED, IDLE, MOVES, WAITS, explain
 from accelerate.runtime.ledger import SIZE, CollectiveLedger, in_words
 from accelerate.runtime.place import place_of
 
@@ -60,7 +60,7 @@ def test_ranks_that_are_not_in_a_collective():
         "The run waits: rank 0 is still computing in `accelerator.save_state` (train.py:70); ranks 1-3 have waited "
         "12 s in `accelerator.wait_for_everyone` (train.py:71)."
     )
-    text = explain({0: backward()}, 3, ended={1})
+    text = explain({0: backward()}, 3, {1: HAS_ENDED})
     assert "stands still: rank 1 has ended; rank 2 does not answer; rank 0 has waited 12 s" in text
     assert explain({0: saves, 1: status(IDLE)}, 2) is None
     loads = status(IDLE, "the data loader", "train.py:20")

@@ -25,6 +25,10 @@ READY = "ready"  # this rank has read the marks that it needs: whoever hosts the
 WAITING = "waiting"  # in a collective that does not end: {"operation", "at", "total"}
 
 
+# The kinds of marks that this process has left.
+_published: set[str] = set()
+
+
 class _Store:
     """The store whose connection is lost, if any: torch logs the frames of each further call that fails."""
 
@@ -53,8 +57,14 @@ class _Reading:
     left: str | None = None
 
 
+def has_published(kind: str) -> bool:
+    """Whether this process has left a mark of a kind, and not withdrawn it."""
+    return kind in _published
+
+
 def publish(kind: str, value: object) -> None:
     """Leave this rank's mark of a kind. Nothing happens where there is no group, or its store is gone."""
+    _published.add(kind)
     try:
         _store().set(f"accelerate/{kind}/{dist.get_rank()}", json.dumps(value))
     except (RuntimeError, ValueError) as error:
@@ -63,6 +73,7 @@ def publish(kind: str, value: object) -> None:
 
 def withdraw(kind: str) -> None:
     """Remove this rank's mark."""
+    _published.discard(kind)
     try:
         _store().delete_key(f"accelerate/{kind}/{dist.get_rank()}")
     except (RuntimeError, ValueError) as error:
@@ -98,11 +109,11 @@ def is_stopped(mark: Any) -> bool:
     return mark is not None and mark[0] == machine_identity() and system.is_stopped(mark[1])
 
 
-def read(kind: str, ranks: Iterable[int]) -> dict[int, Any] | None:
-    """The marks of a kind that `ranks` have left; None where the store is gone."""
+def read(kind: str, ranks: Iterable[int], store: Any = None) -> dict[int, Any] | None:
+    """The marks of a kind that `ranks` have left; None where the store is gone. `store`: another connection to it."""
     found = {}
     try:
-        store = _store()
+        store = store or _store()
         for rank in ranks:
             key = f"accelerate/{kind}/{rank}"
             if store.check([key]):

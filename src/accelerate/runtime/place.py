@@ -15,12 +15,14 @@ _PACKAGE_FOLDERS = ("site-packages", "dist-packages")
 _LIBRARIES = (__name__.partition(".")[0] + ".", "torch.")
 # It waits for other ranks in a loop that looks into the store.
 _WAITS = "accelerate.runtime.agreement"
-LOADER, DEBUGGER = "the data loader", "the debugger"
+# The module that logs its calls has wrappers only.
+_DISTRIBUTED = "torch.distributed.distributed_c10d"
+_WAITS_FOR_WORKERS = "_MultiProcessingDataLoaderIter._try_get_data"
+LOADER, WORKERS, DEBUGGER = "the data loader", "a worker process of the data loader", "the debugger"
 # Module of a frame -> what is done in it and in what it calls.
 _ACTIVITIES = {
     "torch.nn.modules.module": "forward",
     "torch.autograd": "backward",
-    "torch.optim": "`optimizer.step`",
     "torch.utils.data": LOADER,
     "accelerate.data_loader": LOADER,
 }
@@ -38,6 +40,7 @@ class StackPlace(NamedTuple):
         within: for what the line is executed, as "forward" in a model's code, or the user's function.
         mark: something that has changed if the thread has moved, mostly.
         waits: whether it waits for other ranks to agree on something.
+        is_distributed: whether it is in a function of torch.distributed.
     """
 
     at: str
@@ -45,6 +48,7 @@ class StackPlace(NamedTuple):
     within: str
     mark: int
     waits: bool
+    is_distributed: bool
 
 
 def place_of(thread: int) -> StackPlace | None:
@@ -63,13 +67,16 @@ def place_of(thread: int) -> StackPlace | None:
             mark = hash((mark, id(frame), frame.f_lasti))
         frames.append(frame)
         frame = frame.f_back
-    index = next((at for at, frame in enumerate(frames) if _is_users(frame)), len(frames) - 1)
+    index = next((at for at, frame in enumerate(frames) if is_users(frame)), len(frames) - 1)
     own = frames[index]
     at = f"{own.f_code.co_filename}:{own.f_lineno}"
-    return StackPlace(at, _calls(frames[:index]), _within(frames[index:]), mark, waits)
+    calls = _calls(frames[:index])
+    is_distributed = any(_module(frame) == _DISTRIBUTED for frame in frames[:index])
+    return StackPlace(at, calls, _within(frames[index:]), mark, waits, is_distributed)
 
 
-def _is_users(frame: FrameType) -> bool:
+def is_users(frame: FrameType) -> bool:
+    """Whether a frame executes the user's code, and not that of an installed package or of Python."""
     path = frame.f_code.co_filename
     if path.startswith(("<frozen", *_INSTALLED)) or _module(frame).startswith(_LIBRARIES):
         return False
@@ -84,6 +91,8 @@ def _calls(frames: list[FrameType]) -> str:
     """What the user's line calls: the outermost of these frames that has a name for users."""
     if any(_module(frame) in ("bdb", "pdb") for frame in frames):
         return DEBUGGER
+    if any(frame.f_code.co_qualname == _WAITS_FOR_WORKERS for frame in frames):
+        return WORKERS
     names = (_activity(frame) or _method(frame) or _function(frame) for frame in reversed(frames))
     return next(filter(None, names), "")
 
@@ -98,6 +107,8 @@ def _within(frames: list[FrameType]) -> str:
 
 def _activity(frame: FrameType) -> str | None:
     module = _module(frame)
+    if module.startswith("torch.optim."):
+        return "`optimizer.step`" if frame.f_code.co_name == "step" else None
     return next((_ACTIVITIES[name] for name in _ACTIVITIES if module == name or module.startswith(name + ".")), None)
 
 
@@ -116,5 +127,4 @@ def _function(frame: FrameType) -> str | None:
         return None
     if module.startswith("accelerate.collectives."):
         return f"`{name}`"
-    # The module that logs its calls has wrappers only.
-    return f"`torch.distributed.{name}`" if module == "torch.distributed.distributed_c10d" else None
+    return f"`torch.distributed.{name}`" if module == _DISTRIBUTED else None
