@@ -235,7 +235,7 @@ def _outcome(rank: Rank, first: Rank, output: str) -> str:
     if not message:
         return f"ended with exit code {rank.exit_code}"
     if tracebacks.blame(_last_output(rank), rank.rank) == LOST:
-        return "lost the connection to another rank"
+        return tracebacks.loss_of(message)
     if tracebacks.fingerprint(message) == tracebacks.fingerprint(tracebacks.message_of(output, first.rank)):
         return "failed with the same error"
     return tracebacks.first_line(message)

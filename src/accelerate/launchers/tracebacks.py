@@ -113,6 +113,12 @@ def is_lost_connection(message: str) -> bool:
     return re.search(_LOST, message) is not None and re.match(_FOREIGN, message) is None
 
 
+def loss_of(message: str) -> str:
+    """That a rank has lost the connection to another, and where, as far as its message has it."""
+    where = re.search(r"connection to another rank failed in (.+?) \(at ([^,)]+)", message)
+    return "lost the connection to another rank" + (f" in {where[1]} ({where[2]})" if where else "")
+
+
 def blame(text: str, rank: int) -> int:
     """How much a rank's last output points to another rank: OWN (not at all), UNCLEAR, or LOST (its connection)."""
     messages = chain(text, rank)

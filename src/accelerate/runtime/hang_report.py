@@ -116,7 +116,9 @@ def _waiting(status: Status) -> str:
     """The collective in which a rank waits, and the user's line."""
     calls, call, pending = status["calls"], status["call"], status["pending"]
     if call and call["inside"]:
-        operation = f"`{call['operation']}`" if call["operation"].isidentifier() else call["operation"]
+        operation = f"`{call['operation']}`"
+        if not call["operation"].isidentifier():
+            return f"{call['operation']} ({status['at']})"
     elif pending:
         operation = pending[0]["operation"]
     else:

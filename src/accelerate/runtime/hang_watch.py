@@ -48,8 +48,9 @@ STOP = 2.0
 BEFORE = 3
 # Shares of the time on a CPU or waiting for one: below the first a thread does nothing, above the second it computes.
 QUIET, BUSY = 0.05, 0.3
-# Wake-ups a second of a thread that sleeps in a loop. A data loader that waits for its workers has 0.2.
-WAKES = 0.3
+# A thread sleeps in a loop if it has been woken up between so many looks, and this share of them. One that waits for
+# the workers of a data loader wakes up every 5 seconds.
+WOKEN, OFTEN = 3, 0.25
 # The number of a request by which the process that hosts the store announces that it leaves.
 CLOSING = 1 << 40
 
@@ -142,6 +143,8 @@ class HangWatch:
         self._schedule = f"/proc/self/task/{threading.get_native_id()}/schedstat"
         self._begin = self._last_work = self._work()
         self._share = self._process_share = 0.0
+        # Looks since the last progress, and those of them before which the thread was woken up.
+        self._looks = self._woken = 0
         self._due = limit
         self._newest: Any = None
         # The keys under which this rank has left its collectives for comparison; None before it has.
@@ -191,6 +194,8 @@ class HangWatch:
         seconds = max(now - self._last, 1e-3)
         self._share = (work.thread - self._last_work.thread) / seconds
         self._process_share = (work.process - self._last_work.process) / seconds
+        self._looks += 1
+        self._woken += work.wakes > self._last_work.wakes
         self._last, self._last_work = now, work
         if self._over:
             self._note_recovery()
@@ -226,6 +231,7 @@ class HangWatch:
             self._store.delete_key(key)
         self._since, self._begin, self._newest, self._due = now, self._last_work, None, self.limit
         self._compared = None
+        self._looks = self._woken = 0
 
     def _note_recovery(self) -> None:
         seconds, self._over = self._over, 0.0
@@ -262,7 +268,7 @@ class HangWatch:
             # Torch's collectives are new ones: the looks have met the same line of a loop.
             self._progress(self._last)
             return
-        waits = self._place is not None and self._place.waits
+        waits = self._place is not None and (self._place.waits or self._place.is_distributed)
         quiet = (self._last_work.thread - self._begin.thread) / stood < QUIET
         if inside or waits or quiet or _is_stuck(calls, stood / 2):
             self._report()
@@ -379,7 +385,7 @@ class HangWatch:
         agrees = place is not None and (place.waits or (place.is_distributed and not moved))
         # A wait for NCCL may keep a core busy.
         stuck = _is_stuck(waiting, 2 * self.interval) and (self._share < BUSY or self._on_device)
-        state = WAITS if inside or agrees or (stuck and not moved) else self._activity(now, moved)
+        state = WAITS if inside or agrees or (stuck and not moved) else self._activity(moved)
         status: Status = {
             "state": state,
             "at": "no line: its main thread has ended" if place is None else place.at,
@@ -401,13 +407,13 @@ class HangWatch:
             }
         return status
 
-    def _activity(self, now: float, moved: bool) -> str:
+    def _activity(self, moved: bool) -> str:
         """What the watched thread does outside of collectives."""
         if moved or self._share > BUSY:
             return MOVES
         if self._process_share > BUSY:
             return THREADS
-        return ACTIVE if (self._last_work.wakes - self._begin.wakes) / (now - self._since) > WAKES else IDLE
+        return ACTIVE if self._woken >= max(WOKEN, OFTEN * self._looks) else IDLE
 
 
 def _is_stuck(calls: list[Recorded], seconds: float) -> bool:

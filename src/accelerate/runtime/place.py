@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+import dis
+import functools
 import os
 import sys
 import sysconfig
-from types import FrameType
+from types import CodeType, FrameType
 from typing import NamedTuple
+
+import torch.distributed as dist
 
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 # Packages of another environment, which this one uses too: that of the system, of the user, or a parent environment.
@@ -40,7 +44,7 @@ class StackPlace(NamedTuple):
         within: for what the line is executed, as "forward" in a model's code, or the user's function.
         mark: something that has changed if the thread has moved, mostly.
         waits: whether it waits for other ranks to agree on something.
-        is_distributed: whether it is in a function of torch.distributed.
+        is_distributed: whether it is in a function of torch.distributed, or waits for what one has begun.
     """
 
     at: str
@@ -71,7 +75,7 @@ def place_of(thread: int) -> StackPlace | None:
     own = frames[index]
     at = f"{own.f_code.co_filename}:{own.f_lineno}"
     calls = _calls(frames[:index])
-    is_distributed = any(_module(frame) == _DISTRIBUTED for frame in frames[:index])
+    is_distributed = any(_module(frame) == _DISTRIBUTED for frame in frames[:index]) or _waits_for_work(innermost)
     return StackPlace(at, calls, _within(frames[index:]), mark, waits, is_distributed)
 
 
@@ -85,6 +89,31 @@ def is_users(frame: FrameType) -> bool:
 
 def _module(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", ""))
+
+
+def _waits_for_work(frame: FrameType) -> bool:
+    """Whether a frame waits for a collective or a message, in `work.wait()`, which has no frame of its own."""
+    if not dist.is_available():
+        return False
+    waits, name = _wait_of(frame.f_code, frame.f_lasti)
+    return waits if name is None else isinstance(frame.f_locals.get(name, frame.f_globals.get(name)), dist.Work)
+
+
+@functools.lru_cache(maxsize=64)
+def _wait_of(code: CodeType, position: int) -> tuple[bool, str | None]:
+    """Whether the call at a position of the code may be that of a work's `wait`, and the variable with the work.
+
+    No name is known of what a function or an index has returned.
+    """
+    before = [one for one in dis.get_instructions(code) if one.offset <= position and one.opname not in ("CACHE", "NOP")]
+    at = next((at for at in range(len(before) - 1, max(0, len(before) - 6), -1) if before[at].argval == "wait"), None)
+    if at is None or not before[at].opname.startswith(("LOAD_METHOD", "LOAD_ATTR")):
+        return False, None
+    owner = before[at - 1]
+    if owner.opname.startswith(("LOAD_FAST", "LOAD_NAME", "LOAD_GLOBAL", "LOAD_DEREF")):
+        # Two variables that are loaded at once are a tuple.
+        return True, owner.argval if isinstance(owner.argval, str) else owner.argval[-1]
+    return owner.opname.startswith(("CALL", "BINARY_SUBSCR", "BINARY_OP")), None
 
 
 def _calls(frames: list[FrameType]) -> str:
