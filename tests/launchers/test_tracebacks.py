@@ -134,3 +134,11 @@ def test_the_summary_has_the_whole_cause_and_one_line_for_the_others():
           host h, pid 77, exit code 1, log l.log
           other ranks: ranks 0, 3: stopped by the launcher; ranks 2, 4 to 7: lost the connection to another rank"""
     )
+
+
+def test_where_a_rank_has_lost_the_connection():
+    lost = "lost the connection to another rank"
+    head = "rank 0: the connection to another rank failed in `accelerator.backward` (at /a b/train.py:91"
+    for end in (").", ", in batch 4 of epoch 0).\n  - rank 1 failed"):
+        assert tracebacks.loss_of(head + end) == f"{lost} in `accelerator.backward` (/a b/train.py:91)"
+    assert tracebacks.loss_of("RuntimeError: Connection closed by peer") == lost
