@@ -320,7 +320,7 @@ class HangWatch:
         reports = int(self._store.add("accelerate/hang_reports", 0))
         if reports > self._reports:
             self._reports = reports
-            self._due = max(self.limit, 2 * stood)
+            self._due = 2 * max(stood, self.limit)
 
     def _report(self) -> None:
         """Ask all ranks, and print what follows, unless another rank does."""
@@ -337,7 +337,7 @@ class HangWatch:
         if self._ended.is_set() or self._moves() or self._since != since:
             return
         stood = time.monotonic() - since
-        self._due = max(self.limit, 2 * stood)
+        self._due = 2 * max(stood, self.limit)
         text = explain(found, self.world, self._absence(found))
         if text is None:
             return
