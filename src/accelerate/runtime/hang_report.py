@@ -12,9 +12,9 @@ from .place import DEBUGGER, LOADER, WORKERS
 
 # Where a rank is, as plain JSON data; `HangWatch.status` describes the fields.
 Status = dict[str, Any]
-# What a rank does: it waits for others; it computes; it sleeps, and wakes up often; only its other threads compute;
-# it does nothing.
-WAITS, MOVES, ACTIVE, THREADS, IDLE = "waits", "moves", "active", "threads", "idle"
+# What a rank does: it waits for others; it computes; it reads or writes files; it sleeps, and wakes up often; only its
+# other threads compute; it does nothing.
+WAITS, MOVES, FILES, ACTIVE, THREADS, IDLE = "waits", "moves", "files", "active", "threads", "idle"
 HAS_ENDED = "has ended"
 
 SAME_CALLS = (
@@ -140,6 +140,8 @@ def _elsewhere(status: Status) -> str:
     place = f"in {does} ({at})" if does else f"at {at}"
     if state == MOVES:
         return f"still computing {place if does else f'({at})'}"
+    if state == FILES:
+        return f"still reading or writing files {place}"
     if state == ACTIVE:
         return f"still active {place}, and mostly asleep"
     return f"{place}, and {'only its other threads compute' if state == THREADS else 'does not compute'}"

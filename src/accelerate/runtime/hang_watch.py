@@ -23,7 +23,7 @@ import torch.distributed as dist
 from ..core import env
 from . import hang_files, marks
 from .agreement import default_connection
-from .hang_report import ACTIVE, HAS_ENDED, IDLE, MOVES, THREADS, WAITS, Status, explain
+from .hang_report import ACTIVE, FILES, HAS_ENDED, IDLE, MOVES, THREADS, WAITS, Status, explain
 from .ledger import LEDGER, in_words
 from .pending import KEPT, Recorded, compared, newest, recorded
 from .place import StackPlace, place_of
@@ -51,6 +51,8 @@ QUIET, BUSY = 0.05, 0.3
 # A thread sleeps in a loop if it has been woken up between so many looks, and this share of them. One that waits for
 # the workers of a data loader wakes up every 5 seconds.
 WOKEN, OFTEN = 3, 0.25
+# Bytes a second of a process that reads or writes files.
+TRANSFERS = 1 << 20
 # The number of a request by which the process that hosts the store announces that it leaves.
 CLOSING = 1 << 40
 
@@ -65,11 +67,13 @@ class Work(NamedTuple):
         thread: seconds in which the thread was on a CPU, or ready while another had the core.
         process: seconds in which any thread of the process was on a CPU.
         wakes: how often the thread was given a CPU.
+        bytes: that the process has read from and written to files.
     """
 
     thread: float
     process: float
     wakes: int
+    bytes: int
 
 
 class _Watch:
@@ -142,7 +146,7 @@ class HangWatch:
         self._since = self._last = time.monotonic()
         self._schedule = f"/proc/self/task/{threading.get_native_id()}/schedstat"
         self._begin = self._last_work = self._work()
-        self._share = self._process_share = 0.0
+        self._share = self._process_share = self._rate = 0.0
         # Looks since the last progress, and those of them before which the thread was woken up.
         self._looks = self._woken = 0
         self._due = limit
@@ -163,6 +167,9 @@ class HangWatch:
         # A process that was forked does not have it.
         if self._thread.is_alive():
             self._thread.join(STOP)
+            if self._told or self._over:
+                self._over = self._over or time.monotonic() - self._since
+                self._note_recovery()
 
     def _run(self) -> None:
         begin = time.monotonic()
@@ -183,8 +190,8 @@ class HangWatch:
             with open(self._schedule, "rb") as file:
                 ran, waited, wakes = map(int, file.read().split())
         except (OSError, ValueError):
-            return Work(process, process, 0)
-        return Work((ran + waited) / 1e9, process, wakes)
+            return Work(process, process, 0, 0)
+        return Work((ran + waited) / 1e9, process, wakes, _transferred())
 
     def _look(self) -> None:
         if self._store is None:
@@ -192,6 +199,7 @@ class HangWatch:
             self._store = default_connection().store
         now, work = time.monotonic(), self._work()
         seconds = max(now - self._last, 1e-3)
+        self._rate = (work.bytes - self._last_work.bytes) / seconds
         self._share = (work.thread - self._last_work.thread) / seconds
         self._process_share = (work.process - self._last_work.process) / seconds
         self._looks += 1
@@ -234,7 +242,7 @@ class HangWatch:
         self._looks = self._woken = 0
 
     def _note_recovery(self) -> None:
-        seconds, self._over = self._over, 0.0
+        seconds, self._over, self._told = self._over, 0.0, 0.0
         if not marks.has_published(marks.WAITING) and not marks.has_published(marks.FAILED):
             logger.warning("The run continues after %.0f s.", seconds)
 
@@ -368,7 +376,7 @@ class HangWatch:
     def status(self) -> Status:
         """Where this process is, in plain JSON data.
 
-        state: WAITS in a collective or an agreement, MOVES, ACTIVE, THREADS, or IDLE. at, calls, within: as in
+        state: WAITS in a collective or an agreement, MOVES, FILES, ACTIVE, THREADS, or IDLE. at, calls, within: as in
         `StackPlace`.
         seconds: since the last progress. call, before: the last collective of this package, and those before it.
         pending, recent, last: torch's collectives, and the number of the last one in each group.
@@ -411,9 +419,20 @@ class HangWatch:
         """What the watched thread does outside of collectives."""
         if moved or self._share > BUSY:
             return MOVES
+        if self._rate > TRANSFERS:
+            return FILES
         if self._process_share > BUSY:
             return THREADS
         return ACTIVE if self._woken >= max(WOKEN, OFTEN * self._looks) else IDLE
+
+
+def _transferred() -> int:
+    """Bytes that this process has read from and written to files (Linux)."""
+    try:
+        with open("/proc/self/io", "rb") as file:
+            return sum(int(line.split()[1]) for line in file if line.startswith((b"rchar", b"wchar")))
+    except (OSError, ValueError):
+        return 0
 
 
 def _is_stuck(calls: list[Recorded], seconds: float) -> bool:
