@@ -118,7 +118,7 @@ def test_a_prefixed_last_line_is_completed(console):
 
 def test_a_progress_bar_stays_before_what_is_printed_after_it(console):
     """Its last state has no line end; it is on the other stream."""
-    (bar, write_bar, read_bar), (output, write_output, read_output) = console(), console()
+    (bar, write_bar, read_bar), (output, write_output, _) = console(), console()
     bar.other, output.other = output, bar
     assert write_bar(b"\rbar 9") == b"\r"
     assert (write_output(b"\nend\n"), read_bar()) == (b"\nend\n", b"bar 9")

@@ -98,6 +98,7 @@ def test_what_ranks_do_outside_of_collectives():
 
 def test_what_the_ranks_of_a_group_compare():
     """The last collectives up to the oldest that has not ended, with data where it must be the same."""
+
     def begun(number, operation, pending=False, group="0/pg", p2p=False):
         return Recorded(group, number, operation, f"float32 [{number}]", 1.0, pending, p2p)
 

@@ -283,7 +283,8 @@ def cause_of(code: int, output: str, rank: int | None = None, oom_kills: int = 0
             return f"killed by {name}: out of memory (recorded by the kernel for this control group)"
         return f"killed by {name}: by the kernel when memory runs out, by a job scheduler, or by hand (see dmesg)"
     meaning = next((words for known, words in _SIGNAL_WORDS.items() if known == number), None)
-    return f"killed by {name}" + (f": {meaning}" if meaning else "")
+    place = tracebacks.crash_place(output)
+    return f"killed by {name}" + (f": {meaning}" if meaning else "") + (f" (at {place})" if place else "")
 
 
 def _remark(output: str) -> str:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 HEADER = "Traceback (most recent call last):"
@@ -30,6 +31,10 @@ _FOREIGN = (
     r"(requests|urllib3?|http|httpx|httpcore|aiohttp|botocore|huggingface_hub|wandb|multiprocessing)\."
 )
 _RANKS = r"\b(?:rank|Process) (\d+)\b|\branks (\d+(?:, \d+)*(?: and \d+)?)"
+
+# Paths of installed packages, and of Python's own modules.
+_INSTALLED = r"[/\\](site-packages|dist-packages|lib[/\\]python3\.\d+)[/\\]"
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 OWN, UNCLEAR, LOST = 0, 1, 2
 
@@ -138,6 +143,22 @@ def blame(text: str, rank: int) -> int:
 def named_ranks(message: str) -> set[int]:
     """The ranks that a message mentions."""
     return {int(number) for found in re.finditer(_RANKS, message) for number in re.findall(r"\d+", found.group())}
+
+
+def crash_place(text: str) -> str:
+    """The user's line at which native code ended a process, from the stacks that Python's faulthandler has written."""
+    _, found, stacks = text.rpartition("Fatal Python error: ")
+    if not found:
+        return ""
+    threads = re.split(r"^.*\(most recent call first\):$", stacks, flags=re.MULTILINE)[1:]
+    current = next((at for at, line in enumerate(re.findall(r"^.*\(most recent call first\):$", stacks, re.MULTILINE))
+                    if "Current thread" in line), None)  # fmt: skip
+    # That of the error; the main thread is the last one.
+    for stack in (*([] if current is None else [threads[current]]), *threads[-1:]):
+        for path, line in re.findall(r'^.*?File "(.+?)", line (\d+) in', stack, re.MULTILINE):
+            if not path.startswith(("<frozen", _PACKAGE)) and not re.search(_INSTALLED, path):
+                return f"{path}:{line}"
+    return ""
 
 
 def fingerprint(text: str) -> str:

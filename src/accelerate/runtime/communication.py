@@ -175,6 +175,7 @@ def _is_uneven(found: dict[str, dict[int, Any]]) -> bool:
         return True
     totals = {rank: mark["total"] for rank, mark in found[marks.READ].items()}
     # A rank that is amid its loader, in another call, is a batch ahead or behind because of that.
-    totals |= {rank: mark["total"] for rank, mark in found[marks.WAITING].items() if not mark["place"] or rank in totals}
+    waiting = found[marks.WAITING].items()
+    totals |= {rank: mark["total"] for rank, mark in waiting if not mark["place"] or rank in totals}
     stopped = [rank for rank in left if rank not in totals]
     return any(total != own for total in totals.values()) or bool(stopped and own)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import faulthandler
 import gc
 import importlib
 import sys
@@ -219,6 +220,11 @@ def _arm() -> None:
     _Exit.previous_hook = sys.excepthook
     sys.excepthook = _note_failure
     atexit.register(leave)
+    # A process that native code ends, as gloo does for data of another size, writes where it was.
+    if not faulthandler.is_enabled():
+        # A notebook's standard error is no file.
+        with contextlib.suppress(AttributeError, OSError, ValueError, RuntimeError):
+            faulthandler.enable()
 
 
 def _note_failure(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

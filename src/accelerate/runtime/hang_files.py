@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder of a run that stands still: a file for each rank with its last collectives and the stacks of its threads."""
+"""The folder of a run that stands still: a file for each rank with its last collectives and its threads' stacks."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ def _lines(rank: int, watched: int) -> list[str]:
     for call in recorded()[-KEPT:]:
         ends = "not ended" if call.is_pending else "ended"
         kind = "message " if call.is_p2p else ""
-        lines.append(f"  {call.group}  {kind}{call.number}  {call.operation} {call.data}  {call.age:.1f} s ago, {ends}")
+        what = f"{kind}{call.number}  {call.operation} {call.data}"
+        lines.append(f"  {call.group}  {what}  {call.age:.1f} s ago, {ends}")
     frames = sys._current_frames()
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     for ident in sorted(frames, key=lambda ident: ident != watched):

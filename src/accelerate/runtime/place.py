@@ -105,7 +105,8 @@ def _wait_of(code: CodeType, position: int) -> tuple[bool, str | None]:
 
     No name is known of what a function or an index has returned.
     """
-    before = [one for one in dis.get_instructions(code) if one.offset <= position and one.opname not in ("CACHE", "NOP")]
+    begun = (one for one in dis.get_instructions(code) if one.offset <= position)
+    before = [one for one in begun if one.opname not in ("CACHE", "NOP")]
     at = next((at for at in range(len(before) - 1, max(0, len(before) - 6), -1) if before[at].argval == "wait"), None)
     if at is None or not before[at].opname.startswith(("LOAD_METHOD", "LOAD_ATTR")):
         return False, None
