@@ -17,7 +17,7 @@ from rank_pool import on_ranks
 from ranks import run_ranks
 
 from accelerate import Accelerator
-from accelerate.runtime import hang_watch
+from accelerate.runtime import communication, hang_watch
 from accelerate.utils import InitProcessGroupKwargs
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "debugging"
@@ -87,6 +87,8 @@ def test_a_mismatch_is_explained_and_ends_by_the_limit():
     ):
         assert words in first.stderr, first.stderr
     assert "stands still" not in second.stderr, second.stderr
+    # One rank is a batch ahead because of the mistake.
+    assert "Uneven batches?" not in first.stderr + second.stderr
 
 
 @pytest.mark.thorough
@@ -225,7 +227,11 @@ def test_the_limit_and_the_end_of_the_watch():
     # The report, with the time for two looks and the answers, comes within a minute, and before the timeout.
     assert watch.limit == 45 and hang_watch.LIMIT + 4 * hang_watch.INTERVAL + 3 <= 60
     accelerator.wait_for_everyone()
-    if accelerator.process_index == 0:
+    text = communication.explanation("`gather`", RuntimeError("Connection closed by peer"))
+    rank = accelerator.process_index
+    assert f"The last collectives of rank {rank} before it: wait_for_everyone ({__file__}:" in text, text
+    accelerator.wait_for_everyone()
+    if rank == 0:
         # As a failed process that hosts the store.
         hang_watch.announce_end(dist.distributed_c10d._get_default_store())
     watch._thread.join(30)

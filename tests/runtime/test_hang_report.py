@@ -119,6 +119,7 @@ def test_the_ledger_keeps_the_last_collectives():
     last = ledger.enter(Call("reduce", [torch.ones(2)]), "0")
     assert ledger.last() is last and last.left is None and last.file == __file__ and last.line > 0
     assert [entry.number for entry in ledger.recent(3)] == [2 * SIZE + 2, 2 * SIZE + 3, 2 * SIZE + 4]
+    assert [text.rpartition(":")[0] for text in ledger.ended(3)] == [f"gather ({__file__}"] * 3
     assert in_words(ledger.recent(2)[0].data) == f"float32 [2, {2 * SIZE + 2}]" and in_words(last.data) == "list"
 
 

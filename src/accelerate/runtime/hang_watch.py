@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -114,9 +115,12 @@ def announce_end(store: Any) -> None:
 
 
 def _timeout() -> float:
-    """Seconds after which a collective of the default group fails."""
+    """Seconds after which a collective of the default group fails; infinite for a backend that does not tell."""
     group: Any = dist.group.WORLD
-    return float(group._get_backend(group._device_types[0]).options._timeout.total_seconds())
+    try:
+        return float(group._get_backend(group._device_types[0]).options._timeout.total_seconds())
+    except (AttributeError, RuntimeError):
+        return math.inf
 
 
 class HangWatch:
@@ -387,7 +391,6 @@ class HangWatch:
         entry = LEDGER.last()
         calls = recorded()
         waiting = [one for one in calls if one.is_pending]
-        ended = [one for one in LEDGER.recent(BEFORE + 1) if one.left is not None]
         inside = entry is not None and entry.left is None
         moved = now - self._since < 2 * self.interval
         agrees = place is not None and (place.waits or (place.is_distributed and not moved))
@@ -401,7 +404,7 @@ class HangWatch:
             "within": "" if place is None else place.within,
             "seconds": now - self._since,
             "call": None,
-            "before": [f"{one.operation} ({one.file}:{one.line})" for one in ended[-BEFORE:]],
+            "before": LEDGER.ended(BEFORE),
             "pending": [one._asdict() for one in waiting[:KEPT]],
             "last": newest(calls),
             "recent": [one._asdict() for one in calls[-KEPT:]],

@@ -22,7 +22,7 @@ LEFT = "left"  # the process has come to its end
 READ = "read"  # the last pass over a loader: {"epoch", "batches", "complete", "total"}
 PROCESS = "process"  # [machine, process id, start], for ranks of the same machine
 READY = "ready"  # this rank has read the marks that it needs: whoever hosts the store may go
-WAITING = "waiting"  # in a collective that does not end: {"operation", "at", "total"}
+WAITING = "waiting"  # in a collective that does not end: as `where` makes it
 
 
 # The kinds of marks that this process has left.
@@ -146,6 +146,11 @@ def batches_read() -> int:
     return total
 
 
+def is_reading() -> bool:
+    """Whether this process is in a pass over a prepared loader."""
+    return bool(_Reading.open)
+
+
 def own_place() -> str | None:
     """Where this process is in its data, or where an error or `break` left it; None after a complete pass."""
     if not _Reading.open:
@@ -156,4 +161,5 @@ def own_place() -> str | None:
 
 def where(operation: str, at: str) -> dict[str, Any]:
     """The mark of a process that waits in an operation."""
-    return {"operation": operation, "at": at, "total": batches_read(), "place": own_place()}
+    place = {"total": batches_read(), "place": own_place(), "reading": is_reading()}
+    return {"operation": operation, "at": at, **place}
