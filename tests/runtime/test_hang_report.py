@@ -8,7 +8,8 @@ import torch
 
 from accelerate.runtime import place
 from accelerate.runtime.calls import Call, ranks_in_words
-from accelerate.runtime.hang_report import ACTIVE, HAS_ENDED, IDLE, MOVES, THREADS, WAITS, explain
+from accelerate.runtime.hang_report import ACTIVE, FILES, HAS_ENDED, IDLE, MOVES, THREADS, WAITS, explain
+from accelerate.runtime.hang_watch import HangWatch
 from accelerate.runtime.ledger import SIZE, CollectiveLedger, in_words
 from accelerate.runtime.pending import Recorded, compared
 from accelerate.runtime.place import WORKERS, place_of
@@ -195,3 +196,22 @@ def test_packages_of_another_environment_are_not_the_users(tmp_path):
     exec(compile("seen.append(place_of(get_ident()))", path, "exec"),
          {"__name__": "library", "seen": seen, "place_of": place_of, "get_ident": threading.get_ident})  # fmt: skip
     assert all(place.at.startswith(f"{__file__}:") for place in seen), seen
+
+
+def test_what_a_thread_does_from_what_it_has_used():
+    """Shares of the time on a CPU of the thread and its process, bytes a second, and looks after which it had run."""
+    watch = object.__new__(HangWatch)
+    for state, share, process, rate, woken in (
+        (MOVES, 0.4, 1.0, 0, 0), (FILES, 0.1, 0.2, 5 << 20, 9), (THREADS, 0.0, 1.0, 0, 9), (ACTIVE, 0.0, 0.0, 0, 5),
+        # A data loader wakes up every five seconds to see whether its workers live; a process starts.
+        (IDLE, 0.0, 0.0, 0, 4), (IDLE, 0.2, 0.2, 1 << 19, 0),
+    ):  # fmt: skip
+        watch._share, watch._process_share, watch._rate, watch._woken, watch._looks = share, process, rate, woken, 20
+        assert watch._activity(moved=False) == state and watch._activity(moved=True) == MOVES
+    watch._woken, watch._looks = 2, 2
+    assert watch._activity(moved=False) == IDLE
+    reads = status(FILES, "`accelerator.save_state`", "train.py:70")
+    text = explain({0: reads, 1: status(WAITS, "`accelerator.gather`", "train.py:71")}, 2)
+    assert text.startswith(
+        "The run waits: rank 0 is still reading or writing files in `accelerator.save_state` (train."
+    )

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-import os
 import re
+
+from ..core.stacks import user_line
 
 HEADER = "Traceback (most recent call last):"
 # Patterns are text, which `re` compiles at the first use: most launches never need them.
@@ -31,10 +32,6 @@ _FOREIGN = (
     r"(requests|urllib3?|http|httpx|httpcore|aiohttp|botocore|huggingface_hub|wandb|multiprocessing)\."
 )
 _RANKS = r"\b(?:rank|Process) (\d+)\b|\branks (\d+(?:, \d+)*(?: and \d+)?)"
-
-# Paths of installed packages, and of Python's own modules.
-_INSTALLED = r"[/\\](site-packages|dist-packages|lib[/\\]python3\.\d+)[/\\]"
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 OWN, UNCLEAR, LOST = 0, 1, 2
 
@@ -148,17 +145,7 @@ def named_ranks(message: str) -> set[int]:
 def crash_place(text: str) -> str:
     """The user's line at which native code ended a process, from the stacks that Python's faulthandler has written."""
     _, found, stacks = text.rpartition("Fatal Python error: ")
-    if not found:
-        return ""
-    threads = re.split(r"^.*\(most recent call first\):$", stacks, flags=re.MULTILINE)[1:]
-    current = next((at for at, line in enumerate(re.findall(r"^.*\(most recent call first\):$", stacks, re.MULTILINE))
-                    if "Current thread" in line), None)  # fmt: skip
-    # That of the error; the main thread is the last one.
-    for stack in (*([] if current is None else [threads[current]]), *threads[-1:]):
-        for path, line in re.findall(r'^.*?File "(.+?)", line (\d+) in', stack, re.MULTILINE):
-            if not path.startswith(("<frozen", _PACKAGE)) and not re.search(_INSTALLED, path):
-                return f"{path}:{line}"
-    return ""
+    return user_line(stacks) if found else ""
 
 
 def fingerprint(text: str) -> str:

@@ -181,7 +181,7 @@ def _is_uneven(found: dict[str, dict[int, Any]]) -> bool:
     for rank, mark in found[marks.WAITING].items():
         totals[rank] = mark["total"]
         if mark["reading"] and marks.is_reading():
-            # In different calls amid their loaders, one is ahead because of that. Its loop is left because of its error.
+            # In different calls amid their loaders, one is ahead because of that. An error leaves the loop, too.
             del totals[rank]
     stopped = [rank for rank in left if rank not in totals]
     return any(total != own for total in totals.values()) or bool(stopped and own)

@@ -22,7 +22,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch.distributed as dist
 
 from ..core import env
-from . import hang_files, marks
+from . import hang_files, locked, marks
 from .agreement import default_connection
 from .hang_report import ACTIVE, FILES, HAS_ENDED, IDLE, MOVES, THREADS, WAITS, Status, explain
 from .ledger import LEDGER, in_words
@@ -93,6 +93,7 @@ def start(limit: float | None = None) -> None:
         # Before the run ends, whoever has set its timeout.
         limit = min(LIMIT if found is None else found, _timeout() / 2)
     if limit > 0 or env.get_flag("ACCELERATE_DEBUG_MODE"):
+        locked.prepare()
         _Watch.running = HangWatch(threading.get_ident(), limit)
 
 
@@ -365,7 +366,7 @@ class HangWatch:
         absent = [rank for rank in range(self.world) if rank not in found]
         store = self._store
         left = {rank for kind in (marks.LEFT, marks.FAILED) for rank in marks.read(kind, absent, store) or ()}
-        words = {}
+        words, stacks = {}, marks.read(marks.STACKS, absent, store) or {}
         for rank, process in (marks.read(marks.PROCESS, absent, store) or {}).items():
             if rank in left:
                 words[rank] = HAS_ENDED
@@ -373,6 +374,8 @@ class HangWatch:
                 words[rank] = "was killed or crashed: its process is gone"
             elif marks.is_stopped(process):
                 words[rank] = f"is stopped (process {process[1]}): SIGSTOP, or a debugger"
+            elif line := locked.line_of(process, stacks.get(rank)):
+                words[rank] = f"is in a call that holds the interpreter lock ({line})"
         return words | dict.fromkeys(left, HAS_ENDED)
 
     # -- what this process does

@@ -20,6 +20,7 @@ from ..core.system import machine_identity, process_start
 FAILED = "failed"  # an error that nobody caught: {"error", "at", "secondary"}
 LEFT = "left"  # the process has come to its end
 READ = "read"  # the last pass over a loader: {"epoch", "batches", "complete", "total"}
+STACKS = "stacks"  # the descriptor of the file to which the process writes its stacks: see `locked.py`
 PROCESS = "process"  # [machine, process id, start], for ranks of the same machine
 READY = "ready"  # this rank has read the marks that it needs: whoever hosts the store may go
 WAITING = "waiting"  # in a collective that does not end: as `where` makes it
@@ -102,6 +103,11 @@ def is_gone(mark: Any) -> bool:
         return False
     machine, pid, started = mark
     return bool(machine == machine_identity() and process_start(pid) != started)
+
+
+def is_here(mark: Any) -> bool:
+    """Whether the process of a mark runs on this machine."""
+    return mark is not None and mark[0] == machine_identity() and process_start(mark[1]) == mark[2]
 
 
 def is_stopped(mark: Any) -> bool:
