@@ -8,7 +8,7 @@ After the report the run ends with an error that names the ranks, because ACCELE
 
 import os
 
-# Short, so that the example is. By default the report comes after 60 seconds, and the run ends after torch's timeout.
+# Short, so that the example is. By default the report comes after 50 seconds, and the run ends after torch's timeout.
 os.environ.setdefault("ACCELERATE_HANG_REPORT", "3")
 os.environ.setdefault("ACCELERATE_COLLECTIVE_TIMEOUT", "8")
 

@@ -7,7 +7,7 @@ accelerate launch --cpu --num_processes 2 examples/debugging/straggler.py
 import os
 import time
 
-# Short, so that the example is. The default is 60 seconds.
+# Short, so that the example is. The default is 50 seconds.
 os.environ.setdefault("ACCELERATE_HANG_REPORT", "3")
 
 import torch

@@ -3,6 +3,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -118,6 +119,10 @@ def test_the_rank_that_left_is_named(launch, way, who):
     done = launch(LEAVE, way, who)
     assert done.returncode == code, done.stderr
     assert f"rank {who} failed: " in done.stderr and cause.format(other=1 - who) in done.report["cause"], done.stderr
+    # Native code leaves no traceback, and faulthandler its stacks.
+    line = next(at for at, text in enumerate(LEAVE.splitlines(), 1) if "os.abort()" in text)
+    if way == "abort":
+        assert re.search(rf"\(at .*\.py:{line}\)$", done.report["cause"], re.MULTILINE), done.report["cause"]
     assert done.report["rank"] == who and done.report["exit_code"] == code
     assert set(done.report["others"]) == {str(1 - who)}
     assert done.stderr.count("\n  other ranks: ") == 1

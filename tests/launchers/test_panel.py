@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import codecs
 import fcntl
+import json
 import math
 import os
 import pty
@@ -18,7 +19,7 @@ import time
 import pytest
 from screen import Screen
 
-from accelerate.launchers import progress
+from accelerate.launchers import panel, progress
 from accelerate.launchers.progress import Figures, Progress, line
 from accelerate.launchers.spec import LaunchSpec, Program
 from accelerate.telemetry.status import EVALUATING, TRAINING, StatusFile, status_file
@@ -167,6 +168,81 @@ def test_lines_in_a_file(tmp_path, options, shown):
     assert bool(lines) == shown
     for text in lines[-1:]:
         assert text.startswith("accelerate launch: step ") and ", epoch 2 (" in text and ", loss 0.125, " in text
+
+
+@pytest.mark.timeout(120)
+def test_where_a_killed_rank_was(tmp_path):
+    """A signal leaves no traceback; what the rank has published last is in the summary, and in the JSON file."""
+    script, report = tmp_path / "script.py", tmp_path / "error.json"
+    kill = "import signal\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)\n"
+    published = "status.write(1, 7, time.time(), 2, 15, 50, 0.1, 8.0, 0.0, 0.0)\n"
+    script.write_text(SCRIPT.partition("while")[0] + published + kill)
+    done = subprocess.run([*LAUNCH, "--error_file", str(report), str(script), "stop"],
+                          capture_output=True, text=True, env=environment(tmp_path), timeout=100)  # fmt: skip
+    assert done.returncode == 137 and "rank 1 failed: killed by signal 9" in done.stderr, done.stderr
+    assert "\n    It was at step 7, batch 15 of epoch 2.\n" in done.stderr, done.stderr
+    assert json.loads(report.read_text())["cause"].endswith("\nIt was at step 7, batch 15 of epoch 2.")
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    """A screen that shows what a panel writes, and whose size changes."""
+    screen, written = Screen(60, 16), []
+
+    def write(text):
+        written.append(text)
+        screen.feed(text)
+
+    monkeypatch.setattr(panel, "_terminal_size", lambda: (screen.columns, screen.height))
+    monkeypatch.setattr(panel, "_write", write)
+    monkeypatch.setattr(panel, "_start_guard", lambda: None)
+    return screen, written
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_larger_terminal_shows_one_panel(terminal, moved):
+    """Some terminals add the new lines below, others above what they show."""
+    screen, _ = terminal
+    screen.feed("".join(f"line {number}\r\n" for number in range(20)))
+    shown = panel.Panel()
+    shown.draw(["title", "bar", "figures", "ranks"])
+    assert screen.rows[-4:] == ["title", "bar", "figures", "ranks"]
+    screen.height, new = 22, [""] * 6
+    screen.rows = [*new, *screen.rows] if moved else [*screen.rows, *new]
+    screen.row += 6 * moved
+    screen.region = (0, 21)
+    shown.draw(["title", "bar", "figures", "ranks"])
+    screen.feed("more\r\n")
+    assert [row for row in screen.text if row] == [
+        *(f"line {number}" for number in range(20)), "more", "title", "bar", "figures", "ranks",
+    ]  # fmt: skip
+    assert screen.rows[-4:] == ["title", "bar", "figures", "ranks"] and screen.region == (0, 17)
+    screen.height = 20
+    del screen.rows[20:]
+    shown.remove()
+    assert [row for row in screen.rows if row in ("title", "bar", "figures", "ranks")] == []
+
+
+def test_the_panel_has_its_own_colours(terminal):
+    """The colour that the output has left on is saved with the cursor, and does not reach the panel."""
+    _, written = terminal
+    panel.Panel().draw(["title"])
+    assert written[-1].rpartition("title")[0].endswith("\x1b7\x1b[0m\x1b[13;1H")
+
+
+def test_a_terminal_that_becomes_too_small_shows_lines(terminal, tmp_path, monkeypatch):
+    screen, _ = terminal
+    monkeypatch.setattr(panel, "_DELAY", 0.0)
+    monkeypatch.setattr(panel, "_REFRESH", 0.0)
+    spec = LaunchSpec(Program("script.py"), num_processes=2, progress_interval=1e-9)
+    display = panel.Display(spec, tmp_path, terminal=True)
+    file = StatusFile(status_file(tmp_path, 0))
+    file.write(TRAINING, 7, time.time(), 1, 30, 60, 0.5, 1.0, math.nan, 2.0**30)
+    display._looked = 0.0
+    assert display.tick({}, {}) is None and screen.rows[-1].startswith("rank 0 training")
+    screen.columns = 20
+    assert "step 7, epoch 1" in display.tick({}, {}) and screen.region == (0, 15)
+    assert not any(screen.rows[-4:])
 
 
 def test_figures(tmp_path, monkeypatch):

@@ -114,3 +114,14 @@ def test_a_prefixed_last_line_is_completed(console):
     write(b"no end")
     stream.finish()
     assert read() == b"[rank0]: no end\n"
+
+
+def test_a_progress_bar_stays_before_what_is_printed_after_it(console):
+    """Its last state has no line end; it is on the other stream."""
+    (bar, write_bar, read_bar), (output, write_output, _) = console(), console()
+    bar.other, output.other = output, bar
+    assert write_bar(b"\rbar 9") == b"\r"
+    assert (write_output(b"\nend\n"), read_bar()) == (b"\nend\n", b"bar 9")
+    # Lines of several ranks with prefixes do not mix.
+    output.prefix = b"[rank0]: "
+    assert write_bar(b"x") == b"" and write_output(b"end\n") and read_bar() == b""

@@ -3,6 +3,7 @@
 
 import textwrap
 import traceback
+from pathlib import Path
 
 import pytest
 
@@ -134,3 +135,39 @@ def test_the_summary_has_the_whole_cause_and_one_line_for_the_others():
           host h, pid 77, exit code 1, log l.log
           other ranks: ranks 0, 3: stopped by the launcher; ranks 2, 4 to 7: lost the connection to another rank"""
     )
+
+
+def test_where_a_rank_has_lost_the_connection():
+    lost = "lost the connection to another rank"
+    head = "rank 0: the connection to another rank failed in `accelerator.backward` (at /a b/train.py:91"
+    for end in (").", ", in batch 4 of epoch 0).\n  - rank 1 failed"):
+        assert tracebacks.loss_of(head + end) == f"{lost} in `accelerator.backward` (/a b/train.py:91)"
+    assert tracebacks.loss_of("RuntimeError: Connection closed by peer") == lost
+
+
+def test_where_native_code_has_ended_a_process():
+    """The stacks as faulthandler writes them: the thread of the error may be one of native code."""
+    package = Path(tracebacks.__file__).parents[1]
+    stacks = f"""\
+what(): mismatch
+Fatal Python error: Aborted
+
+Thread 0x00007f (most recent call first):
+  File "/home/u/loader.py", line 3 in fetch
+
+{{current}} (most recent call first):
+{{own}}
+Thread 0x00008f (most recent call first):
+  File "/v/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line 3252 in all_reduce
+  File "{package}/collectives/tensors.py", line 61 in gather
+  File "/home/u/train.py", line 53 in step
+  File "/home/u/train.py", line 90 in <module>
+
+Extension modules: numpy._core (total: 1)
+"""
+    native = stacks.format(current="Current thread 0x00009f", own="  <no Python frame>\n")
+    assert tracebacks.crash_place(native) == "/home/u/train.py:53"
+    own = stacks.format(current="Current thread 0x00009f", own='  File "/home/u/worker.py", line 8 in work\n')
+    assert tracebacks.crash_place(own) == "/home/u/worker.py:8"
+    assert cause_of(-6, own).endswith("collectives (at /home/u/worker.py:8)")
+    assert tracebacks.crash_place("Aborted") == ""

@@ -332,7 +332,7 @@ RESILIENCE = Group(
             "hang_report",
             "float",
             "Seconds without progress after which a run prints where each rank is. 0 turns these reports "
-            "off. Default: 60.",
+            "off. Default: 50.",
             least=0,
             variable="ACCELERATE_HANG_REPORT",
         ),

@@ -235,7 +235,7 @@ def _outcome(rank: Rank, first: Rank, output: str) -> str:
     if not message:
         return f"ended with exit code {rank.exit_code}"
     if tracebacks.blame(_last_output(rank), rank.rank) == LOST:
-        return "lost the connection to another rank"
+        return tracebacks.loss_of(message)
     if tracebacks.fingerprint(message) == tracebacks.fingerprint(tracebacks.message_of(output, first.rank)):
         return "failed with the same error"
     return tracebacks.first_line(message)
@@ -283,7 +283,8 @@ def cause_of(code: int, output: str, rank: int | None = None, oom_kills: int = 0
             return f"killed by {name}: out of memory (recorded by the kernel for this control group)"
         return f"killed by {name}: by the kernel when memory runs out, by a job scheduler, or by hand (see dmesg)"
     meaning = next((words for known, words in _SIGNAL_WORDS.items() if known == number), None)
-    return f"killed by {name}" + (f": {meaning}" if meaning else "")
+    place = tracebacks.crash_place(output)
+    return f"killed by {name}" + (f": {meaning}" if meaning else "") + (f" (at {place})" if place else "")
 
 
 def _remark(output: str) -> str:

@@ -72,6 +72,8 @@ class Display:
             if now - self._first >= _DELAY:
                 self._panel.draw(lines_of(figures, self._title, self.progress.where, self._panel.columns))
             return None
+        # A terminal that has become too small shows lines.
+        self.hide()
         if now - self._shown < self._interval or figures.step == self._last_step:
             return None
         self._shown, self._last_step = now, figures.step
@@ -112,25 +114,28 @@ class Panel:
         top = size[1] - _HEIGHT + 1
         padded = [*text, *[""] * _HEIGHT][:_HEIGHT]
         rows = "".join(f"\x1b[{top + row};1H{words}\x1b[0m\x1b[K" for row, words in enumerate(padded))
-        _write(f"{found}\x1b7{rows}\x1b8")
+        # The colours that the output has set are saved with the cursor.
+        _write(f"{found}\x1b7\x1b[0m{rows}\x1b8")
 
     def _region(self, size: tuple[int, int]) -> str:
         """Reserve the lines of the panel, and keep the cursor above them."""
-        before = ""
-        if self._size is not None:
-            before = f"\x1b7\x1b[r\x1b8{self._erase(size)}"
+        before = "" if self._size is None else self._released(size)
         # Down without a change of the column, as scrolling needs it. Setting the region moves the cursor to the top.
         down = "\x1bD" * _HEIGHT
         return f"{before}{down}\x1b[{_HEIGHT}A\x1b7\x1b[1;{size[1] - _HEIGHT}r\x1b8"
 
-    @staticmethod
-    def _erase(size: tuple[int, int]) -> str:
-        return f"\x1b7\x1b[{size[1] - _HEIGHT + 1};1H\x1b[J\x1b8"
+    def _released(self, size: tuple[int, int]) -> str:
+        """Clear the panel, and give its lines back to the output."""
+        released = "\x1b7\x1b[r\x1b8"
+        if size != self._size:
+            # Some terminals have moved its lines, but all of them are below the cursor.
+            return f"{released}\x1b[J"
+        return f"{released}\x1b7\x1b[{size[1] - _HEIGHT + 1};1H\x1b[J\x1b8"
 
     def remove(self) -> None:
         """Clear the lines, and give them back to the output."""
         if self._size is not None:
-            _write(f"\x1b7\x1b[r\x1b8{self._erase(_terminal_size())}")
+            _write(self._released(_terminal_size()))
             self._size = None
         if self._guard is not None:
             self._guard.communicate(b"\n")

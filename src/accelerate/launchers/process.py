@@ -92,7 +92,9 @@ class Rank:
         if self.log_folder is not None:
             self.log_folder.mkdir(parents=True, exist_ok=True)
         error = self._open_stream(2, bool(tee & 2))
-        return self._open_stream(1, bool(tee & 1)), error
+        output = self._open_stream(1, bool(tee & 1))
+        self.streams[0].other, self.streams[1].other = self.streams[1], self.streams[0]
+        return output, error
 
     def _open_stream(self, number: int, prefixed: bool) -> int:
         source, end = _channel(number)

@@ -93,6 +93,8 @@ class Stream:
         self.open: bool = True
         self.modes: TerminalModes = TerminalModes()
         self.at_line_start: bool = True
+        # The rank's other stream on the same console.
+        self.other: Stream | None = None
         self._partial_report = b""
         self._line = b""
         self._line_since = 0.0
@@ -110,6 +112,9 @@ class Stream:
             self._process(self._partial_report)
             self.close()
             return
+        if self.other is not None and self.prefix is None:
+            # A progress bar on standard error stays before what the rank prints on standard output after it.
+            self.other.flush_line()
         if self.log is not None:
             self.log.write(data)
             self.log.flush()
@@ -174,7 +179,7 @@ class Stream:
         if self.delayed_since is not None and now - self.delayed_since > (DELAY_SINGLE if single else DELAY):
             self.flush()
         elif self._line and now - self._line_since > LINE_WAIT:
-            self._flush_line()
+            self.flush_line()
 
     def flush(self) -> None:
         """Show all pending output."""
@@ -184,7 +189,7 @@ class Stream:
         if traceback and self.before_showing is not None:
             traceback = self.before_showing(traceback)
         self._emit(traceback)
-        self._flush_line()
+        self.flush_line()
 
     @property
     def last_traceback(self) -> bytes:
@@ -235,7 +240,8 @@ class Stream:
         complete, self._line = data[:end], data[end:]
         self._write(complete)
 
-    def _flush_line(self) -> None:
+    def flush_line(self) -> None:
+        """Show the incomplete line."""
         rest, self._line = self._line, b""
         self._write(rest)
 

@@ -29,6 +29,7 @@ from .streams import LINE_WAIT
 from .tracebacks import fingerprint
 
 if TYPE_CHECKING:
+    from ..telemetry.status import Status
     from .panel import Display
 
 # When this launcher started: restarted ranks record into the same folder.
@@ -102,6 +103,8 @@ class Supervisor:
         # Where the ranks publish their states, and what shows them.
         self._status_folder: str | None = None
         self._display: Display | None = None
+        # What the ranks have published last.
+        self._last_seen: dict[int, Status] = {}
 
     def run(self, processes: Sequence[ProcessSpec]) -> int:
         """Start the processes and wait until all have ended. Returns the exit code."""
@@ -299,6 +302,9 @@ class Supervisor:
                 rank.kill_children()
             rank.drain()
         if self._status_folder is not None:
+            from ..telemetry.status import statuses
+
+            self._last_seen = dict(statuses(Path(self._status_folder)))
             shutil.rmtree(self._status_folder, ignore_errors=True)
         self._selector.close()
 
@@ -315,6 +321,10 @@ class Supervisor:
         self._report_failure()
         finished = self.link.finished() if self.link is not None and failures.blame(first) else []
         self.failure = failures.describe(self.ranks, first, failures.oom_kills() - self._oom_kills)
+        if first.exit_code < 0 and (seen := self._last_seen.get(first.rank)) is not None and seen.batch:
+            # A signal leaves no traceback.
+            remark = f"It was at step {seen.step}, batch {seen.batch} of epoch {seen.epoch}."
+            self.failure = self.failure._replace(cause=f"{self.failure.cause}\n{remark}")
         if finished:
             remark = f"{', '.join(finished)} had ended without an error before: check why it ended so early."
             self.failure = self.failure._replace(cause=f"{self.failure.cause}\n{remark}")

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import re
 
+from ..core.stacks import user_line
+
 HEADER = "Traceback (most recent call last):"
 # Patterns are text, which `re` compiles at the first use: most launches never need them.
 # The prefixes of srun and of torch before each line of a rank.
@@ -113,6 +115,12 @@ def is_lost_connection(message: str) -> bool:
     return re.search(_LOST, message) is not None and re.match(_FOREIGN, message) is None
 
 
+def loss_of(message: str) -> str:
+    """That a rank has lost the connection to another, and where, as far as its message has it."""
+    where = re.search(r"connection to another rank failed in (.+?) \(at ([^,)]+)", message)
+    return "lost the connection to another rank" + (f" in {where[1]} ({where[2]})" if where else "")
+
+
 def blame(text: str, rank: int) -> int:
     """How much a rank's last output points to another rank: OWN (not at all), UNCLEAR, or LOST (its connection)."""
     messages = chain(text, rank)
@@ -132,6 +140,12 @@ def blame(text: str, rank: int) -> int:
 def named_ranks(message: str) -> set[int]:
     """The ranks that a message mentions."""
     return {int(number) for found in re.finditer(_RANKS, message) for number in re.findall(r"\d+", found.group())}
+
+
+def crash_place(text: str) -> str:
+    """The user's line at which native code ended a process, from the stacks that Python's faulthandler has written."""
+    _, found, stacks = text.rpartition("Fatal Python error: ")
+    return user_line(stacks) if found else ""
 
 
 def fingerprint(text: str) -> str:

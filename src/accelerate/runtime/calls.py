@@ -16,8 +16,8 @@ from ..core import trees
 ASPECTS = ("operation", "options", "structure", "dtypes", "dimensions", "shapes")
 # How many tensors of a call are listed in a message.
 LISTED = 4
-# What the names of modules begin with that are not the user's.
-_PACKAGES = (__name__.partition(".")[0] + ".", "torch.")
+# What the names of modules begin with that are not the user's. contextlib enters `main_process_first`, for example.
+_PACKAGES = (__name__.partition(".")[0] + ".", "torch.", "contextlib", "functools")
 
 
 class Call(NamedTuple):

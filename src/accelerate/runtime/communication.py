@@ -13,6 +13,7 @@ from ..core.errors import AccelerateError, CommunicationError
 from . import hang_watch, marks
 from .calls import ranks_in_words, user_line
 from .hang_report import SAME_CALLS, status_line
+from .ledger import LEDGER
 
 # The messages of gloo, NCCL and the store for a rank that is gone or has not come.
 _LOST = re.compile(
@@ -82,6 +83,8 @@ def explanation(operation: str, error: BaseException | None = None, at: str | No
             lines.append(UNEVEN)
         elif not closed or found[marks.LEFT]:
             lines.append(SAME_CALLS)
+    if before := LEDGER.ended(hang_watch.BEFORE):
+        lines.append(f"The last collectives of rank {me} before it: {', '.join(before)}")
     if error is not None:
         first = str(error).strip().splitlines()
         lines.append(f"The backend's message: {first[0] if first else type(error).__name__}")
@@ -89,7 +92,8 @@ def explanation(operation: str, error: BaseException | None = None, at: str | No
 
 
 def _marks(others: list[int]) -> dict[str, dict[int, Any]] | None:
-    kinds = (marks.FAILED, marks.LEFT, marks.READ, marks.WAITING, marks.PROCESS)
+    # A rank that has failed leaves that mark before the one that it has left, so that is read after it.
+    kinds = (marks.LEFT, marks.FAILED, marks.READ, marks.WAITING, marks.PROCESS)
     found = {kind: marks.read(kind, others) for kind in kinds}
     return None if None in found.values() else found  # type: ignore[return-value]
 
@@ -174,6 +178,10 @@ def _is_uneven(found: dict[str, dict[int, Any]]) -> bool:
     if marks.own_place() and left:
         return True
     totals = {rank: mark["total"] for rank, mark in found[marks.READ].items()}
-    totals |= {rank: mark["total"] for rank, mark in found[marks.WAITING].items()}
+    for rank, mark in found[marks.WAITING].items():
+        totals[rank] = mark["total"]
+        if mark["reading"] and marks.is_reading():
+            # In different calls amid their loaders, one is ahead because of that. An error leaves the loop, too.
+            del totals[rank]
     stopped = [rank for rank in left if rank not in totals]
     return any(total != own for total in totals.values()) or bool(stopped and own)

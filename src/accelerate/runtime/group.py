@@ -6,6 +6,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import faulthandler
 import gc
 import importlib
 import sys
@@ -24,6 +25,7 @@ from ..core import env
 from ..core.device_kinds import DeviceKind
 from ..core.errors import CommunicationError, ConfigurationError
 from . import communication, hang_watch, marks, smddp, xla
+from .place import is_users
 from .topology import Topology
 
 # How long a rank that ends waits for the others before it closes its connections under them.
@@ -218,6 +220,11 @@ def _arm() -> None:
     _Exit.previous_hook = sys.excepthook
     sys.excepthook = _note_failure
     atexit.register(leave)
+    # A process that native code ends, as gloo does for data of another size, writes where it was.
+    if not faulthandler.is_enabled():
+        # A notebook's standard error is no file.
+        with contextlib.suppress(AttributeError, OSError, ValueError, RuntimeError):
+            faulthandler.enable()
 
 
 def _note_failure(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -240,13 +247,12 @@ def _share_failure(kind: type[BaseException], error: BaseException, trace: Trace
 
 def _line(trace: TracebackType | None) -> str:
     """The innermost line of a traceback that is in no installed package: the user's own."""
-    lines = []
+    lines, own = [], []
     while trace is not None:
-        name = str(trace.tb_frame.f_globals.get("__name__", ""))
-        lines.append((f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}", name.partition(".")[0]))
+        lines.append(f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}")
+        own += lines[-1:] if is_users(trace.tb_frame) else []
         trace = trace.tb_next
-    own = [line for line, package in lines if package not in ("torch", __name__.partition(".")[0])]
-    return own[-1] if own else lines[-1][0] if lines else "unknown"
+    return (own or lines or ["unknown"])[-1]
 
 
 def leave() -> None:
@@ -310,6 +316,8 @@ def _part(failed: bool) -> None:
     if failed or not closed:
         # Keep the store while the other ranks read why their collectives fail.
         if hosted is not None:
+            with contextlib.suppress(RuntimeError):
+                hang_watch.announce_end(hosted)
             _linger(hosted, others)
     elif rank == 0:
         with contextlib.suppress(RuntimeError, ValueError):

@@ -3,18 +3,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from .calls import ranks_in_words
-from .place import DEBUGGER, LOADER
+from .pending import SAME_SHAPES
+from .place import DEBUGGER, LOADER, WORKERS
 
 # Where a rank is, as plain JSON data; `HangWatch.status` describes the fields.
 Status = dict[str, Any]
-WAITS, MOVES, IDLE = "waits", "moves", "idle"
-
-# Collectives of torch in which every rank passes tensors of the same shape.
-_SAME_SHAPES = ("all_reduce", "broadcast", "reduce", "all_gather", "_all_gather_base", "reduce_scatter")
+# What a rank does: it waits for others; it computes; it reads or writes files; it sleeps, and wakes up often; only its
+# other threads compute; it does nothing.
+WAITS, MOVES, FILES, ACTIVE, THREADS, IDLE = "waits", "moves", "files", "active", "threads", "idle"
+HAS_ENDED = "has ended"
 
 SAME_CALLS = (
     "Every rank must call the same collectives in the same order (gather, reduce, wait_for_everyone, backward, "
@@ -23,13 +24,13 @@ SAME_CALLS = (
 )
 
 
-def explain(found: Mapping[int, Status], world: int, ended: Collection[int] = ()) -> str | None:
+def explain(found: Mapping[int, Status], world: int, absence: Mapping[int, str] | None = None) -> str | None:
     """Explain a stand-still.
 
     Args:
         found: the status of each rank that has answered.
         world: the number of ranks.
-        ended: ranks whose process has left the run.
+        absence: why ranks do not answer, where that is known, as "has ended".
 
     Returns:
         The text; None where the ranks that have answered make progress, or only wait for each other in Python.
@@ -41,12 +42,11 @@ def explain(found: Mapping[int, Status], world: int, ended: Collection[int] = ()
         return None
     seconds = f"{max(status['seconds'] for status in (waiting or others).values()):.0f} s"
     waits = _grouped({rank: _waiting(status) for rank, status in waiting.items()})
-    works = not absent and all(status["state"] == MOVES for status in others.values())
+    works = not absent and all(status["state"] != IDLE for status in others.values())
     clauses = _grouped({rank: _elsewhere(status) for rank, status in others.items()}, _is)
-    if gone := [rank for rank in absent if rank in ended]:
-        clauses.append(f"{ranks_in_words(gone)} {'has' if len(gone) == 1 else 'have'} ended")
-    if silent := [rank for rank in absent if rank not in ended]:
-        clauses.append(f"{ranks_in_words(silent)} {'does' if len(silent) == 1 else 'do'} not answer")
+    absence = absence or {}
+    clauses += _grouped({rank: absence.get(rank, "does not answer") for rank in absent}, _verbs)
+    silent = [rank for rank in absent if rank not in absence]
     if not waiting:
         return f"The run stands still for {seconds}, and no rank is in a collective: {'; '.join(clauses)}."
     if clauses:
@@ -64,7 +64,7 @@ def explain(found: Mapping[int, Status], world: int, ended: Collection[int] = ()
         lines.append(
             "A rank that does not answer is stopped, was killed, or is in a call that holds the interpreter lock."
         )
-    if differing or (not clauses and len(waits) > 1) or gone:
+    if differing or (not clauses and len(waits) > 1) or HAS_ENDED in absence.values():
         lines.append(SAME_CALLS)
     elif not clauses:
         lines.append("The ranks agree on what they do. Look at the network, and at the devices and their logs.")
@@ -93,7 +93,16 @@ def _wait(ranks: list[int], text: str) -> str:
 
 
 def _is(ranks: list[int], text: str) -> str:
-    return f"{ranks_in_words(ranks)} {'is' if len(ranks) == 1 else 'are'} {text}"
+    return _verbs(ranks, f"is {text}")
+
+
+def _verbs(ranks: list[int], text: str) -> str:
+    """The ranks, with a text that begins with a verb."""
+    if len(ranks) > 1:
+        verb, _, rest = text.partition(" ")
+        plural = {"is": "are", "has": "have", "was": "were", "does": "do"}[verb]
+        text = f"{plural} {rest}".replace("and does not", "and do not")
+    return f"{ranks_in_words(ranks)} {text}"
 
 
 def _has_waited(seconds: str) -> Callable[[list[int], str], str]:
@@ -107,7 +116,9 @@ def _waiting(status: Status) -> str:
     """The collective in which a rank waits, and the user's line."""
     calls, call, pending = status["calls"], status["call"], status["pending"]
     if call and call["inside"]:
-        operation = f"`{call['operation']}`" if call["operation"].isidentifier() else call["operation"]
+        operation = f"`{call['operation']}`"
+        if not call["operation"].isidentifier():
+            return f"{call['operation']} ({status['at']})"
     elif pending:
         operation = pending[0]["operation"]
     else:
@@ -121,12 +132,19 @@ def _waiting(status: Status) -> str:
 
 
 def _elsewhere(status: Status) -> str:
-    does, at = status["calls"] or status["within"], status["at"]
+    does, at, state = status["calls"] or status["within"], status["at"], status["state"]
+    if does == WORKERS:
+        return f"waiting for {WORKERS} ({at})"
     if does in (LOADER, DEBUGGER):
         return f"in {does} ({at})"
-    if status["state"] == MOVES:
-        return f"still computing in {does} ({at})" if does else f"still computing ({at})"
-    return f"in {does} ({at}), and does not compute" if does else f"at {at}, and does not compute"
+    place = f"in {does} ({at})" if does else f"at {at}"
+    if state == MOVES:
+        return f"still computing {place if does else f'({at})'}"
+    if state == FILES:
+        return f"still reading or writing files {place}"
+    if state == ACTIVE:
+        return f"still active {place}, and mostly asleep"
+    return f"{place}, and {'only its other threads compute' if state == THREADS else 'does not compute'}"
 
 
 def _last_calls(others: Mapping[int, Status]) -> list[str]:
@@ -156,7 +174,7 @@ def _differences(found: Mapping[int, Status]) -> list[str]:
         what = f"collective {number} of the process group {group}"
         texts = {rank: _named(found[rank], one) for rank, one in known.items()}
         operations = {one["operation"] for one in known.values()}
-        if len(operations) > 1 or (operations <= set(_SAME_SHAPES) and len(set(texts.values())) > 1):
+        if len(operations) > 1 or (operations <= set(SAME_SHAPES) and len(set(texts.values())) > 1):
             shown = _grouped(texts, lambda ranks, text: f"{text} on {ranks_in_words(ranks)}")
             lines.append(f"{what} differs: {', '.join(shown)}")
         behind = [

@@ -80,6 +80,11 @@ class CollectiveLedger:
         first = max(1, self.count - min(number, len(self._entries)) + 1)
         return [self._entries[at % len(self._entries)] for at in range(first, self.count + 1)]
 
+    def ended(self, number: int) -> list[str]:
+        """The most recent ones that have ended, with their lines, the oldest first."""
+        found = [one for one in self.recent(number + 1) if one.left is not None]
+        return [f"{one.operation} ({one.file}:{one.line})" for one in found[-number:]]
+
 
 def in_words(data: Any) -> str:
     """The `data` of an entry, as `float32 [4, 8]`; empty where it is not known."""

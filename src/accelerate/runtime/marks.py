@@ -20,9 +20,14 @@ from ..core.system import machine_identity, process_start
 FAILED = "failed"  # an error that nobody caught: {"error", "at", "secondary"}
 LEFT = "left"  # the process has come to its end
 READ = "read"  # the last pass over a loader: {"epoch", "batches", "complete", "total"}
+STACKS = "stacks"  # the descriptor of the file to which the process writes its stacks: see `locked.py`
 PROCESS = "process"  # [machine, process id, start], for ranks of the same machine
 READY = "ready"  # this rank has read the marks that it needs: whoever hosts the store may go
-WAITING = "waiting"  # in a collective that does not end: {"operation", "at", "total"}
+WAITING = "waiting"  # in a collective that does not end: as `where` makes it
+
+
+# The kinds of marks that this process has left.
+_published: set[str] = set()
 
 
 class _Store:
@@ -53,8 +58,14 @@ class _Reading:
     left: str | None = None
 
 
+def has_published(kind: str) -> bool:
+    """Whether this process has left a mark of a kind, and not withdrawn it."""
+    return kind in _published
+
+
 def publish(kind: str, value: object) -> None:
     """Leave this rank's mark of a kind. Nothing happens where there is no group, or its store is gone."""
+    _published.add(kind)
     try:
         _store().set(f"accelerate/{kind}/{dist.get_rank()}", json.dumps(value))
     except (RuntimeError, ValueError) as error:
@@ -63,6 +74,7 @@ def publish(kind: str, value: object) -> None:
 
 def withdraw(kind: str) -> None:
     """Remove this rank's mark."""
+    _published.discard(kind)
     try:
         _store().delete_key(f"accelerate/{kind}/{dist.get_rank()}")
     except (RuntimeError, ValueError) as error:
@@ -93,16 +105,21 @@ def is_gone(mark: Any) -> bool:
     return bool(machine == machine_identity() and process_start(pid) != started)
 
 
+def is_here(mark: Any) -> bool:
+    """Whether the process of a mark runs on this machine."""
+    return mark is not None and mark[0] == machine_identity() and process_start(mark[1]) == mark[2]
+
+
 def is_stopped(mark: Any) -> bool:
     """Whether the process of a mark is stopped. Of processes on other machines it is not known."""
     return mark is not None and mark[0] == machine_identity() and system.is_stopped(mark[1])
 
 
-def read(kind: str, ranks: Iterable[int]) -> dict[int, Any] | None:
-    """The marks of a kind that `ranks` have left; None where the store is gone."""
+def read(kind: str, ranks: Iterable[int], store: Any = None) -> dict[int, Any] | None:
+    """The marks of a kind that `ranks` have left; None where the store is gone. `store`: another connection to it."""
     found = {}
     try:
-        store = _store()
+        store = store or _store()
         for rank in ranks:
             key = f"accelerate/{kind}/{rank}"
             if store.check([key]):
@@ -135,6 +152,11 @@ def batches_read() -> int:
     return total
 
 
+def is_reading() -> bool:
+    """Whether this process is in a pass over a prepared loader."""
+    return bool(_Reading.open)
+
+
 def own_place() -> str | None:
     """Where this process is in its data, or where an error or `break` left it; None after a complete pass."""
     if not _Reading.open:
@@ -145,4 +167,5 @@ def own_place() -> str | None:
 
 def where(operation: str, at: str) -> dict[str, Any]:
     """The mark of a process that waits in an operation."""
-    return {"operation": operation, "at": at, "total": batches_read(), "place": own_place()}
+    place = {"total": batches_read(), "place": own_place(), "reading": is_reading()}
+    return {"operation": operation, "at": at, **place}

@@ -15,8 +15,11 @@ from torch._C import _distributed_c10d as c10d
 _DUMPS = tuple(getattr(c10d, name, None) for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"))
 _DTYPES = {"Float": "float32", "Double": "float64", "Half": "float16", "BFloat16": "bfloat16", "Int": "int32"}
 _DTYPES |= {"Long": "int64", "Char": "int8", "Byte": "uint8", "Bool": "bool"}
-# Collectives of each group that are kept for comparison.
+# Collectives of each group that are kept for comparison, and of those how many the ranks compare while they wait.
 KEPT = 16
+COMPARED = 3
+# Collectives of torch in which every rank passes tensors of the same shape.
+SAME_SHAPES = ("all_reduce", "broadcast", "reduce", "all_gather", "_all_gather_base", "reduce_scatter")
 
 
 class Recorded(NamedTuple):
@@ -75,3 +78,16 @@ def _parsed(entry: dict[str, Any], now: int) -> Recorded:
 def newest(calls: list[Recorded]) -> dict[str, int]:
     """The number of the last collective in each group."""
     return {one.group: one.number for one in calls if not one.is_p2p}
+
+
+def compared(calls: list[Recorded]) -> dict[str, str]:
+    """What every rank of a group does in its last collectives, up to the oldest that has not ended: name -> text."""
+    texts: dict[str, str] = {}
+    for group in {one.group for one in calls}:
+        begun = [one for one in calls if one.group == group and not one.is_p2p]
+        waits = next((at for at, one in enumerate(begun) if one.is_pending), len(begun) - 1)
+        for one in begun[max(0, waits + 1 - COMPARED) : waits + 1]:
+            # NCCL also takes an all_gather of different shapes.
+            same = one.operation in SAME_SHAPES and one.operation != "all_gather"
+            texts[f"{group}/{one.number}"] = f"{one.operation} of {one.data}" if same else one.operation
+    return texts
