@@ -10,7 +10,6 @@ import numbers
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-
 _TOO_LARGE = 2**1023
 
 
