@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +23,9 @@ _FINE_BUCKETS, _FINE_VALUES = 4096, 200_000
 _LEAST_LOST, _LEAST_WARM_UP = 5.0, 1.0
 # Steps that are looked at one by one for the wait for others: in so many pieces of so many steps.
 _PIECES, _PIECE = 8, 64
+
+# How sentences about what stands out begin.
+STANDS_OUT = re.compile(r"Ranks? \d")
 
 WORDS = {
     "data": "waiting for the data loader",
@@ -301,7 +305,7 @@ def _slow_sentence(group: Sequence[Straggler]) -> str:
     return (
         f"{text[0].upper()}{text[1:]}{where} {were} slow in {_percent(one.share)} of the steps (from {one.first:,} to "
         f"{one.last:,}): {_ms(one.excess)} a step, {_percent(one.ratio - 1)} above the median, of which "
-        f" {_ms(one.phase_excess)} in {WORDS[one.phase]}.{wait * (one.waiting > 0.1 * one.excess)}"
+        f"{_ms(one.phase_excess)} in {WORDS[one.phase]}.{wait * (one.waiting > 0.1 * one.excess)}"
     )
 
 
@@ -570,13 +574,15 @@ def _percent(share: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A length of time for people: 45 s, 12 min 5 s, 3 h 20 min."""
+    """A length of time for people: 45 s, 12 min 5 s, 3 h 20 min, 4 days 2 h."""
     rounded = round(seconds)
     if rounded < 60:
         return f"{seconds:.3g} s"
     if rounded < 3600:
         return f"{rounded // 60} min {rounded % 60} s"
-    return f"{rounded // 3600:,} h {rounded % 3600 // 60} min"
+    if rounded < 48 * 3600:
+        return f"{rounded // 3600} h {rounded % 3600 // 60} min"
+    return f"{rounded // 86400:,} days {rounded % 86400 // 3600} h"
 
 
 def size(count: float) -> str:

@@ -238,7 +238,7 @@ const CURVES = [
   ["gradient_norm", "Gradient norm", "", "number"],
   ["throughput", "Throughput", "", "number", { zero: true, band: false }],
 ];
-const SLOW = /^Ranks? \d/; // sentences of the summary about what stands out
+const SLOW = /^Ranks? \d/; // how sentences about what stands out begin, as in `findings.py`
 const PHASES = ["data", "transfer", "forward", "backward", "communication", "optimizer", "checkpoint", "other"];
 
 const hasValues = (values) => values && values.some((value) => !Number.isNaN(value));
