@@ -250,7 +250,8 @@ def _event_cells(event: dict[str, Any], run: Run) -> tuple[str, str, str, str]:
     who = "all ranks" if len(ranks) == len(run.ranks) > 1 else ", ".join(map(str, ranks))
     facts = [f"step {event['step']:,}"] if "step" in event else []
     facts += [duration(event["seconds"])] if "seconds" in event else []
-    facts += [str(event[name]) for name in ("message", "path") if name in event]
+    facts += [event["message"]] if "message" in event else []
+    facts += [event["path"]] if event.get("path", "") not in event.get("message", "") else []
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(float(event["time"])))
     return when, who, event["event"].replace("_", " "), ", ".join(facts)
 

@@ -21,7 +21,8 @@ def number(value: Any) -> int | float | None:
     if isinstance(value, (bool, float)):
         return value
     if isinstance(value, numbers.Integral):
-        return int(value) if abs(value) < _TOO_LARGE else math.copysign(math.inf, value > 0 or -1)
+        whole = int(value)
+        return whole if abs(whole) < _TOO_LARGE else math.copysign(math.inf, whole > 0 or -1)
     if isinstance(value, numbers.Real):
         return float(value)
     size = getattr(value, "numel", None) or getattr(value, "size", None)  # torch has numel(), numpy an int

@@ -472,10 +472,12 @@ function events() {
     if (event.seconds !== undefined) facts.push(FORMATS.seconds(event.seconds));
     if (event.restart) facts.push(`restart ${event.restart}`);
     const rest = element("td", {}, facts.join(", "));
-    if (event.message) rest.append(facts.length ? ": " : "", event.message);
+    const named = event.path && event.message?.endsWith(event.path); // the link stands for it
+    const message = named ? event.message.slice(0, -event.path.length) : event.message;
+    if (message) rest.append(facts.length ? ": " : "", message);
     if (event.path) {
       const where = event.file ? element("a", { href: `file/${at}/${event.path.split("/").map(encodeURIComponent).join("/")}?${query({})}` }, event.path) : event.path;
-      rest.append(facts.length || event.message ? " – " : "", where);
+      rest.append(named ? "" : facts.length || message ? " – " : "", where);
     }
     return element("tr", {}, element("td", {}, new Date(event.time * 1000).toLocaleString()),
       element("td", {}, ...(several() ? [swatch(runColor(at))] : []), rankText(event.ranks, run.ranks.length)),
