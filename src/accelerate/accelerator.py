@@ -1186,6 +1186,8 @@ class Accelerator(RunInterface):
 
     def end_training(self) -> None:
         """Finish background writes, close the trackers and leave the process group. Call it on every process."""
+        if self._profile is not None:
+            self._profile.close()
         self._checkpoints.end_training()
 
     # -- profile

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from browser import Browser, find
-from planted_runs import planted_records, planted_run, write_lines, write_steps
+from planted_runs import START, planted_records, planted_run, write_lines, write_steps
 
 from accelerate.monitor.run import open_runs
 from accelerate.monitor.server import Server
@@ -146,3 +146,21 @@ def test_runs_side_by_side_in_both_themes_and_on_a_phone(browser, serve, tmp_pat
     browser.evaluate("document.querySelectorAll('#runs input')[1].click()")
     browser.wait(f"{COLORED}('Loss', '--run1') === 0")
     browser.evaluate("localStorage.clear()")
+
+
+def test_one_step_and_long_names_on_a_phone(browser, serve, tmp_path):
+    planted_run(tmp_path, 1, 2)
+    lines = [{"time": START + 1, "step": 1, "values": {"name" * 40: 1.0, "lost": "nan", "huge": 10**400}}]
+    write_lines(tmp_path / "values.jsonl", *lines)
+    message = {"time": START, "event": "hang", "message": "long" * 200}
+    write_lines(events_file(tmp_path, 0), message)
+    browser.size(360, 800, mobile=True)
+    browser.open(serve(tmp_path))
+    browser.wait("document.querySelectorAll('canvas').length >= 9")
+    browser.wait(f"{COLORED}('Loss', '--run0') >= 9")
+    assert browser.evaluate("document.documentElement.scrollWidth") == 360
+    # The text of an event has the width of the screen.
+    assert browser.evaluate("document.querySelector('#events td:last-child').getBoundingClientRect().width") > 200
+    for name in ("lost", "huge"):
+        assert browser.evaluate(f"{COLORED}('{name}', '--run0')") == 0
+    assert browser.evaluate("document.querySelector('#findings li.slow').textContent").startswith("Rank 0 reported")

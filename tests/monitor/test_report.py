@@ -131,6 +131,25 @@ def test_bad_input(tmp_path, monkeypatch, capsys, arguments, code, message):
     assert error.value.code == code and message in printed and printed.count("\n") == 1
 
 
+def test_a_slow_rank_of_many_has_its_name_and_peaks_leave_the_rest_legible(tmp_path):
+    for rank in range(64):
+        records = planted_records(60, rank, "data" if rank == 37 else None)
+        records["data"][30:] += 0.1 * (rank == 37)
+        records["forward"][0] += 30
+        records["seconds"][0] += 30
+        write_steps(tmp_path, rank, 64, records)
+    (run,) = open_runs([str(tmp_path)])
+    report.read_all(run)
+    text = report.html(run)
+    assert "▲ 37<" in text and 'class="end">36<' not in text and 'class="end">0<' in text
+    shown = report.svg.line("x", np.arange(1, 61), view(run).curves["seconds"], str, 400, 190, True, peaks=True)
+    ends = [float(end) for end in re.findall(r'class="end">([0-9.]+)<', shown)]
+    assert 0.1 < max(end for end in ends if end != 60) < 1  # 60 is a step
+    # One value is a point: a line needs two.
+    one = report.svg.line("x", np.array([5.0]), report.Curve(*[np.array([2.0])] * 3), str, 400, 190)
+    assert one.count("<circle") == 1
+
+
 def test_a_pipe_is_written_to_and_not_replaced(run, tmp_path, capsys):
     os.mkfifo(tmp_path / "pipe")
     read = []

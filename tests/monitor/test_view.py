@@ -208,3 +208,27 @@ def test_a_run_without_any_record(tmp_path):
     (tmp_path / "telemetry").mkdir()
     run = opened(tmp_path)
     assert run.is_empty and view(run).ranks == [] and summarize(run).ranks == 0
+
+
+@pytest.mark.parametrize("wait", ["communication", "backward"])
+def test_records_of_several_steps_that_end_differently(tmp_path, wait):
+    for rank in range(3):
+        records = planted_records(1200, rank, "data" if rank == 1 else None, wait=wait)
+        # Each rank has merged groups of about five steps of its own.
+        ends = np.unique(np.append(np.arange(4 + rank, 1200, 5 + rank), 1199))
+        merged = records[ends].copy()
+        merged["steps"] = np.diff(ends, prepend=-1)
+        for name in ("seconds", "data", "forward", "backward", "communication", "optimizer", "checkpoint"):
+            merged[name] = np.add.reduceat(records[name], np.append(0, ends[:-1] + 1)) / merged["steps"]
+        for name in ("samples", "tokens"):
+            merged[name] = np.add.reduceat(records[name], np.append(0, ends[:-1] + 1))
+        write_steps(tmp_path, rank, 3, merged)
+    run = opened(tmp_path)
+    shown = view(run, pixels=2000)
+    # No holes, as with a record for each step.
+    assert shown.width == 32 and np.isfinite(shown.seconds).all()
+    (slow,) = summarize(run).stragglers
+    assert (slow.rank, slow.phase) == (1, "data") and slow.excess == pytest.approx(0.03, rel=0.1)
+    assert shown.curves["throughput"].mean[3:-3] == pytest.approx(
+        view(run, pixels=20).curves["throughput"].mean[1], rel=0.4
+    )

@@ -111,3 +111,20 @@ def test_a_block_too_short_for_its_schedule_is_told(tmp_path):
         with profile(options, 0, lambda: None) as profiler:
             work()
             profiler.step()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"activities": []}, "activities is empty"),
+        ({"activities": ["hpu"]}, r"activities=\['hpu'\]: this machine can record only "),
+        ({"schedule_option": {"wait": -1, "warmup": 0, "active": 1}}, "schedule_option.*wait=-1"),
+        ({"schedule_option": {"wait": 1, "warmup": 0, "active": 1, "more": 1}}, "schedule_option.*more"),
+        ({"output_trace_dir": "file/traces"}, "output_trace_dir='file/traces' cannot be made: Not a directory"),
+    ],
+)
+def test_options_that_cannot_be(tmp_path, monkeypatch, options, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigurationError, match=message), profile(ProfileKwargs(**options), 0, lambda: None):
+        work()

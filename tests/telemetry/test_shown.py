@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
+import textwrap
 import types
 
 import pytest
@@ -137,3 +140,53 @@ def test_chosen_steps_are_profiled(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("ACCELERATE_PROFILE", "3:2")
     with pytest.raises(ConfigurationError, match="first and the last step"):
         Accelerator(cpu=True)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message", "steps"),
+    [
+        ("5:90", "steps 5 to 6 of rank 0 are profiled in ", {"step 5", "step 6"}),
+        ("6:6", "steps 6 to 6 of rank 0 are profiled in ", {"step 6"}),
+        ("7:9", "nothing is profiled on rank 0: the run has ended after 6 steps, before step 7", None),
+        ("2:3:0,4", "--profile=2:3:0,4: there is no rank 4 in this run of 1 process", {"step 2", "step 3"}),
+    ],
+)
+def test_a_profile_of_a_run_that_is_shorter_or_smaller(tmp_path, monkeypatch, capsys, asked, message, steps):
+    monkeypatch.setenv("ACCELERATE_PROFILE", asked)
+    accelerator, model, optimizer, loader = make_run(telemetry=tmp_path)
+    for _ in range(2):
+        for (x,) in loader:
+            with torch.profiler.record_function(f"step {optimizer.steps_made + 1}"):
+                accelerator.backward(model(x).sum())
+            optimizer.step()
+    accelerator.end_training()
+    assert message in capsys.readouterr().err
+    path = tmp_path / "profile" / "rank_00000.json"
+    assert path.exists() == (steps is not None)
+    if steps:
+        names = {event.get("name", "") for event in json.loads(path.read_text())["traceEvents"]}
+        assert {name for name in names if name.startswith("step ")} == steps
+    events = (tmp_path / "telemetry" / "rank_00000.events.jsonl").read_text()
+    assert events.count('"profile"') == 1 and ('"path"' in events) == (steps is not None)
+
+
+def test_a_profile_of_a_run_that_fails(tmp_path):
+    script = textwrap.dedent(
+        f"""
+        import torch
+        from accelerate import Accelerator
+
+        accelerator = Accelerator(cpu=True, telemetry={str(tmp_path)!r})
+        model = torch.nn.Linear(1, 1)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        for _ in range(3):
+            accelerator.backward(model(torch.ones(1, 1)).sum())
+            optimizer.step()
+        raise KeyError("stop")
+        """
+    )
+    environment = {**os.environ, "ACCELERATE_PROFILE": "2:9"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "KeyError: 'stop'" in done.stderr
+    assert "steps 2 to 3 of rank 0 are profiled in" in done.stderr
+    assert json.loads((tmp_path / "profile" / "rank_00000.json").read_text())["traceEvents"]

@@ -14,6 +14,7 @@ import torch
 from full_disk import full_disk
 
 from accelerate import Accelerator
+from accelerate.core.errors import ConfigurationError
 from accelerate.tracking import LocalTracker, read_values
 
 VALUES = {
@@ -116,3 +117,30 @@ def test_a_full_disk_delays_values(tmp_path, caplog):
     accelerator.log({"loss": 20}, step=20)
     accelerator.end_training()
     assert [row["step"] for row in read_values(tmp_path / "first")] == list(range(21))
+
+
+def test_values_that_json_has_not(tmp_path, caplog):
+    accelerator = Accelerator(cpu=True, log_with="local", project_dir=tmp_path)
+    name = os.fsdecode(b"data-\xff")  # a file whose name is no text
+    accelerator.init_trackers(
+        "first", config={"file": name, "limit": float("inf"), "all": [float("nan")], "n": 10**400}
+    )
+    odd = {"file": name, "huge": 10**5000, "least": -(10**400), name: 1, 7: 2, None: 3, ("a", 1): 4}
+    accelerator.log(odd, step=1)
+    accelerator.log({"nothing": torch.empty(1, device="meta"), "none": None}, step=2)
+    for step in (2.5, numpy.int64(3), torch.tensor(4), 4, None, -1):
+        accelerator.log({"x": step or 0}, step=step)
+    for step in ("a", float("nan"), [1, 2]):
+        with pytest.raises(ConfigurationError, match="a step is a number, or None"):
+            accelerator.log({"x": 1}, step=step)
+    accelerator.end_training()
+    accelerator.log({"late": 1}, step=9)
+    assert "log was called after accelerator.end_training()" in caplog.text
+    records = read_values(tmp_path / "first")
+    expected = {"file": name, "huge": "inf", "least": "-inf", name: 1, "7": 2, "None": 3, "('a', 1)": 4}
+    assert records[0]["values"] == expected
+    assert [record["step"] for record in records] == [1, 2.5, 3, 4, None, -1]
+    # Valid JSON: other parsers know no NaN.
+    text = (tmp_path / "first" / "config.json").read_text(encoding="utf-8")
+    config = json.loads(text, parse_constant=pytest.fail)
+    assert config == {"file": name, "limit": "inf", "all": ["nan"], "n": "inf"}

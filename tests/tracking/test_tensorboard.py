@@ -4,6 +4,7 @@
 import dataclasses
 import enum
 import logging
+import os
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import torch
 import yaml
 
+from accelerate import Accelerator
 from accelerate.core.errors import ConfigurationError
 from accelerate.tracking import TensorBoardTracker
 
@@ -179,3 +181,14 @@ def test_wrong_use_is_told(tmp_path):
     with pytest.raises(ConfigurationError, match="needs a dict"):
         tracker.log([1.0])
     tracker.finish()
+
+
+def test_values_that_its_format_has_not(tmp_path):
+    accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=tmp_path)
+    name = os.fsdecode(b"data-\xff")
+    accelerator.init_trackers("first", config={"file": name, "n": 10**400})
+    accelerator.log({name: 1.0, "file": name, "huge": 10**400, 7: 2.0}, step=1)
+    accelerator.end_training()
+    (file,) = (tmp_path / "first").glob("events.*")
+    data = file.read_bytes()
+    assert b"data-\\udcff" in data and b"huge" in data

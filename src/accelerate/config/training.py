@@ -235,6 +235,8 @@ class ProfileKwargs(KwargsHandler):
         known = ["cpu", "cuda", "xpu", "mtia", "hpu"]
         if self.activities is not None:
             self.activities = checks.texts("ProfileKwargs.activities", self.activities, "activities")
+            if not self.activities:
+                raise ConfigurationError(f"ProfileKwargs.activities is empty: name some of {', '.join(known)}")
         if self.output_trace_dir is not None:
             self.output_trace_dir = path_text(self.output_trace_dir, "ProfileKwargs.output_trace_dir")
         if self.on_trace_ready is not None:
@@ -259,7 +261,15 @@ class ProfileKwargs(KwargsHandler):
         activities = None
         if self.activities is not None:
             activities = [getattr(torch.profiler.ProfilerActivity, name.upper()) for name in self.activities]
-        schedule = None if self.schedule_option is None else torch.profiler.schedule(**self.schedule_option)
+            if not set(activities) & (supported := torch.profiler.supported_activities()):
+                names = ", ".join(sorted(one.name.lower() for one in supported))
+                raise ConfigurationError(
+                    f"ProfileKwargs.activities={self.activities}: this machine can record only {names}"
+                )
+        try:
+            schedule = None if self.schedule_option is None else torch.profiler.schedule(**self.schedule_option)
+        except (AssertionError, TypeError) as error:
+            raise ConfigurationError(f"ProfileKwargs.schedule_option={self.schedule_option!r}: {error}") from None
         return torch.profiler.profile(
             activities=activities,
             schedule=schedule,

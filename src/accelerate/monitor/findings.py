@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,9 @@ _FINE_BUCKETS, _FINE_VALUES = 4096, 200_000
 _LEAST_LOST, _LEAST_WARM_UP = 5.0, 1.0
 # Steps that are looked at one by one for the wait for others: in so many pieces of so many steps.
 _PIECES, _PIECE = 8, 64
+
+# How sentences about what stands out begin.
+STANDS_OUT = re.compile(r"Ranks? \d")
 
 WORDS = {
     "data": "waiting for the data loader",
@@ -178,7 +182,7 @@ class Summary:
         if self.evaluating > 0.01 * self.elapsed:
             often = "One evaluation" if self.evaluations == 1 else f"{self.evaluations:,} evaluations"
             share = _percent(self.evaluating / self.elapsed)
-            found.append(f"{often} between steps took {duration(self.evaluating)} more, {share} of the whole time.")
+            found.append(f"{often} took {duration(self.evaluating)} more, {share} of the whole time.")
         if self.restarts:
             often = "once" if self.restarts == 1 else f"{self.restarts} times"
             lost = f", which cost {duration(self.restarting)} with the steps that were repeated"
@@ -201,12 +205,12 @@ class Summary:
         if self.bad_loss is not None:
             who = f" on {ranks_text(self.bad_loss_ranks)}" if len(self.bad_loss_ranks) < self.ranks else ""
             if math.isinf(self.bad_losses):
-                when = f"from step {self.bad_loss:,} on"
+                at = f"from step {self.bad_loss:,} on"
             elif self.bad_losses == 1:
-                when = f"at step {self.bad_loss:,}"
+                at = f"at step {self.bad_loss:,}"
             else:
-                when = f"at {self.bad_losses:,.0f} steps, first at step {self.bad_loss:,}"
-            found.append(f"The loss is not finite{who} {when}.")
+                at = f"at {self.bad_losses:,.0f} steps, first at step {self.bad_loss:,}"
+            found.append(f"The loss is not finite{who} {at}.")
         if self.skipped:
             were = "1 step was" if self.skipped == 1 else f"{self.skipped:,} steps were"
             found.append(f"{were} skipped because fp16 gradients overflowed.")
@@ -308,7 +312,7 @@ def _slow_sentence(group: Sequence[Straggler]) -> str:
     return (
         f"{text[0].upper()}{text[1:]}{where} {were} slow in {_percent(one.share)} of the steps (from {one.first:,} to "
         f"{one.last:,}): {_ms(one.excess)} a step, {_percent(one.ratio - 1)} above the median, of which "
-        f" {_ms(one.phase_excess)} in {WORDS[one.phase]}.{wait * (one.waiting > 0.1 * one.excess)}"
+        f"{_ms(one.phase_excess)} in {WORDS[one.phase]}.{wait * (one.waiting > 0.1 * one.excess)}"
     )
 
 
@@ -339,7 +343,8 @@ def _summary(run: Run, shown: View, is_end: bool) -> Summary:
     begin = float(shown.time[columns[0]] - np.nanmax(shown.seconds[:, columns[0]] * weight[:, columns[0]]))
     end = float(shown.time[columns[-1]])
     took = float(per_rank.max())
-    evaluations, evaluating = _evaluations(run, begin, end)
+    # What comes after the last step belongs to the newest steps.
+    evaluations, evaluating = _evaluations(run, begin, math.inf if is_end else end)
     restarts = max((len(times) for times in _restarts(run, begin, end).values()), default=0)
     loss = shown.curves["loss"].mean
     finite = loss[np.isfinite(loss)]
@@ -368,7 +373,7 @@ def _summary(run: Run, shown: View, is_end: bool) -> Summary:
         evaluations=evaluations,
         evaluating=evaluating,
         restarts=restarts,
-        restarting=max(0.0, end - begin - took - evaluating) if restarts else 0.0,
+        restarting=max(0.0, end - begin - took - _evaluations(run, begin, end)[1]) if restarts else 0.0,
         loss=(float(finite[0]), float(finite[tail].mean())) if len(finite) else (math.nan, math.nan),
         lowest_loss=_lowest(shown),
         bad_loss=_first_bad_step(run, shown) if bad.any() else None,
@@ -535,13 +540,13 @@ def _first_bad_step(run: Run, shown: View) -> int:
     at = int(np.flatnonzero(shown.bad_loss.any(axis=0))[0])
     first = int(shown.x[at] - shown.width / 2 + 0.5)
     one = view(run, first, first + shown.width - 1, shown.width)
-    steps = one.x[one.bad_loss.any(axis=0)] if len(one.bad_loss) else []
+    steps: Array = one.x[one.bad_loss.any(axis=0)] if len(one.bad_loss) else np.empty(0)
     return math.ceil(steps[0]) if len(steps) else max(first, 1)
 
 
 def _bad_steps(shown: View) -> float:
     """The number of steps whose loss is not finite; infinite if those are all after the first of them."""
-    bad = shown.bad_loss.any(axis=0)
+    bad: Array = np.asarray(shown.bad_loss.any(axis=0))
     known = np.flatnonzero(known_anywhere(shown.weight))
     at = np.flatnonzero(bad)
     is_all = len(at) > 0 and at[-1] == known[-1] and bool(bad[known[known >= at[0]]].all())
@@ -604,13 +609,15 @@ def _percent(share: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A length of time for people: 45 s, 12 min 5 s, 3 h 20 min."""
+    """A length of time for people: 45 s, 12 min 5 s, 3 h 20 min, 4 days 2 h."""
     rounded = round(seconds)
     if rounded < 60:
         return f"{seconds:.3g} s"
     if rounded < 3600:
         return f"{rounded // 60} min {rounded % 60} s"
-    return f"{rounded // 3600:,} h {rounded % 3600 // 60} min"
+    if rounded < 48 * 3600:
+        return f"{rounded // 3600} h {rounded % 3600 // 60} min"
+    return f"{rounded // 86400:,} days {rounded % 86400 // 3600} h"
 
 
 def size(count: float) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import time
 from dataclasses import asdict
 from html import escape
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from . import svg
-from .findings import Summary, duration, size, summarize
+from .findings import STANDS_OUT, Summary, duration, size, summarize
 from .run import Run
 from .server import described, grouped_events
 from .view import Curve, View, heat_rows, view
@@ -33,8 +32,6 @@ _TITLES: dict[str, tuple[str, str]] = {
     "device_memory": ("Device memory", "allocated, all ranks"),
     "host_memory": ("Host memory", "resident, all ranks"),
 }
-# Sentences of the summary about what stands out.
-SLOW = r"Ranks? \d"
 _FROM_ZERO = ("learning_rate", "throughput", "seconds", "device_memory", "host_memory")
 
 _STYLE = """
@@ -79,7 +76,7 @@ def html(run: Run) -> str:
     body.append("<main>" + _tiles(run, summary))
     items = [f'<li class="slow">{escape(note)}</li>' for note in run.notes()]
     for text in summary.sentences():
-        items.append(f"<li{' class=slow' if re.match(SLOW, text) else ''}>{escape(text)}</li>")
+        items.append(f"<li{' class=slow' if STANDS_OUT.match(text) else ''}>{escape(text)}</li>")
     items += [f'<li class="try">Try: {escape(text)}</li>' for text in summary.advice()]
     body.append(f"<section id=findings><div class=card><h2>Summary</h2><ul>{''.join(items)}</ul></div></section>")
     body.append(
@@ -255,7 +252,8 @@ def _event_cells(event: dict[str, Any], run: Run) -> tuple[str, str, str, str]:
     who = "all ranks" if len(ranks) == len(run.ranks) > 1 else ", ".join(map(str, ranks))
     facts = [f"step {event['step']:,}"] if "step" in event else []
     facts += [duration(event["seconds"])] if "seconds" in event else []
-    facts += [str(event[name]) for name in ("message", "path") if name in event]
+    facts += [event["message"]] if "message" in event else []
+    facts += [event["path"]] if event.get("path", "") not in event.get("message", "") else []
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(float(event["time"])))
     return when, who, event["event"].replace("_", " "), ", ".join(facts)
 

@@ -282,6 +282,17 @@ class RankSteps:
             found.add(*reduced(self.columns, records, (records["step"].astype(np.int64) - 1) // width))
         return found
 
+    def steps_per_record(self, start: int, stop: int) -> float:
+        """How many of the steps from `start` to `stop` a record covers, on average."""
+        records = steps = 0
+        with open(self.path, "rb", buffering=0) as file:
+            for segment in self._segments:
+                first, last = max(segment[2], start), min(segment[3], stop)
+                if first <= last:
+                    records += self._find(file, segment, last + 1) - self._find(file, segment, first)
+                    steps += last - first + 1
+        return steps / records if records else 1.0
+
     def time_after(self, step: int) -> float:
         """Seconds since 1970, on the clock of this rank, at the end of a step that ends a block; NaN if not known."""
         at = step // BLOCK - 1 - self._blocks.first

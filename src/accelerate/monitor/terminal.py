@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 import numpy as np
@@ -13,7 +14,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from .findings import Summary, duration, size, summarize
+from .findings import STANDS_OUT, Summary, duration, size, summarize
 from .run import Run
 from .server import grouped_events
 from .svg import without_peaks
@@ -38,10 +39,11 @@ def show(run: Run, console: Console | None = None) -> None:
         console.print(picture(run, console.width))
         return
     with Live(picture(run, console.width), console=console, screen=True, auto_refresh=False) as live:
-        while True:
-            time.sleep(INTERVAL)
-            run.refresh()
-            live.update(picture(run, console.width), refresh=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            while True:
+                time.sleep(INTERVAL)
+                run.refresh()
+                live.update(picture(run, console.width), refresh=True)
 
 
 def picture(run: Run, width: int = 100) -> RenderableType:
@@ -57,12 +59,15 @@ def picture(run: Run, width: int = 100) -> RenderableType:
         wide, narrow = max(16, width - 26), max(16, (width - 12) // 3)
         shown, summary = view(run, pixels=wide), summarize(run)
         curves = view(run, pixels=narrow)
-        renderables: list[RenderableType] = [_title(run, summary), *notes, _curves(curves, narrow)]
+        # What stands out comes first: a small terminal shows no more than the upper part.
+        sentences = summary.sentences()
+        alarms = [text for text in sentences if STANDS_OUT.match(text)]
+        renderables: list[RenderableType] = [_title(run, summary), *notes, *(Text(text, "red") for text in alarms)]
+        renderables.append(_curves(curves, narrow))
         if shown.ranks:
             renderables += [_ranks(shown, summary, wide), _phases(summary, wide)]
-            renderables.append(
-                Panel("\n".join([*summary.sentences(), *(f"Try: {text}" for text in summary.advice())]))
-            )
+            others = [text for text in sentences if text not in alarms]
+            renderables.append(Panel(Text("\n".join([*others, *(f"Try: {text}" for text in summary.advice())]))))
         if found := _events(run):
             renderables.append(found)
     return Group(*renderables)
@@ -101,7 +106,8 @@ def bars(values: Array) -> str:
     known = values[np.isfinite(values)]
     if not len(known):
         return ""
-    low, span = known.min(), max(float(known.max() - known.min()), 1e-12)
+    # What is equal but for rounding is flat.
+    low, span = known.min(), max(float(known.max() - known.min()), 1e-4 * float(np.abs(known).max()), 1e-300)
     return "".join(_BARS[int((v - low) / span * 7.999)] if np.isfinite(v) else " " for v in values)
 
 
@@ -149,5 +155,7 @@ def _events(run: Run) -> RenderableType | None:
         facts = [f"step {event['step']:,}"] if "step" in event else []
         facts += [str(event[name]) for name in ("message", "path") if name in event]
         when = time.strftime("%H:%M:%S", time.localtime(float(event["time"])))
-        table.add_row(when, ranks, event["event"].replace("_", " "), Text(", ".join(facts), overflow="ellipsis"))
+        table.add_row(
+            when, ranks, event["event"].replace("_", " "), Text(", ".join(facts), no_wrap=True, overflow="ellipsis")
+        )
     return Panel(table, title="events", title_align="left") if table.rows else None

@@ -98,6 +98,9 @@ def view(run: Run, start: int | None = None, stop: int | None = None, pixels: in
     stop = max(start, min(run.last_step, run.last_step if stop is None else stop))
     width = bucket_width(stop - start + 1, pixels)
     ranks = sorted(number for number, rank in run.ranks.items() if rank.count)
+    if ranks and (each := run.ranks[ranks[0]].steps_per_record(start, stop)) > 1.1:
+        # Records of ranks that cover several steps do not end with the same ones: wide buckets have some of each rank.
+        width = max(width, bucket_width(math.ceil(4 * each), 1))
     found = [run.ranks[number].view(start, stop, width) for number in ranks]
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         # Means of buckets without a value.

@@ -107,18 +107,30 @@ def start_profile(project: ProjectConfiguration, meter: StepMeter | None) -> Ste
     # Every rank takes part in the choice of the folder.
     folder = (None if meter is None else meter.folder) or run_folder(True, project)
     assert folder is not None
-    rank = PartialState().process_index
+    state = PartialState()
+    rank = state.process_index
     first, last, *ranks = text.split(":")
-    if ranks and str(rank) not in ranks[0].split(","):
+    chosen = {int(one) for one in ranks[0].split(",")} if ranks else {rank}
+    if (absent := sorted(one for one in chosen if one >= state.num_processes)) and state.is_main_process:
+        processes = "1 process" if state.num_processes == 1 else f"{state.num_processes} processes"
+        _print(f"--profile={text}: there is no rank {', '.join(map(str, absent))} in this run of {processes}")
+    if rank not in chosen:
         return None
 
-    def written(path: Path) -> None:
-        message = f"steps {first} to {last} of rank {rank} are profiled in {path}"
+    def ended(step: int, path: Path | None) -> None:
+        if path is None:
+            message = f"nothing is profiled on rank {rank}: the run has ended after {step} steps, before step {first}"
+        else:
+            message = f"steps {first} to {step} of rank {rank} are profiled in {path}"
         if meter is not None:
-            meter.event("profile", message=message, path=str(path))
-        print(f"accelerate: {message}", file=sys.stderr, flush=True)
+            meter.event("profile", message=message, **({} if path is None else {"path": str(path)}))
+        _print(message)
 
-    return StepProfile(folder.absolute() / "profile" / f"rank_{rank:05d}.json", int(first), int(last), written)
+    return StepProfile(folder.absolute() / "profile" / f"rank_{rank:05d}.json", int(first), int(last), ended)
+
+
+def _print(message: str) -> None:
+    print(f"accelerate: {message}", file=sys.stderr, flush=True)
 
 
 def _of_variable(text: str | None) -> bool | str:

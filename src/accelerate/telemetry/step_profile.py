@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -17,16 +18,19 @@ class StepProfile:
     Args:
         path: of the trace, in Chrome's format.
         first: the first step that is recorded, from 1.
-        last: the last one.
-        written: called with the path when the trace is written.
+        last: the last one. If the run ends before it, the trace has the steps until then.
+        ended: called with the last recorded step and the path when the trace is written, or with the steps of the run
+            and None if it has ended before the first.
     """
 
-    def __init__(self, path: Path, first: int, last: int, written: Callable[[Path], None]) -> None:
+    def __init__(self, path: Path, first: int, last: int, ended: Callable[[int, Path | None], None]) -> None:
         self._path = path
         self._first, self._last = first, last
-        self._written = written
+        self._ended = ended
         self._steps = 0
         self._profiler: Any = None
+        self._pid = os.getpid()
+        atexit.register(self.close)
 
     def begin(self) -> None:
         """Start before the first step, if that is recorded."""
@@ -38,12 +42,25 @@ class StepProfile:
         """Called after each optimizer step; does nothing once the trace is written."""
         self._steps += 1
         if self._steps == self._last and self._profiler is not None:
+            self.close()
+        elif self._steps < self._last:
+            self.begin()
+
+    def close(self) -> None:
+        """Write the trace, if that was not done: the run has ended."""
+        atexit.unregister(self.close)
+        if self._pid != os.getpid() or self._first > self._last:
+            return
+        if self._profiler is not None and self._steps >= self._first:
             self._profiler.stop()
             self._path.parent.mkdir(parents=True, exist_ok=True)
             partial = f"{self._path}.partial"
             self._profiler.export_chrome_trace(partial)
             os.replace(partial, self._path)
-            self._profiler = None
-            self._written(self._path)
-        elif self._steps < self._last:
-            self.begin()
+            self._ended(self._steps, self._path)
+        else:
+            if self._profiler is not None:
+                self._profiler.stop()
+            self._ended(self._steps, None)
+        self._profiler = None
+        self._last = 0  # done

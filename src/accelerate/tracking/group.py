@@ -63,6 +63,7 @@ class TrackerGroup:
         # {tracker name: run key} from a loaded checkpoint: these trackers continue their runs.
         self.resumed_keys: dict[str, str] = {}
         self._warned = False
+        self._is_finished = False
         # Calls `log` in a thread; None calls it in the loop.
         self._background: BackgroundLog | None = None
 
@@ -76,6 +77,7 @@ class TrackerGroup:
     ) -> None:
         """Start the trackers. Call it on the main process only, so that each service has one run."""
         self.drain()
+        self._is_finished = False
         self.trackers = start_trackers(
             self.log_with, project_name, self.logging_dir, config, init_kwargs, self.resumed_keys
         )
@@ -124,12 +126,14 @@ class TrackerGroup:
         log_kwargs: dict[str, dict[str, Any]] | None = None,
     ) -> None:
         """Log values to every tracker; `log_kwargs` is {tracker name: further arguments of its `log`}."""
-        if not self.trackers and self.log_with and not self._warned and PartialState().is_main_process:
-            self._warned = True
-            logger.warning(
-                f"{user_line()}: accelerator.log was called before accelerator.init_trackers(project_name): the "
-                "values are not logged"
-            )
+        if self._is_finished or (not self.trackers and self.log_with):
+            if not self._warned and PartialState().is_main_process:
+                self._warned = True
+                when = "after accelerator.end_training()"
+                if not self._is_finished:
+                    when = "before accelerator.init_trackers(project_name)"
+                logger.warning(f"{user_line()}: accelerator.log was called {when}: the values are not logged")
+            return
         if self._background is not None:
             self._log_later(self._background, values, step, log_kwargs or {})
             return
@@ -162,6 +166,7 @@ class TrackerGroup:
         """Close the trackers. If one cannot be closed, the others are, and its error is raised."""
         _open.pop(self, None)
         self.drain(END_LIMIT)
+        self._is_finished = bool(self._all)
         errors = _each(self._all, lambda tracker: tracker.finish())
         if errors:
             raise errors[0]

@@ -55,7 +55,8 @@ class LocalTracker(ClientTracker):
     def _open(self) -> TextIO:
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / "values.jsonl"
-        file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - `_close` closes it
+        # A name of a file may have bytes that are no text: JSON escapes these.
+        file = open(path, "a", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115 - `_close` closes it
         if (size := path.stat().st_size) and _last_byte(path, size) != b"\n":
             # A process was killed within a line.
             file.write("\n")
@@ -89,8 +90,9 @@ class LocalTracker(ClientTracker):
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Record the hyperparameters of the run in `config.json`."""
         found = configuration(checked(values, "store_init_configuration"))
-        with atomic_write(self.folder / "config.json", "w") as file:
-            json.dump(found, file, indent=2, ensure_ascii=False)
+        text = json.dumps(_finite(found), indent=2, ensure_ascii=False)
+        with atomic_write(self.folder / "config.json") as file:
+            file.write(text.encode("utf-8", "backslashreplace"))
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -109,8 +111,28 @@ class LocalTracker(ClientTracker):
             if logged is None:
                 self._warn_unsupported(name, value, "numbers, text and mappings of them")
             else:
-                found[name] = str(logged) if isinstance(logged, float) and not math.isfinite(logged) else logged
-        self._write(self.tracker, {"step": None if step is None else int(step), "values": found})
+                found[name] = _finite(logged)
+        if found:
+            self._write(self.tracker, {"step": _step(step), "values": found})
+
+
+def _step(step: Any) -> int | float | None:
+    """A step as a number: whole, or a fraction (of an epoch, for example)."""
+    if step is None:
+        return None
+    try:
+        return int(step) if int(step) == float(step) else float(step)
+    except (TypeError, ValueError, OverflowError):
+        raise ConfigurationError(f"log(..., step={step!r}): a step is a number, or None") from None
+
+
+def _finite(value: Any) -> Any:
+    """The value with numbers that JSON does not have as text."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_values(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from ..core.errors import ConfigurationError
 from ..core.files import atomic_write
 from ..core.imports import is_available
 from .base import ClientTracker, checked, on_main_process
-from .values import hyperparameters, number
+from .values import hyperparameters, number, text
 
 
 class TensorBoardTracker(ClientTracker):
@@ -81,9 +81,10 @@ class TensorBoardTracker(ClientTracker):
             kwargs: passed to `add_scalar`, `add_text` and `add_scalars` of `SummaryWriter`.
         """
         writer = self.tracker
-        for key, value in checked(values, "log").items():
+        for name, value in checked(values, "log").items():
+            key = text(name)
             if isinstance(value, str):
-                writer.add_text(key, value, global_step=step, **kwargs)
+                writer.add_text(key, text(value), global_step=step, **kwargs)
             elif isinstance(value, Mapping):
                 self._log_lines(key, value, step, **kwargs)
             elif (scalar := number(value)) is not None:

@@ -5,25 +5,37 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 import numbers
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+_TOO_LARGE = 2**1023
+
 
 def number(value: Any) -> int | float | None:
-    """Convert a number, a NumPy scalar, or a tensor or array of one element to a Python number; None for others."""
-    if isinstance(value, (bool, int, float)):
+    """Convert a number, a NumPy scalar, or a tensor or array of one element to a Python number; None for others.
+
+    An integer that no float can hold is infinite: the clients store floats.
+    """
+    if isinstance(value, (bool, float)):
         return value
     if isinstance(value, numbers.Integral):
-        return int(value)
+        whole = int(value)
+        return whole if abs(whole) < _TOO_LARGE else math.copysign(math.inf, whole > 0 or -1)
     if isinstance(value, numbers.Real):
         return float(value)
     size = getattr(value, "numel", None) or getattr(value, "size", None)  # torch has numel(), numpy an int
     count = size() if callable(size) else size
-    if count != 1 or not hasattr(value, "item"):
+    if count != 1 or not hasattr(value, "item") or getattr(value, "is_meta", False):
         return None
     item = value.item()
     return item if isinstance(item, (bool, int, float)) else None
+
+
+def text(value: Any) -> str:
+    """Any value as text that UTF-8 can encode: bytes of file names that are no text are escaped."""
+    return str(value).encode("utf-8", "backslashreplace").decode()
 
 
 def plain(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -84,5 +96,5 @@ def hyperparameters(values: Mapping[str, Any]) -> dict[str, bool | int | float |
         if isinstance(value, enum.Enum):
             value = value.value
         as_number = None if isinstance(value, str) else number(value)
-        found[name] = str(value) if as_number is None else as_number
+        found[text(name)] = text(value) if as_number is None else as_number
     return found

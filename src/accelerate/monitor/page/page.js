@@ -238,7 +238,7 @@ const CURVES = [
   ["gradient_norm", "Gradient norm", "", "number"],
   ["throughput", "Throughput", "", "number", { zero: true, band: false }],
 ];
-const SLOW = /^Ranks? \d/; // sentences of the summary about what stands out
+const SLOW = /^Ranks? \d/; // how sentences about what stands out begin, as in `findings.py`
 const PHASES = ["data", "transfer", "forward", "backward", "communication", "optimizer", "checkpoint", "other"];
 
 const hasValues = (values) => values && values.some((value) => !Number.isNaN(value));
@@ -473,10 +473,12 @@ function events() {
     if (event.seconds !== undefined) facts.push(FORMATS.seconds(event.seconds));
     if (event.restart) facts.push(`restart ${event.restart}`);
     const rest = element("td", {}, facts.join(", "));
-    if (event.message) rest.append(facts.length ? ": " : "", event.message);
+    const named = event.path && event.message?.endsWith(event.path); // the link stands for it
+    const message = named ? event.message.slice(0, -event.path.length) : event.message;
+    if (message) rest.append(facts.length ? ": " : "", message);
     if (event.path) {
       const where = event.file ? element("a", { href: `file/${at}/${event.path.split("/").map(encodeURIComponent).join("/")}?${query({})}` }, event.path) : event.path;
-      rest.append(facts.length || event.message ? " – " : "", where);
+      rest.append(named ? "" : facts.length || message ? " – " : "", where);
     }
     return element("tr", {}, element("td", {}, new Date(event.time * 1000).toLocaleString()),
       element("td", {}, ...(several() ? [swatch(runColor(at))] : []), rankText(event.ranks, run.ranks.length)),
