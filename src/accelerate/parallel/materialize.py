@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from ..core.errors import PrepareError
 from ..core.modules import move_tensor, named_bottom_up
 from ..placement.subclasses import inner_tensors
+
+T = TypeVar("T")
 
 # What wrappers around a module (activation checkpointing, compilation, replication) add to the names below it.
 _WRAPPER_NAMES = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
@@ -99,7 +101,7 @@ def make_equal(tensors: Iterable[torch.Tensor], device: torch.device, group: dis
             continue
         if tensor.device != device:
             move_tensor(tensor, device)
-        # Parts of quantized weights are sent as bytes: gloo has no messages in float8.
+        # Pieces of quantized weights are sent as bytes: gloo has no messages in float8.
         pieces = inner_tensors(tensor.data).values()
         locals_ += [part.view(torch.uint8) if part.itemsize == 1 else part for part in pieces]
     _broadcast(locals_, group)
@@ -112,7 +114,7 @@ def lay_out(
     ranks: dist.ProcessGroup | None = None,
     home: torch.device | None = None,
     from_first: bool = False,
-    init: Callable[[nn.Module], Any] | None = None,
+    init: Callable[[nn.Module], object] | None = None,
 ) -> None:
     """Lay a model out by `apply(equal)`, which replaces its tensors, and fill it wherever its weights are.
 
@@ -125,7 +127,8 @@ def lay_out(
         apply(True)
         return
     full = dict(named_tensors(model)) if dist.get_rank(ranks) == 0 and not meta[0] else {}
-    to_meta(model)
+    # What is shared between modules stays shared.
+    replace_tensors(model, lambda tensor: tensor.to("meta"))
     apply(False)
     allocate(model, device, home)
     if meta[0]:
@@ -144,11 +147,6 @@ def _broadcast(tensors: list[torch.Tensor], group: dist.ProcessGroup | None) -> 
     for tensor, buffer in zip(tensors, buffers, strict=True):
         if buffer is not tensor:
             tensor.copy_(buffer)
-
-
-def to_meta(model: nn.Module) -> None:
-    """Drop the storage of every parameter and buffer; what is shared between modules stays shared."""
-    replace_tensors(model, lambda tensor: tensor.to("meta"))
 
 
 def allocate(model: nn.Module, device: torch.device, home: torch.device | None = None) -> None:
@@ -201,8 +199,7 @@ def spread(
     Raises PrepareError, on every rank, for a name that is missing in `full` (with `strict`), or of another shape.
     """
     listed = list(targets)
-    is_source = dist.get_rank(group) == 0
-    offered: list[Any] = [{name: tuple(tensor.shape) for name, tensor in full.items()} if is_source else None]
+    offered = [{name: tuple(tensor.shape) for name, tensor in full.items()}]
     dist.broadcast_object_list(offered, group=group, group_src=0, device=device)
     _check_names(offered[0], listed, strict)
     for name, target in listed:
@@ -251,7 +248,7 @@ def initialise(
     model: nn.Module,
     device: torch.device,
     group: dist.ProcessGroup | None,
-    init: Callable[[nn.Module], Any] | None = None,
+    init: Callable[[nn.Module], object] | None = None,
 ) -> None:
     """Initialize a model that was built without storage, and then sharded.
 
@@ -326,3 +323,33 @@ def _filled_copy(module: nn.Module, device: torch.device) -> nn.Module:
             if tensor is not None:
                 mine[key].data.copy_(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)  # type: ignore[union-attr]
     return shadow
+
+
+# -- a model's state without storage: names, shapes and ties, for layouts whose modules do not have them
+
+
+def without_storage(state: Mapping[str, object]) -> dict[str, object]:
+    """A state under plain names whose tensors have shapes only; tied ones are one tensor still."""
+    metas: dict[int, torch.Tensor] = {}
+
+    def on_meta(value: object) -> object:
+        if not isinstance(value, torch.Tensor):
+            return value
+        # ZeRO-3 replaces a parameter by an empty tensor with its shape as an attribute.
+        shape = getattr(value, "ds_shape", value.shape)
+        return metas.setdefault(id(value), torch.empty(shape, dtype=value.dtype, device="meta"))
+
+    return {canonical_name(name): on_meta(value) for name, value in state.items()}
+
+
+def skeleton(name: str, state: Mapping[str, object]) -> nn.Module:
+    """A module of a class called `name` whose `state_dict()` is `state`."""
+    kind: type[nn.Module] = type(name, (nn.Module,), {"state_dict": lambda self, *args, **kwargs: dict(state)})
+    return kind()
+
+
+def complete(state: Mapping[str, T], light: Mapping[str, object]) -> dict[str, T]:
+    """A state that has tied tensors under one name, with all the names of `light`; foreign names are left out."""
+    present = {id(light[name]): value for name, value in state.items() if name in light}
+    known = {name: id(meta) for name, meta in light.items() if id(meta) in present}
+    return {name: state.get(name, present[key]) for name, key in known.items()}

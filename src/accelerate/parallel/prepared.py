@@ -11,7 +11,7 @@ import contextlib
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -86,6 +86,19 @@ class VolumeCounter:
         ]
 
 
+class WindowGradients(Protocol):
+    """The gradients of an unfinished accumulation window."""
+
+    def state_dict(self) -> Mapping[str, object]:
+        """This rank's gradients."""
+
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raise CheckpointError for gradients that do not fit this rank's parameters."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replace all gradients by those of `state_dict`."""
+
+
 class PreparedModel:
     """A model of which this process has all parameters.
 
@@ -148,7 +161,7 @@ class PreparedModel:
 
     # -- the step
 
-    def no_sync(self) -> contextlib.AbstractContextManager[Any]:
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """A context in which backwards accumulate gradients without communicating."""
         return contextlib.nullcontext()
 
@@ -240,14 +253,14 @@ class PreparedModel:
         """Take a full state; every rank calls it."""
         self.state_template.load_state_dict(state, strict=strict)
 
-    def accumulated_gradients(self) -> Any | None:
-        """The gradients of an unfinished accumulation window, with `state_dict` and `load_state_dict`.
+    def accumulated_gradients(self) -> WindowGradients | None:
+        """The gradients of an unfinished accumulation window.
 
         None if they are unsharded, in `.grad` of the parameters, or (if `is_partial`) if they are not accessible.
         """
         return None
 
-    def rank_state(self) -> dict[str, Any] | None:
+    def rank_state(self) -> dict[str, object] | None:
         """State that differs on each rank beyond the parameters, as plain data; None where there is none."""
         return None
 

@@ -16,9 +16,8 @@ from torch.distributed.tensor import DTensor
 from ...core.errors import PrepareError
 from ..accumulated import module_parameter
 from ..fsdp.common import UnreducedGradients
+from ..fsdp.units import reshard, shard_groups
 from ..gradients import GradientReducer
-from ..report.communication import shard_groups
-from ..sharded import reshard
 from ..tensor.strategy import PartialSums
 
 # Global ranks of one dimension of a mesh, in ascending order.
@@ -293,7 +292,7 @@ def _check_divisors(model: nn.Module) -> None:
     """Refuse units whose gradient torch divides twice.
 
     With a divisor and a group of one rank, torch (up to 2.13) divides float16 and float64 before the reduction, and
-    again in its place.
+    again instead of it.
     """
     for module, group, _ in shard_groups(model):
         policy = group.mp_policy

@@ -26,10 +26,10 @@ from ..base import Bundle
 from ..fsdp.copies import support_averages
 from ..fsdp.fsdp2 import Fsdp2Model
 from ..fsdp.inference_mode import allow_inference_mode
-from ..gradient_hooks import refuse_later_hooks
+from ..fsdp.units import shard_groups, shards_of
+from ..gradients import refuse_later_hooks
 from ..prepared import CommunicationVolume, PreparedModel
-from ..report import communication
-from ..sharded import ShardedStrategy, shards_of
+from ..sharded import ShardedStrategy
 from ..tensor import plan as tensor_plan
 from ..tensor import random as tensor_random
 from .sharing import Averages, Ranks, declared, find_layout, parameters_of, reducers_of, tensor_parallel_mesh
@@ -129,7 +129,7 @@ class Adopted(ShardedStrategy):
 
     def as_prepared(self, module: nn.Module) -> AdoptedModel:
         """A prepared model that saves shards where FSDP2 shards it."""
-        is_fsdp = any(True for _ in communication.shard_groups(module))
+        is_fsdp = any(True for _ in shard_groups(module))
         # torch.distributed.checkpoint takes a rank's shard for one block.
         saves_shards = is_fsdp and not any(materialize.is_packed(parameter) for parameter in module.parameters())
         return AdoptedModel(module, self.precision, self.device, saves_shards=saves_shards)
@@ -179,8 +179,8 @@ def _sum_once(model: nn.Module) -> None:
 
 def computes_in(model: nn.Module) -> set[torch.dtype]:
     """The dtypes to which policies of FSDP2 units cast parameters for the computation."""
-    found = {group.mp_policy.param_dtype for _, group, _ in communication.shard_groups(model)}
-    return found - {None, torch.float32, torch.float64}
+    found = {dtype for _, group, _ in shard_groups(model) if (dtype := group.mp_policy.param_dtype) is not None}
+    return found - {torch.float32, torch.float64}
 
 
 def _mesh(shards: tuple[Ranks, ...], device: torch.device) -> DeviceMesh | None:

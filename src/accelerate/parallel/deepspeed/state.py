@@ -13,8 +13,7 @@ from torch import nn
 
 from ...config.deepspeed import DeepSpeedPlugin
 from ...core.errors import CheckpointError, ConfigurationError
-from ..materialize import canonical_name
-from ..skeleton import complete, skeleton, without_storage
+from ..materialize import canonical_name, complete, skeleton, without_storage
 
 
 class EngineState:

@@ -31,7 +31,7 @@ from ...runtime.topology import Topology
 from .. import gradients, materialize, norms
 from ..activation import checkpoint_activations
 from ..base import Bundle, Strategy
-from ..gradient_hooks import refuse_gradient_hooks, refuse_later_hooks
+from ..gradients import refuse_gradient_hooks, refuse_later_hooks
 from ..materialize import canonical_name
 from ..optimizer_scope import refuse_flat_shards
 from ..prepared import Change, CommunicationVolume, GroupShapes, PreparedModel

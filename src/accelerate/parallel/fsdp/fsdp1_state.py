@@ -17,9 +17,8 @@ from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel
 
 from ...core.errors import CheckpointError, PrepareError
 from .. import materialize
-from ..materialize import canonical_name
+from ..materialize import canonical_name, complete, skeleton, without_storage
 from ..remap import check_trains
-from ..skeleton import complete, skeleton, without_storage
 from . import state as fsdp_state
 
 

@@ -8,7 +8,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,21 +27,22 @@ from ...runtime import group, mesh
 from .. import materialize
 from ..activation import checkpoint_activations
 from ..adopted.sharing import find_layout, reducers_of
-from ..gradient_hooks import refuse_gradient_hooks, refuse_later_hooks
-from ..remap import ParameterPlaces, switch_parameters
+from ..gradients import refuse_gradient_hooks, refuse_later_hooks
+from ..remap import ParameterPlaces, lay_out_state
 from ..report.communication import shard_gradients
-from ..sharded import ShardedModel, ShardedStrategy, shards_of
+from ..sharded import ShardedModel, ShardedStrategy
 from ..tensor import strategy as tensor
 from . import state as fsdp_state
-from .clearing import clear_shards
 from .common import UnreducedGradients, added_parameter, fill_policy, keep_unpacked, refuse_unshardable
 from .copies import support_averages
 from .double_backward import KeptUnsharded
 from .inference_mode import allow_inference_mode
-from .units import find_modules, select_units, units_of_rare_dtypes
+from .units import find_modules, select_units, shards_of, units_of_rare_dtypes
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+T = TypeVar("T")
 
 
 class Fsdp2Model(ShardedModel):
@@ -154,7 +155,9 @@ class FullyShardedDataParallel(ShardedStrategy):
         allow_inference_mode(prepared.inner)
         prepared.kept = KeptUnsharded(prepared.inner)
         support_averages(prepared.inner)
-        clear_shards(prepared.inner)
+        for module in prepared.inner.modules():
+            if isinstance(module, FSDPModule):
+                type(module).zero_grad = _zero_grad  # type: ignore[assignment, method-assign]
         return prepared
 
     def backward(self, loss: torch.Tensor, **kwargs: object) -> None:
@@ -179,6 +182,21 @@ class FullyShardedDataParallel(ShardedStrategy):
                     f"{name} is a parameter of another model too, which {self.name} has sharded already, and torch "
                     "shards a parameter in one model only. Put both into one nn.Module and prepare that, or use DDP"
                 )
+
+
+def _zero_grad(unit: nn.Module, set_to_none: bool = True) -> None:
+    """Clear the gradients of the shards, too.
+
+    torch keeps the outermost unit unsharded between a forward and its backward, so `parameters()` are then other
+    tensors than the optimizer's.
+    """
+    super(FSDPModule, unit).zero_grad(set_to_none)  # type: ignore[misc]
+    for shard in shards_of([unit]):
+        gradient = shard.sharded_param.grad
+        if set_to_none:
+            shard.sharded_param.grad = None
+        elif gradient is not None:
+            gradient.detach_().zero_()
 
 
 def shard_model(
@@ -376,12 +394,35 @@ def ensure_weights_retied(
     return init_and_tie
 
 
-def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping: Mapping[Any, nn.Parameter]) -> None:
-    """Have an optimizer train sharded parameters; `mapping` leads from each former one, or its `data_ptr()`, to it."""
-    switch_parameters(optimizer, mapping)
+def fsdp2_switch_optimizer_parameters(
+    optimizer: torch.optim.Optimizer, mapping: Mapping[nn.Parameter | int, nn.Parameter]
+) -> None:
+    """Have an optimizer train sharded parameters; `mapping` leads from each former one, or its `data_ptr()`, to it.
+
+    Raises PrepareError where the mapping knows none of a group's parameters: the group would train nothing.
+    """
+    present = {id(parameter) for parameter in mapping.values()}
+    known = {former if isinstance(former, int) else id(former): found for former, found in mapping.items()}
+
+    def lookup(former: nn.Parameter) -> nn.Parameter:
+        found = known.get(id(former))
+        # A parameter without storage (meta) has the address 0 like any other of its kind.
+        return found if found is not None else known.get(former.data_ptr() or -1, former)
+
+    for index, own_group in enumerate(optimizer.param_groups):
+        changed = [lookup(former) for former in own_group["params"]]
+        if changed and not any(id(parameter) in present for parameter in changed):
+            raise PrepareError(
+                f"none of the {len(changed)} parameters of the optimizer's group {index} is a parameter of the "
+                "sharded model: it would train nothing. Make the optimizer from the model that is prepared."
+            )
+        for former, now in zip(own_group["params"], changed, strict=True):
+            if former is not now and former in optimizer.state:
+                optimizer.state[now] = lay_out_state(optimizer.state.pop(former), former, now)
+        own_group["params"] = changed
 
 
-def fsdp2_canonicalize_names(named_params: Mapping[str, object]) -> dict[str, Any]:
+def fsdp2_canonicalize_names(named_params: Mapping[str, T]) -> dict[str, T]:
     """Return a mapping under the names of the plain model.
 
     Args:

@@ -184,7 +184,7 @@ class PipelinedModel(ShardedModel):
         """Return the gradients of an unfinished accumulation window."""
         return self.stages.schedules.accumulated
 
-    def rank_state(self) -> dict[str, Any]:
+    def rank_state(self) -> dict[str, object]:
         """The place in the model's random stream, and the rules of its loss."""
         return {"calls": self.stages.random.calls, "rules": self.stages.schedules.rules}
 

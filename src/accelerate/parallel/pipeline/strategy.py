@@ -29,15 +29,13 @@ from ..accumulated import AccumulatedGradients
 from ..base import Bundle
 from ..compile import Compile, compile_regions_fsdp2
 from ..fsdp.fsdp2 import shard_model
-from ..fsdp.units import find_modules
+from ..fsdp.units import find_modules, reshard, shards_of
 from ..gradients import finish
 from ..optimizer_scope import refuse_model_scope
 from ..prepared import PreparedModel
 from ..pretrained import require_state_dict
 from ..remap import ParameterPlaces, trains_nothing
-from ..report.communication import shard_groups
-from ..sharded import ShardedModel, ShardedStrategy, lay_out_step, reshard
-from ..skeleton import skeleton, without_storage
+from ..sharded import ShardedModel, ShardedStrategy, lay_out_step
 from ..tensor import strategy as tensor
 from . import state
 from .microbatch import Batch, BatchSplitter, Stage, restrict_outputs
@@ -167,7 +165,8 @@ class PipelineParallel(ShardedStrategy):
         mine = [stage for stage, rank in enumerate(self.ranks) if rank == self.channel.rank]
         own = {unit for stage in mine for unit in range(cut.bounds[stage], cut.bounds[stage + 1])}
         shapes = {materialize.canonical_name(name): list(p.shape) for name, p in model.named_parameters()}
-        template = skeleton(type(model).__name__, without_storage(model.state_dict(keep_vars=True)))
+        state_shapes = materialize.without_storage(model.state_dict(keep_vars=True))
+        template = materialize.skeleton(type(model).__name__, state_shapes)
         locations, context = plan.locations(model), StageContext()
         tied = self._tied_parameters(model, plan, locations, own)
         unsharded = self._unshardable(model, plan, locations)
@@ -186,12 +185,7 @@ class PipelineParallel(ShardedStrategy):
         self.cast_parameters(model, stages.values())
         runner = Runner(staged, cut, stages, self.ranks, self.channel, splitter, options.gather_output)
         accumulated = AccumulatedGradients(model, [model, *stages.values()])
-        sharded = {
-            id(shard.sharded_param)
-            for stage in stages.values()
-            for _, group, _ in shard_groups(stage)
-            for shard in group.fsdp_params
-        }
+        sharded = {id(shard.sharded_param) for shard in shards_of(stages.values())}
         piped = Stages(
             ScheduleRunner(runner, options, self.precision, accumulated),
             tied,

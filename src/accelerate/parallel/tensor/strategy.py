@@ -19,8 +19,7 @@ from ...parallelism_config import ParallelismConfig
 from ...precision.base import Precision
 from ...runtime import mesh
 from .. import materialize
-from ..gradient_hooks import refuse_gradient_hooks
-from ..gradients import GradientReducer, all_reduce
+from ..gradients import GradientReducer, all_reduce, refuse_gradient_hooks
 from ..prepared import CommunicationVolume
 from ..remap import ParameterPlaces
 from ..report.memory import local_bytes
