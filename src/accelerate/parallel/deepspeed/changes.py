@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import warnings
 from operator import attrgetter
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,7 +33,7 @@ class ParameterChanges:
         named = state.module.named_parameters()
         stepped = {} if state.is_plain else {name: p for name, p in named if has_master(p)}
         self._names: list[str] = list(stepped)
-        self._parameters: list[Any] = list(stepped.values())
+        self._parameters: list[torch.nn.Parameter] = list(stepped.values())
         self._compared = 0
         self._warned = False
         self._versions: list[int] = []
@@ -53,7 +52,8 @@ class ParameterChanges:
             lost = [
                 self._names[i]
                 for i in changed
-                if not self._state.take_over(self._parameters[i]) and _is_sharded(self._parameters[i])
+                # One that ZeRO-3 shards between its uses.
+                if not self._state.take_over(p := self._parameters[i]) and not getattr(p, "ds_persist", True)
             ]
             if lost:
                 raise PrepareError(
@@ -73,8 +73,3 @@ class ParameterChanges:
                     f"done in the first {_COMPARED_STEPS} steps only: change the parameters themselves, under "
                     "torch.no_grad()"
                 )
-
-
-def _is_sharded(parameter: Any) -> bool:
-    """Whether ZeRO-3 shards the parameter between its uses."""
-    return hasattr(parameter, "ds_id") and not parameter.ds_persist

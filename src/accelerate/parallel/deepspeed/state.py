@@ -4,26 +4,29 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...config.deepspeed import DeepSpeedPlugin
 from ...core.errors import CheckpointError, ConfigurationError
 from ..materialize import canonical_name, complete, skeleton, without_storage
+
+if TYPE_CHECKING:
+    from .engine import Engine
 
 
 class EngineState:
     """An engine and the parameters that its optimizer was made with, by group."""
 
-    def __init__(self, engine: Any, groups: Sequence[Sequence[nn.Parameter]]) -> None:
+    def __init__(self, engine: Engine, groups: Sequence[Sequence[nn.Parameter]]) -> None:
         self.engine = engine
         self.module: nn.Module = engine.module
         self.parameters: list[list[nn.Parameter]] = [list(group) for group in groups]
-        self.light: dict[str, Any] = without_storage(self.module.state_dict(keep_vars=True))
+        self.light: dict[str, object] = without_storage(self.module.state_dict(keep_vars=True))
         self.skeleton: nn.Module = skeleton(type(self.module).__qualname__, self.light)
 
     def groups(self) -> list[dict[str, list[int]]]:
@@ -39,7 +42,8 @@ class EngineState:
     def model_state(self) -> dict[str, Any]:
         """The full state, with the optimizer's fp32 weights: on the host of rank 0, empty on the others."""
         kept: dict[str, Any] = {}
-        is_main, taken = dist.get_rank() == 0, {}
+        is_main = dist.get_rank() == 0
+        taken: dict[int, torch.Tensor | None] = {}
         for name, value in self.module.state_dict(keep_vars=True).items():
             if isinstance(value, torch.Tensor) and id(value) not in taken:
                 # Every rank takes part in gathering a tensor, once for all of its names; rank 0 keeps it.
@@ -127,11 +131,8 @@ class EngineState:
     @property
     def is_plain(self) -> bool:
         """Whether the optimizer steps the model's own parameters: no ZeRO, no master weights."""
-        return not any(hasattr(p, "ds_id") or hasattr(p, "_hp_mapping") for p in self._flat())
-
-    def _flat(self) -> Iterator[nn.Parameter]:
-        for group in self.parameters:
-            yield from group
+        parameters = itertools.chain(*self.parameters)
+        return not any(hasattr(p, "ds_id") or hasattr(p, "_hp_mapping") for p in parameters)
 
     def _keys(self) -> list[str]:
         """The entries that are tensors of a parameter's shape (exp_avg, ...)."""
@@ -151,7 +152,7 @@ class EngineState:
         first: dict[str, Any] = next((entry for entry in self.inner.state.values() if entry), {})
         scalars = {k: v for k, v in first.items() if k not in keys}
         found: dict[int, dict[str, Any]] = {}
-        for position, parameter in enumerate(self._flat()):
+        for position, parameter in enumerate(itertools.chain(*self.parameters)):
             full = {key: safe_get_full_optimizer_state(parameter, key) for key in keys}
             if dist.get_rank() == 0 and all(value is not None for value in full.values()) and keys:
                 shape = getattr(parameter, "ds_shape", parameter.shape)
@@ -166,7 +167,11 @@ class EngineState:
         options: list[dict[str, Any]] = []
         first = 0
         for group, members in zip(self.engine.optimizer.param_groups, self.parameters, strict=False):
-            kept = {key: value for key, value in group.items() if key != "params" and _is_plain_value(value)}
+            kept = {
+                key: value
+                for key, value in group.items()
+                if key != "params" and isinstance(value, int | float | str | tuple | list | torch.Tensor | None)
+            }
             options.append({**kept, "params": list(range(first, first + len(members)))})
             first += len(members)
         return options
@@ -179,7 +184,7 @@ class EngineState:
             return
         self._fill_in(next(iter(state["state"].values()), {}))
         keys = self._keys()
-        for position, parameter in enumerate(self._flat()):
+        for position, parameter in enumerate(itertools.chain(*self.parameters)):
             for key, value in state["state"].get(position, {}).items():
                 if key in keys:
                     self._set(parameter, value, key)
@@ -230,7 +235,7 @@ class EngineState:
             set_entry(parameter, value, key)
 
 
-def computing_weights(model: Any, plugin: DeepSpeedPlugin) -> dict[str, Any]:
+def computing_weights(model: Any) -> dict[str, Any]:
     """The weights that an engine computes with: on every rank below stage 3, on rank 0 with stage 3.
 
     Raises ConfigurationError (a ValueError) if stage 3 is not configured to gather them.
@@ -278,7 +283,3 @@ def GatheredParameters(
 def has_master(value: torch.Tensor) -> bool:
     """Whether an engine trains a parameter. Stage 3 also shards models for inference, without an optimizer."""
     return value.requires_grad and (hasattr(value, "_z3_optimizer") or not hasattr(value, "ds_id"))
-
-
-def _is_plain_value(value: Any) -> bool:
-    return value is None or isinstance(value, int | float | str | tuple | list | torch.Tensor)
