@@ -25,6 +25,7 @@ from ...core.trees import map_leaves
 from .. import materialize
 from ..remap import lay_out_state
 from ..unsharded_step import steps_unsharded
+from .units import flat_units
 
 
 def full_options(model: nn.Module) -> StateDictOptions:
@@ -42,12 +43,8 @@ def is_fsdp1(model: nn.Module) -> bool:
 def parameter_names(model: nn.Module) -> dict[int, list[str]]:
     """By the id of a parameter, the plain names of what it contains: several for one that FSDP1 has flattened."""
     found = {id(parameter): [materialize.canonical_name(name)] for name, parameter in model.named_parameters()}
-    for prefix, module in model.named_modules():
-        handle = getattr(module, "_handle", None) if isinstance(module, FullyShardedDataParallel) else None
-        if handle is not None and not handle._use_orig_params:
-            inner = [f"{prefix}.{name}" if prefix else name for name in handle.flat_param._fqns]
-            found[id(handle.flat_param)] = [materialize.canonical_name(name) for name in inner]
-    return found
+    flattened = (unit for unit in flat_units(model) if not unit.handle._use_orig_params)
+    return found | {id(handle.flat_param): names for _, handle, names in flattened}
 
 
 def full_model_state(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -5,16 +5,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from ...core.errors import PrepareError
 from ...core.modules import move_module
+from ..materialize import canonical_name
 
 if TYPE_CHECKING:
+    from torch.distributed.fsdp._flat_param import FlatParamHandle
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
@@ -169,7 +171,23 @@ def get_parameters_from_modules(
     return parameters
 
 
-# -- the parameters of FSDP2's units
+# -- the parameters of units
+
+
+class FlatUnit(NamedTuple):
+    """A unit of FSDP1 with parameters: the handle of its flattened parameter, and the plain names of its members."""
+
+    module: FullyShardedDataParallel
+    handle: FlatParamHandle
+    names: list[str]
+
+
+def flat_units(model: nn.Module) -> Iterator[FlatUnit]:
+    """The units of FSDP1 in a model that have parameters."""
+    for prefix, module in model.named_modules():
+        if isinstance(module, FullyShardedDataParallel) and (handle := module._handle) is not None:
+            names = [f"{prefix}.{name}" if prefix else name for name in handle.flat_param._fqns]
+            yield FlatUnit(module, handle, [canonical_name(name) for name in names])
 
 
 def groups(state: FSDPState) -> list[FSDPParamGroup]:

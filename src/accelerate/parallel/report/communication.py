@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from ..fsdp.units import shard_groups
+from ..fsdp.units import flat_units, shard_groups
 from ..prepared import CommunicationVolume, VolumeCounter
 from ..tensor.layers import ColumnLinear, RowEmbedding, RowLinear
 from .memory import local_bytes
@@ -71,6 +71,44 @@ def dtype_name(dtype: torch.dtype | None) -> str:
 def _unsharded_bytes(parameter: FSDPParam, dtype: torch.dtype | None, ranks: int) -> int:
     """Bytes of a parameter that `ranks` ranks shard equally, with padding."""
     return parameter.padded_sharded_param_size.numel() * ranks * (dtype or parameter.sharded_param.dtype).itemsize
+
+
+def flat_volume(model: nn.Module, backwards: int) -> list[CommunicationVolume]:
+    """Messages of FSDP1 in a window of so many backwards. Bytes are those of unsharded units."""
+    found, sums = VolumeCounter(), "all-reduce of gradients between replicas"
+    for unit, handle, _ in flat_units(model):
+        flat, kind = handle.flat_param, handle._sharding_strategy.name
+        trained = flat.requires_grad
+        computed: torch.dtype = handle._fwd_bwd_param_dtype  # type: ignore[assignment]
+        reduced: torch.dtype = handle._reduce_dtype  # type: ignore[assignment]
+        if kind == "NO_SHARD":
+            if trained:
+                found.add(sums, flat.numel() * reduced.itemsize)
+            continue
+        numel = flat._sharded_size.numel() * handle.world_size
+        # Resharded: for each forward, and for the backward but of the root. Else kept from the first forward of a
+        # window to its last backward.
+        times = backwards * (1 if unit is model else 2) if kind in ("FULL_SHARD", "HYBRID_SHARD") else 1
+        found.add("all-gather of parameters", times * numel * computed.itemsize, times)
+        if not trained:
+            continue
+        size = numel * reduced.itemsize
+        found.add("reduce-scatter of gradients", size)
+        if "HYBRID" in kind:
+            found.add(sums, size // handle.world_size)
+    return found.volumes()
+
+
+def flat_gradients(model: nn.Module) -> int:
+    """FSDP1: bytes by which unsharded gradients are larger than this rank's shards of them."""
+    larger = 0
+    for _, handle, _ in flat_units(model):
+        flat = handle.flat_param
+        if flat.requires_grad and handle.uses_sharded_strategy:
+            dtype = (handle._fwd_bwd_param_dtype if handle._keep_low_precision_grads else None) or flat.dtype
+            numel = flat._unpadded_unsharded_size.numel() * dtype.itemsize
+            larger += numel - flat._sharded_size.numel() * flat.dtype.itemsize
+    return larger
 
 
 def tensor_parallel_volume(model: nn.Module, backwards: int) -> list[CommunicationVolume]:
