@@ -125,7 +125,7 @@ class ShardedModel(PreparedModel):
     # -- a traced step
 
     def _named_blocks(self) -> list[nn.Module]:
-        """The modules of FSDP2's units inside of another; if there is none, those that the model names."""
+        """The modules of FSDP2's units inside of another; if there is none, the ones that the model names."""
         from .fsdp import traced
 
         return traced.inner_units(self.inner) or super()._named_blocks()
@@ -142,17 +142,12 @@ class ShardedModel(PreparedModel):
 
         return traced.fake_sharded_copy(self.inner, change, self.blocks() if change.checkpointing else ())
 
-    @contextlib.contextmanager
-    def tracing(self) -> Iterator[None]:
+    def tracing(self) -> contextlib.AbstractContextManager[None]:
         """Attention sends what it sent in the last batch with split sequences."""
-        if self.sequence is None:
-            yield
-            return
-        with self.sequence.tracing():
-            yield
+        return contextlib.nullcontext() if self.sequence is None else self.sequence.tracing()
 
     def traced_input(self, given: torch.Tensor) -> torch.Tensor:
-        """The part of a split sequence that this rank computes."""
+        """The rows of a split sequence that this rank computes."""
         return given if self.sequence is None else self.sequence.traced_input(given)
 
     def switch_reduction(self, copied: nn.Module, on: bool) -> None:

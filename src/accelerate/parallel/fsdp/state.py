@@ -92,17 +92,22 @@ def full_optimizer_state(
     Copied to host memory. Every rank calls it. `groups` are the plain names in each of the optimizer's groups; None to
     read them from the model.
     """
-    options = full_options(model)
     if steps_unsharded(optimizer):
-        return _unsharded_state(optimizer)
+        # Its state may have any form: torch's functions expect tensors of the parameter's shape, and a step without a
+        # closure. Every rank takes part in gathering, and rank 0 keeps the result.
+        gathered: dict[str, Any] = map_leaves(full_on_host, optimizer.state_dict())
+        return gathered if dist.get_rank() == 0 else {}
     # torch's result aliases the optimizer's counters, which its next step would change.
-    named: Any = copy.deepcopy(optimizer_state(model, optimizer, options))
+    named = copy.deepcopy(optimizer_state(model, optimizer, full_options(model)))
     if dist.get_rank() != 0:
         return {}
     names = [name for group in groups or _groups(model, optimizer) for name in group]
     positions = {name: position for position, name in enumerate(names)}
+    in_order = sorted(
+        named["param_groups"], key=lambda group: min((positions[name] for name in group["params"]), default=0)
+    )
     listed_groups = []
-    for saved, expected in zip(_groups_in_order(named, positions), optimizer.param_groups, strict=True):
+    for saved, expected in zip(in_order, optimizer.param_groups, strict=True):
         listed = [positions[name] for name in saved["params"]]
         listed_groups.append({**{key: saved[key] for key in expected if key in saved}, "params": sorted(listed)})
     return {"state": {positions[name]: state for name, state in named["state"].items()}, "param_groups": listed_groups}
@@ -170,7 +175,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, options:
 
 
 def _refuse_nested(optimizer: torch.optim.Optimizer, options: StateDictOptions) -> None:
-    """Raise CheckpointError on every rank for values in containers: torch's FSDP1 stores only one rank's part of them.
+    """Raise CheckpointError on every rank for values in containers, of which torch's FSDP1 stores those of one rank.
 
     A full state without tensors of a parameter's elements is stored as it is.
     """
@@ -178,7 +183,7 @@ def _refuse_nested(optimizer: torch.optim.Optimizer, options: StateDictOptions) 
     dims: list[int] = []
     map_leaves(lambda tensor: dims.append(tensor.dim()), [value for _, value in entries])
     nested = {str(key): type(value).__name__ for key, value in entries if isinstance(value, (dict, list, tuple))}
-    everyone: list[Any] = [None] * dist.get_world_size()
+    everyone = [({"": ""}, False)] * dist.get_world_size()
     dist.all_gather_object(everyone, (nested, any(dims)))
     found = {key: kind for kinds, _ in everyone for key, kind in kinds.items()}
     if found and (options.flatten_optimizer_state_dict or any(has_elements for _, has_elements in everyone)):
@@ -205,7 +210,7 @@ def _only_with_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iter
     stepped = {id(p): p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     named = {materialize.canonical_name(name): p for name, p in model.named_parameters() if id(p) in stepped}
     mine = {name for name, parameter in named.items() if optimizer.state.get(parameter)}
-    everyone: list[Any] = [None] * dist.get_world_size()
+    everyone = [mine] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     known = set().union(*everyone)
     without = [parameter for name, parameter in named.items() if name not in known] if known else []
@@ -226,16 +231,6 @@ def drop_states(model: nn.Module, optimizer: torch.optim.Optimizer, without: set
             optimizer.state.pop(parameter)
 
 
-def _unsharded_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """As `full_optimizer_state`, for an optimizer whose state may have any form.
-
-    torch's functions expect tensors of the parameter's shape, and a step without a closure.
-    """
-    # Every rank takes part in gathering, and rank 0 keeps the result.
-    state: dict[str, Any] = map_leaves(full_on_host, optimizer.state_dict())
-    return state if dist.get_rank() == 0 else {}
-
-
 def full_on_host(value: torch.Tensor) -> torch.Tensor:
     """A copy of a tensor, gathered, in host memory."""
     full: torch.Tensor = value.full_tensor() if isinstance(value, DTensor) else value
@@ -244,22 +239,20 @@ def full_on_host(value: torch.Tensor) -> torch.Tensor:
 
 def broadcast_state(
     state: Mapping[str, Any], groups: Sequence[Sequence[object]], device: torch.device | None
-) -> tuple[dict[str, Any], Iterator[tuple[int, dict[str, Any]]]]:
+) -> tuple[dict[str, Any], Iterator[tuple[int, dict[str, object]]]]:
     """Rank 0's optimizer state on every rank: (all but the state of parameters, that by the number of a parameter).
 
     The state of one parameter at a time is unsharded on every rank. `groups` has an entry for each parameter.
     """
-    is_source = dist.get_rank() == 0
-    offered: list[Any] = [None]
-    if is_source:
-        offered = [({name: value for name, value in state.items() if name != "state"}, sorted(state["state"]))]
+    own: dict[int, dict[str, object]] = state.get("state", {})
+    offered = [({name: value for name, value in state.items() if name != "state"}, sorted(own))]
     dist.broadcast_object_list(offered, src=0, device=device)
     rest, positions = offered[0]
     check_groups(groups, rest["param_groups"])
 
-    def entries() -> Iterator[tuple[int, dict[str, Any]]]:
+    def entries() -> Iterator[tuple[int, dict[str, object]]]:
         for position in positions:
-            entry: list[Any] = [state["state"][position] if is_source else None]
+            entry = [own.get(position, {})]
             dist.broadcast_object_list(entry, src=0, device=device)
             yield position, entry[0]
 
@@ -290,7 +283,7 @@ def _by_parameter(
     """
     at = {name: position for position, name in enumerate(name for group in groups for name in group)}
     known = parameter_names(model)
-    entries: list[Any] = []
+    entries: list[dict[str, object] | None] = []
     listed = []
     for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
         first = len(entries)
@@ -315,32 +308,19 @@ def _groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str
         ) from None
 
 
-def _groups_in_order(named: Mapping[str, Any], positions: Mapping[str, int]) -> list[dict[str, Any]]:
-    return sorted(
-        named["param_groups"], key=lambda group: min((positions[name] for name in group["params"]), default=0)
-    )
-
-
 def unwrapped(value: torch.Tensor) -> torch.Tensor:
     """The same memory as a plain tensor or DTensor, where fp8 has wrapped a weight to gather it in float8."""
-    if not isinstance(value, DTensor):
-        inner: torch.Tensor = getattr(value, "_tensor", value)
-        return inner
-    inner = getattr(value.to_local(), "_tensor", None)  # type: ignore[assignment]
+    local = value.to_local() if isinstance(value, DTensor) else value
+    inner: torch.Tensor | None = getattr(local, "_tensor", None)
     if inner is None:
         return value
-    return materialize.as_dtensor(inner, value)
+    return materialize.as_dtensor(inner, value) if isinstance(value, DTensor) else inner
 
 
-def detached(state: Mapping[str, object]) -> dict[str, Any]:
+def detached(state: Mapping[str, Any]) -> dict[str, Any]:
     """A state that shares no memory with the model; names of one tied tensor share theirs with each other."""
     copies: dict[int, torch.Tensor] = {}
-
-    def own(value: object) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        if id(value) not in copies:
+    for value in state.values():
+        if isinstance(value, torch.Tensor) and id(value) not in copies:
             copies[id(value)] = unwrapped(value).detach().clone()
-        return copies[id(value)]
-
-    return {name: own(value) for name, value in state.items()}
+    return {name: copies.get(id(value), value) for name, value in state.items()}
