@@ -23,8 +23,8 @@ COLLECTING = ("output_hidden_states", "output_attentions", "output_router_logits
 # Relative differences that micro-batches may cause by computing in another order.
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
+Args = tuple[object, ...]
+Kwargs = dict[str, object]
 
 
 class MicroBatches:
@@ -75,7 +75,7 @@ class BatchSplitter:
     """Splits the inputs of a model's forward into `num_microbatches`. `undivided` names inputs that stay complete."""
 
     def __init__(
-        self, forward: Callable[..., Any], undivided: Sequence[str], num_microbatches: int, labels: bool = False
+        self, forward: Callable[..., object], undivided: Sequence[str], num_microbatches: int, labels: bool = False
     ) -> None:
         self.undivided: set[str] = set(undivided)
         self.num_microbatches = num_microbatches
@@ -177,7 +177,7 @@ class JoinedOutput:
         unequal: whether each tensor is not batched, and has other shapes in other micro-batches.
     """
 
-    description: Any
+    description: object
     tensors: list[torch.Tensor]
     batched: list[bool]
     unequal: list[bool]
@@ -240,15 +240,20 @@ def _is_close(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.allclose(one, other, rtol=tolerance, atol=tolerance * scale)
 
 
-def resize(unit_outputs: Mapping[int, list[Any]], size: int, batch_size: int) -> dict[int, list[Any]]:
+def resize(unit_outputs: Mapping[int, list[object]], size: int, batch_size: int) -> dict[int, list[object]]:
     """The described outputs of units for a micro-batch of `size` samples, as for `batch_size` samples."""
+    return {unit: [resized(call, size, batch_size) for call in calls] for unit, calls in unit_outputs.items()}
 
-    def resized(spec: TensorSpec) -> TensorSpec:
+
+def resized(description: object, size: int, batch_size: int) -> object:
+    """Described data for `batch_size` samples, from those for `size` samples."""
+
+    def change(spec: TensorSpec) -> TensorSpec:
         if spec.shape and spec.shape[0] == size:
             return replace(spec, shape=(batch_size, *spec.shape[1:]))
         return spec
 
-    return {unit: [trees.map_leaves(resized, call, is_spec) for call in calls] for unit, calls in unit_outputs.items()}
+    return trees.map_leaves(change, description, is_spec)
 
 
 def loss_of(output: object) -> torch.Tensor | None:
@@ -264,7 +269,8 @@ def holds_nan(output: object) -> bool:
     return any(bool(torch.isnan(tensor).any()) for tensor in trees.leaves(output) if tensor.dtype.is_floating_point)
 
 
-OutputGradients = list[torch.Tensor | None]
+# Of tensors; None for one that gets none.
+OutputGradients = Sequence[torch.Tensor | None]
 
 
 class Stage(nn.Module):
@@ -275,7 +281,7 @@ class Stage(nn.Module):
         self.number = number
         self.units: nn.ModuleList = nn.ModuleList(units)
 
-    def forward(self, *received: torch.Tensor, job: Callable[[int, Sequence[torch.Tensor]], Any]) -> Any:
+    def forward(self, *received: torch.Tensor, job: Callable[[int, Sequence[torch.Tensor]], object]) -> object:
         """Call `job` with the number of this stage and the received tensors."""
         return job(self.number, received)
 
@@ -289,8 +295,8 @@ class Boundary:
         digest: of the inputs, so that the next stage can compare its own.
     """
 
-    output: Any
-    unit_outputs: dict[int, list[Any]]
+    output: object
+    unit_outputs: dict[int, list[object]]
     digest: str = ""
 
     def __post_init__(self) -> None:
@@ -326,8 +332,8 @@ class BatchShapes:
 
     stage_inputs: dict[tuple[int, int], Boundary] = field(default_factory=dict)
     stage_outputs: dict[tuple[int, int], Boundary] = field(default_factory=dict)
-    tail: tuple[int, dict[int, list[Any]]] | None = None
-    output: Any = None
+    tail: tuple[int, dict[int, list[object]]] | None = None
+    output: object = None
     loss_rules: list[str] | None = None
     loss_index: int | None = None
 
@@ -348,7 +354,7 @@ class Batch:
         key: equal for batches of equal shapes. is_new: the first of its shapes, whose boundaries are sent along.
         splits_tail: whether the tail runs on each micro-batch; None where that is not known yet.
         graphs: by stage, one for each micro-batch.
-        local: what stages of one rank pass to each other, by (receiving stage, micro-batch).
+        local, local_gradients: what stages of one rank pass to each other, by (receiving stage, micro-batch).
         last_outputs: of the last stage, one for each micro-batch. tail: its graph over the complete batch;
             batched: which of the tail's inputs have a batch dimension.
         failure, error: of a stage that failed, and the exception where it was this one.
@@ -363,11 +369,14 @@ class Batch:
     is_new: bool
     splits_tail: bool | None
     graphs: dict[int, list[SavedGraph]] = field(default_factory=dict)
-    local: dict[tuple[int, int], Any] = field(default_factory=dict)
-    last_outputs: list[Any] = field(default_factory=list)
+    local: dict[tuple[int, int], tuple[Boundary | StageFailure | None, list[torch.Tensor]]] = field(
+        default_factory=dict
+    )
+    local_gradients: dict[tuple[int, int], OutputGradients] = field(default_factory=dict)
+    last_outputs: list[object] = field(default_factory=list)
     tail: SavedGraph | None = None
     batched: list[bool] = field(default_factory=list)
-    output: Any = None
+    output: object = None
     failure: StageFailure | None = None
     error: Exception | None = None
     loss_weights: list[float] = field(default_factory=list)

@@ -16,7 +16,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...core.errors import CheckpointError
+from ...precision.base import Precision
 from ..accumulated import AccumulatedGradients
+from ..context.region import ContextParallel
 from ..fsdp import units
 from ..gradients import GradientReducer, all_reduce, buckets, deferred, gradients_of, local
 from ..prepared import Change, CommunicationVolume, GroupShapes
@@ -57,8 +59,10 @@ class Stages(GradientReducer):
     is_sharded: bool
     unsharded: list[nn.Parameter]
     names: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
-    groups: weakref.WeakKeyDictionary[Any, list[list[str]]] = field(default_factory=weakref.WeakKeyDictionary)
-    shared: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    groups: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[list[str]]] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+    shared: weakref.WeakSet[torch.optim.Optimizer] = field(default_factory=weakref.WeakSet)
 
     @property
     def modules(self) -> Mapping[int, Stage]:
@@ -93,8 +97,16 @@ class Stages(GradientReducer):
 class PipelinedModel(ShardedModel):
     """A model of which this rank has some blocks, the `stages`."""
 
-    def __init__(self, *arguments: Any, stages: Stages) -> None:
-        super().__init__(*arguments)
+    def __init__(
+        self,
+        module: nn.Module,
+        precision: Precision,
+        device: torch.device,
+        sequence: ContextParallel | None,
+        saves_shards: bool,
+        stages: Stages,
+    ) -> None:
+        super().__init__(module, precision, device, sequence, saves_shards)
         self.stages = stages
 
     @property

@@ -48,7 +48,7 @@ def specs_in(description: object) -> list[TensorSpec]:
     return list(trees.leaves(description, is_spec))
 
 
-def describe(value: object, where: str) -> Any:
+def describe(value: object, where: str) -> object:
     """Nested data with a TensorSpec in place of each tensor.
 
     Raises:

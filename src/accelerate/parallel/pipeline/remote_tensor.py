@@ -88,7 +88,7 @@ class RemoteTensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: OpOverload, types: object, args: tuple[object, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    ) -> object:
         kwargs = kwargs or {}
         remote = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, RemoteTensor)]
         origin, device = remote[0].origin, kwargs.get("device") or remote[0].device
@@ -115,10 +115,10 @@ class RemoteTensor(torch.Tensor):
     def __repr__(self, **_: object) -> str:  # type: ignore[override]
         return f"RemoteTensor({tuple(self.shape)}, {self.dtype}: {self.origin.what}, which {self.origin.home} has)"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> RemoteTensor:
+    def __deepcopy__(self, memo: dict[int, object]) -> RemoteTensor:
         return self
 
-    def __reduce_ex__(self, protocol: object) -> Any:
+    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
         return RemoteTensor.of, (tuple(self.shape), self.dtype, self.device, self.origin)
 
     def _read(self, *_: object, **__: object) -> NoReturn:

@@ -16,10 +16,11 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import nn
+from torch.autograd.function import FunctionCtx
 
 from ...core import trees
 from ...core.errors import AccelerateError, PrepareError
@@ -40,6 +41,9 @@ from .microbatch import (
 from .p2p import P2PChannel, PendingReceive, TensorSpec, describe, fill, is_spec, specs_in
 from .split import StageSplit
 from .stage import Segment, StagedModel
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Runner:
@@ -75,7 +79,7 @@ class Runner:
         # By structure of the inputs: whether the tail may run on each micro-batch.
         self.splits_tail: dict[BatchKey, bool] = {}
         # On the last stage, with a new batch, its output and those of its micro-batches: the rules of its loss.
-        self.find_loss_rules: Callable[[Batch, Any, list[Any]], list[str] | None] | None = None
+        self.find_loss_rules: Callable[[Batch, object, list[object]], list[str] | None] | None = None
         self.trained: bool = False
         self.anchor: torch.Tensor = torch.zeros((), device=channel.device, requires_grad=True)
         self.before_backward: list[Callable[[], None]] = []
@@ -84,7 +88,7 @@ class Runner:
 
     # -- forward
 
-    def new_batch(self, args: tuple[object, ...], kwargs: dict[str, Any]) -> Batch:
+    def new_batch(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Batch:
         """The batch of a call. All ranks of the pipeline have the same inputs, so they agree on what is known.
 
         Raises:
@@ -107,7 +111,7 @@ class Runner:
         splits_tail = self.splits_tail.get(BatchKey(structure_key(given, shapes=False), training, grad))
         return Batch(inputs, shapes or BatchShapes(), key, grad, is_new=shapes is None, splits_tail=splits_tail)
 
-    def forward(self, batch: Batch, on_all_ranks: bool = True) -> Any:
+    def forward(self, batch: Batch, on_all_ranks: bool = True) -> object:
         """All micro-batches through all stages; the model's output, on every rank or on the last stage's only."""
         for number in sorted(self.stages):
             self._stage_forward(number, batch)
@@ -116,12 +120,19 @@ class Runner:
         batch.backward = self._backward
         return self.distribute_output(batch, on_all_ranks)
 
-    def _attempt(self, number: int, batch: Batch, function: Callable[..., Any], *arguments: object) -> Any:
+    def _attempt(
+        self,
+        number: int,
+        batch: Batch,
+        function: Callable[Concatenate[Batch, P], T],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> T | None:
         """With a new batch, keep a stage's error: the others wait for a message, which then reports the error."""
         if not batch.is_new:
-            return function(batch, *arguments)
+            return function(batch, *args, **kwargs)
         try:
-            return function(batch, *arguments)
+            return function(batch, *args, **kwargs)
         except Exception as error:
             batch.failure, batch.error = StageFailure(number, f"{type(error).__name__}: {error}"), error
             return None
@@ -173,7 +184,7 @@ class Runner:
         known = batch.shapes.stage_inputs
         message: Boundary | StageFailure
         if sender == self.channel.rank:
-            message, tensors = batch.local.pop((number, micro))
+            message, tensors = batch.local.pop((number, micro))  # type: ignore[assignment]
             tensors = [tensor.detach() for tensor in tensors]
         else:
             message = known.get(key) or self.channel.receive_object(sender)
@@ -254,9 +265,9 @@ class Runner:
         incoming: Boundary | None,
         inputs: Sequence[torch.Tensor],
         args: tuple[object, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        def job(_: int, received: Sequence[torch.Tensor]) -> Any:
+        kwargs: dict[str, object],
+    ) -> object:
+        def job(_: int, received: Sequence[torch.Tensor]) -> object:
             segment.received = None if incoming is None else fill(incoming.output, received)
             return self.staged.run(segment, args, kwargs)
 
@@ -305,7 +316,7 @@ class Runner:
         if batch.is_new and (batch.splits_tail is None or self.find_loss_rules is not None):
             self._try_split_tail(batch, joined, batch.tail)
 
-    def _run_tail(self, batch: Batch, joined: Boundary, inputs: Sequence[torch.Tensor]) -> Any:
+    def _run_tail(self, batch: Batch, joined: Boundary, inputs: Sequence[torch.Tensor]) -> object:
         """The tail on the complete batch."""
         segment = self._tail_segment(batch, batch.inputs.batch_size)
         return self._run(self.last, segment, joined, inputs, batch.inputs.args, batch.inputs.kwargs)
@@ -349,7 +360,7 @@ class Runner:
         return Segment(self.cut.tail, len(self.cut.units), unit_outputs=unit_outputs, grad=grad)
 
     @torch.no_grad()
-    def _tail_of_microbatches(self, batch: Batch, joined: Boundary) -> list[Any]:
+    def _tail_of_microbatches(self, batch: Batch, joined: Boundary) -> list[object]:
         outputs = []
         for micro, output in enumerate(batch.last_outputs):
             segment = self._tail_segment(batch, batch.inputs.sizes[micro])
@@ -357,7 +368,7 @@ class Runner:
             outputs.append(self._run(self.last, segment, joined, inputs, *batch.inputs.microbatch(micro)))
         return outputs
 
-    def distribute_output(self, batch: Batch, on_all_ranks: bool = True) -> Any:
+    def distribute_output(self, batch: Batch, on_all_ranks: bool = True) -> object:
         """The output of the last stage, with a graph behind it, on every rank; otherwise None on the others."""
         at_source = self.channel.rank == self.source
         if batch.is_new:
@@ -386,7 +397,7 @@ class Runner:
             tensors = list(_PipelineOutput.apply(self.anchor, self, batch, specs, tensors))
         return fill(batch.shapes.output, tensors)
 
-    def _describe_output(self, batch: Batch) -> tuple[Any, list[str] | None, bool]:
+    def _describe_output(self, batch: Batch) -> tuple[object, list[str] | None, bool]:
         described = describe(self.returned(batch.output), "the model's output")
         if batch.splits_tail:
             # The merged output has no graph; those of the micro-batches have.
@@ -395,7 +406,7 @@ class Runner:
             described = trees.replace_leaves(described, flagged, is_spec)
         return described, batch.loss_rules, batch.tail_matches
 
-    def returned(self, output: object) -> Any:
+    def returned(self, output: object) -> object:
         """What the call of the model returns of its output: all, or the loss alone."""
         if self.gather:
             return output
@@ -404,7 +415,7 @@ class Runner:
             raise PrepareError("gather_output=False returns the loss alone, and the model returns none: give labels")
         return trees.map_leaves(lambda tensor: tensor if tensor is loss else None, output)
 
-    def _take_description(self, batch: Batch, message: Any) -> None:
+    def _take_description(self, batch: Batch, message: StageFailure | tuple[object, list[str] | None, bool]) -> None:
         if isinstance(message, StageFailure):
             self.channel.wait_for_sends()
             if batch.error is not None:
@@ -439,7 +450,7 @@ class Runner:
     def _backward(self, batch: Batch, grads: OutputGradients) -> None:
         for number in sorted(self.stages, reverse=True):
             if number == self.last:
-                arriving: list[Any] = self._output_backward(batch, grads)
+                arriving: Sequence[PendingReceive | OutputGradients] = self._output_backward(batch, grads)
             else:
                 arriving = self._post_gradients(number, batch)
             for micro, graph in enumerate(batch.graphs[number]):
@@ -447,7 +458,7 @@ class Runner:
             batch.graphs[number] = []
         self.channel.wait_for_sends()
 
-    def _output_backward(self, batch: Batch, grads: OutputGradients) -> list[OutputGradients]:
+    def _output_backward(self, batch: Batch, grads: OutputGradients) -> Sequence[OutputGradients]:
         """The gradients of what the last stage returned for each micro-batch."""
         slices = list(zip(batch.inputs.offsets, batch.inputs.sizes, strict=True))
         if batch.tail is None:
@@ -459,17 +470,19 @@ class Runner:
         batch.tail = None
         return [[None if grad is None else grad.narrow(0, *bounds) for grad in found] for bounds in slices]
 
-    def _post_gradients(self, number: int, batch: Batch) -> list[Any]:
+    def _post_gradients(self, number: int, batch: Batch) -> Sequence[PendingReceive | OutputGradients]:
         sender, sizes = self.ranks[number + 1], batch.inputs.sizes
         if sender == self.channel.rank:
-            return [batch.local.pop((number, micro)) for micro in range(len(sizes))]
+            return [batch.local_gradients.pop((number, micro)) for micro in range(len(sizes))]
         boundaries = [batch.shapes.stage_outputs[number, size] for size in sizes]
         return [
             self.channel.post_receive([spec for spec in boundary.specs if spec.requires_grad], sender)
             for boundary in boundaries
         ]
 
-    def _microbatch_backward(self, number: int, micro: int, batch: Batch, graph: SavedGraph, grads: Any) -> None:
+    def _microbatch_backward(
+        self, number: int, micro: int, batch: Batch, graph: SavedGraph, grads: PendingReceive | OutputGradients
+    ) -> None:
         outputs = graph.outputs
         if isinstance(grads, PendingReceive):
             grads = grads.wait()
@@ -481,7 +494,7 @@ class Runner:
         found = [torch.zeros_like(x) if x.grad is None else x.grad for x in graph.inputs if x.requires_grad]
         peer = self.ranks[number - 1]
         if peer == self.channel.rank:
-            batch.local[number - 1, micro] = found
+            batch.local_gradients[number - 1, micro] = found
         else:
             self.channel.send(found, peer)
 
@@ -509,12 +522,17 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
+class _OfBatch(FunctionCtx):
+    runner: Runner
+    batch: Batch
+
+
 class _PipelineOutput(torch.autograd.Function):
     """The output on every rank. It depends on a leaf that requires grad, so that its backward reaches every stage."""
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _OfBatch,
         anchor: torch.Tensor,
         runner: Runner,
         batch: Batch,
@@ -529,6 +547,6 @@ class _PipelineOutput(torch.autograd.Function):
         return tuple(tensors)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, ...]:
+    def backward(ctx: _OfBatch, *grads: torch.Tensor | None) -> tuple[None, ...]:
         ctx.runner.start_backward(ctx.batch, list(grads))
         return None, None, None, None, None

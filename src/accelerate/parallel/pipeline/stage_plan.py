@@ -251,10 +251,10 @@ def _readers(model: nn.Module, cut: StageSplit, flow: DataFlow) -> dict[str, set
 
 def call_remedy(
     staged: StagedModel, options: PipelineParallelConfig, stages: int, units: Sequence[Unit]
-) -> Callable[[tuple[Any, ...], dict[str, Any]], str]:
+) -> Callable[[tuple[object, ...], dict[str, object]], str]:
     """A staged model's `remedy`. `units` are those of the model before it was cut."""
 
-    def find(args: tuple[object, ...], kwargs: dict[str, Any]) -> str:
+    def find(args: tuple[object, ...], kwargs: dict[str, object]) -> str:
         try:
             with staged.observed() as forward:
                 names = [unit.name for unit in units]

@@ -72,14 +72,13 @@ def load_full_model_state(
         for name, value in model.state_dict(keep_vars=True).items()
         if isinstance(value, torch.Tensor)
     }
-    of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, {name: tuple(value.shape) for name, value in own.items()})
+    own_shapes = {name: tuple(value.shape) for name, value in own.items()}
+    of_ranks = [own_shapes] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, own_shapes)
     shapes = {name: shape for shapes_of_rank in of_ranks for name, shape in shapes_of_rank.items()}
-    message: list[Any] = [
-        {name: (tuple(value.shape), value.dtype) for name, value in state.items()} if dist.get_rank() == 0 else None
-    ]
+    message = [{name: (tuple(value.shape), value.dtype) for name, value in state.items()}]
     dist.broadcast_object_list(message, src=0, device=device)
-    offered: dict[str, Any] = message[0]
+    offered = message[0]
     missing = [name for name in shapes if name not in offered]
     unknown = [name for name in offered if name not in shapes]
     other = [name for name in offered if name in shapes and offered[name][0] != shapes[name]]
@@ -104,11 +103,11 @@ def _own_names(model: nn.Module) -> dict[int, str]:
 
 
 def full_optimizer_state(
-    model: nn.Module, optimizer: Any, groups: Sequence[Sequence[str]], channel: P2PChannel
+    model: nn.Module, optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[str]], channel: P2PChannel
 ) -> dict[str, Any]:
     """The full state in the form of a single process's `optimizer.state_dict()`; empty on all ranks but 0."""
     names = _own_names(model)
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, dict[str, object]] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter in optimizer.state:
@@ -137,7 +136,7 @@ def full_optimizer_state(
 
 def load_full_optimizer_state(
     model: nn.Module,
-    optimizer: Any,
+    optimizer: torch.optim.Optimizer,
     state: Mapping[str, Any],
     groups: Sequence[Sequence[str]],
     device: torch.device,
@@ -152,7 +151,7 @@ def load_full_optimizer_state(
     }
     own_names = _own_names(model)
     own = {own_names[id(p)]: p for group in optimizer.param_groups for p in group["params"] if id(p) in own_names}
-    entries: dict[str, Any] = {}
+    entries: dict[str, object] = {}
     for position, entry in present:
         if (parameter := own.get(name_at[position])) is not None:
             entries[name_at[position]] = lay_out_state(dict(entry), parameter, parameter)
@@ -236,7 +235,7 @@ def _replacement(tensor: torch.Tensor, keep: bool, value: torch.Tensor) -> torch
 
 
 def _check_same(listed: list[tuple[str, tuple[int, ...], torch.dtype]], device: torch.device) -> None:
-    message: list[Any] = [listed if dist.get_rank() == 0 else None]
+    message = [listed]
     dist.broadcast_object_list(message, src=0, device=device)
     first = message[0]
     if [entry[:2] for entry in first] != [entry[:2] for entry in listed]:
@@ -274,7 +273,7 @@ def drop_foreign(
 def drop_aliases(model: nn.Module, former: Mapping[int, str], origin: FindOrigin, device: torch.device) -> None:
     """Replace parameters of other stages, by id, in plain attributes, lists and dicts of modules (an LSTM's list)."""
 
-    def remote(value: object) -> Any:
+    def remote(value: object) -> object:
         if not isinstance(value, torch.Tensor) or id(value) not in former:
             return value
         return RemoteTensor.of(value.shape, value.dtype, device, origin(former[id(value)]))

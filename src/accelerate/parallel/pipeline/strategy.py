@@ -8,7 +8,7 @@ import copy
 import functools
 import itertools
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -132,8 +132,9 @@ class PipelineParallel(ShardedStrategy):
     def _repoint(self, optimizer: torch.optim.Optimizer) -> None:
         """Have an optimizer step this rank's parameters; other ranks step the rest."""
         trained = [one.stages for one in self.prepared if isinstance(one, PipelinedModel)]
-        everyone: list[Any] = [None] * self.channel.size
-        dist.all_gather_object(everyone, [one.names_in(optimizer) for one in trained], group=self.channel.group)
+        own = [one.names_in(optimizer) for one in trained]
+        everyone = [own] * self.channel.size
+        dist.all_gather_object(everyone, own, group=self.channel.group)
         named = [
             (one, one.merge_names(listed)) for one, listed in zip(trained, zip(*everyone, strict=True), strict=True)
         ]
@@ -339,15 +340,15 @@ class PipelineParallel(ShardedStrategy):
     # -- the step
 
     @staticmethod
-    def _entry(piped: Stages) -> Callable[[Args, Kwargs], Any]:
+    def _entry(piped: Stages) -> Callable[[Args, Kwargs], object]:
         schedules, random = piped.schedules, piped.random
         runner = schedules.runner
 
-        def run(batch: Batch) -> Any:
+        def run(batch: Batch) -> object:
             with random.seeded() if runner.staged.model.training else contextlib.nullcontext():
                 return schedules.forward(batch) if schedules.takes(batch) else runner.forward(batch)
 
-        def call(args: Args, kwargs: Kwargs) -> Any:
+        def call(args: Args, kwargs: Kwargs) -> object:
             batch = runner.new_batch(args, kwargs)
             output = run(batch)
             if batch.is_new and batch.grad:
@@ -374,7 +375,7 @@ class PipelineParallel(ShardedStrategy):
         return norms.clip_grad_norm(parameters, max_norm, norm_type, (self.channel.group,), self.device, elsewhere)
 
 
-def _refuse_copy(memo: object) -> Any:
+def _refuse_copy(memo: object) -> NoReturn:
     """`copy.deepcopy` of a pipelined model: the forward of the copy would run the stages of the original."""
     raise PrepareError(
         "copy.deepcopy of a pipelined model, as for averaged weights (AveragedModel, EMA): the copy would compute "
@@ -402,10 +403,10 @@ def _check_model(model: nn.Module, num_microbatches: int) -> None:
     restrict_outputs(model)
 
 
-def _recompute(offload: bool, device: torch.device) -> Callable[[Forward, Args, Kwargs], Any]:
+def _recompute(offload: bool, device: torch.device) -> Callable[[Forward, Args, Kwargs], object]:
     """Calls a unit with activation checkpointing, its inputs on the host with `offload`."""
 
-    def run(inner: Forward, args: Args, kwargs: Kwargs) -> Any:
+    def run(inner: Forward, args: Args, kwargs: dict[str, Any]) -> object:
         with (
             torch.autograd.graph.save_on_cpu(pin_memory=devices.kind_of(device).pin_memory)
             if offload and device.type != "cpu"

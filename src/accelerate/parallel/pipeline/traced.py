@@ -12,7 +12,6 @@ import copy
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 from unittest import mock
 
 import torch
@@ -22,9 +21,8 @@ from ...core import trees
 from ...core.errors import PrepareError
 from ..fsdp.traced import fake_sharded_copy
 from ..prepared import Change
-from .microbatch import Batch, BatchShapes, Boundary, resize
+from .microbatch import Batch, BatchShapes, Boundary, resize, resized
 from .model import Stages, defer_reduction
-from .p2p import TensorSpec, is_spec
 from .remote_tensor import RemoteTensor
 from .runner import Runner
 from .stage import Args, Kwargs
@@ -54,7 +52,7 @@ def fake_stages(model: nn.Module, stages: Stages, change: Change) -> nn.Module:
         raise PrepareError("no batch has shown yet what the stages pass to each other")
     channel = copy.copy(stages.channel)
     channel.device, channel._pending = torch.device("cpu"), []
-    staged, memo = runner.staged, dict[int, Any]({id(stages.channel): channel})
+    staged, memo = runner.staged, dict[int, object]({id(stages.channel): channel})
     for module in model.modules():
         memo |= {id(value): value for value in vars(module).values() if isinstance(value, RemoteTensor)}
     # What refers to the run, and what an error may have left.
@@ -93,15 +91,19 @@ class _TracedStep:
     count: int
     scheduled: bool
 
-    def call(self, args: Args, kwargs: Kwargs) -> Any:
+    def call(self, args: Args, kwargs: Kwargs) -> object:
         runner = self.runner
         runner.splitter.num_microbatches = self.count
         batch = runner.new_batch(args, kwargs)
         ahead = runner.channel.size - runner.channel.rank
         if self.scheduled and ahead < len(batch.inputs.sizes):
             kept, total = sum(batch.inputs.sizes[:ahead]), batch.inputs.batch_size
+
+            def first(tensor: torch.Tensor) -> torch.Tensor:
+                return tensor.narrow(0, 0, kept) if tensor.dim() and tensor.shape[0] == total else tensor
+
             runner.splitter.num_microbatches = ahead
-            args, kwargs = trees.map_leaves(functools.partial(_first, kept, total), (args, kwargs))
+            args, kwargs = trees.map_leaves(first, (args, kwargs))
             batch = runner.new_batch(args, kwargs)
         if batch.is_new:
             self._describe(batch)
@@ -115,35 +117,13 @@ class _TracedStep:
             found.stage_inputs |= _boundaries(known.stage_inputs, former, size)
             found.stage_outputs |= _boundaries(known.stage_outputs, former, size)
         found.tail, found.loss_index = known.tail, known.loss_index
-        found.output = _resized(known.output, total, batch.inputs.batch_size)
+        found.output = resized(known.output, total, batch.inputs.batch_size)
         batch.is_new = False
-
-
-def _first(kept: int, total: int, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.narrow(0, 0, kept) if tensor.dim() and tensor.shape[0] == total else tensor
-
-
-def _describe(batch: Batch, known: BatchShapes, former: int, batch_size: int) -> None:
-    """Give a batch of other sizes the shapes that follow from the known ones."""
-    batch.is_new, found = False, batch.shapes
-    for size in set(batch.inputs.sizes):
-        found.stage_inputs |= _boundaries(known.stage_inputs, former, size)
-        found.stage_outputs |= _boundaries(known.stage_outputs, former, size)
-    found.tail, found.loss_index = known.tail, known.loss_index
-    found.output = _resized(known.output, batch_size, batch.inputs.batch_size)
 
 
 def _boundaries(known: Mapping[tuple[int, int], Boundary], former: int, size: int) -> dict[tuple[int, int], Boundary]:
     return {
-        (stage, size): Boundary(_resized(boundary.output, former, size), resize(boundary.unit_outputs, former, size))
+        (stage, size): Boundary(resized(boundary.output, former, size), resize(boundary.unit_outputs, former, size))
         for (stage, samples), boundary in known.items()
         if samples == former
     }
-
-
-def _resized(description: Any, former: int, size: int) -> Any:
-    def resized(spec: TensorSpec) -> TensorSpec:
-        batched = bool(spec.shape) and spec.shape[0] == former
-        return TensorSpec((size, *spec.shape[1:]), spec.dtype, spec.requires_grad) if batched else spec
-
-    return trees.map_leaves(resized, description, is_spec)
