@@ -104,7 +104,15 @@ def make_equal(tensors: Iterable[torch.Tensor], device: torch.device, group: dis
         # Pieces of quantized weights are sent as bytes: gloo has no messages in float8.
         pieces = inner_tensors(tensor.data).values()
         locals_ += [part.view(torch.uint8) if part.itemsize == 1 else part for part in pieces]
-    _broadcast(locals_, group)
+    if dist.get_world_size(group) == 1:
+        return
+    buffers = [local if local.is_contiguous() else local.contiguous() for local in locals_]
+    pending = [dist.broadcast(buffer, group=group, group_src=0, async_op=True) for buffer in buffers]
+    for work in pending:
+        work.wait()
+    for local, buffer in zip(locals_, buffers, strict=True):
+        if buffer is not local:
+            local.copy_(buffer)
 
 
 def lay_out(
@@ -135,18 +143,6 @@ def lay_out(
         initialise(model, device, ranks, init)
     else:
         spread(full, named_tensors(model), device, ranks)
-
-
-def _broadcast(tensors: list[torch.Tensor], group: dist.ProcessGroup | None) -> None:
-    if dist.get_world_size(group) == 1:
-        return
-    buffers = [tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in tensors]
-    pending = [dist.broadcast(buffer, group=group, group_src=0, async_op=True) for buffer in buffers]
-    for work in pending:
-        work.wait()
-    for tensor, buffer in zip(tensors, buffers, strict=True):
-        if buffer is not tensor:
-            tensor.copy_(buffer)
 
 
 def allocate(model: nn.Module, device: torch.device, home: torch.device | None = None) -> None:
@@ -199,11 +195,20 @@ def spread(
     Raises PrepareError, on every rank, for a name that is missing in `full` (with `strict`), or of another shape.
     """
     listed = list(targets)
-    offered = [{name: tuple(tensor.shape) for name, tensor in full.items()}]
-    dist.broadcast_object_list(offered, group=group, group_src=0, device=device)
-    _check_names(offered[0], listed, strict)
+    message = [{name: tuple(tensor.shape) for name, tensor in full.items()}]
+    dist.broadcast_object_list(message, group=group, group_src=0, device=device)
+    offered = message[0]
+    missing = [name for name, _ in listed if name not in offered]
+    if missing and strict:
+        raise PrepareError(f"rank 0 gives no value for {len(missing)} tensors of the model: {', '.join(missing[:5])}")
     for name, target in listed:
-        if name not in offered[0]:
+        if name in offered and offered[name] != tuple(target.shape):
+            raise PrepareError(
+                f"{name} has the shape {tuple(target.shape)} here and {offered[name]} on rank 0: all ranks must build "
+                "the same model"
+            )
+    for name, target in listed:
+        if name not in offered:
             continue
         source = full.pop(name, None)
         source = source.full_tensor() if isinstance(source, DTensor) else source
@@ -230,18 +235,6 @@ def broadcast_tensor(
     if dist.get_world_size(group) > 1:
         dist.broadcast(value, group=group, group_src=0)
     return value
-
-
-def _check_names(offered: dict[str, tuple[int, ...]], targets: list[tuple[str, torch.Tensor]], strict: bool) -> None:
-    missing = [name for name, _ in targets if name not in offered]
-    if missing and strict:
-        raise PrepareError(f"rank 0 gives no value for {len(missing)} tensors of the model: {', '.join(missing[:5])}")
-    for name, target in targets:
-        if name in offered and offered[name] != tuple(target.shape):
-            raise PrepareError(
-                f"{name} has the shape {tuple(target.shape)} here and {offered[name]} on rank 0: all ranks must build "
-                "the same model"
-            )
 
 
 def initialise(
@@ -284,19 +277,16 @@ def initialise(
         spread(dict(named_tensors(shadow)), targets, device, group)
 
 
-def _plain_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """The class that a module had before layouts gave it theirs: initialisation may look at it."""
+@torch.no_grad()
+def _full_copy(module: nn.Module, device: torch.device, fill: bool = False) -> nn.Module:
+    """An unsharded module of the same class and attributes; without `fill` only its children's tensors have values."""
+    kind: type[nn.Module] = type(module)
     if issubclass(kind, FSDPModule):
         # fully_shard made (FSDPModule, the module's class) of it, whose constructor runs on every copy.
         kind = kind.__bases__[1]
-    return getattr(kind, "plain_class", kind)
-
-
-@torch.no_grad()
-def _full_copy(module: nn.Module, device: torch.device) -> nn.Module:
-    """A module of the same class and attributes, unsharded: its own tensors are empty, its children's are filled."""
-    kind = _plain_class(type(module))
-    shadow = kind.__new__(kind)
+    # The class that a module had before layouts gave it theirs: initialisation may look at it.
+    plain: type[nn.Module] = getattr(kind, "plain_class", kind)
+    shadow = plain.__new__(plain)
     shadow.__dict__ = dict(module.__dict__)
     shadow._parameters = {
         key: None
@@ -311,15 +301,10 @@ def _full_copy(module: nn.Module, device: torch.device) -> nn.Module:
         for key, tensor in module._buffers.items()
     }
     shadow._modules = {
-        key: None if child is None else _filled_copy(child, device) for key, child in module._modules.items()
+        key: None if child is None else _full_copy(child, device, fill=True) for key, child in module._modules.items()
     }
-    return shadow
-
-
-def _filled_copy(module: nn.Module, device: torch.device) -> nn.Module:
-    shadow = _full_copy(module, device)
     for mine, theirs in ((shadow._parameters, module._parameters), (shadow._buffers, module._buffers)):
-        for key, tensor in theirs.items():
+        for key, tensor in theirs.items() if fill else ():
             if tensor is not None:
                 mine[key].data.copy_(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)  # type: ignore[union-attr]
     return shadow

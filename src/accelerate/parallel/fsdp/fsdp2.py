@@ -205,7 +205,7 @@ def shard_model(
     shards: DeviceMesh,
     device: torch.device,
     ranks: dist.ProcessGroup | None = None,
-    split: Callable[[nn.Module], Any] | None = None,
+    split: Callable[[nn.Module], object] | None = None,
     full_outputs: bool = False,
     unsharded: Iterable[nn.Parameter] = (),
 ) -> nn.Module:
@@ -232,7 +232,9 @@ def shard_model(
     # `fully_shard` refuses the former, and its reduction of gradients the latter. They stay replicas.
     ignored.update(p for p in model.parameters() if p.ndim == 0 or p.numel() == 0)
     units = select_units(model, options.auto_wrap_policy, ignored)  # type: ignore[arg-type]
-    ignored_parameters = _Names(model, ignored)
+    # To find them again when the objects are replaced.
+    ids = {id(parameter) for parameter in ignored}
+    ignored_names = {name for name, tensor in materialize.named_tensors(model) if id(tensor) in ids}
     upcast(model, plugin)
     for parameter in model.parameters():
         if parameter not in ignored and not isinstance(parameter, DTensor) and not parameter.is_contiguous():
@@ -250,28 +252,29 @@ def shard_model(
             split(model)
         if plugin.activation_checkpointing:
             modules = checkpoint_activations(model, units, device, bool(plugin.activation_checkpointing_offload))
+        policy = plugin.mixed_precision_policy or MixedPrecisionPolicy()
         for unit in [*rare, *modules, model]:
             if equal and split is None:
                 materialize.make_equal(_not_sharded_yet(unit), device, ranks)
-            _shard_unit(unit, unit is model, plugin, shards, ignored_parameters.find(model), full_outputs)
+            reshard = plugin.reshard_after_forward
+            if unit is model and full_outputs:
+                policy = dataclasses.replace(policy, output_dtype=torch.float32)  # type: ignore[type-var]
+            if unit is model and reshard:
+                # The backward needs the root's parameters first: torch keeps them by default.
+                reshard = None
+            named = model.named_parameters() if ignored_names else ()
+            fully_shard(
+                unit,
+                mesh=shards,
+                reshard_after_forward=reshard,  # type: ignore[arg-type]
+                mp_policy=policy,  # type: ignore[arg-type]
+                offload_policy=plugin.cpu_offload,  # type: ignore[arg-type]
+                ignored_params={p for name, p in named if materialize.canonical_name(name) in ignored_names},
+            )
 
     from_first = bool(plugin.cpu_ram_efficient_loading)
     materialize.lay_out(model, device, shard, ranks, home, from_first, plugin.param_init_fn)
     return model
-
-
-class _Names:
-    """Parameters by name, to find them again when the objects are replaced."""
-
-    def __init__(self, model: nn.Module, parameters: set[nn.Parameter]) -> None:
-        chosen = {id(parameter) for parameter in parameters}
-        self.names = {name for name, tensor in materialize.named_tensors(model) if id(tensor) in chosen}
-
-    def find(self, model: nn.Module) -> set[nn.Parameter]:
-        if not self.names:
-            return set()
-        named = ((materialize.canonical_name(name), parameter) for name, parameter in model.named_parameters())
-        return {parameter for name, parameter in named if name in self.names}
 
 
 def _not_sharded_yet(unit: nn.Module) -> list[torch.Tensor]:
@@ -283,31 +286,6 @@ def _not_sharded_yet(unit: nn.Module) -> list[torch.Tensor]:
         for tensor in (*module.parameters(), *module.buffers())
     }
     return [tensor for tensor in (*unit.parameters(), *unit.buffers()) if id(tensor) not in inner]
-
-
-def _shard_unit(
-    unit: nn.Module,
-    is_root: bool,
-    plugin: FullyShardedDataParallelPlugin,
-    shards: DeviceMesh,
-    ignored_parameters: set[nn.Parameter],
-    full_outputs: bool,
-) -> None:
-    policy: Any = plugin.mixed_precision_policy or MixedPrecisionPolicy()
-    if is_root and full_outputs:
-        policy = dataclasses.replace(policy, output_dtype=torch.float32)
-    reshard: Any = plugin.reshard_after_forward
-    if is_root and reshard:
-        # The backward needs the root's parameters first: torch keeps them by default.
-        reshard = None
-    fully_shard(
-        unit,
-        mesh=shards,
-        reshard_after_forward=reshard,
-        mp_policy=policy,
-        offload_policy=plugin.cpu_offload,  # type: ignore[arg-type]
-        ignored_params=ignored_parameters,
-    )
 
 
 def upcast(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> None:
@@ -363,8 +341,8 @@ def disable_fsdp_ram_efficient_loading() -> None:
 
 
 def ensure_weights_retied(
-    param_init_fn: Callable[[nn.Module], Any], model: nn.Module, device: torch.device
-) -> Callable[[nn.Module], Any]:
+    param_init_fn: Callable[[nn.Module], object], model: nn.Module, device: torch.device
+) -> Callable[[nn.Module], object]:
     """`param_init_fn` that gives parameters which are tied in `model` one new parameter, on `device`, everywhere."""
     ties: dict[tuple[int, str], int] = {}
     for number, places in enumerate(ParameterPlaces(model).shared()):

@@ -114,8 +114,8 @@ class StagedModel:
                 call = functools.partial(self._call_carried, name, number, call)
             intercept(model.get_submodule(name), call)
         for name in set(carried) - set(self.units):
-            call = functools.partial(self._call_carried, name, carried[name], _call_plain)
-            intercept(model.get_submodule(name), call)
+            plain: Interceptor = lambda inner, args, kwargs: inner(*args, **kwargs)  # noqa: E731
+            intercept(model.get_submodule(name), functools.partial(self._call_carried, name, carried[name], plain))
         self._forward: Forward = functools.partial(type(model).__call__, model)
         if loss_fn is not None:
             self._forward = functools.partial(_call_with_loss, self._forward, loss_fn)
@@ -289,10 +289,6 @@ def intercept(module: nn.Module, call: Interceptor) -> None:
     """Have `module(...)` run `call(its own call, args, kwargs)`. Its class becomes a subclass, one for each class."""
     module.__class__ = _intercepting(type(module))
     module.__dict__["_pipeline_call"] = call
-
-
-def _call_plain(inner: Forward, args: Args, kwargs: Kwargs) -> object:
-    return inner(*args, **kwargs)
 
 
 def _call_with_loss(

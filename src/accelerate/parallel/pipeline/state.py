@@ -155,22 +155,12 @@ def load_full_optimizer_state(
     for position, entry in present:
         if (parameter := own.get(name_at[position])) is not None:
             entries[name_at[position]] = lay_out_state(dict(entry), parameter, parameter)
-    _load(optimizer, model, entries, saved)
-
-
-def _load(
-    optimizer: torch.optim.Optimizer,
-    model: nn.Module,
-    entries: Mapping[str, object],
-    saved: Sequence[Mapping[str, object]],
-) -> None:
-    """Load this rank's entries by `optimizer.load_state_dict`, which knows how its state is kept."""
-    names = _own_names(model)
+    # The optimizer itself knows how its state is kept.
     local_groups, local_state, number = [], {}, 0
     for group, options in zip(optimizer.param_groups, saved, strict=True):
         numbers = []
         for parameter in group["params"]:
-            if (name := names.get(id(parameter), "")) in entries:
+            if (name := own_names.get(id(parameter), "")) in entries:
                 local_state[number] = entries[name]
             numbers.append(number)
             number += 1
