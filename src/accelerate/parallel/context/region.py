@@ -22,7 +22,7 @@ from ...data_loader.prepare import skip_first_batches
 from ...logging import MultiProcessAdapter, get_logger
 from ...parallelism_config import ParallelismConfig
 from ..prepared import CommunicationVolume
-from . import transformers_masks, transformers_models
+from . import transformers_models
 from .attention import (
     AttentionCall,
     AttentionPatch,
@@ -117,9 +117,10 @@ class ContextParallel:
             self.attention = SequenceAttention(group, self.layout, self.random)
             transformers_models.count_whole_batches()
         self.patch: AttentionPatch = AttentionPatch(self._attend)
-        self.patch.others.update(transformers_masks.hooks(lambda: self.region))
+        self.patch.others.update(transformers_models.mask_hooks(lambda: self.region))
         if not self.layout.balanced:
-            self.patch.others.update(transformers_models.hooks())
+            # While a loader splits batches.
+            self.patch.others["transformers.trainer", "deepspeed_sp_compute_loss"] = transformers_models.on_the_mesh
         self._block: SequenceRegion | None = None
         # Batches that a loader split: that of the last or current forward, and all that are still alive.
         self._batch: SequenceRegion | None = None
@@ -329,7 +330,6 @@ class ContextParallel:
         self._running.append((id(model), streams))
         if region is not None:
             streams.enter_context(self.random.seeded())
-        if region is not None:
             region.passes[id(model)] = region.calls
 
     def _leave(self, model: nn.Module, args: object, output: object) -> None:
@@ -391,16 +391,12 @@ class ContextParallel:
             dtype = torch.get_autocast_dtype(kind)
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         if flat:
-            return self._compute(region, query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1), call).squeeze(1)
-        return self._compute(region, query, key, value, call)
-
-    def _compute(
-        self, region: SequenceRegion, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
-    ) -> torch.Tensor:
+            query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
         for what, (messages, sent) in self.attention.sent(query, key, value).items():
             before = region.sent.get(what, (0, 0))
             region.sent[what] = (before[0] + messages, before[1] + sent)
-        return self.attention(query, key, value, call)
+        out = self.attention(query, key, value, call)
+        return out.squeeze(1) if flat else out
 
     def communication_volume(self, backwards: int) -> list[CommunicationVolume]:
         """What attention sends in a step of so many backwards, as in the last batch; empty before the first."""

@@ -29,7 +29,6 @@ from ..optimizer_scope import refuse_flat_shards
 from ..placeholders import DummyOptim, DummyScheduler
 from ..prepared import CommunicationVolume, GroupShapes, PreparedModel
 from ..report.communication import dtype_name
-from .changes import ParameterChanges
 from .engine import (
     DeepSpeedEngineWrapper,
     DeepSpeedOptimizerWrapper,
@@ -39,7 +38,7 @@ from .engine import (
     engine_volume,
     start_engine,
 )
-from .state import EngineState, computing_weights
+from .state import EngineState, ParameterChanges, computing_weights
 
 if TYPE_CHECKING:
     from .engine import Engine
