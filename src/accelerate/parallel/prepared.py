@@ -299,10 +299,16 @@ class PreparedModel:
             windows: gradients accumulate over several backwards and are averaged in the last one only.
             seen: ids of tensors that were counted for another model; extended.
         """
-        found = memory.of_model(self.kept_parameters(), self.master_weights(), set() if seen is None else seen)
-        if windows and (size := self.window_gradients()) is not None:
-            found[memory.GRADIENTS] = size
-        return found
+        seen = set() if seen is None else seen
+        parameters = list(memory.unseen(self.kept_parameters(), seen))
+        gradients = self.window_gradients() if windows else None
+        if gradients is None:
+            gradients = memory.local_bytes(p for p in parameters if p.requires_grad)
+        return {
+            memory.PARAMETERS: memory.local_bytes(parameters),
+            memory.GRADIENTS: gradients,
+            memory.MASTER_WEIGHTS: memory.local_bytes(memory.unseen(self.master_weights(), seen)),
+        }
 
     def kept_parameters(self) -> Iterable[torch.Tensor]:
         """The parameters that this process keeps between two steps, also while it has others for a computation."""

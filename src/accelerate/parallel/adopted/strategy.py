@@ -8,7 +8,6 @@ data, gradients that no backward reduces, clipping, full and sharded state, and 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -100,8 +99,7 @@ class Adopted(ShardedStrategy):
         if bundle.models:
             self._extend(bundle.models)
         for model in bundle.models:
-            _check_device(model, self.device)
-            _check_packed(model)
+            _check(model, self.device)
             materialize.make_equal((tensor for _, tensor in materialize.named_tensors(model)), self.device, None)
         bundle.place = [False] * len(bundle.models)
         return super().prepare(bundle)
@@ -158,7 +156,7 @@ def _sum_once(model: nn.Module) -> None:
     (transformers 5.23), which has the sums of earlier ones. Those are divided before, so that the sum restores them.
     """
     mesh = tensor_parallel_mesh(model)
-    styles: Mapping[str, Any] = getattr(model, "_tp_plan", None) or {}
+    styles: Mapping[str, str] = getattr(model, "_tp_plan", None) or {}
     summed = {pattern: word for pattern, word in styles.items() if word == "replicated_with_grad_allreduce"}
     if mesh is None or not summed:
         return
@@ -203,20 +201,15 @@ def _name_of(sharings: Averages) -> str:
     return f"sharded before prepare ({', '.join(sorted(found - {''})) or 'one rank'})"
 
 
-def _check_packed(model: nn.Module) -> None:
-    """Refuse, with torch 2.11, layers that a checkpoint would have to gather and cannot."""
-    packed = [name for name, parameter in model.named_parameters() if materialize.is_packed(parameter)]
-    if packed and is_torch_version("<", "2.12"):
-        raise PrepareError(
-            f"torch {torch.__version__} cannot gather packed layers such as {packed[0]}, so that no checkpoint could "
-            "be saved: use torch 2.12 or later"
-        )
-
-
-def _check_device(model: nn.Module, device: torch.device) -> None:
+def _check(model: nn.Module, device: torch.device) -> None:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor) and parameter.device_mesh.device_type != device.type:
             raise PrepareError(
                 f"{name} of {type(model).__name__} is a DTensor on {parameter.device_mesh}, and this run is on "
                 f"{device}: shard the model on a mesh of that device, or let the Accelerator use the mesh's"
+            )
+        if is_torch_version("<", "2.12") and materialize.is_packed(parameter):
+            raise PrepareError(
+                f"torch {torch.__version__} cannot gather packed layers such as {name}, so that no checkpoint could "
+                "be saved: use torch 2.12 or later"
             )

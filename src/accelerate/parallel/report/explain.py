@@ -144,7 +144,9 @@ def memory_usage(
     for model in models:
         found.update(model.memory_usage(windows, seen))
     found[memory.BUFFERS] = memory.of_buffers([model.module for model in models])
-    found[memory.STATE] = memory.of_optimizers(optimizers)
+    entries = [entry for optimizer in optimizers for entry in optimizer.state.values()]
+    values = (value for entry in entries for value in entry.values())
+    found[memory.STATE] = memory.local_bytes(value for value in values if isinstance(value, torch.Tensor))
     return {kind: found[kind] for kind in _KINDS}
 
 
