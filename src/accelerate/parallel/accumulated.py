@@ -56,7 +56,7 @@ class AccumulatedGradients:
         # Modules of one unit, and roots inside of each other, have the same shards.
         sharded = {id(shard): shard for shard in shards_of(roots or [model])}.values()
         # While no unit is gathered the model shows shards.
-        names = {id(p): materialize.canonical_name(name) for name, p in model.named_parameters()}
+        names = {id(p): name for name, p in materialize.named_parameters(model)}
         self._sharded = [(names[id(module_parameter(parameter))], parameter) for parameter in sharded]
         inside = {id(module_parameter(parameter)) for parameter in sharded}
         self._plain = [(names[id(p)], p) for p in model.parameters() if id(p) not in inside]

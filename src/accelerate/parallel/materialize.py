@@ -31,11 +31,16 @@ def canonical_name(name: str) -> str:
     return ".".join(word for word in name.split(".") if word not in _WRAPPER_NAMES)
 
 
-def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """(plain name, tensor) of every parameter and buffer, each tensor once."""
-    for name, parameter in model.named_parameters():
+def named_parameters(model: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+    """(plain name, parameter) of every parameter."""
+    for name, parameter in model.named_parameters(remove_duplicate=remove_duplicate):
         yield canonical_name(name), parameter
-    for name, tensor in model.named_buffers():
+
+
+def named_tensors(model: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+    """(plain name, tensor) of every parameter and buffer."""
+    yield from named_parameters(model, remove_duplicate)
+    for name, tensor in model.named_buffers(remove_duplicate=remove_duplicate):
         yield canonical_name(name), tensor
 
 
@@ -78,7 +83,7 @@ def is_packed(tensor: torch.Tensor) -> bool:
 
 def where_meta(model: nn.Module) -> str | None:
     """The name of the first parameter without storage, or None."""
-    return next((canonical_name(name) for name, parameter in model.named_parameters() if parameter.is_meta), None)
+    return next((name for name, parameter in named_parameters(model) if parameter.is_meta), None)
 
 
 def gather_flags(flag: bool, device: torch.device, group: dist.ProcessGroup | None) -> list[bool]:

@@ -8,7 +8,7 @@ import inspect
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 from unittest import mock
 
 import torch
@@ -34,9 +34,6 @@ from .attention import (
     plain_attention,
 )
 from .shard import SequenceLayout, common_length, split_in_place
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 logger: MultiProcessAdapter = get_logger(__name__)
 
@@ -145,7 +142,7 @@ class ContextParallel:
         return self._block is not None or self._batch is not None or len(self._loader_batches) > 0
 
     @classmethod
-    def of_layout(cls, layout: ParallelismConfig, mesh: DeviceMesh | None) -> ContextParallel | None:
+    def of_layout(cls, layout: ParallelismConfig, mesh: dist.DeviceMesh | None) -> ContextParallel | None:
         """For the cp or sp dimension of a layout; None where it has none."""
         if mesh is None or not (layout.cp_enabled or layout.sp_enabled):
             return None
@@ -168,7 +165,7 @@ class ContextParallel:
         """The ranks that had other tokens of the same samples in the last forward; None if no sequence was split."""
         return self.group if self.was_split else None
 
-    def split_loader(self, loader: object) -> Any:
+    def split_loader(self, loader: object) -> object:
         """A loader whose batches have this rank's tokens; the same one where blocks split sequences (cp_size)."""
         return loader if self.layout.balanced else SequenceLoader(loader, self)
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ...core.errors import CheckpointError, ConfigurationError, PrepareError
-from ..materialize import canonical_name, complete, skeleton, without_storage
+from ..materialize import canonical_name, complete, named_parameters, skeleton, without_storage
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -37,7 +37,7 @@ class EngineState:
 
     def groups(self) -> list[dict[str, list[int]]]:
         """{plain name: shape} of the parameters in each group."""
-        names = {id(parameter): canonical_name(name) for name, parameter in self.module.named_parameters()}
+        names = {id(parameter): name for name, parameter in named_parameters(self.module)}
         return [
             {names[id(p)]: list(getattr(p, "ds_shape", p.shape)) for p in group if id(p) in names}
             for group in self.parameters

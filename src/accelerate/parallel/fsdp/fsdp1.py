@@ -34,7 +34,6 @@ from .. import gradients, materialize, norms
 from ..activation import checkpoint_activations
 from ..base import Bundle, Strategy
 from ..gradients import refuse_gradient_hooks, refuse_later_hooks
-from ..materialize import canonical_name
 from ..optimizer_scope import refuse_flat_shards
 from ..prepared import Change, CommunicationVolume, GroupShapes, PreparedModel
 from ..pretrained import require_state_dict
@@ -103,8 +102,8 @@ class Fsdp1Model(PreparedModel):
         """Trainable parameters that the model did not have when it was flattened."""
         known = None if self._plain is None else self._plain.names
         return {
-            canonical_name(name): parameter
-            for name, parameter in self.inner.named_parameters()
+            name: parameter
+            for name, parameter in materialize.named_parameters(self.inner)
             if known is not None and parameter.requires_grad and id(parameter) not in known
         }
 

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel
 
 from ...core.errors import CheckpointError, PrepareError
 from .. import materialize
-from ..materialize import canonical_name, complete, skeleton, without_storage
+from ..materialize import complete, skeleton, without_storage
 from ..remap import check_trains
 from . import state as fsdp_state
 from .fsdp1_unused import FlattenedUnit, ParameterUsage
@@ -37,7 +37,7 @@ class PlainModel:
         inner = model.module if isinstance(model, FullyShardedDataParallel) else model
         self.state: dict[str, object] = without_storage(model.state_dict(keep_vars=True))
         self.skeleton: nn.Module = skeleton(type(inner).__qualname__, self.state)
-        named = {canonical_name(name): parameter for name, parameter in model.named_parameters()}
+        named = dict(materialize.named_parameters(model))
         self.shapes: dict[str, list[int]] = {name: list(parameter.shape) for name, parameter in named.items()}
         # Weak references: only an optimizer that was made before still needs a flattened parameter.
         self._originals = {name: weakref.ref(parameter) for name, parameter in named.items()}
@@ -238,7 +238,7 @@ class FlatGradients:
         self.usage = usage
         self._units = [] if usage is None else usage.units
         inside = {id(p) for unit in self._units for p in (unit.flat, *unit.originals)}
-        self._plain = {canonical_name(name): p for name, p in model.named_parameters() if id(p) not in inside}
+        self._plain = {name: p for name, p in materialize.named_parameters(model) if id(p) not in inside}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the gradients by the position of their unit, or by the name of a parameter outside of the units."""

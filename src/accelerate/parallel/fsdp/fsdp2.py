@@ -8,7 +8,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -38,9 +38,6 @@ from .copies import support_averages
 from .double_backward import KeptUnsharded
 from .inference_mode import allow_inference_mode
 from .units import find_modules, select_units, shards_of, units_of_rare_dtypes
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
 
@@ -119,7 +116,7 @@ class FullyShardedDataParallel(ShardedStrategy):
                 f"the group with backend={group.with_host(kind_of(device))!r}"
             )
         self.plugin = plugin
-        self.shards: DeviceMesh = mesh.fsdp_mesh(self.layout, self.mesh, device)
+        self.shards: dist.DeviceMesh = mesh.fsdp_mesh(self.layout, self.mesh, device)
         self.gradient_group: dist.ProcessGroup | None = mesh.group_of(self.mesh, "dp_cp")
 
     def as_prepared(self, module: nn.Module) -> Fsdp2Model:
@@ -202,7 +199,7 @@ def _zero_grad(unit: nn.Module, set_to_none: bool = True) -> None:
 def shard_model(
     model: nn.Module,
     plugin: FullyShardedDataParallelPlugin,
-    shards: DeviceMesh,
+    shards: dist.DeviceMesh,
     device: torch.device,
     ranks: dist.ProcessGroup | None = None,
     split: Callable[[nn.Module], object] | None = None,
@@ -262,14 +259,14 @@ def shard_model(
             if unit is model and reshard:
                 # The backward needs the root's parameters first: torch keeps them by default.
                 reshard = None
-            named = model.named_parameters() if ignored_names else ()
+            named = materialize.named_parameters(model) if ignored_names else ()
             fully_shard(
                 unit,
                 mesh=shards,
                 reshard_after_forward=reshard,  # type: ignore[arg-type]
                 mp_policy=policy,  # type: ignore[arg-type]
                 offload_policy=plugin.cpu_offload,  # type: ignore[arg-type]
-                ignored_params={p for name, p in named if materialize.canonical_name(name) in ignored_names},
+                ignored_params={parameter for name, parameter in named if name in ignored_names},
             )
 
     from_first = bool(plugin.cpu_ram_efficient_loading)

@@ -42,7 +42,7 @@ def is_fsdp1(model: nn.Module) -> bool:
 
 def parameter_names(model: nn.Module) -> dict[int, list[str]]:
     """By the id of a parameter, the plain names of what it contains: several for one that FSDP1 has flattened."""
-    found = {id(parameter): [materialize.canonical_name(name)] for name, parameter in model.named_parameters()}
+    found = {id(parameter): [name] for name, parameter in materialize.named_parameters(model)}
     flattened = (unit for unit in flat_units(model) if not unit.handle._use_orig_params)
     return found | {id(handle.flat_param): names for _, handle, names in flattened}
 
@@ -76,11 +76,9 @@ def _state_tensors(model: nn.Module) -> list[tuple[list[str], torch.Tensor]]:
     """(its plain names, tensor) for all that a state dict holds."""
     found: dict[int, tuple[list[str], torch.Tensor]] = {}
     persistent = {materialize.canonical_name(name) for name in model.state_dict()}
-    for named in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
-        for name, tensor in named:
-            name = materialize.canonical_name(name)
-            if name in persistent:
-                found.setdefault(id(tensor), ([], tensor))[0].append(name)
+    for name, tensor in materialize.named_tensors(model, remove_duplicate=False):
+        if name in persistent:
+            found.setdefault(id(tensor), ([], tensor))[0].append(name)
     return list(found.values())
 
 
@@ -208,7 +206,7 @@ def _only_with_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iter
     block is whether any parameter has a state on any rank.
     """
     stepped = {id(p): p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
-    named = {materialize.canonical_name(name): p for name, p in model.named_parameters() if id(p) in stepped}
+    named = {name: p for name, p in materialize.named_parameters(model) if id(p) in stepped}
     mine = {name for name, parameter in named.items() if optimizer.state.get(parameter)}
     everyone = [mine] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)

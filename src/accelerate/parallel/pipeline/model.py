@@ -268,7 +268,7 @@ def _bytes(specs: Iterable[TensorSpec]) -> int:
     return sum(spec.nbytes for spec in specs)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _TiedParameter:
     """A parameter at `owner.name` on several ranks. `maybe_unused`: then it gets no gradient, as in a plain model."""
 
@@ -276,6 +276,7 @@ class _TiedParameter:
     name: str
     ranks: tuple[int, ...]
     maybe_unused: bool
+    summed: torch.Tensor | None = None  # the gradient that has the sum over the ranks
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -291,12 +292,10 @@ class TiedParameters:
         self.group = group
         self.rank: int = dist.get_rank(group)
         self._tied: list[_TiedParameter] = []
-        self._summed: list[torch.Tensor | None] = []
 
     def add(self, owner: nn.Module, name: str, ranks: Iterable[int], maybe_unused: bool = False) -> None:
         """The parameter at `owner.name`, now or later, is on these ranks of the group."""
         self._tied.append(_TiedParameter(owner, name, tuple(sorted(ranks)), maybe_unused))
-        self._summed.append(None)
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the tied parameters of this rank."""
@@ -308,22 +307,22 @@ class TiedParameters:
 
     def before_backward(self) -> None:
         """Only the first rank keeps a sum to accumulate on; the others start from zero."""
-        for number, tied in enumerate(self._tied):
+        for tied in self._tied:
             gradient = tied.parameter.grad
-            if gradient is not None and gradient is self._summed[number] and tied.ranks[0] != self.rank:
+            if gradient is not None and gradient is tied.summed and tied.ranks[0] != self.rank:
                 local(gradient).zero_()
-            self._summed[number] = None
+            tied.summed = None
 
     def sum(self) -> None:
         """Sum the gradients of each tied parameter over its ranks."""
-        for number, tied in enumerate(self._tied):
+        for tied in self._tied:
             parameter = tied.parameter
             if not parameter.requires_grad or (tied.maybe_unused and not self._any_used(parameter, tied.ranks)):
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             self._sum(local(parameter.grad), tied.ranks)
-            self._summed[number] = parameter.grad
+            tied.summed = parameter.grad
 
     def _any_used(self, parameter: nn.Parameter, ranks: tuple[int, ...]) -> bool:
         """Whether the parameter has a gradient on one of the ranks."""

@@ -98,15 +98,11 @@ def load_full_model_state(
             target.copy_(value)
 
 
-def _own_names(model: nn.Module) -> dict[int, str]:
-    return {id(parameter): materialize.canonical_name(name) for name, parameter in model.named_parameters()}
-
-
 def full_optimizer_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[str]], channel: P2PChannel
 ) -> dict[str, Any]:
     """The full state in the form of a single process's `optimizer.state_dict()`; empty on all ranks but 0."""
-    names = _own_names(model)
+    names = {id(parameter): name for name, parameter in materialize.named_parameters(model)}
     found: dict[str, dict[str, object]] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -149,7 +145,7 @@ def load_full_optimizer_state(
         for group, names in zip(saved, groups, strict=True)
         for position, name in zip(group["params"], names, strict=True)
     }
-    own_names = _own_names(model)
+    own_names = {id(parameter): name for name, parameter in materialize.named_parameters(model)}
     own = {own_names[id(p)]: p for group in optimizer.param_groups for p in group["params"] if id(p) in own_names}
     entries: dict[str, object] = {}
     for position, entry in present:
@@ -177,8 +173,8 @@ _MODULE_FIELDS = frozenset(nn.Module().__dict__)
 
 def own_names(model: nn.Module, locations: Mapping[int, set[int]], own: Collection[int]) -> set[str]:
     """Plain names, tied ones included, of the parameters and read buffers on the stages of the units in `own`."""
-    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    return {materialize.canonical_name(name) for name, tensor in named if locations.get(id(tensor), set()) & set(own)}
+    named = materialize.named_tensors(model, remove_duplicate=False)
+    return {name for name, tensor in named if locations.get(id(tensor), set()) & set(own)}
 
 
 @torch.no_grad()

@@ -92,16 +92,14 @@ class PipelineParallel(ShardedStrategy):
     def _prepare_training(self, bundle: Bundle) -> list[PreparedModel]:
         found: list[PreparedModel] = []
         for model in bundle.models:
-            names = WeakTensorKeyDictionary(
-                {parameter: materialize.canonical_name(name) for name, parameter in model.named_parameters()}
-            )
+            names = WeakTensorKeyDictionary({p: name for name, p in materialize.named_parameters(model)})
             places = ParameterPlaces(model)
             before = list(model.parameters())
             prepared = self.compose(model)
             assert isinstance(prepared, PipelinedModel)
             model = prepared.module
-            for name, parameter in model.named_parameters():
-                names[parameter] = materialize.canonical_name(name)
+            for name, parameter in materialize.named_parameters(model):
+                names[parameter] = name
             prepared.stages.names = names
             self.replacements.add((former, present) for former, present in places.replaced() if not present.is_meta)
             present = {id(parameter) for parameter in model.parameters()}
@@ -165,7 +163,7 @@ class PipelineParallel(ShardedStrategy):
         cut = plan.cut
         mine = [stage for stage, rank in enumerate(self.ranks) if rank == self.channel.rank]
         own = {unit for stage in mine for unit in range(cut.bounds[stage], cut.bounds[stage + 1])}
-        shapes = {materialize.canonical_name(name): list(p.shape) for name, p in model.named_parameters()}
+        shapes = {name: list(parameter.shape) for name, parameter in materialize.named_parameters(model)}
         state_shapes = materialize.without_storage(model.state_dict(keep_vars=True))
         template = materialize.skeleton(type(model).__name__, state_shapes)
         locations, context = plan.locations(model), StageContext()
@@ -249,11 +247,8 @@ class PipelineParallel(ShardedStrategy):
             Whether rank 0 had weights; otherwise they are yet to be initialised.
         """
         cut, device = plan.cut, self.device
-        former = list(model.named_parameters(remove_duplicate=False))
-        homes = {
-            materialize.canonical_name(name): sorted(plan.stages_of(locations[id(parameter)]))
-            for name, parameter in former
-        }
+        former = list(materialize.named_parameters(model, remove_duplicate=False))
+        homes = {name: sorted(plan.stages_of(locations[id(parameter)])) for name, parameter in former}
         own_stages = plan.stages_of(own)
         mine = {unit for units in locations.values() for unit in units if cut.stage_of(unit) in own_stages}
         names = state.own_names(model, locations, mine)
@@ -262,13 +257,8 @@ class PipelineParallel(ShardedStrategy):
         if self.layout.tp_enabled and self.mesh is not None:
             # The plan is that of the complete model: modules of other stages are split too, without memory.
             tensor.split_model(model, self.mesh["tp"], self.layout.tp_handler)
-        kept = {
-            id(value)
-            for name, value in itertools.chain(
-                model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
-            )
-            if materialize.canonical_name(name) in names
-        }
+        tensors = materialize.named_tensors(model, remove_duplicate=False)
+        kept = {id(value) for name, value in tensors if name in names}
 
         def origin(name: str) -> Origin:
             plain = materialize.canonical_name(name)
@@ -278,7 +268,7 @@ class PipelineParallel(ShardedStrategy):
 
         state.drop_foreign(model, kept, foreign, device, origin)
         present = {id(parameter) for parameter in model.parameters()}
-        gone = {id(p): name for name, p in former if materialize.canonical_name(name) not in names}
+        gone = {id(parameter): name for name, parameter in former if name not in names}
         state.drop_aliases(model, {key: name for key, name in gone.items() if key not in present}, origin, device)
         return has_weights
 
@@ -329,7 +319,7 @@ class PipelineParallel(ShardedStrategy):
         plugin.activation_checkpointing = False
         shards = mesh.fsdp_mesh(self.layout, self.mesh, self.device)
         ignored = find_modules(model, plugin.ignored_modules)
-        read = {p for name, p in model.named_parameters() if materialize.canonical_name(name) in unsharded}
+        read = {parameter for name, parameter in materialize.named_parameters(model) if name in unsharded}
         for number, stage in stages.items():
             inside = {id(module) for module in stage.modules()}
             plugin.ignored_modules = [module for module in ignored if id(module) in inside] or None

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
 from unittest import mock
 
 import torch
@@ -69,56 +68,38 @@ def fake_stages(model: nn.Module, stages: Stages, change: Change) -> nn.Module:
     scheduled = change.scheduled or schedule == "1f1b"
     count = runner.splitter.num_microbatches
     size = max(size for _, size in (known.stage_inputs or known.stage_outputs))
-    step = _TracedStep(copied, known, (size, count * size), count * (1 + change.microbatches), scheduled)
-    copied.staged.entry = step.call
-    return copied.staged.model
+    microbatches = count * (1 + change.microbatches)
+    ahead = copied.channel.size - copied.channel.rank
 
-
-@dataclass
-class _TracedStep:
-    """What a call of the copied model runs.
-
-    Fields:
-        runner: of the copy.
-        known: the shapes of a batch, with `samples` = (in a micro-batch, in the batch).
-        count: micro-batches of a batch.
-        scheduled: whether this rank keeps only some of them at a time.
-    """
-
-    runner: Runner
-    known: BatchShapes
-    samples: tuple[int, int]
-    count: int
-    scheduled: bool
-
-    def call(self, args: Args, kwargs: Kwargs) -> object:
-        runner = self.runner
-        runner.splitter.num_microbatches = self.count
-        batch = runner.new_batch(args, kwargs)
-        ahead = runner.channel.size - runner.channel.rank
-        if self.scheduled and ahead < len(batch.inputs.sizes):
+    def call(args: Args, kwargs: Kwargs) -> object:
+        copied.splitter.num_microbatches = microbatches
+        batch = copied.new_batch(args, kwargs)
+        if scheduled and ahead < len(batch.inputs.sizes):
+            # This rank keeps only some micro-batches at a time.
             kept, total = sum(batch.inputs.sizes[:ahead]), batch.inputs.batch_size
 
             def first(tensor: torch.Tensor) -> torch.Tensor:
                 return tensor.narrow(0, 0, kept) if tensor.dim() and tensor.shape[0] == total else tensor
 
-            runner.splitter.num_microbatches = ahead
+            copied.splitter.num_microbatches = ahead
             args, kwargs = trees.map_leaves(first, (args, kwargs))
-            batch = runner.new_batch(args, kwargs)
+            batch = copied.new_batch(args, kwargs)
         if batch.is_new:
-            self._describe(batch)
-        return runner.forward(batch)
+            _describe(batch, known, size, count * size)
+        return copied.forward(batch)
 
-    def _describe(self, batch: Batch) -> None:
-        """Give a batch of other sizes the shapes that follow from the known ones."""
-        former, total = self.samples
-        known, found = self.known, batch.shapes
-        for size in set(batch.inputs.sizes):
-            found.stage_inputs |= _boundaries(known.stage_inputs, former, size)
-            found.stage_outputs |= _boundaries(known.stage_outputs, former, size)
-        found.tail, found.loss_index = known.tail, known.loss_index
-        found.output = resized(known.output, total, batch.inputs.batch_size)
-        batch.is_new = False
+    copied.staged.entry = call
+    return copied.staged.model
+
+
+def _describe(batch: Batch, known: BatchShapes, former: int, batch_size: int) -> None:
+    """Give a batch of other sizes the shapes that follow from known ones, with `former` samples in a micro-batch."""
+    batch.is_new, found = False, batch.shapes
+    for size in set(batch.inputs.sizes):
+        found.stage_inputs |= _boundaries(known.stage_inputs, former, size)
+        found.stage_outputs |= _boundaries(known.stage_outputs, former, size)
+    found.tail, found.loss_index = known.tail, known.loss_index
+    found.output = resized(known.output, batch_size, batch.inputs.batch_size)
 
 
 def _boundaries(known: Mapping[tuple[int, int], Boundary], former: int, size: int) -> dict[tuple[int, int], Boundary]:
