@@ -97,21 +97,19 @@ class Adopted(ShardedStrategy):
     def prepare(self, bundle: Bundle) -> list[PreparedModel]:
         """Take sharded models as they are. Plain tensors are replicated: they become equal on all ranks."""
         if bundle.models:
-            self._extend(bundle.models)
+            # They have to read the data as the models before them.
+            layout, self._averages = find_layout(bundle.models, self.shards[self.data_shard[0]])
+            if layout.shards != self.shards:
+                raise PrepareError(
+                    f"with {type(bundle.models[0]).__name__} the ranks that read the same samples are "
+                    f"{list(layout.shards)}, and without it {list(self.shards)}. Give all models to one call of "
+                    "prepare, before the loaders"
+                )
         for model in bundle.models:
             _check(model, self.device)
             materialize.make_equal((tensor for _, tensor in materialize.named_tensors(model)), self.device, None)
         bundle.place = [False] * len(bundle.models)
         return super().prepare(bundle)
-
-    def _extend(self, models: list[nn.Module]) -> None:
-        """Read the layout of further models, which have to read the data as those before them."""
-        layout, self._averages = find_layout(models, self.shards[self.data_shard[0]])
-        if layout.shards != self.shards:
-            raise PrepareError(
-                f"with {type(models[0]).__name__} the ranks that read the same samples are {list(layout.shards)}, and "
-                f"without it {list(self.shards)}. Give all models to one call of prepare, before the loaders"
-            )
 
     def wrap_forward(self, model: nn.Module) -> nn.Module:
         """Autocast, unless a policy of the model's FSDP2 units casts already."""

@@ -258,8 +258,13 @@ class DataParallel(Strategy):
             try:
                 super().backward(loss, **kwargs)
             except RuntimeError as error:
-                _raise_twice(error)
-                raise
+                if (found := _READY_TWICE.search(str(error))) is None:
+                    raise
+                raise PrepareError(
+                    f"{found[1]} received a gradient twice in one backward, and DDP had reduced the first. Activation "
+                    "checkpointing with use_reentrant=True has this effect with find_unused_parameters=True, and "
+                    "where several segments use one parameter: set use_reentrant=False"
+                ) from error
         for prepared, replica, forwards in synced:
             forwards.ready = False
             prepared.check_reduced(replica)
@@ -322,16 +327,6 @@ def _refuse_hidden_outputs(model: torch.nn.Module) -> None:
             )
 
     handle = model.register_forward_hook(check)
-
-
-def _raise_twice(error: RuntimeError) -> None:
-    """Raise PrepareError for torch's error about a parameter whose gradient came twice in a backward."""
-    if (found := _READY_TWICE.search(str(error))) is not None:
-        raise PrepareError(
-            f"{found[1]} received a gradient twice in one backward, and DDP had reduced the first. Activation "
-            "checkpointing with use_reentrant=True has this effect with find_unused_parameters=True, and where "
-            "several segments use one parameter: set use_reentrant=False"
-        ) from error
 
 
 def _expect_backward(replica: DistributedDataParallel, loss: torch.Tensor, _: torch.Tensor) -> None:

@@ -47,27 +47,24 @@ class EngineState:
 
     def model_state(self) -> dict[str, Any]:
         """The full state, with the optimizer's fp32 weights: on the host of rank 0, empty on the others."""
+        from deepspeed.utils import safe_get_full_fp32_param
+
         kept: dict[str, Any] = {}
         is_main = dist.get_rank() == 0
         taken: dict[int, torch.Tensor | None] = {}
         for name, value in self.module.state_dict(keep_vars=True).items():
             if isinstance(value, torch.Tensor) and id(value) not in taken:
                 # Every rank takes part in gathering a tensor, once for all of its names; rank 0 keeps it.
-                full = self._full_value(value)
+                full: torch.Tensor | None = safe_get_full_fp32_param(value) if has_master(value) else None
+                if full is not None:
+                    full = full.view(getattr(value, "ds_shape", value.shape))
+                else:
+                    with GatheredParameters(value):
+                        full = value.detach().clone()
                 taken[id(value)] = full.detach().to("cpu", copy=True) if is_main else None
             if is_main:
                 kept[canonical_name(name)] = taken[id(value)] if isinstance(value, torch.Tensor) else value
         return kept
-
-    @staticmethod
-    def _full_value(value: torch.Tensor) -> torch.Tensor:
-        from deepspeed.utils import safe_get_full_fp32_param
-
-        found: torch.Tensor | None = safe_get_full_fp32_param(value) if has_master(value) else None
-        if found is not None:
-            return found.view(getattr(value, "ds_shape", value.shape))
-        with GatheredParameters(value):
-            return value.detach().clone()
 
     @torch.no_grad()
     def load_model_state(self, state: Mapping[str, Any], strict: bool) -> None:

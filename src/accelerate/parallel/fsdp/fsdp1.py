@@ -482,24 +482,17 @@ def _policy(model: nn.Module, plugin: FullyShardedDataParallelPlugin, ignored: l
     # In evaluation this layer gives the weights of the modules inside to a kernel, without calling them.
     undivided = (nn.TransformerEncoderLayer,)
     units = select_units(model, options.auto_wrap_policy, skipped, undivided)  # type: ignore[arg-type]
-    for members in _members(model, units, skipped):
-        _check_flat(members)
-        if not plugin.use_orig_params:
-            _check_frozen(members)
-    chosen = {id(unit) for unit in units}
-    return CustomPolicy(lambda module: id(module) in chosen)
-
-
-def _members(
-    model: nn.Module, units: list[nn.Module], ignored: set[nn.Parameter]
-) -> Iterable[list[tuple[str, nn.Parameter]]]:
-    """The names and parameters of each unit."""
     members: dict[int, list[tuple[str, nn.Parameter]]] = {}
     owners = owning_units(model, units)
     for name, parameter in model.named_parameters():
-        if parameter not in ignored:
+        if parameter not in skipped:
             members.setdefault(next(iter(owners[id(parameter)])), []).append((name, parameter))
-    return members.values()
+    for listed in members.values():
+        _check_flat(listed)
+        if not plugin.use_orig_params:
+            _check_frozen(listed)
+    chosen = {id(unit) for unit in units}
+    return CustomPolicy(lambda module: id(module) in chosen)
 
 
 def _check_flat(members: list[tuple[str, nn.Parameter]]) -> None:

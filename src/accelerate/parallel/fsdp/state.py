@@ -60,7 +60,13 @@ def load_full_model_state(
     Raises PrepareError for a tensor of the model that the state lacks (with `strict`) or has in another shape, and
     CheckpointError for one that the model lacks.
     """
-    targets = _state_tensors(model)
+    # (its plain names, tensor) for all that a state dict has.
+    tensors: dict[int, tuple[list[str], torch.Tensor]] = {}
+    persistent = {materialize.canonical_name(name) for name in model.state_dict()}
+    for name, tensor in materialize.named_tensors(model, remove_duplicate=False):
+        if name in persistent:
+            tensors.setdefault(id(tensor), ([], tensor))[0].append(name)
+    targets = list(tensors.values())
     known = {name for names, _ in targets for name in names}
     if strict and (unknown := [name for name in state if name not in known]):
         raise CheckpointError(f"the state holds {len(unknown)} tensors the model does not: {', '.join(unknown[:5])}")
@@ -70,16 +76,6 @@ def load_full_model_state(
     dist.broadcast_object_list(offered, src=0, device=device)
     chosen = [(name, tensor) for name, (_, tensor) in zip(offered[0], chosen, strict=True)]
     materialize.spread(dict(state), chosen, device, strict=strict)
-
-
-def _state_tensors(model: nn.Module) -> list[tuple[list[str], torch.Tensor]]:
-    """(its plain names, tensor) for all that a state dict holds."""
-    found: dict[int, tuple[list[str], torch.Tensor]] = {}
-    persistent = {materialize.canonical_name(name) for name in model.state_dict()}
-    for name, tensor in materialize.named_tensors(model, remove_duplicate=False):
-        if name in persistent:
-            found.setdefault(id(tensor), ([], tensor))[0].append(name)
-    return list(found.values())
 
 
 def full_optimizer_state(

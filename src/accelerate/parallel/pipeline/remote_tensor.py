@@ -93,7 +93,11 @@ class RemoteTensor(torch.Tensor):
         remote = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, RemoteTensor)]
         origin, device = remote[0].origin, kwargs.get("device") or remote[0].device
         if func in _FACTORIES:
-            return func(*tree_map_only(RemoteTensor, _like, args), **kwargs)
+            # Of the same shape, with the memory of one element.
+            given = tree_map_only(
+                RemoteTensor, lambda x: torch.zeros((), dtype=x.dtype, device=x.device).expand(x.shape), args
+            )
+            return func(*given, **kwargs)
         if origin.context.computing or func in _READING or _writes_data(func, args, kwargs):
             origin.fail()
         if "device" in kwargs:
@@ -140,11 +144,6 @@ def first_remote(leaves: Iterable[object]) -> RemoteTensor | None:
 
 def _meta(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.meta if isinstance(tensor, RemoteTensor) else tensor.to("meta")
-
-
-def _like(tensor: RemoteTensor) -> torch.Tensor:
-    """A tensor with the memory of one element, for operations that use only its shape."""
-    return torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
 
 
 def _writes_data(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
