@@ -192,7 +192,7 @@ def split_rows(heads: torch.Tensor, group: dist.ProcessGroup, ranks: int) -> tor
 
 
 def copies_of_heads(shared: int, ranks: int) -> int:
-    """To how many ranks a key head is sent, so that every rank has those that its queries need."""
+    """To how many ranks a key head is sent, so that every rank has the key heads of its queries."""
     return math.lcm(shared, ranks) // shared
 
 

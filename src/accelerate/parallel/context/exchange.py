@@ -82,7 +82,7 @@ class Exchange:
         return slice(rows // 2, rows), ALL, block
 
     def _masked(self, sources: Sequence[int], rows: int) -> Iterator[Tile]:
-        """Tiles of a mask: first keys that are seen completely, then those that it shows partly."""
+        """Tiles of a mask: first keys that are seen completely, then keys that it shows partly."""
         half = rows // 2
         slices = (slice(0, half), slice(half, rows))
         keys = [(source, place, chunk) for source in sources for place, chunk in enumerate(self.layout.chunks(source))]

@@ -112,7 +112,7 @@ class ContextParallel:
             self.attention = ContextAttention(group, self.layout, rotate=strategy == "alltoall")
         else:
             self.attention = SequenceAttention(group, self.layout, self.random)
-            transformers_models.count_whole_batches()
+            transformers_models.count_full_batches()
         self.patch: AttentionPatch = AttentionPatch(self._attend)
         self.patch.others.update(transformers_models.mask_hooks(lambda: self.region))
         if not self.layout.balanced:

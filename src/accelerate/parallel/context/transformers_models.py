@@ -212,7 +212,7 @@ def on_the_mesh(former: Callable[..., object]) -> Callable[..., object]:
     return compute_loss
 
 
-def count_whole_batches() -> None:
+def count_full_batches() -> None:
     """Have Trainer count the batches of a split loader once. It is patched once in a process.
 
     It assumes that a split loader has sp_size times as many batches as the prepared one: with DeepSpeed the ranks of a

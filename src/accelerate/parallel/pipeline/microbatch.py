@@ -193,7 +193,7 @@ def join(outputs: Sequence[object], sizes: Sequence[int]) -> JoinedOutput:
     ]
     for column, differs in zip(columns, unequal, strict=True):
         if differs and not column[0].is_floating_point():
-            # Whether the tail uses it cannot be seen by putting NaN in its place.
+            # Whether the tail uses it cannot be seen by NaN instead of it.
             raise not_batched(column[0], sizes)
     tensors = [
         torch.cat([tensor.detach() for tensor in column]) if is_one else column[0].detach()

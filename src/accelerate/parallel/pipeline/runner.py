@@ -324,7 +324,7 @@ class Runner:
     def _check_batched(self, batch: Batch, joined: Boundary, inputs: Sequence[torch.Tensor], lost: list[bool]) -> None:
         """Raise where the tail uses a `lost` tensor, which is not batched and differs between micro-batches.
 
-        NaN in its place shows whether the output depends on it.
+        NaN instead of it shows whether the output depends on it.
         """
         if not any(lost) or microbatch.holds_nan(batch.output):
             return

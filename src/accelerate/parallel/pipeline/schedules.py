@@ -241,7 +241,7 @@ class ScheduleRunner:
         if any(grad is not None for number, grad in enumerate(grads) if number != index):
             raise AccelerateError(
                 f"schedule={self.options.schedule!r} computes the gradient of the loss that the model returns, and "
-                "the loss of this loop uses other parts of its output: use schedule='gpipe'"
+                "the loss of this loop uses other tensors of its output: use schedule='gpipe'"
             )
         gradient = grads[index]
         if gradient is None:

@@ -164,7 +164,7 @@ def load_full_optimizer_state(
     optimizer.load_state_dict({"state": local_state, "param_groups": local_groups})
 
 
-# From the name of a parameter or buffer: what a remote tensor in its place stands for.
+# From the name of a parameter or buffer: what a remote tensor instead of it stands for.
 FindOrigin = Callable[[str], Origin]
 
 # Dictionaries of nn.Module itself.

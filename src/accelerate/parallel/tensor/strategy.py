@@ -124,7 +124,7 @@ def split_model(model: nn.Module, ranks: DeviceMesh, options: TorchTensorParalle
     heads = tensor_plan.check_plan(model, styles, ranks.size())
     places = ParameterPlaces(model)
     for name, style in styles.items():
-        # Weights are equal: every rank cuts its shard out of its own.
+        # Weights are equal: every rank cuts out its shard without a message.
         style.src_data_rank = None
         parallelize_module(modules[name], ranks, style, src_data_rank=None)
     for module, shares in heads:
