@@ -86,6 +86,20 @@ def where_meta(model: nn.Module) -> str | None:
     return next((name for name, parameter in named_parameters(model) if parameter.is_meta), None)
 
 
+def from_first(value: T, device: torch.device | None, group: dist.ProcessGroup | None = None) -> T:
+    """The first rank's object, on every rank of a group."""
+    message = [value]
+    dist.broadcast_object_list(message, group=group, group_src=0, device=device)
+    return message[0]
+
+
+def from_all(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Each rank's object, in the order of the group."""
+    found = [value] * dist.get_world_size(group)
+    dist.all_gather_object(found, value, group=group)
+    return found
+
+
 def gather_flags(flag: bool, device: torch.device, group: dist.ProcessGroup | None) -> list[bool]:
     """Each rank's flag, in the order of the group."""
     mine = torch.tensor([float(flag)], device=device)
@@ -200,9 +214,7 @@ def spread(
     Raises PrepareError, on every rank, for a name that is missing in `full` (with `strict`), or of another shape.
     """
     listed = list(targets)
-    message = [{name: tuple(tensor.shape) for name, tensor in full.items()}]
-    dist.broadcast_object_list(message, group=group, group_src=0, device=device)
-    offered = message[0]
+    offered = from_first({name: tuple(tensor.shape) for name, tensor in full.items()}, device, group)
     missing = [name for name, _ in listed if name not in offered]
     if missing and strict:
         raise PrepareError(f"rank 0 gives no value for {len(missing)} tensors of the model: {', '.join(missing[:5])}")

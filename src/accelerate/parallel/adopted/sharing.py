@@ -18,6 +18,7 @@ from ..accumulated import module_parameter
 from ..fsdp.common import UnreducedGradients
 from ..fsdp.units import reshard, shard_groups
 from ..gradients import GradientReducer
+from ..materialize import from_all
 from ..tensor.strategy import PartialSums
 
 # Global ranks of one dimension of a mesh, in ascending order.
@@ -185,9 +186,7 @@ def find_layout(models: Sequence[nn.Module], same_batch: Ranks = ()) -> tuple[La
             # transformers gives these ranks one batch, although it may have split nothing over them.
             readers.append(_ranks_of(mesh, 0))
     own = Description(tuple((name, sharing) for sharing, name in first.items()), tuple(readers))
-    found = [own] * dist.get_world_size()
-    dist.all_gather_object(found, own)
-    layout = derive(found)
+    layout = derive(from_all(own))
     for model in models:
         size = declared(model, "dp_size")
         if size is not None and size != len(layout.shards):

@@ -200,17 +200,15 @@ def load_full_model_state(
     """
     # What is missing keeps its value.
     known = {} if strict else full_model_state(model)
-    message: list[Any] = [[], {}]
+    differing: list[str] = []
     if dist.get_rank() == 0:
         known.update(complete(state, plain.state))
         if strict:
-            message[0] = sorted(set(state) - set(plain.state) | set(plain.state) - set(known))
-        message[1] = {name: value for name, value in known.items() if not isinstance(value, torch.Tensor)}
-    dist.broadcast_object_list(message, src=0, device=device)
-    if message[0]:
-        raise CheckpointError(
-            f"the state and the model differ in {len(message[0])} names: {', '.join(message[0][:5])}"
-        )
+            differing = sorted(set(state) - set(plain.state) | set(plain.state) - set(known))
+    others = {name: value for name, value in known.items() if not isinstance(value, torch.Tensor)}
+    differing, others = materialize.from_first((differing, others), device)
+    if differing:
+        raise CheckpointError(f"the state and the model differ in {len(differing)} names: {', '.join(differing[:5])}")
     targets = {
         id(meta): (name, torch.empty(meta.shape, dtype=meta.dtype, device=device))
         for name, meta in reversed(plain.state.items())
@@ -223,7 +221,7 @@ def load_full_model_state(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="FSDP.state_dict_type", category=FutureWarning)
         with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig()):
-            model.load_state_dict({**full, **message[1]})
+            model.load_state_dict({**full, **others})
 
 
 class FlatGradients:

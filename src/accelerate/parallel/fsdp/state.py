@@ -72,9 +72,8 @@ def load_full_model_state(
         raise CheckpointError(f"the state holds {len(unknown)} tensors the model does not: {', '.join(unknown[:5])}")
     # A tied tensor has several names, and a state may hold it under any of them.
     chosen = [(next((name for name in names if name in state), names[0]), tensor) for names, tensor in targets]
-    offered = [[name for name, _ in chosen]]
-    dist.broadcast_object_list(offered, src=0, device=device)
-    chosen = [(name, tensor) for name, (_, tensor) in zip(offered[0], chosen, strict=True)]
+    offered = materialize.from_first([name for name, _ in chosen], device)
+    chosen = [(name, tensor) for name, (_, tensor) in zip(offered, chosen, strict=True)]
     materialize.spread(dict(state), chosen, device, strict=strict)
 
 
@@ -132,16 +131,16 @@ def load_full_optimizer_state(
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
     values = [value for entry in named.get("state", {}).values() for value in entry.values()]
     has_shards = any(isinstance(value, torch.Tensor) and value.dim() for value in values)
-    with_state: list[Any] = [set(named.get("state", ())), has_shards]
-    dist.broadcast_object_list(with_state, src=0, device=next(model.parameters()).device)
-    if not with_state[1]:
+    given = (set(named.get("state", ())), has_shards)
+    with_state, has_shards = materialize.from_first(given, next(model.parameters()).device)
+    if not has_shards:
         # torch 2.13 finds the device of the state in it.
         if is_fsdp1(model) and dist.get_rank() == 0:
             state = _by_parameter(model, optimizer, state, groups)
         _load_unsharded_state(optimizer, state)
         return
     set_optimizer_state_dict(model, optimizer, named, options=options)
-    drop_states(model, optimizer, {name for group in groups for name in group} - with_state[0])
+    drop_states(model, optimizer, {name for group in groups for name in group} - with_state)
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, options: StateDictOptions) -> dict[str, Any]:
@@ -177,8 +176,7 @@ def _refuse_nested(optimizer: torch.optim.Optimizer, options: StateDictOptions) 
     dims: list[int] = []
     map_leaves(lambda tensor: dims.append(tensor.dim()), [value for _, value in entries])
     nested = {str(key): type(value).__name__ for key, value in entries if isinstance(value, (dict, list, tuple))}
-    everyone = [({"": ""}, False)] * dist.get_world_size()
-    dist.all_gather_object(everyone, (nested, any(dims)))
+    everyone = materialize.from_all((nested, any(dims)))
     found = {key: kind for kinds, _ in everyone for key, kind in kinds.items()}
     if found and (options.flatten_optimizer_state_dict or any(has_elements for _, has_elements in everyone)):
         key, kind = next(iter(found.items()))
@@ -204,9 +202,7 @@ def _only_with_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iter
     stepped = {id(p): p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     named = {name: p for name, p in materialize.named_parameters(model) if id(p) in stepped}
     mine = {name for name, parameter in named.items() if optimizer.state.get(parameter)}
-    everyone = [mine] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    known = set().union(*everyone)
+    known = set().union(*materialize.from_all(mine))
     without = [parameter for name, parameter in named.items() if name not in known] if known else []
     for parameter in without:
         parameter.requires_grad_(False)
@@ -239,16 +235,13 @@ def broadcast_state(
     The state of one parameter at a time is unsharded on every rank. `groups` has an entry for each parameter.
     """
     own: dict[int, dict[str, object]] = state.get("state", {})
-    offered = [({name: value for name, value in state.items() if name != "state"}, sorted(own))]
-    dist.broadcast_object_list(offered, src=0, device=device)
-    rest, positions = offered[0]
+    offered = ({name: value for name, value in state.items() if name != "state"}, sorted(own))
+    rest, positions = materialize.from_first(offered, device)
     check_groups(groups, rest["param_groups"])
 
     def entries() -> Iterator[tuple[int, dict[str, object]]]:
         for position in positions:
-            entry = [own.get(position, {})]
-            dist.broadcast_object_list(entry, src=0, device=device)
-            yield position, entry[0]
+            yield position, materialize.from_first(own.get(position, {}), device)
 
     return rest, entries()
 

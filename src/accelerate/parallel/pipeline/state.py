@@ -72,13 +72,10 @@ def load_full_model_state(
         for name, value in model.state_dict(keep_vars=True).items()
         if isinstance(value, torch.Tensor)
     }
-    own_shapes = {name: tuple(value.shape) for name, value in own.items()}
-    of_ranks = [own_shapes] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, own_shapes)
+    of_ranks = materialize.from_all({name: tuple(value.shape) for name, value in own.items()})
     shapes = {name: shape for shapes_of_rank in of_ranks for name, shape in shapes_of_rank.items()}
-    message = [{name: (tuple(value.shape), value.dtype) for name, value in state.items()}]
-    dist.broadcast_object_list(message, src=0, device=device)
-    offered = message[0]
+    given = {name: (tuple(value.shape), value.dtype) for name, value in state.items()}
+    offered = materialize.from_first(given, device)
     missing = [name for name in shapes if name not in offered]
     unknown = [name for name in offered if name not in shapes]
     other = [name for name in offered if name in shapes and offered[name][0] != shapes[name]]
@@ -221,9 +218,7 @@ def _replacement(tensor: torch.Tensor, keep: bool, value: torch.Tensor) -> torch
 
 
 def _check_same(listed: list[tuple[str, tuple[int, ...], torch.dtype]], device: torch.device) -> None:
-    message = [listed]
-    dist.broadcast_object_list(message, src=0, device=device)
-    first = message[0]
+    first = materialize.from_first(listed, device)
     if [entry[:2] for entry in first] != [entry[:2] for entry in listed]:
         different = next(
             (a[0] for a, b in zip(first, listed, strict=False) if a[:2] != b[:2]), "the number of tensors"

@@ -130,9 +130,7 @@ class PipelineParallel(ShardedStrategy):
     def _repoint(self, optimizer: torch.optim.Optimizer) -> None:
         """Have an optimizer step this rank's parameters; other ranks step the rest."""
         trained = [one.stages for one in self.prepared if isinstance(one, PipelinedModel)]
-        own = [one.names_in(optimizer) for one in trained]
-        everyone = [own] * self.channel.size
-        dist.all_gather_object(everyone, own, group=self.channel.group)
+        everyone = materialize.from_all([one.names_in(optimizer) for one in trained], self.channel.group)
         named = [
             (one, one.merge_names(listed)) for one, listed in zip(trained, zip(*everyone, strict=True), strict=True)
         ]
