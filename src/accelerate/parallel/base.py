@@ -46,6 +46,11 @@ class Transform(Protocol):
         """The model with the change."""
 
 
+def one_shard_each(strategy: object) -> tuple[int, int]:
+    """The `data_shard` of a strategy whose processes read one shard of the data each."""
+    return dist.get_rank(), dist.get_world_size()
+
+
 class Strategy:
     """How models are laid out on the processes of a run. State that concerns one model is in its `PreparedModel`.
 

@@ -48,7 +48,17 @@ def total_norm(
     knows the dtype of the others.
     """
     norm_type = float(norm_type)
-    partial_norms = [_norm_of_layout(key, tensors, norm_type) for key, tensors in _by_layout(gradients).items()]
+    partial_norms = []
+    for (mesh, sharded, kind, dtype), tensors in _by_layout(gradients).items():
+        if present := [tensor for tensor in tensors if tensor.numel()]:
+            one: torch.Tensor = torch.linalg.vector_norm(
+                torch.stack(torch._foreach_norm(present, norm_type)), norm_type
+            )
+        else:
+            one = torch.zeros((), device=kind, dtype=dtype)
+        for dimension in sharded:
+            one = _reduce(one, norm_type, mesh.get_group(dimension))  # type: ignore[union-attr]
+        partial_norms.append(one)
     if not partial_norms:
         partial_norms = [torch.zeros((), device=device or torch.device("cpu"))]
     partial = torch.stack([one.to(partial_norms[0]) for one in partial_norms])
@@ -60,14 +70,14 @@ def total_norm(
     return norm
 
 
-Layout = tuple[object, tuple[int, ...], torch.device, torch.dtype]
+Layout = tuple[dist.DeviceMesh | None, tuple[int, ...], torch.device, torch.dtype]
 
 
 def _by_layout(gradients: Sequence[torch.Tensor]) -> dict[Layout, list[torch.Tensor]]:
     """Local gradients by (mesh, sharded dimensions, device, dtype); mesh None for plain tensors."""
     found: dict[Layout, list[torch.Tensor]] = {}
     for gradient in gradients:
-        mesh: object = None
+        mesh: dist.DeviceMesh | None = None
         sharded: tuple[int, ...] = ()
         if isinstance(gradient, DTensor):
             if any(placement.is_partial() for placement in gradient.placements):
@@ -78,18 +88,6 @@ def _by_layout(gradients: Sequence[torch.Tensor]) -> dict[Layout, list[torch.Ten
             gradient = gradient.to_local()
         found.setdefault((mesh, sharded, gradient.device, gradient.dtype), []).append(gradient)
     return found
-
-
-def _norm_of_layout(layout: Layout, tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-    mesh, sharded, device, dtype = layout
-    norm: torch.Tensor
-    if present := [tensor for tensor in tensors if tensor.numel()]:
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(present, norm_type)), norm_type)
-    else:
-        norm = torch.zeros((), device=device, dtype=dtype)
-    for dimension in sharded:
-        norm = _reduce(norm, norm_type, mesh.get_group(dimension))  # type: ignore[attr-defined]
-    return norm
 
 
 def _reduce(norm: torch.Tensor, norm_type: float, group: dist.ProcessGroup) -> torch.Tensor:

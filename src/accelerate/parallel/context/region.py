@@ -129,7 +129,8 @@ class ContextParallel:
         # Whether the last forward was on split sequences.
         self.was_split: bool = False
         self._sent: Sent = {}
-        self._has_warned = False
+        # Once, of a model that takes no position_ids.
+        self.has_warned: bool = False
 
     @property
     def region(self) -> SequenceRegion | None:
@@ -346,16 +347,6 @@ class ContextParallel:
             "attention outside of the block."
         )
 
-    def warn_of_missing_positions(self, model: nn.Module, region: SequenceRegion) -> None:
-        """Log a warning, once, for a model that takes no position_ids in a block without tables of positions."""
-        if self._has_warned or region.has_tables:
-            return
-        self._has_warned = True
-        logger.warning(
-            f"{type(model).__name__}.forward takes no position_ids: if the model counts positions by itself, every "
-            "rank counts from 0. Have it take position_ids, or give its table of positions as one of the buffers."
-        )
-
     # -- attention
 
     def _attend(
@@ -423,7 +414,9 @@ class _Inputs:
         region = self.parallel.of_inputs(given, model.training)
         if region is None:
             return None
-        split = _split_input(given, region)
+        # The input that is (batch, this rank's rows, ...).
+        usual = [value for name in ("input_ids", "inputs_embeds") if (value := given.get(name)) is not None]
+        split = next((value for value in usual or given.values() if _is_sequence(value, region.rows)), None)
         if split is None and not region.strict:
             return None
         changed = {}
@@ -442,8 +435,13 @@ class _Inputs:
                 f"rows from 0, and {region.layout.size}={region.layout.ranks} would compute something else. Train it "
                 "without, or give its table of positions as one of the buffers of maybe_context_parallel."
             )
-        elif not self.takes_positions and not self.rest:
-            self.parallel.warn_of_missing_positions(model, region)
+        elif not self.takes_positions and not self.rest and not region.has_tables and not self.parallel.has_warned:
+            self.parallel.has_warned = True
+            logger.warning(
+                f"{type(model).__name__}.forward takes no position_ids: if the model counts positions by itself, "
+                "every rank counts from 0. Have it take position_ids, or give its table of positions as one of the "
+                "buffers."
+            )
         if self.special is not None:
             changed.update(transformers_models.adapt_inputs(self.special, given, region))
         if not changed:
@@ -451,12 +449,6 @@ class _Inputs:
         for name in [name for name in changed if name in bound.arguments and name not in kwargs]:
             bound.arguments[name] = changed.pop(name)
         return bound.args[: len(args)], {**kwargs, **changed}
-
-
-def _split_input(given: Mapping[str, Any], region: SequenceRegion) -> torch.Tensor | None:
-    """The tensor among a model's inputs that is (batch, this rank's rows, ...), else None."""
-    usual = [value for name in ("input_ids", "inputs_embeds") if (value := given.get(name)) is not None]
-    return next((value for value in usual or given.values() if _is_sequence(value, region.rows)), None)
 
 
 def _outermost(model: nn.Module) -> list[nn.Module]:

@@ -23,7 +23,7 @@ from ...core import trees
 from ...core.enums import DDPCommunicationHookType
 from ...core.errors import PrepareError
 from ...precision.base import Precision
-from ..base import Strategy
+from ..base import Strategy, one_shard_each
 from ..prepared import CommunicationVolume, PreparedModel
 from ..report import memory
 
@@ -166,6 +166,7 @@ class DataParallel(Strategy):
     """Each process has a replica of the model and reads its shard of the data; the backward averages gradients."""
 
     name = "DistributedDataParallel"
+    data_shard = property(one_shard_each)
 
     def __init__(
         self,
@@ -175,11 +176,6 @@ class DataParallel(Strategy):
     ) -> None:
         super().__init__(device, precision)
         self.options: DistributedDataParallelKwargs = options or DistributedDataParallelKwargs()
-
-    @property
-    def data_shard(self) -> tuple[int, int]:
-        """One shard for each process."""
-        return dist.get_rank(), dist.get_world_size()
 
     def wrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
         """The model inside of DDP, with the communication hook and equal master weights."""
@@ -397,11 +393,11 @@ class XlaDataParallel(DataParallel):
     @property
     def data_shard(self) -> tuple[int, int]:
         """One shard for each process; all data without a process group."""
-        return super().data_shard if torch.distributed.is_initialized() else (0, 1)
+        return one_shard_each(self) if dist.is_initialized() else (0, 1)
 
     def wrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
         """The model inside of DDP if there is a process group."""
-        return super().wrap_model(model) if torch.distributed.is_initialized() else model
+        return super().wrap_model(model) if dist.is_initialized() else model
 
     def arguments(self, model: torch.nn.Module) -> dict[str, Any]:
         """The arguments of DDP besides the model."""

@@ -23,7 +23,7 @@ from ...core.modules import move_module
 from ...precision.base import Precision
 from ...runtime import deepspeed_comm, group
 from ...state import AcceleratorState, GradientState, PartialState
-from ..base import Bundle, Strategy
+from ..base import Bundle, Strategy, one_shard_each
 from ..compile import Compile, compile_regions_deepspeed
 from ..optimizer_scope import refuse_flat_shards
 from ..placeholders import DummyOptim, DummyScheduler
@@ -146,6 +146,7 @@ class DeepSpeedZero(Strategy):
 
     name = "DeepSpeed"
     divides_loss = False
+    data_shard = property(one_shard_each)
 
     def __init__(self, device: torch.device, precision: Precision) -> None:
         super().__init__(device, precision)
@@ -179,11 +180,6 @@ class DeepSpeedZero(Strategy):
     def plugin(self) -> DeepSpeedPlugin:
         """The selected plugin."""
         return get_active_deepspeed_plugin(AcceleratorState())
-
-    @property
-    def data_shard(self) -> tuple[int, int]:
-        """One shard for each process."""
-        return dist.get_rank(), dist.get_world_size()
 
     def prepare_together(self, objects: list[Any], split_batches: bool = False) -> list[Any]:
         """The objects of one `prepare`: the engine in the model's place, its optimizer and scheduler in theirs.

@@ -32,7 +32,7 @@ from ...runtime.mesh import describe
 from ...runtime.topology import Topology
 from .. import gradients, materialize, norms
 from ..activation import checkpoint_activations
-from ..base import Bundle, Strategy
+from ..base import Bundle, Strategy, one_shard_each
 from ..gradients import refuse_gradient_hooks, refuse_later_hooks
 from ..optimizer_scope import refuse_flat_shards
 from ..prepared import Change, CommunicationVolume, GroupShapes, PreparedModel
@@ -211,6 +211,7 @@ class FullyShardedDataParallel1(Strategy):
     """Each rank keeps a shard of each unit's flattened parameters; a unit is gathered to compute."""
 
     name = "FSDP1"
+    data_shard = property(one_shard_each)
 
     def __init__(
         self,
@@ -234,11 +235,6 @@ class FullyShardedDataParallel1(Strategy):
             self.sharding = plugin.sharding_strategy  # type: ignore[assignment]
         self.shards: DeviceMesh = _shard_mesh(self.sharding, parallelism, device)
         self._agreement = UsageAgreement(device)
-
-    @property
-    def data_shard(self) -> tuple[int, int]:
-        """One shard for each process."""
-        return dist.get_rank(), dist.get_world_size()
 
     def as_prepared(self, module: nn.Module, plain: PlainModel | None = None) -> Fsdp1Model:
         """A prepared model with the plugin's kind of checkpoint."""

@@ -208,21 +208,18 @@ class _Tracer:
             key = self._key(tensor)
             self.origins[key] = origins | (self.origins.get(key, frozenset()) if keep else frozenset())
 
-    def use_inside(self, value: object) -> None:
-        """Record what an operation inside of a unit uses of parameters and buffers that the unit does not own."""
-        assert self.inside is not None
-        for origin in self.origins_of(value):
-            if isinstance(origin, str) and self.inside not in self.owners.get(origin, ()):
-                self.reads.setdefault(origin, set()).add(self.units[self.inside])
+    def use_inside(self, unit: int, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
+        """Record what an operation inside of a unit uses of tensors that the unit does not own, and what it changes.
 
-    def note_write(self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
-        """Record what an operation inside of a unit changes: copies of it on several stages would diverge."""
-        if not func._schema.is_mutable or self.inside is None:
-            return
-        for place, argument in enumerate(func._schema.arguments):
+        Copies of what it changes would diverge on several stages.
+        """
+        for place, argument in enumerate(func._schema.arguments) if func._schema.is_mutable else ():
             if argument.alias_info is not None and argument.alias_info.is_write:
                 written = args[place] if place < len(args) else kwargs.get(argument.name)
                 self.written |= {origin for origin in self.origins_of(written) if isinstance(origin, str)}
+        for origin in self.origins_of((args, kwargs)):
+            if isinstance(origin, str) and unit not in self.owners.get(origin, ()):
+                self.reads.setdefault(origin, set()).add(self.units[unit])
 
     def _key(self, tensor: torch.Tensor) -> int:
         storage = tensor.untyped_storage()
@@ -262,9 +259,8 @@ class _Operations(TorchDispatchMode):
     ) -> object:
         tracer, kwargs = self.tracer, kwargs or {}
         output = func(*args, **kwargs)
-        tracer.note_write(func, args, kwargs)
         if tracer.inside is not None:
-            tracer.use_inside((args, kwargs))
+            tracer.use_inside(tracer.inside, func, args, kwargs)
             return output
         origins = tracer.use((args, kwargs))
         if any(isinstance(origin, str) for origin in origins) and trees.first_leaf(output) is None:

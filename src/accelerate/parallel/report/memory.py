@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import nn
 
+from ...core import trees
+
 # Kinds of bytes. Gradients have their largest size between two backwards. Buckets are not in the sum: most of them
 # exist during a backward only, in the size that the library is configured for.
 PARAMETERS, BUFFERS, GRADIENTS, MASTER_WEIGHTS = "parameters", "buffers", "gradients", "master weights"
@@ -45,8 +47,4 @@ def allocated_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 def tensors_in(value: object) -> list[torch.Tensor]:
     """The tensors in lists and dicts of any depth."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    return [tensor for one in value for tensor in tensors_in(one)] if isinstance(value, (list, tuple)) else []
+    return list(trees.leaves(value))
