@@ -199,9 +199,6 @@ def shifted(labels: torch.Tensor, region: SequenceRegion) -> torch.Tensor:
     return region.layout.take(F.pad(full[..., 1:], (0, 1), value=_IGNORED), -1)
 
 
-_TRAINER = "transformers.trainer"
-
-
 def on_the_mesh(former: Callable[..., object]) -> Callable[..., object]:
     """Have the loss over a sequence's ranks use the group of the mesh, as for backends other than DeepSpeed."""
 
@@ -219,7 +216,7 @@ def count_full_batches() -> None:
     sequence read different batches and compute on each in turn. Here they read the same ones, as under cp_size.
     Trainers of other layouts behave as before.
     """
-    trainer = getattr(sys.modules.get(_TRAINER), "Trainer", None)
+    trainer = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
     former = getattr(trainer, "get_sp_size", None), getattr(trainer, "get_cp_size", None)
     if None in former or getattr(former[0], "__module__", "") == __name__:
         return

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -71,11 +72,11 @@ def _reshard_after_evaluation(model: nn.Module, *_: object) -> None:
         model.reshard()  # type: ignore[operator]
 
 
+@dataclass(eq=False)
 class NoState:
     """Is in a copied module what FSDP2's state of the unit is in the original one, until the copy is sharded."""
 
-    def __init__(self, state: FSDPState) -> None:
-        self.state = state
+    state: FSDPState
 
 
 def _deepcopy(unit: nn.Module, memo: dict[int, Any]) -> nn.Module:

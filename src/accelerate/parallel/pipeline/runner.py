@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -46,6 +46,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+@dataclass(eq=False)
 class Runner:
     """Runs a staged model.
 
@@ -56,24 +57,16 @@ class Runner:
         gather: whether the complete output is returned on all ranks, or its loss alone.
     """
 
-    def __init__(
-        self,
-        staged: StagedModel,
-        cut: StageSplit,
-        stages: Mapping[int, Stage],
-        ranks: Sequence[int],
-        channel: P2PChannel,
-        splitter: BatchSplitter,
-        gather: bool = True,
-    ) -> None:
-        self.staged = staged
-        self.cut = cut
-        self.stages = stages
-        self.ranks: list[int] = list(ranks)
-        self.channel = channel
-        self.splitter = splitter
-        self.gather = gather
-        self.last: int = cut.stages - 1
+    staged: StagedModel
+    cut: StageSplit
+    stages: Mapping[int, Stage]
+    ranks: Sequence[int]
+    channel: P2PChannel
+    splitter: BatchSplitter
+    gather: bool = True
+
+    def __post_init__(self) -> None:
+        self.last: int = self.cut.stages - 1
         self.source: int = self.ranks[self.last]
         self.shapes: dict[BatchKey, BatchShapes] = {}
         # By structure of the inputs: whether the tail may run on each micro-batch.
@@ -81,7 +74,7 @@ class Runner:
         # On the last stage, with a new batch, its output and those of its micro-batches: the rules of its loss.
         self.find_loss_rules: Callable[[Batch, object, list[object]], list[str] | None] | None = None
         self.trained: bool = False
-        self.anchor: torch.Tensor = torch.zeros((), device=channel.device, requires_grad=True)
+        self.anchor: torch.Tensor = torch.zeros((), device=self.channel.device, requires_grad=True)
         self.before_backward: list[Callable[[], None]] = []
         self.after_backward: list[Callable[[], None]] = []
         self._backward_is_running = False
