@@ -37,7 +37,7 @@ from .common import UnreducedGradients, added_parameter, fill_policy, keep_unpac
 from .copies import support_averages
 from .double_backward import KeptUnsharded
 from .inference_mode import allow_inference_mode
-from .units import find_modules, select_units, shards_of, units_of_rare_dtypes
+from .units import find_modules, select_units, shard_groups, shards_of, units_of_rare_dtypes
 
 T = TypeVar("T")
 
@@ -188,12 +188,13 @@ def _zero_grad(unit: nn.Module, set_to_none: bool = True) -> None:
     tensors than the optimizer's.
     """
     super(FSDPModule, unit).zero_grad(set_to_none)  # type: ignore[misc]
-    for shard in shards_of([unit]):
-        gradient = shard.sharded_param.grad
-        if set_to_none:
-            shard.sharded_param.grad = None
-        elif gradient is not None:
-            gradient.detach_().zero_()
+    for _, parameters, _ in shard_groups(unit):
+        for shard in parameters.fsdp_params:
+            gradient = shard.sharded_param.grad
+            if set_to_none:
+                shard.sharded_param.grad = None
+            elif gradient is not None:
+                gradient.detach_().zero_()
 
 
 def shard_model(

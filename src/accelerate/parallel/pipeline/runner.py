@@ -16,7 +16,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import TypeVar, TypeVarTuple
 
 import torch
 from torch import nn
@@ -42,8 +42,8 @@ from .p2p import P2PChannel, PendingReceive, TensorSpec, describe, fill, is_spec
 from .split import StageSplit
 from .stage import Segment, StagedModel
 
-P = ParamSpec("P")
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 
 @dataclass(eq=False)
@@ -113,19 +113,12 @@ class Runner:
         batch.backward = self._backward
         return self.distribute_output(batch, on_all_ranks)
 
-    def _attempt(
-        self,
-        number: int,
-        batch: Batch,
-        function: Callable[Concatenate[Batch, P], T],
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> T | None:
+    def _attempt(self, number: int, batch: Batch, function: Callable[[Batch, *Ts], T], *arguments: *Ts) -> T | None:
         """With a new batch, keep a stage's error: the others wait for a message, which then reports the error."""
         if not batch.is_new:
-            return function(batch, *args, **kwargs)
+            return function(batch, *arguments)
         try:
-            return function(batch, *args, **kwargs)
+            return function(batch, *arguments)
         except Exception as error:
             batch.failure, batch.error = StageFailure(number, f"{type(error).__name__}: {error}"), error
             return None
