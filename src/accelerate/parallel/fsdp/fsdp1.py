@@ -230,7 +230,7 @@ class FullyShardedDataParallel1(Strategy):
         if not dist.is_initialized():
             group.start_alone(kind_of(device))
         super().__init__(device, precision)
-        self.sharding = ShardingStrategy.NO_SHARD
+        self.sharding: ShardingStrategy = ShardingStrategy.NO_SHARD
         if dist.get_world_size() > 1:
             self.sharding = plugin.sharding_strategy  # type: ignore[assignment]
         self.shards: DeviceMesh = _shard_mesh(self.sharding, parallelism, device)

@@ -45,14 +45,14 @@ class FlattenedUnit:
         flat = handle.flat_param
         count = len(flat._param_infos)
         # Whether a parameter received a gradient: since the last synchronization; that is still there; ever.
-        self.fresh = [False] * count
-        self.present = [False] * count
-        self.ever = [False] * count
-        self.trains = [True] * count if flat._params is None else [p.requires_grad for p in flat._params]
+        self.fresh: list[bool] = [False] * count
+        self.present: list[bool] = [False] * count
+        self.ever: list[bool] = [False] * count
+        self.trains: list[bool] = [True] * count if flat._params is None else [p.requires_grad for p in flat._params]
         # The parameters as the optimizer has them, with use_orig_params=True.
         self.originals: list[nn.Parameter] = [*(flat._params or ()), *(flat._shared_params or ())]
         # Whether backwards without synchronization have left a gradient of this rank alone.
-        self.unreduced = False
+        self.unreduced: bool = False
         # The parameters that the next step must not change, with use_orig_params=False.
         self.skipped: list[int] = []
         self._untouched: set[int] = set()
