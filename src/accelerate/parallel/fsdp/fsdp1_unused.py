@@ -37,7 +37,7 @@ class FlattenedUnit:
     """One flattened unit, and which of its parameters have received a gradient."""
 
     def __init__(self, wrapped: FullyShardedDataParallel, handle: FlatParamHandle, names: list[str]) -> None:
-        self.wrapped: Any = wrapped
+        self.wrapped = wrapped
         self.handle = handle
         self.flat: Any = handle.flat_param
         self.names = names
@@ -120,11 +120,10 @@ class FlattenedUnit:
         if self.keeps_originals:
             for number in absent:
                 self.flat._params[number].grad = None
-            missing = {id(self.flat._param_infos[number].module): self.flat._param_infos[number] for number in absent}
+            # A parameter that is tied to one of them is in another place.
+            missing = {self.flat._param_infos[number][:2] for number in absent}
             for shared, info in zip(self.flat._shared_params, self.flat._shared_param_infos, strict=True):
-                if id(info.prim_module) in missing and any(
-                    self.flat._param_infos[number][:2] == (info.prim_param_name, info.prim_module) for number in absent
-                ):
+                if (info.prim_param_name, info.prim_module) in missing:
                     shared.grad = None
             return
         if self.flat.grad is None or len(absent) == len(received):
