@@ -167,24 +167,15 @@ def is_batched(tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> bool:
     return all(tensor.dim() and tensor.shape[0] == size for tensor, size in zip(tensors, sizes, strict=True))
 
 
-@dataclass(frozen=True)
-class JoinedOutput:
+def join(
+    outputs: Sequence[object], sizes: Sequence[int]
+) -> tuple[Boundary, list[torch.Tensor], list[bool], list[bool]]:
     """A block's outputs for all micro-batches as one output for the batch.
 
-    Fields:
-        description: the described output. tensors: detached.
-        batched: whether each tensor has a batch dimension. Others are those of the first micro-batch.
-        unequal: whether each tensor is not batched, and has other shapes in other micro-batches.
+    Returns:
+        The described output; its tensors, detached; whether each has a batch dimension (others are those of the first
+        micro-batch); whether each has none, and other shapes in other micro-batches.
     """
-
-    description: object
-    tensors: list[torch.Tensor]
-    batched: list[bool]
-    unequal: list[bool]
-
-
-def join(outputs: Sequence[object], sizes: Sequence[int]) -> JoinedOutput:
-    """Join a block's outputs for all micro-batches."""
     columns = list(zip(*(list(trees.leaves(output)) for output in outputs), strict=True))
     batched = [is_batched(column, sizes) for column in columns]
     unequal = [
@@ -204,7 +195,7 @@ def join(outputs: Sequence[object], sizes: Sequence[int]) -> JoinedOutput:
         for tensor, column in zip(tensors, columns, strict=True)
     ]
     described = trees.replace_leaves(describe(outputs[0], "the output of a block"), specs, is_spec)
-    return JoinedOutput(described, tensors, batched, unequal)
+    return Boundary(described, {}), tensors, batched, unequal
 
 
 def not_batched(tensor: torch.Tensor, sizes: Sequence[int]) -> PrepareError:

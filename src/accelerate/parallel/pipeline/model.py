@@ -27,7 +27,7 @@ from ..report.communication import shard_gradients, shard_volume, tensor_paralle
 from ..sharded import ShardedModel
 from . import state
 from .microbatch import BatchShapes, Stage
-from .p2p import P2PChannel, TensorSpec, specs_in
+from .p2p import TensorSpec, specs_in
 from .runner import Runner
 from .schedules import ScheduleRunner
 
@@ -40,7 +40,6 @@ class Stages(GradientReducer):
         schedules: runs its stages. tied: parameters on stages of several ranks. random: its random streams.
         shapes: the parameters of the complete model in its order, name -> shape. template: a module whose state has
             the names and shapes of the complete model's.
-        channel: the messages between stages.
         replica_group: the ranks that have the same stages; None where only this one has them.
         is_sharded: whether FSDP2 shards the stages.
         unsharded: trainable parameters that FSDP2 does not shard, whose gradients are averaged over the replicas.
@@ -54,7 +53,6 @@ class Stages(GradientReducer):
     random: StageRandom
     shapes: dict[str, list[int]]
     template: nn.Module
-    channel: P2PChannel
     replica_group: dist.ProcessGroup | None
     is_sharded: bool
     unsharded: list[nn.Parameter]
@@ -148,7 +146,7 @@ class PipelinedModel(ShardedModel):
             "gradient_accumulation_steps"
         )
         if options.schedule == "gpipe":
-            first = min(count, self.stages.channel.size - self.stages.channel.rank)
+            first = min(count, runner.channel.size - runner.channel.rank)
             return (
                 f"{text}; schedule 1f1b, which keeps the activations of {first} here, where gpipe keeps those of all "
                 f"{count} (the model has to return its loss); recomputed activations"
@@ -159,7 +157,7 @@ class PipelinedModel(ShardedModel):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the full state, collected on rank 0."""
-        return state.full_model_state(self.inner, self.stages.channel)
+        return state.full_model_state(self.inner, self.stages.schedules.runner.channel)
 
     def load_state_dict(self, state_: Mapping[str, Any], strict: bool = True) -> None:
         """Load a full state into this rank's stages."""
@@ -181,7 +179,8 @@ class PipelinedModel(ShardedModel):
 
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return the optimizer's full state, collected on rank 0."""
-        return state.full_optimizer_state(self.inner, optimizer, self._names_of(optimizer), self.stages.channel)
+        channel = self.stages.schedules.runner.channel
+        return state.full_optimizer_state(self.inner, optimizer, self._names_of(optimizer), channel)
 
     def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state_: Mapping[str, object]) -> None:
         """Load an optimizer's full state."""

@@ -280,15 +280,13 @@ class Runner:
             if batch.output is None:
                 raise PrepareError("a tensor of the model's output has lost its batch dimension")
             return
-        found = microbatch.join(batch.last_outputs, batch.inputs.sizes)
-        inputs, batch.batched = found.tensors, found.batched
-        joined = Boundary(found.description, {})
+        joined, inputs, batch.batched, unequal = microbatch.join(batch.last_outputs, batch.inputs.sizes)
         if batch.grad:
             for tensor, spec in zip(inputs, joined.specs, strict=True):
                 tensor.requires_grad_(spec.requires_grad)
         lost = [
-            not batched and (unequal or tensor.requires_grad)
-            for tensor, batched, unequal in zip(inputs, found.batched, found.unequal, strict=True)
+            not batched and (differs or tensor.requires_grad)
+            for tensor, batched, differs in zip(inputs, batch.batched, unequal, strict=True)
         ]
         try:
             batch.output = self._run_tail(batch, joined, inputs)

@@ -72,7 +72,11 @@ class PipelineParallel(ShardedStrategy):
             mesh.group_of(self.mesh, "dp") if parallelism.data_parallel_size > 1 else None
         )
         self._same_stages: dist.ProcessGroup | None = None
-        self.ranks: list[int] = _ranks_of_stages(self.options, self.channel.size)
+        # The rank of the pipeline that has each stage.
+        ranks = range(self.channel.size)
+        self.ranks: list[int] = list(ranks) * (self.options.stages_per_rank or 1)
+        if self.options.schedule_row.v_shaped:
+            self.ranks = [*ranks, *reversed(ranks)]
         self._model_numbers = itertools.count()
         # Parameters, as the user had them, that other ranks have now.
         self._foreign = WeakTensorKeyDictionary()
@@ -189,7 +193,6 @@ class PipelineParallel(ShardedStrategy):
             StageRandom(self.device, next(self._model_numbers), self.channel.rank, self.data_shard[0]),
             shapes,
             template,
-            self.channel,
             self.gradient_group,
             is_sharded=self.plugin is not None,
             unsharded=[p for p in model.parameters() if id(p) not in sharded and p.requires_grad],
@@ -370,13 +373,6 @@ def _refuse_copy(memo: object) -> NoReturn:
         "with the parameters of the original. Average copies of the parameters of each rank "
         "({name: parameter.clone()}), or use FSDP2 or DDP, whose models can be copied"
     )
-
-
-def _ranks_of_stages(options: PipelineParallelConfig, ranks: int) -> list[int]:
-    """The rank of the pipeline that has each stage."""
-    if options.schedule_row.v_shaped:
-        return [*range(ranks), *reversed(range(ranks))]
-    return list(range(ranks)) * (options.stages_per_rank or 1)
 
 
 def _check_model(model: nn.Module, num_microbatches: int) -> None:

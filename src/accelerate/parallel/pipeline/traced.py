@@ -49,9 +49,9 @@ def fake_stages(model: nn.Module, stages: Stages, change: Change) -> nn.Module:
     known = next((shapes for key, shapes in runner.shapes.items() if key.training and key.grad), None)
     if known is None:
         raise PrepareError("no batch has shown yet what the stages pass to each other")
-    channel = copy.copy(stages.channel)
+    channel = copy.copy(runner.channel)
     channel.device, channel._pending = torch.device("cpu"), []
-    staged, memo = runner.staged, dict[int, object]({id(stages.channel): channel})
+    staged, memo = runner.staged, dict[int, object]({id(runner.channel): channel})
     for module in model.modules():
         memo |= {id(value): value for value in vars(module).values() if isinstance(value, RemoteTensor)}
     # What refers to the run, and what an error may have left.
