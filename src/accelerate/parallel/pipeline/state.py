@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -184,7 +184,11 @@ def distribute(model: nn.Module, names: set[str], foreign: Sequence[nn.Module], 
         Whether rank 0 has weights. If not (they are on meta), those of the own stages are yet to be initialised.
     """
     listed = list(materialize.named_tensors(model))
-    _check_same([(name, tuple(tensor.shape), tensor.dtype) for name, tensor in listed], device)
+    own = [(name, tuple(tensor.shape)) for name, tensor in listed]
+    first = materialize.from_first(own, device)
+    if first != own:
+        different = next((a[0] for a, b in zip(first, own, strict=False) if a != b), "the number of tensors")
+        raise PrepareError(f"this rank's model differs from rank 0's ({different}): build the same on all ranks")
     from_meta = materialize.gather_flags(any(tensor.is_meta for _, tensor in listed), device, None)[0]
     foreign_buffers = {id(buffer) for module in foreign for buffer in module.buffers()}
     kept = {
@@ -215,15 +219,6 @@ def _replacement(tensor: torch.Tensor, keep: bool, value: torch.Tensor) -> torch
     if keep and value.is_meta:
         return tensor
     return value if keep else value.to("meta")
-
-
-def _check_same(listed: list[tuple[str, tuple[int, ...], torch.dtype]], device: torch.device) -> None:
-    first = materialize.from_first(listed, device)
-    if [entry[:2] for entry in first] != [entry[:2] for entry in listed]:
-        different = next(
-            (a[0] for a, b in zip(first, listed, strict=False) if a[:2] != b[:2]), "the number of tensors"
-        )
-        raise PrepareError(f"this rank's model differs from rank 0's ({different}): build the same on all ranks")
 
 
 def drop_foreign(
@@ -269,12 +264,3 @@ def drop_aliases(model: nn.Module, former: Mapping[int, str], origin: FindOrigin
                 value[:] = map(remote, value)
             elif type(value) is dict and name not in _MODULE_FIELDS:
                 value.update({key: remote(entry) for key, entry in value.items()})
-
-
-def initialise(stages: Iterable[nn.Module], device: torch.device, group: dist.ProcessGroup | None) -> None:
-    """Initialise units without weights, identically on all ranks of `group`, which have the same stages."""
-    for stage in stages:
-        if materialize.where_meta(stage) is None:
-            continue
-        materialize.allocate(stage, device)
-        materialize.initialise(stage, device, group)

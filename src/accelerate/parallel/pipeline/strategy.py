@@ -291,7 +291,12 @@ class PipelineParallel(ShardedStrategy):
             ranks = self.gradient_group if has_weights else self._same_stages_group()
             self._shard(model, stages, self.plugin, ranks, unsharded)
         elif not has_weights:
-            state.initialise(stages.values(), self.device, self._same_stages_group())
+            # Identically on all ranks with the same stages.
+            ranks = self._same_stages_group()
+            for stage in stages.values():
+                if materialize.where_meta(stage) is not None:
+                    materialize.allocate(stage, self.device)
+                    materialize.initialise(stage, self.device, ranks)
         for owners in places:
             # A tied parameter was replaced where a stage uses it: its other places follow.
             present = {id(module._parameters[name]): module._parameters[name] for module, name in owners}
