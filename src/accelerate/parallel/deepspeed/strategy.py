@@ -298,10 +298,8 @@ class DeepSpeedZero(Strategy):
 
     def backward(self, loss: torch.Tensor, **kwargs: object) -> None:
         """The engine's backward, and its step where the window ends."""
-        engine, steps = self._driven(), GradientState().sync_gradients
-        if steps:
-            self._before_step()
-        engine.backward(loss, sync_gradients=steps, **kwargs)
+        steps = GradientState().sync_gradients
+        self._before(steps).backward(loss, sync_gradients=steps, **kwargs)
         if steps:
             self._after_step()
 
@@ -313,20 +311,20 @@ class DeepSpeedZero(Strategy):
         **kwargs: object,
     ) -> None:
         """The engine's backward; its step multiplies the gradients."""
-        engine, steps = self._driven(), factor is not None
-        if steps:
-            self._before_step()
-        engine.backward_items(loss, factor, **kwargs)
-        if steps:
+        self._before(factor is not None).backward_items(loss, factor, **kwargs)
+        if factor is not None:
             self._after_step()
 
-    def _before_step(self) -> None:
-        """A backward is about to step the engine."""
-        assert self._trained is not None
+    def _before(self, steps: bool) -> DeepSpeedEngineWrapper:
+        """The engine, of which a backward begins; `steps`: it will step, too."""
+        if self.engine is None or self._trained is None:
+            raise PrepareError("backward() before prepare(): DeepSpeed has no engine yet")
+        if not steps:
+            return self.engine
         self._trained.changes.take_over()
         optimizer = self._optimizer
         if optimizer is None or self._warned_steps:
-            return
+            return self.engine
         if optimizer.steps_made == self._known_steps:
             self._warned_steps = True
             warnings.warn(
@@ -335,6 +333,7 @@ class DeepSpeedZero(Strategy):
                 "Add the losses of a step and call backward once, or use `with accelerator.accumulate(model):`"
             )
         self._known_steps = optimizer.steps_made
+        return self.engine
 
     def _after_step(self) -> None:
         assert self._trained is not None
@@ -364,11 +363,6 @@ class DeepSpeedZero(Strategy):
                 "(requires_grad_(False)), or shard with an fsdp_plugin of version 2"
             )
         self._watches, self._unreached = [], {}
-
-    def _driven(self) -> DeepSpeedEngineWrapper:
-        if self.engine is None:
-            raise PrepareError("backward() before prepare(): DeepSpeed has no engine yet")
-        return self.engine
 
     def clip_grad_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
