@@ -84,8 +84,7 @@ class StreamedState:
             for number, (group, parameters) in enumerate(chunks):
                 present = arriving
                 arriving = self.to_device(optimizer, chunks[number + 1][1]) if number + 1 < len(chunks) else None
-                # The stream of the step waits for the copies of its chunk.
-                torch.accelerator.current_stream().wait_event(present)  # type: ignore[arg-type]
+                self.wait(present)
                 group["params"] = parameters
                 call()
                 group["params"] = []
@@ -128,6 +127,10 @@ class StreamedState:
                     if _is_streamed(value) and value.device.type == "cpu":
                         state[name] = value.to(parameter.device, non_blocking=True)
             return stream.record_event()
+
+    def wait(self, arrived: torch.Event | None) -> None:
+        """Make the stream of the step wait for the copies of a chunk."""
+        torch.accelerator.current_stream().wait_event(arrived)  # type: ignore[arg-type]
 
     def to_host(self, optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> None:
         """Start to copy the state of parameters to the host, behind their step."""
