@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from accelerate import Accelerator, out_of_memory
 from accelerate.core import memory as core_memory
-from accelerate.parallel.fsdp.fsdp1_communication import flat_handles
+from accelerate.parallel.fsdp.units import flat_units
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import FullyShardedDataParallelPlugin, PipelineParallelConfig, find_executable_batch_size
 
@@ -224,7 +224,7 @@ def train_transformer(limit, samples, steps, fsdp, sizes, depth):
 
     peak = peak_of(step, steps=2)
     states = [value for state in optimizer.state.values() for value in state.values()]
-    parameters = [handle.flat_param for _, handle in flat_handles(model)] or model.parameters()
+    parameters = [handle.flat_param for _, handle, _ in flat_units(model)] or model.parameters()
     kept = sum(getattr(one, "_local_tensor", one).nbytes for one in [*parameters, *states])
     if limit is None:
         return kept + peak, ""

@@ -31,7 +31,7 @@ from .core.imports import is_available
 from .core.lazy import public_name
 from .logging import get_logger
 from .parallel.base import Strategy
-from .parallel.choice import check_beside_deepspeed, choose_strategy
+from .parallel.choice import check_deepspeed_layout, choose_strategy
 from .parallel.ddp.strategy import DataParallel
 from .parallel.registry import strategy_class, transform_class
 from .parallelism_config import ParallelismConfig
@@ -569,7 +569,7 @@ def _choose(state: AcceleratorState, plugins: dict[str, Any]) -> tuple[str, dict
     world, parallelism = state.num_processes, plugins.get("parallelism_config")
     if "deepspeed_plugin" in plugins:
         if parallelism is not None:
-            check_beside_deepspeed(world, parallelism)
+            check_deepspeed_layout(world, parallelism)
         return "deepspeed", {}
     if state.device.type == "xla" and not plugins:
         return "xla", {}

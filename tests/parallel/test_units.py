@@ -11,10 +11,14 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer
 from accelerate.core.errors import PrepareError
 from accelerate.parallel import materialize, norms
 from accelerate.parallel.activation import checkpoint_activations
-from accelerate.parallel.fsdp.fsdp2 import ensure_weights_retied, fsdp2_canonicalize_names
+from accelerate.parallel.fsdp.fsdp2 import (
+    ensure_weights_retied,
+    fsdp2_canonicalize_names,
+    fsdp2_switch_optimizer_parameters,
+)
 from accelerate.parallel.fsdp.units import find_modules, get_parameters_from_modules, select_units
 from accelerate.parallel.gradients import clip_values, gradients_of
-from accelerate.parallel.remap import ParameterPlaces, Replacements, switch_parameters
+from accelerate.parallel.remap import ParameterPlaces, Replacements
 
 
 class Block(nn.Module):
@@ -90,10 +94,12 @@ def test_switch_by_object_and_by_address():
     model, other = nn.Linear(3, 2), nn.Linear(3, 2)
     for key in (lambda parameter: parameter, lambda parameter: parameter.data_ptr()):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        switch_parameters(optimizer, {key(model.weight): other.weight, key(model.bias): other.bias})
+        fsdp2_switch_optimizer_parameters(optimizer, {key(model.weight): other.weight, key(model.bias): other.bias})
         assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(other.weight), id(other.bias)]
     with pytest.raises(PrepareError, match="train nothing"):
-        switch_parameters(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1), {other.weight: model.weight})
+        fsdp2_switch_optimizer_parameters(
+            torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1), {other.weight: model.weight}
+        )
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, float("inf")])
@@ -126,7 +132,7 @@ def test_recomputed_blocks_keep_names_and_ties():
 def test_meta_and_back_keeps_ties():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4))
     model[1].weight = model[0].weight
-    materialize.to_meta(model)
+    materialize.replace_tensors(model, lambda tensor: tensor.to("meta"))
     assert materialize.where_meta(model) == "0.weight" and model[2].running_mean.is_meta
     materialize.allocate(model, torch.device("cpu"))
     assert model[1].weight is model[0].weight and materialize.where_meta(model) is None

@@ -8,7 +8,7 @@ A parameter that FSDP2 does not shard has them in `.grad`. For one that it shard
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 import torch
 from torch import nn
@@ -17,17 +17,27 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from ..core.errors import CheckpointError
 from . import materialize
-from .fsdp import units
+from .fsdp.units import shards_of
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 # By the name of the place.
 Gradients = dict[str, torch.Tensor]
+
+
+class SavedShard(TypedDict):
+    """The gradient of a DTensor: its local shard, and the `str` of each placement."""
+
+    local: torch.Tensor
+    placements: list[str]
 
 
 class _Place(NamedTuple):
     """A gradient is `owner.attribute`, of the shape and layout of `like`."""
 
     name: str
-    owner: Any
+    owner: torch.Tensor | FSDPParam
     attribute: str
     like: torch.Tensor
 
@@ -43,14 +53,10 @@ class AccumulatedGradients:
     def __init__(self, model: nn.Module, roots: Iterable[nn.Module] | None = None) -> None:
         modules = {id(module): module for root in roots or [model] for module in root.modules()}.values()
         self._units = [module for module in modules if isinstance(module, FSDPModule)]
-        sharded = [
-            parameter
-            for unit in self._units
-            for group in units.groups(unit._get_fsdp_state())
-            for parameter in group.fsdp_params
-        ]
+        # Modules of one unit, and roots inside of each other, have the same shards.
+        sharded = {id(shard): shard for shard in shards_of(roots or [model])}.values()
         # While no unit is gathered the model shows shards.
-        names = {id(p): materialize.canonical_name(name) for name, p in model.named_parameters()}
+        names = {id(p): name for name, p in materialize.named_parameters(model)}
         self._sharded = [(names[id(module_parameter(parameter))], parameter) for parameter in sharded]
         inside = {id(module_parameter(parameter)) for parameter in sharded}
         self._plain = [(names[id(p)], p) for p in model.parameters() if id(p) not in inside]
@@ -90,12 +96,12 @@ class AccumulatedGradients:
             else:
                 present.add_(gradient)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, torch.Tensor | SavedShard]:
         """This rank's gradients by the name of their place; a DTensor's local shard comes with its placements."""
         present = {place.name: getattr(place.owner, place.attribute) for place in self._places()}
         return {name: _saved(gradient) for name, gradient in present.items() if gradient is not None}
 
-    def check_state_dict(self, state: Mapping[str, object]) -> None:
+    def check_state_dict(self, state: Mapping[str, torch.Tensor | SavedShard]) -> None:
         """Raise CheckpointError for places that this rank lacks, or other shapes. Every rank calls it.
 
         Before the first forward nothing is known of some places. Their gradients have the shapes of the model.
@@ -103,7 +109,7 @@ class AccumulatedGradients:
         if self._known:
             self._laid_out(state)
 
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
+    def load_state_dict(self, state: Mapping[str, torch.Tensor | SavedShard]) -> None:
         """Replace all gradients by those of `state_dict`; every rank calls it. Raises as `check_state_dict`."""
         if state and not self._known:
             # Some are kept with the unsharded parameters, which a model has from its first forward on.
@@ -114,7 +120,7 @@ class AccumulatedGradients:
         for place in self._places():
             setattr(place.owner, place.attribute, loaded.get(place.name))
 
-    def _laid_out(self, state: Mapping[str, object]) -> Mapping[str, torch.Tensor]:
+    def _laid_out(self, state: Mapping[str, torch.Tensor | SavedShard]) -> Mapping[str, torch.Tensor]:
         places = {place.name: place for place in self._places()}
         if strange := [name for name in state if name not in places]:
             raise CheckpointError(
@@ -123,22 +129,21 @@ class AccumulatedGradients:
         return {name: _loaded(name, value, places[name].like) for name, value in state.items()}
 
 
-def _saved(gradient: torch.Tensor) -> Any:
+def _saved(gradient: torch.Tensor) -> torch.Tensor | SavedShard:
     if not isinstance(gradient, DTensor):
         return gradient.detach()
     return {"local": gradient.to_local().detach(), "placements": [str(where) for where in gradient.placements]}
 
 
-def _loaded(name: str, value: Any, like: torch.Tensor) -> torch.Tensor:
-    is_sharded = isinstance(like, DTensor)
-    local: torch.Tensor = value["local"] if isinstance(value, Mapping) else value
-    if is_sharded is not isinstance(value, Mapping) or (not is_sharded and local.shape != like.shape):
+def _loaded(name: str, value: torch.Tensor | SavedShard, like: torch.Tensor) -> torch.Tensor:
+    local = value if isinstance(value, torch.Tensor) else value["local"]
+    is_plain = isinstance(value, torch.Tensor)
+    if is_plain is isinstance(like, DTensor) or (is_plain and local.shape != like.shape):
         raise CheckpointError(f"the saved gradient of {name} has shape {list(local.shape)}, not {list(like.shape)}")
     local = local.to(like.device)
-    if not isinstance(like, DTensor):
+    if isinstance(value, torch.Tensor) or not isinstance(like, DTensor):
         return local
-    placements = [_placement(text, like) for text in value["placements"]]
-    return materialize.as_dtensor(local, like, placements)
+    return materialize.as_dtensor(local, like, [_placement(text, like) for text in value["placements"]])
 
 
 def _placement(text: str, like: DTensor) -> Placement:
@@ -154,7 +159,7 @@ def _placement(text: str, like: DTensor) -> Placement:
     return Shard(int(inside)) if kind == "S" else Partial(inside)
 
 
-def module_parameter(sharded: Any) -> nn.Parameter:
+def module_parameter(sharded: FSDPParam) -> nn.Parameter:
     """The parameter in the module: FSDP2 notices only at the first forward that it was replaced."""
     place = sharded._module_info
     found: nn.Parameter = getattr(place.module, place.param_name)

@@ -14,11 +14,10 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     CheckpointWrapper,
-    OffloadWrapper,
     checkpoint_wrapper,
     offload_wrapper,
 )
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TensorWithFlatten, is_traceable_wrapper_subclass
 
 from ..core.device_kinds import DEVICES
 from ..core.errors import PrepareError
@@ -50,12 +49,17 @@ def checkpoint_activations(
             "model's blocks, TRANSFORMER_BASED_WRAP (...) or SIZE_BASED_WRAP (min_num_params)"
         )
     wrappers: dict[int, nn.Module] = {}
+    # The children of wrappers are not to be wrapped again.
+    inside: set[int] = set()
     for module in modules:
-        wrapped = _recomputing(module)
+        wrapped = module
+        if not isinstance(module, CheckpointWrapper):
+            wrapped = checkpoint_wrapper(module, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
+        inside.add(id(wrapped))
         if offload and device.type != "cpu":
             wrapped = offload_wrapper(wrapped)
+            inside.add(id(wrapped))
         wrappers[id(module)] = wrapped
-    inside = {id(layer) for wrapped in wrappers.values() for layer in _layers(wrapped)}
     for parent in list(model.modules()):
         if id(parent) in inside:
             continue
@@ -63,20 +67,6 @@ def checkpoint_activations(
             if id(child) in wrappers:
                 setattr(parent, name, wrappers[id(child)])
     return [wrappers[id(module)] for module in modules]
-
-
-def _recomputing(module: nn.Module) -> nn.Module:
-    if isinstance(module, CheckpointWrapper):
-        return module
-    return checkpoint_wrapper(module, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
-
-
-def _layers(wrapped: nn.Module) -> list[nn.Module]:
-    """A wrapper and the wrapper inside it: their children are not to be wrapped again."""
-    found = [wrapped]
-    if isinstance(wrapped, OffloadWrapper):
-        found.append(wrapped._checkpoint_wrapped_module)
-    return found
 
 
 # A smaller tensor stays on the device: starting its copies takes longer than they do.
@@ -126,7 +116,7 @@ class ActivationOffload:
         hooks = SavedInHostMemory(device, self.minimum)
 
         @functools.wraps(function)
-        def offloading(*args: Any, **kwargs: Any) -> Any:
+        def offloading(*args: object, **kwargs: object) -> object:
             with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
                 return function(*args, **kwargs)
 
@@ -155,9 +145,12 @@ class SavedInHostMemory:
         self.minimum = minimum
         self._copies: torch.Stream | None = None
 
-    def pack(self, tensor: torch.Tensor) -> Any:
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Wrapped | _InHostMemory:
         """Start the copy of a saved tensor to the host; the tensor itself if it stays on the device."""
-        if tensor.device.type != self.device.type or tensor.nbytes < self.minimum or _is_parameter(tensor):
+        if tensor.device.type != self.device.type or tensor.nbytes < self.minimum:
+            return tensor
+        if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
+            # The memory of a parameter, and of its views, stays on the device anyway.
             return tensor
         if is_traceable_wrapper_subclass(tensor):
             names, context = tensor.__tensor_flatten__()
@@ -168,17 +161,12 @@ class SavedInHostMemory:
             return _Wrapped(type(tensor), pieces, context, tensor.size(), tensor.stride())
         return self.to_host(tensor)
 
-    def unpack(self, packed: Any) -> torch.Tensor:
+    def unpack(self, packed: torch.Tensor | _Wrapped | _InHostMemory) -> torch.Tensor:
         """The saved tensor on its device, when the backward uses it."""
         if isinstance(packed, _Wrapped):
             pieces = {name: self.unpack(part) for name, part in packed.pieces.items()}
-            kind: Any = packed.kind
-            made: torch.Tensor = kind.__tensor_unflatten__(pieces, packed.context, packed.size, packed.stride)
-            return made
-        if not isinstance(packed, _InHostMemory):
-            found: torch.Tensor = packed
-            return found
-        return self.to_device(packed)
+            return packed.kind.__tensor_unflatten__(pieces, packed.context, packed.size, packed.stride)
+        return self.to_device(packed) if isinstance(packed, _InHostMemory) else packed
 
     def to_host(self, tensor: torch.Tensor) -> _InHostMemory:
         """Start the copy of a tensor to pinned memory, on a separate stream."""
@@ -202,7 +190,7 @@ class SavedInHostMemory:
 @dataclass(frozen=True)
 class _InHostMemory:
     host: torch.Tensor
-    copied: Any  # the event behind the copy to the host
+    copied: torch.Event  # behind the copy to the host
     device: torch.device
 
 
@@ -210,13 +198,8 @@ class _InHostMemory:
 class _Wrapped:
     """A tensor that consists of others, such as a DTensor."""
 
-    kind: type
+    kind: type[TensorWithFlatten]
     pieces: dict[str, Any]
-    context: Any
-    size: Any
-    stride: Any
-
-
-def _is_parameter(tensor: torch.Tensor) -> bool:
-    """Whether a saved tensor is a parameter or a view of one, whose memory stays on the device anyway."""
-    return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
+    context: object
+    size: torch.Size
+    stride: tuple[int, ...]

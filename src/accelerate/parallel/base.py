@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
@@ -39,14 +39,16 @@ class Bundle:
     evaluation: bool = False
 
 
-def _check_storage(model: torch.nn.Module, layout: str) -> None:
-    tensors = itertools.chain(model.named_parameters(), model.named_buffers())
-    if (empty := next((name for name, tensor in tensors if tensor.is_meta), None)) is not None:
-        raise PrepareError(
-            f"{empty} of {type(model).__name__} is on the meta device and has no values, and {layout} does not "
-            "initialize it. Build the model on a real device, load its weights (load_checkpoint_and_dispatch), or "
-            "call model.to_empty(device=...) and initialize it. An fsdp_plugin of version 2 initializes such models"
-        )
+class Transform(Protocol):
+    """What is applied to each model that trains. One with the attribute `before_layout` comes before the layout."""
+
+    def apply(self, model: torch.nn.Module) -> torch.nn.Module:
+        """The model with the change."""
+
+
+def one_shard_each(strategy: object) -> tuple[int, int]:
+    """The `data_shard` of a strategy whose processes read one shard of the data each."""
+    return dist.get_rank(), dist.get_world_size()
 
 
 class Strategy:
@@ -70,8 +72,7 @@ class Strategy:
     def __init__(self, device: torch.device, precision: Precision) -> None:
         self.device = device
         self.precision = precision
-        # Applied to each model that trains; those with `before_layout` come before it is laid out.
-        self.transforms: tuple[Any, ...] = ()
+        self.transforms: tuple[Transform, ...] = ()
         # Called when an optimizer has stepped.
         self.after_step: tuple[Callable[[], None], ...] = ()
         self.prepared: PreparedModels = PreparedModels()
@@ -89,14 +90,14 @@ class Strategy:
         return self.data_shard[1]
 
     def join(
-        self, joinables: list[Any], loaders: list[Any], even_batches: bool | None
-    ) -> contextlib.AbstractContextManager[Any]:
+        self, joinables: Sequence[object], loaders: Sequence[object], even_batches: bool | None
+    ) -> contextlib.AbstractContextManager[None]:
         """A context in which the processes may run out of batches at different times."""
         return contextlib.nullcontext()
 
     # -- prepare
 
-    def prepare_together(self, objects: list[Any], split_batches: bool = False) -> list[Any]:
+    def prepare_together(self, objects: list[object], split_batches: bool = False) -> list[object]:
         """Called first with all objects of one `prepare`: returns them, with replacements for those made together."""
         return objects
 
@@ -105,11 +106,21 @@ class Strategy:
         found = []
         for model, place in zip(bundle.models, bundle.place, strict=True):
             if place:
-                _check_storage(model, self.name)
+                self._check_storage(model)
                 model = move_module(model, self.device)
             found.append(self.compose(model, bundle.evaluation))
         self.prepared.add(found)
         return found
+
+    def _check_storage(self, model: torch.nn.Module) -> None:
+        tensors = itertools.chain(model.named_parameters(), model.named_buffers())
+        if (empty := next((name for name, tensor in tensors if tensor.is_meta), None)) is not None:
+            raise PrepareError(
+                f"{empty} of {type(model).__name__} is on the meta device and has no values, and {self.name} does not "
+                "initialize it. Build the model on a real device, load its weights (load_checkpoint_and_dispatch), or "
+                "call model.to_empty(device=...) and initialize it. An fsdp_plugin of version 2 initializes such "
+                "models"
+            )
 
     def compose(self, model: torch.nn.Module, evaluation: bool = False) -> PreparedModel:
         """Everything that is done to one model, in its order; for every layout.

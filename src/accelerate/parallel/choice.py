@@ -55,7 +55,7 @@ def choose_strategy(
     return ("ddp" if world_size > 1 else "single"), {}
 
 
-def check_beside_deepspeed(world_size: int, parallelism: ParallelismConfig) -> None:
+def check_deepspeed_layout(world_size: int, parallelism: ParallelismConfig) -> None:
     """Raise ConfigurationError for sizes other than those of data parallelism, the only layout of DeepSpeed here."""
     parallelism.validate(world_size)
     split = [
@@ -74,20 +74,16 @@ def _check_reshard(plugin: FullyShardedDataParallelPlugin, shards: int, among: s
     if isinstance(size, bool) or not isinstance(size, int):
         return
     if size > shards or shards % size:
+        divisors = [str(number) for number in range(2, shards + 1) if shards % number == 0]
         raise ConfigurationError(
             f"reshard_after_forward={size}: parameters are resharded to groups of this size after the forward, "
-            f"which has to divide {among}. Use {_divisors(shards)}, True or False"
+            f"which has to divide {among}. Use {', '.join(divisors[-8:]) or 'no number'}, True or False"
         )
     if size < shards and split > 1:
         raise ConfigurationError(
             f"reshard_after_forward={size} with tp_size={split}: torch builds these groups over all processes only, "
             "and would hang. Use True or False"
         )
-
-
-def _divisors(count: int) -> str:
-    found = [str(size) for size in range(2, count + 1) if count % size == 0]
-    return ", ".join(found[-8:]) or "no number"
 
 
 def _pipeline(

@@ -72,20 +72,16 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
         return torch.compile(module, **compile_kwargs)  # type: ignore[return-value]
     # A copy of the outer module alone: the children are replaced, and the user's module must not see it.
     outer = module.__class__.__new__(module.__class__)
-    outer.__dict__.update({name: _bound_to(outer, value, module) for name, value in module.__dict__.items()})
+    for name, value in module.__dict__.items():
+        # A replaced `forward` is bound to the copy.
+        is_bound = isinstance(value, MethodType) and value.__self__ is module
+        outer.__dict__[name] = MethodType(value.__func__, outer) if is_bound else value
     outer._modules = {
         name: child if child is None else compile_regions(child, **compile_kwargs)
         for name, child in module._modules.items()
     }
     outer.__dict__["_orig_mod"] = module
     return outer
-
-
-def _bound_to(outer: nn.Module, value: object, former: nn.Module) -> Any:
-    """An attribute of `former` for its copy: a replaced `forward` is bound to the copy."""
-    if isinstance(value, MethodType) and value.__self__ is former:
-        return MethodType(value.__func__, outer)
-    return value
 
 
 def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: object) -> nn.Module:

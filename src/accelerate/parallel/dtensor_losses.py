@@ -11,10 +11,10 @@ import contextlib
 import functools
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import Node
 from torch.distributed.tensor import DTensor, Replicate
 
 from ..core.errors import PrepareError
@@ -82,15 +82,19 @@ def plain_gradients(loss: torch.Tensor, group: dist.ProcessGroup | None, ranks: 
 class _Graph:
     """Which nodes of the graph below a DTensor have DTensors as outputs, and which of these see parameters only."""
 
-    def __init__(self, root: Any) -> None:
-        self.sharded: dict[Any, None] = {}
-        self.of_parameters: set[Any] = set()
-        seen: set[Any] = set()
-        waiting: list[tuple[Any, bool]] = [(root, False)]
+    def __init__(self, root: Node) -> None:
+        self.sharded: dict[Node, None] = {}
+        self.of_parameters: set[Node] = set()
+        seen: set[Node] = set()
+        waiting = [(root, False)]
         while waiting:
             node, children_are_done = waiting.pop()
             if children_are_done:
-                self._classify(node)
+                children = _children(node)
+                if any(child in self.sharded for child in children):
+                    self.sharded[node] = None
+                    if all(child in self.of_parameters for child in children):
+                        self.of_parameters.add(node)
             elif node not in seen:
                 seen.add(node)
                 if isinstance(getattr(node, "variable", None), DTensor):
@@ -102,23 +106,16 @@ class _Graph:
                     waiting.append((node, True))
                     waiting.extend((child, False) for child in _children(node))
 
-    def _classify(self, node: Any) -> None:
-        children = _children(node)
-        if any(child in self.sharded for child in children):
-            self.sharded[node] = None
-            if all(child in self.of_parameters for child in children):
-                self.of_parameters.add(node)
-
-    def is_scalar_term(self, node: Any) -> bool:
+    def is_scalar_term(self, node: Node) -> bool:
         """Whether a node is a scalar of parameters, and no parameter."""
         return node in self.of_parameters and _is_scalar(node) and not hasattr(node, "variable")
 
 
-def _children(node: Any) -> list[Any]:
+def _children(node: Node) -> list[Node]:
     return [child for child, _ in node.next_functions if child is not None]
 
 
-def _is_scalar(node: Any) -> bool:
+def _is_scalar(node: Node) -> bool:
     return all(math.prod(output.shape) == 1 for output in node._input_metadata)
 
 
@@ -127,7 +124,7 @@ def _unshard(gradients: Gradients) -> Gradients:
 
 
 def _average(gradients: Gradients, group: dist.ProcessGroup | None) -> Gradients:
-    """The mean of a factor of parameters' gradients: each rank has the gradients of its own shards."""
+    """The mean of a factor of parameters' gradients: each rank has those of its shards."""
     found = []
     for gradient in gradients:
         if isinstance(gradient, DTensor):

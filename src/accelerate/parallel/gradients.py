@@ -1,19 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This rank's gradients in any layout: reduced, multiplied by a number, clamped, unscaled."""
+"""This rank's gradients in any layout: reduced, multiplied by a number, clamped, unscaled; hooks that they lose."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch import nn
+
+from ..core.errors import PrepareError
 
 if TYPE_CHECKING:
     from .prepared import CommunicationVolume
 
 _BUCKET = 25 * 1024 * 1024
+_REMEDY = "Change `parameter.grad` after `accelerator.backward` instead, where `accelerator.sync_gradients` is True"
 
 
 class GradientReducer:
@@ -150,3 +155,30 @@ class AgreeingScaler(torch.amp.GradScaler):
         # A rank without gradients of this optimizer takes part as well.
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         return {self._home: flag}
+
+
+def refuse_gradient_hooks(model: nn.Module, layout: str) -> None:
+    """Raise PrepareError for parameters with hooks that `layout` would lose with them."""
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise PrepareError(
+                f"{name} of {type(model).__name__} has a gradient hook, and {layout} replaces the parameter by its "
+                f"shard: nothing would call the hook. {_REMEDY}"
+            )
+
+
+def refuse_later_hooks(parameters: Iterable[torch.Tensor], accumulated: bool = False) -> None:
+    """Make `register_hook` of sharded parameters an error: the backward computes gradients of the gathered ones.
+
+    With `accumulated` also `register_post_accumulate_grad_hook`, which FSDP2 calls with the reduced gradients.
+    """
+    names = ("register_hook", "register_post_accumulate_grad_hook") if accumulated else ("register_hook",)
+    for parameter in parameters:
+        vars(parameter).update({name: functools.partial(_refuse, name) for name in names})
+
+
+def _refuse(name: str, hook: object) -> None:
+    raise PrepareError(
+        f"{name} on a parameter that FSDP shards: a backward computes gradients of the gathered parameter, and "
+        f"nothing would call the hook. {_REMEDY}"
+    )

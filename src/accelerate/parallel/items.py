@@ -109,7 +109,7 @@ class ItemWindow:
         return torch.tensor(float(num_items), device=device, dtype=dtype)
 
 
-def global_loss(strategy: Strategy, loss: object) -> Any:
+def global_loss(strategy: Strategy, loss: torch.Tensor | float | None) -> torch.Tensor | float | None:
     """The mean of each rank's loss over the ranks that average gradients; None stays None."""
     if loss is None or strategy.gradient_ranks == 1:
         return loss

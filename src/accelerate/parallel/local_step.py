@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import operator
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -26,6 +26,10 @@ _NUMBERS = frozenset({"eta", "mu", "mu_product", "step"})
 
 _MARK = "_steps_locally"
 
+T = TypeVar("T")
+# Of an optimizer: the state of each parameter.
+State = MutableMapping[torch.Tensor, dict[str, object]]
+
 
 def step_locally(optimizer: torch.optim.Optimizer) -> None:
     """Make an optimizer step on local tensors from now on; one that is not elementwise is left as it is."""
@@ -33,12 +37,14 @@ def step_locally(optimizer: torch.optim.Optimizer) -> None:
         return
     shards = _LocalShards()
 
-    def step(own: Any, former: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
+    def step(
+        own: torch.optim.Optimizer, former: Callable[..., object], closure: Callable[[], object] | None
+    ) -> object:
         arguments = () if closure is None else (closure,)
         if own.defaults.get("differentiable"):
             return former(*arguments)
 
-        def step_shards(_: object, closure: Callable[[], Any] | None = None) -> Any:
+        def step_shards(_: object, closure: Callable[[], object] | None = None) -> object:
             loss = None
             if closure is not None:
                 # All of these optimizers call it once, before anything else.
@@ -56,7 +62,7 @@ def step_locally(optimizer: torch.optim.Optimizer) -> None:
     optimizer.__dict__[_MARK] = True
 
 
-def _has_hooks(optimizer: Any) -> bool:
+def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
     return bool(
         optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
@@ -66,12 +72,12 @@ def _has_hooks(optimizer: Any) -> bool:
 
 
 @contextmanager
-def _without_hooks(optimizer: Any) -> Iterator[None]:
+def _without_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """A block in which a step calls no hook: they see the DTensors, before and after it."""
     if not _has_hooks(optimizer):
         yield
         return
-    places = (
+    places: tuple[tuple[object, str], ...] = (
         (optimizer, "_optimizer_step_pre_hooks"),
         (optimizer, "_optimizer_step_post_hooks"),
         (base, "_global_optimizer_pre_hooks"),
@@ -94,7 +100,7 @@ class _LocalShards:
         self._known: dict[int, _LocalShard] = {}
 
     @contextmanager
-    def in_place_of(self, optimizer: Any) -> Iterator[None]:
+    def in_place_of(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         """A block in which the optimizer has the local tensors, with their gradients and their state."""
         state, groups = optimizer.state, [(group, group["params"]) for group in optimizer.param_groups]
         present: dict[int, _LocalShard] = {}
@@ -130,10 +136,10 @@ class _LocalShard:
         self.storage = parameter._local_tensor
         self.leaf = self.storage.detach()
         # The values of the parameter's state after the last step, and the local ones.
-        self.outer: list[Any] = []
-        self.inner: dict[str, Any] = {}
+        self.outer: list[object] = []
+        self.inner: dict[str, object] = {}
 
-    def take(self, state: Any) -> None:
+    def take(self, state: State) -> None:
         self.leaf.grad = self._local(self.parameter.grad)
         known = state.get(self.parameter)
         if known is None:
@@ -144,7 +150,7 @@ class _LocalShard:
             self.outer = list(known.values())
         state[self.leaf] = self.inner
 
-    def give_back(self, state: Any) -> None:
+    def give_back(self, state: State) -> None:
         self.leaf.grad = None
         present = state.pop(self.leaf, None)
         if present is None:
@@ -158,16 +164,16 @@ class _LocalShard:
                 present[name] = self._local(known[name])
         self.outer = list(known.values())
 
-    def _local(self, value: object) -> Any:
+    def _local(self, value: T) -> T | torch.Tensor:
         """The local tensor, in the parameter's layout; numbers and plain tensors as they are."""
         if not isinstance(value, DTensor):
             return value
         placements = self.parameter._spec.placements
         if value._spec.placements != placements:
-            value = value.redistribute(placements=placements)
+            return value.redistribute(placements=placements)._local_tensor
         return value._local_tensor
 
-    def _as_dtensor(self, value: object) -> Any:
+    def _as_dtensor(self, value: object) -> object:
         if not isinstance(value, torch.Tensor) or value.shape != self.leaf.shape:
             return value
         return as_dtensor(value, self.parameter)

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,8 @@ from ..core.errors import PrepareError
 from ..core.modules import move_tensor, named_bottom_up
 from ..placement.subclasses import inner_tensors
 
+T = TypeVar("T")
+
 # What wrappers around a module (activation checkpointing, compilation, replication) add to the names below it.
 _WRAPPER_NAMES = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
 
@@ -29,11 +31,16 @@ def canonical_name(name: str) -> str:
     return ".".join(word for word in name.split(".") if word not in _WRAPPER_NAMES)
 
 
-def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """(plain name, tensor) of every parameter and buffer, each tensor once."""
-    for name, parameter in model.named_parameters():
+def named_parameters(model: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+    """(plain name, parameter) of every parameter."""
+    for name, parameter in model.named_parameters(remove_duplicate=remove_duplicate):
         yield canonical_name(name), parameter
-    for name, tensor in model.named_buffers():
+
+
+def named_tensors(model: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+    """(plain name, tensor) of every parameter and buffer."""
+    yield from named_parameters(model, remove_duplicate)
+    for name, tensor in model.named_buffers(remove_duplicate=remove_duplicate):
         yield canonical_name(name), tensor
 
 
@@ -76,7 +83,21 @@ def is_packed(tensor: torch.Tensor) -> bool:
 
 def where_meta(model: nn.Module) -> str | None:
     """The name of the first parameter without storage, or None."""
-    return next((canonical_name(name) for name, parameter in model.named_parameters() if parameter.is_meta), None)
+    return next((name for name, parameter in named_parameters(model) if parameter.is_meta), None)
+
+
+def from_first(value: T, device: torch.device | None, group: dist.ProcessGroup | None = None) -> T:
+    """The first rank's object, on every rank of a group."""
+    message = [value]
+    dist.broadcast_object_list(message, group=group, group_src=0, device=device)
+    return message[0]
+
+
+def from_all(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Each rank's object, in the order of the group."""
+    found = [value] * dist.get_world_size(group)
+    dist.all_gather_object(found, value, group=group)
+    return found
 
 
 def gather_flags(flag: bool, device: torch.device, group: dist.ProcessGroup | None) -> list[bool]:
@@ -99,10 +120,18 @@ def make_equal(tensors: Iterable[torch.Tensor], device: torch.device, group: dis
             continue
         if tensor.device != device:
             move_tensor(tensor, device)
-        # Parts of quantized weights are sent as bytes: gloo has no messages in float8.
+        # Pieces of quantized weights are sent as bytes: gloo has no messages in float8.
         pieces = inner_tensors(tensor.data).values()
         locals_ += [part.view(torch.uint8) if part.itemsize == 1 else part for part in pieces]
-    _broadcast(locals_, group)
+    if dist.get_world_size(group) == 1:
+        return
+    buffers = [local if local.is_contiguous() else local.contiguous() for local in locals_]
+    pending = [dist.broadcast(buffer, group=group, group_src=0, async_op=True) for buffer in buffers]
+    for work in pending:
+        work.wait()
+    for local, buffer in zip(locals_, buffers, strict=True):
+        if buffer is not local:
+            local.copy_(buffer)
 
 
 def lay_out(
@@ -112,7 +141,7 @@ def lay_out(
     ranks: dist.ProcessGroup | None = None,
     home: torch.device | None = None,
     from_first: bool = False,
-    init: Callable[[nn.Module], Any] | None = None,
+    init: Callable[[nn.Module], object] | None = None,
 ) -> None:
     """Lay a model out by `apply(equal)`, which replaces its tensors, and fill it wherever its weights are.
 
@@ -125,30 +154,14 @@ def lay_out(
         apply(True)
         return
     full = dict(named_tensors(model)) if dist.get_rank(ranks) == 0 and not meta[0] else {}
-    to_meta(model)
+    # What is shared between modules stays shared.
+    replace_tensors(model, lambda tensor: tensor.to("meta"))
     apply(False)
     allocate(model, device, home)
     if meta[0]:
         initialise(model, device, ranks, init)
     else:
         spread(full, named_tensors(model), device, ranks)
-
-
-def _broadcast(tensors: list[torch.Tensor], group: dist.ProcessGroup | None) -> None:
-    if dist.get_world_size(group) == 1:
-        return
-    buffers = [tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in tensors]
-    pending = [dist.broadcast(buffer, group=group, group_src=0, async_op=True) for buffer in buffers]
-    for work in pending:
-        work.wait()
-    for tensor, buffer in zip(tensors, buffers, strict=True):
-        if buffer is not tensor:
-            tensor.copy_(buffer)
-
-
-def to_meta(model: nn.Module) -> None:
-    """Drop the storage of every parameter and buffer; what is shared between modules stays shared."""
-    replace_tensors(model, lambda tensor: tensor.to("meta"))
 
 
 def allocate(model: nn.Module, device: torch.device, home: torch.device | None = None) -> None:
@@ -201,12 +214,18 @@ def spread(
     Raises PrepareError, on every rank, for a name that is missing in `full` (with `strict`), or of another shape.
     """
     listed = list(targets)
-    is_source = dist.get_rank(group) == 0
-    offered: list[Any] = [{name: tuple(tensor.shape) for name, tensor in full.items()} if is_source else None]
-    dist.broadcast_object_list(offered, group=group, group_src=0, device=device)
-    _check_names(offered[0], listed, strict)
+    offered = from_first({name: tuple(tensor.shape) for name, tensor in full.items()}, device, group)
+    missing = [name for name, _ in listed if name not in offered]
+    if missing and strict:
+        raise PrepareError(f"rank 0 gives no value for {len(missing)} tensors of the model: {', '.join(missing[:5])}")
     for name, target in listed:
-        if name not in offered[0]:
+        if name in offered and offered[name] != tuple(target.shape):
+            raise PrepareError(
+                f"{name} has the shape {tuple(target.shape)} here and {offered[name]} on rank 0: all ranks must build "
+                "the same model"
+            )
+    for name, target in listed:
+        if name not in offered:
             continue
         source = full.pop(name, None)
         source = source.full_tensor() if isinstance(source, DTensor) else source
@@ -235,23 +254,11 @@ def broadcast_tensor(
     return value
 
 
-def _check_names(offered: dict[str, tuple[int, ...]], targets: list[tuple[str, torch.Tensor]], strict: bool) -> None:
-    missing = [name for name, _ in targets if name not in offered]
-    if missing and strict:
-        raise PrepareError(f"rank 0 gives no value for {len(missing)} tensors of the model: {', '.join(missing[:5])}")
-    for name, target in targets:
-        if name in offered and offered[name] != tuple(target.shape):
-            raise PrepareError(
-                f"{name} has the shape {tuple(target.shape)} here and {offered[name]} on rank 0: all ranks must build "
-                "the same model"
-            )
-
-
 def initialise(
     model: nn.Module,
     device: torch.device,
     group: dist.ProcessGroup | None,
-    init: Callable[[nn.Module], Any] | None = None,
+    init: Callable[[nn.Module], object] | None = None,
 ) -> None:
     """Initialize a model that was built without storage, and then sharded.
 
@@ -287,19 +294,16 @@ def initialise(
         spread(dict(named_tensors(shadow)), targets, device, group)
 
 
-def _plain_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """The class that a module had before layouts gave it theirs: initialisation may look at it."""
+@torch.no_grad()
+def _full_copy(module: nn.Module, device: torch.device, fill: bool = False) -> nn.Module:
+    """An unsharded module of the same class and attributes; without `fill` only its children's tensors have values."""
+    kind: type[nn.Module] = type(module)
     if issubclass(kind, FSDPModule):
         # fully_shard made (FSDPModule, the module's class) of it, whose constructor runs on every copy.
         kind = kind.__bases__[1]
-    return getattr(kind, "plain_class", kind)
-
-
-@torch.no_grad()
-def _full_copy(module: nn.Module, device: torch.device) -> nn.Module:
-    """A module of the same class and attributes, unsharded: its own tensors are empty, its children's are filled."""
-    kind = _plain_class(type(module))
-    shadow = kind.__new__(kind)
+    # The class that a module had before layouts gave it theirs: initialisation may look at it.
+    plain: type[nn.Module] = getattr(kind, "plain_class", kind)
+    shadow = plain.__new__(plain)
     shadow.__dict__ = dict(module.__dict__)
     shadow._parameters = {
         key: None
@@ -314,15 +318,40 @@ def _full_copy(module: nn.Module, device: torch.device) -> nn.Module:
         for key, tensor in module._buffers.items()
     }
     shadow._modules = {
-        key: None if child is None else _filled_copy(child, device) for key, child in module._modules.items()
+        key: None if child is None else _full_copy(child, device, fill=True) for key, child in module._modules.items()
     }
-    return shadow
-
-
-def _filled_copy(module: nn.Module, device: torch.device) -> nn.Module:
-    shadow = _full_copy(module, device)
     for mine, theirs in ((shadow._parameters, module._parameters), (shadow._buffers, module._buffers)):
-        for key, tensor in theirs.items():
+        for key, tensor in theirs.items() if fill else ():
             if tensor is not None:
                 mine[key].data.copy_(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)  # type: ignore[union-attr]
     return shadow
+
+
+# -- a model's state without storage: names, shapes and ties, for layouts whose modules do not have them
+
+
+def without_storage(state: Mapping[str, object]) -> dict[str, object]:
+    """A state under plain names whose tensors have shapes only; tied ones are one tensor still."""
+    metas: dict[int, torch.Tensor] = {}
+
+    def on_meta(value: object) -> object:
+        if not isinstance(value, torch.Tensor):
+            return value
+        # ZeRO-3 replaces a parameter by an empty tensor with its shape as an attribute.
+        shape = getattr(value, "ds_shape", value.shape)
+        return metas.setdefault(id(value), torch.empty(shape, dtype=value.dtype, device="meta"))
+
+    return {canonical_name(name): on_meta(value) for name, value in state.items()}
+
+
+def skeleton(name: str, state: Mapping[str, object]) -> nn.Module:
+    """A module of a class called `name` whose `state_dict()` is `state`."""
+    kind: type[nn.Module] = type(name, (nn.Module,), {"state_dict": lambda self, *args, **kwargs: dict(state)})
+    return kind()
+
+
+def complete(state: Mapping[str, T], light: Mapping[str, object]) -> dict[str, T]:
+    """A state that has tied tensors under one name, with all the names of `light`; foreign names are left out."""
+    present = {id(light[name]): value for name, value in state.items() if name in light}
+    known = {name: id(meta) for name, meta in light.items() if id(meta) in present}
+    return {name: state.get(name, present[key]) for name, key in known.items()}

@@ -8,7 +8,7 @@ from collections.abc import Container, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DTensor, Replicate
 
 from .gradients import gradients_of, multiply
 
@@ -48,10 +48,21 @@ def total_norm(
     knows the dtype of the others.
     """
     norm_type = float(norm_type)
-    partial_norms = [_norm_of_layout(key, tensors, norm_type) for key, tensors in _by_layout(gradients).items()]
+    partial_norms = []
+    for (mesh, sharded, kind, dtype), tensors in _by_layout(gradients).items():
+        if present := [tensor for tensor in tensors if tensor.numel()]:
+            one: torch.Tensor = torch.linalg.vector_norm(
+                torch.stack(torch._foreach_norm(present, norm_type)), norm_type
+            )
+        else:
+            one = torch.zeros((), device=kind, dtype=dtype)
+        for dimension in sharded:
+            one = _reduce(one, norm_type, mesh.get_group(dimension))  # type: ignore[union-attr]
+        partial_norms.append(one)
     if not partial_norms:
         partial_norms = [torch.zeros((), device=device or torch.device("cpu"))]
-    norm = _together(torch.stack([one.to(partial_norms[0]) for one in partial_norms]), norm_type)
+    partial = torch.stack([one.to(partial_norms[0]) for one in partial_norms])
+    norm: torch.Tensor = torch.linalg.vector_norm(partial, norm_type)
     if across:
         norm = norm.to(device, torch.float32 if device is not None and device.type == "mps" else torch.float64)
     for group in across:
@@ -59,44 +70,24 @@ def total_norm(
     return norm
 
 
-Layout = tuple[object, tuple[int, ...], torch.device, torch.dtype]
+Layout = tuple[dist.DeviceMesh | None, tuple[int, ...], torch.device, torch.dtype]
 
 
 def _by_layout(gradients: Sequence[torch.Tensor]) -> dict[Layout, list[torch.Tensor]]:
     """Local gradients by (mesh, sharded dimensions, device, dtype); mesh None for plain tensors."""
     found: dict[Layout, list[torch.Tensor]] = {}
     for gradient in gradients:
-        mesh: object = None
+        mesh: dist.DeviceMesh | None = None
         sharded: tuple[int, ...] = ()
         if isinstance(gradient, DTensor):
             if any(placement.is_partial() for placement in gradient.placements):
-                gradient = gradient.redistribute(placements=[_reduced(placement) for placement in gradient.placements])
+                reduced = [Replicate() if placement.is_partial() else placement for placement in gradient.placements]
+                gradient = gradient.redistribute(placements=reduced)
             mesh = gradient.device_mesh
             sharded = tuple(i for i, placement in enumerate(gradient.placements) if not placement.is_replicate())
             gradient = gradient.to_local()
         found.setdefault((mesh, sharded, gradient.device, gradient.dtype), []).append(gradient)
     return found
-
-
-def _reduced(placement: Placement) -> Placement:
-    return Replicate() if placement.is_partial() else placement
-
-
-def _norm_of_layout(layout: Layout, tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-    mesh, sharded, device, dtype = layout
-    present = [tensor for tensor in tensors if tensor.numel()]
-    if present:
-        norm = _together(torch.stack(torch._foreach_norm(present, norm_type)), norm_type)
-    else:
-        norm = torch.zeros((), device=device, dtype=dtype)
-    for dimension in sharded:
-        norm = _reduce(norm, norm_type, mesh.get_group(dimension))  # type: ignore[attr-defined]
-    return norm
-
-
-def _together(norms: torch.Tensor, norm_type: float) -> torch.Tensor:
-    norm: torch.Tensor = torch.linalg.vector_norm(norms, norm_type)
-    return norm
 
 
 def _reduce(norm: torch.Tensor, norm_type: float, group: dist.ProcessGroup) -> torch.Tensor:

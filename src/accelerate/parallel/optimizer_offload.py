@@ -46,7 +46,9 @@ def offload_state(optimizer: torch.optim.Optimizer, chunk: int = CHUNK) -> None:
         return
     streamed, reference = StreamedState(chunk), weakref.ref(optimizer)
 
-    def step(own: Any, former: Callable[..., Any], closure: Any) -> Any:
+    def step(
+        own: torch.optim.Optimizer, former: Callable[..., object], closure: Callable[[], object] | None
+    ) -> object:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -55,7 +57,8 @@ def offload_state(optimizer: torch.optim.Optimizer, chunk: int = CHUNK) -> None:
         return loss
 
     def load_state_dict(state_dict: Mapping[str, Any]) -> None:
-        own: Any = reference()
+        own = reference()
+        assert own is not None
         kind.load_state_dict(own, dict(state_dict))
         streamed.leave(own)
 
@@ -70,7 +73,7 @@ class StreamedState:
         self.chunk = chunk
         self._streams: tuple[torch.Stream, torch.Stream] | None = None
 
-    def step(self, optimizer: torch.optim.Optimizer, call: Callable[[], Any]) -> None:
+    def step(self, optimizer: torch.optim.Optimizer, call: Callable[[], object]) -> None:
         """Update all parameters that have gradients, by one `call` for each chunk of them."""
         groups = [(group, group["params"]) for group in optimizer.param_groups]
         chunks = self._chunks(optimizer)
@@ -114,7 +117,7 @@ class StreamedState:
                 left -= size
         return found
 
-    def to_device(self, optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> Any:
+    def to_device(self, optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> torch.Event:
         """Start to copy the state of parameters to the device; returns the event behind the copies."""
         stream = self._stream(parameters[0].device, 0)
         with stream:
@@ -125,9 +128,9 @@ class StreamedState:
                         state[name] = value.to(parameter.device, non_blocking=True)
             return stream.record_event()
 
-    def wait(self, arrived: Any) -> None:
+    def wait(self, arrived: torch.Event | None) -> None:
         """Make the stream of the step wait for the copies of a chunk."""
-        torch.accelerator.current_stream().wait_event(arrived)
+        torch.accelerator.current_stream().wait_event(arrived)  # type: ignore[arg-type]
 
     def to_host(self, optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> None:
         """Start to copy the state of parameters to the host, behind their step."""
@@ -163,7 +166,7 @@ class StreamedState:
             self._streams = torch.Stream(device=device), torch.Stream(device=device)
         return self._streams[number]
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type[StreamedState], tuple[int]]:
         return StreamedState, (self.chunk,)
 
 

@@ -43,21 +43,21 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def find_scope(optimizer: torch.optim.Optimizer) -> Scope:
-    """The scope of an optimizer's step: known for torch's own classes, found by a trial for any other.
+    """The scope of an optimizer's step: known for torch's own classes, declared, or found by a trial.
 
     The trial steps copies of the optimizer on small matrices: once on entire ones, then on their
     halves. Neither the optimizer nor the random state is touched.
     """
     kind = type(optimizer)
-    if is_elementwise(optimizer):
+    if is_elementwise(optimizer) or getattr(optimizer, OPT_OUT, False):
         return Scope.ELEMENT
-    if kind in (torch.optim.Adafactor, torch.optim.Muon):
+    if kind in (torch.optim.Adafactor, torch.optim.Muon, torch.optim.SparseAdam):
         return Scope.PARAMETER
     if isinstance(optimizer, torch.optim.LBFGS):
         return Scope.MODEL
-    if kind is torch.optim.SparseAdam:
-        return Scope.PARAMETER
-    device = _device_of(optimizer)
+    device = next((p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu"))
+    if device.type == "meta":
+        device = torch.device("cpu")
     # Without a list of them every device of the machine would be initialised.
     devices = [] if device.type == "cpu" else [device]
     kind_of_device = "cuda" if device.type == "cpu" else device.type
@@ -71,8 +71,6 @@ def find_scope(optimizer: torch.optim.Optimizer) -> Scope:
 
 def refuse_flat_shards(optimizer: torch.optim.Optimizer, layout: str, remedy: str) -> None:
     """Raise PrepareError for an optimizer that needs entire tensors, where `layout` gives it flat shards."""
-    if getattr(optimizer, OPT_OUT, False):
-        return
     scope, name = find_scope(optimizer), type(optimizer).__name__
     if scope is Scope.UNKNOWN:
         warnings.warn(
@@ -90,8 +88,6 @@ def refuse_flat_shards(optimizer: torch.optim.Optimizer, layout: str, remedy: st
 
 def refuse_model_scope(optimizer: torch.optim.Optimizer, layout: str, remedy: str) -> None:
     """Raise PrepareError for an optimizer that needs all parameters at once, where each rank has only some."""
-    if getattr(optimizer, OPT_OUT, False):
-        return
     if find_scope(optimizer) is Scope.MODEL:
         raise PrepareError(
             f"{type(optimizer).__name__} combines values of all its parameters in each step, and with {layout} a rank "
@@ -136,11 +132,6 @@ def _try_out(optimizer: torch.optim.Optimizer, device: torch.device) -> Scope:
     return Scope.PARAMETER
 
 
-def _device_of(optimizer: torch.optim.Optimizer) -> torch.device:
-    device = next((p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu"))
-    return torch.device("cpu") if device.type == "meta" else device
-
-
 def _values(number: int) -> torch.Tensor:
     """Numbers without structure, the same on each rank and in each run."""
     generator = torch.Generator().manual_seed(number)
@@ -154,11 +145,11 @@ def _is_close(one: torch.Tensor, other: torch.Tensor, start: torch.Tensor) -> bo
     return bool(torch.isfinite(one).all()) and bool((one - other).abs().max() <= 1e-3 * moved)
 
 
-def _copy(optimizer: torch.optim.Optimizer, parameters: list[list[nn.Parameter]]) -> Any:
+def _copy(optimizer: torch.optim.Optimizer, parameters: list[list[nn.Parameter]]) -> torch.optim.Optimizer:
     """A fresh optimizer of the same class and settings, without state and hooks, for other parameters."""
     kind = type(optimizer)
-    made: Any = kind.__new__(kind)
-    memo: dict[int, Any] = {id(optimizer): made}
+    made = kind.__new__(kind)
+    memo: dict[int, object] = {id(optimizer): made}
     for group, present in zip(optimizer.param_groups, parameters, strict=True):
         memo |= {id(former): present[0] for former in group["params"]}
     memo |= {id(value): value for value in vars(optimizer).values() if isinstance(value, nn.Module)}
@@ -175,9 +166,9 @@ def _copy(optimizer: torch.optim.Optimizer, parameters: list[list[nn.Parameter]]
     return made
 
 
-def _step(optimizer: Any) -> None:
+def _step(optimizer: torch.optim.Optimizer) -> None:
     """One step of the class's own, past hooks that watch all optimizers."""
-    function = type(optimizer).step
+    function: Any = type(optimizer).step
     if getattr(function, "hooked", False):
         function = function.__wrapped__
     with torch.no_grad():

@@ -11,7 +11,7 @@ import contextlib
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -86,6 +86,19 @@ class VolumeCounter:
         ]
 
 
+class WindowGradients(Protocol):
+    """The gradients of an unfinished accumulation window."""
+
+    def state_dict(self) -> Mapping[str, object]:
+        """This rank's gradients."""
+
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raise CheckpointError for gradients that do not fit this rank's parameters."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replace all gradients by those of `state_dict`."""
+
+
 class PreparedModel:
     """A model of which this process has all parameters.
 
@@ -148,7 +161,7 @@ class PreparedModel:
 
     # -- the step
 
-    def no_sync(self) -> contextlib.AbstractContextManager[Any]:
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """A context in which backwards accumulate gradients without communicating."""
         return contextlib.nullcontext()
 
@@ -240,14 +253,14 @@ class PreparedModel:
         """Take a full state; every rank calls it."""
         self.state_template.load_state_dict(state, strict=strict)
 
-    def accumulated_gradients(self) -> Any | None:
-        """The gradients of an unfinished accumulation window, with `state_dict` and `load_state_dict`.
+    def accumulated_gradients(self) -> WindowGradients | None:
+        """The gradients of an unfinished accumulation window.
 
         None if they are unsharded, in `.grad` of the parameters, or (if `is_partial`) if they are not accessible.
         """
         return None
 
-    def rank_state(self) -> dict[str, Any] | None:
+    def rank_state(self) -> dict[str, object] | None:
         """State that differs on each rank beyond the parameters, as plain data; None where there is none."""
         return None
 
@@ -286,10 +299,16 @@ class PreparedModel:
             windows: gradients accumulate over several backwards and are averaged in the last one only.
             seen: ids of tensors that were counted for another model; extended.
         """
-        found = memory.of_model(self.kept_parameters(), self.master_weights(), set() if seen is None else seen)
-        if windows and (size := self.window_gradients()) is not None:
-            found[memory.GRADIENTS] = size
-        return found
+        seen = set() if seen is None else seen
+        parameters = list(memory.unseen(self.kept_parameters(), seen))
+        gradients = self.window_gradients() if windows else None
+        if gradients is None:
+            gradients = memory.local_bytes(p for p in parameters if p.requires_grad)
+        return {
+            memory.PARAMETERS: memory.local_bytes(parameters),
+            memory.GRADIENTS: gradients,
+            memory.MASTER_WEIGHTS: memory.local_bytes(memory.unseen(self.master_weights(), seen)),
+        }
 
     def kept_parameters(self) -> Iterable[torch.Tensor]:
         """The parameters that this process keeps between two steps, also while it has others for a computation."""

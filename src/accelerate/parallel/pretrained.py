@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -28,13 +27,13 @@ def require_state_dict(model: torch.nn.Module) -> None:
         inner.named_modules = types.MethodType(named_modules, inner)  # type: ignore[method-assign]
 
 
-def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
+def save_pretrained(self: torch.nn.Module, *args: object, **kwargs: object) -> object:
     """The class's own method, with `state_dict` required.
 
     Raises:
         PrepareError: no `state_dict` is given.
     """
-    original = type(self).save_pretrained
+    original: Callable[..., object] = type(self).save_pretrained  # type: ignore[attr-defined]
     given = inspect.signature(original).bind_partial(self, *args, **kwargs).arguments
     if given.get("state_dict", kwargs.get("state_dict")) is None:
         raise PrepareError(
@@ -46,7 +45,7 @@ def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def named_modules(
-    self: Any, memo: set[Any] | None = None, prefix: str = "", remove_duplicate: bool = True
+    self: torch.nn.Module, memo: set[torch.nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
 ) -> Iterator[tuple[str, torch.nn.Module]]:
     """The class's own method, with the names of the plain model, as `accelerator.get_state_dict` has them.
 

@@ -4,9 +4,12 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..core import extensions
+
+if TYPE_CHECKING:
+    from .base import Strategy, Transform
 
 # name -> (module, class). A strategy's module is imported when it is chosen.
 STRATEGIES: dict[str, tuple[str, str]] = {
@@ -26,18 +29,19 @@ TRANSFORMS: dict[str, tuple[str, str]] = {
 }
 
 
-def strategy_class(name: str) -> Any:
+def strategy_class(name: str) -> type[Strategy]:
     """The class of one of ours, or of one that an installed package registers (`accelerate.strategies`)."""
-    if name not in STRATEGIES:
-        return extensions.load("strategy", name)
-    return _imported(STRATEGIES[name])
+    found: type[Strategy] = _imported(STRATEGIES[name]) if name in STRATEGIES else extensions.load("strategy", name)
+    return found
 
 
-def transform_class(name: str) -> Any:
+def transform_class(name: str) -> type[Transform]:
     """The class of one of ours, or of one that an installed package registers (`accelerate.transforms`)."""
     if name not in TRANSFORMS:
-        return extensions.load("transform", name, TRANSFORMS)
-    return _imported(TRANSFORMS[name])
+        loaded: type[Transform] = extensions.load("transform", name, TRANSFORMS)
+        return loaded
+    found: type[Transform] = _imported(TRANSFORMS[name])
+    return found
 
 
 def _imported(place: tuple[str, str]) -> Any:

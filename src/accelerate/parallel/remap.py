@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -43,7 +42,7 @@ class Replacements:
     """All replacements of a run. A former parameter is referenced weakly: only its optimizer needs its memory."""
 
     def __init__(self) -> None:
-        self._present: Any = WeakTensorKeyDictionary()
+        self._present = WeakTensorKeyDictionary()
 
     def add(self, pairs: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
         """Record pairs of (former, present)."""
@@ -71,12 +70,12 @@ class Replacements:
                     optimizer.state[present] = lay_out_state(optimizer.state.pop(former), former, present)
 
 
-def lay_out_state(state: dict[str, Any], former: torch.Tensor, present: torch.Tensor) -> dict[str, Any]:
+def lay_out_state(state: dict[str, object], former: torch.Tensor, present: torch.Tensor) -> dict[str, object]:
     """State of a parameter, each tensor of the parameter's shape in the layout of the present one."""
     if not isinstance(present, DTensor):
         return state
 
-    def move(value: object) -> Any:
+    def move(value: object) -> object:
         if not isinstance(value, torch.Tensor) or value.shape != former.shape or isinstance(value, DTensor):
             return value
         shard = local_shard(value, present).to(present.to_local().device).clone()
@@ -108,29 +107,3 @@ def trains_nothing(optimizer: torch.optim.Optimizer) -> PrepareError:
         f"no parameter of {type(optimizer).__name__} belongs to a prepared model: it would train nothing. Make the "
         "optimizer from the model's parameters, and prepare both together."
     )
-
-
-def switch_parameters(optimizer: torch.optim.Optimizer, mapping: Mapping[Any, nn.Parameter]) -> None:
-    """Replace an optimizer's parameters by `mapping`: former parameter, or its `data_ptr()`, -> present one.
-
-    Raises PrepareError where the mapping knows none of a group's parameters: the group would train nothing.
-    """
-    present = {id(parameter) for parameter in mapping.values()}
-    known = {former if isinstance(former, int) else id(former): found for former, found in mapping.items()}
-
-    def lookup(former: nn.Parameter) -> nn.Parameter:
-        found = known.get(id(former))
-        # A parameter without storage (meta) has the address 0 like any other of its kind.
-        return found if found is not None else known.get(former.data_ptr() or -1, former)
-
-    for index, group in enumerate(optimizer.param_groups):
-        changed = [lookup(former) for former in group["params"]]
-        if changed and not any(id(parameter) in present for parameter in changed):
-            raise PrepareError(
-                f"none of the {len(changed)} parameters of the optimizer's group {index} is a parameter of the "
-                "sharded model: it would train nothing. Make the optimizer from the model that is prepared."
-            )
-        for former, now in zip(group["params"], changed, strict=True):
-            if former is not now and former in optimizer.state:
-                optimizer.state[now] = lay_out_state(optimizer.state.pop(former), former, now)
-        group["params"] = changed

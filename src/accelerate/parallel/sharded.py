@@ -26,14 +26,15 @@ from ..precision.fp8 import Float8Precision
 from ..runtime import group, mesh
 from . import gradients, norms
 from .accumulated import AccumulatedGradients
-from .averages import support_mixed_lists
 from .base import Bundle, Strategy
 from .context.region import ContextParallel
 from .dtensor_losses import plain_gradients
 from .fsdp import state as fsdp_state
+from .fsdp.copies import support_mixed_lists
+from .fsdp.units import reshard, shard_groups, shards_of
 from .gradients import AgreeingScaler, GradientReducer
 from .local_step import step_locally
-from .optimizer_scope import OPT_OUT, Scope, find_scope, is_elementwise
+from .optimizer_scope import Scope, find_scope, is_elementwise
 from .prepared import Change, CommunicationVolume, PreparedModel
 from .pretrained import require_state_dict
 from .remap import ParameterPlaces, Replacements, check_trains
@@ -107,12 +108,12 @@ class ShardedModel(PreparedModel):
         shards = shards_of(self.units())
         # torch 2.13 reads the modules' parameters again after each `load_state_dict`, and at the first all-gather.
         for shard in shards:
-            shard.reset_sharded_param = _nothing
+            vars(shard)["reset_sharded_param"] = lambda: None
         try:
             yield
         finally:
             for shard in shards:
-                del shard.reset_sharded_param
+                del vars(shard)["reset_sharded_param"]
 
     def kept_parameters(self) -> list[torch.Tensor]:
         """The shards, where a unit is unsharded now."""
@@ -124,7 +125,7 @@ class ShardedModel(PreparedModel):
     # -- a traced step
 
     def _named_blocks(self) -> list[nn.Module]:
-        """The modules of FSDP2's units inside of another; if there is none, those that the model names."""
+        """The modules of FSDP2's units inside of another; if there is none, the ones that the model names."""
         from .fsdp import traced
 
         return traced.inner_units(self.inner) or super()._named_blocks()
@@ -141,17 +142,12 @@ class ShardedModel(PreparedModel):
 
         return traced.fake_sharded_copy(self.inner, change, self.blocks() if change.checkpointing else ())
 
-    @contextlib.contextmanager
-    def tracing(self) -> Iterator[None]:
+    def tracing(self) -> contextlib.AbstractContextManager[None]:
         """Attention sends what it sent in the last batch with split sequences."""
-        if self.sequence is None:
-            yield
-            return
-        with self.sequence.tracing():
-            yield
+        return contextlib.nullcontext() if self.sequence is None else self.sequence.tracing()
 
     def traced_input(self, given: torch.Tensor) -> torch.Tensor:
-        """The part of a split sequence that this rank computes."""
+        """The rows of a split sequence that this rank computes."""
         return given if self.sequence is None else self.sequence.traced_input(given)
 
     def switch_reduction(self, copied: nn.Module, on: bool) -> None:
@@ -277,7 +273,7 @@ class ShardedStrategy(Strategy):
         kept = [
             weakref.ref(module)
             for prepared in self.prepared
-            for module, _, is_resharded in communication.shard_groups(prepared.inner)
+            for module, _, is_resharded in shard_groups(prepared.inner)
             if not is_resharded
         ]
         for optimizer in bundle.optimizers if kept else ():
@@ -285,8 +281,8 @@ class ShardedStrategy(Strategy):
         return found
 
     def join(
-        self, joinables: list[Any], loaders: list[Any], even_batches: bool | None
-    ) -> contextlib.AbstractContextManager[Any]:
+        self, joinables: Sequence[object], loaders: Sequence[object], even_batches: bool | None
+    ) -> contextlib.AbstractContextManager[None]:
         """No effect but a warning: all ranks gather units together, batch by batch."""
         if self.data_shard[1] > 1:
             logger.warning(
@@ -325,38 +321,17 @@ class ShardedStrategy(Strategy):
             shard.reset_sharded_param()
 
 
-def reshard(units: Iterable[nn.Module]) -> None:
-    """Reshard every FSDP2 unit inside of these modules."""
-    for unit in units:
-        for module in unit.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-
-
-def _reshard_before_step(kept: Sequence[weakref.ref[nn.Module]], *_: object) -> None:
+def _reshard_before_step(kept: Sequence[weakref.ref[FSDPModule]], *_: object) -> None:
     """Reshard units that stay unsharded after a forward: one between the backward and the step leaves stale values."""
     for reference in kept:
         if (module := reference()) is not None:
-            module.reshard()  # type: ignore[operator]
+            module.reshard()
 
 
 def lay_out_step(optimizer: torch.optim.Optimizer) -> None:
     """Make the step of an optimizer of DTensors equal to that of a single process."""
     if is_elementwise(optimizer):
         step_locally(optimizer)
-    elif getattr(optimizer, OPT_OUT, False) or find_scope(optimizer) is Scope.ELEMENT:
-        # It may support DTensors itself, as torchao's do.
-        return
-    else:
+    elif find_scope(optimizer) is not Scope.ELEMENT:
+        # Any other may support DTensors itself, as torchao's do.
         step_unsharded(optimizer)
-
-
-def shards_of(units: Iterable[nn.Module]) -> list[Any]:
-    """FSDP2's object for each parameter."""
-    return [
-        shard for unit in units for _, group_, _ in communication.shard_groups(unit) for shard in group_.fsdp_params
-    ]
-
-
-def _nothing() -> None:
-    pass

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,10 +31,10 @@ def step_unsharded(optimizer: torch.optim.Optimizer) -> None:
     given = optimizer.__dict__.get("step")
     is_users = given is not None and not hasattr(given, "_wrapped_by_lr_sched")
 
-    def unsharded(own: Any, closure: Any = None) -> Any:
+    def unsharded(own: torch.optim.Optimizer, closure: Callable[[], object] | None = None) -> object:
         return _run(own, given if is_users else functools.partial(plain, own), closure)  # type: ignore[arg-type]
 
-    hooked: Any = torch.optim.Optimizer.profile_hook_step(unsharded)
+    hooked = torch.optim.Optimizer.profile_hook_step(unsharded)
     replace_step(optimizer, lambda own, _, closure: hooked(own) if closure is None else hooked(own, closure))
     optimizer.__dict__[_MARK] = True
 
@@ -44,14 +44,16 @@ def steps_unsharded(optimizer: torch.optim.Optimizer) -> bool:
     return _MARK in optimizer.__dict__
 
 
-def _run(optimizer: Any, call: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
+def _run(
+    optimizer: torch.optim.Optimizer, call: Callable[..., object], closure: Callable[[], object] | None
+) -> object:
     tensors = _Unsharded(optimizer)
     tensors.enter()
     try:
         if closure is None:
             return call()
 
-        def evaluate() -> Any:
+        def evaluate() -> object:
             # The closure computes with the model, whose parameters are sharded.
             tensors.leave()
             try:
@@ -67,7 +69,7 @@ def _run(optimizer: Any, call: Callable[..., Any], closure: Callable[[], Any] | 
 class _Unsharded:
     """An optimizer's sharded parameters, and the unsharded copies that it steps."""
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
         self.sharded = [
             parameter
@@ -110,13 +112,13 @@ class _Unsharded:
             local = parameter.to_local()
             local.copy_(local_shard(full, parameter))
             full.grad = None
-            entry = state.get(full)
-            for name, value in (entry or {}).items():
+            entry = state.get(full, {})
+            for name, value in entry.items():
                 if isinstance(value, torch.Tensor) and value.ndim and value.shape == parameter.shape:
                     entry[name] = as_dtensor(local_shard(value, parameter).to(local.device, copy=True), parameter)
         self._replace(self.full, self.sharded)
 
-    def _replace(self, former: list[Any], present: list[Any]) -> None:
+    def _replace(self, former: Sequence[torch.Tensor], present: Sequence[torch.Tensor]) -> None:
         """Replace the parameters in groups and state, in their places and order."""
         other = {id(old): new for old, new in zip(former, present, strict=True)}
         for group in self.optimizer.param_groups:

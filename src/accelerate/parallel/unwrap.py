@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -12,14 +13,10 @@ from ..core.imports import is_available
 from ..core.modules import is_compiled_module
 from ..precision.amp import restore_forward
 
-_WRAPPERS: tuple[Any, ...] = (DistributedDataParallel, DataParallel)
 
-
-def _wrapper_types() -> tuple[Any, ...]:
+def _wrapper_types() -> tuple[type[torch.nn.Module], ...]:
     """Every wrapper class with the wrapped module as `.module`; those of optional packages if they are loaded."""
-    import sys
-
-    found: list[Any] = list(_WRAPPERS)
+    found: list[type[torch.nn.Module]] = [DistributedDataParallel, DataParallel]
     fsdp = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
     if fsdp is not None:
         found.append(fsdp.FullyShardedDataParallel)
@@ -66,8 +63,6 @@ def extract_model_from_parallel(
 
 def is_peft_model(model: torch.nn.Module) -> bool:
     """Whether the model inside its wrappers is one of peft's, with adapters."""
-    import sys
-
     # A package that is not loaded has no objects.
     peft = sys.modules.get("peft")
     return peft is not None and isinstance(
@@ -75,7 +70,7 @@ def is_peft_model(model: torch.nn.Module) -> bool:
     )
 
 
-def _unwrap_children(model: torch.nn.Module, wrappers: tuple[Any, ...]) -> None:
+def _unwrap_children(model: torch.nn.Module, wrappers: tuple[type[torch.nn.Module], ...]) -> None:
     for name, child in model.named_children():
         plain: Any = child
         while isinstance(plain, wrappers):

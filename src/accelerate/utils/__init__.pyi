@@ -230,7 +230,7 @@ from ..parallel.compile import compile_regions_fsdp2 as compile_regions_fsdp2
 from ..parallel.deepspeed.engine import DeepSpeedEngineWrapper as DeepSpeedEngineWrapper
 from ..parallel.deepspeed.engine import DeepSpeedOptimizerWrapper as DeepSpeedOptimizerWrapper
 from ..parallel.deepspeed.engine import DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper
-from ..parallel.deepspeed.host_optimizers import map_pytorch_optim_to_deepspeed as map_pytorch_optim_to_deepspeed
+from ..parallel.deepspeed.engine import map_pytorch_optim_to_deepspeed as map_pytorch_optim_to_deepspeed
 from ..parallel.deepspeed.state import GatheredParameters as GatheredParameters
 from ..parallel.fsdp.fsdp2 import disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading
 from ..parallel.fsdp.fsdp2 import enable_fsdp_ram_efficient_loading as enable_fsdp_ram_efficient_loading

@@ -10,8 +10,8 @@ EXPORTS = {
         "DeepSpeedEngineWrapper",
         "DeepSpeedOptimizerWrapper",
         "DeepSpeedSchedulerWrapper",
+        "map_pytorch_optim_to_deepspeed",
     ],
-    "parallel.deepspeed.host_optimizers": ["map_pytorch_optim_to_deepspeed"],
     "parallel.placeholders": ["DummyOptim", "DummyScheduler"],
 }
 

@@ -6,7 +6,7 @@ from ..config.deepspeed_file import HfDeepSpeedConfig as HfDeepSpeedConfig
 from ..parallel.deepspeed.engine import DeepSpeedEngineWrapper as DeepSpeedEngineWrapper
 from ..parallel.deepspeed.engine import DeepSpeedOptimizerWrapper as DeepSpeedOptimizerWrapper
 from ..parallel.deepspeed.engine import DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper
-from ..parallel.deepspeed.host_optimizers import map_pytorch_optim_to_deepspeed as map_pytorch_optim_to_deepspeed
+from ..parallel.deepspeed.engine import map_pytorch_optim_to_deepspeed as map_pytorch_optim_to_deepspeed
 from ..parallel.placeholders import DummyOptim as DummyOptim
 from ..parallel.placeholders import DummyScheduler as DummyScheduler
 

@@ -8,7 +8,7 @@ import torch
 
 from accelerate.core.errors import ConfigurationError
 from accelerate.parallel.context.shard import SequenceLayout
-from accelerate.parallel.context.transformers_masks import builds_masks, hooks
+from accelerate.parallel.context.transformers_models import builds_masks, mask_hooks
 
 masking = pytest.importorskip("transformers.masking_utils")
 LENGTH, ROWS = 16, 8
@@ -30,7 +30,7 @@ def region(rank=0, packed=None, balanced=True):
 
 
 def build(here, function=masking.causal_mask_function, **asked):
-    table = hooks(lambda: here)[TABLE](masking.ALL_MASK_ATTENTION_FUNCTIONS)
+    table = mask_hooks(lambda: here)[TABLE](masking.ALL_MASK_ATTENTION_FUNCTIONS)
     sizes = {"batch_size": 2, "q_length": ROWS, "kv_length": ROWS, "device": "cpu"}
     return table["sdpa"](mask_function=function, **{**sizes, **asked})
 
@@ -59,14 +59,14 @@ def test_packed_sequences():
     positions = torch.tensor([[*range(7), *range(9)], list(range(LENGTH))])
     documents = masking.find_packed_sequence_indices(positions)
     here = region(1, packed=(positions, documents))
-    assert hooks(lambda: here)[SEARCH](None)(positions[:, :ROWS]) is None and here.next_is_packed
+    assert mask_hooks(lambda: here)[SEARCH](None)(positions[:, :ROWS]) is None and here.next_is_packed
     function = masking.packed_sequence_compatibility_function(masking.causal_mask_function, positions, documents)
     assert torch.equal(build(here), here.layout.take(whole(function), 2))
     assert not here.next_is_packed and build(here) is None
 
 
 def test_what_cannot_be_known_is_refused():
-    search = hooks(lambda: region())[SEARCH](masking.find_packed_sequence_indices)
+    search = mask_hooks(lambda: region())[SEARCH](masking.find_packed_sequence_indices)
     own = region().positions("cpu")
     assert search((own + 2)[None]) is None  # some models count from another number
     with pytest.raises(ConfigurationError, match="Give position_ids"):

@@ -14,7 +14,7 @@ from accelerate.core.errors import PrepareError
 from accelerate.utils import DeepSpeedPlugin
 from accelerate.utils.deepspeed import map_pytorch_optim_to_deepspeed
 
-PRELOADED = (*LATE_IMPORTS, "accelerate.parallel.deepspeed.host_optimizers")
+PRELOADED = (*LATE_IMPORTS, "accelerate.parallel.deepspeed.engine")
 
 
 class OfDeepSpeed(torch.optim.Optimizer):

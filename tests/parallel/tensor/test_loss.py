@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from accelerate import Accelerator
 from accelerate.config.parallel import TorchTensorParallelConfig
-from accelerate.parallel.averages import support_mixed_lists
+from accelerate.parallel.fsdp.copies import support_mixed_lists
 from accelerate.parallel.tensor import loss as tensor_loss
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState, GradientState, PartialState

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 from ...core.errors import PrepareError
 from ..accumulated import module_parameter
 from ..fsdp.common import UnreducedGradients
+from ..fsdp.units import reshard, shard_groups
 from ..gradients import GradientReducer
-from ..report.communication import shard_groups
-from ..sharded import reshard
+from ..materialize import from_all
 from ..tensor.strategy import PartialSums
 
 # Global ranks of one dimension of a mesh, in ascending order.
@@ -106,8 +106,14 @@ def derive(descriptions: Sequence[Description]) -> Layout:
             for rank in column:
                 pieces.setdefault(reached[rank], []).append(rank)
             for rank in column:
-                count = len(pieces[reached[rank]])
-                _check_divisor(name, kind[rank].divisor or len(summed[rank]), count, len(column))
+                count, divisor = len(pieces[reached[rank]]), kind[rank].divisor or len(summed[rank])
+                if divisor != count:
+                    raise PrepareError(
+                        f"the gradient of {name} would not be an average: it is a sum over {count} of the "
+                        f"{len(column)} shards of the data, divided by {divisor:g}. Shard its module with "
+                        f"fully_shard, and call module.set_gradient_divide_factor({count}) where the ranks of another "
+                        "mesh dimension exchange tokens"
+                    )
             groups += zip(*pieces.values(), strict=True)
         averages.append(tuple(groups))
     return Layout(shards, tuple(averages))
@@ -130,15 +136,6 @@ def _columns(shards: tuple[Ranks, ...], fsdp: Sequence[frozenset[int]]) -> dict[
                     f"the ranks that would read the same samples are {list(shards)}. {_REMEDY}"
                 )
     return found
-
-
-def _check_divisor(name: str, divisor: float, reached: int, count: int) -> None:
-    if divisor != reached:
-        raise PrepareError(
-            f"the gradient of {name} would not be an average: it is a sum over {reached} of the {count} shards of the "
-            f"data, divided by {divisor:g}. Shard its module with fully_shard, and call "
-            f"module.set_gradient_divide_factor({reached}) where the ranks of another mesh dimension exchange tokens"
-        )
 
 
 def _components(world: Sequence[int], groups: Iterable[Ranks]) -> list[frozenset[int]]:
@@ -182,13 +179,22 @@ def find_layout(models: Sequence[nn.Module], same_batch: Ranks = ()) -> tuple[La
         for name, _, sharing in parameters_of(model):
             first.setdefault(sharing, name)
     _check_dimensions(models)
-    readers = (same_batch, *_same_batch(models)) if same_batch else tuple(_same_batch(models))
-    own = Description(tuple((name, sharing) for sharing, name in first.items()), readers)
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, own)
-    layout = derive(found)
+    readers = [same_batch] if same_batch else []
     for model in models:
-        _check_declared(model, layout)
+        mesh = tensor_parallel_mesh(model)
+        if mesh is not None and mesh.size() > 1:
+            # transformers gives these ranks one batch, although it may have split nothing over them.
+            readers.append(_ranks_of(mesh, 0))
+    own = Description(tuple((name, sharing) for sharing, name in first.items()), tuple(readers))
+    layout = derive(from_all(own))
+    for model in models:
+        size = declared(model, "dp_size")
+        if size is not None and size != len(layout.shards):
+            raise PrepareError(
+                f"{type(model).__name__} was loaded for {size} data-parallel ranks (DistributedConfig), and its "
+                f"parameters are laid out for {len(layout.shards)}: load it again, with sizes that multiply to the "
+                "number of processes"
+            )
     return layout, dict(zip(first, layout.averages, strict=True))
 
 
@@ -253,14 +259,6 @@ def _split(parameter: torch.Tensor, averaged: Sequence[Ranks]) -> Iterator[Ranks
             yield ranks
 
 
-def _same_batch(models: Iterable[nn.Module]) -> Iterator[Ranks]:
-    """Ranks that transformers gives one batch, although it may have split nothing over them."""
-    for model in models:
-        mesh = tensor_parallel_mesh(model)
-        if mesh is not None and mesh.size() > 1:
-            yield _ranks_of(mesh, 0)
-
-
 def declared(model: nn.Module, name: str) -> int | None:
     """A size of the `DistributedConfig` with which transformers loaded the model."""
     config = getattr(getattr(model, "config", None), "distributed_config", None)
@@ -293,7 +291,7 @@ def _check_divisors(model: nn.Module) -> None:
     """Refuse units whose gradient torch divides twice.
 
     With a divisor and a group of one rank, torch (up to 2.13) divides float16 and float64 before the reduction, and
-    again in its place.
+    again instead of it.
     """
     for module, group, _ in shard_groups(model):
         policy = group.mp_policy
@@ -309,7 +307,7 @@ def _check_divisors(model: nn.Module) -> None:
 
 def _check_dimensions(models: Iterable[nn.Module]) -> None:
     """Refuse mesh dimensions of which it is unknown whether their ranks read the same samples."""
-    unknown: dict[Ranks, tuple[str, DeviceMesh, Any]] = {}
+    unknown: dict[Ranks, tuple[str, DeviceMesh, str | int]] = {}
     known: set[Ranks] = set()
     for model in models:
         for name, parameter, sharing in parameters_of(model):
@@ -323,21 +321,11 @@ def _check_dimensions(models: Iterable[nn.Module]) -> None:
                     unknown.setdefault(ranks, (name, mesh, (mesh.mesh_dim_names or range(mesh.ndim))[dimension]))
                 else:
                     known.add(ranks)
-    for ranks, (name, mesh, dimension) in unknown.items():
+    for ranks, (name, mesh, place) in unknown.items():
         if ranks not in known:
             raise PrepareError(
                 f"{name} is a DTensor on {mesh}, and no parameter is sharded over its dimension "
-                f"{dimension!r} (ranks {list(ranks)}): it is unknown whether these ranks read the same samples. Call "
+                f"{place!r} (ranks {list(ranks)}): it is unknown whether these ranks read the same samples. Call "
                 "parallelize_module with the slice of the mesh over which layers are split, and fully_shard with the "
                 "other dimensions, or leave those to prepare"
             )
-
-
-def _check_declared(model: nn.Module, layout: Layout) -> None:
-    size = declared(model, "dp_size")
-    if size is not None and size != len(layout.shards):
-        raise PrepareError(
-            f"{type(model).__name__} was loaded for {size} data-parallel ranks (DistributedConfig), and its "
-            f"parameters are laid out for {len(layout.shards)}: load it again, with sizes that multiply to the number "
-            "of processes"
-        )

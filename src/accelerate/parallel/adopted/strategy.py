@@ -8,7 +8,6 @@ data, gradients that no backward reduces, clipping, full and sharded state, and 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,10 +25,10 @@ from ..base import Bundle
 from ..fsdp.copies import support_averages
 from ..fsdp.fsdp2 import Fsdp2Model
 from ..fsdp.inference_mode import allow_inference_mode
-from ..gradient_hooks import refuse_later_hooks
+from ..fsdp.units import shard_groups, shards_of
+from ..gradients import refuse_later_hooks
 from ..prepared import CommunicationVolume, PreparedModel
-from ..report import communication
-from ..sharded import ShardedStrategy, shards_of
+from ..sharded import ShardedStrategy
 from ..tensor import plan as tensor_plan
 from ..tensor import random as tensor_random
 from .sharing import Averages, Ranks, declared, find_layout, parameters_of, reducers_of, tensor_parallel_mesh
@@ -98,22 +97,19 @@ class Adopted(ShardedStrategy):
     def prepare(self, bundle: Bundle) -> list[PreparedModel]:
         """Take sharded models as they are. Plain tensors are replicated: they become equal on all ranks."""
         if bundle.models:
-            self._extend(bundle.models)
+            # They have to read the data as the models before them.
+            layout, self._averages = find_layout(bundle.models, self.shards[self.data_shard[0]])
+            if layout.shards != self.shards:
+                raise PrepareError(
+                    f"with {type(bundle.models[0]).__name__} the ranks that read the same samples are "
+                    f"{list(layout.shards)}, and without it {list(self.shards)}. Give all models to one call of "
+                    "prepare, before the loaders"
+                )
         for model in bundle.models:
-            _check_device(model, self.device)
-            _check_packed(model)
+            _check(model, self.device)
             materialize.make_equal((tensor for _, tensor in materialize.named_tensors(model)), self.device, None)
         bundle.place = [False] * len(bundle.models)
         return super().prepare(bundle)
-
-    def _extend(self, models: list[nn.Module]) -> None:
-        """Read the layout of further models, which have to read the data as those before them."""
-        layout, self._averages = find_layout(models, self.shards[self.data_shard[0]])
-        if layout.shards != self.shards:
-            raise PrepareError(
-                f"with {type(models[0]).__name__} the ranks that read the same samples are {list(layout.shards)}, and "
-                f"without it {list(self.shards)}. Give all models to one call of prepare, before the loaders"
-            )
 
     def wrap_forward(self, model: nn.Module) -> nn.Module:
         """Autocast, unless a policy of the model's FSDP2 units casts already."""
@@ -129,7 +125,7 @@ class Adopted(ShardedStrategy):
 
     def as_prepared(self, module: nn.Module) -> AdoptedModel:
         """A prepared model that saves shards where FSDP2 shards it."""
-        is_fsdp = any(True for _ in communication.shard_groups(module))
+        is_fsdp = any(True for _ in shard_groups(module))
         # torch.distributed.checkpoint takes a rank's shard for one block.
         saves_shards = is_fsdp and not any(materialize.is_packed(parameter) for parameter in module.parameters())
         return AdoptedModel(module, self.precision, self.device, saves_shards=saves_shards)
@@ -158,7 +154,7 @@ def _sum_once(model: nn.Module) -> None:
     (transformers 5.23), which has the sums of earlier ones. Those are divided before, so that the sum restores them.
     """
     mesh = tensor_parallel_mesh(model)
-    styles: Mapping[str, Any] = getattr(model, "_tp_plan", None) or {}
+    styles: Mapping[str, str] = getattr(model, "_tp_plan", None) or {}
     summed = {pattern: word for pattern, word in styles.items() if word == "replicated_with_grad_allreduce"}
     if mesh is None or not summed:
         return
@@ -179,8 +175,8 @@ def _sum_once(model: nn.Module) -> None:
 
 def computes_in(model: nn.Module) -> set[torch.dtype]:
     """The dtypes to which policies of FSDP2 units cast parameters for the computation."""
-    found = {group.mp_policy.param_dtype for _, group, _ in communication.shard_groups(model)}
-    return found - {None, torch.float32, torch.float64}
+    found = {dtype for _, group, _ in shard_groups(model) if (dtype := group.mp_policy.param_dtype) is not None}
+    return found - {torch.float32, torch.float64}
 
 
 def _mesh(shards: tuple[Ranks, ...], device: torch.device) -> DeviceMesh | None:
@@ -203,20 +199,15 @@ def _name_of(sharings: Averages) -> str:
     return f"sharded before prepare ({', '.join(sorted(found - {''})) or 'one rank'})"
 
 
-def _check_packed(model: nn.Module) -> None:
-    """Refuse, with torch 2.11, layers that a checkpoint would have to gather and cannot."""
-    packed = [name for name, parameter in model.named_parameters() if materialize.is_packed(parameter)]
-    if packed and is_torch_version("<", "2.12"):
-        raise PrepareError(
-            f"torch {torch.__version__} cannot gather packed layers such as {packed[0]}, so that no checkpoint could "
-            "be saved: use torch 2.12 or later"
-        )
-
-
-def _check_device(model: nn.Module, device: torch.device) -> None:
+def _check(model: nn.Module, device: torch.device) -> None:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor) and parameter.device_mesh.device_type != device.type:
             raise PrepareError(
                 f"{name} of {type(model).__name__} is a DTensor on {parameter.device_mesh}, and this run is on "
                 f"{device}: shard the model on a mesh of that device, or let the Accelerator use the mesh's"
+            )
+        if is_torch_version("<", "2.12") and materialize.is_packed(parameter):
+            raise PrepareError(
+                f"torch {torch.__version__} cannot gather packed layers such as {name}, so that no checkpoint could "
+                "be saved: use torch 2.12 or later"
             )

@@ -9,13 +9,14 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.function import once_differentiable
+from torch.autograd.function import FunctionCtx, once_differentiable
 
 from ...collectives import transport
 from ...core import devices
@@ -151,17 +152,21 @@ class SequenceAttention:
         return {"heads for rows over sp, there and back": (messages, 2 * moved * (ranks - 1) // ranks)}
 
 
+class _InGroup(FunctionCtx):
+    group: dist.ProcessGroup
+
+
 class _Exchange(torch.autograd.Function):
     """`all_to_all_single` of equal shards along dimension 0; its gradient is exchanged in reverse."""
 
     @staticmethod
-    def forward(ctx: Any, shards: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(ctx: _InGroup, shards: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
         return _all_to_all(shards, group)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: _InGroup, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return _all_to_all(gradient, ctx.group), None
 
 
@@ -187,7 +192,7 @@ def split_rows(heads: torch.Tensor, group: dist.ProcessGroup, ranks: int) -> tor
 
 
 def copies_of_heads(shared: int, ranks: int) -> int:
-    """To how many ranks a key head is sent, so that every rank has those that its queries need."""
+    """To how many ranks a key head is sent, so that every rank has the key heads of its queries."""
     return math.lcm(shared, ranks) // shared
 
 
@@ -280,7 +285,7 @@ class AttentionPatch:
         # Other functions that are replaced meanwhile: (module, name) -> wrapper.
         self.others: dict[tuple[str, str], Wrapper] = {}
         self._open_blocks = 0
-        self._replaced: list[tuple[Any, str, Any]] = []
+        self._replaced: list[tuple[ModuleType, str, object]] = []
 
     def open(self) -> None:
         """Replace the functions when the first block opens."""

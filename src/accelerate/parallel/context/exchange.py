@@ -5,11 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
+from torch.autograd.function import FunctionCtx, once_differentiable
 
 from ...collectives import transport
 from .blocks import Attended, Block, Gradients, Merger, accumulator, attend, attend_backward
@@ -17,7 +16,7 @@ from .masks import SEES_ALL, Visibility
 from .shard import SequenceLayout
 
 # The name since torch 2.13; torch 2.11 and 2.12 have the older one.
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 ALL = slice(None)
 
@@ -83,7 +82,7 @@ class Exchange:
         return slice(rows // 2, rows), ALL, block
 
     def _masked(self, sources: Sequence[int], rows: int) -> Iterator[Tile]:
-        """Tiles of a mask: first keys that are seen completely, then those that it shows partly."""
+        """Tiles of a mask: first keys that are seen completely, then keys that it shows partly."""
         half = rows // 2
         slices = (slice(0, half), slice(half, rows))
         keys = [(source, place, chunk) for source in sources for place, chunk in enumerate(self.layout.chunks(source))]
@@ -254,6 +253,11 @@ class Ring(KeyValueExchange):
         return unpack(self._homing.wait(), self.own)
 
 
+class _OfExchange(FunctionCtx):
+    exchange: Exchange
+    saved_tensors: tuple[torch.Tensor, ...]
+
+
 class ExchangedAttention(torch.autograd.Function):
     """Exact attention over all ranks' keys. `apply(query, key, value, exchange)`, all (batch, heads, rows, width).
 
@@ -263,7 +267,7 @@ class ExchangedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, exchange: Exchange
+        ctx: _OfExchange, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, exchange: Exchange
     ) -> torch.Tensor:
         """Compute the attention of this rank's queries to all keys."""
         merger = Merger(query, value.shape[-1])
@@ -279,10 +283,10 @@ class ExchangedAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: _OfExchange, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Compute the gradients of query, key and value."""
         query, key, value, out, lse, _ = ctx.saved_tensors
-        exchange: Exchange = ctx.exchange
+        exchange = ctx.exchange
         of = Attended(query, key, value, out, lse, gradient.contiguous())
         d_query = torch.zeros_like(query, dtype=accumulator(query.dtype))
         travel = exchange.method(exchange, key, value)

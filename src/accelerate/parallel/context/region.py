@@ -8,7 +8,7 @@ import inspect
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 from unittest import mock
 
 import torch
@@ -22,7 +22,7 @@ from ...data_loader.prepare import skip_first_batches
 from ...logging import MultiProcessAdapter, get_logger
 from ...parallelism_config import ParallelismConfig
 from ..prepared import CommunicationVolume
-from . import transformers_masks, transformers_models
+from . import transformers_models
 from .attention import (
     AttentionCall,
     AttentionPatch,
@@ -34,9 +34,6 @@ from .attention import (
     plain_attention,
 )
 from .shard import SequenceLayout, common_length, split_in_place
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 logger: MultiProcessAdapter = get_logger(__name__)
 
@@ -115,11 +112,12 @@ class ContextParallel:
             self.attention = ContextAttention(group, self.layout, rotate=strategy == "alltoall")
         else:
             self.attention = SequenceAttention(group, self.layout, self.random)
-            transformers_models.count_whole_batches()
+            transformers_models.count_full_batches()
         self.patch: AttentionPatch = AttentionPatch(self._attend)
-        self.patch.others.update(transformers_masks.hooks(lambda: self.region))
+        self.patch.others.update(transformers_models.mask_hooks(lambda: self.region))
         if not self.layout.balanced:
-            self.patch.others.update(transformers_models.hooks())
+            # While a loader splits batches.
+            self.patch.others["transformers.trainer", "deepspeed_sp_compute_loss"] = transformers_models.on_the_mesh
         self._block: SequenceRegion | None = None
         # Batches that a loader split: that of the last or current forward, and all that are still alive.
         self._batch: SequenceRegion | None = None
@@ -131,7 +129,8 @@ class ContextParallel:
         # Whether the last forward was on split sequences.
         self.was_split: bool = False
         self._sent: Sent = {}
-        self._has_warned = False
+        # Once, of a model that takes no position_ids.
+        self.has_warned: bool = False
 
     @property
     def region(self) -> SequenceRegion | None:
@@ -144,7 +143,7 @@ class ContextParallel:
         return self._block is not None or self._batch is not None or len(self._loader_batches) > 0
 
     @classmethod
-    def of_layout(cls, layout: ParallelismConfig, mesh: DeviceMesh | None) -> ContextParallel | None:
+    def of_layout(cls, layout: ParallelismConfig, mesh: dist.DeviceMesh | None) -> ContextParallel | None:
         """For the cp or sp dimension of a layout; None where it has none."""
         if mesh is None or not (layout.cp_enabled or layout.sp_enabled):
             return None
@@ -167,7 +166,7 @@ class ContextParallel:
         """The ranks that had other tokens of the same samples in the last forward; None if no sequence was split."""
         return self.group if self.was_split else None
 
-    def split_loader(self, loader: object) -> Any:
+    def split_loader(self, loader: object) -> object:
         """A loader whose batches have this rank's tokens; the same one where blocks split sequences (cp_size)."""
         return loader if self.layout.balanced else SequenceLoader(loader, self)
 
@@ -329,7 +328,6 @@ class ContextParallel:
         self._running.append((id(model), streams))
         if region is not None:
             streams.enter_context(self.random.seeded())
-        if region is not None:
             region.passes[id(model)] = region.calls
 
     def _leave(self, model: nn.Module, args: object, output: object) -> None:
@@ -347,16 +345,6 @@ class ContextParallel:
             "would attend to its own part of the sequence only. Attend through torch.nn.functional."
             "scaled_dot_product_attention (attn_implementation='sdpa' in transformers); call a model without "
             "attention outside of the block."
-        )
-
-    def warn_of_missing_positions(self, model: nn.Module, region: SequenceRegion) -> None:
-        """Log a warning, once, for a model that takes no position_ids in a block without tables of positions."""
-        if self._has_warned or region.has_tables:
-            return
-        self._has_warned = True
-        logger.warning(
-            f"{type(model).__name__}.forward takes no position_ids: if the model counts positions by itself, every "
-            "rank counts from 0. Have it take position_ids, or give its table of positions as one of the buffers."
         )
 
     # -- attention
@@ -391,16 +379,12 @@ class ContextParallel:
             dtype = torch.get_autocast_dtype(kind)
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         if flat:
-            return self._compute(region, query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1), call).squeeze(1)
-        return self._compute(region, query, key, value, call)
-
-    def _compute(
-        self, region: SequenceRegion, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
-    ) -> torch.Tensor:
+            query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
         for what, (messages, sent) in self.attention.sent(query, key, value).items():
             before = region.sent.get(what, (0, 0))
             region.sent[what] = (before[0] + messages, before[1] + sent)
-        return self.attention(query, key, value, call)
+        out = self.attention(query, key, value, call)
+        return out.squeeze(1) if flat else out
 
     def communication_volume(self, backwards: int) -> list[CommunicationVolume]:
         """What attention sends in a step of so many backwards, as in the last batch; empty before the first."""
@@ -430,7 +414,9 @@ class _Inputs:
         region = self.parallel.of_inputs(given, model.training)
         if region is None:
             return None
-        split = _split_input(given, region)
+        # The input that is (batch, this rank's rows, ...).
+        usual = [value for name in ("input_ids", "inputs_embeds") if (value := given.get(name)) is not None]
+        split = next((value for value in usual or given.values() if _is_sequence(value, region.rows)), None)
         if split is None and not region.strict:
             return None
         changed = {}
@@ -449,8 +435,13 @@ class _Inputs:
                 f"rows from 0, and {region.layout.size}={region.layout.ranks} would compute something else. Train it "
                 "without, or give its table of positions as one of the buffers of maybe_context_parallel."
             )
-        elif not self.takes_positions and not self.rest:
-            self.parallel.warn_of_missing_positions(model, region)
+        elif not self.takes_positions and not self.rest and not region.has_tables and not self.parallel.has_warned:
+            self.parallel.has_warned = True
+            logger.warning(
+                f"{type(model).__name__}.forward takes no position_ids: if the model counts positions by itself, "
+                "every rank counts from 0. Have it take position_ids, or give its table of positions as one of the "
+                "buffers."
+            )
         if self.special is not None:
             changed.update(transformers_models.adapt_inputs(self.special, given, region))
         if not changed:
@@ -458,12 +449,6 @@ class _Inputs:
         for name in [name for name in changed if name in bound.arguments and name not in kwargs]:
             bound.arguments[name] = changed.pop(name)
         return bound.args[: len(args)], {**kwargs, **changed}
-
-
-def _split_input(given: Mapping[str, Any], region: SequenceRegion) -> torch.Tensor | None:
-    """The tensor among a model's inputs that is (batch, this rank's rows, ...), else None."""
-    usual = [value for name in ("input_ids", "inputs_embeds") if (value := given.get(name)) is not None]
-    return next((value for value in usual or given.values() if _is_sequence(value, region.rows)), None)
 
 
 def _outermost(model: nn.Module) -> list[nn.Module]:

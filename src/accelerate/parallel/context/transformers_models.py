@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a transformers model computes from the full sequence by itself: padding, packing, labels, Trainer's batches."""
+"""What transformers computes from the full sequence: padding, packing, labels, masks, Trainer's batches."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,7 +17,7 @@ from torch import nn
 from ...collectives import transport
 from ...core.errors import ConfigurationError, PrepareError
 from .attention import Wrapper
-from .transformers_masks import builds_masks
+from .masks import compact
 
 if TYPE_CHECKING:
     from .region import SequenceRegion
@@ -28,6 +28,8 @@ _KINDS = {_FULL, "sliding_attention", _CHUNKED}
 _IGNORED = -100
 # Computes positions from token ids, in RoBERTa and similar models.
 _FROM_IDS = "create_position_ids_from_input_ids"
+_MASKING = "transformers.masking_utils"
+_Current = Callable[[], "SequenceRegion | None"]
 
 
 def is_transformers_model(module: nn.Module) -> bool:
@@ -96,16 +98,19 @@ def adapt_inputs(model: nn.Module, given: dict[str, Any], region: SequenceRegion
     if region.packed is None and isinstance(positions, torch.Tensor) and positions.shape[1:] == (region.rows,):
         region.packed = packed_sequences(positions, region)
     labels = given.get("labels")
-    if isinstance(labels, torch.Tensor) and given.get("shift_labels") is None and _shifts_labels(model):
-        changed["shift_labels"] = shifted(labels, region)
+    if isinstance(labels, torch.Tensor) and given.get("shift_labels") is None:
+        losses = sys.modules.get("transformers.loss.loss_utils")
+        if losses is not None and getattr(model, "loss_function", None) is losses.ForCausalLMLoss:
+            # The loss that the model computes by itself compares row i with label i + 1.
+            changed["shift_labels"] = shifted(labels, region)
     return changed
 
 
 def own_positions(model: nn.Module, given: dict[str, Any], region: SequenceRegion) -> torch.Tensor | None:
     """This rank's shard of the positions that a model computes from its token ids or its padding mask; else None.
 
-    RoBERTa and similar models count the tokens that are not padding, from `padding_idx` + 1; OPT and BioGPT those that
-    the mask shows, from 0.
+    RoBERTa and similar models count the tokens that are not padding, from `padding_idx` + 1; OPT and BioGPT the tokens
+    that the mask shows, from 0.
     """
     for part in model.modules():
         source = sys.modules[type(part).__module__]
@@ -129,7 +134,7 @@ def own_positions(model: nn.Module, given: dict[str, Any], region: SequenceRegio
 
 
 @functools.cache
-def _parameters(forward: Callable[..., Any]) -> set[str]:
+def _parameters(forward: Callable[..., object]) -> set[str]:
     return set(inspect.signature(forward).parameters)
 
 
@@ -144,7 +149,7 @@ def _full(shard: torch.Tensor, region: SequenceRegion) -> torch.Tensor:
     return full
 
 
-def gather_padding(mask: torch.Tensor, labels: list[Any], region: SequenceRegion) -> None:
+def gather_padding(mask: torch.Tensor, labels: list[object], region: SequenceRegion) -> None:
     """Set the region's `keep`, `padded_behind` and `padding_counts` from all ranks' masks and labels.
 
     One message. All ranks come to the same result. Padding counts where a row of it has a label, or may have one
@@ -182,13 +187,6 @@ def packed_sequences(
     return (full, number) if bool(number[:, -1].any()) else False
 
 
-def _shifts_labels(model: nn.Module) -> bool:
-    """Whether the loss that the model computes by itself compares row i with label i + 1."""
-    losses = sys.modules.get("transformers.loss.loss_utils")
-    loss = getattr(model, "loss_function", None)
-    return losses is not None and loss is losses.ForCausalLMLoss
-
-
 def shifted(labels: torch.Tensor, region: SequenceRegion) -> torch.Tensor:
     """This rank's shard of the labels, each moved to the row before it: the next row may be another rank's."""
     full = region.full_of(labels)
@@ -201,32 +199,24 @@ def shifted(labels: torch.Tensor, region: SequenceRegion) -> torch.Tensor:
     return region.layout.take(F.pad(full[..., 1:], (0, 1), value=_IGNORED), -1)
 
 
-_TRAINER = "transformers.trainer"
+def on_the_mesh(former: Callable[..., object]) -> Callable[..., object]:
+    """Have the loss over a sequence's ranks use the group of the mesh, as for backends other than DeepSpeed."""
 
-
-def hooks() -> dict[tuple[str, str], Wrapper]:
-    """Functions that are replaced while a loader splits batches: (module, name) -> wrapper."""
-    return {(_TRAINER, "deepspeed_sp_compute_loss"): _on_the_mesh}
-
-
-def _on_the_mesh(former: Any) -> Any:
-    """Has the loss over a sequence's ranks use the group of the mesh, as for backends other than DeepSpeed."""
-
-    def compute_loss(accelerator: Any, model: Any, inputs: Any, return_outputs: bool, layout: Any) -> Any:
+    def compute_loss(accelerator: object, model: object, inputs: object, return_outputs: bool, layout: Any) -> object:
         layout = SimpleNamespace(sp_backend="torch", sp_size=layout.sp_size)
         return former(accelerator, model, inputs, return_outputs, layout)
 
     return compute_loss
 
 
-def count_whole_batches() -> None:
+def count_full_batches() -> None:
     """Have Trainer count the batches of a split loader once. It is patched once in a process.
 
     It assumes that a split loader has sp_size times as many batches as the prepared one: with DeepSpeed the ranks of a
     sequence read different batches and compute on each in turn. Here they read the same ones, as under cp_size.
     Trainers of other layouts behave as before.
     """
-    trainer = getattr(sys.modules.get(_TRAINER), "Trainer", None)
+    trainer = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
     former = getattr(trainer, "get_sp_size", None), getattr(trainer, "get_cp_size", None)
     if None in former or getattr(former[0], "__module__", "") == __name__:
         return
@@ -244,3 +234,119 @@ def _splits_heads(trainer: object) -> bool:
     strategy = getattr(getattr(trainer, "accelerator", None), "strategy", None)
     sequence = getattr(strategy, "sequence", None)
     return sequence is not None and sequence.layout.size == "sp_size"
+
+
+# -- masks (windows, chunks, packed sequences), for a rank's rows over all columns
+
+
+def mask_hooks(region: _Current) -> dict[tuple[str, str], Wrapper]:
+    """Functions of transformers that are replaced while sequences are split: (module, name) -> wrapper."""
+    return {
+        (_MASKING, "find_packed_sequence_indices"): lambda former: _ignore_packing(former, region),
+        (_MASKING, "ALL_MASK_ATTENTION_FUNCTIONS"): lambda former: _full_sequence_masks(former, region),
+        # Key heads are sent without repeating them, also with a mask.
+        ("transformers.integrations.sdpa_attention", "use_gqa_in_sdpa"): lambda former: (
+            lambda *args, **kwargs: region() is not None or former(*args, **kwargs)
+        ),
+    }
+
+
+def builds_masks(source: str) -> bool:
+    """Whether a module of this name builds its masks by transformers' functions, which use the replaced ones."""
+    bound = vars(sys.modules[source]) if source in sys.modules else {}
+    return any(name.startswith("create_") and getattr(bound[name], "__module__", "") == _MASKING for name in bound)
+
+
+def _ignore_packing(former: Callable[..., object], region: _Current) -> Callable[..., object]:
+    """Replaces the search for packed sequences, which would take this rank's two chunks for two sequences."""
+
+    def find_packed_sequence_indices(position_ids: torch.Tensor, *args: object, **kwargs: object) -> object:
+        current = region()
+        if current is None or position_ids.shape[-1] != current.rows:
+            return former(position_ids, *args, **kwargs)
+        if current.packed is None:
+            shift = position_ids - current.positions(position_ids.device)
+            if bool((shift != shift[..., :1]).any()):
+                raise ConfigurationError(
+                    f"positions inside the model are not those of {current.layout.size}={current.layout.ranks}, and "
+                    "were not given to it: whether sequences are packed is unknown. Give position_ids."
+                )
+        current.next_is_packed = bool(current.packed)
+        return None
+
+    return find_packed_sequence_indices
+
+
+def _full_sequence_masks(former: Any, region: _Current) -> object:
+    """Replaces the table of mask builders: sdpa's builds masks over the full sequence."""
+    table = type(former)()
+    table.update(former)
+    sdpa_mask = former["sdpa"]
+
+    def full_mask(**arguments: object) -> torch.Tensor | None:
+        current = region()
+        if current is None or not arguments["q_length"] == arguments["kv_length"] == current.rows:
+            mask: torch.Tensor | None = sdpa_mask(**arguments)
+            return mask
+        return _full_mask(sdpa_mask, arguments, current)
+
+    table["sdpa"] = torch.compiler.disable(full_mask) if "torch._dynamo" in sys.modules else full_mask
+    return table
+
+
+def _full_mask(
+    sdpa_mask: Callable[..., torch.Tensor], arguments: dict[str, Any], region: SequenceRegion
+) -> torch.Tensor | None:
+    """(batch, 1, rows, length): this rank's rows under cp_size, all rows under sp_size. Padding is added later."""
+    layout, length, function = region.layout, region.length, arguments["mask_function"]
+    packed, region.next_is_packed = region.next_is_packed and region.packed, False
+    _check_indices(function, arguments.get("attention_mask"), region)
+    local = arguments.get("local_size")
+    skips = arguments.get("allow_is_causal_skip", True) or arguments.get("allow_is_bidirectional_skip", False)
+    if skips and not packed and (local is None or length < local):
+        return None
+    if packed:
+        positions, documents = (full.expand(arguments["batch_size"], -1) for full in packed)
+        wrapper = sys.modules[_MASKING].packed_sequence_compatibility_function
+        function = wrapper(function, positions.to(arguments["device"]), documents.to(arguments["device"]))
+    size = length // layout.multiple
+    chunks = [(size, i * size) for i in layout.chunks(layout.rank)] if layout.balanced else [(length, 0)]
+    arguments = {
+        **arguments,
+        "kv_length": length,
+        "kv_offset": 0,
+        "mask_function": function,
+        "attention_mask": None,
+        "allow_is_causal_skip": False,
+        "allow_is_bidirectional_skip": False,
+    }
+    found = [compact(sdpa_mask(**{**arguments, "q_length": rows, "q_offset": first})) for rows, first in chunks]
+    return torch.cat(found, dim=2).expand(arguments["batch_size"], -1, -1, -1)
+
+
+def _check_indices(function: object, padding: torch.Tensor | None, region: SequenceRegion) -> None:
+    """Raises ConfigurationError for a mask that looks up a tensor which has this rank's rows only."""
+    where = f"under {region.layout.size}={region.layout.ranks}"
+    if padding is not None and not bool(padding.all()):
+        raise ConfigurationError(
+            f"a padding mask of shape {tuple(padding.shape)} is made inside the model {where}, for this rank's rows "
+            "only: give attention_mask to the model."
+        )
+    for tensor in _tensors(function):
+        if tensor.dim() > 1 and tensor.shape[-1] == region.rows:
+            raise ConfigurationError(
+                f"the model builds its mask from a tensor of shape {tuple(tensor.shape)} {where}, without the "
+                "rows of other ranks (blocks of image tokens, for example): it cannot be split. Give a mask over the "
+                "full sequence as attention_mask, (batch, 1, length, length)."
+            )
+
+
+def _tensors(function: object) -> Iterator[torch.Tensor]:
+    """The tensors in the closures of a function."""
+    for cell in getattr(function, "__closure__", None) or ():
+        content = cell.cell_contents
+        for value in content if isinstance(content, (tuple, list)) else (content,):
+            if isinstance(value, torch.Tensor):
+                yield value
+            elif callable(value):
+                yield from _tensors(value)

@@ -2,11 +2,13 @@
 """Communication hooks of DDP: gradients compressed for the reduction."""
 
 # No postponed annotations here: DDP compares the hook's own with its classes.
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from ...core.enums import DDPCommunicationHookType as Hook
 from ...core.errors import ConfigurationError
@@ -15,41 +17,42 @@ from ...core.errors import ConfigurationError
 _COMPRESSED = {Hook.FP16: torch.float16, Hook.BF16: torch.bfloat16}
 
 
-def register(model: Any, hook: Hook, wrapper: Hook, state_options: dict[str, Any]) -> None:
+# Takes its state and a bucket.
+Function = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
+
+
+def register(model: DistributedDataParallel, hook: Hook, wrapper: Hook, state_options: dict[str, Any]) -> None:
     """Register `hook` (wrapped by `wrapper`) on a `DistributedDataParallel` model. Hook.NO registers nothing."""
     if hook is Hook.NO:
         return
+    state: object = model.process_group
     if hook in _COMPRESSED:
-        state: Any = model.process_group
         function = _cast_hook(_COMPRESSED[hook])
     else:
-        state = _power_sgd_state(model, state_options)
+        try:
+            state = powerSGD_hook.PowerSGDState(process_group=model.process_group, **state_options)
+        except TypeError as error:
+            raise ConfigurationError(
+                f"DistributedDataParallelKwargs.comm_state_option={state_options!r} does not fit PowerSGDState: "
+                f"{error}"
+            ) from error
         function = powerSGD_hook.powerSGD_hook if hook is Hook.POWER_SGD else powerSGD_hook.batched_powerSGD_hook
     if wrapper is not Hook.NO:
         function = _cast_wrapper(function, _COMPRESSED[wrapper])
     model.register_comm_hook(state=state, hook=function)
 
 
-def _power_sgd_state(model: Any, options: dict[str, Any]) -> Any:
-    try:
-        return powerSGD_hook.PowerSGDState(process_group=model.process_group, **options)
-    except TypeError as error:
-        raise ConfigurationError(
-            f"DistributedDataParallelKwargs.comm_state_option={options!r} does not fit PowerSGDState: {error}"
-        ) from error
-
-
-def _cast_hook(dtype: torch.dtype) -> Any:
+def _cast_hook(dtype: torch.dtype) -> Function:
     def compress(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         return default_hooks._compress_hook(dtype, group, bucket)
 
     return compress
 
 
-def _cast_wrapper(hook: Any, dtype: torch.dtype) -> Any:
+def _cast_wrapper(hook: Function, dtype: torch.dtype) -> Function:
     """`hook` on a bucket cast to `dtype`; its result cast back into the bucket's own buffer."""
 
-    def wrapped(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def wrapped(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         original = bucket.buffer()
         bucket.set_buffer(original.to(dtype))
 
@@ -58,7 +61,6 @@ def _cast_wrapper(hook: Any, dtype: torch.dtype) -> Any:
             original.copy_(value[0] if isinstance(value, list) else value)
             return original
 
-        restored: torch.futures.Future[torch.Tensor] = hook(state, bucket).then(restore)
-        return restored
+        return hook(state, bucket).then(restore)
 
     return wrapped

@@ -7,7 +7,7 @@ import contextlib
 import functools
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from ...core import trees
 from ...core.enums import DDPCommunicationHookType
 from ...core.errors import PrepareError
 from ...precision.base import Precision
-from ..base import Strategy
+from ..base import Strategy, one_shard_each
 from ..prepared import CommunicationVolume, PreparedModel
 from ..report import memory
 
@@ -42,7 +42,7 @@ class ReplicatedModel(PreparedModel):
         super().__init__(module, precision)
         self.element_size = element_size
         self.forwards: Forwards | None = None
-        # Parameters, by name, that DDP reduces, and those that it does not, since they were frozen when it was made.
+        # Parameters, by name, that DDP reduces, and the others, which were frozen when it was made.
         # Empty for a model that was prepared for evaluation.
         self.reduced: dict[str, torch.nn.Parameter] = {}
         self.frozen: dict[str, torch.nn.Parameter] = {}
@@ -80,7 +80,7 @@ class ReplicatedModel(PreparedModel):
         )
 
     def check_trained(self, replica: DistributedDataParallel | None) -> None:
-        """Raise PrepareError where other parameters train than those that DDP reduces, before a backward.
+        """Raise PrepareError where the parameters that train are not the ones that DDP reduces, before a backward.
 
         Gradients would not be averaged, and torch's error comes a step later, if at all.
         """
@@ -111,19 +111,17 @@ class ReplicatedModel(PreparedModel):
         except RuntimeError as error:
             if (found := _NO_GRADIENT.search(str(error))) is None:
                 raise
-            missing = self._names_at(map(int, found[1].split()))
+            names = list(self.reduced)
+            left_out = [names[int(index)] for index in found[1].split()]
+            more = f" and {len(left_out) - 5} more parameters" if len(left_out) > 5 else ""
+            missing = ", ".join(left_out[:5]) + more
             raise PrepareError(
                 f"the loss does not depend on {missing} of {type(self.inner).__name__}, and DDP waits for the "
                 "gradient. Set find_unused_parameters=True (DistributedDataParallelKwargs), freeze what is not "
                 "trained before prepare, or add a term that uses it to the loss"
             ) from error
 
-    def _names_at(self, indices: Iterable[int]) -> str:
-        names = list(self.reduced)
-        found = [names[index] for index in indices]
-        return ", ".join(found[:5]) + (f" and {len(found) - 5} more parameters" if len(found) > 5 else "")
-
-    def no_sync(self) -> contextlib.AbstractContextManager[Any]:
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """DDP's own `no_sync`.
 
         With `static_graph`, the first backward communicates nevertheless: DDP records the graph in it.
@@ -168,6 +166,7 @@ class DataParallel(Strategy):
     """Each process has a replica of the model and reads its shard of the data; the backward averages gradients."""
 
     name = "DistributedDataParallel"
+    data_shard = property(one_shard_each)
 
     def __init__(
         self,
@@ -177,11 +176,6 @@ class DataParallel(Strategy):
     ) -> None:
         super().__init__(device, precision)
         self.options: DistributedDataParallelKwargs = options or DistributedDataParallelKwargs()
-
-    @property
-    def data_shard(self) -> tuple[int, int]:
-        """One shard for each process."""
-        return dist.get_rank(), dist.get_world_size()
 
     def wrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
         """The model inside of DDP, with the communication hook and equal master weights."""
@@ -209,7 +203,8 @@ class DataParallel(Strategy):
 
     def as_prepared(self, module: torch.nn.Module) -> ReplicatedModel:
         """A prepared model with the element size of the communication hook."""
-        return ReplicatedModel(module, self.precision, _sent_as(self.options.comm_hook))
+        halves = self.options.comm_hook in (DDPCommunicationHookType.FP16, DDPCommunicationHookType.BF16)
+        return ReplicatedModel(module, self.precision, 2 if halves else None)
 
     def lay_out(self, model: torch.nn.Module) -> PreparedModel:
         """Wrap one model, and watch its forwards."""
@@ -259,8 +254,13 @@ class DataParallel(Strategy):
             try:
                 super().backward(loss, **kwargs)
             except RuntimeError as error:
-                _raise_twice(error)
-                raise
+                if (found := _READY_TWICE.search(str(error))) is None:
+                    raise
+                raise PrepareError(
+                    f"{found[1]} received a gradient twice in one backward, and DDP had reduced the first. Activation "
+                    "checkpointing with use_reentrant=True has this effect with find_unused_parameters=True, and "
+                    "where several segments use one parameter: set use_reentrant=False"
+                ) from error
         for prepared, replica, forwards in synced:
             forwards.ready = False
             prepared.check_reduced(replica)
@@ -275,16 +275,19 @@ class DataParallel(Strategy):
         return arguments
 
     @contextlib.contextmanager
-    def join(self, joinables: list[Any], loaders: list[Any], even_batches: bool | None) -> Iterator[None]:
+    def join(
+        self, joinables: Sequence[object], loaders: Sequence[object], even_batches: bool | None
+    ) -> Iterator[None]:
         """The `Join` of torch around the models, with `even_batches` set on the loaders for its time."""
         if not isinstance(joinables, list | tuple):
             raise PrepareError(f"join_uneven_inputs takes a list of models, not {type(joinables).__name__}")
-        joined = [replica_of(item) or item for item in joinables]
-        for item in joined:
+        joined: list[Joinable] = []
+        for item in (replica_of(item) or item for item in joinables):
             if not isinstance(item, Joinable):
                 raise PrepareError(
                     f"join_uneven_inputs takes prepared models, and this {type(item).__name__} is not one"
                 )
+            joined.append(item)
         with contextlib.ExitStack() as stack:
             if even_batches is not None:
                 for sampler in _map_style_samplers(loaders):
@@ -294,7 +297,7 @@ class DataParallel(Strategy):
             yield
 
 
-def replica_of(model: torch.nn.Module) -> DistributedDataParallel | None:
+def replica_of(model: object) -> DistributedDataParallel | None:
     """The DDP wrapper of a prepared model, also inside a compiled one; None where it has none."""
     inner = getattr(model, "_orig_mod", model)
     return inner if isinstance(inner, DistributedDataParallel) else None
@@ -322,22 +325,6 @@ def _refuse_hidden_outputs(model: torch.nn.Module) -> None:
     handle = model.register_forward_hook(check)
 
 
-def _sent_as(hook: DDPCommunicationHookType) -> int | None:
-    """Bytes of an element that a hook has compressed; None if it does not."""
-    halves = (DDPCommunicationHookType.FP16, DDPCommunicationHookType.BF16)
-    return 2 if hook in halves else None
-
-
-def _raise_twice(error: RuntimeError) -> None:
-    """Raise PrepareError for torch's error about a parameter whose gradient came twice in a backward."""
-    if (found := _READY_TWICE.search(str(error))) is not None:
-        raise PrepareError(
-            f"{found[1]} received a gradient twice in one backward, and DDP had reduced the first. Activation "
-            "checkpointing with use_reentrant=True has this effect with find_unused_parameters=True, and where "
-            "several segments use one parameter: set use_reentrant=False"
-        ) from error
-
-
 def _expect_backward(replica: DistributedDataParallel, loss: torch.Tensor, _: torch.Tensor) -> None:
     """Make DDP reduce the gradients of a backward without its own forward, when the first gradient is there."""
     if replica._join_config.enable:
@@ -356,7 +343,7 @@ def sync_in_backward(model: torch.nn.Module) -> Iterator[None]:
     replica = replica_of(model)
     if replica is None:
         # Imports FSDP2.
-        from ..report.communication import shard_groups
+        from ..fsdp.units import shard_groups
 
         deferred = any(not group.reduce_grads for _, group, _ in shard_groups(model))
         if deferred or any(not getattr(module, "_sync_gradients", True) for module in model.modules()):
@@ -376,7 +363,7 @@ def sync_in_backward(model: torch.nn.Module) -> Iterator[None]:
         replica.require_backward_grad_sync, replica.require_forward_param_sync = before
 
 
-def _map_style_samplers(loaders: list[Any]) -> list[Any]:
+def _map_style_samplers(loaders: Sequence[object]) -> list[Any]:
     """The batch samplers with `even_batches`; warns about loaders of iterable data, which have none."""
     found = []
     for loader in loaders:
@@ -406,11 +393,11 @@ class XlaDataParallel(DataParallel):
     @property
     def data_shard(self) -> tuple[int, int]:
         """One shard for each process; all data without a process group."""
-        return super().data_shard if torch.distributed.is_initialized() else (0, 1)
+        return one_shard_each(self) if dist.is_initialized() else (0, 1)
 
     def wrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
         """The model inside of DDP if there is a process group."""
-        return super().wrap_model(model) if torch.distributed.is_initialized() else model
+        return super().wrap_model(model) if dist.is_initialized() else model
 
     def arguments(self, model: torch.nn.Module) -> dict[str, Any]:
         """The arguments of DDP besides the model."""

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSpeed engines behind the API's names: wrappers, how one is started, what it sends and uses."""
+"""DeepSpeed engines behind the API's names: wrappers, how one is started, its host optimizers, what it sends."""
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,39 +21,61 @@ from ..gradients import gradients_of, multiply
 from ..placeholders import DummyOptim, DummyScheduler
 from ..prepared import CommunicationVolume
 from ..report import memory
-from .host_optimizers import map_pytorch_optim_to_deepspeed
 
 __all__ = [
     "DeepSpeedEngineWrapper",
     "DeepSpeedOptimizerWrapper",
     "DeepSpeedSchedulerWrapper",
     "get_active_deepspeed_plugin",
+    "map_pytorch_optim_to_deepspeed",
     "start_engine",
 ]
+
+
+if TYPE_CHECKING:
+
+    class Engine(nn.Module):
+        """What is used of `deepspeed.DeepSpeedEngine`, which has no types; its optimizers have many classes."""
+
+        module: nn.Module
+        optimizer: Any
+        device: torch.device
+        communication_data_type: torch.dtype
+        has_moe_layers: bool
+        backward: Callable[..., object]
+        step: Callable[[], object]
+        destroy: Callable[[], None]
+        zero_optimization: Callable[[], bool]
+        zero_optimization_stage: Callable[[], int]
+        gradient_accumulation_steps: Callable[[], int]
+        set_gradient_accumulation_boundary: Callable[[bool], None]
+        get_global_grad_norm: Callable[[], float | torch.Tensor | None]
+        _running_engine_backward: bool
+        _config: Any
 
 
 class DeepSpeedEngineWrapper:
     """Calls an engine's backward, and its step at the end of a window."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.engine = engine
 
-    def backward(self, loss: torch.Tensor, sync_gradients: bool = True, **kwargs: Any) -> None:
+    def backward(self, loss: torch.Tensor, sync_gradients: bool = True, **kwargs: object) -> None:
         """One backward; with `sync_gradients` the engine reduces, clips, steps, moves its scheduler, clears."""
         # The window is the user's: it may end early, with the loader.
-        self.engine.set_gradient_accumulation_boundary(is_boundary=sync_gradients)
+        self.engine.set_gradient_accumulation_boundary(sync_gradients)
         self.engine.backward(loss, **kwargs)
         if sync_gradients:
             self.engine.step()
 
-    def backward_items(self, loss: torch.Tensor, factor: Callable[[], torch.Tensor] | None, **kwargs: Any) -> None:
+    def backward_items(self, loss: torch.Tensor, factor: Callable[[], torch.Tensor] | None, **kwargs: object) -> None:
         """One backward of a loss that is not divided by the steps of its window.
 
         At the end of a window (`factor` is given) the engine steps with its gradients times `factor()`.
         Raises ConfigurationError for an engine whose gradients cannot be multiplied.
         """
         check_multiplies(self.engine)
-        self.engine.set_gradient_accumulation_boundary(is_boundary=factor is not None)
+        self.engine.set_gradient_accumulation_boundary(factor is not None)
         self.engine.backward(loss, scale_wrt_gas=False, **kwargs)
         if factor is not None:
             with multiplied(self.engine, factor()):
@@ -65,9 +87,11 @@ class DeepSpeedEngineWrapper:
         return norm.item() if isinstance(norm, torch.Tensor) else norm
 
 
-def check_multiplies(engine: Any) -> None:
+def check_multiplies(engine: Engine) -> None:
     """Raise ConfigurationError for an engine that uses gradients before its step."""
-    for option, is_on in (("zenflow", getattr(engine, "zenflow", False)), ("super_offload", _super_offload(engine))):
+    super_offload = getattr(engine, "super_offload", None)
+    offloads = callable(super_offload) and bool(super_offload())
+    for option, is_on in (("zenflow", getattr(engine, "zenflow", False)), ("super_offload", offloads)):
         if is_on:
             raise ConfigurationError(
                 f"backward(loss, num_items=...): DeepSpeed's {option} updates parameters before all gradients of a "
@@ -76,13 +100,8 @@ def check_multiplies(engine: Any) -> None:
             )
 
 
-def _super_offload(engine: Any) -> bool:
-    uses = getattr(engine, "super_offload", None)
-    return bool(uses()) if callable(uses) else False
-
-
 @contextlib.contextmanager
-def multiplied(engine: Any, factor: torch.Tensor) -> Iterator[None]:
+def multiplied(engine: Engine, factor: torch.Tensor) -> Iterator[None]:
     """A block around `engine.step()` which uses the gradients times `factor`, for their norm and its limit too."""
     optimizer = engine.optimizer
     if hasattr(optimizer, "fp32_groups_gradients_flat"):
@@ -115,7 +134,7 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Nothing: the engine clears the gradients after its step."""
 
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], object] | None = None) -> None:  # type: ignore[override]
         """Nothing: the engine has stepped in the backward that completed the window. It takes no closure."""
         if closure is not None:
             raise TypeError("a DeepSpeed engine takes no closure: it has stepped in accelerator.backward already")
@@ -136,7 +155,7 @@ class DeepSpeedSchedulerWrapper(AcceleratedScheduler):
     def __init__(self, scheduler: Any, optimizers: Any) -> None:
         super().__init__(scheduler, optimizers)
 
-    def step(self, *args: Any, **kwargs: Any) -> None:
+    def step(self, *args: object, **kwargs: object) -> None:
         """Nothing: the engine has moved it."""
 
 
@@ -150,7 +169,7 @@ def start_engine(
     micro_batch_size: int,
     gradient_accumulation_steps: int,
     world_size: int,
-) -> tuple[Any, DeepSpeedOptimizerWrapper | None, DeepSpeedSchedulerWrapper | None]:
+) -> tuple[Engine, DeepSpeedOptimizerWrapper | None, DeepSpeedSchedulerWrapper | None]:
     """(engine, optimizer, scheduler) of a model under a plugin's configuration, its "auto" values filled.
 
     The scheduler is None where the engine does not move it (one of torch's own). `micro_batch_size` is the samples of
@@ -164,15 +183,18 @@ def start_engine(
     callable_ = getattr(scheduler, "lr_scheduler_callable", None)
     if callable_ is None:
         _check_given("scheduler", scheduler, DummyScheduler, plugin)
-    _fill(
-        plugin,
-        facts={
-            "train_micro_batch_size_per_gpu": micro_batch_size,
-            "gradient_accumulation_steps": gradient_accumulation_steps,
-            "train_batch_size": micro_batch_size * gradient_accumulation_steps * world_size,
-        },
-        defaults=_defaults(model, optimizer, scheduler),
-    )
+    # A set value may differ from a default of ours, never from what the program does.
+    facts: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": micro_batch_size,
+        "gradient_accumulation_steps": gradient_accumulation_steps,
+        "train_batch_size": micro_batch_size * gradient_accumulation_steps * world_size,
+    }
+    mismatches: list[str] = []
+    for key in facts:
+        plugin.fill_match(key, mismatches, **facts)
+    if mismatches:
+        raise ConfigurationError("the DeepSpeed config and the program differ:\n" + "\n".join(mismatches))
+    plugin.deepspeed_config_process(must_match=False, **facts, **_defaults(model, optimizer, scheduler))
     arguments: dict[str, Any] = {"model": model, "config": plugin.deepspeed_config}
     if isinstance(optimizer, DummyOptim):
         arguments["model_parameters"] = optimizer.params
@@ -196,10 +218,60 @@ def start_engine(
     return engine, wrapped, moved
 
 
-_ENGINES: weakref.WeakSet[Any] = weakref.WeakSet()
+_KEEP = 'Set "zero_force_ds_cpu_optimizer": false in the DeepSpeed config to keep the optimizer that you give.'
+# Options of a parameter group that DeepSpeed's optimizers do not have, with the values that change nothing.
+_WITHOUT = {"amsgrad": False, "maximize": False, "lr_decay": 0, "initial_accumulator_value": 0}
 
 
-def _refuse_other_backwards(engine: Any) -> None:
+def map_pytorch_optim_to_deepspeed(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """DeepSpeed's implementation of an optimizer whose states are in host memory.
+
+    Adam, AdamW and Adagrad of torch and of bitsandbytes, and Lion of any package, have one. It has the optimizer's own
+    parameter groups, so that schedulers of the optimizer set its learning rates.
+
+    Args:
+        optimizer: one that has not stepped yet.
+
+    Returns:
+        The optimizer that takes its place. Others are returned as they are, and DeepSpeed refuses to offload them
+        unless its configuration has `zero_force_ds_cpu_optimizer` set to false.
+
+    Raises:
+        PrepareError: an option of the optimizer has no counterpart (`amsgrad`, `maximize`, `lr_decay`).
+    """
+    kind, package = type(optimizer).__name__, type(optimizer).__module__.partition(".")[0]
+    if kind != "Lion" and (kind not in ("Adam", "AdamW", "Adagrad") or package not in ("torch", "bitsandbytes")):
+        return optimizer
+    for group in optimizer.param_groups:
+        for name, neutral in _WITHOUT.items():
+            if group.get(name, neutral) != neutral:
+                raise PrepareError(f"DeepSpeed's {kind} for the CPU has no {name} (here {group[name]!r}). {_KEEP}")
+        # It takes numbers only.
+        group["lr"] = float(group["lr"])
+    groups: Any = optimizer.param_groups
+    found: torch.optim.Optimizer
+    if kind == "Lion":
+        from deepspeed.ops.lion import DeepSpeedCPULion
+
+        found = DeepSpeedCPULion(groups)
+    elif kind == "Adagrad":
+        from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+
+        found = DeepSpeedCPUAdagrad(groups)
+    else:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        decoupled = kind == "AdamW" or bool(optimizer.defaults.get("decoupled_weight_decay"))
+        found = DeepSpeedCPUAdam(groups, adamw_mode=decoupled)
+    # A scheduler of the optimizer would warn that it never steps.
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+    return found
+
+
+_ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def _refuse_other_backwards(engine: Engine) -> None:
     """Make a backward through an engine's outputs an error while no engine runs one.
 
     The engine would take whatever it computes for the gradients of a step: of `loss.backward()`, after which nothing
@@ -219,10 +291,10 @@ def _refuse_other_backwards(engine: Any) -> None:
             )
         begin()
 
-    engine._backward_prologue = check
+    vars(engine)["_backward_prologue"] = check
 
 
-def _check_given(name: str, given: Any, placeholder: type, plugin: DeepSpeedPlugin) -> None:
+def _check_given(name: str, given: object, placeholder: type, plugin: DeepSpeedPlugin) -> None:
     in_file = plugin.get_value(name) is not None
     if in_file and given is not None and not isinstance(given, placeholder):
         raise PrepareError(
@@ -236,17 +308,7 @@ def _check_given(name: str, given: Any, placeholder: type, plugin: DeepSpeedPlug
         )
 
 
-def _fill(plugin: DeepSpeedPlugin, facts: dict[str, Any], defaults: dict[str, Any]) -> None:
-    """Fill what is "auto". A set value may differ from a default of ours, never from what the program does."""
-    mismatches: list[str] = []
-    for key in facts:
-        plugin.fill_match(key, mismatches, **facts)
-    if mismatches:
-        raise ConfigurationError("the DeepSpeed config and the program differ:\n" + "\n".join(mismatches))
-    plugin.deepspeed_config_process(must_match=False, **facts, **defaults)
-
-
-def _defaults(model: nn.Module, optimizer: Any, scheduler: Any) -> dict[str, Any]:
+def _defaults(model: nn.Module, optimizer: object, scheduler: object) -> dict[str, Any]:
     """Values for what a configuration leaves "auto" and the batches do not decide."""
     known: dict[str, Any] = {
         "gradient_clipping": 1.0,
@@ -289,7 +351,7 @@ _OFFLOAD_BUFFERS = (
 )
 
 
-def engine_volume(engine: Any, backwards: int) -> list[CommunicationVolume] | None:
+def engine_volume(engine: Engine, backwards: int) -> list[CommunicationVolume] | None:
     """Bytes of an accumulation window of so many backwards. How many messages carry them, DeepSpeed's buckets decide.
 
     None for options that compress messages or send them in groups of their own.
@@ -300,7 +362,9 @@ def engine_volume(engine: Any, backwards: int) -> list[CommunicationVolume] | No
     )
     if compresses or getattr(zero, "zero_hpz_partition_size", 1) > 1 or engine.has_moe_layers:
         return None
-    stage, parameters = int(engine.zero_optimization_stage()), list(engine.module.parameters())
+    # With the attributes of ZeRO-3.
+    parameters: list[Any] = list(engine.module.parameters())
+    stage = int(engine.zero_optimization_stage())
     width = engine.communication_data_type.itemsize
     if stage == 3:
         sizes = [(p, int(p.partition_numel()) * dist.get_world_size()) for p in parameters]
@@ -329,7 +393,7 @@ def engine_volume(engine: Any, backwards: int) -> list[CommunicationVolume] | No
     return [volume for volume in found if volume.sent]
 
 
-def engine_bytes(engine: Any) -> dict[str, int]:
+def engine_bytes(engine: Engine) -> dict[str, int]:
     """Bytes by kind, without the optimizer's state."""
     parameters = list(engine.module.parameters())
     shards = [parameter.ds_tensor for parameter in parameters if hasattr(parameter, "ds_tensor")]
@@ -342,14 +406,14 @@ def engine_bytes(engine: Any) -> dict[str, int]:
     }
 
 
-def engine_master_weights(engine: Any) -> list[torch.Tensor]:
+def engine_master_weights(engine: Engine) -> list[torch.Tensor]:
     """The fp32 weights that this rank steps; none where the model's own are stepped."""
     return next(
         (found for name in _MASTER_WEIGHTS if (found := memory.tensors_in(getattr(engine.optimizer, name, None)))), []
     )
 
 
-def _gradients(engine: Any, trained: list[Any], master_weights: list[torch.Tensor]) -> int:
+def _gradients(engine: Engine, trained: Sequence[torch.Tensor], master_weights: Sequence[torch.Tensor]) -> int:
     zero, stage = engine.optimizer, int(engine.zero_optimization_stage())
     if stage == 3:
         flat = getattr(zero, "grad_partitions_flat_buffer", None)
@@ -363,23 +427,18 @@ def _gradients(engine: Any, trained: list[Any], master_weights: list[torch.Tenso
     if stage == 0 or not hasattr(zero, "params_in_partition"):
         return unsharded
     width: int = zero.gradient_accumulation_dtype.itemsize
+    # Of the parameters that overlap this rank's partition: each of their gradients is kept entirely.
+    own: int = sum(parameter.numel() for group in zero.params_in_partition for parameter in group) * width
     if getattr(zero, "cpu_offload", False):
-        kept = _own(zero) if engine.gradient_accumulation_steps() > 1 else 0
-        return memory.allocated_bytes(master_weights) + kept * width
+        return memory.allocated_bytes(master_weights) + (own if engine.gradient_accumulation_steps() > 1 else 0)
     # Stage 1 keeps what each backward gives until the window ends, stage 2 what this rank will step.
     if stage == 2:
-        return _own(zero) * width
+        return own
     summed = sum(p.numel() for p in trained) * width if zero.use_grad_accum_attribute else 0
     return unsharded + summed
 
 
-def _own(zero: Any) -> int:
-    """Elements of the parameters that overlap this rank's partition: each of their gradients is kept entirely."""
-    elements: int = sum(parameter.numel() for group in zero.params_in_partition for parameter in group)
-    return elements
-
-
-def _buckets(engine: Any) -> int:
+def _buckets(engine: Engine) -> int:
     zero = engine.optimizer
     found = memory.allocated_bytes(memory.tensors_in([getattr(zero, name, None) for name in _OFFLOAD_BUFFERS]))
     if not getattr(zero, "contiguous_gradients", False):

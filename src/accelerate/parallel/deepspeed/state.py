@@ -1,35 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The full state of a DeepSpeed engine of any ZeRO stage, as in a plain run: any other layout can load it."""
+"""The full state of a DeepSpeed engine of any ZeRO stage, as in a plain run, and changes of its parameters."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...config.deepspeed import DeepSpeedPlugin
-from ...core.errors import CheckpointError, ConfigurationError
-from ..materialize import canonical_name
-from ..skeleton import complete, skeleton, without_storage
+from ...core.errors import CheckpointError, ConfigurationError, PrepareError
+from ..materialize import canonical_name, complete, named_parameters, skeleton, without_storage
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+_version = attrgetter("_version")
+# Steps before which values are compared as well: a change through `.data` has no version, and loops repeat themselves.
+_COMPARED_STEPS = 3
 
 
 class EngineState:
     """An engine and the parameters that its optimizer was made with, by group."""
 
-    def __init__(self, engine: Any, groups: Sequence[Sequence[nn.Parameter]]) -> None:
+    def __init__(self, engine: Engine, groups: Sequence[Sequence[nn.Parameter]]) -> None:
         self.engine = engine
         self.module: nn.Module = engine.module
         self.parameters: list[list[nn.Parameter]] = [list(group) for group in groups]
-        self.light: dict[str, Any] = without_storage(self.module.state_dict(keep_vars=True))
+        self.light: dict[str, object] = without_storage(self.module.state_dict(keep_vars=True))
         self.skeleton: nn.Module = skeleton(type(self.module).__qualname__, self.light)
 
     def groups(self) -> list[dict[str, list[int]]]:
         """{plain name: shape} of the parameters in each group."""
-        names = {id(parameter): canonical_name(name) for name, parameter in self.module.named_parameters()}
+        names = {id(parameter): name for name, parameter in named_parameters(self.module)}
         return [
             {names[id(p)]: list(getattr(p, "ds_shape", p.shape)) for p in group if id(p) in names}
             for group in self.parameters
@@ -39,26 +47,24 @@ class EngineState:
 
     def model_state(self) -> dict[str, Any]:
         """The full state, with the optimizer's fp32 weights: on the host of rank 0, empty on the others."""
+        from deepspeed.utils import safe_get_full_fp32_param
+
         kept: dict[str, Any] = {}
-        is_main, taken = dist.get_rank() == 0, {}
+        is_main = dist.get_rank() == 0
+        taken: dict[int, torch.Tensor | None] = {}
         for name, value in self.module.state_dict(keep_vars=True).items():
             if isinstance(value, torch.Tensor) and id(value) not in taken:
                 # Every rank takes part in gathering a tensor, once for all of its names; rank 0 keeps it.
-                full = self._full_value(value)
+                full: torch.Tensor | None = safe_get_full_fp32_param(value) if has_master(value) else None
+                if full is not None:
+                    full = full.view(getattr(value, "ds_shape", value.shape))
+                else:
+                    with GatheredParameters(value):
+                        full = value.detach().clone()
                 taken[id(value)] = full.detach().to("cpu", copy=True) if is_main else None
             if is_main:
                 kept[canonical_name(name)] = taken[id(value)] if isinstance(value, torch.Tensor) else value
         return kept
-
-    @staticmethod
-    def _full_value(value: torch.Tensor) -> torch.Tensor:
-        from deepspeed.utils import safe_get_full_fp32_param
-
-        found: torch.Tensor | None = safe_get_full_fp32_param(value) if has_master(value) else None
-        if found is not None:
-            return found.view(getattr(value, "ds_shape", value.shape))
-        with GatheredParameters(value):
-            return value.detach().clone()
 
     @torch.no_grad()
     def load_model_state(self, state: Mapping[str, Any], strict: bool) -> None:
@@ -128,11 +134,8 @@ class EngineState:
     @property
     def is_plain(self) -> bool:
         """Whether the optimizer steps the model's own parameters: no ZeRO, no master weights."""
-        return not any(hasattr(p, "ds_id") or hasattr(p, "_hp_mapping") for p in self._flat())
-
-    def _flat(self) -> Iterator[nn.Parameter]:
-        for group in self.parameters:
-            yield from group
+        parameters = itertools.chain(*self.parameters)
+        return not any(hasattr(p, "ds_id") or hasattr(p, "_hp_mapping") for p in parameters)
 
     def _keys(self) -> list[str]:
         """The entries that are tensors of a parameter's shape (exp_avg, ...)."""
@@ -152,7 +155,7 @@ class EngineState:
         first: dict[str, Any] = next((entry for entry in self.inner.state.values() if entry), {})
         scalars = {k: v for k, v in first.items() if k not in keys}
         found: dict[int, dict[str, Any]] = {}
-        for position, parameter in enumerate(self._flat()):
+        for position, parameter in enumerate(itertools.chain(*self.parameters)):
             full = {key: safe_get_full_optimizer_state(parameter, key) for key in keys}
             if dist.get_rank() == 0 and all(value is not None for value in full.values()) and keys:
                 shape = getattr(parameter, "ds_shape", parameter.shape)
@@ -167,7 +170,11 @@ class EngineState:
         options: list[dict[str, Any]] = []
         first = 0
         for group, members in zip(self.engine.optimizer.param_groups, self.parameters, strict=False):
-            kept = {key: value for key, value in group.items() if key != "params" and _is_plain_value(value)}
+            kept = {
+                key: value
+                for key, value in group.items()
+                if key != "params" and isinstance(value, int | float | str | tuple | list | torch.Tensor | None)
+            }
             options.append({**kept, "params": list(range(first, first + len(members)))})
             first += len(members)
         return options
@@ -180,7 +187,7 @@ class EngineState:
             return
         self._fill_in(next(iter(state["state"].values()), {}))
         keys = self._keys()
-        for position, parameter in enumerate(self._flat()):
+        for position, parameter in enumerate(itertools.chain(*self.parameters)):
             for key, value in state["state"].get(position, {}).items():
                 if key in keys:
                     self._set(parameter, value, key)
@@ -231,7 +238,7 @@ class EngineState:
             set_entry(parameter, value, key)
 
 
-def computing_weights(model: Any, plugin: DeepSpeedPlugin) -> dict[str, Any]:
+def computing_weights(model: Any) -> dict[str, Any]:
     """The weights that an engine computes with: on every rank below stage 3, on rank 0 with stage 3.
 
     Raises ConfigurationError (a ValueError) if stage 3 is not configured to gather them.
@@ -281,5 +288,58 @@ def has_master(value: torch.Tensor) -> bool:
     return value.requires_grad and (hasattr(value, "_z3_optimizer") or not hasattr(value, "ds_id"))
 
 
-def _is_plain_value(value: Any) -> bool:
-    return value is None or isinstance(value, int | float | str | tuple | list | torch.Tensor)
+class ParameterChanges:
+    """Finds the parameters that were changed since the last step of an engine, and takes their values over.
+
+    ZeRO's step computes its own fp32 weights and overwrites the model's parameters with them. A parameter that was
+    clamped, initialised anew or loaded in the meantime is therefore copied into those weights before the step.
+
+    Args:
+        state: of the engine.
+    """
+
+    def __init__(self, state: EngineState) -> None:
+        self._state = state
+        named = state.module.named_parameters()
+        stepped = {} if state.is_plain else {name: p for name, p in named if has_master(p)}
+        self._names: list[str] = list(stepped)
+        self._parameters: list[torch.nn.Parameter] = list(stepped.values())
+        self._compared = 0
+        self._warned = False
+        self._versions: list[int] = []
+        self.record()
+
+    def record(self) -> None:
+        """Note the parameters as they are: after a step, or after weights were loaded."""
+        self._versions = list(map(_version, self._parameters))
+
+    @torch.no_grad()
+    def take_over(self) -> None:
+        """Copy changed parameters into the fp32 weights of this rank. PrepareError for one that was sharded then."""
+        versions = list(map(_version, self._parameters))
+        if versions != self._versions:
+            changed = [i for i, (new, old) in enumerate(zip(versions, self._versions, strict=True)) if new != old]
+            lost = [
+                self._names[i]
+                for i in changed
+                # One that ZeRO-3 shards between its uses.
+                if not self._state.take_over(p := self._parameters[i]) and not getattr(p, "ds_persist", True)
+            ]
+            if lost:
+                raise PrepareError(
+                    f"{', '.join(lost[:3])}{', ...' if len(lost) > 3 else ''} changed on rank {dist.get_rank()} while "
+                    "ZeRO stage 3 had them sharded: the next step would undo it. Call "
+                    "deepspeed.utils.safe_set_full_fp32_param(parameter, value) on all ranks instead"
+                )
+            self._versions = versions
+        if self._compared < _COMPARED_STEPS:
+            self._compared += 1
+            unseen = [i for i, p in enumerate(self._parameters) if self._state.take_over(p)]
+            if unseen and not self._warned:
+                self._warned = True
+                warnings.warn(
+                    f"{self._names[unseen[0]]} and {len(unseen) - 1} other parameters were changed through `.data`. "
+                    f"ZeRO's step overwrites parameters with its fp32 weights. The change was copied there, which is "
+                    f"done in the first {_COMPARED_STEPS} steps only: change the parameters themselves, under "
+                    "torch.no_grad()"
+                )

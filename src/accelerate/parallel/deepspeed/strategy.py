@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
+from torch.utils.hooks import RemovableHandle
 
 from ...config.deepspeed import DeepSpeedPlugin, get_active_deepspeed_plugin
 from ...core import env
@@ -22,22 +23,25 @@ from ...core.modules import move_module
 from ...precision.base import Precision
 from ...runtime import deepspeed_comm, group
 from ...state import AcceleratorState, GradientState, PartialState
-from ..base import Bundle, Strategy
+from ..base import Bundle, Strategy, one_shard_each
 from ..compile import Compile, compile_regions_deepspeed
 from ..optimizer_scope import refuse_flat_shards
 from ..placeholders import DummyOptim, DummyScheduler
 from ..prepared import CommunicationVolume, GroupShapes, PreparedModel
 from ..report.communication import dtype_name
-from .changes import ParameterChanges
 from .engine import (
     DeepSpeedEngineWrapper,
     DeepSpeedOptimizerWrapper,
+    DeepSpeedSchedulerWrapper,
     engine_bytes,
     engine_master_weights,
     engine_volume,
     start_engine,
 )
-from .state import EngineState, computing_weights
+from .state import EngineState, ParameterChanges, computing_weights
+
+if TYPE_CHECKING:
+    from .engine import Engine
 
 
 class EngineModel(PreparedModel):
@@ -45,15 +49,16 @@ class EngineModel(PreparedModel):
 
     is_partial = True
 
-    def __init__(self, engine: nn.Module, precision: Precision, plugin: DeepSpeedPlugin, state: EngineState) -> None:
+    module: Engine
+
+    def __init__(self, engine: Engine, precision: Precision, state: EngineState) -> None:
         super().__init__(engine, precision)
-        self.plugin = plugin
         self.state = state
         self.changes: ParameterChanges = ParameterChanges(state)
         # `load_state_dict` of a module would leave out ZeRO's fp32 weights, and its next step undo the load.
         engine.load_state_dict = self._load  # type: ignore[method-assign]
 
-    def _load(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+    def _load(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> _IncompatibleKeys:
         if assign:
             raise ConfigurationError("load_state_dict(assign=True): a DeepSpeed engine steps the parameters it has")
         state = {name.removeprefix("module."): value for name, value in state_dict.items()}
@@ -64,7 +69,7 @@ class EngineModel(PreparedModel):
     @property
     def inner(self) -> nn.Module:
         """The module inside of the engine."""
-        return self.module.module  # type: ignore[return-value]
+        return self.module.module
 
     @property
     def template(self) -> nn.Module:
@@ -74,7 +79,7 @@ class EngineModel(PreparedModel):
     def state_dict(self) -> dict[str, Any]:
         """The weights that the engine computes with. Raises ValueError if stage 3 is not configured to gather them."""
         self.changes.take_over()
-        return computing_weights(self.module, self.plugin)
+        return computing_weights(self.module)
 
     def checkpoint_state_dict(self) -> dict[str, Any]:
         """The full state with the optimizer's fp32 weights: on the host of rank 0, empty on the other ranks."""
@@ -117,11 +122,11 @@ class EngineModel(PreparedModel):
     def dtypes(self) -> tuple[str, str]:
         """The parameters' dtype and the engine's communication dtype."""
         computes = next((parameter.dtype for parameter in self.module.parameters()), torch.float32)
-        return dtype_name(computes), dtype_name(self.module.communication_data_type)  # type: ignore[arg-type]
+        return dtype_name(computes), dtype_name(self.module.communication_data_type)
 
     def release(self) -> None:
         """Free the engine's memory and hooks."""
-        self.module.destroy()  # type: ignore[operator]
+        self.module.destroy()
 
 
 class UntrainedModel(PreparedModel):
@@ -141,6 +146,7 @@ class DeepSpeedZero(Strategy):
 
     name = "DeepSpeed"
     divides_loss = False
+    data_shard = property(one_shard_each)
 
     def __init__(self, device: torch.device, precision: Precision) -> None:
         super().__init__(device, precision)
@@ -168,26 +174,32 @@ class DeepSpeedZero(Strategy):
         self._warned = False
         # Parameters that no backward of the first window has reached yet, and what watches them.
         self._unreached: dict[int, str] = {}
-        self._watches: list[Any] = []
+        self._watches: list[RemovableHandle] = []
 
     @property
     def plugin(self) -> DeepSpeedPlugin:
         """The selected plugin."""
         return get_active_deepspeed_plugin(AcceleratorState())
 
-    @property
-    def data_shard(self) -> tuple[int, int]:
-        """One shard for each process."""
-        return dist.get_rank(), dist.get_world_size()
-
     def prepare_together(self, objects: list[Any], split_batches: bool = False) -> list[Any]:
         """The objects of one `prepare`: the engine in the model's place, its optimizer and scheduler in theirs.
 
         Raises PrepareError where they cannot make one engine, ConfigurationError where they contradict the config.
         """
+        from deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES
+
         models = [i for i, obj in enumerate(objects) if isinstance(obj, nn.Module) and not _is_engine(obj)]
-        optimizers = [i for i, obj in enumerate(objects) if _is_optimizer(obj)]
-        schedulers = [i for i, obj in enumerate(objects) if _is_scheduler(obj)]
+        optimizers = [
+            i
+            for i, obj in enumerate(objects)
+            if isinstance(obj, torch.optim.Optimizer | DummyOptim) and not isinstance(obj, DeepSpeedOptimizerWrapper)
+        ]
+        schedulers = [
+            i
+            for i, obj in enumerate(objects)
+            if isinstance(obj, torch.optim.lr_scheduler.LRScheduler | DummyScheduler)
+            or type(obj).__name__ in VALID_LR_SCHEDULES
+        ]
         if not models:
             if optimizers:
                 raise PrepareError(
@@ -201,21 +213,22 @@ class DeepSpeedZero(Strategy):
                     "model that trains, with deepspeed_plugins={name: plugin, ...}"
                 )
         plugin = self.plugin
+        stage = _stage(plugin)
         micro = _micro_batch_size(plugin, objects, split_batches)
         steps = _accumulation_steps(plugin)
         model = objects[models[0]]
         optimizer = objects[optimizers[0]] if optimizers else None
         scheduler = objects[schedulers[0]] if schedulers else None
-        if optimizer is None and plugin.get_value("optimizer") is None and _stage(plugin) in (1, 2):
+        if optimizer is None and plugin.get_value("optimizer") is None and stage in (1, 2):
             raise PrepareError(
-                f"ZeRO stage {_stage(plugin)} needs an optimizer: give it to the same call of prepare(), or use stage "
-                "3 (or 0) for a model that does not train"
+                f"ZeRO stage {stage} needs an optimizer: give it to the same call of prepare(), or use stage 3 (or 0) "
+                "for a model that does not train"
             )
-        flattens = _stage(plugin) > 0 or plugin.get_value("bf16.enabled", False)
+        flattens = stage > 0 or plugin.get_value("bf16.enabled", False)
         if flattens and isinstance(optimizer, torch.optim.Optimizer):
             refuse_flat_shards(
                 optimizer,
-                f"DeepSpeed (ZeRO stage {_stage(plugin)})",
+                f"DeepSpeed (ZeRO stage {stage})",
                 "give an fsdp_plugin with fsdp_version=2 instead of the deepspeed_plugin",
             )
         engine, wrapped, moved = self._start(plugin, model, optimizer, scheduler, micro, steps)
@@ -229,7 +242,7 @@ class DeepSpeedZero(Strategy):
 
     def _start(
         self, plugin: DeepSpeedPlugin, model: nn.Module, optimizer: Any, scheduler: Any, micro: int, steps: int
-    ) -> tuple[Any, Any, Any]:
+    ) -> tuple[Engine, DeepSpeedOptimizerWrapper | None, DeepSpeedSchedulerWrapper | None]:
         plugin.set_moe_leaf_modules(model)
         for transform in self.transforms:
             if not isinstance(transform, Compile):
@@ -239,15 +252,19 @@ class DeepSpeedZero(Strategy):
             plugin, model, optimizer, scheduler, micro_batch_size=micro, gradient_accumulation_steps=steps,
             world_size=dist.get_world_size(),
         )  # fmt: skip
-        prepared = EngineModel(engine, self.precision, plugin, EngineState(engine, groups))
+        prepared = EngineModel(engine, self.precision, EngineState(engine, groups))
         self._started.append(prepared)
         if wrapped is not None and _stage(plugin):
             self._watch(engine.module)
         for transform in self.transforms:
             if isinstance(transform, Compile):
-                _compile(engine, transform)
+                arguments = transform.options.to_kwargs()
+                if transform.options.use_regional_compilation:
+                    compile_regions_deepspeed(engine.module, **arguments)
+                else:
+                    engine.compile(backend=arguments.pop("backend", "inductor"), compile_kwargs=arguments)
         if self.engine is None or not self._trains:
-            # One without an optimizer, such as a teacher, gives way to the one that trains.
+            # One without an optimizer, such as a teacher, gives way to one with an optimizer.
             self.engine = DeepSpeedEngineWrapper(engine)
             self._trained, self._optimizer = prepared, wrapped
             self._trains = wrapped is not None or plugin.get_value("optimizer") is not None
@@ -277,15 +294,12 @@ class DeepSpeedZero(Strategy):
         """A prepared model of an engine, or of a model that does not train."""
         if not _is_engine(module):
             return UntrainedModel(module, self.precision)
-        groups = _parameter_groups(module.module, None)  # type: ignore[arg-type]
-        return EngineModel(module, self.precision, self.plugin, EngineState(module, groups))
+        return EngineModel(module, self.precision, EngineState(module, _parameter_groups(module.module, None)))
 
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+    def backward(self, loss: torch.Tensor, **kwargs: object) -> None:
         """The engine's backward, and its step where the window ends."""
-        engine, steps = self._driven(), GradientState().sync_gradients
-        if steps:
-            self._before_step()
-        engine.backward(loss, sync_gradients=steps, **kwargs)
+        steps = GradientState().sync_gradients
+        self._before(steps).backward(loss, sync_gradients=steps, **kwargs)
         if steps:
             self._after_step()
 
@@ -294,23 +308,23 @@ class DeepSpeedZero(Strategy):
         loss: torch.Tensor,
         factor: Callable[[], torch.Tensor] | None = None,
         models: Iterable[nn.Module] = (),
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         """The engine's backward; its step multiplies the gradients."""
-        engine, steps = self._driven(), factor is not None
-        if steps:
-            self._before_step()
-        engine.backward_items(loss, factor, **kwargs)
-        if steps:
+        self._before(factor is not None).backward_items(loss, factor, **kwargs)
+        if factor is not None:
             self._after_step()
 
-    def _before_step(self) -> None:
-        """A backward is about to step the engine."""
-        assert self._trained is not None
+    def _before(self, steps: bool) -> DeepSpeedEngineWrapper:
+        """The engine, of which a backward begins; `steps`: it will step, too."""
+        if self.engine is None or self._trained is None:
+            raise PrepareError("backward() before prepare(): DeepSpeed has no engine yet")
+        if not steps:
+            return self.engine
         self._trained.changes.take_over()
         optimizer = self._optimizer
         if optimizer is None or self._warned_steps:
-            return
+            return self.engine
         if optimizer.steps_made == self._known_steps:
             self._warned_steps = True
             warnings.warn(
@@ -319,6 +333,7 @@ class DeepSpeedZero(Strategy):
                 "Add the losses of a step and call backward once, or use `with accelerator.accumulate(model):`"
             )
         self._known_steps = optimizer.steps_made
+        return self.engine
 
     def _after_step(self) -> None:
         assert self._trained is not None
@@ -331,8 +346,7 @@ class DeepSpeedZero(Strategy):
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 self._unreached[id(parameter)] = name
-                reached = functools.partial(self._reach, id(parameter))
-                self._watches.append(parameter.register_hook(reached))
+                self._watches.append(parameter.register_hook(functools.partial(self._reach, id(parameter))))
 
     def _reach(self, key: int, gradient: torch.Tensor) -> None:
         self._unreached.pop(key, None)
@@ -349,11 +363,6 @@ class DeepSpeedZero(Strategy):
                 "(requires_grad_(False)), or shard with an fsdp_plugin of version 2"
             )
         self._watches, self._unreached = [], {}
-
-    def _driven(self) -> DeepSpeedEngineWrapper:
-        if self.engine is None:
-            raise PrepareError("backward() before prepare(): DeepSpeed has no engine yet")
-        return self.engine
 
     def clip_grad_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
@@ -384,27 +393,15 @@ class DeepSpeedZero(Strategy):
         self._started.clear()
 
 
-def _is_engine(model: Any) -> bool:
+def _is_engine(model: object) -> TypeGuard[Engine]:
     import deepspeed
 
     return isinstance(model, deepspeed.DeepSpeedEngine)
 
 
-def _is_optimizer(obj: Any) -> bool:
-    return isinstance(obj, torch.optim.Optimizer | DummyOptim) and not isinstance(obj, DeepSpeedOptimizerWrapper)
-
-
-def _is_scheduler(obj: Any) -> bool:
-    return isinstance(obj, torch.optim.lr_scheduler.LRScheduler | DummyScheduler) or _is_engines_scheduler(obj)
-
-
-def _is_engines_scheduler(obj: Any) -> bool:
-    from deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES
-
-    return type(obj).__name__ in VALID_LR_SCHEDULES
-
-
-def _parameter_groups(model: nn.Module, optimizer: Any) -> list[list[nn.Parameter]]:
+def _parameter_groups(
+    model: nn.Module, optimizer: torch.optim.Optimizer | DummyOptim | None
+) -> list[list[nn.Parameter]]:
     """The parameters of each group; ZeRO keeps the objects, but replaces them in the optimizer's groups."""
     if optimizer is None:
         return [[parameter for parameter in model.parameters() if parameter.requires_grad]]
@@ -420,7 +417,7 @@ def _stage(plugin: DeepSpeedPlugin) -> int:
     return int(plugin.get_value("zero_optimization.stage", 0))
 
 
-def _micro_batch_size(plugin: DeepSpeedPlugin, objects: list[Any], split_batches: bool) -> int:
+def _micro_batch_size(plugin: DeepSpeedPlugin, objects: Sequence[object], split_batches: bool) -> int:
     """Samples of one process and backward, from the config or else the loaders, which must not contradict it."""
     key = "train_micro_batch_size_per_gpu"
     configured = plugin.get_value(key, "auto")
@@ -461,11 +458,3 @@ def _accumulation_steps(plugin: DeepSpeedPlugin) -> int:
         )
     state.plugin_kwargs["num_steps"] = int(configured)
     return int(configured)
-
-
-def _compile(engine: Any, transform: Compile) -> None:
-    arguments = transform.options.to_kwargs()
-    if transform.options.use_regional_compilation:
-        compile_regions_deepspeed(engine.module, **arguments)
-        return
-    engine.compile(backend=arguments.pop("backend", "inductor"), compile_kwargs=arguments)

@@ -9,14 +9,20 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
-from ..report.communication import shard_groups
 from .common import other_parameters
+from .units import shard_groups
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 
 class KeptUnsharded:
@@ -28,14 +34,13 @@ class KeptUnsharded:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
-        self._hook: Any = None
+        self._hook: RemovableHandle | None = None
         self.active: bool = False
         for _, group, _ in shard_groups(model):
-            kind: Any = type(group)
-            group.__class__ = _watched(kind)
-            group._kept = self
+            group.__class__ = _watched(type(group))  # type: ignore[arg-type]
+            vars(group)["_kept"] = self
 
-    def _groups(self) -> Iterator[tuple[nn.Module, Any]]:
+    def _groups(self) -> Iterator[tuple[FSDPModule, FSDPParamGroup]]:
         model = self._model()
         for module, group, _ in () if model is None else shard_groups(model):
             yield module, group
@@ -45,7 +50,7 @@ class KeptUnsharded:
         if not self.active:
             self.active = True
             # All optimizers have this hook only while a model is unsharded.
-            self._hook = register_optimizer_step_pre_hook(_BeforeStep(self))
+            self._hook = register_optimizer_step_pre_hook(functools.partial(_before_step, weakref.ref(self)))
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Reshard the model if `optimizer` steps parameters of it."""
@@ -60,7 +65,7 @@ class KeptUnsharded:
             self._hook.remove()
             self._hook = None
         for module, _ in self._groups():
-            module.reshard()  # type: ignore[operator]
+            module.reshard()
 
     def reshard(self) -> None:
         """Shard the parameters between two backwards; the next one needs them unsharded if they were."""
@@ -72,7 +77,7 @@ class KeptUnsharded:
     def gather(self) -> None:
         """Gather what was resharded, as by saving a state."""
         for module, _ in self._groups():
-            module.unshard()  # type: ignore[operator]
+            module.unshard()
 
     def show_shards(self) -> None:
         """After a backward: let the modules have the shards, which have the gradients, until the next unshard."""
@@ -85,27 +90,22 @@ class KeptUnsharded:
         for _, group in self._groups():
             group._training_state = type(group._training_state).IDLE
         for module in {id(module): module for module, _ in self._groups()}.values():
-            state = module._get_fsdp_state()  # type: ignore[operator]
+            state = module._get_fsdp_state()
             if state._is_root:
                 state._root_post_backward_final_callback()
 
 
-class _BeforeStep:
+def _before_step(reference: weakref.ref[KeptUnsharded], optimizer: torch.optim.Optimizer, *_: object) -> None:
     """The hook of all optimizers. It does not keep a model, or what is kept for it, alive."""
-
-    def __init__(self, kept: KeptUnsharded) -> None:
-        self._kept = weakref.ref(kept)
-
-    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if (kept := self._kept()) is not None:
-            kept.before_step(optimizer)
+    if (kept := reference()) is not None:
+        kept.before_step(optimizer)
 
 
-def _is_own(shard: Any, found: Any) -> bool:
+def _is_own(shard: FSDPParam, found: object) -> bool:
     return found is shard.sharded_param or found is getattr(shard, "_unsharded_param", None)
 
 
-def _refuse_others(shards: Iterable[Any], is_own: Callable[[Any, Any], bool]) -> None:
+def _refuse_others(shards: Iterable[FSDPParam], is_own: Callable[[FSDPParam, object], bool]) -> None:
     """Raise PrepareError for a forward with other parameters, instead of which FSDP2 would compute with its shards."""
     for shard in shards:
         place = shard._module_info
@@ -114,10 +114,10 @@ def _refuse_others(shards: Iterable[Any], is_own: Callable[[Any, Any], bool]) ->
 
 
 @functools.cache
-def _watched(kind: Any) -> type[Any]:
+def _watched(kind: type[FSDPParamGroup]) -> type[FSDPParamGroup]:
     """The class of a unit's group of parameters, which is resharded unless the model is kept unsharded."""
 
-    class Watched(kind):
+    class Watched(kind):  # type: ignore[misc, valid-type]
         _kept: KeptUnsharded
         _versions: list[int] | None = None
 
@@ -126,11 +126,11 @@ def _watched(kind: Any) -> type[Any]:
             _refuse_others(self.fsdp_params, lambda shard, found: isinstance(found, nn.Parameter))
             super().lazy_init()
 
-        def pre_forward(self, *args: Any) -> Any:
+        def pre_forward(self, *args: object) -> object:
             _refuse_others(self.fsdp_params, _is_own)
             return super().pre_forward(*args)
 
-        def pre_backward(self, *args: Any) -> None:
+        def pre_backward(self, *args: object) -> None:
             # Only a backward with `create_graph=True` runs with gradients enabled.
             if torch.is_grad_enabled():
                 self._kept.start()
@@ -140,7 +140,7 @@ def _watched(kind: Any) -> type[Any]:
             if not self._kept.active:
                 super().reshard()
 
-        def unshard(self, *args: Any, **kwargs: Any) -> None:
+        def unshard(self, *args: bool, **kwargs: bool) -> None:
             if self._kept.active:
                 # An optimizer with a closure steps several times between its hooks.
                 versions = [shard.sharded_param._local_tensor._version for shard in self.fsdp_params]

@@ -10,13 +10,15 @@ import contextlib
 import copy
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp.wrap import CustomPolicy
 
 from ...config.fsdp import FullyShardedDataParallelPlugin, give_storage
 from ...core import trees
@@ -30,33 +32,25 @@ from ...runtime.mesh import describe
 from ...runtime.topology import Topology
 from .. import gradients, materialize, norms
 from ..activation import checkpoint_activations
-from ..base import Bundle, Strategy
-from ..gradient_hooks import refuse_gradient_hooks, refuse_later_hooks
-from ..materialize import canonical_name
+from ..base import Bundle, Strategy, one_shard_each
+from ..gradients import refuse_gradient_hooks, refuse_later_hooks
 from ..optimizer_scope import refuse_flat_shards
 from ..prepared import Change, CommunicationVolume, GroupShapes, PreparedModel
 from ..pretrained import require_state_dict
 from ..report import memory
-from ..report.communication import dtype_name
-from . import fsdp1_communication, fsdp1_state, fsdp1_traced
+from ..report.communication import dtype_name, flat_gradients, flat_volume
+from . import fsdp1_state, fsdp1_traced
+from . import state as fsdp_state
 from .common import UnreducedGradients, added_parameter, fill_policy, keep_unpacked, refuse_unshardable
-from .fsdp1_state import PlainModel
+from .fsdp1_state import FlatGradients, PlainModel
 from .fsdp1_unused import ParameterUsage, UsageAgreement, free_unsharded, keep_unused, refuse_flat_outside
-from .fsdp1_window import FlatGradients
 from .fsdp2 import upcast
 from .inference_mode import NormalForward
-from .units import find_modules, owning_units, select_units
-
-try:
-    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
-    from torch.distributed.fsdp.wrap import CustomPolicy
-except ImportError as _error:
-    raise ConfigurationError(
-        f"torch {torch.__version__} has no FSDP1 (FullyShardedDataParallel): set fsdp_version=2 (FSDP_VERSION=2)"
-    ) from _error
+from .units import find_modules, flat_units, owning_units, select_units
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp._flat_param import FlatParamHandle
 
 
 class Fsdp1Model(PreparedModel):
@@ -108,8 +102,8 @@ class Fsdp1Model(PreparedModel):
         """Trainable parameters that the model did not have when it was flattened."""
         known = None if self._plain is None else self._plain.names
         return {
-            canonical_name(name): parameter
-            for name, parameter in self.inner.named_parameters()
+            name: parameter
+            for name, parameter in materialize.named_parameters(self.inner)
             if known is not None and parameter.requires_grad and id(parameter) not in known
         }
 
@@ -145,11 +139,11 @@ class Fsdp1Model(PreparedModel):
 
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The full state as that of a single process: on rank 0, empty on the other ranks."""
-        return fsdp1_state.full_optimizer_state(self.inner, optimizer, self.plain)
+        return fsdp_state.full_optimizer_state(self.inner, optimizer, self.plain.groups(optimizer))
 
     def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state: Mapping[str, object]) -> None:
         """Load the optimizer state of a single process, which only rank 0 needs to have; every rank calls it."""
-        fsdp1_state.load_full_optimizer_state(self.inner, optimizer, self.plain, state)
+        fsdp_state.load_full_optimizer_state(self.inner, optimizer, state, self.plain.groups(optimizer))
 
     def optimizer_group_shapes(self, optimizer: torch.optim.Optimizer) -> GroupShapes:
         """Names and shapes in each group, before flattening."""
@@ -160,7 +154,7 @@ class Fsdp1Model(PreparedModel):
 
     def kept_parameters(self) -> list[torch.Tensor]:
         """The flat parameters, and all that are in none."""
-        flats = [handle.flat_param for _, handle in fsdp1_communication.flat_handles(self.inner)]
+        flats = [handle.flat_param for _, handle, _ in flat_units(self.inner)]
         views = [
             view for flat in flats for view in (flat, *(flat._params or ()), *(getattr(flat, "_tensors", None) or ()))
         ]
@@ -198,23 +192,26 @@ class Fsdp1Model(PreparedModel):
     def communication_volume(self, backwards: int) -> list[CommunicationVolume]:
         """All-gathers and reduce-scatters of the units, and what this library adds."""
         rest = [volume for reducer in self.reducers for volume in reducer.communication_volume()]
-        return [*fsdp1_communication.flat_volume(self.inner, backwards), *rest]
+        return [*flat_volume(self.inner, backwards), *rest]
 
     def window_gradients(self) -> int:
         """Those of flat parameters, unsharded, and of all others."""
         shards = memory.local_bytes(p for p in self.kept_parameters() if p.requires_grad)
-        return shards + fsdp1_communication.unsharded_gradients(self.inner)
+        return shards + flat_gradients(self.inner)
 
     def dtypes(self) -> tuple[str, str]:
         """The dtypes of the flat parameters."""
-        found = fsdp1_communication.flat_dtypes(self.inner)
-        return super().dtypes() if found is None else (dtype_name(found[0]), dtype_name(found[1]))
+        handle = next((handle for _, handle, _ in flat_units(self.inner)), None)
+        if handle is None:
+            return super().dtypes()
+        return dtype_name(handle._fwd_bwd_param_dtype), dtype_name(handle._reduce_dtype)
 
 
 class FullyShardedDataParallel1(Strategy):
     """Each rank keeps a shard of each unit's flattened parameters; a unit is gathered to compute."""
 
     name = "FSDP1"
+    data_shard = property(one_shard_each)
 
     def __init__(
         self,
@@ -233,14 +230,11 @@ class FullyShardedDataParallel1(Strategy):
         if not dist.is_initialized():
             group.start_alone(kind_of(device))
         super().__init__(device, precision)
-        self.sharding: Any = plugin.sharding_strategy if dist.get_world_size() > 1 else ShardingStrategy.NO_SHARD
+        self.sharding: ShardingStrategy = ShardingStrategy.NO_SHARD
+        if dist.get_world_size() > 1:
+            self.sharding = plugin.sharding_strategy  # type: ignore[assignment]
         self.shards: DeviceMesh = _shard_mesh(self.sharding, parallelism, device)
         self._agreement = UsageAgreement(device)
-
-    @property
-    def data_shard(self) -> tuple[int, int]:
-        """One shard for each process."""
-        return dist.get_rank(), dist.get_world_size()
 
     def as_prepared(self, module: nn.Module, plain: PlainModel | None = None) -> Fsdp1Model:
         """A prepared model with the plugin's kind of checkpoint."""
@@ -328,20 +322,19 @@ class FullyShardedDataParallel1(Strategy):
         return self._with_reducers(self.as_prepared(sharded, plain), ignored)
 
     def _with_reducers(self, prepared: Fsdp1Model, ignored: list[nn.Module]) -> Fsdp1Model:
-        for unit in FullyShardedDataParallel.fsdp_modules(prepared.inner):
-            vars(unit)["__deepcopy__"] = _refuse_copy
-            if not self.plugin.use_orig_params:
-                _refuse_freezing(unit)
+        for module in FullyShardedDataParallel.fsdp_modules(prepared.inner):
+            vars(module)["__deepcopy__"] = _refuse_copy
+        units = list(flat_units(prepared.inner))
+        for unit in () if self.plugin.use_orig_params else units:
+            _refuse_freezing(unit.handle)
         # In an order that is the same on all ranks.
         unsharded = {id(parameter): parameter for module in ignored for parameter in module.parameters()}
         prepared.usage = ParameterUsage(prepared.module, compiled=bool(self.transforms))
         shown = (parameter for unit in prepared.usage.units for parameter in unit.originals)
         refuse_later_hooks(shown, accumulated=True)
         if not self.transforms:
-            units = [
-                unit for unit in FullyShardedDataParallel.fsdp_modules(prepared.inner) if unit._handle is not None
-            ]
-            prepared.module.register_forward_hook(functools.partial(_free_without_backward, units))
+            gathered = [unit.module for unit in units]
+            prepared.module.register_forward_hook(functools.partial(_free_without_backward, gathered))
         prepared.reducers = [UnreducedGradients(self.gradient_group, unsharded.values()), prepared.usage]
         return prepared
 
@@ -357,7 +350,7 @@ class FullyShardedDataParallel1(Strategy):
         return norms.clip_grad_norm(listed, max_norm, norm_type, (group_,), self.device, elsewhere)
 
 
-def _refuse_copy(memo: object) -> Any:
+def _refuse_copy(memo: object) -> NoReturn:
     """`copy.deepcopy` of an FSDP1 unit: the parameters of the copy would not be those with which it computes."""
     raise PrepareError(
         "copy.deepcopy of a model that FSDP1 shards, as for averaged weights (AveragedModel, EMA): torch cannot copy "
@@ -365,18 +358,15 @@ def _refuse_copy(memo: object) -> Any:
     )
 
 
-def _refuse_freezing(unit: FullyShardedDataParallel) -> None:
-    """Make `requires_grad_` of modules inside of a flattened unit an error: they have no parameters of their own."""
-    handle = unit._handle
-    if handle is None:
-        return
+def _refuse_freezing(handle: FlatParamHandle) -> None:
+    """Make `requires_grad_` of modules inside of a flattened unit an error: they have no separate parameters."""
     flattened = {module for _, module, _ in handle.flat_param._param_infos}
     for name, module in handle._fully_sharded_module.named_modules():
         if name and not isinstance(module, FullyShardedDataParallel) and not flattened.isdisjoint(module.modules()):
             vars(module)["requires_grad_"] = functools.partial(_refuse_part, name)
 
 
-def _refuse_part(name: str, requires_grad: bool = True) -> Any:
+def _refuse_part(name: str, requires_grad: bool = True) -> NoReturn:
     raise PrepareError(
         f"FSDP1 with use_orig_params=False: {name} is a part of a unit, whose parameters are one flattened parameter, "
         "and cannot be frozen or unfrozen alone. Set use_orig_params=True (FSDP_USE_ORIG_PARAMS=true) or "
@@ -406,7 +396,7 @@ def _free_without_backward(
         free_unsharded(unit)
 
 
-def _shard_mesh(sharding: Any, layout: ParallelismConfig | None, device: torch.device) -> DeviceMesh:
+def _shard_mesh(sharding: ShardingStrategy, layout: ParallelismConfig | None, device: torch.device) -> DeviceMesh:
     """One dimension of shards, or (copies, shards) for the hybrid strategies: by the layout, else by the machines."""
     world = dist.get_world_size()
     hybrid = sharding.name.lstrip("_").startswith("HYBRID_SHARD")
@@ -434,7 +424,7 @@ def _shard_mesh(sharding: Any, layout: ParallelismConfig | None, device: torch.d
 def _shard(
     model: nn.Module,
     plugin: FullyShardedDataParallelPlugin,
-    sharding: Any,
+    sharding: ShardingStrategy,
     shards: DeviceMesh,
     device: torch.device,
     ignored: list[nn.Module],
@@ -450,7 +440,11 @@ def _shard(
     empty = sync and materialize.gather_flags(materialize.where_meta(model) is not None, device, None)[0]
     if sync and (device.type == "cpu" or (empty and filled is None)):
         # torch does not synchronize parameters in host memory.
-        _make_equal(model, device, filled, empty)
+        materialize.allocate(model, device)
+        if empty:
+            materialize.initialise(model, device, None, filled)
+        else:
+            materialize.make_equal((tensor for _, tensor in materialize.named_tensors(model)), device, None)
         sync, init = False, None
     with warnings.catch_warnings():
         # torch deprecates this version and NO_SHARD, which the user has chosen.
@@ -473,7 +467,7 @@ def _shard(
         )
 
 
-def _policy(model: nn.Module, plugin: FullyShardedDataParallelPlugin, ignored: list[nn.Module]) -> Any:
+def _policy(model: nn.Module, plugin: FullyShardedDataParallelPlugin, ignored: list[nn.Module]) -> CustomPolicy:
     """The plugin's policy, without the units that would flatten only one end of a tied parameter.
 
     Raises PrepareError for parameters that FSDP1 cannot flatten together.
@@ -484,24 +478,17 @@ def _policy(model: nn.Module, plugin: FullyShardedDataParallelPlugin, ignored: l
     # In evaluation this layer gives the weights of the modules inside to a kernel, without calling them.
     undivided = (nn.TransformerEncoderLayer,)
     units = select_units(model, options.auto_wrap_policy, skipped, undivided)  # type: ignore[arg-type]
-    for members in _members(model, units, skipped):
-        _check_flat(members)
-        if not plugin.use_orig_params:
-            _check_frozen(members)
-    chosen = {id(unit) for unit in units}
-    return CustomPolicy(lambda module: id(module) in chosen)
-
-
-def _members(
-    model: nn.Module, units: list[nn.Module], ignored: set[nn.Parameter]
-) -> Iterable[list[tuple[str, nn.Parameter]]]:
-    """The names and parameters of each unit."""
     members: dict[int, list[tuple[str, nn.Parameter]]] = {}
     owners = owning_units(model, units)
     for name, parameter in model.named_parameters():
-        if parameter not in ignored:
+        if parameter not in skipped:
             members.setdefault(next(iter(owners[id(parameter)])), []).append((name, parameter))
-    return members.values()
+    for listed in members.values():
+        _check_flat(listed)
+        if not plugin.use_orig_params:
+            _check_frozen(listed)
+    chosen = {id(unit) for unit in units}
+    return CustomPolicy(lambda module: id(module) in chosen)
 
 
 def _check_flat(members: list[tuple[str, nn.Parameter]]) -> None:
@@ -536,12 +523,3 @@ def _check_frozen(members: list[tuple[str, nn.Parameter]]) -> None:
             "use_orig_params=False makes one parameter of a unit. Set use_orig_params=True "
             "(FSDP_USE_ORIG_PARAMS=true), or fsdp_version=2"
         )
-
-
-def _make_equal(model: nn.Module, device: torch.device, init: Callable[[nn.Module], Any] | None, empty: bool) -> None:
-    """Give every rank the weights of rank 0; if that has none (`empty`), initialize them."""
-    materialize.allocate(model, device)
-    if empty:
-        materialize.initialise(model, device, None, init)
-        return
-    materialize.make_equal((tensor for _, tensor in materialize.named_tensors(model)), device, None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names, shapes and parameter groups that an FSDP1 model had before it was flattened, and its full state."""
+"""The names and shapes that an FSDP1 model had before it was flattened, its full state, and its window's gradients."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import copy
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,10 +17,14 @@ from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel
 
 from ...core.errors import CheckpointError, PrepareError
 from .. import materialize
-from ..materialize import canonical_name
+from ..materialize import complete, skeleton, without_storage
 from ..remap import check_trains
-from ..skeleton import complete, skeleton, without_storage
 from . import state as fsdp_state
+from .fsdp1_unused import FlattenedUnit, ParameterUsage
+from .units import FlatUnit, flat_units
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp._flat_param import FlatParamHandle
 
 
 class PlainModel:
@@ -31,34 +35,24 @@ class PlainModel:
 
     def __init__(self, model: nn.Module) -> None:
         inner = model.module if isinstance(model, FullyShardedDataParallel) else model
-        self.state: dict[str, Any] = without_storage(model.state_dict(keep_vars=True))
+        self.state: dict[str, object] = without_storage(model.state_dict(keep_vars=True))
         self.skeleton: nn.Module = skeleton(type(inner).__qualname__, self.state)
-        named = {canonical_name(name): parameter for name, parameter in model.named_parameters()}
+        named = dict(materialize.named_parameters(model))
         self.shapes: dict[str, list[int]] = {name: list(parameter.shape) for name, parameter in named.items()}
         # Weak references: only an optimizer that was made before still needs a flattened parameter.
         self._originals = {name: weakref.ref(parameter) for name, parameter in named.items()}
         # Id of a parameter of the sharded model -> the plain names of its members.
         self.names: dict[int, list[str]] = {}
-        self._flat: list[tuple[nn.Parameter, list[str]]] = []
         self.split: list[nn.Parameter] = []  # the parameters of which each rank has a shard
-        # (flat parameter, its handle, plain names of its members) of each unit.
-        self._units: list[tuple[nn.Parameter, Any, list[str]]] = []
+        self._units: list[FlatUnit] = []
 
     def attach(self, sharded: nn.Module) -> None:
         """Record which parameter of the sharded model contains which of the plain model."""
         self.names = fsdp_state.parameter_names(sharded)
-        for prefix, module in sharded.named_modules():
-            handle = getattr(module, "_handle", None) if isinstance(module, FullyShardedDataParallel) else None
-            if handle is None:
-                continue
-            flat = handle.flat_param
-            members: list[nn.Parameter] = flat._params if handle._use_orig_params else [flat]
-            fqns = [canonical_name(f"{prefix}.{name}" if prefix else name) for name in flat._fqns]
-            self._units.append((flat, handle, fqns))
+        self._units = list(flat_units(sharded))
+        for _, handle, _ in self._units:
             if handle.uses_sharded_strategy:
-                self.split += members
-            if not handle._use_orig_params:
-                self._flat.append((flat, self.names[id(flat)]))
+                self.split += _parameters(handle)
 
     def groups(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
         """The plain names in each of an optimizer's groups, in the plain model's order where they were flattened."""
@@ -79,8 +73,9 @@ class PlainModel:
 
     def flattened(self) -> Iterable[tuple[nn.Parameter, list[nn.Parameter | None]]]:
         """(flat parameter, its original ones, None for one that was freed), with use_orig_params=False."""
-        for flat, names in self._flat:
-            yield flat, [self._originals[name]() for name in names]
+        for _, handle, names in self._units:
+            if not handle._use_orig_params:
+                yield handle.flat_param, [self._originals[name]() for name in names]
 
     def lay_out_states(self, optimizer: torch.optim.Optimizer) -> set[int]:
         """Shard the state that an optimizer had of unsharded parameters.
@@ -88,12 +83,12 @@ class PlainModel:
         Returns the ids of the former parameters whose state was merged into that of a flattened one.
         """
         merged: set[int] = set()
-        for flat, handle, names in self._units:
-            infos = flat._shard_param_infos  # type: ignore[attr-defined]
+        for _, handle, names in self._units:
+            flat, infos = handle.flat_param, handle.flat_param._shard_param_infos
             if handle._use_orig_params:
                 if not handle.uses_sharded_strategy:
                     continue
-                for parameter, info, name in zip(flat._params, infos, names, strict=True):  # type: ignore[attr-defined]
+                for parameter, info, name in zip(_parameters(handle), infos, names, strict=True):
                     if parameter not in optimizer.state:
                         continue
                     entry = optimizer.state.pop(parameter)
@@ -112,7 +107,12 @@ class PlainModel:
         return merged
 
 
-def _part(value: Any, shape: list[int], info: Any) -> Any:
+def _parameters(handle: FlatParamHandle) -> Sequence[nn.Parameter]:
+    """The parameters of a unit as an optimizer has them."""
+    return handle.flat_param._params or () if handle._use_orig_params else [handle.flat_param]
+
+
+def _part(value: object, shape: list[int], info: Any) -> Any:
     if not isinstance(value, torch.Tensor) or list(value.shape) != shape:
         return value
     return value.reshape(-1)[info.intra_param_start_idx : info.intra_param_end_idx + 1].clone()
@@ -200,17 +200,15 @@ def load_full_model_state(
     """
     # What is missing keeps its value.
     known = {} if strict else full_model_state(model)
-    message: list[Any] = [[], {}]
+    differing: list[str] = []
     if dist.get_rank() == 0:
         known.update(complete(state, plain.state))
         if strict:
-            message[0] = sorted(set(state) - set(plain.state) | set(plain.state) - set(known))
-        message[1] = {name: value for name, value in known.items() if not isinstance(value, torch.Tensor)}
-    dist.broadcast_object_list(message, src=0, device=device)
-    if message[0]:
-        raise CheckpointError(
-            f"the state and the model differ in {len(message[0])} names: {', '.join(message[0][:5])}"
-        )
+            differing = sorted(set(state) - set(plain.state) | set(plain.state) - set(known))
+    others = {name: value for name, value in known.items() if not isinstance(value, torch.Tensor)}
+    differing, others = materialize.from_first((differing, others), device)
+    if differing:
+        raise CheckpointError(f"the state and the model differ in {len(differing)} names: {', '.join(differing[:5])}")
     targets = {
         id(meta): (name, torch.empty(meta.shape, dtype=meta.dtype, device=device))
         for name, meta in reversed(plain.state.items())
@@ -223,16 +221,83 @@ def load_full_model_state(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="FSDP.state_dict_type", category=FutureWarning)
         with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig()):
-            model.load_state_dict({**full, **message[1]})
+            model.load_state_dict({**full, **others})
 
 
-def full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, plain: PlainModel) -> dict[str, Any]:
-    """The full state in the form of a plain run's `optimizer.state_dict()`; empty on all ranks but 0."""
-    return fsdp_state.full_optimizer_state(model, optimizer, plain.groups(optimizer))
+class FlatGradients:
+    """The gradients on this rank: of flattened units, unsharded where none was reduced yet, and of other parameters.
+
+    Args:
+        model: the module, sharded or not.
+        usage: which parameters of the units have received a gradient; None if the module has no units.
+    """
+
+    def __init__(self, model: nn.Module, usage: ParameterUsage | None) -> None:
+        self.usage = usage
+        self._units = [] if usage is None else usage.units
+        inside = {id(p) for unit in self._units for p in (unit.flat, *unit.originals)}
+        self._plain = {name: p for name, p in materialize.named_parameters(model) if id(p) not in inside}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the gradients by the position of their unit, or by the name of a parameter outside of the units."""
+        found: dict[str, Any] = {name: p.grad for name, p in self._plain.items() if p.grad is not None}
+        for number, unit in enumerate(self._units):
+            if unit.flat.grad is not None:
+                found[f"unit {number}"] = {
+                    "gradient": unit.flat.grad,
+                    "fresh": unit.fresh,
+                    "present": unit.present,
+                    "unreduced": unit.unreduced,
+                }
+        return found
+
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raise CheckpointError where a gradient has another size than its unit or parameter."""
+        for name, parameter in self._plain.items():
+            saved = state.get(name)
+            if saved is not None and saved.shape != parameter.shape:
+                raise _mismatch(name, list(saved.shape), list(parameter.shape))
+        for number, unit in enumerate(self._units):
+            saved = state.get(f"unit {number}")
+            # Before the first forward it is the shard itself.
+            shard = getattr(unit.flat, "_local_shard", unit.flat)
+            sizes = (unit.flat._unpadded_unsharded_size.numel(), shard.numel())
+            if saved is not None and saved["gradient"].numel() not in sizes:
+                raise _mismatch(", ".join(unit.names[:3]), saved["gradient"].numel(), " or ".join(map(str, sizes)))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replace all gradients by those of `state_dict`. Raises what `check_state_dict` raises."""
+        self.check_state_dict(state)
+        for name, parameter in self._plain.items():
+            saved = state.get(name)
+            parameter.grad = None if saved is None else saved.to(parameter.device, parameter.dtype)
+        for number, unit in enumerate(self._units):
+            _restore(unit, state.get(f"unit {number}"))
 
 
-def load_full_optimizer_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer, plain: PlainModel, state: Mapping[str, object]
-) -> None:
-    """Load the state of a plain run's optimizer, which only rank 0 needs to have. Every rank calls it."""
-    fsdp_state.load_full_optimizer_state(model, optimizer, state, plain.groups(optimizer))
+def _restore(unit: FlattenedUnit, saved: Mapping[str, Any] | None) -> None:
+    flat, count = unit.flat, len(unit.fresh)
+    unit.fresh = [False] * count if saved is None else list(saved["fresh"])
+    unit.present = [False] * count if saved is None else list(saved["present"])
+    flat.grad = None
+    unit.unreduced = False
+    if saved is None:
+        for parameter in unit.originals:
+            parameter.grad = None
+        return
+    unit.unreduced = saved.get("unreduced", True)
+    gradient = saved["gradient"].to(flat.device)
+    # An unsharded gradient has another size than the shard: torch's FSDP1 sets it in this way too.
+    flat.grad = torch.empty_like(flat)
+    flat.grad.data = gradient
+    if not unit.keeps_originals:
+        return
+    handle = unit.handle
+    if handle.uses_sharded_strategy and gradient.shape == flat._local_shard.shape:
+        handle._use_sharded_grad_views()
+    else:
+        handle._use_unsharded_grad_views()
+
+
+def _mismatch(name: str, saved: object, expected: object) -> CheckpointError:
+    return CheckpointError(f"the saved gradient of {name} has size {saved}, here it is {expected}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
@@ -22,7 +22,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from ..prepared import Change
 from ..report.ledger import fake_tensors
 
-# Strategies that keep units unsharded after their forward -> those that do not.
+if TYPE_CHECKING:
+    from torch.distributed.fsdp._flat_param import FlatParamHandle
+
+# Strategies that keep units unsharded after their forward -> the ones that reshard them.
 _RESHARDING: dict[ShardingStrategy, ShardingStrategy] = {
     ShardingStrategy.SHARD_GRAD_OP: ShardingStrategy.FULL_SHARD,
     ShardingStrategy._HYBRID_SHARD_ZERO2: ShardingStrategy.HYBRID_SHARD,
@@ -76,13 +79,13 @@ def storage_addresses() -> Iterator[None]:
     def of_tensor(tensor: torch.Tensor) -> int:
         return of_storage(tensor.untyped_storage()) + int(tensor.storage_offset()) * tensor.element_size()
 
-    storages: Any = torch.UntypedStorage
-    with mock.patch.object(storages, "data_ptr", of_storage), mock.patch.object(FakeTensor, "data_ptr", of_tensor):
+    storages = mock.patch.object(torch.UntypedStorage, "data_ptr", of_storage)
+    with storages, mock.patch.object(FakeTensor, "data_ptr", of_tensor):
         yield
 
 
-def _shard(unit: Any, module: nn.Module, change: Change, memo: dict[int, Any]) -> nn.Module:
-    strategy = unit.sharding_strategy
+def _shard(unit: Any, module: nn.Module, change: Change, memo: dict[int, Any]) -> FullyShardedDataParallel:
+    strategy: ShardingStrategy = unit.sharding_strategy
     groups = unit.process_group
     if strategy.name.lstrip("_").startswith("HYBRID_SHARD"):
         groups = (groups, unit._inter_node_pg)
@@ -106,7 +109,7 @@ def _units(model: nn.Module) -> list[Any]:
     return list(FullyShardedDataParallel.fsdp_modules(model))
 
 
-def _places(handle: Any, memo: dict[int, Any]) -> list[tuple[nn.Module, str, nn.Parameter]]:
+def _places(handle: FlatParamHandle, memo: dict[int, Any]) -> list[tuple[nn.Module, str, nn.Parameter]]:
     """(module, name, full parameter of the copy) of each parameter in a flat one.
 
     `memo` has the parameter for each tensor that a module may have instead of it now.
@@ -120,8 +123,8 @@ def _places(handle: Any, memo: dict[int, Any]) -> list[tuple[nn.Module, str, nn.
         value = torch.empty(flat._shapes[number], dtype=handle._orig_param_dtype, device="cpu")
         fulls[id(info.module), info.param_name] = nn.Parameter(value, requires_grad=trains)
         found.append((info.module, info.param_name, fulls[id(info.module), info.param_name]))
-    for info in flat._shared_param_infos:
-        found.append((info.module, info.param_name, fulls[id(info.prim_module), info.prim_param_name]))
+    for shared in flat._shared_param_infos:
+        found.append((shared.module, shared.param_name, fulls[id(shared.prim_module), shared.prim_param_name]))
     for module, name, full in found:
         memo[id(getattr(module, name, full))] = full
     for present in [*(flat._params or ()), *(flat._shared_params or ())]:

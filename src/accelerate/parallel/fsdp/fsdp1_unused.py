@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,37 +22,37 @@ from torch.distributed.fsdp.fully_sharded_data_parallel import FLAT_PARAM
 
 from ...core.errors import PrepareError
 from ..gradients import GradientReducer
-from ..materialize import canonical_name
 from ..prepared import CommunicationVolume
 from .common import other_parameters
+from .units import flat_units
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp._flat_param import FlatParamHandle
 
 # The dtype of the flag for one parameter, whether a rank has used it.
 FLAG = torch.int32
 
 
-class _Unit:
+class FlattenedUnit:
     """One flattened unit, and which of its parameters have received a gradient."""
 
-    def __init__(self, wrapped: FullyShardedDataParallel, handle: Any, prefix: str) -> None:
-        self.wrapped: Any = wrapped
+    def __init__(self, wrapped: FullyShardedDataParallel, handle: FlatParamHandle, names: list[str]) -> None:
+        self.wrapped = wrapped
         self.handle = handle
-        self.flat = handle.flat_param
-        self.names = [canonical_name(f"{prefix}.{name}" if prefix else name) for name in self.flat._fqns]
+        self.flat: Any = handle.flat_param
+        self.names = names
         self.keeps_originals: bool = handle._use_orig_params
-        count = len(self.flat._param_infos)
+        flat = handle.flat_param
+        count = len(flat._param_infos)
         # Whether a parameter received a gradient: since the last synchronization; that is still there; ever.
-        self.fresh = [False] * count
-        self.present = [False] * count
-        self.ever = [False] * count
-        self.trains = [True] * count
-        if self.keeps_originals:
-            self.trains = [parameter.requires_grad for parameter in self.flat._params]
+        self.fresh: list[bool] = [False] * count
+        self.present: list[bool] = [False] * count
+        self.ever: list[bool] = [False] * count
+        self.trains: list[bool] = [True] * count if flat._params is None else [p.requires_grad for p in flat._params]
         # The parameters as the optimizer has them, with use_orig_params=True.
-        self.originals: list[nn.Parameter] = []
-        if self.keeps_originals:
-            self.originals = [*self.flat._params, *self.flat._shared_params]
+        self.originals: list[nn.Parameter] = [*(flat._params or ()), *(flat._shared_params or ())]
         # Whether backwards without synchronization have left a gradient of this rank alone.
-        self.unreduced = False
+        self.unreduced: bool = False
         # The parameters that the next step must not change, with use_orig_params=False.
         self.skipped: list[int] = []
         self._untouched: set[int] = set()
@@ -107,6 +107,7 @@ class _Unit:
                 self.present[number] = False
 
     def received(self) -> list[bool]:
+        """Which parameters have a gradient, or do not train."""
         if self.keeps_originals:
             self.trains = [parameter.requires_grad for parameter in self.flat._params]
         return [a or b or not c for a, b, c in zip(self.fresh, self.present, self.trains, strict=True)]
@@ -119,11 +120,10 @@ class _Unit:
         if self.keeps_originals:
             for number in absent:
                 self.flat._params[number].grad = None
-            missing = {id(self.flat._param_infos[number].module): self.flat._param_infos[number] for number in absent}
+            # A parameter that is tied to one of them is in another place.
+            missing = {self.flat._param_infos[number][:2] for number in absent}
             for shared, info in zip(self.flat._shared_params, self.flat._shared_param_infos, strict=True):
-                if id(info.prim_module) in missing and any(
-                    self.flat._param_infos[number][:2] == (info.prim_param_name, info.prim_module) for number in absent
-                ):
+                if (info.prim_param_name, info.prim_module) in missing:
                     shared.grad = None
             return
         if self.flat.grad is None or len(absent) == len(received):
@@ -175,17 +175,16 @@ class ParameterUsage(GradientReducer):
     """
 
     def __init__(self, model: nn.Module, compiled: bool) -> None:
-        self.units: list[_Unit] = []
-        for prefix, module in model.named_modules():
-            handle = module._handle if isinstance(module, FullyShardedDataParallel) else None
-            if handle is None or not handle.flat_param.requires_grad:
+        self.units: list[FlattenedUnit] = []
+        for module, handle, names in flat_units(model):
+            if not handle.flat_param.requires_grad:
                 continue
-            unit = _Unit(module, handle, prefix)
+            unit = FlattenedUnit(module, handle, names)
             self.units.append(unit)
             _refuse_unsupported(handle)
             _refuse_outside(unit)
-            _reduce_rest_before(handle, unit)
-            _watch_views(handle, unit, compiled)
+            _reduce_rest_before(unit)
+            _watch_views(unit, compiled)
 
     def begin_backward(self) -> None:
         """A backward begins: torch sets this where the backward reaches a unit, and clears it at synchronizations."""
@@ -210,7 +209,7 @@ class UsageAgreement:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._pending: Any = None
+        self._pending: tuple[dist.Work, torch.Tensor] | None = None
 
     def drop_unused(self, models: Sequence[ParameterUsage]) -> None:
         """After a backward: the gradients of what no rank has used since they were cleared become None."""
@@ -255,8 +254,9 @@ def keep_unused(optimizer: torch.optim.Optimizer, models: Sequence[ParameterUsag
     optimizer.register_step_post_hook(after)
 
 
-def _watch_views(handle: Any, unit: _Unit, compiled: bool) -> None:
+def _watch_views(unit: FlattenedUnit, compiled: bool) -> None:
     """Call `unit.watch` whenever FSDP1 makes the views that replace the unit's parameters in a forward."""
+    handle = unit.handle
     show = handle._use_unsharded_views
 
     def shown(as_params: bool) -> None:
@@ -264,21 +264,21 @@ def _watch_views(handle: Any, unit: _Unit, compiled: bool) -> None:
         if not as_params and handle._training_state is HandleTrainingState.FORWARD:
             unit.watch()
 
-    handle._use_unsharded_views = torch.compiler.disable(shown) if compiled else shown
+    vars(handle)["_use_unsharded_views"] = torch.compiler.disable(shown) if compiled else shown
 
 
-def _reduce_rest_before(handle: Any, unit: _Unit) -> None:
+def _reduce_rest_before(unit: FlattenedUnit) -> None:
     """Reduce a unit that the backward has not used before torch gives its gradient to the optimizer."""
-    prepare = handle.prepare_gradient_for_optim
+    prepare = unit.handle.prepare_gradient_for_optim
 
     def reduced() -> None:
         unit.reduce_rest()
         prepare()
 
-    handle.prepare_gradient_for_optim = reduced
+    vars(unit.handle)["prepare_gradient_for_optim"] = reduced
 
 
-def _refuse_outside(unit: _Unit) -> None:
+def _refuse_outside(unit: FlattenedUnit) -> None:
     """Make a backward raise PrepareError where a loss uses the slices that are parameters outside of the forward."""
     for name, parameter in zip(unit.names, unit.originals, strict=False):
         if parameter.requires_grad:
@@ -312,19 +312,19 @@ def refuse_flat_outside(error: RuntimeError, models: Sequence[ParameterUsage]) -
             raise outside_forward(", ".join(unit.names[:5])) from error
 
 
-def _refuse_unsupported(handle: Any) -> None:
+def _refuse_unsupported(handle: FlatParamHandle) -> None:
     """Make a unit raise PrepareError where FSDP1 would reduce no gradients, or have no parameters."""
     prepare = handle.prepare_gradient_for_backward
-    flat = handle.flat_param
+    flat: Any = handle.flat_param
     places = [(FLAT_PARAM, handle._fully_sharded_module)]
     if handle._use_orig_params:
         places = [(info.param_name, info.module) for info in flat._param_infos]
 
-    def own(number: int) -> tuple[Any, ...]:
+    def own(number: int) -> tuple[torch.Tensor, ...]:
         # Views that an unsharded unit shows from its last forward on are remembered by torch.
         return (flat._params[number], flat._tensors[number]) if handle._use_orig_params else (flat,)
 
-    def outside_transforms(call: Callable[[], Any]) -> Any:
+    def outside_transforms(call: Callable[[], object]) -> object:
         if torch._C._are_functorch_transforms_active():
             raise PrepareError(
                 "FSDP1: the model was called inside of a transform of torch.func (vmap, grad, jvp, ...), which cannot "
@@ -352,7 +352,7 @@ def _refuse_unsupported(handle: Any) -> None:
             )
         prepare()
 
-    handle.prepare_gradient_for_backward = checked
+    vars(handle)["prepare_gradient_for_backward"] = checked
     # The first calls in a forward that look at memory; the former in a model's first forward only.
     for name in ("init_flat_param_attributes", "pre_unshard"):
         setattr(handle, name, functools.partial(outside_transforms, getattr(handle, name)))

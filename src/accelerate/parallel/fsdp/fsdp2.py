@@ -8,7 +8,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,21 +27,19 @@ from ...runtime import group, mesh
 from .. import materialize
 from ..activation import checkpoint_activations
 from ..adopted.sharing import find_layout, reducers_of
-from ..gradient_hooks import refuse_gradient_hooks, refuse_later_hooks
-from ..remap import ParameterPlaces, switch_parameters
+from ..gradients import refuse_gradient_hooks, refuse_later_hooks
+from ..remap import ParameterPlaces, lay_out_state
 from ..report.communication import shard_gradients
-from ..sharded import ShardedModel, ShardedStrategy, shards_of
+from ..sharded import ShardedModel, ShardedStrategy
 from ..tensor import strategy as tensor
 from . import state as fsdp_state
-from .clearing import clear_shards
 from .common import UnreducedGradients, added_parameter, fill_policy, keep_unpacked, refuse_unshardable
 from .copies import support_averages
 from .double_backward import KeptUnsharded
 from .inference_mode import allow_inference_mode
-from .units import find_modules, select_units, units_of_rare_dtypes
+from .units import find_modules, select_units, shard_groups, shards_of, units_of_rare_dtypes
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+T = TypeVar("T")
 
 
 class Fsdp2Model(ShardedModel):
@@ -118,7 +116,7 @@ class FullyShardedDataParallel(ShardedStrategy):
                 f"the group with backend={group.with_host(kind_of(device))!r}"
             )
         self.plugin = plugin
-        self.shards: DeviceMesh = mesh.fsdp_mesh(self.layout, self.mesh, device)
+        self.shards: dist.DeviceMesh = mesh.fsdp_mesh(self.layout, self.mesh, device)
         self.gradient_group: dist.ProcessGroup | None = mesh.group_of(self.mesh, "dp_cp")
 
     def as_prepared(self, module: nn.Module) -> Fsdp2Model:
@@ -154,7 +152,9 @@ class FullyShardedDataParallel(ShardedStrategy):
         allow_inference_mode(prepared.inner)
         prepared.kept = KeptUnsharded(prepared.inner)
         support_averages(prepared.inner)
-        clear_shards(prepared.inner)
+        for module in prepared.inner.modules():
+            if isinstance(module, FSDPModule):
+                type(module).zero_grad = _zero_grad  # type: ignore[assignment, method-assign]
         return prepared
 
     def backward(self, loss: torch.Tensor, **kwargs: object) -> None:
@@ -181,13 +181,29 @@ class FullyShardedDataParallel(ShardedStrategy):
                 )
 
 
+def _zero_grad(unit: nn.Module, set_to_none: bool = True) -> None:
+    """Clear the gradients of the shards, too.
+
+    torch keeps the outermost unit unsharded between a forward and its backward, so `parameters()` are then other
+    tensors than the optimizer's.
+    """
+    super(FSDPModule, unit).zero_grad(set_to_none)  # type: ignore[misc]
+    for _, parameters, _ in shard_groups(unit):
+        for shard in parameters.fsdp_params:
+            gradient = shard.sharded_param.grad
+            if set_to_none:
+                shard.sharded_param.grad = None
+            elif gradient is not None:
+                gradient.detach_().zero_()
+
+
 def shard_model(
     model: nn.Module,
     plugin: FullyShardedDataParallelPlugin,
-    shards: DeviceMesh,
+    shards: dist.DeviceMesh,
     device: torch.device,
     ranks: dist.ProcessGroup | None = None,
-    split: Callable[[nn.Module], Any] | None = None,
+    split: Callable[[nn.Module], object] | None = None,
     full_outputs: bool = False,
     unsharded: Iterable[nn.Parameter] = (),
 ) -> nn.Module:
@@ -214,7 +230,9 @@ def shard_model(
     # `fully_shard` refuses the former, and its reduction of gradients the latter. They stay replicas.
     ignored.update(p for p in model.parameters() if p.ndim == 0 or p.numel() == 0)
     units = select_units(model, options.auto_wrap_policy, ignored)  # type: ignore[arg-type]
-    ignored_parameters = _Names(model, ignored)
+    # To find them again when the objects are replaced.
+    ids = {id(parameter) for parameter in ignored}
+    ignored_names = {name for name, tensor in materialize.named_tensors(model) if id(tensor) in ids}
     upcast(model, plugin)
     for parameter in model.parameters():
         if parameter not in ignored and not isinstance(parameter, DTensor) and not parameter.is_contiguous():
@@ -232,28 +250,29 @@ def shard_model(
             split(model)
         if plugin.activation_checkpointing:
             modules = checkpoint_activations(model, units, device, bool(plugin.activation_checkpointing_offload))
+        policy = plugin.mixed_precision_policy or MixedPrecisionPolicy()
         for unit in [*rare, *modules, model]:
             if equal and split is None:
                 materialize.make_equal(_not_sharded_yet(unit), device, ranks)
-            _shard_unit(unit, unit is model, plugin, shards, ignored_parameters.find(model), full_outputs)
+            reshard = plugin.reshard_after_forward
+            if unit is model and full_outputs:
+                policy = dataclasses.replace(policy, output_dtype=torch.float32)  # type: ignore[type-var]
+            if unit is model and reshard:
+                # The backward needs the root's parameters first: torch keeps them by default.
+                reshard = None
+            named = materialize.named_parameters(model) if ignored_names else ()
+            fully_shard(
+                unit,
+                mesh=shards,
+                reshard_after_forward=reshard,  # type: ignore[arg-type]
+                mp_policy=policy,  # type: ignore[arg-type]
+                offload_policy=plugin.cpu_offload,  # type: ignore[arg-type]
+                ignored_params={parameter for name, parameter in named if name in ignored_names},
+            )
 
     from_first = bool(plugin.cpu_ram_efficient_loading)
     materialize.lay_out(model, device, shard, ranks, home, from_first, plugin.param_init_fn)
     return model
-
-
-class _Names:
-    """Parameters by name, to find them again when the objects are replaced."""
-
-    def __init__(self, model: nn.Module, parameters: set[nn.Parameter]) -> None:
-        chosen = {id(parameter) for parameter in parameters}
-        self.names = {name for name, tensor in materialize.named_tensors(model) if id(tensor) in chosen}
-
-    def find(self, model: nn.Module) -> set[nn.Parameter]:
-        if not self.names:
-            return set()
-        named = ((materialize.canonical_name(name), parameter) for name, parameter in model.named_parameters())
-        return {parameter for name, parameter in named if name in self.names}
 
 
 def _not_sharded_yet(unit: nn.Module) -> list[torch.Tensor]:
@@ -265,31 +284,6 @@ def _not_sharded_yet(unit: nn.Module) -> list[torch.Tensor]:
         for tensor in (*module.parameters(), *module.buffers())
     }
     return [tensor for tensor in (*unit.parameters(), *unit.buffers()) if id(tensor) not in inner]
-
-
-def _shard_unit(
-    unit: nn.Module,
-    is_root: bool,
-    plugin: FullyShardedDataParallelPlugin,
-    shards: DeviceMesh,
-    ignored_parameters: set[nn.Parameter],
-    full_outputs: bool,
-) -> None:
-    policy: Any = plugin.mixed_precision_policy or MixedPrecisionPolicy()
-    if is_root and full_outputs:
-        policy = dataclasses.replace(policy, output_dtype=torch.float32)
-    reshard: Any = plugin.reshard_after_forward
-    if is_root and reshard:
-        # The backward needs the root's parameters first: torch keeps them by default.
-        reshard = None
-    fully_shard(
-        unit,
-        mesh=shards,
-        reshard_after_forward=reshard,
-        mp_policy=policy,
-        offload_policy=plugin.cpu_offload,  # type: ignore[arg-type]
-        ignored_params=ignored_parameters,
-    )
 
 
 def upcast(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> None:
@@ -345,8 +339,8 @@ def disable_fsdp_ram_efficient_loading() -> None:
 
 
 def ensure_weights_retied(
-    param_init_fn: Callable[[nn.Module], Any], model: nn.Module, device: torch.device
-) -> Callable[[nn.Module], Any]:
+    param_init_fn: Callable[[nn.Module], object], model: nn.Module, device: torch.device
+) -> Callable[[nn.Module], object]:
     """`param_init_fn` that gives parameters which are tied in `model` one new parameter, on `device`, everywhere."""
     ties: dict[tuple[int, str], int] = {}
     for number, places in enumerate(ParameterPlaces(model).shared()):
@@ -376,12 +370,35 @@ def ensure_weights_retied(
     return init_and_tie
 
 
-def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping: Mapping[Any, nn.Parameter]) -> None:
-    """Have an optimizer train sharded parameters; `mapping` leads from each former one, or its `data_ptr()`, to it."""
-    switch_parameters(optimizer, mapping)
+def fsdp2_switch_optimizer_parameters(
+    optimizer: torch.optim.Optimizer, mapping: Mapping[nn.Parameter | int, nn.Parameter]
+) -> None:
+    """Have an optimizer train sharded parameters; `mapping` leads from each former one, or its `data_ptr()`, to it.
+
+    Raises PrepareError where the mapping knows none of a group's parameters: the group would train nothing.
+    """
+    present = {id(parameter) for parameter in mapping.values()}
+    known = {former if isinstance(former, int) else id(former): found for former, found in mapping.items()}
+
+    def lookup(former: nn.Parameter) -> nn.Parameter:
+        found = known.get(id(former))
+        # A parameter without storage (meta) has the address 0 like any other of its kind.
+        return found if found is not None else known.get(former.data_ptr() or -1, former)
+
+    for index, own_group in enumerate(optimizer.param_groups):
+        changed = [lookup(former) for former in own_group["params"]]
+        if changed and not any(id(parameter) in present for parameter in changed):
+            raise PrepareError(
+                f"none of the {len(changed)} parameters of the optimizer's group {index} is a parameter of the "
+                "sharded model: it would train nothing. Make the optimizer from the model that is prepared."
+            )
+        for former, now in zip(own_group["params"], changed, strict=True):
+            if former is not now and former in optimizer.state:
+                optimizer.state[now] = lay_out_state(optimizer.state.pop(former), former, now)
+        own_group["params"] = changed
 
 
-def fsdp2_canonicalize_names(named_params: Mapping[str, object]) -> dict[str, Any]:
+def fsdp2_canonicalize_names(named_params: Mapping[str, T]) -> dict[str, T]:
     """Return a mapping under the names of the plain model.
 
     Args:

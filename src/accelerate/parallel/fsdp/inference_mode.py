@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forwards of sharded models in `torch.inference_mode()`: unsharded parameters stay tensors that can be trained.
 
-FSDP keeps the tensors to which it gathers parameters. Those that it made in inference mode could not take part in a
-training forward, nor could those that it made before be written in inference mode.
+FSDP keeps the tensors to which it gathers parameters. Tensors made in inference mode could not take part in a training
+forward, nor could tensors made before be written in inference mode.
 """
 
 from __future__ import annotations
@@ -10,12 +10,15 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import nn
 
-from ..report.communication import shard_groups
+from .units import shard_groups
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 # The methods of FSDP2's group of parameters that make or write tensors in a forward.
 _METHODS = ("lazy_init", "unshard", "wait_for_unshard", "reshard")
@@ -31,18 +34,17 @@ def _normal_tensors() -> Iterator[None]:
 def allow_inference_mode(model: nn.Module) -> None:
     """Make the units of an FSDP2 model gather parameters to normal tensors, also in inference mode."""
     for _, group, _ in shard_groups(model):
-        kind: Any = type(group)
-        group.__class__ = _gathering_normally(kind)
+        group.__class__ = _gathering_normally(type(group))  # type: ignore[arg-type]
 
 
 @functools.cache
-def _gathering_normally(kind: Any) -> type[Any]:
+def _gathering_normally(kind: type[T]) -> type[T]:
     return type(kind.__name__, (kind,), {name: _outside(getattr(kind, name)) for name in _METHODS})
 
 
-def _outside(method: Callable[..., Any]) -> Callable[..., Any]:
+def _outside(method: Callable[P, T]) -> Callable[P, T]:
     @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
         if not torch.is_inference_mode_enabled():
             return method(*args, **kwargs)
         with _normal_tensors():

@@ -25,6 +25,7 @@ from ...core.trees import map_leaves
 from .. import materialize
 from ..remap import lay_out_state
 from ..unsharded_step import steps_unsharded
+from .units import flat_units
 
 
 def full_options(model: nn.Module) -> StateDictOptions:
@@ -41,13 +42,9 @@ def is_fsdp1(model: nn.Module) -> bool:
 
 def parameter_names(model: nn.Module) -> dict[int, list[str]]:
     """By the id of a parameter, the plain names of what it contains: several for one that FSDP1 has flattened."""
-    found = {id(parameter): [materialize.canonical_name(name)] for name, parameter in model.named_parameters()}
-    for prefix, module in model.named_modules():
-        handle = getattr(module, "_handle", None) if isinstance(module, FullyShardedDataParallel) else None
-        if handle is not None and not handle._use_orig_params:
-            inner = [f"{prefix}.{name}" if prefix else name for name in handle.flat_param._fqns]
-            found[id(handle.flat_param)] = [materialize.canonical_name(name) for name in inner]
-    return found
+    found = {id(parameter): [name] for name, parameter in materialize.named_parameters(model)}
+    flattened = (unit for unit in flat_units(model) if not unit.handle._use_orig_params)
+    return found | {id(handle.flat_param): names for _, handle, names in flattened}
 
 
 def full_model_state(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -63,28 +60,21 @@ def load_full_model_state(
     Raises PrepareError for a tensor of the model that the state lacks (with `strict`) or has in another shape, and
     CheckpointError for one that the model lacks.
     """
-    targets = _state_tensors(model)
+    # (its plain names, tensor) for all that a state dict has.
+    tensors: dict[int, tuple[list[str], torch.Tensor]] = {}
+    persistent = {materialize.canonical_name(name) for name in model.state_dict()}
+    for name, tensor in materialize.named_tensors(model, remove_duplicate=False):
+        if name in persistent:
+            tensors.setdefault(id(tensor), ([], tensor))[0].append(name)
+    targets = list(tensors.values())
     known = {name for names, _ in targets for name in names}
     if strict and (unknown := [name for name in state if name not in known]):
         raise CheckpointError(f"the state holds {len(unknown)} tensors the model does not: {', '.join(unknown[:5])}")
     # A tied tensor has several names, and a state may hold it under any of them.
     chosen = [(next((name for name in names if name in state), names[0]), tensor) for names, tensor in targets]
-    offered = [[name for name, _ in chosen]]
-    dist.broadcast_object_list(offered, src=0, device=device)
-    chosen = [(name, tensor) for name, (_, tensor) in zip(offered[0], chosen, strict=True)]
+    offered = materialize.from_first([name for name, _ in chosen], device)
+    chosen = [(name, tensor) for name, (_, tensor) in zip(offered, chosen, strict=True)]
     materialize.spread(dict(state), chosen, device, strict=strict)
-
-
-def _state_tensors(model: nn.Module) -> list[tuple[list[str], torch.Tensor]]:
-    """(its plain names, tensor) for all that a state dict holds."""
-    found: dict[int, tuple[list[str], torch.Tensor]] = {}
-    persistent = {materialize.canonical_name(name) for name in model.state_dict()}
-    for named in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
-        for name, tensor in named:
-            name = materialize.canonical_name(name)
-            if name in persistent:
-                found.setdefault(id(tensor), ([], tensor))[0].append(name)
-    return list(found.values())
 
 
 def full_optimizer_state(
@@ -95,17 +85,22 @@ def full_optimizer_state(
     Copied to host memory. Every rank calls it. `groups` are the plain names in each of the optimizer's groups; None to
     read them from the model.
     """
-    options = full_options(model)
     if steps_unsharded(optimizer):
-        return _unsharded_state(optimizer)
+        # Its state may have any form: torch's functions expect tensors of the parameter's shape, and a step without a
+        # closure. Every rank takes part in gathering, and rank 0 keeps the result.
+        gathered: dict[str, Any] = map_leaves(full_on_host, optimizer.state_dict())
+        return gathered if dist.get_rank() == 0 else {}
     # torch's result aliases the optimizer's counters, which its next step would change.
-    named: Any = copy.deepcopy(optimizer_state(model, optimizer, options))
+    named = copy.deepcopy(optimizer_state(model, optimizer, full_options(model)))
     if dist.get_rank() != 0:
         return {}
     names = [name for group in groups or _groups(model, optimizer) for name in group]
     positions = {name: position for position, name in enumerate(names)}
+    in_order = sorted(
+        named["param_groups"], key=lambda group: min((positions[name] for name in group["params"]), default=0)
+    )
     listed_groups = []
-    for saved, expected in zip(_groups_in_order(named, positions), optimizer.param_groups, strict=True):
+    for saved, expected in zip(in_order, optimizer.param_groups, strict=True):
         listed = [positions[name] for name in saved["params"]]
         listed_groups.append({**{key: saved[key] for key in expected if key in saved}, "params": sorted(listed)})
     return {"state": {positions[name]: state for name, state in named["state"].items()}, "param_groups": listed_groups}
@@ -136,16 +131,16 @@ def load_full_optimizer_state(
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
     values = [value for entry in named.get("state", {}).values() for value in entry.values()]
     has_shards = any(isinstance(value, torch.Tensor) and value.dim() for value in values)
-    with_state: list[Any] = [set(named.get("state", ())), has_shards]
-    dist.broadcast_object_list(with_state, src=0, device=next(model.parameters()).device)
-    if not with_state[1]:
+    given = (set(named.get("state", ())), has_shards)
+    with_state, has_shards = materialize.from_first(given, next(model.parameters()).device)
+    if not has_shards:
         # torch 2.13 finds the device of the state in it.
         if is_fsdp1(model) and dist.get_rank() == 0:
             state = _by_parameter(model, optimizer, state, groups)
         _load_unsharded_state(optimizer, state)
         return
     set_optimizer_state_dict(model, optimizer, named, options=options)
-    drop_states(model, optimizer, {name for group in groups for name in group} - with_state[0])
+    drop_states(model, optimizer, {name for group in groups for name in group} - with_state)
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, options: StateDictOptions) -> dict[str, Any]:
@@ -173,7 +168,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, options:
 
 
 def _refuse_nested(optimizer: torch.optim.Optimizer, options: StateDictOptions) -> None:
-    """Raise CheckpointError on every rank for values in containers: torch's FSDP1 stores only one rank's part of them.
+    """Raise CheckpointError on every rank for values in containers, of which torch's FSDP1 stores those of one rank.
 
     A full state without tensors of a parameter's elements is stored as it is.
     """
@@ -181,8 +176,7 @@ def _refuse_nested(optimizer: torch.optim.Optimizer, options: StateDictOptions) 
     dims: list[int] = []
     map_leaves(lambda tensor: dims.append(tensor.dim()), [value for _, value in entries])
     nested = {str(key): type(value).__name__ for key, value in entries if isinstance(value, (dict, list, tuple))}
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (nested, any(dims)))
+    everyone = materialize.from_all((nested, any(dims)))
     found = {key: kind for kinds, _ in everyone for key, kind in kinds.items()}
     if found and (options.flatten_optimizer_state_dict or any(has_elements for _, has_elements in everyone)):
         key, kind = next(iter(found.items()))
@@ -206,11 +200,9 @@ def _only_with_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iter
     block is whether any parameter has a state on any rank.
     """
     stepped = {id(p): p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
-    named = {materialize.canonical_name(name): p for name, p in model.named_parameters() if id(p) in stepped}
+    named = {name: p for name, p in materialize.named_parameters(model) if id(p) in stepped}
     mine = {name for name, parameter in named.items() if optimizer.state.get(parameter)}
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    known = set().union(*everyone)
+    known = set().union(*materialize.from_all(mine))
     without = [parameter for name, parameter in named.items() if name not in known] if known else []
     for parameter in without:
         parameter.requires_grad_(False)
@@ -229,16 +221,6 @@ def drop_states(model: nn.Module, optimizer: torch.optim.Optimizer, without: set
             optimizer.state.pop(parameter)
 
 
-def _unsharded_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """As `full_optimizer_state`, for an optimizer whose state may have any form.
-
-    torch's functions expect tensors of the parameter's shape, and a step without a closure.
-    """
-    # Every rank takes part in gathering, and rank 0 keeps the result.
-    state: dict[str, Any] = map_leaves(full_on_host, optimizer.state_dict())
-    return state if dist.get_rank() == 0 else {}
-
-
 def full_on_host(value: torch.Tensor) -> torch.Tensor:
     """A copy of a tensor, gathered, in host memory."""
     full: torch.Tensor = value.full_tensor() if isinstance(value, DTensor) else value
@@ -247,24 +229,19 @@ def full_on_host(value: torch.Tensor) -> torch.Tensor:
 
 def broadcast_state(
     state: Mapping[str, Any], groups: Sequence[Sequence[object]], device: torch.device | None
-) -> tuple[dict[str, Any], Iterator[tuple[int, dict[str, Any]]]]:
+) -> tuple[dict[str, Any], Iterator[tuple[int, dict[str, object]]]]:
     """Rank 0's optimizer state on every rank: (all but the state of parameters, that by the number of a parameter).
 
     The state of one parameter at a time is unsharded on every rank. `groups` has an entry for each parameter.
     """
-    is_source = dist.get_rank() == 0
-    offered: list[Any] = [None]
-    if is_source:
-        offered = [({name: value for name, value in state.items() if name != "state"}, sorted(state["state"]))]
-    dist.broadcast_object_list(offered, src=0, device=device)
-    rest, positions = offered[0]
+    own: dict[int, dict[str, object]] = state.get("state", {})
+    offered = ({name: value for name, value in state.items() if name != "state"}, sorted(own))
+    rest, positions = materialize.from_first(offered, device)
     check_groups(groups, rest["param_groups"])
 
-    def entries() -> Iterator[tuple[int, dict[str, Any]]]:
+    def entries() -> Iterator[tuple[int, dict[str, object]]]:
         for position in positions:
-            entry: list[Any] = [state["state"][position] if is_source else None]
-            dist.broadcast_object_list(entry, src=0, device=device)
-            yield position, entry[0]
+            yield position, materialize.from_first(own.get(position, {}), device)
 
     return rest, entries()
 
@@ -293,7 +270,7 @@ def _by_parameter(
     """
     at = {name: position for position, name in enumerate(name for group in groups for name in group)}
     known = parameter_names(model)
-    entries: list[Any] = []
+    entries: list[dict[str, object] | None] = []
     listed = []
     for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
         first = len(entries)
@@ -318,32 +295,19 @@ def _groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str
         ) from None
 
 
-def _groups_in_order(named: Mapping[str, Any], positions: Mapping[str, int]) -> list[dict[str, Any]]:
-    return sorted(
-        named["param_groups"], key=lambda group: min((positions[name] for name in group["params"]), default=0)
-    )
-
-
 def unwrapped(value: torch.Tensor) -> torch.Tensor:
     """The same memory as a plain tensor or DTensor, where fp8 has wrapped a weight to gather it in float8."""
-    if not isinstance(value, DTensor):
-        inner: torch.Tensor = getattr(value, "_tensor", value)
-        return inner
-    inner = getattr(value.to_local(), "_tensor", None)  # type: ignore[assignment]
+    local = value.to_local() if isinstance(value, DTensor) else value
+    inner: torch.Tensor | None = getattr(local, "_tensor", None)
     if inner is None:
         return value
-    return materialize.as_dtensor(inner, value)
+    return materialize.as_dtensor(inner, value) if isinstance(value, DTensor) else inner
 
 
-def detached(state: Mapping[str, object]) -> dict[str, Any]:
+def detached(state: Mapping[str, Any]) -> dict[str, Any]:
     """A state that shares no memory with the model; names of one tied tensor share theirs with each other."""
     copies: dict[int, torch.Tensor] = {}
-
-    def own(value: object) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        if id(value) not in copies:
+    for value in state.values():
+        if isinstance(value, torch.Tensor) and id(value) not in copies:
             copies[id(value)] = unwrapped(value).detach().clone()
-        return copies[id(value)]
-
-    return {name: own(value) for name, value in state.items()}
+    return {name: copies.get(id(value), value) for name, value in state.items()}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
@@ -21,7 +21,11 @@ from ..activation import checkpoint_activations
 from ..prepared import Change
 from ..report.ledger import as_dtensor, fake_copy, on_cpu
 from . import units
-from .copies import NoState, copy_module, forget_state, hook_numbers, shard_unit, shards
+from .copies import NoState, copy_module, forget_state, hook_numbers, shard_unit, shards, unsharded_spec
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 
 def changes(model: nn.Module) -> dict[Change, str]:
@@ -95,13 +99,13 @@ def fake_sharded_copy(
     return copied
 
 
-def _states(model: nn.Module) -> list[Any]:
+def _states(model: nn.Module) -> list[FSDPState]:
     """What torch keeps of each unit, the outermost first."""
     found = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
     return list({id(state): state for state in found}.values())
 
 
-def _reshards(state: Any) -> bool:
+def _reshards(state: FSDPState) -> bool:
     """Whether a unit is resharded after its forward."""
     for group in units.groups(state):
         after = group.post_forward_mesh_info
@@ -111,12 +115,12 @@ def _reshards(state: Any) -> bool:
     return True
 
 
-def _full(shard: Any, memo: dict[int, Any]) -> nn.Parameter:
+def _full(shard: FSDPParam, memo: dict[int, Any]) -> nn.Parameter:
     """The full parameter of the copy; `memo` has it for each parameter that a module may have instead of it now."""
     sharded = shard.sharded_param
-    value: Any = torch.empty(shard._orig_size, dtype=sharded.dtype, device="cpu")
+    value = torch.empty(shard._orig_size, dtype=sharded.dtype, device="cpu")
     if shard.is_dtensor:
-        value = as_dtensor(value, shard._unsharded_dtensor_spec, memo)
+        value = as_dtensor(value, unsharded_spec(shard), memo)
     full = nn.Parameter(value, requires_grad=sharded.requires_grad)
     for name in ("sharded_param", "_unsharded_param", "_sharded_post_forward_param"):
         present = getattr(shard, name, None)

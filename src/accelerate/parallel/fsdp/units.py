@@ -4,14 +4,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from ...core.errors import PrepareError
 from ...core.modules import move_module
+from ..materialize import canonical_name
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp._flat_param import FlatParamHandle
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 Policy = Callable[..., bool]
 
@@ -56,29 +64,19 @@ def _descend(
         units += below
         wrapped += count
     rest = numel - wrapped
-    if (
-        not is_root
-        and rest > 0
-        and _has_forward(module)
-        and policy(module=module, recurse=False, nonwrapped_numel=rest)
-    ):
+    # A unit's parameters are gathered when it is called.
+    can_be_called = getattr(module.forward, "__func__", None) is not nn.Module.forward
+    is_unit = not is_root and rest > 0 and can_be_called
+    if is_unit and policy(module=module, recurse=False, nonwrapped_numel=rest):
         return [*units, module], numel
     return units, wrapped
-
-
-def _has_forward(module: nn.Module) -> bool:
-    """Whether a module can be called, which is when FSDP gathers a unit's parameters."""
-    return getattr(module.forward, "__func__", None) is not nn.Module.forward
 
 
 def _keep_ties_together(model: nn.Module, units: list[nn.Module], ignored: set[int]) -> list[nn.Module]:
     """The units, except the ones that would gather only one end of a tied parameter."""
     while True:
         owners = owning_units(model, units)
-        split = next(
-            (found for key, found in owners.items() if key not in ignored and len(found) > 1),
-            None,
-        )
+        split = next((found for key, found in owners.items() if key not in ignored and len(found) > 1), None)
         if split is None:
             return units
         # The parameter then belongs to what encloses both ends.
@@ -173,9 +171,55 @@ def get_parameters_from_modules(
     return parameters
 
 
-def groups(state: Any) -> list[Any]:
+# -- the parameters of units
+
+
+class FlatUnit(NamedTuple):
+    """A unit of FSDP1 with parameters: the handle of its flattened parameter, and the plain names of its members."""
+
+    module: FullyShardedDataParallel
+    handle: FlatParamHandle
+    names: list[str]
+
+
+def flat_units(model: nn.Module) -> Iterator[FlatUnit]:
+    """The units of FSDP1 in a model that have parameters."""
+    for prefix, module in model.named_modules():
+        if isinstance(module, FullyShardedDataParallel) and (handle := module._handle) is not None:
+            names = [f"{prefix}.{name}" if prefix else name for name in handle.flat_param._fqns]
+            yield FlatUnit(module, handle, [canonical_name(name) for name in names])
+
+
+def groups(state: FSDPState) -> list[FSDPParamGroup]:
     """The groups of parameters that a unit of FSDP2 gathers and reduces at once, from what torch keeps of the unit."""
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     # Before torch 2.12: one group, or None if the unit has no parameters.
     return [state._fsdp_param_group] if state._fsdp_param_group else []
+
+
+def shard_groups(model: nn.Module) -> Iterator[tuple[FSDPModule, FSDPParamGroup, bool]]:
+    """(module, its group of parameters, whether that is resharded between forward and backward) of each FSDP2 unit."""
+    root = None
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        root = module if root is None else root
+        state = module._get_fsdp_state()
+        # torch decides at the first forward that the outermost unit, which the backward needs first, is kept.
+        kept = module is root and state._auto_reshard_after_forward
+        for group in groups(state):
+            yield module, group, bool(group._reshard_after_forward) and not kept
+
+
+def shards_of(modules: Iterable[nn.Module]) -> list[FSDPParam]:
+    """FSDP2's object for each parameter of the units in these modules."""
+    return [shard for module in modules for _, group, _ in shard_groups(module) for shard in group.fsdp_params]
+
+
+def reshard(modules: Iterable[nn.Module]) -> None:
+    """Reshard every FSDP2 unit inside of these modules."""
+    for module in modules:
+        for unit in module.modules():
+            if isinstance(unit, FSDPModule):
+                unit.reshard()

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -70,7 +71,7 @@ def observe(
     args: Sequence[object],
     kwargs: Mapping[str, object],
     fake_only: bool = False,
-    forward: Callable[..., Any] | None = None,
+    forward: Callable[..., object] | None = None,
 ) -> DataFlow:
     """Run the model's forward once, without gradients, and record what its units use of each other.
 
@@ -88,8 +89,10 @@ def observe(
     tracer = _Tracer(model, units)
     try:
         with FakeTensorMode(allow_non_fake_inputs=True) as fake, _with_stand_ins(model, tracer):
+            # Inputs are moved to meta where the model is.
+            on_meta = next((parameter.is_meta for parameter in model.parameters()), False)
             given = trees.map_leaves(
-                lambda leaf: fake.from_tensor(_on_model_device(leaf, model)), (tuple(args), dict(kwargs))
+                lambda leaf: fake.from_tensor(leaf.to("meta") if on_meta else leaf), (tuple(args), dict(kwargs))
             )
             tracer.run(forward, *given)
     except Exception as error:
@@ -100,12 +103,6 @@ def observe(
         tracer = _Tracer(model, units)
         tracer.run(forward, tuple(args), dict(kwargs))
     return tracer.flow()
-
-
-def _on_model_device(tensor: torch.Tensor, model: nn.Module) -> torch.Tensor:
-    """An input, moved to meta where the model is."""
-    weight = next(model.parameters(), tensor)
-    return tensor.to("meta") if weight.is_meta else tensor
 
 
 @contextlib.contextmanager
@@ -147,7 +144,7 @@ class _Tracer:
         self.reads: dict[str, set[str]] = {}
         self.written: set[str] = set()
         # Keeps storages alive, so that no address is reused.
-        self.alive: list[Any] = []
+        self.alive: list[torch.UntypedStorage] = []
         for name, tensor in materialize.named_tensors(model):
             self.register(name, tensor)
         known = {id(tensor): name for name, tensor in materialize.named_tensors(model)}
@@ -172,7 +169,7 @@ class _Tracer:
         random = {called[place] for place in self.random}
         return DataFlow(called, used, random, [self.units[number] for number in self.calls], self.reads, self.written)
 
-    def run(self, forward: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, Any]) -> None:
+    def run(self, forward: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         handles = []
         for number, name in enumerate(self.units):
             module = self.model.get_submodule(name)
@@ -211,28 +208,25 @@ class _Tracer:
             key = self._key(tensor)
             self.origins[key] = origins | (self.origins.get(key, frozenset()) if keep else frozenset())
 
-    def use_inside(self, value: object) -> None:
-        """Record what an operation inside of a unit uses of parameters and buffers that the unit does not own."""
-        assert self.inside is not None
-        for origin in self.origins_of(value):
-            if isinstance(origin, str) and self.inside not in self.owners.get(origin, ()):
-                self.reads.setdefault(origin, set()).add(self.units[self.inside])
+    def use_inside(self, unit: int, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
+        """Record what an operation inside of a unit uses of tensors that the unit does not own, and what it changes.
 
-    def note_write(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Record what an operation inside of a unit changes: copies of it on several stages would diverge."""
-        if not func._schema.is_mutable or self.inside is None:
-            return
-        for place, argument in enumerate(func._schema.arguments):
+        Copies of what it changes would diverge on several stages.
+        """
+        for place, argument in enumerate(func._schema.arguments) if func._schema.is_mutable else ():
             if argument.alias_info is not None and argument.alias_info.is_write:
                 written = args[place] if place < len(args) else kwargs.get(argument.name)
                 self.written |= {origin for origin in self.origins_of(written) if isinstance(origin, str)}
+        for origin in self.origins_of((args, kwargs)):
+            if isinstance(origin, str) and unit not in self.owners.get(origin, ()):
+                self.reads.setdefault(origin, set()).add(self.units[unit])
 
     def _key(self, tensor: torch.Tensor) -> int:
         storage = tensor.untyped_storage()
         self.alive.append(storage)
         return int(storage._cdata)
 
-    def _enter(self, number: int) -> Any:
+    def _enter(self, number: int) -> Callable[[nn.Module, object, object], None]:
         def hook(_: nn.Module, args: object, kwargs: object) -> None:
             if self.inside is None:
                 self.use((args, kwargs), self.units[number])
@@ -241,7 +235,7 @@ class _Tracer:
 
         return hook
 
-    def _leave(self, number: int) -> Any:
+    def _leave(self, number: int) -> Callable[[nn.Module, object, object], None]:
         def hook(_: nn.Module, __: object, output: object) -> None:
             if self.inside != number:
                 return
@@ -260,12 +254,13 @@ class _Operations(TorchDispatchMode):
         super().__init__()
         self.tracer = tracer
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> object:
         tracer, kwargs = self.tracer, kwargs or {}
         output = func(*args, **kwargs)
-        tracer.note_write(func, args, kwargs)
         if tracer.inside is not None:
-            tracer.use_inside((args, kwargs))
+            tracer.use_inside(tracer.inside, func, args, kwargs)
             return output
         origins = tracer.use((args, kwargs))
         if any(isinstance(origin, str) for origin in origins) and trees.first_leaf(output) is None:

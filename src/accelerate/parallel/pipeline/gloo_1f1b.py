@@ -20,12 +20,12 @@ from torch.distributed.pipelining.schedules import Schedule1F1B
 class EarlyReceive1F1B(Schedule1F1B):
     """torch's 1F1B with early receives. The last stage's output is the weighted loss, since `scale_grads` is off."""
 
-    def _step_microbatches(self, arg_mbs: Any = None, kwarg_mbs: Any = None, *_: Any, **__: Any) -> None:
+    def _step_microbatches(self, arg_mbs: Any = None, kwarg_mbs: Any = None, *_: object, **__: object) -> None:
         stage, count = self._stage, self._n_microbatches
         self._initialize_stage(arg_mbs[0], kwarg_mbs[0])
         inputs = [_start(stage.get_fwd_recv_ops(micro)) for micro in range(count)]
         gradients = [_start(stage.get_bwd_recv_ops(micro)) for micro in range(count)]
-        losses: dict[int, Any] = {}
+        losses: dict[int, object] = {}
         sent: list[dist.Work] = []
 
         def forward(micro: int) -> None:

@@ -23,8 +23,8 @@ COLLECTING = ("output_hidden_states", "output_attentions", "output_router_logits
 # Relative differences that micro-batches may cause by computing in another order.
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
+Args = tuple[object, ...]
+Kwargs = dict[str, object]
 
 
 class MicroBatches:
@@ -75,7 +75,7 @@ class BatchSplitter:
     """Splits the inputs of a model's forward into `num_microbatches`. `undivided` names inputs that stay complete."""
 
     def __init__(
-        self, forward: Callable[..., Any], undivided: Sequence[str], num_microbatches: int, labels: bool = False
+        self, forward: Callable[..., object], undivided: Sequence[str], num_microbatches: int, labels: bool = False
     ) -> None:
         self.undivided: set[str] = set(undivided)
         self.num_microbatches = num_microbatches
@@ -167,24 +167,15 @@ def is_batched(tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> bool:
     return all(tensor.dim() and tensor.shape[0] == size for tensor, size in zip(tensors, sizes, strict=True))
 
 
-@dataclass(frozen=True)
-class JoinedOutput:
+def join(
+    outputs: Sequence[object], sizes: Sequence[int]
+) -> tuple[Boundary, list[torch.Tensor], list[bool], list[bool]]:
     """A block's outputs for all micro-batches as one output for the batch.
 
-    Fields:
-        description: the described output. tensors: detached.
-        batched: whether each tensor has a batch dimension. Others are those of the first micro-batch.
-        unequal: whether each tensor is not batched, and has other shapes in other micro-batches.
+    Returns:
+        The described output; its tensors, detached; whether each has a batch dimension (others are those of the first
+        micro-batch); whether each has none, and other shapes in other micro-batches.
     """
-
-    description: Any
-    tensors: list[torch.Tensor]
-    batched: list[bool]
-    unequal: list[bool]
-
-
-def join(outputs: Sequence[object], sizes: Sequence[int]) -> JoinedOutput:
-    """Join a block's outputs for all micro-batches."""
     columns = list(zip(*(list(trees.leaves(output)) for output in outputs), strict=True))
     batched = [is_batched(column, sizes) for column in columns]
     unequal = [
@@ -193,7 +184,7 @@ def join(outputs: Sequence[object], sizes: Sequence[int]) -> JoinedOutput:
     ]
     for column, differs in zip(columns, unequal, strict=True):
         if differs and not column[0].is_floating_point():
-            # Whether the tail uses it cannot be seen by putting NaN in its place.
+            # Whether the tail uses it cannot be seen by NaN instead of it.
             raise not_batched(column[0], sizes)
     tensors = [
         torch.cat([tensor.detach() for tensor in column]) if is_one else column[0].detach()
@@ -204,7 +195,7 @@ def join(outputs: Sequence[object], sizes: Sequence[int]) -> JoinedOutput:
         for tensor, column in zip(tensors, columns, strict=True)
     ]
     described = trees.replace_leaves(describe(outputs[0], "the output of a block"), specs, is_spec)
-    return JoinedOutput(described, tensors, batched, unequal)
+    return Boundary(described, {}), tensors, batched, unequal
 
 
 def not_batched(tensor: torch.Tensor, sizes: Sequence[int]) -> PrepareError:
@@ -240,15 +231,20 @@ def _is_close(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.allclose(one, other, rtol=tolerance, atol=tolerance * scale)
 
 
-def resize(unit_outputs: Mapping[int, list[Any]], size: int, batch_size: int) -> dict[int, list[Any]]:
+def resize(unit_outputs: Mapping[int, list[object]], size: int, batch_size: int) -> dict[int, list[object]]:
     """The described outputs of units for a micro-batch of `size` samples, as for `batch_size` samples."""
+    return {unit: [resized(call, size, batch_size) for call in calls] for unit, calls in unit_outputs.items()}
 
-    def resized(spec: TensorSpec) -> TensorSpec:
+
+def resized(description: object, size: int, batch_size: int) -> object:
+    """Described data for `batch_size` samples, from those for `size` samples."""
+
+    def change(spec: TensorSpec) -> TensorSpec:
         if spec.shape and spec.shape[0] == size:
             return replace(spec, shape=(batch_size, *spec.shape[1:]))
         return spec
 
-    return {unit: [trees.map_leaves(resized, call, is_spec) for call in calls] for unit, calls in unit_outputs.items()}
+    return trees.map_leaves(change, description, is_spec)
 
 
 def loss_of(output: object) -> torch.Tensor | None:
@@ -264,7 +260,8 @@ def holds_nan(output: object) -> bool:
     return any(bool(torch.isnan(tensor).any()) for tensor in trees.leaves(output) if tensor.dtype.is_floating_point)
 
 
-OutputGradients = list[torch.Tensor | None]
+# Of tensors; None for one that gets none.
+OutputGradients = Sequence[torch.Tensor | None]
 
 
 class Stage(nn.Module):
@@ -275,7 +272,7 @@ class Stage(nn.Module):
         self.number = number
         self.units: nn.ModuleList = nn.ModuleList(units)
 
-    def forward(self, *received: torch.Tensor, job: Callable[[int, Sequence[torch.Tensor]], Any]) -> Any:
+    def forward(self, *received: torch.Tensor, job: Callable[[int, Sequence[torch.Tensor]], object]) -> object:
         """Call `job` with the number of this stage and the received tensors."""
         return job(self.number, received)
 
@@ -289,8 +286,8 @@ class Boundary:
         digest: of the inputs, so that the next stage can compare its own.
     """
 
-    output: Any
-    unit_outputs: dict[int, list[Any]]
+    output: object
+    unit_outputs: dict[int, list[object]]
     digest: str = ""
 
     def __post_init__(self) -> None:
@@ -326,8 +323,8 @@ class BatchShapes:
 
     stage_inputs: dict[tuple[int, int], Boundary] = field(default_factory=dict)
     stage_outputs: dict[tuple[int, int], Boundary] = field(default_factory=dict)
-    tail: tuple[int, dict[int, list[Any]]] | None = None
-    output: Any = None
+    tail: tuple[int, dict[int, list[object]]] | None = None
+    output: object = None
     loss_rules: list[str] | None = None
     loss_index: int | None = None
 
@@ -348,7 +345,7 @@ class Batch:
         key: equal for batches of equal shapes. is_new: the first of its shapes, whose boundaries are sent along.
         splits_tail: whether the tail runs on each micro-batch; None where that is not known yet.
         graphs: by stage, one for each micro-batch.
-        local: what stages of one rank pass to each other, by (receiving stage, micro-batch).
+        local, local_gradients: what stages of one rank pass to each other, by (receiving stage, micro-batch).
         last_outputs: of the last stage, one for each micro-batch. tail: its graph over the complete batch;
             batched: which of the tail's inputs have a batch dimension.
         failure, error: of a stage that failed, and the exception where it was this one.
@@ -363,11 +360,14 @@ class Batch:
     is_new: bool
     splits_tail: bool | None
     graphs: dict[int, list[SavedGraph]] = field(default_factory=dict)
-    local: dict[tuple[int, int], Any] = field(default_factory=dict)
-    last_outputs: list[Any] = field(default_factory=list)
+    local: dict[tuple[int, int], tuple[Boundary | StageFailure | None, list[torch.Tensor]]] = field(
+        default_factory=dict
+    )
+    local_gradients: dict[tuple[int, int], OutputGradients] = field(default_factory=dict)
+    last_outputs: list[object] = field(default_factory=list)
     tail: SavedGraph | None = None
     batched: list[bool] = field(default_factory=list)
-    output: Any = None
+    output: object = None
     failure: StageFailure | None = None
     error: Exception | None = None
     loss_weights: list[float] = field(default_factory=list)

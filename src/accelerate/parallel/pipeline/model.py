@@ -16,7 +16,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...core.errors import CheckpointError
+from ...precision.base import Precision
 from ..accumulated import AccumulatedGradients
+from ..context.region import ContextParallel
 from ..fsdp import units
 from ..gradients import GradientReducer, all_reduce, buckets, deferred, gradients_of, local
 from ..prepared import Change, CommunicationVolume, GroupShapes
@@ -25,7 +27,7 @@ from ..report.communication import shard_gradients, shard_volume, tensor_paralle
 from ..sharded import ShardedModel
 from . import state
 from .microbatch import BatchShapes, Stage
-from .p2p import P2PChannel, TensorSpec, specs_in
+from .p2p import TensorSpec, specs_in
 from .runner import Runner
 from .schedules import ScheduleRunner
 
@@ -38,7 +40,6 @@ class Stages(GradientReducer):
         schedules: runs its stages. tied: parameters on stages of several ranks. random: its random streams.
         shapes: the parameters of the complete model in its order, name -> shape. template: a module whose state has
             the names and shapes of the complete model's.
-        channel: the messages between stages.
         replica_group: the ranks that have the same stages; None where only this one has them.
         is_sharded: whether FSDP2 shards the stages.
         unsharded: trainable parameters that FSDP2 does not shard, whose gradients are averaged over the replicas.
@@ -52,13 +53,14 @@ class Stages(GradientReducer):
     random: StageRandom
     shapes: dict[str, list[int]]
     template: nn.Module
-    channel: P2PChannel
     replica_group: dist.ProcessGroup | None
     is_sharded: bool
     unsharded: list[nn.Parameter]
     names: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
-    groups: weakref.WeakKeyDictionary[Any, list[list[str]]] = field(default_factory=weakref.WeakKeyDictionary)
-    shared: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    groups: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[list[str]]] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+    shared: weakref.WeakSet[torch.optim.Optimizer] = field(default_factory=weakref.WeakSet)
 
     @property
     def modules(self) -> Mapping[int, Stage]:
@@ -93,8 +95,16 @@ class Stages(GradientReducer):
 class PipelinedModel(ShardedModel):
     """A model of which this rank has some blocks, the `stages`."""
 
-    def __init__(self, *arguments: Any, stages: Stages) -> None:
-        super().__init__(*arguments)
+    def __init__(
+        self,
+        module: nn.Module,
+        precision: Precision,
+        device: torch.device,
+        sequence: ContextParallel | None,
+        saves_shards: bool,
+        stages: Stages,
+    ) -> None:
+        super().__init__(module, precision, device, sequence, saves_shards)
         self.stages = stages
 
     @property
@@ -136,7 +146,7 @@ class PipelinedModel(ShardedModel):
             "gradient_accumulation_steps"
         )
         if options.schedule == "gpipe":
-            first = min(count, self.stages.channel.size - self.stages.channel.rank)
+            first = min(count, runner.channel.size - runner.channel.rank)
             return (
                 f"{text}; schedule 1f1b, which keeps the activations of {first} here, where gpipe keeps those of all "
                 f"{count} (the model has to return its loss); recomputed activations"
@@ -147,7 +157,7 @@ class PipelinedModel(ShardedModel):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the full state, collected on rank 0."""
-        return state.full_model_state(self.inner, self.stages.channel)
+        return state.full_model_state(self.inner, self.stages.schedules.runner.channel)
 
     def load_state_dict(self, state_: Mapping[str, Any], strict: bool = True) -> None:
         """Load a full state into this rank's stages."""
@@ -169,7 +179,8 @@ class PipelinedModel(ShardedModel):
 
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return the optimizer's full state, collected on rank 0."""
-        return state.full_optimizer_state(self.inner, optimizer, self._names_of(optimizer), self.stages.channel)
+        channel = self.stages.schedules.runner.channel
+        return state.full_optimizer_state(self.inner, optimizer, self._names_of(optimizer), channel)
 
     def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state_: Mapping[str, object]) -> None:
         """Load an optimizer's full state."""
@@ -184,7 +195,7 @@ class PipelinedModel(ShardedModel):
         """Return the gradients of an unfinished accumulation window."""
         return self.stages.schedules.accumulated
 
-    def rank_state(self) -> dict[str, Any]:
+    def rank_state(self) -> dict[str, object]:
         """The place in the model's random stream, and the rules of its loss."""
         return {"calls": self.stages.random.calls, "rules": self.stages.schedules.rules}
 
@@ -256,7 +267,7 @@ def _bytes(specs: Iterable[TensorSpec]) -> int:
     return sum(spec.nbytes for spec in specs)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _TiedParameter:
     """A parameter at `owner.name` on several ranks. `maybe_unused`: then it gets no gradient, as in a plain model."""
 
@@ -264,6 +275,7 @@ class _TiedParameter:
     name: str
     ranks: tuple[int, ...]
     maybe_unused: bool
+    summed: torch.Tensor | None = None  # the gradient that has the sum over the ranks
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -279,12 +291,10 @@ class TiedParameters:
         self.group = group
         self.rank: int = dist.get_rank(group)
         self._tied: list[_TiedParameter] = []
-        self._summed: list[torch.Tensor | None] = []
 
     def add(self, owner: nn.Module, name: str, ranks: Iterable[int], maybe_unused: bool = False) -> None:
         """The parameter at `owner.name`, now or later, is on these ranks of the group."""
         self._tied.append(_TiedParameter(owner, name, tuple(sorted(ranks)), maybe_unused))
-        self._summed.append(None)
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the tied parameters of this rank."""
@@ -296,22 +306,22 @@ class TiedParameters:
 
     def before_backward(self) -> None:
         """Only the first rank keeps a sum to accumulate on; the others start from zero."""
-        for number, tied in enumerate(self._tied):
+        for tied in self._tied:
             gradient = tied.parameter.grad
-            if gradient is not None and gradient is self._summed[number] and tied.ranks[0] != self.rank:
+            if gradient is not None and gradient is tied.summed and tied.ranks[0] != self.rank:
                 local(gradient).zero_()
-            self._summed[number] = None
+            tied.summed = None
 
     def sum(self) -> None:
         """Sum the gradients of each tied parameter over its ranks."""
-        for number, tied in enumerate(self._tied):
+        for tied in self._tied:
             parameter = tied.parameter
             if not parameter.requires_grad or (tied.maybe_unused and not self._any_used(parameter, tied.ranks)):
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             self._sum(local(parameter.grad), tied.ranks)
-            self._summed[number] = parameter.grad
+            tied.summed = parameter.grad
 
     def _any_used(self, parameter: nn.Parameter, ranks: tuple[int, ...]) -> bool:
         """Whether the parameter has a gradient on one of the ranks."""

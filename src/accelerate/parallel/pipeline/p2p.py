@@ -6,7 +6,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -48,7 +48,7 @@ def specs_in(description: object) -> list[TensorSpec]:
     return list(trees.leaves(description, is_spec))
 
 
-def describe(value: object, where: str) -> Any:
+def describe(value: object, where: str) -> object:
     """Nested data with a TensorSpec in place of each tensor.
 
     Raises:
@@ -157,19 +157,18 @@ class P2PChannel:
         return message[0]
 
 
-class PendingReceive:
+class PendingReceive(NamedTuple):
     """Tensors that are being received."""
 
-    def __init__(self, tensors: list[torch.Tensor], works: list[dist.Work | None]) -> None:
-        self._tensors = tensors
-        self._works = works
+    tensors: list[torch.Tensor]
+    works: list[dist.Work | None]
 
     def wait(self) -> list[torch.Tensor]:
         """Wait for the tensors, and return them."""
-        for work in self._works:
+        for work in self.works:
             if work is not None:
                 work.wait()
-        return self._tensors
+        return self.tensors
 
 
 def _as_sent(tensor: torch.Tensor) -> torch.Tensor:

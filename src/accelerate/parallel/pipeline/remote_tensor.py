@@ -88,12 +88,16 @@ class RemoteTensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: OpOverload, types: object, args: tuple[object, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    ) -> object:
         kwargs = kwargs or {}
         remote = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, RemoteTensor)]
         origin, device = remote[0].origin, kwargs.get("device") or remote[0].device
         if func in _FACTORIES:
-            return func(*tree_map_only(RemoteTensor, _like, args), **kwargs)
+            # Of the same shape, with the memory of one element.
+            given = tree_map_only(
+                RemoteTensor, lambda x: torch.zeros((), dtype=x.dtype, device=x.device).expand(x.shape), args
+            )
+            return func(*given, **kwargs)
         if origin.context.computing or func in _READING or _writes_data(func, args, kwargs):
             origin.fail()
         if "device" in kwargs:
@@ -115,10 +119,10 @@ class RemoteTensor(torch.Tensor):
     def __repr__(self, **_: object) -> str:  # type: ignore[override]
         return f"RemoteTensor({tuple(self.shape)}, {self.dtype}: {self.origin.what}, which {self.origin.home} has)"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> RemoteTensor:
+    def __deepcopy__(self, memo: dict[int, object]) -> RemoteTensor:
         return self
 
-    def __reduce_ex__(self, protocol: object) -> Any:
+    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
         return RemoteTensor.of, (tuple(self.shape), self.dtype, self.device, self.origin)
 
     def _read(self, *_: object, **__: object) -> NoReturn:
@@ -140,11 +144,6 @@ def first_remote(leaves: Iterable[object]) -> RemoteTensor | None:
 
 def _meta(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.meta if isinstance(tensor, RemoteTensor) else tensor.to("meta")
-
-
-def _like(tensor: RemoteTensor) -> torch.Tensor:
-    """A tensor with the memory of one element, for operations that use only its shape."""
-    return torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
 
 
 def _writes_data(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:

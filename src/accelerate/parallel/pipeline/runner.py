@@ -15,11 +15,12 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TypeVar, TypeVarTuple
 
 import torch
 from torch import nn
+from torch.autograd.function import FunctionCtx
 
 from ...core import trees
 from ...core.errors import AccelerateError, PrepareError
@@ -41,7 +42,11 @@ from .p2p import P2PChannel, PendingReceive, TensorSpec, describe, fill, is_spec
 from .split import StageSplit
 from .stage import Segment, StagedModel
 
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
+
+@dataclass(eq=False)
 class Runner:
     """Runs a staged model.
 
@@ -52,39 +57,31 @@ class Runner:
         gather: whether the complete output is returned on all ranks, or its loss alone.
     """
 
-    def __init__(
-        self,
-        staged: StagedModel,
-        cut: StageSplit,
-        stages: Mapping[int, Stage],
-        ranks: Sequence[int],
-        channel: P2PChannel,
-        splitter: BatchSplitter,
-        gather: bool = True,
-    ) -> None:
-        self.staged = staged
-        self.cut = cut
-        self.stages = stages
-        self.ranks: list[int] = list(ranks)
-        self.channel = channel
-        self.splitter = splitter
-        self.gather = gather
-        self.last: int = cut.stages - 1
+    staged: StagedModel
+    cut: StageSplit
+    stages: Mapping[int, Stage]
+    ranks: Sequence[int]
+    channel: P2PChannel
+    splitter: BatchSplitter
+    gather: bool = True
+
+    def __post_init__(self) -> None:
+        self.last: int = self.cut.stages - 1
         self.source: int = self.ranks[self.last]
         self.shapes: dict[BatchKey, BatchShapes] = {}
         # By structure of the inputs: whether the tail may run on each micro-batch.
         self.splits_tail: dict[BatchKey, bool] = {}
         # On the last stage, with a new batch, its output and those of its micro-batches: the rules of its loss.
-        self.find_loss_rules: Callable[[Batch, Any, list[Any]], list[str] | None] | None = None
+        self.find_loss_rules: Callable[[Batch, object, list[object]], list[str] | None] | None = None
         self.trained: bool = False
-        self.anchor: torch.Tensor = torch.zeros((), device=channel.device, requires_grad=True)
+        self.anchor: torch.Tensor = torch.zeros((), device=self.channel.device, requires_grad=True)
         self.before_backward: list[Callable[[], None]] = []
         self.after_backward: list[Callable[[], None]] = []
         self._backward_is_running = False
 
     # -- forward
 
-    def new_batch(self, args: tuple[object, ...], kwargs: dict[str, Any]) -> Batch:
+    def new_batch(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Batch:
         """The batch of a call. All ranks of the pipeline have the same inputs, so they agree on what is known.
 
         Raises:
@@ -107,7 +104,7 @@ class Runner:
         splits_tail = self.splits_tail.get(BatchKey(structure_key(given, shapes=False), training, grad))
         return Batch(inputs, shapes or BatchShapes(), key, grad, is_new=shapes is None, splits_tail=splits_tail)
 
-    def forward(self, batch: Batch, on_all_ranks: bool = True) -> Any:
+    def forward(self, batch: Batch, on_all_ranks: bool = True) -> object:
         """All micro-batches through all stages; the model's output, on every rank or on the last stage's only."""
         for number in sorted(self.stages):
             self._stage_forward(number, batch)
@@ -116,7 +113,7 @@ class Runner:
         batch.backward = self._backward
         return self.distribute_output(batch, on_all_ranks)
 
-    def _attempt(self, number: int, batch: Batch, function: Callable[..., Any], *arguments: object) -> Any:
+    def _attempt(self, number: int, batch: Batch, function: Callable[[Batch, *Ts], T], *arguments: *Ts) -> T | None:
         """With a new batch, keep a stage's error: the others wait for a message, which then reports the error."""
         if not batch.is_new:
             return function(batch, *arguments)
@@ -173,7 +170,7 @@ class Runner:
         known = batch.shapes.stage_inputs
         message: Boundary | StageFailure
         if sender == self.channel.rank:
-            message, tensors = batch.local.pop((number, micro))
+            message, tensors = batch.local.pop((number, micro))  # type: ignore[assignment]
             tensors = [tensor.detach() for tensor in tensors]
         else:
             message = known.get(key) or self.channel.receive_object(sender)
@@ -254,9 +251,9 @@ class Runner:
         incoming: Boundary | None,
         inputs: Sequence[torch.Tensor],
         args: tuple[object, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        def job(_: int, received: Sequence[torch.Tensor]) -> Any:
+        kwargs: dict[str, object],
+    ) -> object:
+        def job(_: int, received: Sequence[torch.Tensor]) -> object:
             segment.received = None if incoming is None else fill(incoming.output, received)
             return self.staged.run(segment, args, kwargs)
 
@@ -283,15 +280,13 @@ class Runner:
             if batch.output is None:
                 raise PrepareError("a tensor of the model's output has lost its batch dimension")
             return
-        found = microbatch.join(batch.last_outputs, batch.inputs.sizes)
-        inputs, batch.batched = found.tensors, found.batched
-        joined = Boundary(found.description, {})
+        joined, inputs, batch.batched, unequal = microbatch.join(batch.last_outputs, batch.inputs.sizes)
         if batch.grad:
             for tensor, spec in zip(inputs, joined.specs, strict=True):
                 tensor.requires_grad_(spec.requires_grad)
         lost = [
-            not batched and (unequal or tensor.requires_grad)
-            for tensor, batched, unequal in zip(inputs, found.batched, found.unequal, strict=True)
+            not batched and (differs or tensor.requires_grad)
+            for tensor, batched, differs in zip(inputs, batch.batched, unequal, strict=True)
         ]
         try:
             batch.output = self._run_tail(batch, joined, inputs)
@@ -305,7 +300,7 @@ class Runner:
         if batch.is_new and (batch.splits_tail is None or self.find_loss_rules is not None):
             self._try_split_tail(batch, joined, batch.tail)
 
-    def _run_tail(self, batch: Batch, joined: Boundary, inputs: Sequence[torch.Tensor]) -> Any:
+    def _run_tail(self, batch: Batch, joined: Boundary, inputs: Sequence[torch.Tensor]) -> object:
         """The tail on the complete batch."""
         segment = self._tail_segment(batch, batch.inputs.batch_size)
         return self._run(self.last, segment, joined, inputs, batch.inputs.args, batch.inputs.kwargs)
@@ -313,7 +308,7 @@ class Runner:
     def _check_batched(self, batch: Batch, joined: Boundary, inputs: Sequence[torch.Tensor], lost: list[bool]) -> None:
         """Raise where the tail uses a `lost` tensor, which is not batched and differs between micro-batches.
 
-        NaN in its place shows whether the output depends on it.
+        NaN instead of it shows whether the output depends on it.
         """
         if not any(lost) or microbatch.holds_nan(batch.output):
             return
@@ -349,7 +344,7 @@ class Runner:
         return Segment(self.cut.tail, len(self.cut.units), unit_outputs=unit_outputs, grad=grad)
 
     @torch.no_grad()
-    def _tail_of_microbatches(self, batch: Batch, joined: Boundary) -> list[Any]:
+    def _tail_of_microbatches(self, batch: Batch, joined: Boundary) -> list[object]:
         outputs = []
         for micro, output in enumerate(batch.last_outputs):
             segment = self._tail_segment(batch, batch.inputs.sizes[micro])
@@ -357,7 +352,7 @@ class Runner:
             outputs.append(self._run(self.last, segment, joined, inputs, *batch.inputs.microbatch(micro)))
         return outputs
 
-    def distribute_output(self, batch: Batch, on_all_ranks: bool = True) -> Any:
+    def distribute_output(self, batch: Batch, on_all_ranks: bool = True) -> object:
         """The output of the last stage, with a graph behind it, on every rank; otherwise None on the others."""
         at_source = self.channel.rank == self.source
         if batch.is_new:
@@ -386,7 +381,7 @@ class Runner:
             tensors = list(_PipelineOutput.apply(self.anchor, self, batch, specs, tensors))
         return fill(batch.shapes.output, tensors)
 
-    def _describe_output(self, batch: Batch) -> tuple[Any, list[str] | None, bool]:
+    def _describe_output(self, batch: Batch) -> tuple[object, list[str] | None, bool]:
         described = describe(self.returned(batch.output), "the model's output")
         if batch.splits_tail:
             # The merged output has no graph; those of the micro-batches have.
@@ -395,7 +390,7 @@ class Runner:
             described = trees.replace_leaves(described, flagged, is_spec)
         return described, batch.loss_rules, batch.tail_matches
 
-    def returned(self, output: object) -> Any:
+    def returned(self, output: object) -> object:
         """What the call of the model returns of its output: all, or the loss alone."""
         if self.gather:
             return output
@@ -404,7 +399,7 @@ class Runner:
             raise PrepareError("gather_output=False returns the loss alone, and the model returns none: give labels")
         return trees.map_leaves(lambda tensor: tensor if tensor is loss else None, output)
 
-    def _take_description(self, batch: Batch, message: Any) -> None:
+    def _take_description(self, batch: Batch, message: StageFailure | tuple[object, list[str] | None, bool]) -> None:
         if isinstance(message, StageFailure):
             self.channel.wait_for_sends()
             if batch.error is not None:
@@ -439,7 +434,7 @@ class Runner:
     def _backward(self, batch: Batch, grads: OutputGradients) -> None:
         for number in sorted(self.stages, reverse=True):
             if number == self.last:
-                arriving: list[Any] = self._output_backward(batch, grads)
+                arriving: Sequence[PendingReceive | OutputGradients] = self._output_backward(batch, grads)
             else:
                 arriving = self._post_gradients(number, batch)
             for micro, graph in enumerate(batch.graphs[number]):
@@ -447,7 +442,7 @@ class Runner:
             batch.graphs[number] = []
         self.channel.wait_for_sends()
 
-    def _output_backward(self, batch: Batch, grads: OutputGradients) -> list[OutputGradients]:
+    def _output_backward(self, batch: Batch, grads: OutputGradients) -> Sequence[OutputGradients]:
         """The gradients of what the last stage returned for each micro-batch."""
         slices = list(zip(batch.inputs.offsets, batch.inputs.sizes, strict=True))
         if batch.tail is None:
@@ -459,17 +454,19 @@ class Runner:
         batch.tail = None
         return [[None if grad is None else grad.narrow(0, *bounds) for grad in found] for bounds in slices]
 
-    def _post_gradients(self, number: int, batch: Batch) -> list[Any]:
+    def _post_gradients(self, number: int, batch: Batch) -> Sequence[PendingReceive | OutputGradients]:
         sender, sizes = self.ranks[number + 1], batch.inputs.sizes
         if sender == self.channel.rank:
-            return [batch.local.pop((number, micro)) for micro in range(len(sizes))]
+            return [batch.local_gradients.pop((number, micro)) for micro in range(len(sizes))]
         boundaries = [batch.shapes.stage_outputs[number, size] for size in sizes]
         return [
             self.channel.post_receive([spec for spec in boundary.specs if spec.requires_grad], sender)
             for boundary in boundaries
         ]
 
-    def _microbatch_backward(self, number: int, micro: int, batch: Batch, graph: SavedGraph, grads: Any) -> None:
+    def _microbatch_backward(
+        self, number: int, micro: int, batch: Batch, graph: SavedGraph, grads: PendingReceive | OutputGradients
+    ) -> None:
         outputs = graph.outputs
         if isinstance(grads, PendingReceive):
             grads = grads.wait()
@@ -481,7 +478,7 @@ class Runner:
         found = [torch.zeros_like(x) if x.grad is None else x.grad for x in graph.inputs if x.requires_grad]
         peer = self.ranks[number - 1]
         if peer == self.channel.rank:
-            batch.local[number - 1, micro] = found
+            batch.local_gradients[number - 1, micro] = found
         else:
             self.channel.send(found, peer)
 
@@ -509,12 +506,17 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
+class _OfBatch(FunctionCtx):
+    runner: Runner
+    batch: Batch
+
+
 class _PipelineOutput(torch.autograd.Function):
     """The output on every rank. It depends on a leaf that requires grad, so that its backward reaches every stage."""
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _OfBatch,
         anchor: torch.Tensor,
         runner: Runner,
         batch: Batch,
@@ -529,6 +531,6 @@ class _PipelineOutput(torch.autograd.Function):
         return tuple(tensors)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, ...]:
+    def backward(ctx: _OfBatch, *grads: torch.Tensor | None) -> tuple[None, ...]:
         ctx.runner.start_backward(ctx.batch, list(grads))
         return None, None, None, None, None

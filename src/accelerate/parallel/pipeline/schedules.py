@@ -32,6 +32,7 @@ from .stage import Segment
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
+    from torch.distributed.pipelining.schedules import _PipelineSchedule
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ class ScheduleRunner:
         self.rules: tuple[str, ...] = RULES
         self._started = self._has_warned = False
         self._running: ScheduledBatch | None = None
-        self._built: dict[BatchKey, tuple[Any, list[PipelineStage]]] = {}
+        self._built: dict[BatchKey, tuple[_PipelineSchedule, list[PipelineStage]]] = {}
         row = options.schedule_row
         self.implementation: str | None = row.implementation
         if self.implementation is None:
@@ -112,9 +113,9 @@ class ScheduleRunner:
         self._started = True
         if batch.is_new or batch.shapes.loss_rules is None:
             return False
-        weights = weights_by_rule(batch.inputs, self.rules)
-        if are_equal(weights):
-            batch.loss_weights = next(iter(weights.values()))
+        first, *others = weights_by_rule(batch.inputs, self.rules).values()
+        if all(abs(a - b) <= 1e-12 for row in others for a, b in zip(first, row, strict=True)):
+            batch.loss_weights = first
             # The mean of a micro-batch without labels is not defined.
             return all(batch.loss_weights)
         # The remaining rules differ on this batch. It runs in GPipe's order, which shows the right one.
@@ -122,7 +123,7 @@ class ScheduleRunner:
         return False
 
     def learn(self, batch: Batch) -> None:
-        """Keep the rules that held for a new batch.
+        """Keep the rules that applied to a new batch.
 
         Raises:
             PrepareError: on all ranks, where none did.
@@ -148,29 +149,25 @@ class ScheduleRunner:
                 "tried): use schedule='gpipe', which takes any loss"
             )
 
-    def _find_rules(self, batch: Batch, output: object, outputs: list[Any]) -> list[str] | None:
+    def _find_rules(self, batch: Batch, output: object, outputs: list[object]) -> list[str] | None:
         """The rules that hold for a new batch, on the last stage; None where the model returns no loss to train."""
         full, trained = loss_of(output), loss_of(batch.output)
         if full is None or trained is None or not trained.requires_grad:
             return None
         of_microbatches = [loss for output in outputs if (loss := loss_of(output)) is not None]
-        if self.runner.gather:
-            self._check_rest(batch, outputs)
-        return matching_rules(full, of_microbatches, batch.inputs, self.precision.native_amp)
-
-    def _check_rest(self, batch: Batch, outputs: list[Any]) -> None:
         rest = [[tensor for tensor in trees.leaves(output) if tensor is not loss_of(output)] for output in outputs]
-        for column in zip(*rest, strict=True):
+        for column in zip(*rest, strict=True) if self.runner.gather else ():
             if not is_batched(column, batch.inputs.sizes):
                 raise PrepareError(
                     f"the model's output has, in addition to its loss, a tensor of shape {tuple(column[0].shape)} "
                     "without a batch dimension, which cannot be merged from micro-batches: use schedule='gpipe', or "
                     "gather_output=False"
                 )
+        return matching_rules(full, of_microbatches, batch.inputs, self.precision.native_amp)
 
     # -- a batch
 
-    def forward(self, batch: Batch) -> Any:
+    def forward(self, batch: Batch) -> object:
         """Forward and backward of all micro-batches; the model's output, on every rank."""
         runner = self.runner
         # In float64, so that the weight of a micro-batch is not rounded before it meets a loss in float64.
@@ -198,7 +195,7 @@ class ScheduleRunner:
             stage.clear_runtime_states()
         count = len(batch.inputs.sizes)
 
-        def job(micro: int) -> Callable[[int, Sequence[torch.Tensor]], Any]:
+        def job(micro: int) -> Callable[[int, Sequence[torch.Tensor]], object]:
             return lambda number, received: self._compute(number, micro, received)
 
         # `job` has the micro-batch's inputs, which are split by their names.
@@ -206,7 +203,7 @@ class ScheduleRunner:
             [()] * count, [{"job": job(micro)} for micro in range(count)], list(range(count)), [], False
         )
 
-    def _compute(self, number: int, micro: int, received: Sequence[torch.Tensor]) -> Any:
+    def _compute(self, number: int, micro: int, received: Sequence[torch.Tensor]) -> object:
         """One micro-batch through one stage: what is sent to the next, or the weighted loss."""
         running, runner = self._running, self.runner
         assert running is not None
@@ -225,7 +222,7 @@ class ScheduleRunner:
         running.outputs[micro] = [tensor.detach() for tensor in trees.leaves(runner.returned(output))]
         return loss * (running.seed * batch.loss_weights[micro]).to(loss.dtype)
 
-    def _output(self, running: ScheduledBatch) -> Any:
+    def _output(self, running: ScheduledBatch) -> object:
         """The output of the batch, on the last stage."""
         batch = running.batch
         index = _loss_index(batch.shapes)
@@ -244,7 +241,7 @@ class ScheduleRunner:
         if any(grad is not None for number, grad in enumerate(grads) if number != index):
             raise AccelerateError(
                 f"schedule={self.options.schedule!r} computes the gradient of the loss that the model returns, and "
-                "the loss of this loop uses other parts of its output: use schedule='gpipe'"
+                "the loss of this loop uses other tensors of its output: use schedule='gpipe'"
             )
         gradient = grads[index]
         if gradient is None:
@@ -255,7 +252,7 @@ class ScheduleRunner:
 
     # -- torch's objects
 
-    def _schedule_for(self, batch: Batch) -> tuple[Any, list[PipelineStage]]:
+    def _schedule_for(self, batch: Batch) -> tuple[_PipelineSchedule, list[PipelineStage]]:
         if batch.key not in self._built:
             if len(self._built) == _CACHED_SCHEDULES:
                 self._built.pop(next(iter(self._built)))
@@ -271,7 +268,7 @@ class ScheduleRunner:
             self._built[batch.key] = self._build(examples)
         return self._built[batch.key]
 
-    def _build(self, examples: Mapping[int, Examples]) -> tuple[Any, list[PipelineStage]]:
+    def _build(self, examples: Mapping[int, Examples]) -> tuple[_PipelineSchedule, list[PipelineStage]]:
         from torch.distributed.pipelining import PipelineStage, schedules
 
         runner = self.runner
@@ -289,7 +286,7 @@ class ScheduleRunner:
         ]
         for stage in stages:
             # Gradients are reduced at the end of a window, by the loop's backward.
-            stage.perform_reduce_grad = _reduce_later  # type: ignore[method-assign]
+            stage.perform_reduce_grad = lambda grad_scale_factor: None  # type: ignore[method-assign]
         kind = pkgutil.resolve_name(str(self.implementation))
         several = issubclass(kind, schedules.PipelineScheduleMulti)
         # The losses are weighted already.
@@ -315,10 +312,6 @@ def _loss_index(shapes: BatchShapes) -> int:
 
 def _is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
     return str(group._get_backend(device).name()) == "gloo"
-
-
-def _reduce_later(grad_scale_factor: int) -> None:
-    """In place of what torch's schedules call at the end of a batch."""
 
 
 def _reshard_later(action: Any, context: Any) -> None:
@@ -354,7 +347,11 @@ def weights_by_rule(inputs: MicroBatches, rules: Sequence[str]) -> dict[str, lis
         elif rule == "sum":
             found[rule] = [1.0] * len(inputs.sizes)
         elif (labels := _labels(inputs)) is not None:
-            counts = _counts(labels[:, 1:] if rule == "next labels" and labels.dim() > 1 else labels, inputs)
+            counted = labels[:, 1:] if rule == "next labels" and labels.dim() > 1 else labels
+            # One synchronization with the device for all samples.
+            each = (counted != _IGNORED).reshape(inputs.batch_size, -1).sum(dim=1).tolist()
+            slices = zip(inputs.offsets, inputs.sizes, strict=True)
+            counts = [sum(each[start : start + size]) for start, size in slices]
             total = sum(counts)
             found[rule] = [count / total if total else 0.0 for count in counts]
     return found
@@ -367,18 +364,6 @@ def _labels(inputs: MicroBatches) -> torch.Tensor | None:
     if labels is None or labels.dtype.is_floating_point or not labels.dim() or labels.shape[0] != inputs.batch_size:
         return None
     return labels
-
-
-def _counts(labels: torch.Tensor, inputs: MicroBatches) -> list[int]:
-    # One synchronization with the device for all of them.
-    each = (labels != _IGNORED).reshape(inputs.batch_size, -1).sum(dim=1).tolist()
-    return [sum(each[start : start + size]) for start, size in zip(inputs.offsets, inputs.sizes, strict=True)]
-
-
-def are_equal(weights: dict[str, list[float]]) -> bool:
-    """Whether all rules give the same weights."""
-    rows = list(weights.values())
-    return all(abs(a - b) <= 1e-12 for row in rows[1:] for a, b in zip(rows[0], row, strict=True))
 
 
 def matching_rules(
@@ -396,5 +381,5 @@ def matching_rules(
     tolerance = 2e-2 if low_precision else _TOLERANCE.get(batch_loss.dtype, 2e-2)
     if not least <= tolerance * max(abs(loss), 1e-3):
         return []
-    floor = 64 * torch.finfo(batch_loss.dtype).eps * max(abs(loss), 1e-3)
-    return [rule for rule, residual in residuals.items() if residual <= max(8 * least, floor)]
+    rounding = 64 * torch.finfo(batch_loss.dtype).eps * max(abs(loss), 1e-3)
+    return [rule for rule, residual in residuals.items() if residual <= max(8 * least, rounding)]

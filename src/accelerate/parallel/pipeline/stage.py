@@ -16,7 +16,6 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
@@ -26,11 +25,11 @@ from ...core.errors import PrepareError
 from .p2p import TensorSpec, describe, is_spec
 from .remote_tensor import Origin, RemoteTensor, RemoteTensorError, StageContext, first_remote
 
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
-Forward = Callable[..., Any]
+Args = tuple[object, ...]
+Kwargs = dict[str, object]
+Forward = Callable[..., object]
 # Runs in place of a module's call: takes that call and its arguments.
-Interceptor = Callable[[Forward, Args, Kwargs], Any]
+Interceptor = Callable[[Forward, Args, Kwargs], object]
 
 
 class OrderError(PrepareError):
@@ -60,14 +59,14 @@ class Segment:
 
     start: int
     stop: int
-    received: tuple[Any, dict[str, list[Any]]] | None = None
-    unit_outputs: dict[int, list[Any]] = field(default_factory=dict)
+    received: tuple[object, dict[str, list[object]]] | None = None
+    unit_outputs: dict[int, list[object]] = field(default_factory=dict)
     record: bool = False
     leave: bool = False
     grad: bool = False
     started: bool = False
     calls: dict[int, int] = field(default_factory=dict)
-    carried: dict[str, list[Any]] = field(default_factory=dict)
+    carried: dict[str, list[object]] = field(default_factory=dict)
 
 
 class StagedModel:
@@ -88,7 +87,7 @@ class StagedModel:
         model: nn.Module,
         units: Sequence[str],
         device: torch.device,
-        loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+        loss_fn: Callable[[object, object], torch.Tensor] | None = None,
         carried: Mapping[str, int] | None = None,
         bounds: Sequence[int] = (),
         context: StageContext | None = None,
@@ -105,7 +104,7 @@ class StagedModel:
         self.remedy: Callable[[Args, Kwargs], str] | None = None
         self._origins: dict[int, Origin] = {}
         # What a call of the prepared model runs.
-        self.entry: Callable[[Args, Kwargs], Any] | None = None
+        self.entry: Callable[[Args, Kwargs], object] | None = None
         # Calls units with activation checkpointing.
         self.recompute: Interceptor | None = None
         carried = carried or {}
@@ -115,19 +114,19 @@ class StagedModel:
                 call = functools.partial(self._call_carried, name, number, call)
             intercept(model.get_submodule(name), call)
         for name in set(carried) - set(self.units):
-            call = functools.partial(self._call_carried, name, carried[name], _call_plain)
-            intercept(model.get_submodule(name), call)
+            plain: Interceptor = lambda inner, args, kwargs: inner(*args, **kwargs)  # noqa: E731
+            intercept(model.get_submodule(name), functools.partial(self._call_carried, name, carried[name], plain))
         self._forward: Forward = functools.partial(type(model).__call__, model)
         if loss_fn is not None:
             self._forward = functools.partial(_call_with_loss, self._forward, loss_fn)
         intercept(model, self._call_model)
 
-    def _call_model(self, inner: Forward, args: Args, kwargs: Kwargs) -> Any:
+    def _call_model(self, inner: Forward, args: Args, kwargs: Kwargs) -> object:
         if self.entry is None:
             return inner(*args, **kwargs)
         return self.entry(args, kwargs)
 
-    def run(self, segment: Segment, args: Args, kwargs: Kwargs) -> Any:
+    def run(self, segment: Segment, args: Args, kwargs: Kwargs) -> object:
         """Run a segment.
 
         Returns:
@@ -145,7 +144,7 @@ class StagedModel:
         finally:
             self.segment = None
 
-    def _run(self, segment: Segment, args: Args, kwargs: Kwargs) -> Any:
+    def _run(self, segment: Segment, args: Args, kwargs: Kwargs) -> object:
         try:
             output = self._forward(*args, **kwargs)
         except SegmentEnd as end:
@@ -175,7 +174,7 @@ class StagedModel:
     def _stage_of(self, unit: int) -> int:
         return next(stage for stage, stop in enumerate(self.bounds[1:]) if unit < stop or stop == self.bounds[-1])
 
-    def _call_unit(self, number: int, inner: Forward, args: Args, kwargs: Kwargs) -> Any:
+    def _call_unit(self, number: int, inner: Forward, args: Args, kwargs: Kwargs) -> object:
         segment = self.segment
         if segment is None:
             if self.observing or torch._C._current_graph_task_id() != -1:
@@ -220,7 +219,7 @@ class StagedModel:
                 )
             frame = frame.f_back  # type: ignore[assignment]
 
-    def _earlier_unit(self, segment: Segment, number: int) -> Any:
+    def _earlier_unit(self, segment: Segment, number: int) -> object:
         """The output of a unit before the segment: of the last one what was received, of others remote tensors."""
         if segment.started:
             raise OrderError(
@@ -250,7 +249,7 @@ class StagedModel:
 
     def _call_carried(
         self, name: str, last: int, compute: Interceptor, inner: Forward, args: Args, kwargs: Kwargs
-    ) -> Any:
+    ) -> object:
         """A module whose output is sent to all later stages: computed on the stage of its last unit, else received."""
         segment = self.segment
         if segment is None or self.observing:
@@ -277,7 +276,7 @@ def _intercepting(kind: type[nn.Module]) -> type[nn.Module]:
         return _INTERCEPTING[kind]
 
     class Intercepted(kind):  # type: ignore[misc, valid-type]
-        def __call__(self, *args: object, **kwargs: object) -> Any:
+        def __call__(self, *args: object, **kwargs: object) -> object:
             return self.__dict__["_pipeline_call"](super().__call__, args, kwargs)
 
     Intercepted.__name__, Intercepted.__qualname__ = kind.__name__, kind.__qualname__
@@ -292,16 +291,12 @@ def intercept(module: nn.Module, call: Interceptor) -> None:
     module.__dict__["_pipeline_call"] = call
 
 
-def _call_plain(inner: Forward, args: Args, kwargs: Kwargs) -> Any:
-    return inner(*args, **kwargs)
-
-
 def _call_with_loss(
     forward: Forward,
-    loss_fn: Callable[[Any, Any], torch.Tensor],
+    loss_fn: Callable[[object, object], torch.Tensor],
     *args: object,
     labels: object = None,
     **kwargs: object,
-) -> Any:
+) -> object:
     output = forward(*args, **kwargs)
     return output if labels is None else (loss_fn(output, labels), output)

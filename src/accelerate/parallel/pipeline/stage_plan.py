@@ -129,19 +129,19 @@ def _observe_dummies(model: Any, names: list[str]) -> DataFlow | None:
 
 def _on_rank_0(model: nn.Module, find: Callable[[], T], device: torch.device) -> T:
     """What `find()` returns on rank 0, on all ranks."""
-    message: list[Any] = [None, None]
+    found: list[T] = []
     error: Exception | None = None
+    reason = ""
     if dist.get_rank() == 0:
         try:
-            message[0] = find()
+            found = [find()]
         except Exception as caught:
             # The others wait for a message.
-            error, message[1] = caught, f"{type(caught).__name__}: {caught}"
-    dist.broadcast_object_list(message, src=0, device=device)
-    found: T = message[0]
-    if message[1] is not None:
-        raise PrepareError(f"could not run {type(model).__name__} with example_inputs: {message[1]}") from error
-    return found
+            error, reason = caught, f"{type(caught).__name__}: {caught}"
+    found, reason = materialize.from_first((found, reason), device)
+    if reason:
+        raise PrepareError(f"could not run {type(model).__name__} with example_inputs: {reason}") from error
+    return found[0]
 
 
 def cut_along(
@@ -251,10 +251,10 @@ def _readers(model: nn.Module, cut: StageSplit, flow: DataFlow) -> dict[str, set
 
 def call_remedy(
     staged: StagedModel, options: PipelineParallelConfig, stages: int, units: Sequence[Unit]
-) -> Callable[[tuple[Any, ...], dict[str, Any]], str]:
+) -> Callable[[tuple[object, ...], dict[str, object]], str]:
     """A staged model's `remedy`. `units` are those of the model before it was cut."""
 
-    def find(args: tuple[object, ...], kwargs: dict[str, Any]) -> str:
+    def find(args: tuple[object, ...], kwargs: dict[str, object]) -> str:
         try:
             with staged.observed() as forward:
                 names = [unit.name for unit in units]

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -72,14 +72,10 @@ def load_full_model_state(
         for name, value in model.state_dict(keep_vars=True).items()
         if isinstance(value, torch.Tensor)
     }
-    of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, {name: tuple(value.shape) for name, value in own.items()})
+    of_ranks = materialize.from_all({name: tuple(value.shape) for name, value in own.items()})
     shapes = {name: shape for shapes_of_rank in of_ranks for name, shape in shapes_of_rank.items()}
-    message: list[Any] = [
-        {name: (tuple(value.shape), value.dtype) for name, value in state.items()} if dist.get_rank() == 0 else None
-    ]
-    dist.broadcast_object_list(message, src=0, device=device)
-    offered: dict[str, Any] = message[0]
+    given = {name: (tuple(value.shape), value.dtype) for name, value in state.items()}
+    offered = materialize.from_first(given, device)
     missing = [name for name in shapes if name not in offered]
     unknown = [name for name in offered if name not in shapes]
     other = [name for name in offered if name in shapes and offered[name][0] != shapes[name]]
@@ -99,16 +95,12 @@ def load_full_model_state(
             target.copy_(value)
 
 
-def _own_names(model: nn.Module) -> dict[int, str]:
-    return {id(parameter): materialize.canonical_name(name) for name, parameter in model.named_parameters()}
-
-
 def full_optimizer_state(
-    model: nn.Module, optimizer: Any, groups: Sequence[Sequence[str]], channel: P2PChannel
+    model: nn.Module, optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[str]], channel: P2PChannel
 ) -> dict[str, Any]:
     """The full state in the form of a single process's `optimizer.state_dict()`; empty on all ranks but 0."""
-    names = _own_names(model)
-    found: dict[str, dict[str, Any]] = {}
+    names = {id(parameter): name for name, parameter in materialize.named_parameters(model)}
+    found: dict[str, dict[str, object]] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter in optimizer.state:
@@ -137,7 +129,7 @@ def full_optimizer_state(
 
 def load_full_optimizer_state(
     model: nn.Module,
-    optimizer: Any,
+    optimizer: torch.optim.Optimizer,
     state: Mapping[str, Any],
     groups: Sequence[Sequence[str]],
     device: torch.device,
@@ -150,28 +142,18 @@ def load_full_optimizer_state(
         for group, names in zip(saved, groups, strict=True)
         for position, name in zip(group["params"], names, strict=True)
     }
-    own_names = _own_names(model)
+    own_names = {id(parameter): name for name, parameter in materialize.named_parameters(model)}
     own = {own_names[id(p)]: p for group in optimizer.param_groups for p in group["params"] if id(p) in own_names}
-    entries: dict[str, Any] = {}
+    entries: dict[str, object] = {}
     for position, entry in present:
         if (parameter := own.get(name_at[position])) is not None:
             entries[name_at[position]] = lay_out_state(dict(entry), parameter, parameter)
-    _load(optimizer, model, entries, saved)
-
-
-def _load(
-    optimizer: torch.optim.Optimizer,
-    model: nn.Module,
-    entries: Mapping[str, object],
-    saved: Sequence[Mapping[str, object]],
-) -> None:
-    """Load this rank's entries by `optimizer.load_state_dict`, which knows how its state is kept."""
-    names = _own_names(model)
+    # The optimizer itself knows how its state is kept.
     local_groups, local_state, number = [], {}, 0
     for group, options in zip(optimizer.param_groups, saved, strict=True):
         numbers = []
         for parameter in group["params"]:
-            if (name := names.get(id(parameter), "")) in entries:
+            if (name := own_names.get(id(parameter), "")) in entries:
                 local_state[number] = entries[name]
             numbers.append(number)
             number += 1
@@ -179,7 +161,7 @@ def _load(
     optimizer.load_state_dict({"state": local_state, "param_groups": local_groups})
 
 
-# From the name of a parameter or buffer: what a remote tensor in its place stands for.
+# From the name of a parameter or buffer: what a remote tensor instead of it stands for.
 FindOrigin = Callable[[str], Origin]
 
 # Dictionaries of nn.Module itself.
@@ -188,8 +170,8 @@ _MODULE_FIELDS = frozenset(nn.Module().__dict__)
 
 def own_names(model: nn.Module, locations: Mapping[int, set[int]], own: Collection[int]) -> set[str]:
     """Plain names, tied ones included, of the parameters and read buffers on the stages of the units in `own`."""
-    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    return {materialize.canonical_name(name) for name, tensor in named if locations.get(id(tensor), set()) & set(own)}
+    named = materialize.named_tensors(model, remove_duplicate=False)
+    return {name for name, tensor in named if locations.get(id(tensor), set()) & set(own)}
 
 
 @torch.no_grad()
@@ -202,7 +184,11 @@ def distribute(model: nn.Module, names: set[str], foreign: Sequence[nn.Module], 
         Whether rank 0 has weights. If not (they are on meta), those of the own stages are yet to be initialised.
     """
     listed = list(materialize.named_tensors(model))
-    _check_same([(name, tuple(tensor.shape), tensor.dtype) for name, tensor in listed], device)
+    own = [(name, tuple(tensor.shape)) for name, tensor in listed]
+    first = materialize.from_first(own, device)
+    if first != own:
+        different = next((a[0] for a, b in zip(first, own, strict=False) if a != b), "the number of tensors")
+        raise PrepareError(f"this rank's model differs from rank 0's ({different}): build the same on all ranks")
     from_meta = materialize.gather_flags(any(tensor.is_meta for _, tensor in listed), device, None)[0]
     foreign_buffers = {id(buffer) for module in foreign for buffer in module.buffers()}
     kept = {
@@ -235,17 +221,6 @@ def _replacement(tensor: torch.Tensor, keep: bool, value: torch.Tensor) -> torch
     return value if keep else value.to("meta")
 
 
-def _check_same(listed: list[tuple[str, tuple[int, ...], torch.dtype]], device: torch.device) -> None:
-    message: list[Any] = [listed if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(message, src=0, device=device)
-    first = message[0]
-    if [entry[:2] for entry in first] != [entry[:2] for entry in listed]:
-        different = next(
-            (a[0] for a, b in zip(first, listed, strict=False) if a[:2] != b[:2]), "the number of tensors"
-        )
-        raise PrepareError(f"this rank's model differs from rank 0's ({different}): build the same on all ranks")
-
-
 def drop_foreign(
     model: nn.Module, kept: Collection[int], foreign: Sequence[nn.Module], device: torch.device, origin: FindOrigin
 ) -> None:
@@ -274,7 +249,7 @@ def drop_foreign(
 def drop_aliases(model: nn.Module, former: Mapping[int, str], origin: FindOrigin, device: torch.device) -> None:
     """Replace parameters of other stages, by id, in plain attributes, lists and dicts of modules (an LSTM's list)."""
 
-    def remote(value: object) -> Any:
+    def remote(value: object) -> object:
         if not isinstance(value, torch.Tensor) or id(value) not in former:
             return value
         return RemoteTensor.of(value.shape, value.dtype, device, origin(former[id(value)]))
@@ -289,12 +264,3 @@ def drop_aliases(model: nn.Module, former: Mapping[int, str], origin: FindOrigin
                 value[:] = map(remote, value)
             elif type(value) is dict and name not in _MODULE_FIELDS:
                 value.update({key: remote(entry) for key, entry in value.items()})
-
-
-def initialise(stages: Iterable[nn.Module], device: torch.device, group: dist.ProcessGroup | None) -> None:
-    """Initialise units without weights, identically on all ranks of `group`, which have the same stages."""
-    for stage in stages:
-        if materialize.where_meta(stage) is None:
-            continue
-        materialize.allocate(stage, device)
-        materialize.initialise(stage, device, group)

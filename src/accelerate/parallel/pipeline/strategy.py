@@ -8,7 +8,7 @@ import copy
 import functools
 import itertools
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -29,15 +29,13 @@ from ..accumulated import AccumulatedGradients
 from ..base import Bundle
 from ..compile import Compile, compile_regions_fsdp2
 from ..fsdp.fsdp2 import shard_model
-from ..fsdp.units import find_modules
+from ..fsdp.units import find_modules, reshard, shards_of
 from ..gradients import finish
 from ..optimizer_scope import refuse_model_scope
 from ..prepared import PreparedModel
 from ..pretrained import require_state_dict
 from ..remap import ParameterPlaces, trains_nothing
-from ..report.communication import shard_groups
-from ..sharded import ShardedModel, ShardedStrategy, lay_out_step, reshard
-from ..skeleton import skeleton, without_storage
+from ..sharded import ShardedModel, ShardedStrategy, lay_out_step
 from ..tensor import strategy as tensor
 from . import state
 from .microbatch import Batch, BatchSplitter, Stage, restrict_outputs
@@ -74,7 +72,11 @@ class PipelineParallel(ShardedStrategy):
             mesh.group_of(self.mesh, "dp") if parallelism.data_parallel_size > 1 else None
         )
         self._same_stages: dist.ProcessGroup | None = None
-        self.ranks: list[int] = _ranks_of_stages(self.options, self.channel.size)
+        # The rank of the pipeline that has each stage.
+        ranks = range(self.channel.size)
+        self.ranks: list[int] = list(ranks) * (self.options.stages_per_rank or 1)
+        if self.options.schedule_row.v_shaped:
+            self.ranks = [*ranks, *reversed(ranks)]
         self._model_numbers = itertools.count()
         # Parameters, as the user had them, that other ranks have now.
         self._foreign = WeakTensorKeyDictionary()
@@ -94,16 +96,14 @@ class PipelineParallel(ShardedStrategy):
     def _prepare_training(self, bundle: Bundle) -> list[PreparedModel]:
         found: list[PreparedModel] = []
         for model in bundle.models:
-            names = WeakTensorKeyDictionary(
-                {parameter: materialize.canonical_name(name) for name, parameter in model.named_parameters()}
-            )
+            names = WeakTensorKeyDictionary({p: name for name, p in materialize.named_parameters(model)})
             places = ParameterPlaces(model)
             before = list(model.parameters())
             prepared = self.compose(model)
             assert isinstance(prepared, PipelinedModel)
             model = prepared.module
-            for name, parameter in model.named_parameters():
-                names[parameter] = materialize.canonical_name(name)
+            for name, parameter in materialize.named_parameters(model):
+                names[parameter] = name
             prepared.stages.names = names
             self.replacements.add((former, present) for former, present in places.replaced() if not present.is_meta)
             present = {id(parameter) for parameter in model.parameters()}
@@ -134,8 +134,7 @@ class PipelineParallel(ShardedStrategy):
     def _repoint(self, optimizer: torch.optim.Optimizer) -> None:
         """Have an optimizer step this rank's parameters; other ranks step the rest."""
         trained = [one.stages for one in self.prepared if isinstance(one, PipelinedModel)]
-        everyone: list[Any] = [None] * self.channel.size
-        dist.all_gather_object(everyone, [one.names_in(optimizer) for one in trained], group=self.channel.group)
+        everyone = materialize.from_all([one.names_in(optimizer) for one in trained], self.channel.group)
         named = [
             (one, one.merge_names(listed)) for one, listed in zip(trained, zip(*everyone, strict=True), strict=True)
         ]
@@ -166,8 +165,9 @@ class PipelineParallel(ShardedStrategy):
         cut = plan.cut
         mine = [stage for stage, rank in enumerate(self.ranks) if rank == self.channel.rank]
         own = {unit for stage in mine for unit in range(cut.bounds[stage], cut.bounds[stage + 1])}
-        shapes = {materialize.canonical_name(name): list(p.shape) for name, p in model.named_parameters()}
-        template = skeleton(type(model).__name__, without_storage(model.state_dict(keep_vars=True)))
+        shapes = {name: list(parameter.shape) for name, parameter in materialize.named_parameters(model)}
+        state_shapes = materialize.without_storage(model.state_dict(keep_vars=True))
+        template = materialize.skeleton(type(model).__name__, state_shapes)
         locations, context = plan.locations(model), StageContext()
         tied = self._tied_parameters(model, plan, locations, own)
         unsharded = self._unshardable(model, plan, locations)
@@ -186,19 +186,13 @@ class PipelineParallel(ShardedStrategy):
         self.cast_parameters(model, stages.values())
         runner = Runner(staged, cut, stages, self.ranks, self.channel, splitter, options.gather_output)
         accumulated = AccumulatedGradients(model, [model, *stages.values()])
-        sharded = {
-            id(shard.sharded_param)
-            for stage in stages.values()
-            for _, group, _ in shard_groups(stage)
-            for shard in group.fsdp_params
-        }
+        sharded = {id(shard.sharded_param) for shard in shards_of(stages.values())}
         piped = Stages(
             ScheduleRunner(runner, options, self.precision, accumulated),
             tied,
             StageRandom(self.device, next(self._model_numbers), self.channel.rank, self.data_shard[0]),
             shapes,
             template,
-            self.channel,
             self.gradient_group,
             is_sharded=self.plugin is not None,
             unsharded=[p for p in model.parameters() if id(p) not in sharded and p.requires_grad],
@@ -254,11 +248,8 @@ class PipelineParallel(ShardedStrategy):
             Whether rank 0 had weights; otherwise they are yet to be initialised.
         """
         cut, device = plan.cut, self.device
-        former = list(model.named_parameters(remove_duplicate=False))
-        homes = {
-            materialize.canonical_name(name): sorted(plan.stages_of(locations[id(parameter)]))
-            for name, parameter in former
-        }
+        former = list(materialize.named_parameters(model, remove_duplicate=False))
+        homes = {name: sorted(plan.stages_of(locations[id(parameter)])) for name, parameter in former}
         own_stages = plan.stages_of(own)
         mine = {unit for units in locations.values() for unit in units if cut.stage_of(unit) in own_stages}
         names = state.own_names(model, locations, mine)
@@ -267,13 +258,8 @@ class PipelineParallel(ShardedStrategy):
         if self.layout.tp_enabled and self.mesh is not None:
             # The plan is that of the complete model: modules of other stages are split too, without memory.
             tensor.split_model(model, self.mesh["tp"], self.layout.tp_handler)
-        kept = {
-            id(value)
-            for name, value in itertools.chain(
-                model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
-            )
-            if materialize.canonical_name(name) in names
-        }
+        tensors = materialize.named_tensors(model, remove_duplicate=False)
+        kept = {id(value) for name, value in tensors if name in names}
 
         def origin(name: str) -> Origin:
             plain = materialize.canonical_name(name)
@@ -283,7 +269,7 @@ class PipelineParallel(ShardedStrategy):
 
         state.drop_foreign(model, kept, foreign, device, origin)
         present = {id(parameter) for parameter in model.parameters()}
-        gone = {id(p): name for name, p in former if materialize.canonical_name(name) not in names}
+        gone = {id(parameter): name for name, parameter in former if name not in names}
         state.drop_aliases(model, {key: name for key, name in gone.items() if key not in present}, origin, device)
         return has_weights
 
@@ -305,7 +291,12 @@ class PipelineParallel(ShardedStrategy):
             ranks = self.gradient_group if has_weights else self._same_stages_group()
             self._shard(model, stages, self.plugin, ranks, unsharded)
         elif not has_weights:
-            state.initialise(stages.values(), self.device, self._same_stages_group())
+            # Identically on all ranks with the same stages.
+            ranks = self._same_stages_group()
+            for stage in stages.values():
+                if materialize.where_meta(stage) is not None:
+                    materialize.allocate(stage, self.device)
+                    materialize.initialise(stage, self.device, ranks)
         for owners in places:
             # A tied parameter was replaced where a stage uses it: its other places follow.
             present = {id(module._parameters[name]): module._parameters[name] for module, name in owners}
@@ -334,7 +325,7 @@ class PipelineParallel(ShardedStrategy):
         plugin.activation_checkpointing = False
         shards = mesh.fsdp_mesh(self.layout, self.mesh, self.device)
         ignored = find_modules(model, plugin.ignored_modules)
-        read = {p for name, p in model.named_parameters() if materialize.canonical_name(name) in unsharded}
+        read = {parameter for name, parameter in materialize.named_parameters(model) if name in unsharded}
         for number, stage in stages.items():
             inside = {id(module) for module in stage.modules()}
             plugin.ignored_modules = [module for module in ignored if id(module) in inside] or None
@@ -345,15 +336,15 @@ class PipelineParallel(ShardedStrategy):
     # -- the step
 
     @staticmethod
-    def _entry(piped: Stages) -> Callable[[Args, Kwargs], Any]:
+    def _entry(piped: Stages) -> Callable[[Args, Kwargs], object]:
         schedules, random = piped.schedules, piped.random
         runner = schedules.runner
 
-        def run(batch: Batch) -> Any:
+        def run(batch: Batch) -> object:
             with random.seeded() if runner.staged.model.training else contextlib.nullcontext():
                 return schedules.forward(batch) if schedules.takes(batch) else runner.forward(batch)
 
-        def call(args: Args, kwargs: Kwargs) -> Any:
+        def call(args: Args, kwargs: Kwargs) -> object:
             batch = runner.new_batch(args, kwargs)
             output = run(batch)
             if batch.is_new and batch.grad:
@@ -380,20 +371,13 @@ class PipelineParallel(ShardedStrategy):
         return norms.clip_grad_norm(parameters, max_norm, norm_type, (self.channel.group,), self.device, elsewhere)
 
 
-def _refuse_copy(memo: object) -> Any:
+def _refuse_copy(memo: object) -> NoReturn:
     """`copy.deepcopy` of a pipelined model: the forward of the copy would run the stages of the original."""
     raise PrepareError(
         "copy.deepcopy of a pipelined model, as for averaged weights (AveragedModel, EMA): the copy would compute "
         "with the parameters of the original. Average copies of the parameters of each rank "
         "({name: parameter.clone()}), or use FSDP2 or DDP, whose models can be copied"
     )
-
-
-def _ranks_of_stages(options: PipelineParallelConfig, ranks: int) -> list[int]:
-    """The rank of the pipeline that has each stage."""
-    if options.schedule_row.v_shaped:
-        return [*range(ranks), *reversed(range(ranks))]
-    return list(range(ranks)) * (options.stages_per_rank or 1)
 
 
 def _check_model(model: nn.Module, num_microbatches: int) -> None:
@@ -408,10 +392,10 @@ def _check_model(model: nn.Module, num_microbatches: int) -> None:
     restrict_outputs(model)
 
 
-def _recompute(offload: bool, device: torch.device) -> Callable[[Forward, Args, Kwargs], Any]:
+def _recompute(offload: bool, device: torch.device) -> Callable[[Forward, Args, Kwargs], object]:
     """Calls a unit with activation checkpointing, its inputs on the host with `offload`."""
 
-    def run(inner: Forward, args: Args, kwargs: Kwargs) -> Any:
+    def run(inner: Forward, args: Args, kwargs: dict[str, Any]) -> object:
         with (
             torch.autograd.graph.save_on_cpu(pin_memory=devices.kind_of(device).pin_memory)
             if offload and device.type != "cpu"

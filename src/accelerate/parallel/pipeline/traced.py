@@ -11,8 +11,6 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
 from unittest import mock
 
 import torch
@@ -22,9 +20,8 @@ from ...core import trees
 from ...core.errors import PrepareError
 from ..fsdp.traced import fake_sharded_copy
 from ..prepared import Change
-from .microbatch import Batch, BatchShapes, Boundary, resize
+from .microbatch import Batch, BatchShapes, Boundary, resize, resized
 from .model import Stages, defer_reduction
-from .p2p import TensorSpec, is_spec
 from .remote_tensor import RemoteTensor
 from .runner import Runner
 from .stage import Args, Kwargs
@@ -52,9 +49,9 @@ def fake_stages(model: nn.Module, stages: Stages, change: Change) -> nn.Module:
     known = next((shapes for key, shapes in runner.shapes.items() if key.training and key.grad), None)
     if known is None:
         raise PrepareError("no batch has shown yet what the stages pass to each other")
-    channel = copy.copy(stages.channel)
+    channel = copy.copy(runner.channel)
     channel.device, channel._pending = torch.device("cpu"), []
-    staged, memo = runner.staged, dict[int, Any]({id(stages.channel): channel})
+    staged, memo = runner.staged, dict[int, object]({id(runner.channel): channel})
     for module in model.modules():
         memo |= {id(value): value for value in vars(module).values() if isinstance(value, RemoteTensor)}
     # What refers to the run, and what an error may have left.
@@ -71,79 +68,43 @@ def fake_stages(model: nn.Module, stages: Stages, change: Change) -> nn.Module:
     scheduled = change.scheduled or schedule == "1f1b"
     count = runner.splitter.num_microbatches
     size = max(size for _, size in (known.stage_inputs or known.stage_outputs))
-    step = _TracedStep(copied, known, (size, count * size), count * (1 + change.microbatches), scheduled)
-    copied.staged.entry = step.call
+    microbatches = count * (1 + change.microbatches)
+    ahead = copied.channel.size - copied.channel.rank
+
+    def call(args: Args, kwargs: Kwargs) -> object:
+        copied.splitter.num_microbatches = microbatches
+        batch = copied.new_batch(args, kwargs)
+        if scheduled and ahead < len(batch.inputs.sizes):
+            # This rank keeps only some micro-batches at a time.
+            kept, total = sum(batch.inputs.sizes[:ahead]), batch.inputs.batch_size
+
+            def first(tensor: torch.Tensor) -> torch.Tensor:
+                return tensor.narrow(0, 0, kept) if tensor.dim() and tensor.shape[0] == total else tensor
+
+            copied.splitter.num_microbatches = ahead
+            args, kwargs = trees.map_leaves(first, (args, kwargs))
+            batch = copied.new_batch(args, kwargs)
+        if batch.is_new:
+            _describe(batch, known, size, count * size)
+        return copied.forward(batch)
+
+    copied.staged.entry = call
     return copied.staged.model
 
 
-@dataclass
-class _TracedStep:
-    """What a call of the copied model runs.
-
-    Fields:
-        runner: of the copy.
-        known: the shapes of a batch, with `samples` = (in a micro-batch, in the batch).
-        count: micro-batches of a batch.
-        scheduled: whether this rank keeps only some of them at a time.
-    """
-
-    runner: Runner
-    known: BatchShapes
-    samples: tuple[int, int]
-    count: int
-    scheduled: bool
-
-    def call(self, args: Args, kwargs: Kwargs) -> Any:
-        runner = self.runner
-        runner.splitter.num_microbatches = self.count
-        batch = runner.new_batch(args, kwargs)
-        ahead = runner.channel.size - runner.channel.rank
-        if self.scheduled and ahead < len(batch.inputs.sizes):
-            kept, total = sum(batch.inputs.sizes[:ahead]), batch.inputs.batch_size
-            runner.splitter.num_microbatches = ahead
-            args, kwargs = trees.map_leaves(functools.partial(_first, kept, total), (args, kwargs))
-            batch = runner.new_batch(args, kwargs)
-        if batch.is_new:
-            self._describe(batch)
-        return runner.forward(batch)
-
-    def _describe(self, batch: Batch) -> None:
-        """Give a batch of other sizes the shapes that follow from the known ones."""
-        former, total = self.samples
-        known, found = self.known, batch.shapes
-        for size in set(batch.inputs.sizes):
-            found.stage_inputs |= _boundaries(known.stage_inputs, former, size)
-            found.stage_outputs |= _boundaries(known.stage_outputs, former, size)
-        found.tail, found.loss_index = known.tail, known.loss_index
-        found.output = _resized(known.output, total, batch.inputs.batch_size)
-        batch.is_new = False
-
-
-def _first(kept: int, total: int, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.narrow(0, 0, kept) if tensor.dim() and tensor.shape[0] == total else tensor
-
-
 def _describe(batch: Batch, known: BatchShapes, former: int, batch_size: int) -> None:
-    """Give a batch of other sizes the shapes that follow from the known ones."""
+    """Give a batch of other sizes the shapes that follow from known ones, with `former` samples in a micro-batch."""
     batch.is_new, found = False, batch.shapes
     for size in set(batch.inputs.sizes):
         found.stage_inputs |= _boundaries(known.stage_inputs, former, size)
         found.stage_outputs |= _boundaries(known.stage_outputs, former, size)
     found.tail, found.loss_index = known.tail, known.loss_index
-    found.output = _resized(known.output, batch_size, batch.inputs.batch_size)
+    found.output = resized(known.output, batch_size, batch.inputs.batch_size)
 
 
 def _boundaries(known: Mapping[tuple[int, int], Boundary], former: int, size: int) -> dict[tuple[int, int], Boundary]:
     return {
-        (stage, size): Boundary(_resized(boundary.output, former, size), resize(boundary.unit_outputs, former, size))
+        (stage, size): Boundary(resized(boundary.output, former, size), resize(boundary.unit_outputs, former, size))
         for (stage, samples), boundary in known.items()
         if samples == former
     }
-
-
-def _resized(description: Any, former: int, size: int) -> Any:
-    def resized(spec: TensorSpec) -> TensorSpec:
-        batched = bool(spec.shape) and spec.shape[0] == former
-        return TensorSpec((size, *spec.shape[1:]), spec.dtype, spec.requires_grad) if batched else spec
-
-    return trees.map_leaves(resized, description, is_spec)

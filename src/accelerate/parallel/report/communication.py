@@ -3,17 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
-from ..fsdp import units
+from ..fsdp.units import flat_units, shard_groups
 from ..prepared import CommunicationVolume, VolumeCounter
 from ..tensor.layers import ColumnLinear, RowEmbedding, RowLinear
 from .memory import local_bytes
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 
 def shard_volume(model: nn.Module, backwards: int) -> list[CommunicationVolume]:
@@ -25,7 +26,8 @@ def shard_volume(model: nn.Module, backwards: int) -> list[CommunicationVolume]:
     """
     found, gather, is_bound = VolumeCounter(), "all-gather of parameters", False
     for _, group, resharded in shard_groups(model):
-        times, ranks = backwards * (1 + resharded), group.mesh_info.shard_mesh_size
+        times: int = backwards * (1 + resharded)
+        ranks: int = group.mesh_info.shard_mesh_size  # type: ignore[attr-defined]
         size = sum(_unsharded_bytes(p, group.mp_policy.param_dtype, ranks) for p in group.fsdp_params)
         found.add(gather, times * size, times)
         trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
@@ -45,7 +47,7 @@ def shard_gradients(model: nn.Module) -> int:
     shards = [(p, group.mp_policy) for _, group, _ in shard_groups(model) for p in group.fsdp_params]
     # In a step, units have other parameters.
     inside = {id(getattr(p, name, None)) for p, _ in shards for name in ("sharded_param", "_unsharded_param")}
-    unsharded: int = sum(
+    unsharded = sum(
         p._orig_size.numel() * (policy.reduce_dtype or policy.param_dtype or p.sharded_param.dtype).itemsize
         for p, policy in shards
         if p.sharded_param.requires_grad
@@ -56,9 +58,8 @@ def shard_gradients(model: nn.Module) -> int:
 def shard_dtypes(model: nn.Module) -> tuple[str, str] | None:
     """(computes in, gradients are averaged in) of a model that FSDP2 shards, None for any other."""
     for _, group, _ in shard_groups(model):
-        policy = group.mp_policy
-        compute = policy.param_dtype
-        return dtype_name(compute), dtype_name(policy.reduce_dtype or compute)
+        compute = group.mp_policy.param_dtype
+        return dtype_name(compute), dtype_name(group.mp_policy.reduce_dtype or compute)
     return None
 
 
@@ -67,23 +68,47 @@ def dtype_name(dtype: torch.dtype | None) -> str:
     return "the parameters' dtype" if dtype is None else str(dtype).removeprefix("torch.")
 
 
-def shard_groups(model: nn.Module) -> Iterator[tuple[nn.Module, Any, bool]]:
-    """(module, its group of parameters, whether that is resharded between forward and backward) of each FSDP2 unit."""
-    root = None
-    for module in model.modules():
-        if not isinstance(module, FSDPModule):
-            continue
-        root = module if root is None else root
-        state = module._get_fsdp_state()
-        # torch decides at the first forward that the outermost unit, which the backward needs first, is kept.
-        kept = module is root and state._auto_reshard_after_forward
-        for group in units.groups(state):
-            yield module, group, bool(group._reshard_after_forward) and not kept
-
-
-def _unsharded_bytes(parameter: Any, dtype: torch.dtype | None, ranks: int) -> int:
+def _unsharded_bytes(parameter: FSDPParam, dtype: torch.dtype | None, ranks: int) -> int:
     """Bytes of a parameter that `ranks` ranks shard equally, with padding."""
-    return int(parameter.padded_sharded_param_size.numel()) * ranks * (dtype or parameter.sharded_param.dtype).itemsize
+    return parameter.padded_sharded_param_size.numel() * ranks * (dtype or parameter.sharded_param.dtype).itemsize
+
+
+def flat_volume(model: nn.Module, backwards: int) -> list[CommunicationVolume]:
+    """Messages of FSDP1 in a window of so many backwards. Bytes are those of unsharded units."""
+    found, sums = VolumeCounter(), "all-reduce of gradients between replicas"
+    for unit, handle, _ in flat_units(model):
+        flat, kind = handle.flat_param, handle._sharding_strategy.name
+        trained = flat.requires_grad
+        computed: torch.dtype = handle._fwd_bwd_param_dtype  # type: ignore[assignment]
+        reduced: torch.dtype = handle._reduce_dtype  # type: ignore[assignment]
+        if kind == "NO_SHARD":
+            if trained:
+                found.add(sums, flat.numel() * reduced.itemsize)
+            continue
+        numel = flat._sharded_size.numel() * handle.world_size
+        # Resharded: for each forward, and for the backward but of the root. Else kept from the first forward of a
+        # window to its last backward.
+        times = backwards * (1 if unit is model else 2) if kind in ("FULL_SHARD", "HYBRID_SHARD") else 1
+        found.add("all-gather of parameters", times * numel * computed.itemsize, times)
+        if not trained:
+            continue
+        size = numel * reduced.itemsize
+        found.add("reduce-scatter of gradients", size)
+        if "HYBRID" in kind:
+            found.add(sums, size // handle.world_size)
+    return found.volumes()
+
+
+def flat_gradients(model: nn.Module) -> int:
+    """FSDP1: bytes by which unsharded gradients are larger than this rank's shards of them."""
+    larger = 0
+    for _, handle, _ in flat_units(model):
+        flat = handle.flat_param
+        if flat.requires_grad and handle.uses_sharded_strategy:
+            dtype = (handle._fwd_bwd_param_dtype if handle._keep_low_precision_grads else None) or flat.dtype
+            numel = flat._unpadded_unsharded_size.numel() * dtype.itemsize
+            larger += numel - flat._sharded_size.numel() * flat.dtype.itemsize
+    return larger
 
 
 def tensor_parallel_volume(model: nn.Module, backwards: int) -> list[CommunicationVolume]:

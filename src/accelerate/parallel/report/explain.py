@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -20,9 +20,12 @@ from torch.nn.parallel import DistributedDataParallel
 from ...core.modules import class_name
 from ...state import PartialState
 from ..base import Strategy
+from ..fsdp.units import shard_groups
 from ..prepared import CommunicationVolume, PreparedModel
 from . import memory
-from .communication import shard_groups
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 _OFTEN_NONE = (memory.BUFFERS, memory.MASTER_WEIGHTS)
 _KINDS = (memory.PARAMETERS, memory.BUFFERS, memory.GRADIENTS, memory.MASTER_WEIGHTS, memory.STATE, memory.BUCKETS)
@@ -55,7 +58,7 @@ class Report:
         # `explain` has printed the report: an interactive session that shows its result does not repeat it.
         return f"<Report of {', '.join(self.sections)}>"
 
-    def __rich__(self) -> Any:
+    def __rich__(self) -> Text:
         """The same text for a terminal, with styles."""
         from rich.text import Text
 
@@ -146,7 +149,9 @@ def memory_usage(
     for model in models:
         found.update(model.memory_usage(windows, seen))
     found[memory.BUFFERS] = memory.of_buffers([model.module for model in models])
-    found[memory.STATE] = memory.of_optimizers(optimizers)
+    entries = [entry for optimizer in optimizers for entry in optimizer.state.values()]
+    values = (value for entry in entries for value in entry.values())
+    found[memory.STATE] = memory.local_bytes(value for value in values if isinstance(value, torch.Tensor))
     return {kind: found[kind] for kind in _KINDS}
 
 
@@ -172,7 +177,8 @@ def _layout(strategy: Strategy) -> list[Row]:
     rows = [Row("strategy", strategy.name), Row("data", data)]
     for transform in strategy.transforms:
         if callable(describe := getattr(transform, "describe", None)):
-            rows.append(Row(_snake_case(type(transform).__name__), describe()))
+            # In snake case.
+            rows.append(Row(re.sub(r"(?<!^)(?=[A-Z])", "_", type(transform).__name__).lower(), describe()))
     mesh = getattr(strategy, "mesh", None)
     if mesh is not None:
         sizes = zip(mesh.mesh_dim_names, mesh.shape, mesh.get_coordinate() or (), strict=False)
@@ -185,17 +191,9 @@ def _has_ended() -> bool:
     return PartialState().use_distributed and not dist.is_initialized()
 
 
-def _snake_case(name: str) -> str:
-    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
-
-
-def _pattern(name: str) -> str:
-    """A name with its numbers replaced by *: equal layers become one line."""
-    return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", name)
-
-
 def _grouped(named: Iterable[tuple[str, str]]) -> list[Row]:
-    counts = Counter((_pattern(name), text) for name, text in named)
+    # With its numbers replaced by *, equal layers become one line.
+    counts = Counter((re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", name), text) for name, text in named)
     return [Row(name or "(model)", text + (f"   x {n}" if n > 1 else "")) for (name, text), n in counts.items()]
 
 
@@ -224,12 +222,11 @@ def _marks(module: nn.Module, root: nn.Module) -> Iterable[str]:
         yield f"fp8 ({kind})"
 
 
-def _after_forward(unit: nn.Module, root: nn.Module) -> str:
+def _after_forward(unit: FSDPModule, root: nn.Module) -> str:
     for inner, group, again in shard_groups(root):
-        if inner is unit and again:
-            size = group.post_forward_mesh_info.shard_mesh_size
-            groups = "" if size == group.mesh_info.shard_mesh_size else f" to groups of {size}"
-            return f"resharded after forward{groups}"
+        if inner is unit and again and (after := group.post_forward_mesh_info) is not None:
+            same = after.shard_mesh_size == group.mesh_info.shard_mesh_size  # type: ignore[attr-defined]
+            return "resharded after forward" + ("" if same else f" to groups of {after.shard_mesh_size}")
     return "kept unsharded after forward"
 
 
@@ -280,11 +277,11 @@ def _volume(strategy: Strategy, prepared: PreparedModel, steps: int, sync_each_b
         return [Row("not counted", f"{strategy.name} decides what it sends")]
     if not found:
         return [Row("none", "this layout sends nothing for it")]
-    return [Row(volume.what, _amount(volume, times)) for volume in found]
 
+    def amount(volume: CommunicationVolume) -> str:
+        size = f"{size_of(times * volume.sent)}{volume.unit}"
+        if volume.messages is None:
+            return f"{'at most ' * volume.about}{size}"
+        return f"{'about ' * volume.about}{times * volume.messages} messages, {size}"
 
-def _amount(volume: CommunicationVolume, times: int) -> str:
-    size = f"{size_of(times * volume.sent)}{volume.unit}"
-    if volume.messages is None:
-        return f"{'at most ' * volume.about}{size}"
-    return f"{'about ' * volume.about}{times * volume.messages} messages, {size}"
+    return [Row(volume.what, amount(volume)) for volume in found]

@@ -8,7 +8,7 @@ import copy
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,9 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import FakeWork
+from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -104,19 +106,17 @@ class Ledger(TorchDispatchMode):
         self.blocks: list[Allocation] = []
         self._alive: dict[int, Allocation] = {}
         self._events = 0
-        self._resize: Any = None
+        self._resize = torch.UntypedStorage.resize_
 
     # -- the mode
 
     def __enter__(self) -> Ledger:
-        resize = torch.UntypedStorage.resize_
-        self._resize = resize
-        ledger = self
+        resize = self._resize = torch.UntypedStorage.resize_
 
-        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+        def resize_(storage: torch.UntypedStorage, size: int) -> object:
             done = resize(storage, size)
             # FSDP frees and allocates the gathered weights of a unit so, without any operation.
-            ledger._resized(storage, int(size))
+            self._resized(storage, int(size))
             return done
 
         torch.UntypedStorage.resize_ = resize_  # type: ignore
@@ -127,7 +127,13 @@ class Ledger(TorchDispatchMode):
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
         super().__exit__(*error)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> object:
         if any(issubclass(kind, DTensor) for kind in types):
             # The operations on local tensors come here next.
             return NotImplemented
@@ -173,10 +179,10 @@ class Ledger(TorchDispatchMode):
         self.blocks.append(block)
         key = storage._cdata
         self._alive[key] = block
-        weakref.finalize(storage, self._freed, key, block).atexit = False
+        weakref.finalize(storage, self._freed, key).atexit = False
         return block
 
-    def _freed(self, key: int, block: Allocation) -> None:
+    def _freed(self, key: int) -> None:
         current = self._alive.pop(key, None)
         if current is not None:
             self._events += 1
@@ -246,19 +252,28 @@ class Ledger(TorchDispatchMode):
 
     # -- work
 
-    def _count_message(self, func: Any, args: Any, inputs: list[Any], outputs: list[Any]) -> None:
+    def _count_message(
+        self, func: OpOverload, args: tuple[object, ...], inputs: list[torch.Tensor], outputs: list[torch.Tensor]
+    ) -> None:
         kind = _KIND_OF_COLLECTIVE.get(func._schema.name.partition("::")[2])
         if kind is None:
             return
         sizes = [tensor.numel() * tensor.element_size() for tensor in [*inputs, *outputs]]
         self.work.send(kind, _group_size(args), max(sizes, default=0))
 
-    def _count_work(self, func: Any, args: Any, kwargs: Any, out: Any, inputs: list[Any], outputs: list[Any]) -> None:
+    def _count_work(
+        self,
+        func: OpOverload,
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
+        out: object,
+        inputs: list[torch.Tensor],
+        outputs: list[torch.Tensor],
+    ) -> None:
         packet = func._overloadpacket
-        if packet in _GROUPED:
-            formula: Callable[..., Any] | None = _grouped_flops
-        else:
-            formula = flop_registry.get(packet) or flop_registry.get(_SAME_FLOPS.get(packet))
+        formula: Callable[..., int] | None = flop_registry.get(packet) or flop_registry.get(_SAME_FLOPS.get(packet))
+        if packet is torch.ops.aten._grouped_mm:
+            formula = _grouped_flops
         if formula is not None and outputs:
             self.work.operations += 1
             self.work.flops[str(outputs[0].dtype).removeprefix("torch.")] += int(formula(*args, **kwargs, out_val=out))
@@ -268,42 +283,44 @@ class Ledger(TorchDispatchMode):
 
 
 _FREE = frozenset({"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::detach"})
-_GROUPED = (torch.ops.aten._grouped_mm,)
 
 
-def _grouped_mm(mat_a: Any, mat_b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
+def _grouped_mm(
+    mat_a: torch.Tensor,
+    mat_b: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
     """The shape of `aten._grouped_mm`, which torch 2.13 traces for bfloat16 only."""
     dtype = out_dtype or mat_a.dtype
     if mat_a.dim() == 2 and mat_b.dim() == 2:
+        assert offs is not None
         return mat_a.new_empty((offs.shape[0], mat_a.shape[0], mat_b.shape[1]), dtype=dtype)
     shape = (mat_a.shape[0] if mat_a.dim() == 3 and mat_b.dim() == 3 else None, mat_a.shape[-2], mat_b.shape[-1])
     return mat_a.new_empty([size for size in shape if size is not None], dtype=dtype)
 
 
-def _grouped_flops(mat_a: Any, mat_b: Any, *rest: Any, out_val: Any = None, **more: Any) -> int:
+def _grouped_flops(mat_a: torch.Tensor, mat_b: torch.Tensor, *_: object, **__: object) -> int:
     """Each row of a group is multiplied with the matrix of its group once."""
-    inner = mat_a.shape[-1]
-    rows = mat_a.shape[0] if mat_a.dim() == 2 else math.prod(mat_a.shape[:-1])
-    if mat_a.dim() == 2 and mat_b.dim() == 2:
-        return int(2 * mat_a.shape[0] * inner * mat_b.shape[1])
-    return int(2 * rows * inner * mat_b.shape[-1])
+    return 2 * math.prod(mat_a.shape) * mat_b.shape[-1]
 
 
-_REPLACED: dict[Any, Callable[..., Any]] = {
+_REPLACED: dict[OpOverloadPacket, Callable[..., torch.Tensor]] = {
     torch.ops.aten._grouped_mm: _grouped_mm,
     # It returns the tensor itself; on fake tensors torch 2.13 returns another one.
     torch.ops._c10d_functional.wait_tensor: lambda tensor: tensor,
 }
 
 
-def _unsent(func: Any, args: Any) -> Any:
+def _unsent(func: OpOverload, args: tuple[object, ...]) -> object:
     """What a collective of c10d returns, without sending anything: its first argument, and what is waited for."""
     work = FakeWork().boxed()
     returned = [args[0] if "Tensor" in str(one.type) else work for one in func._schema.returns]
     return returned[0] if len(returned) == 1 else tuple(returned)
 
 
-def _group_size(args: Any) -> int:
+def _group_size(args: tuple[object, ...]) -> int:
     """The number of ranks of the group among the arguments of a collective."""
     for one in args:
         if isinstance(one, torch.ScriptObject):
@@ -341,7 +358,7 @@ def fake_tensors(model: nn.Module, memo: dict[int, Any]) -> None:
         if id(tensor) in memo:
             continue
         local = getattr(tensor, "_local_tensor", tensor)
-        value: Any = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device="cpu")
+        value = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device="cpu")
         if isinstance(tensor, DTensor):
             value = as_dtensor(value, tensor._spec, memo)
         if isinstance(tensor, nn.Parameter):
@@ -349,13 +366,10 @@ def fake_tensors(model: nn.Module, memo: dict[int, Any]) -> None:
         memo[id(tensor)] = value
 
 
-def as_dtensor(local: torch.Tensor, spec: Any, memo: dict[int, Any]) -> torch.Tensor:
-    """A DTensor of a fake local tensor on the CPU, placed as `spec` says."""
+def as_dtensor(local: torch.Tensor, spec: DTensorSpec, memo: dict[int, Any]) -> DTensor:
+    """A DTensor of a fake local tensor on the CPU, with the placements of `spec`."""
     mesh = on_cpu(spec.mesh, memo)
-    made: torch.Tensor = DTensor.from_local(
-        local, mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
-    )
-    return made
+    return DTensor.from_local(local, mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride)
 
 
 def on_cpu(mesh: DeviceMesh, memo: dict[int, Any]) -> DeviceMesh:

@@ -8,23 +8,16 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import nn
 
+from ...core import trees
+
 # Kinds of bytes. Gradients have their largest size between two backwards. Buckets are not in the sum: most of them
 # exist during a backward only, in the size that the library is configured for.
 PARAMETERS, BUFFERS, GRADIENTS, MASTER_WEIGHTS = "parameters", "buffers", "gradients", "master weights"
 STATE, BUCKETS = "optimizer state", "buckets"
 
 
-def of_model(kept: Iterable[torch.Tensor], master_weights: Iterable[torch.Tensor], seen: set[int]) -> dict[str, int]:
-    """Bytes of a model that keeps parameters, and gradients in their layout; `seen` has the ids of tensors to skip."""
-    parameters = list(_unseen(kept, seen))
-    return {
-        PARAMETERS: local_bytes(parameters),
-        GRADIENTS: local_bytes(p for p in parameters if p.requires_grad),
-        MASTER_WEIGHTS: local_bytes(_unseen(master_weights, seen)),
-    }
-
-
-def _unseen(tensors: Iterable[torch.Tensor], seen: set[int]) -> Iterator[torch.Tensor]:
+def unseen(tensors: Iterable[torch.Tensor], seen: set[int]) -> Iterator[torch.Tensor]:
+    """The tensors whose ids are not in `seen`, which is extended."""
     for tensor in tensors:
         if id(tensor) not in seen:
             seen.add(id(tensor))
@@ -36,27 +29,14 @@ def of_buffers(models: Sequence[nn.Module]) -> int:
     return local_bytes({id(b): b for model in models for b in model.buffers()}.values())
 
 
-def of_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> int:
-    """Bytes of the tensors in the optimizers' state."""
-    return local_bytes(
-        value
-        for optimizer in optimizers
-        for entry in optimizer.state.values()
-        for value in entry.values()
-        if isinstance(value, torch.Tensor)
-    )
-
-
 def local_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of tensors; of a DTensor those of this rank's shard."""
-    return sum(_local(tensor).numel() * tensor.dtype.itemsize for tensor in tensors)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
     # torch's DTensor takes long to import: a run without one does not wait for it. A flat parameter of FSDP1 has its
     # shard also while it is unsharded.
-    found: torch.Tensor = getattr(tensor, "_local_tensor", getattr(tensor, "_local_shard", tensor))
-    return found
+    return sum(
+        getattr(tensor, "_local_tensor", getattr(tensor, "_local_shard", tensor)).numel() * tensor.dtype.itemsize
+        for tensor in tensors
+    )
 
 
 def allocated_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -67,8 +47,4 @@ def allocated_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 def tensors_in(value: object) -> list[torch.Tensor]:
     """The tensors in lists and dicts of any depth."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    return [tensor for one in value for tensor in tensors_in(one)] if isinstance(value, (list, tuple)) else []
+    return list(trees.leaves(value))

@@ -7,14 +7,14 @@ The parameters are DTensors all the same, for whatever shards, clips, saves or l
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.function import FunctionCtx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from . import loss as tensor_loss
 
@@ -35,17 +35,23 @@ def _all_reduce(partial: torch.Tensor, mesh: DeviceMesh, in_place: bool) -> torc
     return total
 
 
+class _OnRanks(FunctionCtx):
+    """The context of a function with a collective over the ranks of a mesh."""
+
+    mesh: DeviceMesh
+
+
 class SumForward(torch.autograd.Function):
     """All-reduce in the forward; the gradient, equal on all ranks, is passed on."""
 
     @staticmethod
-    def forward(ctx: Any, partial: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    def forward(ctx: _OnRanks, partial: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
         """Return the sum of `partial` over the ranks."""
         ctx.mesh = mesh
         return _all_reduce(partial, mesh, in_place=False)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+    def backward(ctx: _OnRanks, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Return the gradient unchanged."""
         # The gradient of this gradient is a sum again.
         return SumBackward.apply(gradients[0], ctx.mesh) if torch.is_grad_enabled() else gradients[0], None
@@ -55,13 +61,13 @@ class SumBackward(torch.autograd.Function):
     """Identity in the forward; the gradient is all-reduced."""
 
     @staticmethod
-    def forward(ctx: Any, replicated: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    def forward(ctx: _OnRanks, replicated: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
         """Return a view of the tensor."""
         ctx.mesh = mesh
         return replicated.view_as(replicated)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+    def backward(ctx: _OnRanks, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Return the sum of the gradient over the ranks."""
         if torch.is_grad_enabled():
             return SumForward.apply(gradients[0], ctx.mesh), None
@@ -76,7 +82,7 @@ class GatherFeatures(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, shard: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    def forward(ctx: _OnRanks, shard: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
         """Return the features of all ranks, concatenated."""
         ctx.mesh = mesh
         ranks, collectives = mesh.size(), torch.ops._c10d_functional
@@ -84,7 +90,7 @@ class GatherFeatures(torch.autograd.Function):
         return torch.cat(collectives.wait_tensor(shards).chunk(ranks), -1)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+    def backward(ctx: _OnRanks, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Return this rank's slice of the gradient."""
         if torch.is_grad_enabled():
             return SplitFeatures.apply(gradients[0], ctx.mesh), None
@@ -95,13 +101,13 @@ class SplitFeatures(torch.autograd.Function):
     """This rank's features of a tensor that all ranks have; the gradient is gathered."""
 
     @staticmethod
-    def forward(ctx: Any, gathered: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    def forward(ctx: _OnRanks, gathered: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
         """Return this rank's slice."""
         ctx.mesh = mesh
         return gathered.chunk(mesh.size(), -1)[mesh.get_local_rank()].clone()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+    def backward(ctx: _OnRanks, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Return the gradients of all ranks, concatenated."""
         return GatherFeatures.apply(gradients[0], ctx.mesh), None
 
@@ -121,9 +127,13 @@ class SharedInput:
 
     def take(self, given: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
         """Return the input replicated on all ranks. The last layer that takes it releases it."""
-        if given is not self._input or self._replicated is None:
-            self._input, self._replicated, self._left = given, _replicate(given, mesh), self.layers
         replicated = self._replicated
+        if given is not self._input or replicated is None:
+            if isinstance(given, DTensor):
+                replicated = given.redistribute(placements=(Replicate(),)).to_local(grad_placements=(Partial(),))
+            else:
+                replicated = SumBackward.apply(given, mesh)
+            self._input, self._replicated, self._left = given, replicated, self.layers
         self._left -= 1
         if self._left == 0:
             # Nothing outlives the forward.
@@ -131,25 +141,22 @@ class SharedInput:
         return replicated
 
 
-def _replicate(given: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    if not isinstance(given, DTensor):
-        replicated: torch.Tensor = SumBackward.apply(given, mesh)
-        return replicated
-    return given.redistribute(placements=(Replicate(),)).to_local(grad_placements=(Partial(),))
+class _OfLayout(FunctionCtx):
+    layout: DTensorSpec
 
 
 class ToLocal(torch.autograd.Function):
     """`DTensor.to_local` of a parameter at a third of its cost: the gradient has the parameter's layout."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: DTensor) -> torch.Tensor:
+    def forward(ctx: _OfLayout, parameter: DTensor) -> torch.Tensor:
         """Return a view of the parameter's local shard."""
         ctx.layout = parameter._spec
         shard = parameter._local_tensor
         return shard.view_as(shard)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+    def backward(ctx: _OfLayout, *gradients: torch.Tensor) -> DTensor:
         """Return the gradient as a DTensor in the layout of the parameter."""
         if torch.is_grad_enabled():  # create_graph=True
             return DTensor.from_local(gradients[0], ctx.layout.mesh, ctx.layout.placements, run_check=False)
@@ -222,7 +229,7 @@ class RowEmbedding(nn.Embedding):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Look up this rank's rows, and sum the results over the ranks."""
-        rows: Any = local(self.weight)
+        rows: torch.Tensor = local(self.weight)  # type: ignore[assignment]
         first = self.ranks.get_local_rank() * rows.shape[0]
         own = input - first
         others = (own < 0) | (own >= rows.shape[0])

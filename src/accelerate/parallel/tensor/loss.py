@@ -11,15 +11,21 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
+from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-aten: Any = torch.ops.aten
-collectives: Any = torch.ops._c10d_functional
+P = ParamSpec("P")
+T = TypeVar("T")
+# What DTensor calls instead of an operation, with its arguments.
+Handler = Callable[[OpOverload, tuple[Any, ...], Mapping[str, Any]], object]
+
+aten = torch.ops.aten
+collectives = torch.ops._c10d_functional
 _NONE, _MEAN, _SUM = range(3)  # torch's numbers of reductions
 
 
@@ -34,9 +40,8 @@ def split_losses_while_alive(model: nn.Module) -> None:
 _models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
-def _table() -> dict[Any, Callable[..., Any]]:
-    table: dict[Any, Callable[..., Any]] = DTensor._op_dispatcher._custom_op_handlers
-    return table
+def _table() -> dict[OpOverload, Handler]:
+    return DTensor._op_dispatcher._custom_op_handlers  # type: ignore[return-value]
 
 
 def ensure() -> None:
@@ -62,12 +67,12 @@ def _handles(logits: object, dimension: int) -> bool:
     return logits.placements[0] == Shard(dimension % logits.ndim)
 
 
-def _or_else(split_of: Callable[..., tuple[Any, int]]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _or_else(split_of: Callable[..., tuple[object, int]]) -> Callable[[Callable[..., object]], Handler]:
     """A handler for sharded logits; `split_of(arguments)` is (logits, dimension of classes). DTensor does the rest."""
 
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+    def decorate(function: Callable[..., object]) -> Handler:
         @functools.wraps(function)
-        def handler(operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        def handler(operation: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
             if _handles(*split_of(*args)):
                 return function(*args, **kwargs)
             table = _table()
@@ -115,7 +120,7 @@ def _log_softmax(logits: DTensor, dimension: int, half_to_float: bool) -> DTenso
 
 
 @_or_else(lambda gradient, output, dimension, dtype: (output, dimension))
-def _log_softmax_backward(gradient: Any, output: DTensor, dimension: int, dtype: torch.dtype) -> DTensor:
+def _log_softmax_backward(gradient: torch.Tensor, output: DTensor, dimension: int, dtype: torch.dtype) -> DTensor:
     wide = _in_placement(gradient, output.placements[0]).to(_wide(output.dtype))
     total = _reduce(wide.sum(dimension, keepdim=True), output)
     local = wide - output.to_local().to(wide.dtype).exp() * total
@@ -140,7 +145,9 @@ def _own(scores: DTensor, labels: torch.Tensor, ignored: int) -> tuple[torch.Ten
     return torch.where(own, numbers, 0), own, counts
 
 
-def _weights(weight: Any, labels: torch.Tensor, counts: torch.Tensor, like: torch.Tensor, dimension: int) -> Any:
+def _weights(
+    weight: torch.Tensor | None, labels: torch.Tensor, counts: torch.Tensor, like: torch.Tensor, dimension: int
+) -> torch.Tensor:
     """The weight of each label."""
     if weight is None:
         return counts.to(like.dtype)
@@ -149,7 +156,9 @@ def _weights(weight: Any, labels: torch.Tensor, counts: torch.Tensor, like: torc
 
 
 @_or_else(lambda scores, *_: (scores, _classes(scores)))
-def _nll(scores: DTensor, labels: Any, weight: Any, reduction: int, ignored: int) -> tuple[DTensor, DTensor]:
+def _nll(
+    scores: DTensor, labels: torch.Tensor, weight: torch.Tensor | None, reduction: int, ignored: int
+) -> tuple[DTensor, DTensor]:
     local, labels, dimension = scores.to_local(), _in_placement(labels, Replicate()), _classes(scores)
     numbers, own, counts = _own(scores, labels, ignored)
     found = _reduce(torch.where(own, local.gather(dimension, numbers), 0), scores)
@@ -165,7 +174,13 @@ def _nll(scores: DTensor, labels: Any, weight: Any, reduction: int, ignored: int
 
 @_or_else(lambda gradient, scores, *_: (scores, _classes(scores)))
 def _nll_backward(
-    gradient: Any, scores: DTensor, labels: Any, weight: Any, reduction: int, ignored: int, total: Any
+    gradient: torch.Tensor,
+    scores: DTensor,
+    labels: torch.Tensor,
+    weight: torch.Tensor | None,
+    reduction: int,
+    ignored: int,
+    total: torch.Tensor,
 ) -> DTensor:
     local, labels, dimension = scores.to_local(), _in_placement(labels, Replicate()), _classes(scores)
     numbers, own, counts = _own(scores, labels, ignored)
@@ -178,7 +193,7 @@ def _nll_backward(
     return _from_local(torch.zeros_like(local).scatter(dimension, numbers, each), scores, scores.placements[0])
 
 
-_OPERATIONS: dict[Any, Callable[..., Any]] = {
+_OPERATIONS: dict[OpOverload, Handler] = {
     aten._log_softmax.default: _log_softmax,
     aten._log_softmax_backward_data.default: _log_softmax_backward,
     aten.nll_loss_forward.default: _nll,

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -67,7 +66,7 @@ def match_plan(model: nn.Module, plan: Plan, strict: bool = True) -> Styles:
     Raises:
         PrepareError: for an unknown style, and with `strict` for a pattern that matches no module.
     """
-    patterns = {pattern: re.compile(re.escape(pattern).replace(r"\*", r"[^.]+")) for pattern in plan}
+    patterns = {pattern: name_pattern(pattern) for pattern in plan}
     unused = set(plan)
     found: Styles = {}
     for name, _ in model.named_modules():
@@ -88,6 +87,11 @@ def match_plan(model: nn.Module, plan: Plan, strict: bool = True) -> Styles:
         )
     _share_inputs(found)
     return found
+
+
+def name_pattern(pattern: str) -> re.Pattern[str]:
+    """The names that a pattern of a plan stands for, whose `*` is one word."""
+    return re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
 
 
 def known_styles(model: nn.Module) -> Styles:
@@ -160,11 +164,12 @@ def _plan_of_block(name: str, children: Mapping[str, nn.Module]) -> dict[str, st
         plan = {f"{prefix}{key}": "colwise" for key in sorted(columns)}
         plan[f"{prefix}{row}"] = "rowwise"
         unknown = []
+        outputs = min(int(children[key].out_features) for key in columns)  # type: ignore[arg-type]
         for key, child in children.items():
             if key in columns | {row} or not any(True for _ in child.parameters()):
                 continue
             # A norm over all heads at once would need an all-reduce inside of it.
-            over_all_heads = max(parameter.numel() for parameter in child.parameters()) >= _outputs(children, columns)
+            over_all_heads = max(parameter.numel() for parameter in child.parameters()) >= outputs
             if key in _HEAD_NORMS and not over_all_heads:
                 plan[f"{prefix}{key}"] = "replicated_with_grad_allreduce"
             else:
@@ -178,10 +183,6 @@ def _plan_of_block(name: str, children: Mapping[str, nn.Module]) -> dict[str, st
             )
         return plan
     return {}
-
-
-def _outputs(children: Mapping[str, nn.Module], columns: frozenset[str]) -> int:
-    return min(int(children[key].out_features) for key in columns)  # type: ignore[arg-type]
 
 
 def vocabulary_ends(model: nn.Module, inner: Collection[str]) -> tuple[str | None, str | None]:
@@ -209,7 +210,11 @@ def split_losses(model: nn.Module, styles: Styles) -> None:
     """
     own = getattr(model, "get_output_embeddings", lambda: None)()
     names = {id(module): name for name, module in model.named_modules()}
-    inner = [name for name, style in styles.items() if not _gathers(style)]
+    inner = [
+        name
+        for name, style in styles.items()
+        if not (isinstance(style, ColwiseParallel) and style.output_layouts[0].is_replicate())
+    ]
     head = names.get(id(own), vocabulary_ends(model, inner)[1])
     if head is None:
         raise PrepareError(
@@ -224,10 +229,6 @@ def split_losses(model: nn.Module, styles: Styles) -> None:
     ]
     for name in tied:
         styles[name] = kinds.Rowwise(full_input=True)
-
-
-def _gathers(style: ParallelStyle) -> bool:
-    return isinstance(style, ColwiseParallel) and style.output_layouts[0].is_replicate()
 
 
 def check_plan(model: nn.Module, styles: Styles, size: int) -> list[tuple[nn.Module, dict[str, int]]]:
@@ -256,7 +257,11 @@ def check_plan(model: nn.Module, styles: Styles, size: int) -> list[tuple[nn.Mod
 
 def _check_pairs(modules: Mapping[str, nn.Module], styles: Styles) -> None:
     """Refuse a pair of siblings of which only one is split: sharded outputs need a layer that reads shards."""
-    columns = [name for name, style in styles.items() if _gives_parts(style)]
+    columns = [
+        name
+        for name, style in styles.items()
+        if type(style) is kinds.Colwise and isinstance(style.output_layouts[0], Shard)
+    ]
     rows = [name for name, style in styles.items() if type(style) is kinds.Rowwise and not style.full_input]
     for split, others, facing, word, better in (
         (columns, rows, ("out_features", "in_features"), "colwise", ("rowwise", "colwise_gather_output")),
@@ -272,10 +277,6 @@ def _check_pairs(modules: Mapping[str, nn.Module], styles: Styles) -> None:
                     f"the tensor-parallel plan splits {name} ({word!r}) and not {unsplit[0]}, which has the other end "
                     f"of the same features. Give {better[0]!r} at {unsplit[0]}, or {better[1]!r} at {name}"
                 )
-
-
-def _gives_parts(style: ParallelStyle) -> bool:
-    return type(style) is kinds.Colwise and isinstance(style.output_layouts[0], Shard)
 
 
 def _facing(parent: str, modules: Mapping[str, nn.Module], styles: Styles, width: int, side: str) -> list[str]:
@@ -333,7 +334,7 @@ def _shares_of_heads(name: str, module: nn.Module, size: int) -> dict[str, int]:
     """Attribute -> this rank's number of heads, for an attention module that keeps it."""
     shares = {}
     for key in _HEADS:
-        count: Any = getattr(module, key, None)
+        count = getattr(module, key, None)
         if not isinstance(count, int) or isinstance(count, bool):
             continue
         if count % size:
@@ -354,7 +355,11 @@ def along_sequence(model: nn.Module, styles: Styles) -> Styles:
         PrepareError: where the model has no such list, or a block has an unsplit module that is not a norm.
     """
     modules = dict(model.named_modules())
-    rows = [name for name, style in styles.items() if _is_row(modules[name], style)]
+    rows = [
+        name
+        for name, style in styles.items()
+        if isinstance(style, RowwiseParallel) and isinstance(modules[name], nn.Linear)
+    ]
     lists = _block_lists(modules, rows)
     outside = [name for name in rows if not any(name.startswith(f"{blocks}.") for blocks in lists)]
     if outside or not lists:
@@ -370,22 +375,20 @@ def along_sequence(model: nn.Module, styles: Styles) -> Styles:
             raise PrepareError(f"sequence_parallel=True: give 'rowwise' at {name} instead of a ParallelStyle object")
         found[name] = kinds.Rowwise(style.full_input, along_sequence=True)
     for name in lists:
-        width = _width(modules, styles, name)
+        # The features of the residual stream: the outputs of the blocks' rowwise layers.
+        row = next(row for row in rows if row.startswith(f"{name}."))
+        width = int(modules[row].out_features)
         for norm in _norms(name, modules, styles, width):
             found[norm] = kinds.SequenceNorm()
         keys = [f"{name}.{key}" for key, _ in modules[name].named_children()]
         found[keys[0]] = kinds.SequenceEntry()
-        after = _norm_after(name, modules, styles, width)
-        found[after or keys[-1]] = kinds.SequenceNorm(gather=True) if after else _last(len(keys) == 1)
+        if (after := _norm_after(name, modules, styles, width)) is not None:
+            found[after] = kinds.SequenceNorm(gather=True)
+        elif len(keys) == 1:
+            found[keys[0]] = kinds.Chained(kinds.SequenceEntry(), kinds.SequenceExit())
+        else:
+            found[keys[-1]] = kinds.SequenceExit()
     return found
-
-
-def _last(also_first: bool) -> ParallelStyle:
-    return kinds.Chained(kinds.SequenceEntry(), kinds.SequenceExit()) if also_first else kinds.SequenceExit()
-
-
-def _is_row(module: nn.Module, style: object) -> bool:
-    return isinstance(style, RowwiseParallel) and isinstance(module, nn.Linear)
 
 
 def _block_lists(modules: dict[str, nn.Module], rows: list[str]) -> list[str]:
@@ -398,12 +401,6 @@ def _block_lists(modules: dict[str, nn.Module], rows: list[str]) -> list[str]:
         if entries and all(any(row.startswith(entry) for row in rows) for entry in entries):
             found.append(name)
     return found
-
-
-def _width(modules: dict[str, nn.Module], styles: Styles, blocks: str) -> int:
-    """The features of the residual stream: the outputs of the blocks' rowwise layers."""
-    rows = [name for name, style in styles.items() if _is_row(modules[name], style) and name.startswith(f"{blocks}.")]
-    return int(modules[rows[0]].out_features)  # type: ignore[arg-type]
 
 
 def _norms(blocks: str, modules: dict[str, nn.Module], styles: Styles, width: int) -> list[str]:

@@ -13,7 +13,7 @@ import re
 import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from types import ModuleType
 from weakref import WeakSet
 
 import torch
@@ -27,11 +27,11 @@ from ...core import devices
 from ...core.errors import PrepareError
 from ...core.imports import is_torch_version
 from . import styles as kinds
+from .plan import Styles, name_pattern
 
 logger: logging.Logger = logging.getLogger(__name__)
 
 Modules = dict[str, nn.Module]
-Styles = dict[str, ParallelStyle]
 
 # The upper half of a region's seed. The CPU's generator uses the lower half only.
 _MARK = 0x5EED7A9E
@@ -60,7 +60,7 @@ class RankStream:
 
     def __init__(self, rank: int, device_type: str) -> None:
         self._rank = rank
-        self._source: Any = devices.generator_module(device_type)
+        self._source: ModuleType = devices.generator_module(device_type)
         # Of one device: torch.manual_seed seeds all of them.
         self._seed = (torch.default_generator if device_type == "cpu" else self._source).manual_seed
         self._drawn = torch.empty((), device=device_type)
@@ -101,7 +101,12 @@ def separate_streams(
 
     `random_modules` names the modules that draw, with `*`; None finds them.
     """
-    drawing = {name: module for name, module in model.named_modules() if _is_random(name, module, random_modules)}
+    patterns = None if random_modules is None else [name_pattern(name) for name in random_modules]
+    drawing = {
+        name: module
+        for name, module in model.named_modules()
+        if (draws(module) if patterns is None else any(pattern.fullmatch(name) for pattern in patterns))
+    }
     if not drawing:
         return
     found = sorted({re.sub(r"\b\d+\b", "*", name) for name in drawing})
@@ -123,12 +128,6 @@ def check_compiles(model: nn.Module) -> None:
             f"torch.compile of torch {torch.__version__} computes wrong gradients for a tensor-parallel model with "
             "dropout in its split layers: use torch 2.12 or later, or train without dynamo_backend or without dropout"
         )
-
-
-def _is_random(name: str, module: nn.Module, named: Collection[str] | None) -> bool:
-    if named is None:
-        return draws(module)
-    return any(re.fullmatch(re.escape(pattern).replace(r"\*", r"[^.]+"), name) for pattern in named)
 
 
 @dataclass
@@ -185,24 +184,24 @@ def _between_layers(modules: Modules, styles: Styles) -> list[RandomRegion]:
 
     Colwise layers without a rowwise layer after them (an output layer with sharded logits) have none.
     """
-    rows = [name for name, style in styles.items() if _reads_shards(style) and isinstance(modules[name], nn.Linear)]
+    rows = [
+        name
+        for name, style in styles.items()
+        if isinstance(style, RowwiseParallel)
+        and isinstance(style.input_layouts[0], Shard)
+        and isinstance(modules[name], nn.Linear)
+    ]
     found: dict[str, RandomRegion] = {}
     for name, style in styles.items():
-        if not _returns_shards(style):
+        if not isinstance(style, ColwiseParallel) or not style.use_local_output:
+            continue
+        if not isinstance(style.output_layouts[0], Shard):
             continue
         owner = next((up for up in _ancestors(name) if any(_are_pair(up, name, row, modules) for row in rows)), None)
         if owner is not None:
             closed = [modules[row] for row in rows if _is_inside(row, owner)]
             found.setdefault(owner, RandomRegion(modules[owner], [], closed)).opened.append(modules[name])
     return list(found.values())
-
-
-def _returns_shards(style: ParallelStyle) -> bool:
-    return isinstance(style, ColwiseParallel) and style.use_local_output and isinstance(style.output_layouts[0], Shard)
-
-
-def _reads_shards(style: ParallelStyle) -> bool:
-    return isinstance(style, RowwiseParallel) and isinstance(style.input_layouts[0], Shard)
 
 
 def _ancestors(name: str) -> Iterator[str]:
@@ -235,13 +234,12 @@ def _blocks_along_sequence(modules: Modules, styles: Styles) -> Iterator[nn.Modu
             module = modules[sibling]
             # A list is not called; its entries are.
             yield from module if isinstance(module, nn.ModuleList) else (module,)
-            if any(_ends_stream(part) for part in _chained(styles.get(sibling))):
+            ends = _chained(styles.get(sibling))
+            if any(
+                isinstance(p, kinds.SequenceExit) or (isinstance(p, kinds.SequenceNorm) and p.gather) for p in ends
+            ):
                 break
 
 
 def _chained(style: ParallelStyle | None) -> Sequence[ParallelStyle | None]:
     return style.styles if isinstance(style, kinds.Chained) else (style,)
-
-
-def _ends_stream(style: ParallelStyle | None) -> bool:
-    return isinstance(style, kinds.SequenceExit) or (isinstance(style, kinds.SequenceNorm) and style.gather)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import nn
@@ -19,8 +18,7 @@ from ...parallelism_config import ParallelismConfig
 from ...precision.base import Precision
 from ...runtime import mesh
 from .. import materialize
-from ..gradient_hooks import refuse_gradient_hooks
-from ..gradients import GradientReducer, all_reduce
+from ..gradients import GradientReducer, all_reduce, refuse_gradient_hooks
 from ..prepared import CommunicationVolume
 from ..remap import ParameterPlaces
 from ..report.memory import local_bytes
@@ -69,7 +67,7 @@ class PartialSums(GradientReducer):
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self._parameters: list[Any] = [
+        self._parameters: list[DTensor] = [
             parameter
             for parameter in parameters
             if isinstance(parameter, DTensor) and any(place.is_replicate() for place in parameter.placements)
@@ -83,7 +81,7 @@ class PartialSums(GradientReducer):
     @torch.no_grad()
     def finish(self) -> None:
         """All-reduce what the window has accumulated."""
-        meshes: dict[DeviceMesh, list[Any]] = {}
+        meshes: dict[DeviceMesh, list[tuple[DTensor, torch.Tensor]]] = {}
         for parameter in self._parameters:
             gradient = parameter.grad
             if not isinstance(gradient, DTensor) or not any(place.is_partial() for place in gradient.placements):
@@ -91,11 +89,10 @@ class PartialSums(GradientReducer):
             if gradient.device_mesh.ndim > 1:
                 parameter.grad = gradient.redistribute(placements=parameter.placements)
             else:
-                meshes.setdefault(gradient.device_mesh, []).append(parameter)
+                meshes.setdefault(gradient.device_mesh, []).append((parameter, gradient.to_local()))
         for ranks, listed in meshes.items():
-            totals = [parameter.grad.to_local() for parameter in listed]
-            all_reduce(totals, ranks.get_group(), average=False)
-            for parameter, total in zip(listed, totals, strict=True):
+            all_reduce([total for _, total in listed], ranks.get_group(), average=False)
+            for parameter, total in listed:
                 parameter.grad = DTensor.from_local(total, ranks, parameter.placements, run_check=False)
 
 
@@ -117,12 +114,17 @@ def split_model(model: nn.Module, ranks: DeviceMesh, options: TorchTensorParalle
             tensor_random.separate_streams(model, tensor_plan.known_styles(model), ranks, options.random_modules)
         return False
     modules = dict(model.named_modules())
-    _refuse_engine(modules, ranks.size())
+    for name, module in modules.items():
+        if type(module).__module__.startswith("transformer_engine"):
+            raise PrepareError(
+                f"tp_size={ranks.size()}: {name} is a layer of Transformer Engine, which cannot be split. Compute in "
+                "fp8 with torchao (AORecipeKwargs), whose layers can, or leave tp_size at 1"
+            )
     styles = _styles(model, options, ranks.size())
     heads = tensor_plan.check_plan(model, styles, ranks.size())
     places = ParameterPlaces(model)
     for name, style in styles.items():
-        # Weights are equal: every rank cuts its shard out of its own.
+        # Weights are equal: every rank cuts out its shard without a message.
         style.src_data_rank = None
         parallelize_module(modules[name], ranks, style, src_data_rank=None)
     for module, shares in heads:
@@ -143,15 +145,6 @@ def _refuse_transforms(*_: object) -> None:
             "a tensor-parallel model was called inside of a transform of torch.func (vmap, grad, jvp, ...), which "
             "does not know its collectives. torch.autograd.grad(..., create_graph=True) works; or use DDP or FSDP2"
         )
-
-
-def _refuse_engine(modules: dict[str, nn.Module], size: int) -> None:
-    for name, module in modules.items():
-        if type(module).__module__.startswith("transformer_engine"):
-            raise PrepareError(
-                f"tp_size={size}: {name} is a layer of Transformer Engine, which cannot be split. Compute in fp8 with "
-                "torchao (AORecipeKwargs), whose layers can, or leave tp_size at 1"
-            )
 
 
 def _styles(model: nn.Module, options: TorchTensorParallelConfig, size: int) -> tensor_plan.Styles:
@@ -181,16 +174,12 @@ def _retie(places: ParameterPlaces) -> None:
     """Tie the replacements of tied parameters."""
     for owners in places.shared():
         present = [module._parameters[name] for module, name in owners]
-        first = present[0]
-        if any(_layout(parameter) != _layout(first) for parameter in present):
+        layouts = [getattr(parameter, "placements", None) for parameter in present]
+        if any(layout != layouts[0] for layout in layouts):
             names = ", ".join(sorted({f"{type(module).__name__}.{name}" for module, name in owners}))
             raise PrepareError(
                 f"the tensor-parallel plan splits a tied parameter ({names}) in two ways. Give both ends one layout "
                 "(embedding_rowwise and colwise_gather_output), or neither."
             )
         for module, name in owners:
-            module._parameters[name] = first
-
-
-def _layout(parameter: object) -> Any:
-    return parameter.placements if isinstance(parameter, DTensor) else None
+            module._parameters[name] = present[0]

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from torch.distributed.tensor.parallel import (
 
 from ...core.errors import PrepareError
 from .layers import SEQUENCE, ColumnLinear, RowEmbedding, RowLinear, SharedInput, become
+
+Placements = Sequence[Placement]
 
 
 class Colwise(ColwiseParallel):
@@ -38,7 +40,9 @@ class Colwise(ColwiseParallel):
         return become(module, ColumnLinear, ranks=device_mesh, **options)
 
     @staticmethod
-    def _prepare_input_fn(layouts: Any, desired: Any, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+    def _prepare_input_fn(
+        layouts: Placements, desired: Placements, module: nn.Module, inputs: tuple[torch.Tensor, ...], mesh: DeviceMesh
+    ) -> object:
         """For layers with another forward: their input may be sharded along the sequence."""
         if isinstance(inputs[0], DTensor):
             return inputs[0].redistribute(placements=desired)
@@ -84,7 +88,7 @@ class SequenceNorm(SequenceParallel):
         super().__init__(sequence_dim=dimension, use_local_output=use_local_output)
         self.gather = gather
         if gather:
-            self._prepare_output_fn = self._gather_output  # type: ignore[method-assign]
+            self._prepare_output_fn = lambda use_local, module, outputs, mesh: _gathered(outputs)  # type: ignore[method-assign]
         if not use_local_output:
             self._prepare_input_fn = self._check_input  # type: ignore[method-assign]
 
@@ -94,17 +98,15 @@ class SequenceNorm(SequenceParallel):
             module.register_parameter(key, nn.Parameter(replicated, requires_grad=parameter.requires_grad))
 
     @staticmethod
-    def _check_input(sharding: Any, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+    def _check_input(
+        sharding: Placements, module: nn.Module, inputs: tuple[torch.Tensor, ...], mesh: DeviceMesh
+    ) -> object:
         if not isinstance(inputs[0], DTensor):
             raise PrepareError(
                 f"{type(module).__name__} is to compute along the sequence, but its input is not sharded: it is not "
                 "in the residual stream. Give a plan without it."
             )
         return SequenceParallel._prepare_input_fn(sharding, module, inputs, mesh)
-
-    @staticmethod
-    def _gather_output(use_local: bool, module: nn.Module, outputs: object, mesh: DeviceMesh) -> Any:
-        return _gathered(outputs)
 
 
 class PerHead(SequenceNorm):
@@ -128,7 +130,9 @@ class SequenceEntry(ParallelStyle):
     """Shards the residual stream along the sequence before this module."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def shard(inner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def shard(
+            inner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[tuple[object, ...], dict[str, object]]:
             if args:
                 return (_shard(args[0], device_mesh), *args[1:]), kwargs
             name = next(key for key, value in kwargs.items() if isinstance(value, torch.Tensor))
@@ -143,10 +147,7 @@ class SequenceExit(ParallelStyle):
     """Gathers the residual stream after this module."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def gather(inner: nn.Module, args: object, output: object) -> Any:
-            return _mapped(output, _gathered)
-
-        module.register_forward_hook(gather)
+        module.register_forward_hook(lambda inner, args, output: _mapped(output, _gathered))
         return module
 
 
@@ -169,22 +170,22 @@ def _shard(stream: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     return replicated.redistribute(placements=(Shard(SEQUENCE),))
 
 
-def _gathered(value: object) -> Any:
+def _gathered(value: object) -> object:
     if not isinstance(value, DTensor):
         return value
     return value.redistribute(placements=(Replicate(),)).to_local()
 
 
-def _mapped(output: object, change: Callable[[Any], Any]) -> Any:
+def _mapped(output: object, change: Callable[[object], object]) -> object:
     if isinstance(output, tuple):
         return tuple(change(value) for value in output)
     return change(output)
 
 
-def plain_losses(output: object) -> Any:
+def plain_losses(output: object) -> object:
     """A model's output with scalar DTensors (the loss that it computed itself) as plain tensors."""
 
-    def plain(value: object) -> Any:
+    def plain(value: object) -> object:
         if isinstance(value, DTensor) and value.ndim == 0:
             # A copy: a model under FSDP must not return a view.
             return value.redistribute(placements=(Replicate(),) * value.device_mesh.ndim).to_local().clone()
