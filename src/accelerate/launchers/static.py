@@ -97,9 +97,10 @@ class Peer:
             return None
         *lines, self._buffer = (self._buffer + data).split(b"\n")
         try:
-            return [json.loads(line) for line in lines]
+            messages = [json.loads(line) for line in lines]
         except ValueError:
             return None
+        return messages if all(isinstance(message, dict) for message in messages) else None
 
 
 def disagreement(ours: dict[str, Any], theirs: dict[str, Any], present: dict[int, Peer]) -> str | None:
@@ -132,7 +133,7 @@ class Host:
         self.present: dict[int, Peer] = {}
         self._unknown: list[Peer] = []
         self._selector = selectors.DefaultSelector()
-        self._server = _listen(spec.main_process_port)
+        self._server = listen(spec.main_process_port)
         self._selector.register(self._server, selectors.EVENT_READ)
 
     def wait_for_all(self) -> list[Peer]:
@@ -164,7 +165,7 @@ class Host:
         for key, _ in self._selector.select(0.2):
             if key.fileobj is self._server:
                 connection, _ = self._server.accept()
-                peer = Peer(_ready(connection))
+                peer = Peer(ready(connection))
                 self._unknown.append(peer)
                 self._selector.register(connection, selectors.EVENT_READ, peer)
             else:
@@ -258,7 +259,7 @@ def connect(spec: LaunchSpec, where: str, timeout: float, waiting: Waiting | Non
         try:
             connection = socket.create_connection((spec.main_process_ip, spec.main_process_port), timeout=2.0)
             connection.settimeout(timeout)
-            return Peer(_ready(connection), {"machine": 0, "host": spec.main_process_ip})
+            return Peer(ready(connection), {"machine": 0, "host": spec.main_process_ip})
         except OSError as error:
             if waiting.seconds > timeout:
                 raise LaunchError(f"{where} did not answer within {timeout:.0f} s: {error}") from None
@@ -267,16 +268,28 @@ def connect(spec: LaunchSpec, where: str, timeout: float, waiting: Waiting | Non
             time.sleep(0.2)
 
 
-def _ready(connection: socket.socket) -> socket.socket:
-    """Set up a connection so that the loss of the other machine is noticed within seconds."""
+def ready(connection: socket.socket, idle: int = 3, interval: int = 1, attempts: int = 4) -> socket.socket:
+    """Set up a connection so that the loss of the other machine is noticed within seconds.
+
+    Args:
+        connection: to another machine.
+        idle: seconds without a message, after which the kernel asks the other machine for a sign of life.
+        interval: seconds between two such requests.
+        attempts: how many of them are answered by nothing before the connection counts as lost.
+    """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 3), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 4)):
+    for name, value in (
+        ("TCP_KEEPIDLE", idle), ("TCP_KEEPINTVL", interval), ("TCP_KEEPCNT", attempts),
+        # A message that is never acknowledged holds back these requests.
+        ("TCP_USER_TIMEOUT", 1000 * (idle + interval * attempts)),
+    ):  # fmt: skip
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     return connection
 
 
-def _listen(port: int) -> socket.socket:
+def listen(port: int) -> socket.socket:
+    """A server for the connections of other machines."""
     server, address = any_address()
     server.bind((address, port))
     server.listen(128)
