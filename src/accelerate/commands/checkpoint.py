@@ -11,7 +11,7 @@ from typing import Any
 from ..core.errors import CheckpointError, ConfigurationError
 from ..core.files import user_path
 from ..core.objects import convert_bytes
-from .parser import Parser, print_error
+from .parser import Parser, exit_on, print_error
 
 
 def parser() -> Parser:
@@ -30,11 +30,8 @@ def parser() -> Parser:
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of the command. Exits with 1 if a checkpoint is incomplete or damaged, or if there is none."""
     options = parser().parse_args(arguments)
-    try:
+    with exit_on(ConfigurationError, command="accelerate checkpoint"):
         path = user_path(options.path, "path")
-    except ConfigurationError as error:
-        print_error("accelerate checkpoint", error)
-        sys.exit(2)
     folders, damaged = _folders(path)
     if not folders and not (damaged and options.action == "list"):
         print_error("accelerate checkpoint", f"there is no checkpoint in {path}")

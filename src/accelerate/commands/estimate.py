@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import socket
-import sys
 import threading
 import urllib.parse
 import urllib.request
@@ -21,7 +20,7 @@ from ..core import json_text
 from ..core.enums import SHORT_DTYPES, CustomDtype
 from ..core.errors import ConfigurationError
 from ..core.imports import is_available
-from .parser import Formatter, Parser, print_error, table
+from .parser import Formatter, Parser, exit_on, table
 
 if TYPE_CHECKING:
     from torch import nn
@@ -341,13 +340,14 @@ def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     return made
 
 
+# The name that every command has.
+parser = estimate_command_parser
+
+
 def estimate_command(args: argparse.Namespace) -> None:
     """Run the command with parsed arguments. Exits with 2 if the model cannot be built."""
-    try:
+    with exit_on(ConfigurationError, command="accelerate estimate-memory"):
         model = build(args.model_name, args.library_name, args.trust_remote_code)
-    except ConfigurationError as error:
-        print_error("accelerate estimate-memory", error)
-        sys.exit(2)
     print(report(args.model_name, model, [footprint(model, dtype) for dtype in args.dtypes]))
 
 

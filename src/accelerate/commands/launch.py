@@ -100,6 +100,10 @@ def launch_command_parser(
     return parser
 
 
+# The name that every command has.
+parser = launch_command_parser
+
+
 def settings_of(args: argparse.Namespace) -> Settings:
     """Every option of a launch with its origin. ConfigurationError for what cannot be."""
     flags = given(args)

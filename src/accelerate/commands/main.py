@@ -8,7 +8,7 @@ import os
 import sys
 from typing import Any
 
-# name -> module of this package with a `main(arguments)`, and what it is for
+# name -> module of this package with `parser()` and `main(arguments)`, and what it is for
 COMMANDS = {
     "checkpoint": ("checkpoint", "list checkpoints and verify their checksums"),
     "completion": ("completion", "print the completion script of bash, zsh or fish"),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The machine that holds an elastic run's rendezvous: it forms the groups, and reports the end of each to its members.
+"""The machine that holds an elastic run's rendezvous: it forms groups, and reports the end of each to the members.
 
-A machine is present while its connection lasts: the kernel notices the loss of a process at once, and that of a machine
-or of the network through TCP's own keep-alive messages.
+A machine is present while its connection lasts. The kernel notices the loss of a process at once, and that of a
+machine or of the network through TCP's own keep-alive messages.
 """
 
 from __future__ import annotations

@@ -119,7 +119,9 @@ class Rendezvous:
                 if "present" in message:
                     self._present = message["present"]
                 elif "over" in message:
-                    raise LaunchError(f"the run {self.spec.rdzv_id!r} at {self.where} is over: there is nothing to join")
+                    raise LaunchError(
+                        f"the run {self.spec.rdzv_id!r} at {self.where} is over: there is nothing to join"
+                    )
                 elif "group" in message:
                     formed, port = self._begin(message), None
                 elif formed is not None:
