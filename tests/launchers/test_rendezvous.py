@@ -9,7 +9,8 @@ import pytest
 from accelerate.core.errors import ConfigurationError
 from accelerate.launchers.coordinator import Coordinator, disagreement
 from accelerate.launchers.generations import End, Generation, Member
-from accelerate.launchers.rendezvous import SETTINGS, settings_of
+from accelerate.launchers.rendezvous import settings_of
+from accelerate.launchers.spec import RENDEZVOUS_SETTINGS as SETTINGS
 from accelerate.launchers.spec import LaunchSpec, Program
 from accelerate.launchers.static import Peer, identity, ready
 

@@ -9,37 +9,24 @@ from functools import partial
 from typing import Any
 
 from ..core import env
-from ..core.errors import ConfigurationError, LaunchError, suggestion
+from ..core.errors import ConfigurationError, LaunchError
 from .base import print_message
 from .coordinator import Coordinator
 from .generations import Generation, Member, StoreLost
 from .ports import ReservedPort
-from .spec import JOIN_TIMEOUT, LaunchSpec
+from .spec import RENDEZVOUS_SETTINGS, LaunchSpec
 from .static import FIRST_NOTICE, Peer, Waiting, connect, identity, interface_of, ready, resolve_address
 
-# The names are those of torch's rendezvous. All in seconds but the number of attempts.
-SETTINGS = {
-    "join_timeout": int(JOIN_TIMEOUT),
-    "last_call_timeout": 1,
-    "close_timeout": 6,
-    "heartbeat_timeout": 5,
-    "keep_alive_interval": 1,
-    "keep_alive_max_attempt": 3,
-    "read_timeout": 15,
-}
 # Seconds in which a machine reports why it has ended, after the loss of its connection was noticed elsewhere.
 CAUSE = 3.0
 
 
 def settings_of(spec: LaunchSpec) -> dict[str, int]:
     """The settings of the rendezvous; ConfigurationError for an unknown one, or one that is not an integer."""
-    found = dict(SETTINGS)
-    for key, text in spec.rendezvous_settings().items():
-        if key in ("is_host", "store_type"):
+    found = dict(RENDEZVOUS_SETTINGS)
+    for key, text in spec.known_rendezvous_settings().items():
+        if key not in found:
             continue
-        if key not in SETTINGS:
-            near = suggestion(key, [*SETTINGS, "is_host"])
-            raise ConfigurationError(f"rdzv_conf: there is no setting {key!r}{near}")
         if not text.isdigit() or not int(text):
             raise ConfigurationError(f"rdzv_conf: {key}={text!r} is not an integer above 0")
         found[key] = int(text)
