@@ -6,12 +6,15 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ..core.errors import CheckpointError, ConfigurationError
 from ..core.files import user_path
 from ..core.objects import convert_bytes
 from .parser import Parser, exit_on, print_error
+
+if TYPE_CHECKING:
+    from ..checkpointing.manifest import Manifest
 
 
 def parser() -> Parser:
@@ -84,7 +87,7 @@ def _listed(folder: Path) -> bool:
     return why is None
 
 
-def _about(manifest: Any) -> str:
+def _about(manifest: Manifest) -> str:
     size = convert_bytes(sum(record.size for record in manifest.files.values()))
     position = "".join(
         f", {name} {manifest.progress[name]}" for name in ("epoch", "step") if name in manifest.progress

@@ -65,7 +65,7 @@ class Coordinator(threading.Thread):
         self.last_call_timeout = last_call_timeout
         self.stop_timeout = stop_timeout
         self.ready = ready
-        self.is_closing = False
+        self.is_closing: bool = False
         self._machines: list[_Machine] = []
         self._count = 0
         # The current generation. A member leaves `_group` when it asks for the next one.

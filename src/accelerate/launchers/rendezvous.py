@@ -6,7 +6,7 @@ from __future__ import annotations
 import select
 import socket
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..core import env
 from ..core.errors import ConfigurationError, LaunchError
@@ -16,6 +16,9 @@ from .generations import Generation, Member, StoreLost
 from .ports import ReservedPort
 from .spec import RENDEZVOUS_SETTINGS, LaunchSpec
 from .static import FIRST_NOTICE, Peer, Waiting, connect, identity, interface_of, ready, resolve_address
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
 
 # Seconds in which a machine reports why it has ended, after the loss of its connection was noticed elsewhere.
 CAUSE = 3.0
@@ -48,7 +51,7 @@ class Rendezvous:
         own = {"address": address, "nnodes": spec.nnodes, "run": spec.rdzv_id, "restarts": spec.max_restarts}
         self.identity: dict[str, Any] = {**identity(spec, "elastic"), **own}
         self.coordinator: Coordinator | None = None
-        self._store: Any = None
+        self._store: TCPStore | None = None
         self._present: list[str] = []
         interval, attempts = self.settings["keep_alive_interval"], self.settings["keep_alive_max_attempt"]
         self._ready = partial(ready, idle=interval, interval=interval, attempts=attempts)
