@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import sys
 import warnings
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from ..config import launch_file
 from ..config.launch_settings import Settings, given, resolve_settings
@@ -108,19 +108,8 @@ def settings_of(args: argparse.Namespace) -> Settings:
     """Every option of a launch with its origin. ConfigurationError for what cannot be."""
     flags = given(args)
     with warnings.catch_warnings():
-        warnings.showwarning = _show_warning
+        warnings.showwarning = lambda message, *_: print(f"accelerate launch: warning: {message}", file=sys.stderr)
         return resolve_settings(flags, find_file(flags.get("config_file")))
-
-
-def _show_warning(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: TextIO | None = None,
-    line: str | None = None,
-) -> None:
-    print(f"accelerate launch: warning: {message}", file=sys.stderr)
 
 
 def find_file(named: str | None = None) -> launch_file.LaunchFile | None:
