@@ -31,7 +31,7 @@ from .core.imports import is_available
 from .core.lazy import public_name
 from .logging import get_logger
 from .parallel.base import Strategy
-from .parallel.choice import check_beside_deepspeed, choose_strategy
+from .parallel.choice import check_sizes_for_deepspeed, choose_strategy
 from .parallel.ddp.strategy import DataParallel
 from .parallel.registry import strategy_class, transform_class
 from .parallelism_config import ParallelismConfig
@@ -585,7 +585,7 @@ def _choose(state: AcceleratorState, plugins: Plugins) -> tuple[str, dict[str, A
     world, parallelism = state.num_processes, plugins.get("parallelism_config")
     if "deepspeed_plugin" in plugins:
         if parallelism is not None:
-            check_beside_deepspeed(world, parallelism)
+            check_sizes_for_deepspeed(world, parallelism)
         return "deepspeed", {}
     if state.device.type == "xla" and not plugins:
         return "xla", {}

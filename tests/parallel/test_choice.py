@@ -5,7 +5,7 @@ import pytest
 
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.core.errors import ConfigurationError
-from accelerate.parallel.choice import check_beside_deepspeed, choose_strategy
+from accelerate.parallel.choice import check_sizes_for_deepspeed, choose_strategy
 from accelerate.parallelism_config import ParallelismConfig
 
 PLUGIN = FullyShardedDataParallelPlugin(fsdp_version=2)
@@ -55,9 +55,9 @@ def test_refusals(world, sizes, plugin, named):
 
 
 def test_what_deepspeed_does_not_lay_out():
-    check_beside_deepspeed(4, ParallelismConfig(dp_shard_size=4))
+    check_sizes_for_deepspeed(4, ParallelismConfig(dp_shard_size=4))
     for sizes, named in (({"tp_size": 4}, "tp_size=4"), ({"sp_size": 2, "dp_shard_size": 2}, "sp_size=2")):
         with pytest.raises(ConfigurationError, match=f"{named} with a deepspeed_plugin"):
-            check_beside_deepspeed(4, ParallelismConfig(**sizes))
+            check_sizes_for_deepspeed(4, ParallelismConfig(**sizes))
     with pytest.raises(ConfigurationError, match="4 processes, but 2"):
-        check_beside_deepspeed(2, ParallelismConfig(dp_shard_size=4))
+        check_sizes_for_deepspeed(2, ParallelismConfig(dp_shard_size=4))

@@ -154,17 +154,17 @@ def _from_hub(name: str, token: str | None) -> Path:
 
 def _answers(url: str) -> bool:
     """Whether a server, or the proxy before it, accepts a connection. Without this, huggingface_hub tries for long."""
-    parts = urllib.parse.urlsplit(url)
-    proxy = urllib.request.getproxies().get(parts.scheme)
-    if proxy and not urllib.request.proxy_bypass(parts.hostname or ""):
-        parts = urllib.parse.urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+    server = urllib.parse.urlsplit(url)
+    proxy = urllib.request.getproxies().get(server.scheme)
+    if proxy and not urllib.request.proxy_bypass(server.hostname or ""):
+        server = urllib.parse.urlsplit(proxy if "://" in proxy else f"http://{proxy}")
     answered: list[bool] = []
 
     def connect() -> None:
         with (
             contextlib.suppress(OSError),
             socket.create_connection(
-                (parts.hostname or "", parts.port or (80 if parts.scheme == "http" else 443)), timeout=HUB_TIMEOUT
+                (server.hostname or "", server.port or (80 if server.scheme == "http" else 443)), timeout=HUB_TIMEOUT
             ),
         ):
             answered.append(True)

@@ -68,7 +68,7 @@ class Coordinator(threading.Thread):
         self.is_closing: bool = False
         self._machines: list[_Machine] = []
         self._count = 0
-        # The current generation. A member leaves `_group` when it asks for the next one.
+        # The current generation. A member leaves `_group` when it waits for the next one.
         self._number = 0
         self._size = 0
         self._group: list[_Machine] = []

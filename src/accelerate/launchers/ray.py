@@ -219,8 +219,8 @@ class Cluster:
         if total < len(bundles):
             what = "processes" if strategy == "PACK" else "machines"
             raise ConfigurationError(
-                f"{len(bundles)} {what} with {_words(bundle)} each do not fit: {self} has {self.shown()}. Ask for "
-                "fewer; for a cluster that grows, --rdzv_conf join_timeout=SECONDS waits"
+                f"{len(bundles)} {what} with {_words(bundle)} each do not fit: {self} has {self.shown()}. "
+                "Request fewer; for a cluster that grows, --rdzv_conf join_timeout=SECONDS waits"
             )
 
     def shown(self) -> str:

@@ -105,11 +105,11 @@ class Program(NamedTuple):
 
 def _find_module(name: str) -> ModuleSpec | None:
     """The module that `python -m` would run in this folder. Packages above it are imported only if it is not found."""
-    parts, found = name.split("."), None
+    names, found = name.split("."), None
     search: Any = [os.getcwd(), *sys.path]
     try:
-        for end in range(1, len(parts) + 1):
-            found = PathFinder.find_spec(".".join(parts[:end]), search)
+        for end in range(1, len(names) + 1):
+            found = PathFinder.find_spec(".".join(names[:end]), search)
             if found is None:
                 break
             search = found.submodule_search_locations or ()

@@ -273,14 +273,14 @@ def ready(connection: socket.socket, idle: int = 3, interval: int = 1, attempts:
 
     Args:
         connection: to another machine.
-        idle: seconds without a message, after which the kernel asks the other machine for a sign of life.
-        interval: seconds between two such requests.
-        attempts: how many of them are answered by nothing before the connection counts as lost.
+        idle: seconds without a message, after which the kernel probes the other machine.
+        interval: seconds between two probes.
+        attempts: number of probes without an answer, after which the connection counts as lost.
     """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
         ("TCP_KEEPIDLE", idle), ("TCP_KEEPINTVL", interval), ("TCP_KEEPCNT", attempts),
-        # A message that is never acknowledged holds back these requests.
+        # There are no probes while a message waits for its acknowledgement.
         ("TCP_USER_TIMEOUT", 1000 * (idle + interval * attempts)),
     ):  # fmt: skip
         if hasattr(socket, name):

@@ -55,7 +55,7 @@ def choose_strategy(
     return ("ddp" if world_size > 1 else "single"), {}
 
 
-def check_beside_deepspeed(world_size: int, parallelism: ParallelismConfig) -> None:
+def check_sizes_for_deepspeed(world_size: int, parallelism: ParallelismConfig) -> None:
     """Raise ConfigurationError for sizes other than those of data parallelism, the only layout of DeepSpeed here."""
     parallelism.validate(world_size)
     split = [
