@@ -66,13 +66,7 @@ class DeepSpeedLauncher(Launcher):
         "deepspeed_inclusion_filter",
     )
 
-    def check(self) -> None:
-        """Check before anything starts.
-
-        Raises:
-            ConfigurationError: this launcher cannot run the launch.
-        """
-        super().check()
+    def _check(self) -> None:
         hostfile = self.spec.deepspeed_hostfile
         if hostfile is None:
             raise ConfigurationError(

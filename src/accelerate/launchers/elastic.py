@@ -58,13 +58,7 @@ class ElasticLauncher(Launcher):
         alone = spec.num_machines == 1 and not spec.main_process_ip_given
         super().__init__(spec._replace(main_process_port=spec.main_process_port or (0 if alone else DEFAULT_PORT)))
 
-    def check(self) -> None:
-        """Check before anything starts.
-
-        Raises:
-            ConfigurationError: this launcher cannot run the launch.
-        """
-        super().check()
+    def _check(self) -> None:
         resolve_address(self.spec.main_process_ip)
         if self.spec.num_machines > 1 and not self.spec.main_process_ip_given and ":" not in self.spec.nnodes:
             raise ConfigurationError(

@@ -362,13 +362,7 @@ class StaticLauncher(Launcher):
         self.spec: LaunchSpec
         super().__init__(spec._replace(main_process_port=spec.main_process_port or DEFAULT_PORT))
 
-    def check(self) -> None:
-        """Check before anything starts.
-
-        Raises:
-            ConfigurationError: this launcher cannot run the launch.
-        """
-        super().check()
+    def _check(self) -> None:
         if not self.spec.main_process_ip:
             raise ConfigurationError("several machines need --main_process_ip, the address of machine 0")
         _ = self.spec.join_timeout  # raises for settings that cannot be used

@@ -98,7 +98,7 @@ def with_host(kind: DeviceKind) -> str:
 
 
 def start_alone(kind: DeviceKind) -> None:
-    """Make a group of one process where there is none, since functions of torch such as `fully_shard` require a group."""
+    """Make a group of one process where there is none, since functions such as `fully_shard` require one."""
     if not dist.is_initialized():
         _keep_out_of_defaults()
         dist.init_process_group(backend=with_host(kind), store=dist.HashStore(), rank=0, world_size=1)
