@@ -496,7 +496,7 @@ class AcceleratorState(ProcessView):
         plugins = self._named_plugins(name)
         for key, plugin in plugins.items():
             if key != name:
-                plugin._unselect()
+                plugin._selected = False
         plugins[str(name)].select(_from_accelerator_state=True)
 
     def _named_plugins(self, name: str | None) -> dict[str, DeepSpeedPlugin]:

@@ -121,19 +121,11 @@ def find_file(named: str | None = None) -> launch_file.LaunchFile | None:
     return launch_file.read(default) if default.is_file() else None
 
 
-def program_of(args: argparse.Namespace, settings: Settings) -> Program:
-    """Return the program that the parsed arguments select."""
-    kind = "module" if settings["module"] else "program" if settings["no_python"] else "script"
-    return Program(args.training_script, tuple(args.training_script_args), kind)
-
-
 def prepared(settings: Settings, program: Program, in_place: bool = False) -> tuple[LaunchSpec, Launcher]:
     """The checked launch. A ConfigurationError names the origin of each setting in its message."""
-    try:
+    with settings.locating():
         spec = plan(settings, program, in_place)
         return spec, choose(spec, settings)
-    except ConfigurationError as error:
-        raise ConfigurationError(settings.located(str(error))) from None
 
 
 def launch_command(args: argparse.Namespace, in_place: bool = False) -> None:
@@ -145,7 +137,7 @@ def launch_command(args: argparse.Namespace, in_place: bool = False) -> None:
     if settings.file is not None and settings.file.is_sagemaker:
         _launch_on_sagemaker(settings, args)
         return
-    spec, launcher = prepared(settings, program_of(args, settings), in_place)
+    spec, launcher = prepared(settings, Program.of(args), in_place)
     for line in without_effect(type(launcher), settings):
         print(f"accelerate launch: {line}", file=sys.stderr)
     try:
@@ -156,13 +148,11 @@ def launch_command(args: argparse.Namespace, in_place: bool = False) -> None:
         found = [str(error)]
     for line in found if settings["dry_run"] or not settings["quiet"] else ():
         print(f"accelerate launch: warning: {line}", file=sys.stderr)
-    try:
+    with settings.locating():
         if spec.log_dir is not None and launcher.uses_this_machine:
             check_writable(spec.log_dir, "log_dir", folder=True)
         if spec.error_file is not None and launcher.uses_this_machine:
             check_writable(spec.error_file, "error_file")
-    except ConfigurationError as error:
-        raise ConfigurationError(settings.located(str(error))) from None
     if settings["dry_run"]:
         print(launcher.dry_run())
         return

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import importlib.util
 import os
@@ -38,6 +39,12 @@ class Program(NamedTuple):
     name: str
     args: tuple[str, ...] = ()
     kind: str = "script"
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> Program:
+        """The program that the arguments of a launch select."""
+        kind = "module" if args.module else "program" if args.no_python else "script"
+        return cls(args.training_script, tuple(args.training_script_args), kind)
 
     def argv(self, python: str | None = None) -> list[str]:
         """Return the command line of the program."""
