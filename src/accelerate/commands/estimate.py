@@ -53,7 +53,6 @@ class Footprint:
 
     dtype: str
     largest: int
-    largest_names: tuple[str, ...]
     total: int
     training: Training | None
 
@@ -71,8 +70,8 @@ def footprint(model: nn.Module, dtype: str) -> Footprint:
         *model.named_children(),
         *model.named_buffers(recurse=False),
     ]
-    largest, names = get_max_layer_size(children, sizes, _unsplit(model))
-    return Footprint(dtype, int(largest), tuple(names), int(sizes[""]), training(model, dtype))
+    largest, _ = get_max_layer_size(children, sizes, _unsplit(model))
+    return Footprint(dtype, int(largest), int(sizes[""]), training(model, dtype))
 
 
 def _unsplit(model: nn.Module) -> list[str]:

@@ -13,11 +13,10 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from socket import socket
-from typing import Any
 
 from .base import print_message
 from .generations import End, Member
-from .static import Peer, listen
+from .static import Message, Peer, listen
 
 # Options that must be equal on all machines.
 AGREED = {"run": "--rdzv_id", "nnodes": "--nnodes", "num_processes": "--num_processes", "restarts": "--max_restarts"}
@@ -51,7 +50,7 @@ class Coordinator(threading.Thread):
     def __init__(
         self,
         port: int,
-        identity: dict[str, Any],
+        identity: Message,
         min_machines: int,
         max_machines: int,
         last_call_timeout: float,
@@ -128,7 +127,7 @@ class Coordinator(threading.Thread):
             elif message.get("generation") == self._number and self._end is None:
                 self._handle(message)
 
-    def _admit(self, machine: _Machine, theirs: dict[str, Any]) -> bool:
+    def _admit(self, machine: _Machine, theirs: Message) -> bool:
         """Compare a machine's options with those here, and give it a number in the run if it can take part."""
         wrong = disagreement(self.identity, theirs)
         if wrong is not None:
@@ -141,7 +140,7 @@ class Coordinator(threading.Thread):
         machine.peer.send({"number": self._count})
         return True
 
-    def _handle(self, message: dict[str, Any]) -> None:
+    def _handle(self, message: Message) -> None:
         """A message about the current generation, which all its members get."""
         if "end" in message:
             self._declare(End(**message["end"]))
@@ -204,12 +203,12 @@ class Coordinator(threading.Thread):
         _send(self._waiting(), {"present": [one.member.name for one in self._machines if one.member.number]})
 
 
-def _send(machines: Iterable[_Machine], message: dict[str, Any]) -> None:
+def _send(machines: Iterable[_Machine], message: Message) -> None:
     for machine in machines:
         machine.peer.send(message)
 
 
-def disagreement(host: dict[str, Any], theirs: dict[str, Any]) -> str | None:
+def disagreement(host: Message, theirs: Message) -> str | None:
     """Why a machine cannot take part in the run of `host`; None where it can."""
     if theirs.get("protocol") != host.get("protocol"):
         return "a program that is not a launcher of this version has connected"

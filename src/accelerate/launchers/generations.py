@@ -7,11 +7,10 @@ import select
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from ..core.errors import LaunchError
 from .spec import LaunchSpec, ProcessSpec
-from .static import Peer
+from .static import Message, Peer
 from .supervisor import OtherMachines, Stop
 
 
@@ -82,11 +81,11 @@ class Generation(OtherMachines):
         """The member that is this machine."""
         return self.members[self.position]
 
-    def send(self, message: dict[str, Any]) -> None:
+    def send(self, message: Message) -> None:
         """Send a message about this generation to the machine that holds the rendezvous."""
         self.peer.send({**message, "generation": self.number})
 
-    def handle(self, message: dict[str, Any]) -> None:
+    def handle(self, message: Message) -> None:
         """Take in a message of the machine that holds the rendezvous; those about other generations are ignored."""
         if message.get("generation") != self.number:
             return

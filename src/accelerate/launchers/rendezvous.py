@@ -6,7 +6,7 @@ from __future__ import annotations
 import select
 import socket
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..core import env
 from ..core.errors import ConfigurationError, LaunchError
@@ -15,7 +15,7 @@ from .coordinator import Coordinator
 from .generations import Generation, Member, StoreLost
 from .ports import ReservedPort
 from .spec import RENDEZVOUS_SETTINGS, LaunchSpec
-from .static import FIRST_NOTICE, Peer, Waiting, connect, identity, interface_of, ready, resolve_address
+from .static import FIRST_NOTICE, Message, Peer, Waiting, connect, identity, interface_of, ready, resolve_address
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -49,7 +49,7 @@ class Rendezvous:
             spec = spec._replace(main_process_port=self.reserved.number)
         self.spec = spec
         own = {"address": address, "nnodes": spec.nnodes, "run": spec.rdzv_id, "restarts": spec.max_restarts}
-        self.identity: dict[str, Any] = {**identity(spec, "elastic"), **own}
+        self.identity: Message = {**identity(spec, "elastic"), **own}
         self.coordinator: Coordinator | None = None
         self._store: TCPStore | None = None
         self._present: list[str] = []
@@ -130,7 +130,7 @@ class Rendezvous:
             if waiting.is_due():
                 print_message(self._status())
 
-    def _receive(self) -> list[dict[str, Any]]:
+    def _receive(self) -> list[Message]:
         if not select.select([self.peer.socket], [], [], 0.2)[0]:
             return []
         messages = self.peer.receive()
@@ -138,7 +138,7 @@ class Rendezvous:
             raise StoreLost("the connection has ended")
         return messages
 
-    def _begin(self, message: dict[str, Any]) -> Generation:
+    def _begin(self, message: Message) -> Generation:
         """The generation of a message. Its first machine opens the store of the ranks."""
         members = [Member(**member) for member in message["group"]]
         position = [member.number for member in members].index(self.number)

@@ -26,6 +26,8 @@ from .supervisor import OtherMachines, Stop, Supervisor, supervise, with_restart
 # Seconds until a waiting machine reports for whom it waits.
 FIRST_NOTICE = 3.0
 PROTOCOL = "accelerate-launch-1"
+# What launchers send to each other, a line of JSON each.
+Message = dict[str, Any]
 
 
 class Waiting:
@@ -48,7 +50,7 @@ class Waiting:
         return True
 
 
-def identity(spec: LaunchSpec, engine: str = "static") -> dict[str, Any]:
+def identity(spec: LaunchSpec, engine: str = "static") -> Message:
     """What a launcher reports about itself to the others."""
     try:
         torch = importlib.metadata.version("torch").split("+")[0]
@@ -71,7 +73,7 @@ class Peer:
     """The connection to another machine's launcher: messages are lines of JSON."""
 
     socket: socket.socket
-    identity: dict[str, Any] = field(default_factory=dict)
+    identity: Message = field(default_factory=dict)
     done: bool = False
     _buffer: bytes = b""
 
@@ -80,12 +82,12 @@ class Peer:
         """The rank and the host of the machine, for messages."""
         return f"machine {self.identity.get('machine', '?')} ({self.identity.get('host', '?')})"
 
-    def send(self, message: dict[str, Any]) -> None:
+    def send(self, message: Message) -> None:
         """Send a message. A lost connection is ignored here, because `receive` reports it."""
         with contextlib.suppress(OSError):
             self.socket.sendall(json.dumps(message).encode() + b"\n")
 
-    def receive(self) -> list[dict[str, Any]] | None:
+    def receive(self) -> list[Message] | None:
         """The messages that have arrived; None when the connection has ended."""
         try:
             data = self.socket.recv(65536)
@@ -103,7 +105,7 @@ class Peer:
         return messages if all(isinstance(message, dict) for message in messages) else None
 
 
-def disagreement(ours: dict[str, Any], theirs: dict[str, Any], present: dict[int, Peer]) -> str | None:
+def disagreement(ours: Message, theirs: Message, present: dict[int, Peer]) -> str | None:
     """Why a machine that connects cannot take part; None where it can."""
     if theirs.get("protocol") != PROTOCOL:
         return "a program that is not a launcher of this version has connected"
@@ -129,7 +131,7 @@ class Host:
     def __init__(self, spec: LaunchSpec) -> None:
         self.spec = spec
         self.timeout: float = spec.join_timeout
-        self.identity: dict[str, Any] = identity(spec)
+        self.identity: Message = identity(spec)
         self.present: dict[int, Peer] = {}
         self._unknown: list[Peer] = []
         self._selector = selectors.DefaultSelector()
@@ -185,7 +187,7 @@ class Host:
             peer.identity = theirs
             self.present[theirs["machine"]] = peer
 
-    def _send_all(self, message: dict[str, Any]) -> None:
+    def _send_all(self, message: Message) -> None:
         for peer in {id(peer): peer for peer in (*self._unknown, *self.present.values())}.values():
             peer.send(message)
 
@@ -345,7 +347,7 @@ class Link(OtherMachines):
         for peer in self.peers:
             peer.socket.close()
 
-    def _send(self, message: dict[str, Any], exclude: Peer | None = None) -> None:
+    def _send(self, message: Message, exclude: Peer | None = None) -> None:
         for peer in self.peers:
             if peer is not exclude:
                 peer.send(message)
