@@ -105,14 +105,13 @@ class ElasticLauncher(Launcher):
 def _run(spec: LaunchSpec, address: str) -> int:
     """Join the rendezvous and run generations until the run is over for this machine. Returns the exit code."""
     rendezvous: Rendezvous | None = None
-    generations: list[Generation] = []
     try:
         rendezvous = Rendezvous(spec, address)
-        return _run_generations(spec, rendezvous, generations)
+        return _run_generations(spec, rendezvous)
     except Interrupted as error:
         name = signal.Signals(error.number).name
-        if generations:
-            generations[-1].interrupted(name, 128 + error.number)
+        if rendezvous is not None and rendezvous.formed is not None:
+            rendezvous.formed.interrupted(name, 128 + error.number)
         print_message(f"ended by {name}")
         return 128 + error.number
     except StoreLost as error:
@@ -124,11 +123,10 @@ def _run(spec: LaunchSpec, address: str) -> int:
             rendezvous.close()
 
 
-def _run_generations(spec: LaunchSpec, rendezvous: Rendezvous, generations: list[Generation]) -> int:
+def _run_generations(spec: LaunchSpec, rendezvous: Rendezvous) -> int:
     restarts = 0
     while True:
         formed, launch, port = rendezvous.form(restarts)
-        generations.append(formed)
         formed.interval = spec.monitor_interval
         if formed.number > 1 or ":" in spec.nnodes:
             _report_group(formed, launch)

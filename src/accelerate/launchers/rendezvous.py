@@ -53,6 +53,8 @@ class Rendezvous:
         self.coordinator: Coordinator | None = None
         self._store: TCPStore | None = None
         self._present: list[str] = []
+        # The last generation that this machine was a member of.
+        self.formed: Generation | None = None
         interval, attempts = self.settings["keep_alive_interval"], self.settings["keep_alive_max_attempt"]
         self._ready = partial(ready, idle=interval, interval=interval, attempts=attempts)
         self.cause_timeout: float = interval * (1 + attempts) + CAUSE
@@ -119,6 +121,7 @@ class Rendezvous:
                         port = message["main"]
                     formed.handle(message)
             if formed is not None and port is not None:
+                self.formed = formed
                 return formed, formed.spec(self.spec), port
             if formed is not None and formed.end is not None:
                 # A machine was lost meanwhile.
