@@ -168,7 +168,7 @@ class ParallelismConfig:
     @property
     def data_parallel_size(self) -> int:
         """The number of ranks that read different samples."""
-        return self.dp_replicate_size * self.dp_shard_size  # type: ignore[operator]
+        return self.sizes["dp_replicate"] * self.sizes["dp_shard"]
 
     @property
     def non_data_parallel_size(self) -> int:
@@ -178,32 +178,32 @@ class ParallelismConfig:
     @property
     def dp_replicate_enabled(self) -> bool:
         """Whether `dp_replicate_size` is greater than 1."""
-        return self.dp_replicate_size > 1  # type: ignore[operator]
+        return self.sizes["dp_replicate"] > 1
 
     @property
     def dp_shard_enabled(self) -> bool:
         """Whether `dp_shard_size` is greater than 1."""
-        return self.dp_shard_size > 1  # type: ignore[operator]
+        return self.sizes["dp_shard"] > 1
 
     @property
     def tp_enabled(self) -> bool:
         """Whether `tp_size` is greater than 1."""
-        return self.tp_size > 1  # type: ignore[operator]
+        return self.sizes["tp"] > 1
 
     @property
     def cp_enabled(self) -> bool:
         """Whether `cp_size` is greater than 1."""
-        return self.cp_size > 1  # type: ignore[operator]
+        return self.sizes["cp"] > 1
 
     @property
     def sp_enabled(self) -> bool:
         """Whether `sp_size` is greater than 1."""
-        return self.sp_size > 1  # type: ignore[operator]
+        return self.sizes["sp"] > 1
 
     @property
     def pp_enabled(self) -> bool:
         """Whether `pp_size` is greater than 1."""
-        return self.pp_size > 1  # type: ignore[operator]
+        return self.sizes["pp"] > 1
 
     @property
     def active_mesh_dims(self) -> list[str]:

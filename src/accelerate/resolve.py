@@ -7,7 +7,7 @@ import copy
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, TypedDict, cast, get_args, get_type_hints
 
 import torch
 
@@ -43,6 +43,12 @@ from .runtime import group
 from .runtime.topology import Topology
 from .state import AcceleratorState, PartialState
 
+if TYPE_CHECKING:
+    from .config.deepspeed import DeepSpeedPlugin
+    from .config.fsdp import FullyShardedDataParallelPlugin
+    from .config.megatron import MegatronLMPlugin
+    from .config.parallel import TorchTensorParallelPlugin
+
 
 @dataclass
 class Handlers:
@@ -76,15 +82,24 @@ class Request:
     gradient_accumulation_steps: int = 1
     gradient_accumulation_plugin: GradientAccumulationPlugin | None = None
     dynamo_plugin: TorchDynamoPlugin | None = None
-    deepspeed_plugin: Any = None
-    fsdp_plugin: Any = None
-    megatron_lm_plugin: Any = None
-    torch_tp_plugin: Any = None
-    parallelism_config: Any = None
+    deepspeed_plugin: DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None = None
+    fsdp_plugin: FullyShardedDataParallelPlugin | None = None
+    megatron_lm_plugin: MegatronLMPlugin | None = None
+    torch_tp_plugin: TorchTensorParallelPlugin | None = None
+    parallelism_config: ParallelismConfig | None = None
     exact: bool | None = None
     strategy: str | Callable[[torch.device, Precision], Strategy] | None = None
     transforms: Sequence[Any] | None = None
-    kwargs_handlers: list[Any] = field(default_factory=list)
+    kwargs_handlers: list[KwargsHandler] = field(default_factory=list)
+
+
+class Plugins(TypedDict, total=False):
+    """The plugins of the strategies that a run requests."""
+
+    deepspeed_plugin: DeepSpeedPlugin | dict[str, DeepSpeedPlugin]
+    fsdp_plugin: FullyShardedDataParallelPlugin
+    megatron_lm_plugin: MegatronLMPlugin
+    parallelism_config: ParallelismConfig
 
 
 @dataclass(frozen=True)
@@ -250,7 +265,7 @@ def adopt(
     return Resolved(plan, state, resolved.precision, strategy)
 
 
-def sort_handlers(given: list[Any] | None) -> Handlers:
+def sort_handlers(given: list[KwargsHandler] | None) -> Handlers:
     """The handlers by kind. Raises for a foreign object, or a kind that is given twice."""
     handlers = Handlers()
     if given is not None and not isinstance(given, list | tuple):
@@ -305,7 +320,7 @@ def _dynamo(request: Request, origins: dict[str, str]) -> TorchDynamoPlugin:
     return plugin
 
 
-def _strategy_plugins(request: Request, origins: dict[str, str]) -> dict[str, Any]:
+def _strategy_plugins(request: Request, origins: dict[str, str]) -> Plugins:
     """The plugin of each strategy that is requested, by argument or by the launcher's variables."""
     found: dict[str, Any] = {}
     for name, variable, kind in (
@@ -333,24 +348,24 @@ def _strategy_plugins(request: Request, origins: dict[str, str]) -> dict[str, An
         raise ConfigurationError(
             "only one of " + " and ".join(f"{name} ({origins[name]})" for name in rivals) + " can lay out the model"
         )
-    return found
+    return cast(Plugins, found)
 
 
-def _has_nothing_to_shard(fsdp: Any, plugins: dict[str, Any]) -> bool:
+def _has_nothing_to_shard(fsdp: FullyShardedDataParallelPlugin, plugins: Plugins) -> bool:
     """Whether a single process, that no launcher has started, has an FSDP plugin that saves no memory on it."""
     if PartialState().use_distributed or group.is_running() or Topology.from_environment().launcher != "none":
         return False
     return not (fsdp.offloads_shards or fsdp.activation_checkpointing or "parallelism_config" in plugins)
 
 
-def _known_plugins(state: AcceleratorState) -> dict[str, Any]:
+def _known_plugins(state: AcceleratorState) -> Plugins:
     """The plugins of a process's first Accelerator, which those after it share where they are given none."""
     known = {
         "deepspeed_plugin": state.deepspeed_plugins,
         "fsdp_plugin": getattr(state, "fsdp_plugin", None),
         "parallelism_config": state.parallelism_config,
     }
-    return {name: plugin for name, plugin in known.items() if plugin is not None}
+    return cast(Plugins, {name: plugin for name, plugin in known.items() if plugin is not None})
 
 
 def _of_kind(name: str, given: Any, kind: type) -> Any:
@@ -364,7 +379,7 @@ def _of_kind(name: str, given: Any, kind: type) -> Any:
     return given
 
 
-def _with_tensor_plugin(plugin: Any, layout: Any) -> Any:
+def _with_tensor_plugin(plugin: TorchTensorParallelPlugin, layout: ParallelismConfig | None) -> ParallelismConfig:
     """The layout of the API's older plugin: every process is a tensor-parallel rank."""
     layout = ParallelismConfig(tp_size=plugin.tp_size) if layout is None else layout
     if plugin.torch_device_mesh is not None:
@@ -381,13 +396,14 @@ def _with_tensor_plugin(plugin: Any, layout: Any) -> Any:
     return layout
 
 
-def _native_layout(plugin: Any, plugins: dict[str, Any], world: int) -> Any:
+def _native_layout(plugin: MegatronLMPlugin, plugins: Plugins, world: int) -> ParallelismConfig:
     """What a run described in Megatron-LM's words is here, with a note of what has no counterpart."""
     from .config.parallel import PipelineParallelConfig, TorchTensorParallelConfig
 
     if "parallelism_config" in plugins:
         raise ConfigurationError("megatron_lm_plugin and parallelism_config both give the layout: give one")
-    sizes, handlers = plugin.parallelism(world), dict[str, Any]()
+    sizes: dict[str, Any] = {**plugin.parallelism(world)}
+    handlers: dict[str, Any] = {}
     if sizes["tp_size"] > 1:
         handlers["tp_handler"] = TorchTensorParallelConfig(sequence_parallel=bool(plugin.sequence_parallelism))
     if sizes["pp_size"] > 1:
@@ -564,7 +580,7 @@ def _fp8_backend(handlers: Handlers) -> tuple[FP8BackendType, Any]:
     raise ConfigurationError("mixed_precision='fp8' needs a library: pip install torchao (or accelerate[fp8])")
 
 
-def _choose(state: AcceleratorState, plugins: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _choose(state: AcceleratorState, plugins: Plugins) -> tuple[str, dict[str, Any]]:
     """(name, arguments) of the strategy that runs the requested layout."""
     world, parallelism = state.num_processes, plugins.get("parallelism_config")
     if "deepspeed_plugin" in plugins:
@@ -576,9 +592,7 @@ def _choose(state: AcceleratorState, plugins: dict[str, Any]) -> tuple[str, dict
     return choose_strategy(world, parallelism, plugins.get("fsdp_plugin"))
 
 
-def _own_strategy(
-    request: Request, plugins: dict[str, Any], origins: dict[str, str]
-) -> tuple[Any, dict[str, Any]] | None:
+def _own_strategy(request: Request, plugins: Plugins, origins: dict[str, str]) -> tuple[Any, dict[str, Any]] | None:
     """The strategy of the user's or of another package's, which needs no plugin of ours."""
     requested = request.strategy or env.get("ACCELERATE_STRATEGY")
     if requested is None:

@@ -364,8 +364,9 @@ class RunCheckpoints:
 
     def _mesh_sizes(self) -> dict[str, int]:
         mesh = self.state.device_mesh
-        names = getattr(mesh, "mesh_dim_names", None)
-        return dict(zip(names, mesh.shape, strict=True)) if names else {}
+        if mesh is None or not mesh.mesh_dim_names:
+            return {}
+        return dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
 
     def _pending_gradients(self) -> PendingGradients | None:
         """The gradients of an unfinished accumulation window of this process; none where they cannot be had."""

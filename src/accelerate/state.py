@@ -22,7 +22,16 @@ from .runtime import channel, deepspeed_comm, group, process, smddp, xla
 from .runtime.topology import Topology
 
 if TYPE_CHECKING:
+    from datetime import timedelta
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from .config.deepspeed import DeepSpeedPlugin
+    from .config.fsdp import FullyShardedDataParallelPlugin
+    from .config.megatron import MegatronLMPlugin
+    from .config.parallel import TorchTensorParallelPlugin
     from .config.training import TorchDynamoPlugin
+    from .parallelism_config import ParallelismConfig
 
 
 class PartialState:
@@ -61,7 +70,7 @@ class PartialState:
         cpu: bool,
         backend: str | None = None,
         init_method: str | None = None,
-        timeout: Any = None,
+        timeout: timedelta | None = None,
         _use_sagemaker_dp: bool = False,
         _host_tensors: bool = False,
     ) -> None:
@@ -163,7 +172,7 @@ class PartialState:
         if self.num_processes > 1:
             channel.barrier("main_process_first", self.device, self.backend, error)
 
-    def destroy_process_group(self, group: Any = None) -> None:
+    def destroy_process_group(self, group: dist.ProcessGroup | None = None) -> None:
         """Leave the process group (the default one). At the end of the run this happens automatically.
 
         In a function of `notebook_launcher` or `debug_launcher` the default group stays until the function returns,
@@ -364,23 +373,23 @@ class AcceleratorState(ProcessView):
         num_processes: int
         process_index: int
         local_process_index: int
-        fsdp_plugin: Any
-        parallelism_config: Any
-        device_mesh: Any
-        deepspeed_plugins: Any
+        fsdp_plugin: FullyShardedDataParallelPlugin
+        parallelism_config: ParallelismConfig | None
+        device_mesh: DeviceMesh | None
+        deepspeed_plugins: DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None
         dynamo_plugin: TorchDynamoPlugin
-        torch_tp_plugin: Any
+        torch_tp_plugin: TorchTensorParallelPlugin | None
 
     def __init__(
         self,
         mixed_precision: str | None = None,
         cpu: bool = False,
         dynamo_plugin: TorchDynamoPlugin | None = None,
-        deepspeed_plugin: Any = None,
-        fsdp_plugin: Any = None,
-        torch_tp_plugin: Any = None,
-        megatron_lm_plugin: Any = None,
-        parallelism_config: Any = None,
+        deepspeed_plugin: DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None = None,
+        fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
+        torch_tp_plugin: TorchTensorParallelPlugin | None = None,
+        megatron_lm_plugin: MegatronLMPlugin | None = None,
+        parallelism_config: ParallelismConfig | None = None,
         _from_accelerator: bool = False,
         **kwargs: Any,
     ) -> None:
@@ -404,7 +413,13 @@ class AcceleratorState(ProcessView):
         self._adopt(precision, deepspeed_plugin, fsdp_plugin, megatron_lm_plugin)
         self.__dict__["_mixed_precision"] = precision
 
-    def _adopt(self, precision: str, deepspeed_plugin: Any, fsdp_plugin: Any, megatron_lm_plugin: Any) -> None:
+    def _adopt(
+        self,
+        precision: str,
+        deepspeed_plugin: DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None,
+        fsdp_plugin: FullyShardedDataParallelPlugin | None,
+        megatron_lm_plugin: MegatronLMPlugin | None,
+    ) -> None:
         """Set the plugin of the active strategy. The others stay absent: callers use `getattr`."""
         if deepspeed_plugin is not None:
             self.deepspeed_plugins = deepspeed_plugin
@@ -435,8 +450,9 @@ class AcceleratorState(ProcessView):
 
     def __repr__(self) -> str:
         text = f"{PartialState()!r}\nMixed precision type: {self.mixed_precision}\n"
-        if self.distributed_type is DistributedType.DEEPSPEED:
-            text += f"ds_config: {self.deepspeed_plugin.deepspeed_config}\n"
+        plugin = self.deepspeed_plugin
+        if self.distributed_type is DistributedType.DEEPSPEED and plugin is not None:
+            text += f"ds_config: {plugin.deepspeed_config}\n"
         return text
 
     @staticmethod
@@ -463,7 +479,7 @@ class AcceleratorState(ProcessView):
         return str(self.__dict__["_mixed_precision"])
 
     @property
-    def deepspeed_plugin(self) -> Any:
+    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
         """The active DeepSpeed plugin: the only one, or the selected one of several; None without DeepSpeed."""
         # Absent after a reset: `__getattr__` then raises the error of this property.
         plugins = self.deepspeed_plugins
@@ -471,7 +487,7 @@ class AcceleratorState(ProcessView):
             return plugins
         return next((plugin for plugin in plugins.values() if plugin.selected), None)
 
-    def get_deepspeed_plugin(self, name: str) -> Any:
+    def get_deepspeed_plugin(self, name: str) -> DeepSpeedPlugin:
         """The DeepSpeed plugin of this name, where several were given as a dict."""
         return self._named_plugins(name)[name]
 
@@ -480,10 +496,10 @@ class AcceleratorState(ProcessView):
         plugins = self._named_plugins(name)
         for key, plugin in plugins.items():
             if key != name:
-                plugin._unselect()
-        plugins[name].select(_from_accelerator_state=True)
+                plugin._selected = False
+        plugins[str(name)].select(_from_accelerator_state=True)
 
-    def _named_plugins(self, name: str | None) -> dict[str | None, Any]:
+    def _named_plugins(self, name: str | None) -> dict[str, DeepSpeedPlugin]:
         plugins = self.deepspeed_plugins
         if not isinstance(plugins, dict):
             found = "was given no DeepSpeed plugin" if plugins is None else "has one DeepSpeed plugin, without a name"
@@ -503,7 +519,7 @@ class AcceleratorState(ProcessView):
         """See `PartialState.fork_launched`."""
         return PartialState().fork_launched
 
-    def destroy_process_group(self, group: Any = None) -> None:
+    def destroy_process_group(self, group: dist.ProcessGroup | None = None) -> None:
         """See `PartialState.destroy_process_group`."""
         PartialState().destroy_process_group(group)
 

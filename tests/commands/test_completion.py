@@ -52,6 +52,10 @@ def test_tab_in_bash(folder):
     assert words("launch", "--mixed_precision", "") == ["no", "fp16", "bf16", "fp8"]
     assert words("launch", "--cpu", "tr") == ["train.py"]
     assert "show" in words("config", "")
+    # Each command completes its options, those of the parser that it runs with.
+    for command, option in (("merge-weights", "--remove"), ("report", "--format"), ("env", "--js"), ("test", "--num")):
+        assert words(command, option)[0].startswith(option)
+    assert words("monitor", "tr") == words("report", "tr") == ["train.py"]
 
 
 @pytest.mark.skipif(shutil.which("fish") is None, reason="needs fish")

@@ -76,6 +76,30 @@ def test_each_name_that_looks_like_a_variable_is_one() -> None:
     assert unknown == set()
 
 
+def test_each_row_is_used() -> None:
+    """An option that nothing reads would be accepted and have no effect."""
+    registries = {Path("core/options.py"), Path("core/strategy_options.py")}
+    used = set()
+    for path, tree in trees().items():
+        for node in ast.walk(tree) if path not in registries else ():
+            match node:
+                case ast.Constant(value=str(name)) | ast.Attribute(attr=name):
+                    used.add(name)
+                case ast.AnnAssign(target=ast.Name(id=name)):  # a field of a dataclass that reads its own variables
+                    used.add(name)
+    # Read in a loop over a prefix: the end of the name says which field or rank it is.
+    families = ("fp8_", "ACCELERATE_FP8_", "ACCELERATE_FP8_OVERRIDE_", "parallelism_config_", "fsdp_", "megatron_lm_")
+    ranks = ("OMPI_COMM_WORLD_", "MV2_COMM_WORLD_")
+    unused = []
+    for row in [*options.options().values(), *options.VARIABLES, *options.TORCHRUN, *options.FOREIGN]:
+        names = {row.name, row.variable}
+        names |= {name.removeprefix(family) for name in names for family in families}
+        names |= {name.lower() for name in names}
+        if not names & used and not row.name.startswith(ranks):
+            unused.append(row.name)
+    assert unused == []
+
+
 def test_a_variable_without_a_row_cannot_be_read(monkeypatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_CUP", "true")
     for read in (env.get, env.get_flag, env.get_int, env.get_float, env.raw):

@@ -131,6 +131,26 @@ def test_a_worker_dies_then_a_machine_goes_and_comes_back(launch, tmp_path):
     sys.stderr.write(f"a machine gone: noticed in {noticed:.1f} s, left behind in {left_behind:.1f} s\n")
 
 
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_a_machine_without_network_is_left_behind(launch):
+    """Nothing closes its connections: TCP's keep-alive messages notice it, on both sides."""
+    with network_namespaces() as machines:
+        options = ["--nnodes", "1:2", "--num_processes", 2, "--main_process_ip", "10.77.0.1"]
+        one, two = (launch(*options, script=SLEEP, prefix=prefix) for prefix in machines)
+        until(lambda: one.count("2 machines") and one.count("asleep") and two.count("asleep"), one, two)
+        subprocess.run([*machines[1], "ip", "link", "set", "lo", "down"], check=True)
+        links = subprocess.run([*machines[1], "ip", "-br", "link"], capture_output=True, text=True, check=True).stdout
+        (cable,) = (line.split("@")[0] for line in links.splitlines() if "@" in line)
+        subprocess.run([*machines[1], "ip", "link", "set", cable, "down"], check=True)
+        noticed = until(lambda: one.count("gone"), one)
+        assert two.end() == 1 and "which holds the rendezvous, is gone" in two.text
+        until(lambda: one.count("1 machine in the group"), one)
+        one.process.send_signal(signal.SIGINT)
+        assert one.end() == 130 and "Traceback" not in one.text + two.text
+    sys.stderr.write(f"a machine without network: noticed in {noticed:.1f} s\n")
+
+
 def on_two(nnodes="2", **more):
     """Options of two launches here that stand for two machines."""
     shared = ["--nnodes", nnodes, "--num_processes", 2, "--main_process_ip", "127.0.0.1"]

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rendezvous' settings, what machines must agree on, clocks that differ, and who counts as gone."""
+"""The rendezvous' settings, what machines must agree on, how groups form and end, and what uses up a restart."""
 
-import time
-from types import SimpleNamespace
+import contextlib
+import socket
 
 import pytest
 
 from accelerate.core.errors import ConfigurationError
-from accelerate.launchers import rendezvous
+from accelerate.launchers.coordinator import Coordinator, disagreement
 from accelerate.launchers.generations import End, Generation, Member
-from accelerate.launchers.messenger import MAX_MISSED, Presence
-from accelerate.launchers.rendezvous import SETTINGS, Rendezvous, settings_of
+from accelerate.launchers.rendezvous import settings_of
+from accelerate.launchers.spec import RENDEZVOUS_SETTINGS as SETTINGS
 from accelerate.launchers.spec import LaunchSpec, Program
+from accelerate.launchers.static import Peer, identity, ready
 
 
 def spec(conf=""):
@@ -40,36 +41,130 @@ def test_machines_that_differ_are_told_in_what(change, told):
     host = {"host": "a", "address": "1", "run": "x", "nnodes": "1:2", "num_processes": 2, "restarts": 0}
     host.update(accelerate="1", torch="2.13")
     ours = {**host, "host": "b", "address": "2"}
-    assert rendezvous.disagreement(host, ours) is None
+    assert disagreement(host, ours) is None
     with pytest.raises(AssertionError, match=told):
-        raise AssertionError(rendezvous.disagreement(host, {**ours, **change}))
+        raise AssertionError(disagreement(host, {**ours, **change}))
 
 
-@pytest.mark.parametrize(("ahead", "told"), [(0.3, None), (7.0, "7.0 s behind"), (-7.0, "7.0 s ahead of")])
-def test_clocks_that_differ_are_an_error(ahead, told, monkeypatch):
-    monkeypatch.setattr(rendezvous, "CLOCKS", 0.3)
-    store = {"clock": lambda: str(time.time() + ahead)}
-    messenger = SimpleNamespace(
-        request=lambda question: question(SimpleNamespace(check=lambda keys: True, get=lambda key: store[key]()))
-    )
-    this = SimpleNamespace(is_host=False, settings=SETTINGS, messenger=messenger, where="there")
-    if told is None:
-        Rendezvous.compare_clocks(this)
-        return
-    with pytest.raises(ConfigurationError, match=told):
-        Rendezvous.compare_clocks(this)
+class Machine:
+    """A machine of a run, as the machine that holds the rendezvous sees it."""
+
+    def __init__(self, port, name, **change):
+        self.peer = Peer(socket.create_connection(("localhost", port), timeout=20))
+        self.received = []
+        self.peer.send({"hello": {**options(), "host": name, "address": f"10.0.0.{name}", **change}})
+
+    def read(self, key):
+        """The value of the next message with this key."""
+        while True:
+            for place, message in enumerate(self.received):
+                if key in message:
+                    del self.received[: place + 1]
+                    return message[key]
+            arrived = self.peer.receive()
+            assert arrived is not None, f"the connection ended before {key}"
+            self.received += arrived
+
+    def join(self, restarts=0):
+        self.peer.send({"join": restarts})
 
 
-def test_a_machine_is_gone_after_so_many_beats_without_a_sign():
-    beats = {"alive/1": b"0", "alive/2": b"0"}
-    store = SimpleNamespace(multi_get=lambda keys: [beats[key] for key in keys])
-    presence = Presence([1, 2])
-    for number in range(MAX_MISSED):
-        assert presence.update(store) == []
-        beats["alive/1"] = str(number + 1).encode()
-    assert presence.update(store) == [2]
-    beats["alive/2"] = b"9"
-    assert presence.update(store) == []
+def options():
+    own = {"address": "10.0.0.0", "nnodes": "1:3", "run": "x", "restarts": 0}
+    return {**identity(spec(), "elastic"), **own}
+
+
+@pytest.fixture
+def run():
+    """A coordinator of two or three machines; `run(name)` connects one."""
+    with contextlib.ExitStack() as stack:
+        with socket.create_server(("localhost", 0)) as free:
+            port = free.getsockname()[1]
+        coordinator = Coordinator(port, options(), 2, 3, 0.2, 5.0, ready)
+        coordinator.start()
+
+        def connect(name, **change):
+            machine = Machine(port, name, **change)
+            stack.callback(machine.peer.socket.close)
+            return machine
+
+        yield connect
+        stack.close()
+        coordinator.close(20)
+        assert not coordinator.is_alive()
+
+
+def grouped(*machines):
+    """The hosts of the group that all these machines learn of."""
+    hosts = [[member["host"] for member in machine.read("group")] for machine in machines]
+    assert all(found == hosts[0] for found in hosts)
+    return hosts[0]
+
+
+def test_a_group_forms_changes_and_ends(run):
+    one, two = run("1", machine=1), run("2", machine=0)
+    assert [one.read("number"), two.read("number")] == [1, 2]
+    one.join()
+    assert one.read("present") == ["1 (10.0.0.1)", "2 (10.0.0.2)"]
+    two.join(restarts=1)
+    assert grouped(one, two) == ["2", "1"]
+    three = run("3")
+    three.join()
+    assert one.read("end")["kind"] == two.read("end")["kind"] == "joined"
+    one.join()
+    # The ranks of the second machine have not ended yet.
+    assert three.read("present")
+    two.join()
+    assert grouped(one, two, three) == ["2", "3", "1"]
+    # A machine is lost with its connection; the others are told which one, and form a group without it.
+    three.peer.socket.close()
+    assert one.read("gone") == two.read("gone") == 3
+    ended = one.read("end")
+    assert (ended["kind"], ended["reason"]) == ("gone", "3 (10.0.0.3) is gone") and two.read("end") == ended
+    one.join()
+    two.join()
+    assert grouped(one, two) == ["2", "1"]
+    # The first end counts, and reports about another generation are ignored.
+    one.peer.send({"end": vars(End("failed", "an older one")), "generation": 1})
+    one.peer.send({"end": vars(End("failed", "rank 0 failed", 3, 1)), "generation": 3})
+    assert one.read("end") == two.read("end") == vars(End("failed", "rank 0 failed", 3, 1))
+    two.peer.send({"end": vars(End("failed", "rank 1 failed", 4, 2)), "generation": 3})
+    one.join(1)
+    two.join(1)
+    assert grouped(one, two) == ["2", "1"]
+    for number, machine in ((1, one), (2, two)):
+        machine.peer.send({"finished": number, "generation": 4})
+    assert one.read("end")["kind"] == two.read("end")["kind"] == "finished"
+    late = run("4")
+    late.join()
+    assert late.read("over")
+
+
+def test_a_machine_waits_while_the_group_is_full(run):
+    three, four = [run(name) for name in "123"], run("4")
+    for machine in (*three, four):
+        machine.read("number")
+        machine.join()
+    assert grouped(*three) == ["1", "2", "3"]
+    three[0].peer.socket.close()
+    for machine in three[1:]:
+        assert machine.read("end")["kind"] == "gone"
+        machine.join()
+    assert grouped(*three[1:], four) == ["2", "3", "4"]
+
+
+def test_what_is_no_launcher_of_this_run_changes_nothing(run):
+    one, two = run("1"), run("2")
+    for change, told in (
+        ({"num_processes": 7}, "--num_processes 7"), ({"engine": "static"}, "--engine static"), ({"protocol": "?"}, "")
+    ):  # fmt: skip
+        assert told in run("3", **change).read("refused")
+    for text in (b"GET / HTTP/1.1\r\n\r\n", b"7\n", b"[]\n"):
+        stranger = run("3", protocol="?").peer.socket
+        stranger.sendall(text)
+    one.join()
+    two.join()
+    assert grouped(one, two) == ["1", "2"]
 
 
 @pytest.mark.parametrize(
@@ -83,10 +178,11 @@ def test_a_machine_is_gone_after_so_many_beats_without_a_sign():
     ],
 )
 def test_what_uses_up_a_restart(kind, gone, least, costs):
-    members = [Member(number, "host", str(number), 0, 0) for number in (1, 2)]
-    formed = Generation(SimpleNamespace(member=1), 1, members, 0, lambda: 0, least, holds_store=True)
+    members = [Member(number, "host", str(number), 0) for number in (1, 2)]
+    formed = Generation(None, 1, members, 0, 0, least, holds_rendezvous=True)
     formed.end = End(kind, "", by=2)
-    formed._presence.missed[2] = MAX_MISSED * gone
+    if gone:
+        formed.handle({"gone": 2, "generation": 1})
     assert formed.uses_restart is costs
     # The holder of the store takes all with it; another one only where too few are left.
     assert formed._kind_of_leaving() == "over"

@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from accelerate.runtime.process import part_of, split
+from accelerate.runtime.process import bounds_of, split
 
 
 def parts(inputs, count, pad=False):
@@ -18,7 +18,7 @@ def parts(inputs, count, pad=False):
 @pytest.mark.parametrize("length", range(9))
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_parts_are_consecutive_and_cover_everything(length, count):
-    spans = [part_of(length, index, count) for index in range(count)]
+    spans = [bounds_of(length, index, count) for index in range(count)]
     assert [i for begin, end in spans for i in range(begin, end)] == list(range(length))
     sizes = [end - begin for begin, end in spans]
     assert max(sizes) - min(sizes) <= 1

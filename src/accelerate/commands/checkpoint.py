@@ -6,12 +6,15 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ..core.errors import CheckpointError, ConfigurationError
 from ..core.files import user_path
 from ..core.objects import convert_bytes
-from .parser import Parser, print_error
+from .parser import Parser, exit_on, print_error
+
+if TYPE_CHECKING:
+    from ..checkpointing.manifest import Manifest
 
 
 def parser() -> Parser:
@@ -30,11 +33,8 @@ def parser() -> Parser:
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of the command. Exits with 1 if a checkpoint is incomplete or damaged, or if there is none."""
     options = parser().parse_args(arguments)
-    try:
+    with exit_on(ConfigurationError, command="accelerate checkpoint"):
         path = user_path(options.path, "path")
-    except ConfigurationError as error:
-        print_error("accelerate checkpoint", error)
-        sys.exit(2)
     folders, damaged = _folders(path)
     if not folders and not (damaged and options.action == "list"):
         print_error("accelerate checkpoint", f"there is no checkpoint in {path}")
@@ -87,7 +87,7 @@ def _listed(folder: Path) -> bool:
     return why is None
 
 
-def _about(manifest: Any) -> str:
+def _about(manifest: Manifest) -> str:
     size = convert_bytes(sum(record.size for record in manifest.files.values()))
     position = "".join(
         f", {name} {manifest.progress[name]}" for name in ("epoch", "step") if name in manifest.progress

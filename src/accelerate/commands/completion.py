@@ -17,32 +17,17 @@ SHELLS = {
     "zsh": "accelerate completion zsh > ${fpath[1]}/_accelerate",
     "fish": "accelerate completion fish > ~/.config/fish/completions/accelerate.fish",
 }
-# Command -> the function of its module that makes its parser, where there is one.
-PARSERS = {
-    "checkpoint": "parser",
-    "estimate-memory": "estimate_command_parser",
-    "launch": "launch_command_parser",
-    "plan": "plan_command_parser",
-}
 
 
 def command_line() -> argparse.ArgumentParser:
-    """One parser with all commands. A command that makes its parser as it runs has only its name."""
+    """One parser with all commands and their options."""
     combined = argparse.ArgumentParser(prog="accelerate", add_help=False)
     combined.add_argument("-h", "--help", action="store_true", help="list the commands")
     combined.add_argument("-v", "--version", action="store_true", help="show the version")
     commands = combined.add_subparsers()
     for name, (module, what) in COMMANDS.items():
         inner = commands.add_parser(name, help=what, add_help=False)
-        make = PARSERS.get(name)
-        if make is not None:
-            _take(inner, getattr(importlib.import_module(f".{module}", __package__), make)())
-        elif name == "completion":
-            inner.add_argument("shell", choices=list(SHELLS))
-        elif name == "config":
-            from .config import ACTIONS
-
-            inner.add_argument("action", nargs="?", choices=list(ACTIONS))
+        _take(inner, importlib.import_module(f".{module}", __package__).parser())
     return combined
 
 
@@ -51,7 +36,7 @@ def _take(inner: argparse.ArgumentParser, parser: argparse.ArgumentParser) -> No
     import shtab
 
     for action in parser._actions:
-        if not action.option_strings or _is_path(action):
+        if (not action.option_strings and not action.choices) or _is_path(action):
             action.complete = shtab.FILE  # type: ignore[attr-defined]
         row = options().get(action.dest)
         if row is not None and row.choices and action.nargs is None:
@@ -64,17 +49,22 @@ def _is_path(action: argparse.Action) -> bool:
     return action.dest.endswith(("_file", "_dir", "_path", "hostfile"))
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Run `accelerate completion`. Exits with 1 without shtab."""
-    parser = Parser(
+def parser() -> Parser:
+    """Return the parser of `accelerate completion`."""
+    made = Parser(
         prog="accelerate completion",
         description="Print the completion script of a shell. "
         + " ".join(f"{name}: `{line}`." for name, line in SHELLS.items()),
     )
-    parser.add_argument("shell", choices=list(SHELLS))
-    shell = parser.parse_args(sys.argv[1:] if argv is None else argv).shell
+    made.add_argument("shell", choices=list(SHELLS))
+    return made
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run `accelerate completion`. Exits with 1 without shtab."""
+    shell = parser().parse_args(argv).shell
     if not is_available("shtab"):
-        print_error(parser.prog, "it needs shtab, which is not installed: pip install shtab")
+        print_error("accelerate completion", "it needs shtab, which is not installed: pip install shtab")
         sys.exit(1)
     import shtab
 

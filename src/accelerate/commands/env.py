@@ -7,7 +7,6 @@ import importlib.metadata
 import json
 import platform
 import shutil
-import sys
 from typing import Any
 
 from ..config import launch_file
@@ -89,11 +88,16 @@ def as_text(found: dict[str, Any]) -> str:
     return "\n".join([*lines, *(f"\t- {key}: {value}" for key, value in found["config"].items())])
 
 
+def parser() -> Parser:
+    """Return the parser of `accelerate env`."""
+    made = Parser(prog="accelerate env", description="Describe this installation and this machine, for bug reports.")
+    made.add_argument("--config_file", default=None, help="Configuration file to show instead of the default one.")
+    made.add_argument("--json", action="store_true", help="Print JSON.")
+    return made
+
+
 def main(argv: list[str] | None = None) -> None:
     """Run `accelerate env`."""
-    parser = Parser(prog="accelerate env", description="Describe this installation and this machine, for bug reports.")
-    parser.add_argument("--config_file", default=None, help="Configuration file to show instead of the default one.")
-    parser.add_argument("--json", action="store_true", help="Print JSON.")
-    args = parser.parse_args(sys.argv[1:] if argv is None else argv)
+    args = parser().parse_args(argv)
     found = gather(args.config_file)
     print(json.dumps(found, indent=2) if args.json else as_text(found))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import socket
-import sys
 import threading
 import urllib.parse
 import urllib.request
@@ -21,7 +20,7 @@ from ..core import json_text
 from ..core.enums import SHORT_DTYPES, CustomDtype
 from ..core.errors import ConfigurationError
 from ..core.imports import is_available
-from .parser import Formatter, Parser, print_error, table
+from .parser import Formatter, Parser, exit_on, table
 
 if TYPE_CHECKING:
     from torch import nn
@@ -54,7 +53,6 @@ class Footprint:
 
     dtype: str
     largest: int
-    largest_names: tuple[str, ...]
     total: int
     training: Training | None
 
@@ -72,8 +70,8 @@ def footprint(model: nn.Module, dtype: str) -> Footprint:
         *model.named_children(),
         *model.named_buffers(recurse=False),
     ]
-    largest, names = get_max_layer_size(children, sizes, _unsplit(model))
-    return Footprint(dtype, int(largest), tuple(names), int(sizes[""]), training(model, dtype))
+    largest, _ = get_max_layer_size(children, sizes, _unsplit(model))
+    return Footprint(dtype, int(largest), int(sizes[""]), training(model, dtype))
 
 
 def _unsplit(model: nn.Module) -> list[str]:
@@ -155,17 +153,17 @@ def _from_hub(name: str, token: str | None) -> Path:
 
 def _answers(url: str) -> bool:
     """Whether a server, or the proxy before it, accepts a connection. Without this, huggingface_hub tries for long."""
-    parts = urllib.parse.urlsplit(url)
-    proxy = urllib.request.getproxies().get(parts.scheme)
-    if proxy and not urllib.request.proxy_bypass(parts.hostname or ""):
-        parts = urllib.parse.urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+    server = urllib.parse.urlsplit(url)
+    proxy = urllib.request.getproxies().get(server.scheme)
+    if proxy and not urllib.request.proxy_bypass(server.hostname or ""):
+        server = urllib.parse.urlsplit(proxy if "://" in proxy else f"http://{proxy}")
     answered: list[bool] = []
 
     def connect() -> None:
         with (
             contextlib.suppress(OSError),
             socket.create_connection(
-                (parts.hostname or "", parts.port or (80 if parts.scheme == "http" else 443)), timeout=HUB_TIMEOUT
+                (server.hostname or "", server.port or (80 if server.scheme == "http" else 443)), timeout=HUB_TIMEOUT
             ),
         ):
             answered.append(True)
@@ -341,13 +339,14 @@ def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     return made
 
 
+# The name that every command has.
+parser = estimate_command_parser
+
+
 def estimate_command(args: argparse.Namespace) -> None:
     """Run the command with parsed arguments. Exits with 2 if the model cannot be built."""
-    try:
+    with exit_on(ConfigurationError, command="accelerate estimate-memory"):
         model = build(args.model_name, args.library_name, args.trust_remote_code)
-    except ConfigurationError as error:
-        print_error("accelerate estimate-memory", error)
-        sys.exit(2)
     print(report(args.model_name, model, [footprint(model, dtype) for dtype in args.dtypes]))
 
 

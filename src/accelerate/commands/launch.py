@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import sys
 import warnings
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from ..config import launch_file
 from ..config.launch_settings import Settings, given, resolve_settings
@@ -100,23 +100,16 @@ def launch_command_parser(
     return parser
 
 
+# The name that every command has.
+parser = launch_command_parser
+
+
 def settings_of(args: argparse.Namespace) -> Settings:
     """Every option of a launch with its origin. ConfigurationError for what cannot be."""
     flags = given(args)
     with warnings.catch_warnings():
-        warnings.showwarning = _show_warning
+        warnings.showwarning = lambda message, *_: print(f"accelerate launch: warning: {message}", file=sys.stderr)
         return resolve_settings(flags, find_file(flags.get("config_file")))
-
-
-def _show_warning(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: TextIO | None = None,
-    line: str | None = None,
-) -> None:
-    print(f"accelerate launch: warning: {message}", file=sys.stderr)
 
 
 def find_file(named: str | None = None) -> launch_file.LaunchFile | None:
@@ -128,19 +121,11 @@ def find_file(named: str | None = None) -> launch_file.LaunchFile | None:
     return launch_file.read(default) if default.is_file() else None
 
 
-def program_of(args: argparse.Namespace, settings: Settings) -> Program:
-    """Return the program that the parsed arguments select."""
-    kind = "module" if settings["module"] else "program" if settings["no_python"] else "script"
-    return Program(args.training_script, tuple(args.training_script_args), kind)
-
-
 def prepared(settings: Settings, program: Program, in_place: bool = False) -> tuple[LaunchSpec, Launcher]:
     """The checked launch. A ConfigurationError names the origin of each setting in its message."""
-    try:
+    with settings.locating():
         spec = plan(settings, program, in_place)
         return spec, choose(spec, settings)
-    except ConfigurationError as error:
-        raise ConfigurationError(settings.located(str(error))) from None
 
 
 def launch_command(args: argparse.Namespace, in_place: bool = False) -> None:
@@ -152,7 +137,7 @@ def launch_command(args: argparse.Namespace, in_place: bool = False) -> None:
     if settings.file is not None and settings.file.is_sagemaker:
         _launch_on_sagemaker(settings, args)
         return
-    spec, launcher = prepared(settings, program_of(args, settings), in_place)
+    spec, launcher = prepared(settings, Program.of(args), in_place)
     for line in without_effect(type(launcher), settings):
         print(f"accelerate launch: {line}", file=sys.stderr)
     try:
@@ -163,13 +148,11 @@ def launch_command(args: argparse.Namespace, in_place: bool = False) -> None:
         found = [str(error)]
     for line in found if settings["dry_run"] or not settings["quiet"] else ():
         print(f"accelerate launch: warning: {line}", file=sys.stderr)
-    try:
+    with settings.locating():
         if spec.log_dir is not None and launcher.uses_this_machine:
             check_writable(spec.log_dir, "log_dir", folder=True)
         if spec.error_file is not None and launcher.uses_this_machine:
             check_writable(spec.error_file, "error_file")
-    except ConfigurationError as error:
-        raise ConfigurationError(settings.located(str(error))) from None
     if settings["dry_run"]:
         print(launcher.dry_run())
         return

@@ -6,9 +6,9 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from typing import Any
+from types import ModuleType
 
-# name -> module of this package with a `main(arguments)`, and what it is for
+# name -> module of this package with `parser()` and `main(arguments)`, and what it is for
 COMMANDS = {
     "checkpoint": ("checkpoint", "list checkpoints and verify their checksums"),
     "completion": ("completion", "print the completion script of bash, zsh or fish"),
@@ -79,7 +79,7 @@ def main() -> None:
         sys.exit(1)
 
 
-def _command(module: str) -> Any:
+def _command(module: str) -> ModuleType:
     """Import the module of a command. Ctrl-C ends the process at once meanwhile.
 
     As an exception it could be lost: Python prints and ignores those in the callbacks that its imports use.

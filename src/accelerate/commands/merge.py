@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-import sys
 import time
 
 from ..core.errors import CheckpointError, ConfigurationError
 from ..core.files import user_path
-from .parser import Parser, print_error
+from .parser import Parser, exit_on
 
 
 def parser() -> Parser:
@@ -42,13 +41,10 @@ def main(argv: list[str] | None = None) -> None:
     from ..checkpointing.merging import merge
 
     start = time.perf_counter()
-    try:
+    with exit_on(CheckpointError, ConfigurationError, OSError, command="accelerate merge-weights"):
         source = user_path(args.checkpoint_directory, "checkpoint_directory")
         output = user_path(args.output_path, "output_path")
         written = merge(source, output, not args.unsafe_serialization, args.remove_checkpoint_dir)
-    except (CheckpointError, ConfigurationError, OSError) as error:
-        print_error("accelerate merge-weights", error)
-        sys.exit(2)
     for file in written:
         print(f"{file.path}: {file.tensors} tensors, {file.size / 1e6:.1f} MB")
     print(f"merged in {time.perf_counter() - start:.1f} s")

@@ -7,7 +7,7 @@ import sys
 import threading
 
 from ..core.errors import ConfigurationError
-from .parser import Parser, print_error
+from .parser import Parser, exit_on
 
 
 def parser() -> Parser:
@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> None:
         made.error("--tui shows one run, and takes neither --port nor --host")
     if options.port is not None and not 0 <= options.port < 65536:
         made.error(f"--port {options.port}: a port is a number from 0 to 65535")
-    try:
+    with exit_on(ConfigurationError, command="accelerate monitor", code=1):
         from ..monitor.run import open_runs
 
         runs = open_runs(options.runs)
@@ -48,9 +48,6 @@ def main(arguments: list[str] | None = None) -> None:
         from ..monitor.server import Server
 
         server = Server(runs, options.host, options.port)
-    except ConfigurationError as error:
-        print_error("accelerate monitor", error)
-        sys.exit(1)
     # A long run is read while the browser opens.
     threading.Thread(target=lambda: [run.refresh() for run in runs], daemon=True).start()
     print(f"accelerate monitor: {server.url}  (Ctrl-C ends it)", flush=True)

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 import shutil
 import sys
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TextIO
 
 from ..config.launch_settings import GIVEN
@@ -70,6 +71,16 @@ def print_error(command: str, message: object) -> None:
         message = f"{message.filename} cannot be read or written: {message.strerror}"
     error = "\x1b[31merror:\x1b[0m" if has_colour(sys.stderr) else "error:"
     print(f"{command}: {error} {message}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def exit_on(*errors: type[Exception], command: str, code: int = 2) -> Iterator[None]:
+    """Print an error of these kinds that the block raises, and exit."""
+    try:
+        yield
+    except errors as error:
+        print_error(command, error)
+        sys.exit(code)
 
 
 class Parser(argparse.ArgumentParser):

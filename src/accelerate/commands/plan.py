@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ..core.errors import ConfigurationError
 from ..core.files import check_writable
-from .parser import Parser, print_error, table
+from .parser import Parser, exit_on, table
 
 if TYPE_CHECKING:
     from ..planning.estimate import Estimate
@@ -24,7 +24,7 @@ PRECISIONS = ("no", "bf16", "fp16")
 _MOST_PROCESSES = 8
 
 
-def plan_command_parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
     """Return the parser of `accelerate plan`."""
     made = Parser(
         prog="accelerate plan",
@@ -79,12 +79,9 @@ def plan_command_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> None:
     """Entry point of the command. Exits with 2 for wrong arguments, and with 1 if nothing fits."""
-    args = plan_command_parser().parse_args(argv)
-    try:
+    args = parser().parse_args(argv)
+    with exit_on(ConfigurationError, command="accelerate plan"):
         sys.exit(_run(args))
-    except ConfigurationError as error:
-        print_error("accelerate plan", error)
-        sys.exit(2)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -201,7 +198,7 @@ def _refuse_unselectable(layout: PlannedLayout | None) -> None:
     if layout is not None and layout.loading:
         raise ConfigurationError(
             f"--layout {layout.name}: no configuration file selects it. Start a script that loads its model with "
-            f"from_pretrained(..., distributed_config={layout.distributed_config}), without a layout of its own"
+            f"from_pretrained(..., distributed_config={layout.distributed_config}), without another layout"
         )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ..core.errors import ConfigurationError
 from ..core.files import atomic_write, check_writable
-from .parser import Parser, print_error
+from .parser import Parser, exit_on
 
 FORMATS = {".html": "html", ".htm": "html", ".md": "md", ".json": "json"}
 
@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser().parse_args(arguments)
     suffix = Path(options.output or "").suffix.lower()
     kind = options.format or FORMATS.get(suffix, "md" if options.output is None else None)
-    try:
+    with exit_on(ConfigurationError, command="accelerate report"):
         if options.output is not None:
             check_writable(options.output, "--output")
         if kind is None:
@@ -42,10 +42,7 @@ def main(arguments: list[str] | None = None) -> None:
                 f"--output={options.output!r} has no known format: end the name in .html, .md or .json, or give "
                 "--format"
             )
-    except ConfigurationError as error:
-        print_error("accelerate report", error)
-        sys.exit(2)
-    try:
+    with exit_on(ConfigurationError, OSError, command="accelerate report", code=1):
         from ..monitor import report
         from ..monitor.run import open_runs
 
@@ -63,7 +60,4 @@ def main(arguments: list[str] | None = None) -> None:
         data = text.encode(errors="replace")
         with atomic_write(Path(options.output).expanduser()) as file:
             file.write(data)
-    except (ConfigurationError, OSError) as error:
-        print_error("accelerate report", error)
-        sys.exit(1)
     print(f"{options.output}: {len(data):,} bytes")

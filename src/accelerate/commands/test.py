@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
 
 from ..config.launch_settings import given
 from ..core.errors import LaunchError
@@ -18,15 +17,20 @@ SCRIPT = "accelerate.test_utils.scripts.self_check"
 TAKEN = ("config_file", "cpu", "num_processes", "mixed_precision", "gpu_ids", "quiet")
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Run the self-check; its exit code is ours."""
-    parser = Parser(
+def parser() -> Parser:
+    """Return the parser of `accelerate test`."""
+    made = Parser(
         prog="accelerate test",
         description="Start processes with the present configuration, and check data sharding, collectives, gradient "
         "accumulation, precision and checkpoints. Prints each check with its result.",
     )
-    add_options(parser, [Group("launch", "Options of `accelerate launch`.", tuple(options()[name] for name in TAKEN))])
-    args = parser.parse_args(sys.argv[1:] if argv is None else argv)
+    add_options(made, [Group("launch", "Options of `accelerate launch`.", tuple(options()[name] for name in TAKEN))])
+    return made
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the self-check; its exit code is ours."""
+    args = parser().parse_args(argv)
     words: list[str] = []
     for name, value in given(args).items():
         words += [options()[name].flag] + ([] if value is True else [str(value)])

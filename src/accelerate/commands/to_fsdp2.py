@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 from ..config import launch_file
 from ..core.errors import ConfigurationError
 from ..core.files import check_writable
-from .parser import Parser, print_error
+from .parser import Parser, exit_on
 
 STRATEGY, RESHARD, STATES = "fsdp_sharding_strategy", "fsdp_reshard_after_forward", "fsdp_state_dict_type"
 # Whether a strategy of version 1 frees the gathered parameters after the forward pass.
@@ -140,7 +139,7 @@ def main(argv: list[str] | None = None) -> None:
     """Entry point of the command. Exits with 2 where the file cannot be converted; nothing is written then."""
     args = parser().parse_args(argv)
     source = Path(args.config_file).expanduser()
-    try:
+    with exit_on(ConfigurationError, OSError, command="accelerate to-fsdp2"):
         target = _target(source, args.output_file, args.overwrite)
         found = launch_file.read(source)
         try:
@@ -148,9 +147,6 @@ def main(argv: list[str] | None = None) -> None:
         except ConfigurationError as error:
             raise ConfigurationError(f"{source}: {error}") from None
         launch_file.write(target, data)
-    except (ConfigurationError, OSError) as error:
-        print_error("accelerate to-fsdp2", error)
-        sys.exit(2)
     for line in [*found.notes, *changes] or [f"{source} is for FSDP2 already: nothing changes"]:
         print(line)
     print(f"written to {target}")

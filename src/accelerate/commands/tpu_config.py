@@ -18,7 +18,7 @@ from ..config import launch_file
 from ..core.errors import ConfigurationError, LaunchError
 from ..core.version import __version__
 from ..launchers.spec import check_host
-from .parser import Parser, print_error
+from .parser import Parser, exit_on, print_error
 
 # Where the commands run on each worker, and where the wheel of this package is copied to.
 FOLDER = "/usr/share"
@@ -172,19 +172,18 @@ def _lines(file: str) -> list[str]:
 def main(argv: list[str] | None = None) -> None:
     """Entry point of the command. Exits with gcloud's code, with 2 where something is missing."""
     args = parser().parse_args(argv)
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            wheel = str(build_wheel(Path(folder))) if args.install_accelerate else None
-            commands = gcloud_commands(args, wheel)
-            if args.debug:
-                print("\n".join(f"Running {shlex.join(command)}" for command in commands))
-                return
-            for command in commands:
-                if code := _run(command):
-                    break
-    except (ConfigurationError, LaunchError) as error:
-        print_error("accelerate tpu-config", error)
-        sys.exit(2)
+    with (
+        exit_on(ConfigurationError, LaunchError, command="accelerate tpu-config"),
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        wheel = str(build_wheel(Path(folder))) if args.install_accelerate else None
+        commands = gcloud_commands(args, wheel)
+        if args.debug:
+            print("\n".join(f"Running {shlex.join(command)}" for command in commands))
+            return
+        for command in commands:
+            if code := _run(command):
+                break
     if code:
         print_error("accelerate tpu-config", f"gcloud ended with exit code {code}: {shlex.join(command)}")
         sys.exit(code if code > 0 else 128 - code)

@@ -339,9 +339,6 @@ class DeepSpeedPlugin:
         self._selected = True
         self.set_deepspeed_weakref()
 
-    def _unselect(self) -> None:
-        self._selected = False
-
     def set_moe_leaf_modules(self, model: torch.nn.Module) -> None:
         """Have ZeRO-3 treat each module of the named mixture-of-experts classes as one leaf."""
         if not self.transformer_moe_cls_names:

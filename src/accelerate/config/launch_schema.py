@@ -56,16 +56,6 @@ FORMER_VALUES: dict[str, dict[Any, str]] = {
     "fp8_config.backend": {"FP8": "te"},
 }
 
-SECTION_PREFIXES = {
-    "dynamo_config": "dynamo_",
-    "fsdp_config": "fsdp_",
-    "megatron_lm_config": "megatron_lm_",
-    "parallelism_config": "parallelism_config_",
-    "fp8_config": "fp8_",
-    "mpirun_config": "mpirun_",
-    "deepspeed_config": "deepspeed_",
-}
-
 
 @functools.cache
 def cluster_keys() -> dict[str, Option]:
@@ -93,12 +83,10 @@ def canonical(key: str, table: dict[str, Option]) -> str | None:
     if key in FORMER:
         return FORMER[key] or ""
     section, dot, name = key.partition(".")
-    prefix = SECTION_PREFIXES.get(section)
-    if dot and prefix:
-        for other in (f"{section}.{prefix}{name}", f"{section}.{name.removeprefix(prefix)}"):
-            if other in table:
-                return other
-    return None
+    # `fsdp_config` has options fsdp_..., `parallelism_config` has parallelism_config_...
+    prefixes = (section.removesuffix("config"), f"{section}_") if dot else ()
+    spellings = (f"{section}.{other}" for prefix in prefixes for other in (prefix + name, name.removeprefix(prefix)))
+    return next((other for other in spellings if other in table), None)
 
 
 def sections(table: dict[str, Option]) -> set[str]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -65,6 +66,14 @@ class Settings(Mapping[str, Any]):
             if self.chosen(name) and self.origin(name) not in message and not self.origin(name).startswith("flag")
         ]
         return f"{message} ({', '.join(origins)})" if origins else message
+
+    @contextlib.contextmanager
+    def locating(self) -> Iterator[None]:
+        """A block whose ConfigurationErrors name the origin of each setting in their messages."""
+        try:
+            yield
+        except ConfigurationError as error:
+            raise ConfigurationError(self.located(str(error))) from None
 
 
 def resolve_settings(flags: Mapping[str, Any], file: LaunchFile | None = None) -> Settings:

@@ -109,19 +109,12 @@ def is_transformer_engine_mxfp8_available() -> bool:
 
 def is_pippy_available() -> bool:
     """Whether torch has pipeline stages (`torch.distributed.pipelining`); every supported torch has."""
-    return _torch_part("torch.distributed.pipelining")
+    return True
 
 
 def is_weights_only_available() -> bool:
     """Whether `torch.load(weights_only=True)` can be given a list of safe classes; every supported torch can."""
-    import torch
-
-    return hasattr(torch.serialization, "add_safe_globals")
-
-
-@functools.cache
-def _torch_part(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
+    return True
 
 
 # Devices

@@ -196,11 +196,7 @@ def patch_environment(**kwargs: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        for name, text in saved.items():
-            if text is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = text
+        publish(saved)
 
 
 def purge_accelerate_environment(func_or_cls: T) -> T:

@@ -13,14 +13,12 @@ import torch
 Leaf = Callable[[Any], bool]
 
 
-def is_tensor(value: Any) -> bool:
-    """A torch tensor, or a third-party one that moves with `.to(device)` and has a shape."""
-    return isinstance(value, torch.Tensor)
-
-
-def is_torch_tensor(tensor: Any) -> bool:
+def is_torch_tensor(tensor: object) -> bool:
     """Whether a value is a tensor."""
-    return is_tensor(tensor)
+    return isinstance(tensor, torch.Tensor)
+
+
+is_tensor = is_torch_tensor
 
 
 def is_namedtuple(data: Any) -> bool:
@@ -215,13 +213,10 @@ def listify(data: Any) -> Any:
 def convert_to_fp32(tensor: Any) -> Any:
     """Nested data with every fp16 or bf16 tensor as fp32."""
 
-    def upcast(leaf: torch.Tensor) -> torch.Tensor:
-        return leaf.float()
-
     def is_half(leaf: Any) -> bool:
         return isinstance(leaf, torch.Tensor) and leaf.dtype in (torch.float16, torch.bfloat16)
 
-    return map_leaves(upcast, tensor, is_half)
+    return map_leaves(torch.Tensor.float, tensor, is_half)
 
 
 def concatenate(data: Any, dim: int = 0) -> Any:

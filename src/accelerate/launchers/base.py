@@ -54,7 +54,6 @@ class Launcher:
         Raises:
             ConfigurationError: this launcher cannot run the launch.
         """
-        self.spec.check()
         config = self.spec.variables.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
         # Base64 text of a configuration, which is allowed as well, has none of these characters.
         if config and not self.remote and any(mark in config for mark in "./\\") and not os.path.isfile(config):
@@ -66,6 +65,10 @@ class Launcher:
                 json_text.read(config)
             except (OSError, json_text.JSONTextError) as error:
                 raise ConfigurationError(f"deepspeed_config_file={config!r} cannot be read: {error}") from None
+        self._check()
+
+    def _check(self) -> None:
+        """What this launcher alone requires."""
 
     def refuse_place(self, reason: str) -> None:
         """ConfigurationError where the place of this machine is given to an engine that assigns the places."""

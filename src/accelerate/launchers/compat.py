@@ -25,8 +25,7 @@ def _settings(args: argparse.Namespace) -> Settings:
 def _program(args: argparse.Namespace) -> Program:
     if args.module and args.no_python:
         raise ConfigurationError("--module and --no_python cannot be used together")
-    kind = "module" if args.module else "program" if args.no_python else "script"
-    return Program(args.training_script, tuple(args.training_script_args), kind)
+    return Program.of(args)
 
 
 def _command(args: argparse.Namespace) -> list[str]:

@@ -3,17 +3,17 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 from ..core import env, system
 from ..core.errors import ConfigurationError
 from ..core.files import atomic_write
 from .base import AGENT, Launcher
 from .ports import DEFAULT_PORT
-from .spec import ProcessSpec, Program, check_host
+from .spec import LaunchSpec, ProcessSpec, Program, check_host
 
 # The file from which DeepSpeed's starter takes the variables of the processes it starts elsewhere.
 ENVIRONMENT_FILE = ".deepspeed_env"
@@ -31,9 +31,13 @@ def find_starter() -> str:
 
 
 def starter_command(
-    options: Any, program: Program, local_processes: int, address: str | None, port: int | None
+    options: LaunchSpec | argparse.Namespace,
+    program: Program,
+    local_processes: int,
+    address: str | None,
+    port: int | None,
 ) -> list[str]:
-    """The command line of DeepSpeed's starter. `options` has the fields `deepspeed_*` of a LaunchSpec."""
+    """The command line of DeepSpeed's starter."""
     command = [find_starter(), "--hostfile", str(options.deepspeed_hostfile), "--no_local_rank"]
     command += ["--launcher", options.deepspeed_multinode_launcher or "pdsh"]
     if options.deepspeed_exclusion_filter is not None:
@@ -62,13 +66,7 @@ class DeepSpeedLauncher(Launcher):
         "deepspeed_inclusion_filter",
     )
 
-    def check(self) -> None:
-        """Check before anything starts.
-
-        Raises:
-            ConfigurationError: this launcher cannot run the launch.
-        """
-        super().check()
+    def _check(self) -> None:
         hostfile = self.spec.deepspeed_hostfile
         if hostfile is None:
             raise ConfigurationError(

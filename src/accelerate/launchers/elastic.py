@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Machines that join and leave: torch's rendezvous forms the group, and our supervisor runs each generation of it.
+"""Machines that join and leave: the rendezvous forms the group, and our supervisor runs each generation of it.
 
-torch's own agent is not used. Measured with torch 2.13 on gloo, two nodes, `keep_alive_interval=1`:
+torch's own rendezvous and agent are not used. Measured with torch 2.13 on gloo, two nodes, `keep_alive_interval=1`:
 
 - Where a rank failed on one node, the agent of the other did not notice within 120 s (here: both end within seconds,
   and both name the rank).
@@ -10,7 +10,9 @@ torch's own agent is not used. Measured with torch 2.13 on gloo, two nodes, `kee
 - Where a node was lost and the remaining ranks did not communicate, the agent did not notice within 75 s; where they
   did, it took 10 s and a restart.
 - Restarts: the first of 20 hung with the store that the c10d rendezvous shares by default, because dead processes'
-  addresses stay in it; 20 of 20 succeeded with `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`, which this engine sets too.
+  addresses stay in it; 20 of 20 succeeded with `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`. Here each generation has a new
+  store.
+- torch's rendezvous compares times of different machines, and counts one as lost whose clock is seconds behind.
 
 `tests/distributed/test_launch_elastic.py` repeats the first one. When torch passes it, this engine can host its agent.
 """
@@ -26,16 +28,15 @@ from types import FrameType
 from ..core import env
 from ..core.errors import ConfigurationError
 from .base import Launcher, handling, print_message
-from .generations import Generation, processes
-from .messenger import StoreLost
+from .generations import Generation, StoreLost, processes
 from .ports import DEFAULT_PORT
 from .rendezvous import Rendezvous, lost, settings_of
 from .spec import LaunchSpec, ProcessSpec
 from .static import interface_of, resolve_address
 from .supervisor import supervise
 
-# torch's stores and rendezvous log every connection that ends; the launcher reports what that means for the run.
-QUIET = {"TORCH_CPP_LOG_LEVEL": "FATAL", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+# torch's stores log every connection that ends; the launcher reports what that means for the run.
+LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 OWN_BACKENDS = ("static", "c10d")
 
 
@@ -57,13 +58,7 @@ class ElasticLauncher(Launcher):
         alone = spec.num_machines == 1 and not spec.main_process_ip_given
         super().__init__(spec._replace(main_process_port=spec.main_process_port or (0 if alone else DEFAULT_PORT)))
 
-    def check(self) -> None:
-        """Check before anything starts.
-
-        Raises:
-            ConfigurationError: this launcher cannot run the launch.
-        """
-        super().check()
+    def _check(self) -> None:
         resolve_address(self.spec.main_process_ip)
         if self.spec.num_machines > 1 and not self.spec.main_process_ip_given and ":" not in self.spec.nnodes:
             raise ConfigurationError(
@@ -100,30 +95,23 @@ class ElasticLauncher(Launcher):
             return run_program_elastic(spec, address)
         if spec.num_machines > 1 and not spec.main_process_ip_given:
             print_message("no --main_process_ip: only launches on this machine can join the run")
-        # Variables that are set for this process alone must not reach the ranks.
-        for variable in QUIET:
-            variables.setdefault(variable, env.get(variable))
-        env.publish({variable: env.get(variable, value) for variable, value in QUIET.items()})
+        # Set for this process alone: it must not reach the ranks.
+        variables.setdefault(LOG_LEVEL, env.get(LOG_LEVEL))
+        env.publish({LOG_LEVEL: env.get(LOG_LEVEL, "FATAL")})
         with _raising_signals():
             return _run(spec._replace(variables=variables), address)
 
 
 def _run(spec: LaunchSpec, address: str) -> int:
     """Join the rendezvous and run generations until the run is over for this machine. Returns the exit code."""
-    import logging
-
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
     rendezvous: Rendezvous | None = None
-    generations: list[Generation] = []
     try:
         rendezvous = Rendezvous(spec, address)
-        rendezvous.compare_clocks()
-        return _run_generations(spec, rendezvous, generations)
+        return _run_generations(spec, rendezvous)
     except Interrupted as error:
         name = signal.Signals(error.number).name
-        if generations:
-            with contextlib.suppress(StoreLost):
-                generations[-1].interrupted(name, 128 + error.number)
+        if rendezvous is not None and rendezvous.formed is not None:
+            rendezvous.formed.interrupted(name, 128 + error.number)
         print_message(f"ended by {name}")
         return 128 + error.number
     except StoreLost as error:
@@ -132,16 +120,14 @@ def _run(spec: LaunchSpec, address: str) -> int:
         raise StoreLost(lost(rendezvous, str(error))) from error
     finally:
         if rendezvous is not None:
-            rendezvous.close(generations[-1] if generations else None)
+            rendezvous.close()
 
 
-def _run_generations(spec: LaunchSpec, rendezvous: Rendezvous, generations: list[Generation]) -> int:
+def _run_generations(spec: LaunchSpec, rendezvous: Rendezvous) -> int:
     restarts = 0
     while True:
         formed, launch, port = rendezvous.form(restarts)
-        generations.append(formed)
         formed.interval = spec.monitor_interval
-        formed.begin()
         if formed.number > 1 or ":" in spec.nnodes:
             _report_group(formed, launch)
         supervisor = supervise(launch, processes(launch, port, formed.restarts), formed)
@@ -161,7 +147,6 @@ def _run_generations(spec: LaunchSpec, rendezvous: Rendezvous, generations: list
                     f"{formed.remaining} of at least {formed.min_machines} machines left, no restart (--max_restarts)"
                 )
             return code
-        formed.wait_for_members("stopped", spec.stop_timeout + 2.0)
         if restarts > formed.restarts:
             print_message(f"restart {restarts} of {spec.max_restarts}")
 

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, TextIO
 
 from ..core import env
 from ..core.errors import LaunchError
@@ -113,7 +113,7 @@ class _Lines:
     passed on by `flush`, as progress bars need it.
     """
 
-    def __init__(self, stream: Any, mark: str = "") -> None:
+    def __init__(self, stream: TextIO, mark: str = "") -> None:
         self._stream = stream
         self._pending = ""
         self._mark = mark
@@ -246,7 +246,7 @@ def _error(rank: int, process: BaseProcess, words: str, cause: str | None = None
     return LaunchError(f"{message}\n\n{words}" if words else message)
 
 
-def _end(processes: Any) -> None:
+def _end(processes: Iterable[BaseProcess]) -> None:
     alive = [process for process in processes if process.is_alive()]
     for process in alive:
         process.terminate()

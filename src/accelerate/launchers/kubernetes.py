@@ -22,13 +22,7 @@ class KubernetesLauncher(Launcher):
     uses_this_machine = False
     unused: tuple[str, ...] = ("monitor_interval", "rdzv_id", "mpirun_hostfile")
 
-    def check(self) -> None:
-        """Check before anything starts.
-
-        Raises:
-            ConfigurationError: this launcher cannot run the launch.
-        """
-        super().check()
+    def _check(self) -> None:
         if not self.spec.image:
             raise ConfigurationError("the kubernetes engine needs --image, the container image that holds the script")
         self.refuse_place("in the kubernetes engine the pods get their ranks and addresses")

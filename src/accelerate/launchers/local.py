@@ -7,7 +7,7 @@ import os
 import sys
 
 from ..core import env
-from ..runtime.rank_variables import LAUNCHERS
+from ..runtime.topology import LAUNCHERS
 from .base import AGENT, Launcher
 from .script import become
 from .spec import ProcessSpec

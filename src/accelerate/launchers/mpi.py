@@ -84,13 +84,7 @@ class MpiLauncher(Launcher):
         self.reserves_port: bool = not spec.hostfile
         self.uses_this_machine: bool = not spec.hostfile
 
-    def check(self) -> None:
-        """Check before anything starts.
-
-        Raises:
-            ConfigurationError: this launcher cannot run the launch.
-        """
-        super().check()
+    def _check(self) -> None:
         find_mpirun()
 
     def processes(self, port: int | None = None, attempt: int = 0) -> list[ProcessSpec]:

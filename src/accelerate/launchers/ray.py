@@ -46,13 +46,7 @@ class RayLauncher(Launcher):
     uses_this_machine = False
     unused: tuple[str, ...] = (*AGENT, "mpirun_hostfile")
 
-    def check(self) -> None:
-        """Check before anything starts.
-
-        Raises:
-            ConfigurationError: this launcher cannot run the launch.
-        """
-        super().check()
+    def _check(self) -> None:
         self.refuse_place("the ray engine is started once and finds the machines itself")
         if not is_available("ray"):
             raise ConfigurationError(f"the ray engine needs Ray, which is not installed: {INSTALL}")
@@ -219,8 +213,8 @@ class Cluster:
         if total < len(bundles):
             what = "processes" if strategy == "PACK" else "machines"
             raise ConfigurationError(
-                f"{len(bundles)} {what} with {_words(bundle)} each do not fit: {self} has {self.shown()}. Ask for "
-                "fewer; for a cluster that grows, --rdzv_conf join_timeout=SECONDS waits"
+                f"{len(bundles)} {what} with {_words(bundle)} each do not fit: {self} has {self.shown()}. "
+                "Request fewer; for a cluster that grows, --rdzv_conf join_timeout=SECONDS waits"
             )
 
     def shown(self) -> str:

@@ -57,13 +57,7 @@ class SlurmLauncher(Launcher):
         """Whether this process runs inside an allocation."""
         return env.get("SLURM_JOB_ID") is not None and env.get("SLURM_STEP_ID") is None
 
-    def check(self) -> None:
-        """Check before anything starts.
-
-        Raises:
-            ConfigurationError: this launcher cannot run the launch.
-        """
-        super().check()
+    def _check(self) -> None:
         if self.spec.error_file and not self.inside:
             raise ConfigurationError(
                 "error_file: Slurm supervises the submitted job and writes no such file; use it inside an allocation"

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import importlib.util
 import os
@@ -38,6 +39,12 @@ class Program(NamedTuple):
     name: str
     args: tuple[str, ...] = ()
     kind: str = "script"
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> Program:
+        """The program that the arguments of a launch select."""
+        kind = "module" if args.module else "program" if args.no_python else "script"
+        return cls(args.training_script, tuple(args.training_script_args), kind)
 
     def argv(self, python: str | None = None) -> list[str]:
         """Return the command line of the program."""
@@ -105,11 +112,11 @@ class Program(NamedTuple):
 
 def _find_module(name: str) -> ModuleSpec | None:
     """The module that `python -m` would run in this folder. Packages above it are imported only if it is not found."""
-    parts, found = name.split("."), None
+    names, found = name.split("."), None
     search: Any = [os.getcwd(), *sys.path]
     try:
-        for end in range(1, len(parts) + 1):
-            found = PathFinder.find_spec(".".join(parts[:end]), search)
+        for end in range(1, len(names) + 1):
+            found = PathFinder.find_spec(".".join(names[:end]), search)
             if found is None:
                 break
             search = found.submodule_search_locations or ()
@@ -158,13 +165,17 @@ def check_variable(name: str) -> str:
 # Limits above which a value is a typing error.
 MOST_PROCESSES = 65536
 MOST_SECONDS = 1_000_000
-# Seconds until a launch stops waiting for other machines.
-JOIN_TIMEOUT = 600.0
-# Settings of `rdzv_conf`, of which launches with fixed ranks use the first one.
-RENDEZVOUS_SETTINGS = (
-    "join_timeout", "last_call_timeout", "close_timeout", "heartbeat_timeout", "keep_alive_interval",
-    "keep_alive_max_attempt", "read_timeout", "is_host", "store_type",
-)  # fmt: skip
+# Numbers of `rdzv_conf`, under the names of torch's rendezvous, of which launches with fixed ranks use the first one.
+# All in seconds but the number of attempts.
+RENDEZVOUS_SETTINGS = {
+    "join_timeout": 600,
+    "last_call_timeout": 1,
+    "close_timeout": 6,
+    "heartbeat_timeout": 5,
+    "keep_alive_interval": 1,
+    "keep_alive_max_attempt": 3,
+    "read_timeout": 15,
+}
 
 
 class ProcessSpec(NamedTuple):
@@ -309,17 +320,21 @@ class LaunchSpec(NamedTuple):
             raise ConfigurationError(f"rdzv_conf={self.rdzv_conf!r}: {wrong[0]!r} is not key=value")
         return {key.strip(): value.strip() for key, value in (part.split("=", 1) for part in pairs)}
 
+    def known_rendezvous_settings(self) -> dict[str, str]:
+        """`rendezvous_settings`, where torch's agent does not read them. ConfigurationError for an unknown one."""
+        settings, known = self.rendezvous_settings(), (*RENDEZVOUS_SETTINGS, "is_host", "store_type")
+        if unknown := [name for name in settings if name not in known]:
+            near = suggestion(unknown[0], known)
+            raise ConfigurationError(f"rdzv_conf: there is no setting {unknown[0]!r}{near}")
+        return settings
+
     @property
     def join_timeout(self) -> float:
         """Seconds to wait for other machines or for resources: `join_timeout` of `rdzv_conf`.
 
         Raises ConfigurationError for one that is not a number above 0, and for an unknown setting.
         """
-        settings = self.rendezvous_settings()
-        if unknown := [name for name in settings if name not in RENDEZVOUS_SETTINGS]:
-            near = suggestion(unknown[0], RENDEZVOUS_SETTINGS)
-            raise ConfigurationError(f"rdzv_conf: there is no setting {unknown[0]!r}{near}")
-        text = settings.get("join_timeout", str(JOIN_TIMEOUT))
+        text = self.known_rendezvous_settings().get("join_timeout", str(RENDEZVOUS_SETTINGS["join_timeout"]))
         if not re.fullmatch(r"\d+(\.\d+)?", text) or not float(text):
             raise ConfigurationError(f"rdzv_conf: join_timeout={text!r} is not a number of seconds above 0")
         return float(text)

@@ -26,6 +26,8 @@ from .supervisor import OtherMachines, Stop, Supervisor, supervise, with_restart
 # Seconds until a waiting machine reports for whom it waits.
 FIRST_NOTICE = 3.0
 PROTOCOL = "accelerate-launch-1"
+# What launchers send to each other, a line of JSON each.
+Message = dict[str, Any]
 
 
 class Waiting:
@@ -48,7 +50,7 @@ class Waiting:
         return True
 
 
-def identity(spec: LaunchSpec, engine: str = "static") -> dict[str, Any]:
+def identity(spec: LaunchSpec, engine: str = "static") -> Message:
     """What a launcher reports about itself to the others."""
     try:
         torch = importlib.metadata.version("torch").split("+")[0]
@@ -71,7 +73,7 @@ class Peer:
     """The connection to another machine's launcher: messages are lines of JSON."""
 
     socket: socket.socket
-    identity: dict[str, Any] = field(default_factory=dict)
+    identity: Message = field(default_factory=dict)
     done: bool = False
     _buffer: bytes = b""
 
@@ -80,12 +82,12 @@ class Peer:
         """The rank and the host of the machine, for messages."""
         return f"machine {self.identity.get('machine', '?')} ({self.identity.get('host', '?')})"
 
-    def send(self, message: dict[str, Any]) -> None:
+    def send(self, message: Message) -> None:
         """Send a message. A lost connection is ignored here, because `receive` reports it."""
         with contextlib.suppress(OSError):
             self.socket.sendall(json.dumps(message).encode() + b"\n")
 
-    def receive(self) -> list[dict[str, Any]] | None:
+    def receive(self) -> list[Message] | None:
         """The messages that have arrived; None when the connection has ended."""
         try:
             data = self.socket.recv(65536)
@@ -97,12 +99,13 @@ class Peer:
             return None
         *lines, self._buffer = (self._buffer + data).split(b"\n")
         try:
-            return [json.loads(line) for line in lines]
+            messages = [json.loads(line) for line in lines]
         except ValueError:
             return None
+        return messages if all(isinstance(message, dict) for message in messages) else None
 
 
-def disagreement(ours: dict[str, Any], theirs: dict[str, Any], present: dict[int, Peer]) -> str | None:
+def disagreement(ours: Message, theirs: Message, present: dict[int, Peer]) -> str | None:
     """Why a machine that connects cannot take part; None where it can."""
     if theirs.get("protocol") != PROTOCOL:
         return "a program that is not a launcher of this version has connected"
@@ -128,11 +131,11 @@ class Host:
     def __init__(self, spec: LaunchSpec) -> None:
         self.spec = spec
         self.timeout: float = spec.join_timeout
-        self.identity: dict[str, Any] = identity(spec)
+        self.identity: Message = identity(spec)
         self.present: dict[int, Peer] = {}
         self._unknown: list[Peer] = []
         self._selector = selectors.DefaultSelector()
-        self._server = _listen(spec.main_process_port)
+        self._server = listen(spec.main_process_port)
         self._selector.register(self._server, selectors.EVENT_READ)
 
     def wait_for_all(self) -> list[Peer]:
@@ -164,7 +167,7 @@ class Host:
         for key, _ in self._selector.select(0.2):
             if key.fileobj is self._server:
                 connection, _ = self._server.accept()
-                peer = Peer(_ready(connection))
+                peer = Peer(ready(connection))
                 self._unknown.append(peer)
                 self._selector.register(connection, selectors.EVENT_READ, peer)
             else:
@@ -184,7 +187,7 @@ class Host:
             peer.identity = theirs
             self.present[theirs["machine"]] = peer
 
-    def _send_all(self, message: dict[str, Any]) -> None:
+    def _send_all(self, message: Message) -> None:
         for peer in {id(peer): peer for peer in (*self._unknown, *self.present.values())}.values():
             peer.send(message)
 
@@ -258,7 +261,7 @@ def connect(spec: LaunchSpec, where: str, timeout: float, waiting: Waiting | Non
         try:
             connection = socket.create_connection((spec.main_process_ip, spec.main_process_port), timeout=2.0)
             connection.settimeout(timeout)
-            return Peer(_ready(connection), {"machine": 0, "host": spec.main_process_ip})
+            return Peer(ready(connection), {"machine": 0, "host": spec.main_process_ip})
         except OSError as error:
             if waiting.seconds > timeout:
                 raise LaunchError(f"{where} did not answer within {timeout:.0f} s: {error}") from None
@@ -267,16 +270,28 @@ def connect(spec: LaunchSpec, where: str, timeout: float, waiting: Waiting | Non
             time.sleep(0.2)
 
 
-def _ready(connection: socket.socket) -> socket.socket:
-    """Set up a connection so that the loss of the other machine is noticed within seconds."""
+def ready(connection: socket.socket, idle: int = 3, interval: int = 1, attempts: int = 4) -> socket.socket:
+    """Set up a connection so that the loss of the other machine is noticed within seconds.
+
+    Args:
+        connection: to another machine.
+        idle: seconds without a message, after which the kernel probes the other machine.
+        interval: seconds between two probes.
+        attempts: number of probes without an answer, after which the connection counts as lost.
+    """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 3), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 4)):
+    for name, value in (
+        ("TCP_KEEPIDLE", idle), ("TCP_KEEPINTVL", interval), ("TCP_KEEPCNT", attempts),
+        # There are no probes while a message waits for its acknowledgement.
+        ("TCP_USER_TIMEOUT", 1000 * (idle + interval * attempts)),
+    ):  # fmt: skip
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     return connection
 
 
-def _listen(port: int) -> socket.socket:
+def listen(port: int) -> socket.socket:
+    """A server for the connections of other machines."""
     server, address = any_address()
     server.bind((address, port))
     server.listen(128)
@@ -332,7 +347,7 @@ class Link(OtherMachines):
         for peer in self.peers:
             peer.socket.close()
 
-    def _send(self, message: dict[str, Any], exclude: Peer | None = None) -> None:
+    def _send(self, message: Message, exclude: Peer | None = None) -> None:
         for peer in self.peers:
             if peer is not exclude:
                 peer.send(message)
@@ -349,13 +364,7 @@ class StaticLauncher(Launcher):
         self.spec: LaunchSpec
         super().__init__(spec._replace(main_process_port=spec.main_process_port or DEFAULT_PORT))
 
-    def check(self) -> None:
-        """Check before anything starts.
-
-        Raises:
-            ConfigurationError: this launcher cannot run the launch.
-        """
-        super().check()
+    def _check(self) -> None:
         if not self.spec.main_process_ip:
             raise ConfigurationError("several machines need --main_process_ip, the address of machine 0")
         _ = self.spec.join_timeout  # raises for settings that cannot be used

@@ -60,13 +60,7 @@ class TpuLauncher(Launcher):
         """The launcher of a launch: of this machine's cores, or of a pod."""
         return PodLauncher(spec) if spec.tpu_use_cluster else cls(spec)
 
-    def check(self) -> None:
-        """Check before anything starts.
-
-        Raises:
-            ConfigurationError: this launcher cannot run the launch.
-        """
-        super().check()
+    def _check(self) -> None:
         self._check_presence()
         if self.spec.program.kind == "program":
             raise ConfigurationError("--tpu runs a function of a script or module: --no_python cannot be used with it")

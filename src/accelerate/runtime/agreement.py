@@ -58,7 +58,7 @@ class Connection:
     The rounds start anew with each group: two of its ranks may not have been in the same groups before.
     """
 
-    store: Any
+    store: dist.Store
     rounds: dict[str, int] = field(default_factory=dict)
 
 
@@ -101,7 +101,7 @@ class Round:
         connection: Connection | None = None,
     ) -> None:
         connection = default_connection() if connection is None else connection
-        self.store: Any = connection.store
+        self.store: dist.Store = connection.store
         self.ranks: range | Sequence[int] = range(dist.get_world_size()) if ranks is None else ranks
         self.rank: int = dist.get_rank() if rank is None else rank
         self._name = name
@@ -263,7 +263,7 @@ class Agreement:
 
 
 # By the group's own store, which must not be kept: rank 0's hosts the server, and the next group needs a new one.
-_CONNECTIONS: weakref.WeakKeyDictionary[Any, Connection] = weakref.WeakKeyDictionary()
+_CONNECTIONS: weakref.WeakKeyDictionary[dist.Store, Connection] = weakref.WeakKeyDictionary()
 # The hang watch connects in its own thread. Two connections would count the rounds of this rank twice.
 _CONNECTING = threading.Lock()
 

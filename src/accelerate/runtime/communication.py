@@ -99,21 +99,21 @@ def _marks(others: list[int]) -> dict[str, dict[int, Any]] | None:
 
 
 def _has_mark(found: dict[str, dict[int, Any]], rank: int) -> bool:
-    return _has_told(found, rank) or _is_gone(found, rank)
+    return _has_reported(found, rank) or _is_gone(found, rank)
 
 
-def _has_told(found: dict[str, dict[int, Any]], rank: int) -> bool:
+def _has_reported(found: dict[str, dict[int, Any]], rank: int) -> bool:
     """Whether a rank has left a mark of its end, or of where it is."""
     return any(rank in found[kind] for kind in (marks.FAILED, marks.LEFT, marks.WAITING))
 
 
 def _is_gone(found: dict[str, dict[int, Any]], rank: int) -> bool:
     """Whether a rank's process is gone without a mark of why."""
-    return not _has_told(found, rank) and marks.is_gone(found[marks.PROCESS].get(rank))
+    return not _has_reported(found, rank) and marks.is_gone(found[marks.PROCESS].get(rank))
 
 
 def _is_stopped(found: dict[str, dict[int, Any]], rank: int) -> bool:
-    return not _has_told(found, rank) and marks.is_stopped(found[marks.PROCESS].get(rank))
+    return not _has_reported(found, rank) and marks.is_stopped(found[marks.PROCESS].get(rank))
 
 
 def _reports(found: dict[str, dict[int, Any]] | None, others: list[int], closed: bool) -> list[str]:

@@ -100,7 +100,7 @@ def with_host(kind: DeviceKind) -> str:
 
 
 def start_alone(kind: DeviceKind) -> None:
-    """Make a group of one process where there is none, since parts of torch such as `fully_shard` require a group."""
+    """Make a group of one process where there is none, since functions such as `fully_shard` require one."""
     if not dist.is_initialized():
         _keep_out_of_defaults()
         dist.init_process_group(backend=with_host(kind), store=dist.HashStore(), rank=0, world_size=1)
@@ -142,7 +142,7 @@ def is_running() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def stop(group: Any = None) -> None:
+def stop(group: dist.ProcessGroup | None = None) -> None:
     """Leave a group (the default one, when None is given). Called twice, the second call does nothing."""
     if not is_running():
         return
@@ -272,14 +272,14 @@ def leave() -> None:
     time.sleep(LOCK_HANDOVER)
 
 
-def _hosted_store() -> Any:
+def _hosted_store() -> dist.Store | None:
     """The run's store if this process hosts it; else None."""
     if dist.get_rank() or dist.get_world_size() == 1 or env.get_flag("TORCHELASTIC_USE_AGENT_STORE"):
         return None
     return dist.distributed_c10d._get_default_store()
 
 
-def _linger(store: Any, others: list[int]) -> None:
+def _linger(store: dist.Store, others: list[int]) -> None:
     """Wait a moment for the other ranks to leave, or to read why their collectives fail."""
     deadline = time.monotonic() + LINGER
     try:

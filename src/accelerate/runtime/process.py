@@ -43,7 +43,7 @@ def goes_first(is_first: bool, wait: Callable[[str], None]) -> Iterator[None]:
         wait("")
 
 
-def part_of(length: int, index: int, count: int) -> tuple[int, int]:
+def bounds_of(length: int, index: int, count: int) -> tuple[int, int]:
     """Begin and end of part `index` of `count`: consecutive, sizes differing by at most one, the larger ones first."""
     size, extra = divmod(length, count)
     begin = index * size + min(index, extra)
@@ -61,7 +61,7 @@ def split(inputs: object, index: int, count: int, pad: bool, device: torch.devic
         yield inputs
         return
     length = _length(inputs)
-    begin, end = part_of(length, index, count)
+    begin, end = bounds_of(length, index, count)
     missing = math.ceil(length / count) - (end - begin) if pad else 0
     yield _cut(inputs, begin, end, missing, device)
 

@@ -39,7 +39,11 @@ from accelerate.state import PartialState
 PRELOADED = ("transformers.models.llama.modeling_llama",)
 pytestmark = pytest.mark.usefixtures("float64")
 # Before 2.13 torch's own schedules that take the gradients of weights apart are wrong for some layers, and refused.
-SPLIT_BACKWARD = ("zero_bubble", "zbv") if is_torch_version(">=", "2.13") else ()
+SPLIT_BACKWARD = tuple(
+    name
+    for name, row in PIPELINE_SCHEDULES.items()
+    if row.splits_backward and is_torch_version(">=", row.minimum_torch)
+)
 INSIDE = {"inside": True, "padded": True, "steps": 4}
 HALF, EARLY = Options(num_microbatches=2), Options(schedule="1f1b", num_microbatches=2)
 UNITS = Plugin(fsdp_version=2, auto_wrap_policy="TRANSFORMER_BASED_WRAP", transformer_cls_names_to_wrap=["Block"])

@@ -59,6 +59,20 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(130)
 
 
+def parser(action: str | None = None) -> Parser:
+    """Return the parser of an action of `accelerate config`; without one, the parser of all, for completion.
+
+    `show` takes the options of a launch instead.
+    """
+    made = Parser(prog=f"accelerate config {action}".removesuffix(" questions"), add_help=False)
+    if action is None:
+        made.add_argument("action", nargs="?", choices=ACTIONS)
+    made.add_argument("--config_file", "--config-file", default=None)
+    if action in (None, "default"):
+        made.add_argument("--mixed_precision", "--mixed-precision", default="no", choices=PRECISIONS)
+    return made
+
+
 def _run(action: str, arguments: list[str]) -> None:
     if action in ("show", "explain"):
         _explain(arguments)
@@ -68,11 +82,7 @@ def _run(action: str, arguments: list[str]) -> None:
         raise ConfigurationError(
             f"unknown action {action!r}{meant}: one of {', '.join(ACTIONS)}, or none for questions"
         )
-    parser = Parser(prog=f"accelerate config {action}".removesuffix(" questions"), add_help=False)
-    parser.add_argument("--config_file", "--config-file", default=None)
-    if action == "default":
-        parser.add_argument("--mixed_precision", "--mixed-precision", default="no", choices=PRECISIONS)
-    args = parser.parse_args(arguments)
+    args = parser(action).parse_args(arguments)
     if action == "default":
         path = write_basic_config(args.mixed_precision, args.config_file)
         if path:
@@ -105,7 +115,7 @@ def explain(settings: Settings, everything: bool = False, names: Sequence[str] =
     Args:
         settings: of a launch.
         everything: show all options.
-        names: show these options only, also those that nobody set.
+        names: show these options only, including unset ones.
     """
     rows = []
     for option in [options()[name] for name in names] or options().values():
