@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader
@@ -91,13 +91,13 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         )
 
     @classmethod
-    def around(cls, base: DataLoader[Any], use_stateful_dataloader: bool = False, **options: Any) -> Any:
+    def around(cls, base: DataLoader[Any], use_stateful_dataloader: bool = False, **options: Any) -> DataLoader[Any]:
         """Make a prepared loader from an existing torch loader."""
         loader = cls.__new__(cls)
         loader.use_stateful_dataloader = use_stateful_dataloader
         loader.base_dataloader = base
         loader._configure(**options)
-        return loader
+        return cast("DataLoader[Any]", loader)  # which it is to `isinstance`
 
     def _configure(
         self,

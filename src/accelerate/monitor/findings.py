@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from .run import Run
-from .view import ALL_PHASES, EXCESS, Array, View, view
+from .steps import Array
+from .view import ALL_PHASES, EXCESS, View, view
 
 # Buckets of the range that is summarized.
 _BUCKETS = 256

@@ -16,7 +16,8 @@ from rich.text import Text
 from .findings import Summary, duration, size, summarize
 from .run import Run
 from .server import grouped_events
-from .view import ALL_PHASES, Array, Curve, View, heat_rows, view
+from .steps import Array
+from .view import ALL_PHASES, Curve, View, heat_rows, view
 
 # Seconds between two pictures.
 INTERVAL = 0.5

@@ -58,7 +58,7 @@ def shard_as_loaded(model: nn.Module, sizes: Mapping[str, int], routing: Routing
     except ImportError as error:
         raise PrepareError(f"the installed transformers does not shard experts as planned here: {error}") from error
 
-    class TracedExchange(AllToAllEP):
+    class TracedExchange(AllToAllEP):  # type: ignore[misc]
         """The exchange of tokens in training, whose sizes are values."""
 
         def _dispatch_tokens(self, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:

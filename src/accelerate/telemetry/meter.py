@@ -276,7 +276,7 @@ class StepRecorder(StepMeter):
         waits: a backward may wait for other processes.
     """
 
-    optimizer_type = MeteredOptimizer
+    optimizer_type: type[AcceleratedOptimizer] = MeteredOptimizer
 
     __slots__ = (
         "_backward", "_checkpoint", "_communication", "_data", "_flags", "_forward", "_last", "_losses", "_mark",

@@ -117,7 +117,7 @@ def _refuse_others(shards: Iterable[Any], is_own: Callable[[Any, Any], bool]) ->
 def _watched(kind: Any) -> type[Any]:
     """The class of a unit's group of parameters, which is resharded unless the model is kept unsharded."""
 
-    class Watched(kind):
+    class Watched(kind):  # type: ignore[misc]
         _kept: KeptUnsharded
         _versions: list[int] | None = None
 
