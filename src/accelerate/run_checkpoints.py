@@ -118,9 +118,11 @@ class RunCheckpoints:
         begin = time.perf_counter()
         if self.meter is not None:
             self.meter.begin_save()
-        writer = None if blocking else self._background_writer()
-        if writer is None and self._writer is not None:
-            self._writer.wait()
+        if blocking:
+            self._wait_for_writer()
+        else:
+            self._writer = self._writer or Writer()
+        writer = None if blocking else self._writer
         with self._run_state() as run:
             saved = save_run(run, folder, process=PartialState(), options=options, writer=writer)
         if rotation is not None:
@@ -140,8 +142,7 @@ class RunCheckpoints:
     ) -> LoadReport:
         """See `Accelerator.load_state`."""
         begin = time.perf_counter()
-        if self._writer is not None:
-            self._writer.wait()
+        self._wait_for_writer()
         options = {**load_options(load_kwargs), **options}
         with self._run_state() as run:
             if input_dir is None:
@@ -169,8 +170,7 @@ class RunCheckpoints:
 
     def _load_newest_if_any(self) -> LoadReport | None:
         begin = time.perf_counter()
-        if self._writer is not None:
-            self._writer.wait()
+        self._wait_for_writer()
         directory = self._checkpoints_dir("resume()")
         claim_directory(directory, self._locks, PartialState())
         with self._run_state() as run:
@@ -208,7 +208,7 @@ class RunCheckpoints:
         now = here["accumulation_steps"]
         then = int(saved.get("accumulation_steps") or now)
         if then != now and (done := self.accumulation.step % then):
-            # The window goes on: what is left of it counts from its first batch.
+            # The window continues: what is left of it counts from its first batch.
             self.accumulation.step = done
             notes.append(
                 f"gradient_accumulation_steps was {then} and is {now} here: {done} batch(es) of the unfinished window "
@@ -239,7 +239,7 @@ class RunCheckpoints:
         """Resume when a prepared loader is first read, and stop on the default signals."""
         self._checkpoints_dir("Accelerator(resume='auto')")
         self._watch_signals(DEFAULT_SIGNALS)
-        self.controller.resume_at_first_use()
+        self.controller.is_pending = True
 
     def resume(self, signals: Sequence[str]) -> LoadReport | None:
         """See `Accelerator.resume`."""
@@ -282,7 +282,6 @@ class RunCheckpoints:
     def end_training(self) -> None:
         """Finish what runs in the background, close the trackers, leave the process group."""
         if self._writer is not None:
-            self._writer.wait()
             self._writer.release()
             self._writer = None
         self._locks.release()
@@ -317,10 +316,9 @@ class RunCheckpoints:
             )
         return user_path(output_dir, "save_state: output_dir"), None
 
-    def _background_writer(self) -> Writer:
-        if self._writer is None:
-            self._writer = Writer()
-        return self._writer
+    def _wait_for_writer(self) -> None:
+        if self._writer is not None:
+            self._writer.wait()
 
     # -- contents
 
@@ -376,7 +374,8 @@ class RunCheckpoints:
             if is_open:
                 logger.warning(
                     f"{self.strategy.name}: the gradients of the unfinished accumulation window are not in this "
-                    "checkpoint, and a resumed run goes on without them. Save when accelerator.sync_gradients is True."
+                    "checkpoint, and a resumed run continues without them. Save when accelerator.sync_gradients is "
+                    "True."
                 )
             return None
         holders = [

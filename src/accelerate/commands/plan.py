@@ -201,7 +201,7 @@ def _refuse_unselectable(layout: PlannedLayout | None) -> None:
     if layout is not None and layout.loading:
         raise ConfigurationError(
             f"--layout {layout.name}: no configuration file selects it. Start a script that loads its model with "
-            f"from_pretrained(..., distributed_config={layout.distributed_config}), without a layout of its own"
+            f"from_pretrained(..., distributed_config={layout.distributed_config}), without another layout"
         )
 
 

@@ -111,16 +111,16 @@ def generator_module(kind: str) -> Any:
 
 
 def is_initialized(kind: str) -> bool:
-    """Whether this process uses devices of a kind already; False where their module does not tell.
+    """Whether this process uses devices of a kind already; False where their module does not report it.
 
-    It asks the module alone: to look for devices makes a context, which forked processes cannot use.
+    It calls the module alone: to look for devices makes a context, which forked processes cannot use.
     """
     known = getattr(getattr(torch, kind, None), "is_initialized", None)
     return known is not None and bool(known())
 
 
 def memory_info(device: torch.device) -> tuple[int, int]:
-    """Free and total bytes of a device. Raises RuntimeError where its backend does not tell."""
+    """Free and total bytes of a device. Raises RuntimeError where its backend does not report them."""
     try:
         free, total = torch.accelerator.get_memory_info(device.index)
     except RuntimeError:

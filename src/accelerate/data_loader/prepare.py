@@ -149,7 +149,9 @@ def prepare_data_loader(
             "slice_fn_for_dispatch slices dispatched batches: it has no effect without dispatch_batches=True"
         )
     seeded = cut.shards > 1 and not (exact or use_seedable_sampler or is_iterable(base)) and _seed_sampler(base)
-    if split or (_reads_shard(base, cut) and not use_stateful_dataloader):
+    # Each process reads its own shard of the dataset. With `exact`, the order is that of one process.
+    reads_shard = cut.shards > 1 and not (cut.split or cut.exact or use_stateful_dataloader)
+    if split or (reads_shard and splits_evenly(base.dataset, cut.shards)):
         unsplit = None if split else base.dataset
         shard = base.dataset if unsplit is None else unsplit.shard(num_shards=cut.shards, index=cut.index)
         base = altered(base, dataset=shard)
@@ -329,11 +331,6 @@ def _check_counted(base: Any, counted: bool) -> None:
             f"exact=True has to know which samples are in a batch of this {type(base).__name__}, and {why}: use a "
             "torch DataLoader with in_order=True"
         )
-
-
-def _reads_shard(base: Any, cut: ShardSplit) -> bool:
-    """Whether each process reads its own shard of the dataset. With `exact`, the order is that of one process."""
-    return cut.shards > 1 and not (cut.split or cut.exact) and splits_evenly(base.dataset, cut.shards)
 
 
 def _seed_sampler(base: Any) -> bool:

@@ -295,11 +295,6 @@ class AlignDevicesHook(ModelHook):
         )
 
 
-def _has_tensors(module: nn.Module) -> bool:
-    """Whether a module itself, not a submodule of it, holds a parameter or buffer."""
-    return next(named_module_tensors(module), None) is not None
-
-
 def _is_preloaded(module: nn.Module, classes: Sequence[str] | None) -> bool:
     # What cannot be called brings nothing: its submodules do so themselves.
     return classes is not None and type(module).__name__ in classes and has_forward(module)
@@ -345,7 +340,7 @@ def attach_align_device_hook(
     """
     require_module(module, "attach_align_device_hook")
     place_all = offload and _is_preloaded(module, preload_module_classes)
-    if place_all or _has_tensors(module):
+    if place_all or next(named_module_tensors(module), None) is not None:
         prefix = f"{module_name}." if module_name else ""
         hook = AlignDevicesHook(
             execution_device,

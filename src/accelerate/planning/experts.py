@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A traced model whose experts are on different ranks: sharded by transformers, as when it loads one.
 
-How many tokens an expert has depends on values: a trace is told.
+How many tokens an expert has depends on values, which a trace lacks: it is an argument.
 """
 
 from __future__ import annotations

@@ -141,8 +141,8 @@ def _arriving(
 ) -> int:
     """Bytes of what is kept elsewhere at the time when it runs."""
     sizes = compute_module_sizes(model, dtype=dtype)
-    parts: dict[str, Any] = {**dict(model.named_modules()), **dict(named_module_tensors(model, recurse=True))}
-    elsewhere = [(name, parts[name]) for name, device in device_map.items() if device not in computing]
+    entries: dict[str, Any] = {**dict(model.named_modules()), **dict(named_module_tensors(model, recurse=True))}
+    elsewhere = [(name, entries[name]) for name, device in device_map.items() if device not in computing]
     largest, _ = get_max_layer_size(elsewhere, sizes, unsplittable)
     buffers = compute_module_sizes(model, dtype=dtype, buffers_only=True)
     return 2 * largest + sum(buffers.get(name, 0) for name, _ in elsewhere)

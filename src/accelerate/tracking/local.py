@@ -15,7 +15,7 @@ from typing import Any, TextIO
 from ..core.errors import ConfigurationError
 from ..core.files import atomic_write
 from .base import ClientTracker, checked, on_main_process
-from .values import configuration, flat, number
+from .values import flat, number
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -56,9 +56,11 @@ class LocalTracker(ClientTracker):
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / "values.jsonl"
         file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - `_close` closes it
-        if (size := path.stat().st_size) and _last_byte(path, size) != b"\n":
-            # A process was killed within a line.
-            file.write("\n")
+        with open(path, "rb") as written:
+            written.seek(max(0, path.stat().st_size - 1))
+            if written.read(1) not in (b"", b"\n"):
+                # A process was killed within a line.
+                file.write("\n")
         self._write(file, {"event": "start"})
         return file
 
@@ -78,19 +80,16 @@ class LocalTracker(ClientTracker):
             # Only this process logs: its failure would end the run while the others wait.
             if not self._is_delayed:
                 logger.warning(
-                    f"{self.folder / 'values.jsonl'} cannot be written: {error.strerror}. The run goes on, and the "
+                    f"{self.folder / 'values.jsonl'} cannot be written: {error.strerror}. The run continues, and the "
                     "values are written when they can be"
                 )
             self._is_delayed = True
         else:
             self._is_delayed = False
 
-    @on_main_process
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Record the hyperparameters of the run in `config.json`."""
-        found = configuration(checked(values, "store_init_configuration"))
+    def _store(self, values: dict[str, Any]) -> None:
         with atomic_write(self.folder / "config.json", "w") as file:
-            json.dump(found, file, indent=2, ensure_ascii=False)
+            json.dump(values, file, indent=2, ensure_ascii=False)
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -138,9 +137,3 @@ def read_values(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
                 found.pop(key, None)
                 found[key] = dict(record)
     return list(found.values())
-
-
-def _last_byte(path: Path, size: int) -> bytes:
-    with open(path, "rb") as file:
-        file.seek(size - 1)
-        return file.read(1)

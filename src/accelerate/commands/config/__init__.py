@@ -105,7 +105,7 @@ def explain(settings: Settings, everything: bool = False, names: Sequence[str] =
     Args:
         settings: of a launch.
         everything: show all options.
-        names: show these options only, also those that nobody set.
+        names: show these options only, also unset ones.
     """
     rows = []
     for option in [options()[name] for name in names] or options().values():
