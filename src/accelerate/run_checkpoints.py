@@ -8,6 +8,7 @@ import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,34 +47,26 @@ if TYPE_CHECKING:
 logger: MultiProcessAdapter = get_logger(__name__)
 
 
+@dataclass(eq=False, repr=False)
 class RunCheckpoints:
     """Saves and loads the objects of a run.
 
-    Args:
+    Fields:
         objects: the prepared objects. strategy, precision, state: what `resolve` decided.
         accumulation, items: the unfinished accumulation window.
         project: folders and automatic naming. trackers: whose run keys are saved.
     """
 
-    def __init__(
-        self,
-        objects: RunObjects,
-        strategy: Strategy,
-        precision: Precision,
-        state: AcceleratorState,
-        accumulation: Accumulation,
-        items: ItemWindow,
-        project: ProjectConfiguration,
-        trackers: TrackerGroup,
-    ) -> None:
-        self.objects = objects
-        self.strategy = strategy
-        self.precision = precision
-        self.state = state
-        self.accumulation = accumulation
-        self.items = items
-        self.project = project
-        self.trackers = trackers
+    objects: RunObjects
+    strategy: Strategy
+    precision: Precision
+    state: AcceleratorState
+    accumulation: Accumulation
+    items: ItemWindow
+    project: ProjectConfiguration
+    trackers: TrackerGroup
+
+    def __post_init__(self) -> None:
         self.save_hooks: OrderedDict[int, Callable[..., None]] = OrderedDict()
         self.load_hooks: OrderedDict[int, Callable[..., None]] = OrderedDict()
         self.controller: ResumeController = ResumeController(

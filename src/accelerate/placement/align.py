@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -391,32 +392,22 @@ def attach_align_device_hook_on_blocks(
         offload if isinstance(offload, Mapping) else dict.fromkeys(named, offload),
         weights_map,
         offload_buffers,
-        skip_keys,
         preload_module_classes,
-        tied_params_map,
+        {"skip_keys": skip_keys, "tied_params_map": tied_params_map},
     )
     blocks.attach(module, module_name, outermost=True)
 
 
+@dataclass
 class _Blocks:
     """Hooks for the blocks of a model, each on its own device."""
 
-    def __init__(
-        self,
-        execution_device: Mapping[str, Any],
-        offload: Mapping[str, bool],
-        weights_map: Weights | None,
-        offload_buffers: bool,
-        skip_keys: str | list[str] | None,
-        preload: Sequence[str] | None,
-        tied: TiedCopies | None,
-    ) -> None:
-        self.execution_device = execution_device
-        self.offload = offload
-        self.weights_map = weights_map
-        self.offload_buffers = offload_buffers
-        self.common: dict[str, Any] = {"skip_keys": skip_keys, "tied_params_map": tied}
-        self.preload = preload
+    execution_device: Mapping[str, Any]
+    offload: Mapping[str, bool]
+    weights_map: Weights | None
+    offload_buffers: bool
+    preload: Sequence[str] | None
+    common: dict[str, Any]
 
     def attach(self, module: nn.Module, name: str, outermost: bool) -> None:
         device: Any = self.execution_device.get(name)
