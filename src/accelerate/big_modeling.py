@@ -26,9 +26,8 @@ from .hooks import (
     attach_align_device_hook,
 )
 from .placement.align import offloading_hook, restore_offloaded
-from .placement.device_map import plan_device_map
-from .placement.dispatch import check_complete
-from .placement.dispatch import dispatch_model as dispatch_model
+from .placement.device_map import check_device_map, plan_device_map
+from .placement.dispatch import check_complete, dispatch
 from .placement.load import load_checkpoint_in_model
 from .placement.names import Place, join
 from .placement.offload import INDEX_NAME, OffloadedWeightsLoader, offload_state_dict
@@ -210,6 +209,62 @@ def cpu_offload_with_hook(
     hook = CpuOffload(execution_device=execution_device, prev_module_hook=prev_module_hook)
     add_hook_to_module(model, hook, append=True)
     return model, UserCpuOffloadHook(model, hook)
+
+
+@explained
+def dispatch_model(
+    model: nn.Module,
+    device_map: Mapping[str, Any],
+    main_device: Place | None = None,
+    state_dict: Mapping[str, torch.Tensor] | None = None,
+    offload_dir: str | os.PathLike[str] | None = None,
+    offload_index: Mapping[str, Any] | None = None,
+    offload_buffers: bool = False,
+    skip_keys: str | list[str] | None = None,
+    preload_module_classes: Sequence[str] | None = None,
+    force_hooks: bool = False,
+) -> nn.Module:
+    """Distribute a model over devices, so that it can run.
+
+    Args:
+        model: the model, changed in place.
+        device_map: name of a module -> device, "cpu" or "disk". It must cover every tensor.
+        main_device: where modules on the disk run, and modules on the CPU if the map has an accelerator. Default: the
+            first accelerator of the map, else the CPU.
+        state_dict: the weights that stay on the CPU. Default: those of the model.
+        offload_dir: folder of the weights on the disk. Weights that it does not have are written to it.
+        offload_index: files with the weights on the disk, instead of a folder.
+        offload_buffers: offload buffers too.
+        skip_keys: names of keyword arguments of the forward that are not moved between devices.
+        preload_module_classes: names of classes whose weights, with those of all submodules, are loaded at the start
+            of their forward. For modules that use weights of a submodule without calling it.
+        force_hooks: add the hooks also for a single device. Otherwise the model is only moved there.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: a tensor has no device, or there are weights on the disk without a folder.
+
+    Example:
+        model = dispatch_model(model, infer_auto_device_map(model, max_memory={0: "10GiB", "cpu": "30GiB"}))
+    """
+    require_module(model, "dispatch_model")
+    check_device_map(model, device_map)
+    check_devices(device_map if main_device is None else {"main_device": main_device, **device_map})
+    dispatch(
+        model,
+        device_map,
+        main_device,
+        state_dict,
+        offload_dir,
+        offload_index,
+        offload_buffers,
+        skip_keys,
+        preload_module_classes,
+        force_hooks,
+    )
+    return model
 
 
 @explained

@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -56,6 +56,12 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     """
 
     batches_read: int = 0
+    end_of_dataloader: bool
+    remainder: int
+    batch_weight: float
+    before_pass: tuple[Callable[[Any], None], ...]
+    between_batches: tuple[Callable[[Any], None], ...]
+    meter: Any
     _is_accelerate_prepared = True
 
     def __init__(

@@ -13,16 +13,14 @@ from torch import nn
 
 from ..core.errors import CheckpointError, PrepareError
 from ..core.imports import is_available
-from ..core.modules import move_module, require_module
-from ..core.retired import explained
+from ..core.modules import move_module
 from .align import attach_align_device_hook_on_blocks, offloading_hook, restore_offloaded
-from .device_map import check_device_map
 from .module_hooks import guard_moves
 from .names import Place, as_device_map, device_for, is_within, join, owner_of, tensor_at
 from .offload import INDEX_NAME, OffloadedWeightsLoader, extract_submodules_state_dict, offload_state_dict
 from .sizes import named_module_tensors
 from .subclasses import data_address
-from .tensors import QUANTIZED, TiedCopies, as_device, check_devices, set_module_tensor_to_device
+from .tensors import QUANTIZED, TiedCopies, as_device, set_module_tensor_to_device
 from .tied import find_tied_parameters, retie_parameters
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -31,8 +29,7 @@ logger: logging.Logger = logging.getLogger(__name__)
 _QUANTIZED_MARKS = ("is_loaded_in_8bit", "is_loaded_in_4bit")
 
 
-@explained
-def dispatch_model(
+def dispatch(
     model: nn.Module,
     device_map: Mapping[str, Any],
     main_device: Place | None = None,
@@ -41,37 +38,10 @@ def dispatch_model(
     offload_index: Mapping[str, Any] | None = None,
     offload_buffers: bool = False,
     skip_keys: str | list[str] | None = None,
-    preload_module_classes: Sequence[str] | None = None,
+    preload: Sequence[str] | None = None,
     force_hooks: bool = False,
-) -> nn.Module:
-    """Distribute a model over devices, so that it can run.
-
-    Args:
-        model: the model, changed in place.
-        device_map: name of a module -> device, "cpu" or "disk". It must cover every tensor.
-        main_device: where modules on the disk run, and modules on the CPU if the map has an accelerator. Default: the
-            first accelerator of the map, else the CPU.
-        state_dict: the weights that stay on the CPU. Default: those of the model.
-        offload_dir: folder of the weights on the disk. Weights that it does not have are written to it.
-        offload_index: files with the weights on the disk, instead of a folder.
-        offload_buffers: offload buffers too.
-        skip_keys: names of keyword arguments of the forward that are not moved between devices.
-        preload_module_classes: names of classes whose weights, with those of all submodules, are loaded at the start
-            of their forward. For modules that use weights of a submodule without calling it.
-        force_hooks: add the hooks also for a single device. Otherwise the model is only moved there.
-
-    Returns:
-        The model.
-
-    Raises:
-        ValueError: a tensor has no device, or there are weights on the disk without a folder.
-
-    Example:
-        model = dispatch_model(model, infer_auto_device_map(model, max_memory={0: "10GiB", "cpu": "30GiB"}))
-    """
-    require_module(model, "dispatch_model")
-    check_device_map(model, device_map)
-    check_devices(device_map if main_device is None else {"main_device": main_device, **device_map})
+) -> None:
+    """`big_modeling.dispatch_model` for a map that was checked to name every tensor."""
     places = _apart(model, as_device_map(device_map))
     if any(offloading_hook(module) is not None for module in model.modules()):
         # It was dispatched before: start again from the complete model.
@@ -85,7 +55,7 @@ def dispatch_model(
         for place in kinds:
             _move(model, as_device(place))
         model.hf_device_map = dict(device_map)  # type: ignore[assignment]
-        return model
+        return
     # Main memory is no device apart from the CPU, and from the GPU of a machine where both share it.
     offloaded = ("disk",) if main_device in ("cpu", "mps") else ("cpu", "disk")
     tied = find_tied_parameters(model)
@@ -108,7 +78,7 @@ def dispatch_model(
         weights_map=weights,
         offload_buffers=offload_buffers,
         skip_keys=skip_keys,
-        preload_module_classes=preload_module_classes,
+        preload_module_classes=preload,
         tied_params_map=_tied_copies(model, tied, weights),
     )
     if offloaded_to := [place for place in offloaded if place in places.values()]:
@@ -119,7 +89,6 @@ def dispatch_model(
     _retie_by_device(model, tied)
     guard_moves(model)
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]
-    return model
 
 
 def _move(model: nn.Module, device: torch.device) -> None:

@@ -17,8 +17,8 @@ from ..core.availability import is_4bit_bnb_available, is_8bit_bnb_available
 from ..core.errors import ConfigurationError
 from ..core.modules import require_module
 from ..core.retired import explained
-from .device_map import plan_device_map
-from .dispatch import dispatch_model
+from .device_map import check_device_map, plan_device_map
+from .dispatch import dispatch
 from .load import load_checkpoint_in_model
 from .names import is_within
 from .quantize_torchao import is_torchao_config, load_quantized
@@ -254,7 +254,9 @@ def load_and_quantize_model(
         keep_in_fp32_modules=config.keep_in_fp32_modules,
         offload_8bit_bnb=config.load_in_8bit and any(place in offloaded_places() for place in places.values()),
     )
-    return dispatch_model(model, places, offload_dir=offload_folder)
+    check_device_map(model, places)
+    dispatch(model, places, offload_dir=offload_folder)
+    return model
 
 
 def _require_weights(model: nn.Module, weights_location: str | os.PathLike[str] | None) -> bool:

@@ -13,7 +13,7 @@ from torch import nn
 from ..core.errors import ConfigurationError
 from ..core.imports import is_available
 from .device_map import check_device_map, plan_device_map
-from .dispatch import dispatch_model
+from .dispatch import dispatch
 from .load import load_checkpoint_in_model
 from .names import is_within
 from .sizes import Dtype
@@ -101,4 +101,5 @@ def load_quantized(
             offload_state_dict=offload_state_dict,
             quantizer=quantizer,
         )
-    return dispatch_model(model, device_map, offload_dir=offload_folder)
+    dispatch(model, device_map, offload_dir=offload_folder)
+    return model
