@@ -41,7 +41,7 @@ def pad_across_processes(tensor: object, dim: int = 0, pad_index: int = 0, pad_f
         logits = gather(pad_across_processes(logits, dim=1))
     """
     state = PartialState()
-    options = f"dim={dim}, pad_index={pad_index}, pad_first={pad_first}"
+    options = f"dim={dim}, pad_index={pad_index}, pad_first={pad_first}" if state.use_distributed else ""
     if state.use_distributed and state.debug:
         verify.agree("pad_across_processes", tensor, options=options, free_dim=...)
     sizes: list[int] = []

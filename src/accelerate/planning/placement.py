@@ -109,7 +109,8 @@ def place(
         device_map = infer_auto_device_map(
             model, dict(free), no_split_module_classes=no_split_module_classes, dtype=dtype, offload_buffers=True
         )
-        found = Counter(_runs_on(device_for(layer, device_map), computing) for layer in layers)
+        places = (device_for(layer, device_map) for layer in layers)
+        found = Counter(place if place in computing else computing[0] for place in places)
         arriving = _arriving(model, device_map, computing, unsplittable, dtype)
         if arriving <= offloaded and all(found[device] <= cached[device] for device in limits):
             break
@@ -130,10 +131,6 @@ def place(
     if over:
         raise _missing(model, dtype, limits, over, activations, sum(one.cache for one in use.values()))
     return Placement(device_map, use)
-
-
-def _runs_on(device: Any, computing: list[Any]) -> Any:
-    return device if device in computing else computing[0]
 
 
 def _arriving(
