@@ -18,6 +18,7 @@ from .checkpointing.loading import LoadReport
 from .checkpointing.opening import COMPLETION
 from .checkpointing.preemption import DEFAULT_SIGNALS
 from .checkpointing.ranks import raised_on_all
+from .checkpointing.run_state import check_custom
 from .checkpointing.weights import save, save_model
 from .collectives import gather_object
 from .config import checks
@@ -1037,7 +1038,8 @@ class Accelerator(RunInterface):
         Raises:
             ValueError: an object lacks one of these methods.
         """
-        self._checkpoints.register(*objects)
+        check_custom(objects)
+        self._objects.custom.extend(objects)
 
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Register a hook that is called before `save_state` writes.

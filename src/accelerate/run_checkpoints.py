@@ -24,7 +24,7 @@ from .checkpointing.opening import DamagedCheckpoint, Options
 from .checkpointing.preemption import DEFAULT_SIGNALS
 from .checkpointing.resume_controller import ResumeController
 from .checkpointing.run_lock import RunLocks, claim_directory
-from .checkpointing.run_state import RunState, check_custom
+from .checkpointing.run_state import RunState
 from .checkpointing.saving import save_run
 from .checkpointing.writer import Writer
 from .config.training import ProjectConfiguration
@@ -390,13 +390,6 @@ class RunCheckpoints:
         # One object for the run: it owns the group on which it writes in the background.
         self._shards.update(models, optimizers)
         return self._shards
-
-    # -- registration
-
-    def register(self, *objects: Any) -> None:
-        """See `Accelerator.register_for_checkpointing`."""
-        check_custom(objects)
-        self.objects.custom.extend(objects)
 
 
 def _current_folder() -> Path | None:

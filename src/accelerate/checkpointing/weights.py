@@ -11,7 +11,7 @@ import uuid
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -32,15 +32,6 @@ from .compat import load_pickled
 from .tensorfile import only_tensors, segments, without_aliases
 
 logger: logging.Logger = logging.getLogger(__name__)
-
-
-class _Writing(Protocol):
-    """Whether this process writes a file on behalf of all processes."""
-
-    @property
-    def is_main_process(self) -> bool: ...
-    @property
-    def is_local_main_process(self) -> bool: ...
 
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -78,7 +69,7 @@ def save_model(
     max_shard_size: int | str = "10GB",
     safe_serialization: bool = True,
     *,
-    process: _Writing,
+    process: PartialState,
     save_on_each_node: bool = False,
 ) -> None:
     """Write a model's full state into a folder: `model.safetensors`, or numbered shards and their index.

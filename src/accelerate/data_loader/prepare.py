@@ -25,7 +25,6 @@ from .samplers import (
     SkipBatchSampler,
     check_skip,
     get_sampler,
-    seedable,
     shuffles_plainly,
     with_sampler,
 )
@@ -279,7 +278,13 @@ def _with_seedable_sampler(base: Any, data_seed: int | None) -> Any:
     sampler: Any = None if is_iterable(base) else get_sampler(base)
     if not shuffles_plainly(sampler):
         return base
-    fresh = seedable(sampler, data_seed)
+    fresh = SeedableRandomSampler(
+        sampler.data_source,
+        replacement=sampler.replacement,
+        num_samples=sampler._num_samples,
+        generator=sampler.generator,
+        data_seed=data_seed,
+    )
     fresh.seed_agreed = fresh.seed_agreed or not is_distributed()
     if base.batch_sampler is None:
         return altered(base, sampler=fresh)
