@@ -85,11 +85,6 @@ def check_same_entries(rows: Sequence[Mapping[str, str] | None]) -> None:
     )
 
 
-def differing(mine: Mapping[str, str], reference: Mapping[str, str] | None) -> list[str]:
-    """The entries of this rank that are not those of the reference."""
-    return [] if reference is None else [key for key, value in mine.items() if value != reference.get(key)]
-
-
 def overlay(shared: Mapping[str, object], own: Mapping[str, Mapping[int, object]]) -> JSONObject:
     """The shared document with a rank's own entries in place. Raises ValueError for an entry that has no place."""
     merged: JSONObject = dict(shared)
@@ -104,10 +99,9 @@ def overlay(shared: Mapping[str, object], own: Mapping[str, Mapping[int, object]
     return merged
 
 
-def own_document(rows: Sequence[ObjectState], keys: Sequence[str]) -> dict[str, dict[int, object]]:
+def own_document(rows: Sequence[ObjectState]) -> dict[str, dict[int, object]]:
     """What a rank writes: {kind: {index: state}} of the entries that differ."""
     document: dict[str, dict[int, object]] = {}
     for row in rows:
-        if row.key in keys:
-            document.setdefault(row.kind.name, {})[row.index] = row.state
+        document.setdefault(row.kind.name, {})[row.index] = row.state
     return document

@@ -246,18 +246,19 @@ def _compare_ranks(
     if process.process_index == 0:
         _report_lost([row["lost"] for row in found])
     per_rank.check_same_entries(digests)
-    keys = per_rank.differing(mine or {}, digests[pending.home])
-    if not keys:
+    reference = digests[pending.home]
+    differing = [row for row in rows if mine and reference is not None and mine[row.key] != reference.get(row.key)]
+    if not differing:
         return dict
     if is_native:
         name = per_rank.document_name(process.process_index)
-        return lambda: documents(name, per_rank.own_document(rows, keys), name)
+        return lambda: documents(name, per_rank.own_document(differing), name)
     logger.warning(
         "rank %d: layout='compat' has no place for the state of one rank: that of rank %d is saved for %s. "
         "layout='native' saves each rank's own.",
         process.process_index,
         pending.home,
-        ", ".join(row.title for row in rows if row.key in keys),
+        ", ".join(row.title for row in differing),
     )
     return dict
 
