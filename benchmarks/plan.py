@@ -67,7 +67,7 @@ def build(kind: str) -> nn.Module:
 def count_in_all_threads() -> None:
     """Make torch's allocator on the CPU count what every thread allocates and frees, from now on.
 
-    The profiler records events of its own thread, each with the allocator's count. By itself the allocator counts
+    The profiler records events of one thread, each with the allocator's count. By itself the allocator counts
     while the profiler watches the thread only, so that what gloo's threads free would stay in the count.
     """
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
@@ -144,7 +144,7 @@ def run(kind: str, training: trace.PlannedTraining, layout: layouts.PlannedLayou
     shared = trace.launch_variables(training.configuration(layout))
     make, folder = functools.partial(build, kind), tempfile.TemporaryDirectory()
     if layout.loading:
-        # In bfloat16, so that weights are converted: the allocator does not count those that stay in a mapped file.
+        # In bfloat16, so that weights are converted: the allocator does not count weights that stay in a mapped file.
         build(kind).bfloat16().save_pretrained(folder.name)
         make = functools.partial(loaded, folder.name, dict(layout.loading))
     workers = []

@@ -151,7 +151,7 @@ def environment() -> str:
             [(code(row.variable), row.kind, _meaning(row)) for row in options.VARIABLES],
         ),
         "## Variables of torch's launcher\n",
-        "They tell a process its rank and how to reach the others.\n",
+        "A process finds its rank, and how to reach the others, in them.\n",
         table(("variable", "type"), [(code(row.variable), row.kind) for row in options.TORCHRUN]),
         "## Variables of other programs\n",
         "They belong to schedulers, devices, trackers and the system.\n",

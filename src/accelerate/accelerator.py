@@ -18,6 +18,7 @@ from .checkpointing.loading import LoadReport
 from .checkpointing.opening import COMPLETION
 from .checkpointing.preemption import DEFAULT_SIGNALS
 from .checkpointing.ranks import raised_on_all
+from .checkpointing.run_state import check_custom
 from .checkpointing.weights import save, save_model
 from .collectives import gather_object
 from .config import checks
@@ -162,6 +163,10 @@ class Accelerator(RunInterface):
         step_scheduler_with_optimizer = checks.truth("step_scheduler_with_optimizer", step_scheduler_with_optimizer)
         kinds = [RNGType.GENERATOR] if rng_types is None else checks.texts("rng_types", rng_types)
         self.rng_types: list[str] = [str(checks.member("rng_types", kind, RNGType)) for kind in kinds]
+        if deepspeed_plugin is not None and deepspeed_plugins is not None:
+            raise ConfigurationError(
+                "deepspeed_plugin and deepspeed_plugins are given both: they are the same argument"
+            )
         resolved = resolve(
             Request(
                 mixed_precision=mixed_precision,
@@ -169,7 +174,7 @@ class Accelerator(RunInterface):
                 gradient_accumulation_steps=gradient_accumulation_steps,
                 gradient_accumulation_plugin=gradient_accumulation_plugin,
                 dynamo_plugin=_dynamo(dynamo_backend, dynamo_plugin),
-                deepspeed_plugin=_one_of("deepspeed_plugin", deepspeed_plugin, "deepspeed_plugins", deepspeed_plugins),
+                deepspeed_plugin=deepspeed_plugins if deepspeed_plugin is None else deepspeed_plugin,
                 fsdp_plugin=fsdp_plugin,
                 megatron_lm_plugin=megatron_lm_plugin,
                 torch_tp_plugin=torch_tp_plugin,
@@ -1034,7 +1039,8 @@ class Accelerator(RunInterface):
         Raises:
             ValueError: an object lacks one of these methods.
         """
-        self._checkpoints.register(*objects)
+        check_custom(objects)
+        self._objects.custom.extend(objects)
 
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Register a hook that is called before `save_state` writes.
@@ -1274,12 +1280,6 @@ def _dynamo(backend: DynamoBackend | str | None, plugin: TorchDynamoPlugin | Non
     if backend is not None and plugin is not None:
         raise ConfigurationError("dynamo_backend and dynamo_plugin are given both: set backend in the plugin")
     return TorchDynamoPlugin(backend=backend) if backend is not None else plugin  # type: ignore[arg-type]
-
-
-def _one_of(first: str, one: Any, second: str, other: Any) -> Any:
-    if one is not None and other is not None:
-        raise ConfigurationError(f"{first} and {second} are given both: they are the same argument")
-    return other if one is None else one
 
 
 def _check_kind(name: str, given: object, kind: type) -> None:

@@ -26,10 +26,9 @@ from .hooks import (
     attach_align_device_hook,
 )
 from .placement.align import offloading_hook, restore_offloaded
-from .placement.device_map import check_device_map, check_disk_allowed, check_plan_name, infer_auto_device_map
+from .placement.device_map import check_device_map, plan_device_map
 from .placement.dispatch import check_complete, dispatch
 from .placement.load import load_checkpoint_in_model
-from .placement.memory import get_balanced_memory
 from .placement.names import Place, join
 from .placement.offload import INDEX_NAME, OffloadedWeightsLoader, offload_state_dict
 from .placement.tensors import check_devices, set_module_tensor_to_device
@@ -321,24 +320,15 @@ def load_checkpoint_and_dispatch(
     """
     require_module(model, "load_checkpoint_and_dispatch")
     if isinstance(device_map, str):
-        check_plan_name(device_map)
-        if device_map != "sequential":
-            max_memory = get_balanced_memory(
-                model,
-                max_memory=max_memory,
-                no_split_module_classes=no_split_module_classes,
-                dtype=dtype,
-                low_zero=device_map == "balanced_low_0",
-            )
-        device_map = infer_auto_device_map(
+        device_map = plan_device_map(
             model,
-            max_memory=max_memory,
-            no_split_module_classes=no_split_module_classes,
-            dtype=dtype,
+            device_map,
+            max_memory,
+            no_split_module_classes,
+            dtype,
             offload_buffers=offload_buffers,
+            allow_disk=offload_folder is not None,
         )
-        if offload_folder is None:
-            check_disk_allowed(model, device_map, max_memory, no_split_module_classes, dtype)
     load_checkpoint_in_model(
         model,
         checkpoint,

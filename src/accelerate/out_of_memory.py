@@ -89,7 +89,8 @@ def report(error: BaseException, objects: RunObjects, precision: Precision) -> s
         kept += usage[kinds.STATE]
     limit = memory_limit(kept)
     listed = ", ".join(f"{name} {explain.size_of(size)}" for name, size in usage.items() if size)
-    lines = [f"out of memory: {_first_line(error)}", f"  the model: {listed}"]
+    first_line = (str(error).splitlines() or [type(error).__name__])[0][:200]
+    lines = [f"out of memory: {first_line}", f"  the model: {listed}"]
     found = next(_calls(error.__traceback__, objects.models), None)
     partial = next((one for one in objects.models if one.is_partial), None) if found is None else found[0]
     if found is not None:
@@ -111,10 +112,10 @@ def _traced(step: _Step, usage: Mapping[str, int], limit: int) -> Iterator[str]:
     from .parallel.report import explain
 
     needed = step.needed()
-    parts = f"activations {explain.size_of(needed.activations)}"
+    detail = f"activations {explain.size_of(needed.activations)}"
     if needed.messages:
-        parts += f", gathered weights and messages {explain.size_of(needed.messages)}"
-    yield f"  this step, traced: {parts}, together {explain.size_of(needed.total)} of {explain.size_of(limit)}"
+        detail += f", gathered weights and messages {explain.size_of(needed.messages)}"
+    yield f"  this step, traced: {detail}, together {explain.size_of(needed.total)} of {explain.size_of(limit)}"
     if needed.total <= limit * _USABLE:
         yield "  it fits by itself: something else in the process uses memory, or there are gaps between blocks"
         limit = needed.total
@@ -129,7 +130,7 @@ def _traced(step: _Step, usage: Mapping[str, int], limit: int) -> Iterator[str]:
 
 def _no_change(prepared: PreparedModel, largest: str) -> str:
     if prepared.is_partial:
-        return f"none of those that were traced: {largest} need more ranks. {prepared.less_memory()}"
+        return f"none of the traced ones: {largest} need more ranks. {prepared.less_memory()}"
     return (
         f"no smaller batch fits, with or without recomputed activations: {largest} need to be sharded. `accelerate "
         "plan` traces tensor parallelism, pipelines and experts on different ranks, not tried here"
@@ -154,10 +155,6 @@ def _untraced(prepared: PreparedModel, usage: Mapping[str, int], kept: int, limi
 
 def _largest(usage: Mapping[str, int]) -> str:
     return max(usage, key=lambda name: usage[name])
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
 def _used_device() -> torch.device | None:
@@ -269,7 +266,8 @@ class _Step:
         sharded = own[kinds.PARAMETERS] + own[kinds.GRADIENTS]
         self._rest = kept - sharded - kinds.of_buffers([prepared.module])
         self._rest_of_device = kept - sharded - usage[kinds.STATE] - own[kinds.MASTER_WEIGHTS]
-        first = Counter(tensor.shape[0] for tensor in kinds.tensors_in(list(_values(inputs))) if tensor.dim())
+        values = [*inputs[0], *inputs[1].values()]
+        first = Counter(tensor.shape[0] for tensor in kinds.tensors_in(values) if tensor.dim())
         self.samples: int = first.most_common(1)[0][0] if first else 1
 
     def largest_block(self) -> int:
@@ -389,7 +387,7 @@ class _Step:
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """A block without what libraries say about fake tensors, which leaves the random states as they are."""
+    """A block without the messages of libraries about fake tensors, which leaves the random states as they are."""
     device = _used_device()
     if device is None or not hasattr(devices.module_of(device), "get_rng_state_all"):
         random = torch.random.fork_rng([])
@@ -403,12 +401,6 @@ def _quietly() -> Iterator[None]:
             yield
     finally:
         logger.disabled = before
-
-
-def _values(inputs: tuple[Any, Any]) -> Iterator[Any]:
-    args, kwargs = inputs
-    yield from args
-    yield from kwargs.values()
 
 
 def _calls(

@@ -8,6 +8,7 @@ import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from .checkpointing.opening import DamagedCheckpoint, Options
 from .checkpointing.preemption import DEFAULT_SIGNALS
 from .checkpointing.resume_controller import ResumeController
 from .checkpointing.run_lock import RunLocks, claim_directory
-from .checkpointing.run_state import RunState, check_custom
+from .checkpointing.run_state import RunState
 from .checkpointing.saving import save_run
 from .checkpointing.writer import Writer
 from .config.training import ProjectConfiguration
@@ -46,34 +47,26 @@ if TYPE_CHECKING:
 logger: MultiProcessAdapter = get_logger(__name__)
 
 
+@dataclass(eq=False, repr=False)
 class RunCheckpoints:
     """Saves and loads the objects of a run.
 
-    Args:
+    Fields:
         objects: the prepared objects. strategy, precision, state: what `resolve` decided.
         accumulation, items: the unfinished accumulation window.
         project: folders and automatic naming. trackers: whose run keys are saved.
     """
 
-    def __init__(
-        self,
-        objects: RunObjects,
-        strategy: Strategy,
-        precision: Precision,
-        state: AcceleratorState,
-        accumulation: Accumulation,
-        items: ItemWindow,
-        project: ProjectConfiguration,
-        trackers: TrackerGroup,
-    ) -> None:
-        self.objects = objects
-        self.strategy = strategy
-        self.precision = precision
-        self.state = state
-        self.accumulation = accumulation
-        self.items = items
-        self.project = project
-        self.trackers = trackers
+    objects: RunObjects
+    strategy: Strategy
+    precision: Precision
+    state: AcceleratorState
+    accumulation: Accumulation
+    items: ItemWindow
+    project: ProjectConfiguration
+    trackers: TrackerGroup
+
+    def __post_init__(self) -> None:
         self.save_hooks: OrderedDict[int, Callable[..., None]] = OrderedDict()
         self.load_hooks: OrderedDict[int, Callable[..., None]] = OrderedDict()
         self.controller: ResumeController = ResumeController(
@@ -118,9 +111,11 @@ class RunCheckpoints:
         begin = time.perf_counter()
         if self.meter is not None:
             self.meter.begin_save()
-        writer = None if blocking else self._background_writer()
-        if writer is None and self._writer is not None:
-            self._writer.wait()
+        if blocking:
+            self._wait_for_writer()
+        else:
+            self._writer = self._writer or Writer()
+        writer = None if blocking else self._writer
         with self._run_state() as run:
             saved = save_run(run, folder, process=PartialState(), options=options, writer=writer)
         if rotation is not None:
@@ -140,8 +135,7 @@ class RunCheckpoints:
     ) -> LoadReport:
         """See `Accelerator.load_state`."""
         begin = time.perf_counter()
-        if self._writer is not None:
-            self._writer.wait()
+        self._wait_for_writer()
         options = {**load_options(load_kwargs), **options}
         with self._run_state() as run:
             if input_dir is None:
@@ -169,8 +163,7 @@ class RunCheckpoints:
 
     def _load_newest_if_any(self) -> LoadReport | None:
         begin = time.perf_counter()
-        if self._writer is not None:
-            self._writer.wait()
+        self._wait_for_writer()
         directory = self._checkpoints_dir("resume()")
         claim_directory(directory, self._locks, PartialState())
         with self._run_state() as run:
@@ -208,7 +201,7 @@ class RunCheckpoints:
         now = here["accumulation_steps"]
         then = int(saved.get("accumulation_steps") or now)
         if then != now and (done := self.accumulation.step % then):
-            # The window goes on: what is left of it counts from its first batch.
+            # The window continues: what is left of it counts from its first batch.
             self.accumulation.step = done
             notes.append(
                 f"gradient_accumulation_steps was {then} and is {now} here: {done} batch(es) of the unfinished window "
@@ -239,7 +232,7 @@ class RunCheckpoints:
         """Resume when a prepared loader is first read, and stop on the default signals."""
         self._checkpoints_dir("Accelerator(resume='auto')")
         self._watch_signals(DEFAULT_SIGNALS)
-        self.controller.resume_at_first_use()
+        self.controller.is_pending = True
 
     def resume(self, signals: Sequence[str]) -> LoadReport | None:
         """See `Accelerator.resume`."""
@@ -282,7 +275,6 @@ class RunCheckpoints:
     def end_training(self) -> None:
         """Finish what runs in the background, close the trackers, leave the process group."""
         if self._writer is not None:
-            self._writer.wait()
             self._writer.release()
             self._writer = None
         self._locks.release()
@@ -317,10 +309,9 @@ class RunCheckpoints:
             )
         return user_path(output_dir, "save_state: output_dir"), None
 
-    def _background_writer(self) -> Writer:
-        if self._writer is None:
-            self._writer = Writer()
-        return self._writer
+    def _wait_for_writer(self) -> None:
+        if self._writer is not None:
+            self._writer.wait()
 
     # -- contents
 
@@ -377,7 +368,8 @@ class RunCheckpoints:
             if is_open:
                 logger.warning(
                     f"{self.strategy.name}: the gradients of the unfinished accumulation window are not in this "
-                    "checkpoint, and a resumed run goes on without them. Save when accelerator.sync_gradients is True."
+                    "checkpoint, and a resumed run continues without them. Save when accelerator.sync_gradients is "
+                    "True."
                 )
             return None
         holders = [
@@ -399,13 +391,6 @@ class RunCheckpoints:
         # One object for the run: it owns the group on which it writes in the background.
         self._shards.update(models, optimizers)
         return self._shards
-
-    # -- registration
-
-    def register(self, *objects: Any) -> None:
-        """See `Accelerator.register_for_checkpointing`."""
-        check_custom(objects)
-        self.objects.custom.extend(objects)
 
 
 def _current_folder() -> Path | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, MutableSequence, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -46,7 +46,7 @@ class PreparedModules(MutableSequence[torch.nn.Module]):
     def __eq__(self, other: object) -> bool:
         return list(self) == (list(other) if isinstance(other, Iterable) else other)
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__: ClassVar[None]  # type: ignore[assignment]
 
     def __repr__(self) -> str:
         return repr(list(self))

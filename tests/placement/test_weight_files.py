@@ -8,11 +8,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from accelerate.core.dtypes import BY_NAME
 from accelerate.core.errors import CheckpointError
 from accelerate.placement import weight_files
 
 
-@pytest.mark.parametrize("dtype", list(weight_files._DTYPES.values()), ids=str)
+@pytest.mark.parametrize("dtype", list(BY_NAME.values()), ids=str)
 def test_safetensors_are_read_as_they_are(tmp_path, dtype):
     path = tmp_path / "x.safetensors"
     tensors = {"a": torch.tensor([True]), "b": (torch.rand(3, 5) * 3).to(dtype), "c": torch.zeros(0, 2).to(dtype)}

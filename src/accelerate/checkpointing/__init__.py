@@ -43,9 +43,10 @@ EXPORTS = {
         "save_accelerator_state",
         "save_custom_state",
     ],
-    "checkpointing.weights": ["clean_state_dict_for_safetensors", "load", "save", "save_model"],
+    "checkpointing.weights": ["load", "save", "save_model"],
     "checkpointing.writer": ["Writer"],
     "parallel.prepared": ["PreparedModel", "PreparedOptimizer"],
+    "placement.tied": ["clean_state_dict_for_safetensors"],
 }
 
 __getattr__, __dir__, __all__ = attach(__name__, EXPORTS, all_public=True)

@@ -3,6 +3,7 @@
 
 from ..parallel.prepared import PreparedModel as PreparedModel
 from ..parallel.prepared import PreparedOptimizer as PreparedOptimizer
+from ..placement.tied import clean_state_dict_for_safetensors as clean_state_dict_for_safetensors
 from .gradients import PendingGradients as PendingGradients
 from .layout import checkpoint_folder as checkpoint_folder
 from .layout import checkpoints_dir as checkpoints_dir
@@ -33,7 +34,6 @@ from .state_functions import load_accelerator_state as load_accelerator_state
 from .state_functions import load_custom_state as load_custom_state
 from .state_functions import save_accelerator_state as save_accelerator_state
 from .state_functions import save_custom_state as save_custom_state
-from .weights import clean_state_dict_for_safetensors as clean_state_dict_for_safetensors
 from .weights import load as load
 from .weights import save as save
 from .weights import save_model as save_model

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from ..core.files import named_errors, open_regular
+from ..core.json_text import JSONObject
 
 BLOCK = 16 << 20  # bytes; a power of two, large enough that Python's part of the work vanishes
 _BLOCKS = (1 << 9, 1 << 30)  # bytes; what a record may name
@@ -40,12 +40,12 @@ class FileRecord:
     crc32: tuple[str, ...]
     block: int
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JSONObject:
         """Return the record as plain data for a manifest."""
         return {"size": self.size, "block": self.block, "crc32": list(self.crc32)}
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> FileRecord:
+    def from_json(cls, data: JSONObject) -> FileRecord:
         """The record of a manifest. Raises ValueError, TypeError or KeyError for anything that is none."""
         size, block, sums = data["size"], data["block"], data["crc32"]
         for number in (size, block):
@@ -299,7 +299,7 @@ def _compare(value: int, want: str, start: int, end: int) -> None:
         )
 
 
-def _finish(jobs: Sequence[Future[Any]]) -> None:
+def _finish(jobs: Sequence[Future[int] | Future[None]]) -> None:
     try:
         for job in jobs:
             job.result()
@@ -308,7 +308,7 @@ def _finish(jobs: Sequence[Future[Any]]) -> None:
         raise
 
 
-def _cancel(jobs: Sequence[Future[Any]]) -> None:
+def _cancel(jobs: Sequence[Future[int] | Future[None]]) -> None:
     """No job is left running on a descriptor that is about to be closed."""
     for job in jobs:
         if not job.cancel():

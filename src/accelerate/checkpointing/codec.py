@@ -15,21 +15,22 @@ import enum
 import math
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
+from ..core.dtypes import NAMES, dtype_name, tensor_dtype
 from ..core.errors import CheckpointError
+from ..core.json_text import JSONObject
 from ..core.trees import is_dataclass_instance, is_namedtuple
 from . import codec_numpy
 from .blocks import host_view
 from .codec_scalars import SCALARS, encode_scalar, is_plain_number
-from .dtypes import NAMES, dtype_name, tensor_dtype
 
 _INLINE = 64  # bytes: a step counter is not worth an entry in a tensor file
-_FACTORIES: dict[str, Callable[[], Any]] = {
+_FACTORIES: dict[str, Callable[[], object]] = {
     kind.__name__: kind
     for kind in (list, dict, set, frozenset, tuple, int, float, complex, bool, str, bytes, deque, OrderedDict, Counter)
 }
@@ -41,15 +42,19 @@ _REMEDY = (
 MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, MemoryError)
 
 
+# What identifies the values of a tensor: see `memory_of`.
+Memory = tuple[object, ...]
+
+
 class TensorSink:
     """Collects the tensors of one document under keys; the same memory twice is one entry."""
 
     def __init__(self, inline: int = _INLINE) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self.inline = inline
-        self._seen: dict[tuple[Any, ...], str] = {}
+        self._seen: dict[Memory, str] = {}
         # Documents of tensors that stand in the JSON text, with the tensor: its memory must not be given to another.
-        self.small: dict[tuple[Any, ...], tuple[dict[str, Any], torch.Tensor]] = {}
+        self.small: dict[Memory, tuple[JSONObject, torch.Tensor]] = {}
 
     def add(self, path: str, tensor: torch.Tensor) -> str:
         """Add a tensor, and return its key. A tensor with the same memory is stored once."""
@@ -61,7 +66,7 @@ class TensorSink:
         return self._seen[identity]
 
 
-def memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+def memory_of(tensor: torch.Tensor) -> Memory:
     """Equal for two tensors that are the same values in the same memory. Empty and meta tensors are their own."""
     if hasattr(tensor, "to_local"):  # a DTensor has no memory but its shard's
         return (tuple(tensor.shape), *memory_of(tensor.to_local()))
@@ -85,7 +90,7 @@ def require_plain_tensor(tensor: torch.Tensor, path: str) -> None:
         raise CheckpointError(f"{path}: the tensor is {what} and cannot be saved")
 
 
-def encode(value: object, sink: TensorSink, path: str) -> Any:
+def encode(value: object, sink: TensorSink, path: str) -> object:
     """`value` as data for `json.dumps`; its tensors go to `sink` under their paths.
 
     Raises CheckpointError that names the path inside the object for a type that has no encoding, and for a container
@@ -106,7 +111,7 @@ class _Encoder:
         self.inside: set[int] = set()
         self.deepest = ""
 
-    def encode(self, value: object, path: str) -> Any:
+    def encode(self, value: object, path: str) -> object:
         kind = type(value)
         if value is None or kind in (bool, str):
             return value
@@ -128,7 +133,7 @@ class _Encoder:
                 f"{path}: a {kind.__module__}.{kind.__qualname__} cannot be saved: {error}. {_REMEDY}"
             ) from None
 
-    def _container(self, value: object, path: str) -> Any:
+    def _container(self, value: object, path: str) -> object:
         if id(value) in self.inside:
             raise CheckpointError(f"{path}: the object contains itself and cannot be saved. {_REMEDY}")
         self.inside.add(id(value))
@@ -138,7 +143,7 @@ class _Encoder:
         finally:
             self.inside.discard(id(value))
 
-    def _container_body(self, value: Any, path: str) -> Any:
+    def _container_body(self, value: Any, path: str) -> object:
         kind = type(value)
         if kind is list:
             return self._items(value, path)
@@ -158,10 +163,10 @@ class _Encoder:
             return self._dataclass(value, path)
         raise CheckpointError(f"{path}: a {kind.__module__}.{kind.__qualname__} cannot be saved. {_REMEDY}")
 
-    def _items(self, values: Any, path: str) -> list[Any]:
+    def _items(self, values: Iterable[object], path: str) -> list[object]:
         return [self.encode(item, f"{path}[{index}]") for index, item in enumerate(values)]
 
-    def _dataclass(self, value: Any, path: str) -> Any:
+    def _dataclass(self, value: Any, path: str) -> JSONObject:
         kind = type(value)
         names = [field.name for field in dataclasses.fields(value)]
         others = sorted(set(getattr(value, "__dict__", ())) - set(names))
@@ -174,7 +179,7 @@ class _Encoder:
         fields = {name: self.encode(getattr(value, name), f"{path}.{name}") for name in names if hasattr(value, name)}
         return {"$": "dataclass", "type": _type_name(kind, path), "v": fields}
 
-    def _mapping(self, value: Mapping[Any, Any], path: str) -> Any:
+    def _mapping(self, value: Mapping[Any, object], path: str) -> JSONObject:
         kind = type(value)
         plain = all(type(key) is str for key in value) and "$" not in value
         if kind is dict and plain:
@@ -182,7 +187,7 @@ class _Encoder:
         pairs = [
             [self.encode(key, f"{path} (a key)"), self.encode(item, f"{path}[{key!r}]")] for key, item in value.items()
         ]
-        document: dict[str, Any] = {"$": kind.__name__, "v": pairs}
+        document: JSONObject = {"$": kind.__name__, "v": pairs}
         if kind is defaultdict:
             factory = value.default_factory  # type: ignore[attr-defined]
             name = None if factory is None else getattr(factory, "__name__", repr(factory))
@@ -193,7 +198,7 @@ class _Encoder:
             document["attributes"] = self.encode(dict(vars(value)), f"{path} (attributes)")
         return document
 
-    def _tensor(self, value: torch.Tensor, path: str) -> Any:
+    def _tensor(self, value: torch.Tensor, path: str) -> JSONObject:
         require_plain_tensor(value, path)
         if isinstance(value, torch.nn.Parameter):
             document = {"$": "parameter", "requires_grad": value.requires_grad, "v": self._plain(value.detach(), path)}
@@ -205,7 +210,7 @@ class _Encoder:
             document = {"$": "buffer", "persistent": value.persistent, "v": document}
         return document
 
-    def _plain(self, value: torch.Tensor, path: str) -> dict[str, Any]:
+    def _plain(self, value: torch.Tensor, path: str) -> JSONObject:
         if value.dtype is torch.complex128 or (value.is_complex() and value.dtype is not torch.complex64):
             real = torch.view_as_real(value.resolve_conj())
             return {"$": "complex_tensor", "v": self._plain(real, path)}
@@ -227,7 +232,7 @@ class _Encoder:
         self.sink.small[memory] = (document, value)
         return document
 
-    def _array(self, value: np.ndarray[Any, Any], path: str) -> Any:
+    def _array(self, value: codec_numpy.Array, path: str) -> JSONObject:
         kind = type(value)
         if kind is np.ma.MaskedArray:
             return self._masked(value, path)
@@ -244,7 +249,7 @@ class _Encoder:
             document["order"] = "F"
         return document
 
-    def _values(self, value: np.ndarray[Any, Any], path: str) -> dict[str, Any]:
+    def _values(self, value: codec_numpy.Array, path: str) -> JSONObject:
         here = np.ascontiguousarray(value)
         here = here if here.flags.writeable else here.copy()  # torch warns of read-only memory
         if value.dtype.kind in "biufc" and value.nbytes > self.sink.inline and value.dtype.isnative:
@@ -266,7 +271,7 @@ class _Encoder:
             document["b64"] = base64.b64encode(here.tobytes()).decode()
         return document
 
-    def _masked(self, value: Any, path: str) -> Any:
+    def _masked(self, value: Any, path: str) -> JSONObject:
         return {
             "$": "masked",
             "data": self._array(np.asarray(value.data), f"{path}.data"),
@@ -313,11 +318,11 @@ class _Decoder:
             if isinstance(error, CheckpointError):
                 raise
             tag = str(data["$"])[:80]
-            raise CheckpointError(
-                f"{self.where}: an entry of type {tag!r} cannot be read: {_reason(error)}"
-            ) from error
+            kind = "" if isinstance(error, (ValueError, RuntimeError)) else f"{type(error).__name__}: "
+            why = f"{kind}{error}"[:300]
+            raise CheckpointError(f"{self.where}: an entry of type {tag!r} cannot be read: {why}") from error
 
-    def _typed(self, tag: object, data: dict[str, Any]) -> Any:
+    def _typed(self, tag: object, data: JSONObject) -> object:
         if tag in ("parameter", "leaf", "buffer"):
             return self._wrapped(tag, data)
         if tag in ("tensor", "complex_tensor"):
@@ -333,7 +338,7 @@ class _Decoder:
         if tag == "deque":
             return deque(_rows(self.decode(data["v"])), maxlen=data["maxlen"])
         if tag in ("tuple", "size", "set", "frozenset"):
-            kinds: dict[str, Any] = {"tuple": tuple, "size": torch.Size, "set": set, "frozenset": frozenset}
+            kinds: JSONObject = {"tuple": tuple, "size": torch.Size, "set": set, "frozenset": frozenset}
             return kinds[tag](_rows(self.decode(data["v"])))
         if tag in ("slice", "range"):
             return (slice if tag == "slice" else range)(*_rows(self.decode(data["v"])))
@@ -344,7 +349,7 @@ class _Decoder:
             "It was written by a newer version, or by something else."
         )
 
-    def _record(self, tag: str, data: dict[str, Any]) -> Any:
+    def _record(self, tag: str, data: JSONObject) -> object:
         """A namedtuple or dataclass, without a call of its constructor."""
         values = self.decode(data["v"])
         if tag == "namedtuple":
@@ -361,7 +366,7 @@ class _Decoder:
             object.__setattr__(made, name, value)
         return made
 
-    def _mapping(self, tag: str, data: dict[str, Any]) -> Any:
+    def _mapping(self, tag: str, data: JSONObject) -> object:
         items = [(self.decode(key), self.decode(item)) for key, item in data["v"]]
         if tag == "defaultdict":
             name = data["factory"]
@@ -370,11 +375,11 @@ class _Decoder:
             return Counter(dict(items))
         if tag == "dict":
             return dict(items)
-        found: OrderedDict[Any, Any] = OrderedDict(items)
+        found: OrderedDict[object, object] = OrderedDict(items)
         vars(found).update(self.decode(data.get("attributes", {})))
         return found
 
-    def _wrapped(self, tag: str, data: dict[str, Any]) -> torch.Tensor:
+    def _wrapped(self, tag: str, data: JSONObject) -> torch.Tensor:
         """A tensor that is more than its values; one memory gives one object."""
         inner = self.decode(data["v"])
         flag = data.get("requires_grad", data.get("persistent", True))
@@ -392,7 +397,7 @@ class _Decoder:
             self.wrapped[("", id(inner), False)] = inner  # kept, so that no other tensor gets its id
         return self.wrapped[key]
 
-    def _tensor(self, tag: str, data: dict[str, Any]) -> torch.Tensor:
+    def _tensor(self, tag: str, data: JSONObject) -> torch.Tensor:
         if tag == "complex_tensor":
             return torch.view_as_complex(self.decode(data["v"]).contiguous())
         if "ref" in data:
@@ -418,8 +423,8 @@ class _Decoder:
             self.small[data["id"]] = found
         return found
 
-    def _array(self, data: dict[str, Any]) -> np.ndarray[Any, Any]:
-        found: np.ndarray[Any, Any]
+    def _array(self, data: JSONObject) -> codec_numpy.Array:
+        found: codec_numpy.Array
         if "v" in data:
             found = self.decode(data["v"]).numpy()
             dtype = found.dtype
@@ -439,8 +444,9 @@ class _Decoder:
             found = found.view(dtype).view(codec_numpy.VIEWS[data["class"]])
         return found
 
-    def _masked(self, data: dict[str, Any]) -> Any:
-        values, mask = self._array(data["data"]), self._array(data["mask"])
+    def _masked(self, data: JSONObject) -> object:
+        values = self._array(data["data"])
+        mask: Any = self._array(data["mask"])
         found: Any = np.ma.MaskedArray(values, mask=mask if data["some"] else np.ma.nomask, hard_mask=data["hard"])
         if data["fill"] is not None:
             found.fill_value = self._array(data["fill"])
@@ -451,12 +457,6 @@ def _rows(values: object) -> list[Any]:
     if not isinstance(values, list):
         raise ValueError(f"a list is expected, not {str(values)[:80]}")
     return values
-
-
-def _reason(error: BaseException) -> str:
-    return (
-        f"{error}"[:300] if isinstance(error, (ValueError, RuntimeError)) else f"{type(error).__name__}: {error}"[:300]
-    )
 
 
 def _type_name(kind: type, path: str) -> str:

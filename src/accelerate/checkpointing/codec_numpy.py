@@ -9,13 +9,19 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
+
+from ..core.json_text import JSONObject
+
+DType = np.dtype[np.generic]
+Array = NDArray[np.generic]
 
 _KINDS = "?biufcmMSUV"
 # Subclasses of an array whose class is no more than a view of its memory.
-VIEWS: dict[str, type[np.ndarray[Any, Any]]] = {"recarray": np.recarray, "matrix": np.matrix}
+VIEWS: dict[str, type[Array]] = {"recarray": np.recarray, "matrix": np.matrix}
 
 
-def describe_dtype(dtype: np.dtype[Any]) -> Any:
+def describe_dtype(dtype: DType) -> str | JSONObject:
     """A dtype as JSON data: its text, or the fields of a structured one with their places.
 
     Raises ValueError for a dtype whose values are not in the array's own memory, or that another package defines.
@@ -44,7 +50,7 @@ def describe_dtype(dtype: np.dtype[Any]) -> Any:
     return dtype.str
 
 
-def read_dtype(data: Any) -> np.dtype[Any]:
+def read_dtype(data: Any) -> DType:
     """The dtype of a description. Raises ValueError, TypeError or KeyError for anything else."""
     if isinstance(data, str):
         return _plain(data)
@@ -52,7 +58,7 @@ def read_dtype(data: Any) -> np.dtype[Any]:
         return np.dtype((read_dtype(data["base"]), extents(data["shape"])))
     if "text" in data:
         wanted = _plain(data["text"])
-        twin: np.dtype[Any] = np.dtype(str(data["char"])[:1]).newbyteorder(wanted.byteorder)
+        twin: DType = np.dtype(str(data["char"])[:1]).newbyteorder(wanted.byteorder)
         return twin if twin == wanted else wanted
     fields: Any = {
         "names": [str(name) for name in data["names"]],
@@ -62,11 +68,11 @@ def read_dtype(data: Any) -> np.dtype[Any]:
     }
     if any(title is not None for title in data["titles"]):
         fields["titles"] = data["titles"]
-    found: np.dtype[Any] = np.dtype(fields, align=bool(data["aligned"]))
+    found: DType = np.dtype(fields, align=bool(data["aligned"]))
     return np.dtype((np.record, found)) if data["record"] else found
 
 
-def _plain(text: str) -> np.dtype[Any]:
+def _plain(text: str) -> DType:
     found = np.dtype(text)
     if found.hasobject or found.fields is not None or found.kind not in _KINDS:
         raise ValueError(f"{text!r} is not the dtype of plain values")
@@ -80,7 +86,7 @@ def extents(shape: object) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def array_from_bytes(raw: bytes | bytearray, dtype: np.dtype[Any], shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+def array_from_bytes(raw: bytes | bytearray, dtype: DType, shape: tuple[int, ...]) -> Array:
     """An array over `raw`. Raises ValueError unless that is exactly its size, before memory is taken."""
     count = math.prod(shape)
     if count * dtype.itemsize != len(raw):
@@ -92,7 +98,7 @@ def array_from_bytes(raw: bytes | bytearray, dtype: np.dtype[Any], shape: tuple[
     return np.frombuffer(raw, dtype=dtype).reshape(shape)
 
 
-def encode_scalar(value: np.generic) -> dict[str, Any]:
+def encode_scalar(value: np.generic) -> JSONObject:
     """A NumPy scalar. Raises ValueError for one of a dtype that has no plain form."""
     if type(value) is np.str_:  # NumPy's own conversions leave out what follows a zero at the end
         return {"$": "npstr", "v": "".join(value)}
@@ -102,13 +108,13 @@ def encode_scalar(value: np.generic) -> dict[str, Any]:
     return {"$": "npscalar", "dtype": dtype, "b64": base64.b64encode(value.tobytes()).decode()}
 
 
-def _scalar(data: dict[str, Any]) -> Any:
+def _scalar(data: JSONObject) -> object:
     dtype = read_dtype(data["dtype"])
     raw = base64.b64decode(data["b64"])
     return array_from_bytes(raw, dtype, (1,))[0] if dtype.itemsize else np.zeros((), dtype)[()]
 
 
-SCALARS: dict[str, Callable[[dict[str, Any]], Any]] = {
+SCALARS: dict[str, Callable[[JSONObject], object]] = {
     "npscalar": _scalar,
     "npstr": lambda data: np.str_(data["v"]),
     "npbytes": lambda data: np.bytes_(base64.b64decode(data["v"])),

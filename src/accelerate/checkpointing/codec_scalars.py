@@ -17,14 +17,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..core.dtypes import dtype_name, torch_dtype
+from ..core.json_text import JSONObject
 from . import codec_numpy
-from .dtypes import dtype_name, torch_dtype
 
 _LONG = 4000  # bits; Python converts integers of up to 4300 digits from and to decimal text only
 _PATHS = {kind.__name__: kind for kind in (pathlib.PurePosixPath, pathlib.PureWindowsPath, type(pathlib.Path()))}
 
 
-def encode_scalar(value: Any) -> dict[str, Any] | None:
+def encode_scalar(value: Any) -> JSONObject | None:
     """The encoding of a scalar value; None for any other type. Raises ValueError for a value without an encoding."""
     kind = type(value)
     if kind in _ROWS:
@@ -46,8 +47,8 @@ def encode_scalar(value: Any) -> dict[str, Any] | None:
     return None
 
 
-def _encode_moment(value: datetime.datetime | datetime.time) -> dict[str, Any]:
-    document: dict[str, Any] = {"$": type(value).__name__, "v": value.replace(tzinfo=None).isoformat()}
+def _encode_moment(value: datetime.datetime | datetime.time) -> JSONObject:
+    document: JSONObject = {"$": type(value).__name__, "v": value.replace(tzinfo=None).isoformat()}
     if value.fold:
         document["fold"] = 1
     if value.tzinfo is not None:
@@ -68,20 +69,20 @@ def is_plain_number(value: Any) -> bool:
     return math.isfinite(value) if type(value) is float else value.bit_length() <= _LONG
 
 
-def _path(data: dict[str, Any]) -> pathlib.PurePath:
+def _path(data: JSONObject) -> pathlib.PurePath:
     if not isinstance(data["v"], str):
         raise ValueError("a path is text")
     return _PATHS.get(data.get("kind", ""), pathlib.Path)(data["v"])
 
 
-def _timezone(data: dict[str, Any]) -> datetime.timezone:
+def _timezone(data: JSONObject) -> datetime.timezone:
     offset = datetime.timedelta(*data["v"])
     plain = datetime.timezone(offset)
     return plain if plain.tzname(None) == data["name"] else datetime.timezone(offset, data["name"])
 
 
-def _moment(kind: Any) -> Callable[[dict[str, Any]], Any]:
-    def read(data: dict[str, Any]) -> Any:
+def _moment(kind: Any) -> Callable[[JSONObject], object]:
+    def read(data: JSONObject) -> object:
         found = kind.fromisoformat(data["v"])
         if "zone" in data:
             found = found.replace(tzinfo=_ZONES[data["zone"]["$"]](data["zone"]))
@@ -106,7 +107,7 @@ def _bytes(text: str) -> bytes:
 
 
 # By type: its tag, and the functions between a value and its JSON form, which is the entry "v".
-_ROWS: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
+_ROWS: dict[type, tuple[str, Callable[[Any], object], Callable[[Any], object]]] = {
     int: ("int", hex, lambda text: int(text, 16)),  # integers and floats that JSON has itself were taken before
     float: ("float", repr, float),
     bytes: ("bytes", _text, _bytes),
@@ -130,11 +131,11 @@ _ROWS: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
 _ZONES = {"timezone": _timezone, "ZoneInfo": lambda data: _zone(data["v"])}
 
 
-def _decoder(decode: Callable[[Any], Any]) -> Callable[[dict[str, Any]], Any]:
+def _decoder(decode: Callable[[Any], object]) -> Callable[[JSONObject], object]:
     return lambda data: decode(data["v"])
 
 
-SCALARS: dict[str, Callable[[dict[str, Any]], Any]] = {
+SCALARS: dict[str, Callable[[JSONObject], object]] = {
     **codec_numpy.SCALARS,
     **{tag: _decoder(decode) for tag, _, decode in _ROWS.values()},
     "path": _path,

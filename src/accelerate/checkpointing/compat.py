@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.serialization import MAP_LOCATION
+from torch.types import FileLike
 
 from ..core.constants import RNG_STATE_NAME, SAMPLER_NAME
 from ..core.errors import CheckpointError
@@ -27,6 +29,7 @@ from .documents import damage
 from .generators import accelerators, check_generators
 from .layout import numbered
 from .manifest import LOADER_NAME
+from .run_state import StateDict
 
 _BROKEN = (pickle.UnpicklingError, EOFError, zipfile.BadZipFile)
 
@@ -41,7 +44,11 @@ _NUMPY_GLOBALS: list[Any] = [
 
 
 def load_pickled(
-    file: Any, allow_pickle: bool = False, map_location: Any = "cpu", name: str = "the file", **options: Any
+    file: FileLike,
+    allow_pickle: bool = False,
+    map_location: MAP_LOCATION = "cpu",
+    name: str = "the file",
+    **options: Any,
 ) -> Any:
     """The content of a file that torch.save wrote (a path, or a file object that errors call `name`), as plain data.
 
@@ -84,7 +91,7 @@ def generator_file(state: Mapping[str, object], step: int) -> dict[str, object]:
     }
 
 
-def read_generators(folder: Path, rank: int, allow_pickle: bool) -> dict[str, Any] | None:
+def read_generators(folder: Path, rank: int, allow_pickle: bool) -> StateDict | None:
     """The states of a rank's generators; None where the folder has no file of it."""
     path = folder / f"{RNG_STATE_NAME}_{rank}.pkl"
     if not path.exists():
@@ -107,7 +114,7 @@ def read_step(folder: Path, rank: int, allow_pickle: bool) -> int:
     return step
 
 
-def read_loader(folder: Path, index: int, allow_pickle: bool, notes: list[str]) -> Any:
+def read_loader(folder: Path, index: int, allow_pickle: bool, notes: list[str]) -> object:
     """The state of a loader, or None where none was saved that a prepared loader can take."""
     path = folder / numbered(LOADER_NAME, index, ".bin")
     if path.exists():
@@ -123,7 +130,7 @@ def read_loader(folder: Path, index: int, allow_pickle: bool, notes: list[str]) 
     return _read_sampler(folder / numbered(SAMPLER_NAME, index, ".bin"), notes)
 
 
-def _read_sampler(path: Path, notes: list[str]) -> dict[str, Any] | None:
+def _read_sampler(path: Path, notes: list[str]) -> StateDict | None:
     """The seed and the epoch of a pickled seedable sampler, as the position of a loader at the start of that epoch.
 
     The pickle contains the dataset too, of any class: only numbers and plain containers of the file are created.
@@ -146,13 +153,13 @@ class _Inert:
 
     state: Any = None
 
-    def __new__(cls, *args: object, **kwargs: object) -> Any:
+    def __new__(cls, *args: object, **kwargs: object) -> _Inert:
         return object.__new__(cls)
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         pass
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> _Inert:
         return self
 
     def __setstate__(self, state: object) -> None:
@@ -171,8 +178,8 @@ class _Inert:
 class _Numbers(pickle._Unpickler):
     """Reads a pickle in which every class and function is inert, and no tensor has content."""
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> type[_Inert]:
         return _Inert
 
-    def persistent_load(self, pid: object) -> Any:
+    def persistent_load(self, pid: object) -> _Inert:
         return _Inert()

@@ -10,12 +10,14 @@ import io
 import os
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint._nested_dict import set_element
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.utils import _ReaderView
 
 from ..core.errors import CheckpointError
@@ -118,7 +120,7 @@ class PlainReader(FileSystemReader):
         metadata.storage_meta.load_id = self.load_id
         return metadata
 
-    def _slice_file(self, file: Any, sinfo: Any) -> Any:
+    def _slice_file(self, file: Any, sinfo: _StorageInfo) -> Any:
         """The bytes of one shard. A name of torch 2.11 to 2.13."""
         found = _Shard(file, sinfo.offset, sinfo.length)
         if not sinfo.transform_descriptors:
@@ -133,7 +135,7 @@ class PlainReader(FileSystemReader):
         metadata = self.read_metadata()
         with contextlib.ExitStack() as stack:
             stack.enter_context(FakeTensorMode())
-            files: dict[str, Any] = {}
+            files: dict[str, IO[bytes]] = {}
             for index, place in metadata.storage_data.items():
                 entry = metadata.state_dict_metadata.get(index.fqn)
                 if not isinstance(entry, TensorStorageMetadata) or place.transform_descriptors:
@@ -161,7 +163,7 @@ class PlainPlanner(DefaultLoadPlanner):
         super().__init__()
         self._folder = folder
 
-    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Take one entry. Raises CheckpointError for one that holds more than plain data."""
         name = read_item.dest_index.fqn
         self.state_dict[name] = load_pickled(value, name=f"{self._folder}: {name}")

@@ -45,7 +45,7 @@ def read_document(io: BlockIO, folder: Path, name: str, manifest: Manifest, unsh
 
 def read_document_into(
     io: BlockIO, folder: Path, name: str, manifest: Manifest, current: object, root: str
-) -> Callable[[], Any]:
+) -> Callable[[], object]:
     """Do the same as `read_document` in two steps: check the files now, and return a function that reads them.
 
     The function returns the saved value. It reads tensors into those of the `current` value if that has a tensor of

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
 
 from ..core.devices import accelerator_type, module_of
+from .run_state import StateDict
 
 _HOST = ("python", "numpy", "torch")
 
@@ -18,9 +18,9 @@ _HOST = ("python", "numpy", "torch")
 class GlobalGenerators:
     """The generators of this process, as an object with a state."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the states by generator; a list with one state per device for an accelerator."""
-        state: dict[str, Any] = {
+        state: StateDict = {
             "python": random.getstate(),
             "numpy": np.random.get_state(),
             "torch": torch.get_rng_state(),
@@ -34,7 +34,7 @@ class GlobalGenerators:
                 state[kind] = [module.get_rng_state()]
         return state
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
+    def load_state_dict(self, state: StateDict) -> list[str]:
         """Restore the generators. Returns a note for each kind of generator that this machine does not have."""
         random.setstate(_python_state(state["python"]))
         np.random.set_state(state["numpy"])
@@ -60,7 +60,7 @@ def accelerators(state: Mapping[str, object]) -> list[str]:
     return [name for name in state if name not in _HOST]
 
 
-def check_generators(state: Mapping[str, Any]) -> None:
+def check_generators(state: StateDict) -> None:
     """Try the saved states on new generators, and raise their errors. The generators of the process are unchanged."""
     random.Random().setstate(_python_state(state["python"]))
     np.random.RandomState().set_state(state["numpy"])
@@ -70,5 +70,5 @@ def check_generators(state: Mapping[str, Any]) -> None:
             raise ValueError(f"rng.{name} is not a list of tensors")
 
 
-def _python_state(state: Sequence[Any]) -> tuple[Any, ...]:
+def _python_state(state: Sequence[Iterable[object]]) -> tuple[object, ...]:
     return (state[0], tuple(state[1]), state[2])

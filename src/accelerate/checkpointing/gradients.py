@@ -4,12 +4,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Protocol
 
 import torch
 
 from ..core.errors import CheckpointError
 from ..parallel.prepared import PreparedModel
+from .run_state import HasState, StateDict
+
+
+class ModelGradients(HasState, Protocol):
+    """The gradients of a model as a state."""
+
+    def check_state_dict(self, state: StateDict, /) -> None:
+        """Raise CheckpointError for gradients of other shapes."""
 
 
 class RankState:
@@ -26,14 +34,14 @@ class RankState:
         models: Sequence[PreparedModel],
         mesh: dict[str, int],
         gradients: PendingGradients | None,
-        items: Any,
+        items: HasState,
     ) -> None:
         self.models: list[PreparedModel] = list(models)
         self.gradients = gradients
         self.items = items
-        self.layout: dict[str, Any] = {"strategy": layout, **mesh}
+        self.layout: dict[str, str | int] = {"strategy": layout, **mesh}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the state of this rank as plain data."""
         own = [state for model in self.models if (state := model.rank_state()) is not None]
         window = None
@@ -45,7 +53,7 @@ class RankState:
             "strategy": {"models": own} if own else {},
         }
 
-    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+    def check_state_dict(self, state: StateDict) -> None:
         """Raise CheckpointError for a state that `load_state_dict` cannot take. Every rank calls it."""
         if state["layout"] != self.layout:
             return
@@ -57,7 +65,7 @@ class RankState:
         if len(own) != len(saved):
             raise CheckpointError(f"{len(saved)} models with a state of each rank were saved, and {len(own)} are here")
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
+    def load_state_dict(self, state: StateDict) -> list[str]:
         """Restore the state. Returns notes on what could not be restored."""
         window = state["window"]
         if state["layout"] != self.layout:
@@ -75,13 +83,13 @@ class RankState:
         return []
 
 
-def is_empty(state: Mapping[str, Any]) -> bool:
+def is_empty(state: StateDict) -> bool:
     """Whether a state of a `RankState` has neither gradients nor states of models."""
     window = state.get("window")
     return "layout" in state and not state["strategy"] and not (window and window["gradients"])
 
 
-def _layout_text(layout: Mapping[str, Any]) -> str:
+def _layout_text(layout: Mapping[str, str | int]) -> str:
     sizes = ", ".join(f"{name}={size}" for name, size in layout.items() if name != "strategy" and size != 1)
     return f"{layout['strategy']} ({sizes})" if sizes else str(layout["strategy"])
 
@@ -93,13 +101,13 @@ class PendingGradients:
     with the gradients at their parameters, or whatever else has the gradients of one as its state.
     """
 
-    def __init__(self, models: Sequence[Any], pending: Callable[[], bool]) -> None:
-        self.models: list[PlainGradients | Any] = [
+    def __init__(self, models: Sequence[torch.nn.Module | ModelGradients], pending: Callable[[], bool]) -> None:
+        self.models: list[ModelGradients] = [
             PlainGradients(model) if isinstance(model, torch.nn.Module) else model for model in models
         ]
         self.pending = pending
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the gradients by model and parameter; empty at the end of a window."""
         if not self.pending():
             return {}
@@ -109,17 +117,17 @@ class PendingGradients:
             for name, gradient in model.state_dict().items()
         }
 
-    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+    def check_state_dict(self, state: StateDict) -> None:
         """Raise CheckpointError for gradients of other shapes."""
         for model, gradients in self._by_model(state):
             model.check_state_dict(gradients)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Put the gradients back; parameters that had none lose theirs. Raises CheckpointError for other shapes."""
         for model, gradients in self._by_model(state):
             model.load_state_dict(gradients)
 
-    def _by_model(self, state: Mapping[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
+    def _by_model(self, state: StateDict) -> Iterator[tuple[ModelGradients, StateDict]]:
         for index, model in enumerate(self.models):
             mark = f"{index}."
             yield model, {name.removeprefix(mark): value for name, value in state.items() if name.startswith(mark)}

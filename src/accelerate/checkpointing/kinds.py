@@ -15,16 +15,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+from torch.utils._pytree import KeyPath, tree_flatten_with_path, tree_leaves, tree_map, tree_map_with_path
+
 from ..core.constants import OPTIMIZER_NAME, RNG_STATE_NAME, SAFE_MODEL_NAME, SCALER_NAME, SCHEDULER_NAME
 from ..core.errors import CheckpointError
-from . import compat, registered
+from ..core.json_text import JSONObject
+from . import compat
 from .documents import damage
 from .generators import GlobalGenerators, check_generators
 from .gradients import is_empty as is_empty_rank_state
 from .layout import numbered, registered_file
 from .manifest import LOADER_NAME, check_progress
 from .matching import check_optimizer, check_own, check_scaler, check_scheduler, scheduler_of
-from .run_state import RunState
+from .run_state import HasState, RunState
 
 SESSION = "session"
 CLASSES = "classes"  # in the progress: {kind: class of each object}
@@ -73,7 +77,7 @@ class StateKind:
     always: bool = False
     shards: bool = False
     check: Callable[[Any], object] | None = None
-    check_fit: Callable[[int, Any, Callable[[], object], Mapping[str, Any] | None, Path], None] | None = None
+    check_fit: Callable[[int, Any, Callable[[], object], JSONObject | None, Path], None] | None = None
     judge: Callable[[Any, Any, str | None], list[str]] | None = None
     judged_together: bool = False
     optional: bool = False
@@ -90,10 +94,6 @@ class StateKind:
     def in_shards(self, item: Any) -> bool:
         """Whether each rank writes a shard of an object's state."""
         return self.shards and bool(item.saves_shards)
-
-    def title(self, index: int, item: object) -> str:
-        """What messages call an object."""
-        return f"the {self.label}" if self.single else f"{self.label} {index} ({type(item).__qualname__})"
 
     def collect(self, run: RunState) -> list[object]:
         """The state of each object; None for an object without one."""
@@ -131,29 +131,54 @@ class StateKind:
             None if self.single and not path.exists() else compat.load_pickled(path, allow_pickle) for path in paths
         ]
 
-    def check_object(self, index: int, item: Any, state: object, classes: Mapping[str, Sequence[str]]) -> list[str]:
-        """Notes on what a state means for its object. Raises CheckpointError for one that the object cannot take."""
-        if self.judge is None or state is None:
+    def localized(self, state: object, item: Any) -> object:
+        """The state as this rank's object takes it."""
+        return state
+
+
+@dataclass(frozen=True)
+class ObjectState:
+    """An object of a run, the `index`-th of its kind, and a state of it."""
+
+    kind: StateKind
+    index: int
+    item: Any
+    state: object = None
+
+    @property
+    def key(self) -> str:
+        """What documents call the object, such as "schedulers[0]"."""
+        return f"{self.kind.name}[{self.index}]"
+
+    @property
+    def title(self) -> str:
+        """What messages call the object."""
+        label = self.kind.label
+        return f"the {label}" if self.kind.single else f"{label} {self.index} ({type(self.item).__qualname__})"
+
+    def check(self, classes: Mapping[str, Sequence[str]]) -> list[str]:
+        """Notes on what the state means for the object. Raises CheckpointError for one that it cannot take."""
+        if self.kind.judge is None or self.state is None:
             return []
-        names = classes.get(self.name, ())
+        names = classes.get(self.kind.name, ())
         try:
-            notes = self.judge(item, state, names[index] if index < len(names) else None)
+            notes = self.kind.judge(self.item, self.state, names[self.index] if self.index < len(names) else None)
         except CheckpointError:
             raise
         except Exception as error:
             raise CheckpointError(f"{type(error).__name__}: {str(error)[:500]}") from error
-        return [f"{self.title(index, item)} {note}" for note in notes]
+        return [f"{self.title} {note}" for note in notes]
 
-    def load(self, index: int, item: Any, state: object, folder: Path) -> list[str]:
-        """Load a state into its object. Returns notes on what could not be restored."""
-        if state is None and (self.single or self.written is not Written.ONCE):
+    def load(self, folder: Path) -> list[str]:
+        """Load the state into the object. Returns notes on what could not be restored."""
+        is_once = self.kind.written is Written.ONCE
+        if self.state is None and (self.kind.single or not is_once):
             # A run and the saved one may differ here: a scaler is used with fp16 only.
-            nothing = self.written is Written.ONCE
-            return [f"{self.title(index, item)} stays as it is: no state of it was saved"] if nothing else []
-        if not callable(getattr(item, "load_state_dict", None)):
+            return [f"{self.title} stays as it is: no state of it was saved"] if is_once else []
+        if not callable(getattr(self.item, "load_state_dict", None)):
             return []
-        with loading(self.title(index, item), folder):
-            notes = item.load_state_dict(state)
+        with loading(self.title, folder):
+            notes = self.item.load_state_dict(self.kind.localized(self.state, self.item))
         return list(notes) if isinstance(notes, list) else []
 
 
@@ -178,16 +203,36 @@ class _Generators(StateKind):
 
 
 class _Registered(StateKind):
+    """States may have DTensors, as averaged weights of a sharded model: they are saved unsharded."""
+
     def collect(self, run: RunState) -> list[object]:
-        return [registered.unsharded(state) for state in super().collect(run)]
+        return [
+            tree_map(lambda value: value.full_tensor().cpu() if _is_sharded(value) else value, state)
+            for state in super().collect(run)
+        ]
 
-    def load(self, index: int, item: Any, state: object, folder: Path) -> list[str]:
-        with loading(self.title(index, item), folder):
-            state = registered.sharded_as(state, item.state_dict())
-        return super().load(index, item, state, folder)
+    def localized(self, state: object, item: HasState) -> object:
+        present = item.state_dict()
+        if not any(map(_is_sharded, tree_leaves(present))):
+            return state
+        from ..parallel.materialize import as_dtensor, local_shard
+
+        layouts = {path: value for path, value in tree_flatten_with_path(present)[0] if _is_sharded(value)}
+
+        def shard(path: KeyPath, value: object) -> object:
+            layout = layouts.get(path)
+            if layout is None or not isinstance(value, torch.Tensor) or value.shape != layout.shape:
+                return value
+            return as_dtensor(local_shard(value, layout).to(layout.to_local().device, copy=True), layout)
+
+        return tree_map_with_path(shard, state)
 
 
-def _mapping(value: object) -> dict[str, Any]:
+def _is_sharded(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and hasattr(value, "full_tensor")
+
+
+def _mapping(value: object) -> JSONObject:
     if not isinstance(value, dict):
         raise ValueError(f"{str(value)[:60]!r} is not an object")
     return value
@@ -244,7 +289,7 @@ def collect(run: RunState, written: Written) -> dict[str, object]:
     return document
 
 
-def check_document(document: object, written: Written, path: Path) -> dict[str, Any]:
+def check_document(document: object, written: Written, path: Path) -> JSONObject:
     """A document that was read. Raises CorruptCheckpoint for anything that `collect` does not make."""
     with damage(path):
         found = _mapping(document)
@@ -299,7 +344,7 @@ def compat_files(
     for kind in kinds(Written.FILE, Written.ONCE, Written.RANK):
         found = states[kind.name] if kind.name in states else kind.collect(run)
         files.update(kind.compat_files(found, run, rank, is_first))
-        held = [state for state in found if state is not None and not (kind.is_empty and kind.is_empty(state))]
-        if kind.compat is None and held:
+        present = [state for state in found if state is not None and not (kind.is_empty and kind.is_empty(state))]
+        if kind.compat is None and present:
             lost.append(kind.label)
     return files, lost

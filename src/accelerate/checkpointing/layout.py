@@ -110,7 +110,8 @@ def rotate(directory: str | Path, total_limit: int | None) -> list[Path]:
     removed: list[Path] = []
     if total_limit is None:
         return removed
-    sweep(Path(directory))
+    for trash in _hidden(Path(directory), _NUMBERED.pattern, "trash"):
+        shutil.rmtree(trash, ignore_errors=True)  # a kill has interrupted its removal
     # A link is the user's: what it leads to is not removed, and it takes no place of the others. Nor does a file.
     present = [folder for _, folder in list_checkpoints(directory) if folder.is_dir() and not folder.is_symlink()]
     last = newest_valid(directory)
@@ -126,12 +127,6 @@ def discard(folder: Path) -> None:
     trash = folder.with_name(f".{folder.name}.trash-{uuid.uuid4().hex[:8]}")
     folder.rename(trash)
     shutil.rmtree(trash, ignore_errors=True)
-
-
-def sweep(directory: Path) -> None:
-    """Finish removals that a kill has interrupted."""
-    for trash in _hidden(directory, _NUMBERED.pattern, "trash"):
-        shutil.rmtree(trash, ignore_errors=True)
 
 
 def siblings(folder: Path, kind: str) -> Iterator[Path]:

@@ -11,17 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import CheckpointError, MissingCheckpointError
+from ..core.json_text import JSONObject
 from ..core.trees import map_leaves
 from ..parallel.prepared import PreparedModel
 from ..runtime.agreement import Agreement, Process
 from ..runtime.calls import ranks_in_words
 from .commit import restore
-from .kinds import CLASSES, StateKind, Written, kinds, loading
+from .kinds import CLASSES, ObjectState, Written, kinds, loading
 from .layout import candidates
-from .manifest import CorruptCheckpoint, Manifest, reason, verify
+from .manifest import CorruptCheckpoint, Manifest, check_sizes, reason, verify
 from .matching import CheckpointMismatch
 from .ranks import error_text
-from .run_state import RunState
+from .run_state import HasState, RunState
 from .source import CheckpointReader, ModelWeights, open_checkpoint
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ class LoadReport:
     """
 
     folder: Path
-    progress: dict[str, Any]
+    progress: JSONObject
     world_size: int
     skipped: list[tuple[Path, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -85,38 +86,15 @@ class LoadReport:
         return dict(self.progress.get("trackers", {}))
 
 
-@dataclass(frozen=True)
-class _ObjectState:
-    """An object, and the state that it is to take."""
-
-    kind: StateKind
-    index: int
-    item: Any
-    state: object
-
-    @property
-    def title(self) -> str:
-        """What messages call the object."""
-        return self.kind.title(self.index, self.item)
-
-    def check(self, classes: dict[str, list[str]]) -> list[str]:
-        """Raise CheckpointError unless the object can take the state. Returns notes."""
-        return self.kind.check_object(self.index, self.item, self.state, classes)
-
-    def load(self, folder: Path) -> list[str]:
-        """Load the state. Returns notes."""
-        return self.kind.load(self.index, self.item, self.state, folder)
-
-
 @dataclass
 class _LoadPlan:
     """The content of a checkpoint, read and checked, except for the weights. Applying it reads only their files."""
 
     models: list[tuple[PreparedModel, ModelWeights]]
-    progress: dict[str, Any]
+    progress: JSONObject
     notes: list[str]
-    files: list[tuple[StateKind, int, object, Callable[[], object]]] = field(default_factory=list)
-    states: list[_ObjectState] = field(default_factory=list)
+    files: list[tuple[ObjectState, Callable[[], object]]] = field(default_factory=list)
+    states: list[ObjectState] = field(default_factory=list)
     classes: dict[str, list[str]] = field(default_factory=dict)  # of the objects that were saved, by kind
     unfit: dict[str, str] = field(default_factory=dict)  # by the title of an object that a lenient load leaves out
 
@@ -220,7 +198,7 @@ def _agree(
     error: Exception | None,
     folder: Path,
     timeout: float,
-    value: Any = None,
+    value: object = None,
     effect: str = _UNCHANGED,
 ) -> list[Any]:
     """The values of all ranks. Where one has failed, the same error on every rank; `effect` is what is so then."""
@@ -249,7 +227,8 @@ def _agree(
 def _read(run: RunState, source: CheckpointReader, process: Process, strict: bool, models_only: bool) -> _LoadPlan:
     """Read and check everything. Changes nothing."""
     notes: list[str] = []
-    source.check_sizes()
+    if source.manifest is not None:
+        check_sizes(source.folder, source.manifest)
     if not models_only:
         source.check_counts(source.counts())
     plan = _LoadPlan([], source.progress, notes)
@@ -269,7 +248,7 @@ def _read(run: RunState, source: CheckpointReader, process: Process, strict: boo
             if kind.check_fit is not None:
                 kind.check_fit(index, item, read, source.about(kind, index), source.folder)
             if read is not dict:
-                plan.files.append((kind, index, item, read))
+                plan.files.append((ObjectState(kind, index, item), read))
     states, progress = source.states(notes)
     plan.progress = dict(progress)
     plan.classes = plan.progress.pop(CLASSES, {})
@@ -277,7 +256,7 @@ def _read(run: RunState, source: CheckpointReader, process: Process, strict: boo
     advice = ""
     for kind in kinds(Written.ONCE, Written.RANK):
         for index, (item, state) in enumerate(zip(kind.objects(run), states.get(kind.name, ()), strict=False)):
-            one = _ObjectState(kind, index, item, state)
+            one = ObjectState(kind, index, item, state)
             plan.states.append(one)
             if kind.judged_together:
                 continue
@@ -306,12 +285,12 @@ def _match(
     return matched
 
 
-def _load_objects(plan: _LoadPlan, folder: Path, agreement: Agreement, timeout: float) -> list[_ObjectState]:
+def _load_objects(plan: _LoadPlan, folder: Path, agreement: Agreement, timeout: float) -> list[ObjectState]:
     """Load what is written once, and return the states before.
 
     If an object of any rank refuses its state, all of them get back what they had.
     """
-    before: list[_ObjectState] = []
+    before: list[ObjectState] = []
     error: Exception | None = None
     try:
         for one in plan.states:
@@ -337,7 +316,7 @@ def _load_objects(plan: _LoadPlan, folder: Path, agreement: Agreement, timeout: 
 _NOT_KNOWN = object()
 
 
-def _present_state(item: Any) -> object:
+def _present_state(item: HasState) -> object:
     """A copy of an object's state, tensors in host memory; `_NOT_KNOWN` where it cannot be had."""
     try:
         state = item.state_dict()
@@ -346,7 +325,7 @@ def _present_state(item: Any) -> object:
         return _NOT_KNOWN
 
 
-def _put_back(before: list[_ObjectState], folder: Path) -> str:
+def _put_back(before: list[ObjectState], folder: Path) -> str:
     """Load the states that objects had before. Returns what is so then."""
     lost = []
     for one in reversed(before):
@@ -390,10 +369,10 @@ def _apply(run: RunState, source: CheckpointReader, plan: _LoadPlan, strict: boo
     if run.sharded is not None and not source.is_unsharded:
         with loading("the sharded models and optimizers", folder):
             run.sharded.load(folder, strict, models_only)
-    for kind, index, item, read in plan.files:
-        with loading(kind.title(index, item), folder):
+    for one, read in plan.files:
+        with loading(one.title, folder):
             state = read()
-        plan.notes.extend(kind.load(index, item, state, folder))
+        plan.notes.extend(replace(one, state=state).load(folder))
     for one in plan.states:
         if one.kind.written is Written.RANK:
             plan.notes.extend(one.load(folder))
@@ -404,15 +383,13 @@ def load_newest(
     directory: str | Path,
     *,
     process: Process,
-    arrival_timeout: float = ARRIVAL,
-    timeout: float = COMPLETION,
     **options: Any,
 ) -> LoadReport:
     """Load the newest valid `checkpoint_N` of a directory; every rank calls it. `options` as in `load_run`.
 
     Damaged checkpoints are skipped and listed in the report. Raises CheckpointError when none is left.
     """
-    report = resume(run, directory, process=process, arrival_timeout=arrival_timeout, timeout=timeout, **options)
+    report = resume(run, directory, process=process, **options)
     if report is None:
         raise MissingCheckpointError(f"there is no checkpoint in {directory}: it has no folder named checkpoint_N")
     return report
@@ -433,7 +410,7 @@ def resume(
     """
     directory = Path(directory)
     agreement = Agreement(process)
-    mine: dict[str, Any] = {}
+    mine: JSONObject = {}
     if process.process_index == 0:
         try:
             folders, unfit = candidates(directory)

@@ -12,7 +12,6 @@ import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from ..core import json_text
 from ..core.constants import (
@@ -26,6 +25,7 @@ from ..core.constants import (
 )
 from ..core.errors import CheckpointError
 from ..core.files import require_regular
+from ..core.json_text import JSONObject
 from .blocks import BlockIO, CorruptFile, FileRecord
 
 MANIFEST = "checkpoint_manifest.json"
@@ -61,9 +61,9 @@ class Manifest:
 
     layout: str
     world_size: int
-    progress: dict[str, Any]
-    models: list[dict[str, Any]]
-    optimizers: list[dict[str, Any]]
+    progress: JSONObject
+    models: list[JSONObject]
+    optimizers: list[JSONObject]
     files: dict[str, FileRecord]
     mesh: dict[str, int] = field(default_factory=dict)
     created: str = ""
@@ -76,7 +76,7 @@ class Manifest:
         return json.dumps({"format": FORMAT, "crc32": _checksum(body), "manifest": body}, indent=1).encode()
 
 
-def stamp() -> dict[str, Any]:
+def stamp() -> JSONObject:
     """The fields of a manifest with the time and the versions of the libraries."""
     libraries = {"python": platform.python_version()}
     for name in ("accelerate", "torch", "numpy", "safetensors"):
@@ -120,7 +120,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise CorruptCheckpoint(f"{path} cannot be understood: {error!r}") from error
 
 
-def _check_body(body: dict[str, Any]) -> None:
+def _check_body(body: JSONObject) -> None:
     """Raise ValueError for a field that is of another kind than this library writes."""
     if body["layout"] not in ("native", "compat"):
         raise ValueError(f"layout {str(body['layout'])[:40]!r} is not known")
@@ -156,7 +156,7 @@ def check_progress(progress: Mapping[str, object]) -> None:
         raise ValueError("progress.trackers is not an object")
 
 
-def _list(value: object, name: str) -> list[Any]:
+def _list(value: object, name: str) -> list[object]:
     if not isinstance(value, list):
         raise ValueError(f"{name} is not a list")
     return value
@@ -231,7 +231,7 @@ def verify(folder: str | Path) -> Manifest:
     return manifest
 
 
-def _checksum(body: dict[str, Any]) -> str:
+def _checksum(body: JSONObject) -> str:
     text = json.dumps(body, sort_keys=True, separators=(",", ":"))
     return f"{zlib.crc32(text.encode()):08x}"
 

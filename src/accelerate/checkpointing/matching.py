@@ -6,14 +6,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..core.errors import CheckpointError
-from ..parallel.prepared import PreparedModel, PreparedOptimizer
+from ..core.json_text import JSONObject
+from ..parallel.prepared import PreparedOptimizer
 from .codec import memory_of
+from .run_state import HasState
 
 _SHOWN = 20  # entries of a list in a message
 
@@ -70,26 +71,12 @@ def compare_names(saved: Mapping[str, tuple[int, ...] | None], state: Mapping[st
     return found
 
 
-def compare_model(
-    index: int, part: PreparedModel, saved: Mapping[str, tuple[int, ...] | None], path: Path, strict: bool
-) -> Differences:
-    """The differences between a model's file and the model. Raises CheckpointMismatch for any when `strict`."""
-    found = compare_names(saved, part.state_template.state_dict())
-    if found and strict:
-        name = type(part.state_template).__qualname__
-        raise CheckpointMismatch(
-            f"{path} does not fit model {index} ({name}): {found}. Nothing was loaded. Build the model as it was "
-            "saved, or pass strict=False to load what fits."
-        )
-    return found
-
-
 # What DeepSpeed's Adam has as an option, and other ones always do.
 _IMPLIED = {"bias_correction"}
 
 
 def check_optimizer(
-    index: int, part: PreparedOptimizer, read: Callable[[], object], about: Mapping[str, Any] | None, folder: Path
+    index: int, part: PreparedOptimizer, read: Callable[[], object], about: JSONObject | None, folder: Path
 ) -> None:
     """Raise CheckpointMismatch when an optimizer's state belongs to other parameters or another kind of optimizer."""
     here = part.describe()
@@ -112,7 +99,7 @@ def check_optimizer(
         )
 
 
-def check_scheduler(item: Any, state: object, saved_class: str | None) -> list[str]:
+def check_scheduler(item: object, state: object, saved_class: str | None) -> list[str]:
     """Raise CheckpointError where a state is that of another kind of torch scheduler. Returns notes.
 
     Args:
@@ -146,7 +133,7 @@ def check_scheduler(item: Any, state: object, saved_class: str | None) -> list[s
     return []
 
 
-def scheduler_of(item: Any) -> Any:
+def scheduler_of(item: object) -> object:
     """The scheduler without the wrapper that `prepare` put around it."""
     return getattr(item, "scheduler", item)
 
@@ -160,7 +147,7 @@ def _listed(names: set[str]) -> str:
     return f"with {_shown(sorted(names))}" if names else "with nothing else"
 
 
-def check_scaler(item: Any, state: object, saved_class: str | None) -> list[str]:
+def check_scaler(item: HasState, state: object, saved_class: str | None) -> list[str]:
     """Raise CheckpointError for a state that lacks entries which a gradient scaler needs."""
     saved = state if isinstance(state, Mapping) else {}
     if lacking := [name for name in item.state_dict() if name not in saved]:
@@ -168,8 +155,8 @@ def check_scaler(item: Any, state: object, saved_class: str | None) -> list[str]
     return []
 
 
-def check_own(item: Any, state: object, saved_class: str | None) -> list[str]:
-    """Ask an object that can judge a state itself: it raises CheckpointError, or returns notes."""
+def check_own(item: object, state: object, saved_class: str | None) -> list[str]:
+    """Let an object judge a state itself, if it can: it raises CheckpointError, or returns notes."""
     check = getattr(item, "check_state_dict", None)
     return list(check(state) or ()) if check is not None else []
 

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from ..core.constants import MODEL_NAME, OPTIMIZER_NAME, SAFE_MODEL_NAME
 from ..core.errors import CheckpointError, ConfigurationError
 from ..core.files import atomic_write
+from ..core.torch_files import write_atomically
 from ..state import PartialState
 from .blocks import BlockIO, host_view
 from .layout import numbered
@@ -146,7 +147,11 @@ def _merge_one(shards: Path, output: Path, index: int, safe: bool) -> Merged:
     prefix = "model." if not own and all(name.startswith("model.") for name in entries) else ""
     name, ending = (SAFE_MODEL_NAME, ".safetensors") if safe else (MODEL_NAME, ".bin")
     path = output / numbered(name, index, ending)
-    (_stream if safe else _write_pickled)(shards, entries, prefix, path)
+    if safe:
+        _stream(shards, entries, prefix, path)
+    else:
+        tensors = _read(shards, entries)
+        write_atomically({name.removeprefix(prefix): tensor for name, tensor in tensors.items()}, path)
     size = sum(tensor.numel() * tensor.element_size() for tensor in entries.values())
     logger.info("%s: %d tensors of %s", path, len(entries), shards)
     return Merged(path, len(entries), size)
@@ -162,12 +167,6 @@ def _stream(shards: Path, entries: Mapping[str, torch.Tensor], prefix: str, path
             for name in names:
                 if part[name].numel():
                     file.write(host_view(part[name]))
-
-
-def _write_pickled(shards: Path, entries: Mapping[str, torch.Tensor], prefix: str, path: Path) -> None:
-    tensors = _read(shards, entries)
-    with atomic_write(path) as file:
-        torch.save({name.removeprefix(prefix): tensor for name, tensor in tensors.items()}, file)
 
 
 def _read(shards: Path, entries: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

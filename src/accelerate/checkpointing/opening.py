@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from ..core.errors import CheckpointError, ConfigurationError
 from ..core.files import follow_links
+from ..core.json_text import JSONObject
 from ..runtime.agreement import Process
 from .blocks import Segment
 from .commit import drop_temporary, open_temporary, save_target
@@ -93,7 +93,7 @@ class PendingCheckpoint:
     extras: bool = False  # hooks or sharded writers have written into the folder too
     lock: SaveLock | None = None  # on the rank that commits the folder
     error: BaseException | None = None
-    about: dict[str, Any] = field(default_factory=dict)
+    about: JSONObject = field(default_factory=dict)
     lost: list[str] = field(default_factory=list)  # what the layout has no place for
     shared: dict[str, object] | None = None  # the content of the shared document, on a rank that writes one
 

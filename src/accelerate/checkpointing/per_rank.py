@@ -10,13 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 from ..core.errors import CheckpointError
+from ..core.json_text import JSONObject
 from .blocks import host_view
 from .codec import TensorSink, encode
-from .kinds import StateKind, Written, kinds
+from .kinds import ObjectState, Written, kinds
 from .run_state import RunState
 
 PREFIX = "session_rank_"
@@ -33,31 +32,16 @@ def document_names(files: Iterable[str]) -> list[str]:
     return sorted(found, key=lambda name: (len(name), name))
 
 
-@dataclass
-class StateEntry:
-    """The state of one object: the `index`-th of a kind."""
-
-    kind: StateKind
-    index: int
-    label: str
-    state: object
-
-    @property
-    def key(self) -> str:
-        """The name of the entry, such as "schedulers[0]"."""
-        return f"{self.kind.name}[{self.index}]"
-
-
-def entries(run: RunState, shared: Mapping[str, object]) -> list[StateEntry]:
+def entries(run: RunState, shared: Mapping[str, object]) -> list[ObjectState]:
     """The entries of the shared document of this rank that may differ between ranks."""
     return [
-        StateEntry(kind, index, kind.title(index, item), state)
+        ObjectState(kind, index, item, state)
         for kind in kinds(Written.ONCE)
         for index, (item, state) in enumerate(zip(kind.objects(run), kind.states(shared), strict=False))
     ]
 
 
-def digests(rows: Sequence[StateEntry], strict: bool) -> dict[str, str]:
+def digests(rows: Sequence[ObjectState], strict: bool) -> dict[str, str]:
     """{entry: digest of its state}. Raises CheckpointError for a state that cannot be saved, when `strict`."""
     found = {}
     for row in rows:
@@ -101,14 +85,9 @@ def check_same_entries(rows: Sequence[Mapping[str, str] | None]) -> None:
     )
 
 
-def differing(mine: Mapping[str, str], reference: Mapping[str, str] | None) -> list[str]:
-    """The entries of this rank that are not those of the reference."""
-    return [] if reference is None else [key for key, value in mine.items() if value != reference.get(key)]
-
-
-def overlay(shared: Mapping[str, object], own: Mapping[str, Mapping[int, object]]) -> dict[str, Any]:
+def overlay(shared: Mapping[str, object], own: Mapping[str, Mapping[int, object]]) -> JSONObject:
     """The shared document with a rank's own entries in place. Raises ValueError for an entry that has no place."""
-    merged: dict[str, Any] = dict(shared)
+    merged: JSONObject = dict(shared)
     known = {kind.name: kind for kind in kinds(Written.ONCE)}
     for name, rows in own.items():
         states = list(known[name].states(shared)) if name in known else []
@@ -120,10 +99,9 @@ def overlay(shared: Mapping[str, object], own: Mapping[str, Mapping[int, object]
     return merged
 
 
-def own_document(rows: Sequence[StateEntry], keys: Sequence[str]) -> dict[str, dict[int, object]]:
+def own_document(rows: Sequence[ObjectState]) -> dict[str, dict[int, object]]:
     """What a rank writes: {kind: {index: state}} of the entries that differ."""
     document: dict[str, dict[int, object]] = {}
     for row in rows:
-        if row.key in keys:
-            document.setdefault(row.kind.name, {})[row.index] = row.state
+        document.setdefault(row.kind.name, {})[row.index] = row.state
     return document

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ..data_loader.loader import PreparedLoader
 from ..runtime.agreement import Process
 from ..state import GradientState
 from .loading import LoadReport
@@ -32,25 +33,17 @@ class ResumeController:
     def __init__(
         self, load: Callable[[], LoadReport | None], leave: Callable[[str], None], is_training: Callable[[], bool]
     ) -> None:
-        self._load: Any = weakref.WeakMethod(load)
-        self._leave: Any = weakref.WeakMethod(leave)
-        self._is_training: Any = weakref.WeakMethod(is_training)
+        self._load = weakref.WeakMethod(load)
+        self._leave = weakref.WeakMethod(leave)
+        self._is_training = weakref.WeakMethod(is_training)
         self._report: LoadReport | None = None
-        self._is_pending = False  # a resume that waits for the first use
+        # Whether to resume when a loader is first read, or the report is first requested: all objects are known then.
+        self.is_pending: bool = False
         self._watch: PreemptionWatch | None = None
-        self._loaders: list[weakref.ref[Any]] = []
-        self._trained: list[weakref.ref[Any]] = []
+        self._loaders: list[weakref.ref[PreparedLoader]] = []
+        self._trained: list[weakref.ref[PreparedLoader]] = []
 
     # -- resume
-
-    def resume_at_first_use(self) -> None:
-        """Resume when a loader is first read, or the report is first requested: all objects are known by then."""
-        self._is_pending = True
-
-    @property
-    def is_pending(self) -> bool:
-        """Whether a resume waits for the first use."""
-        return self._is_pending
 
     @property
     def report(self) -> LoadReport | None:
@@ -60,14 +53,14 @@ class ResumeController:
 
     def resume(self) -> LoadReport | None:
         """Load the newest checkpoint now."""
-        self._is_pending = False
+        self.is_pending = False
         load = self._load()
         self._report = None if load is None else load()
         return self._report
 
     def resume_if_pending(self, loader: object = None) -> None:
         """Do now what waits for the first use."""
-        if self._is_pending:
+        if self.is_pending:
             self.resume()
 
     # -- the loaders
@@ -86,7 +79,7 @@ class ResumeController:
             self._trained.append(weakref.ref(loader))
 
     @property
-    def main_loader(self) -> Any:
+    def main_loader(self) -> PreparedLoader | None:
         """The loader whose epoch is the run's: the first that was trained on, or the first of all before a step."""
         return next(iter(_alive(self._trained) or _alive(self._loaders)), None)
 
@@ -143,6 +136,6 @@ class ResumeController:
             self._watch = None
 
 
-def _alive(references: list[weakref.ref[Any]]) -> list[Any]:
+def _alive(references: list[weakref.ref[PreparedLoader]]) -> list[PreparedLoader]:
     found = (reference() for reference in references)
     return [one for one in found if one is not None]

@@ -16,9 +16,9 @@ import time
 import uuid
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
 
 from ..core.errors import CheckpointError
+from ..core.json_text import JSONObject
 from ..core.system import machine_identity
 from ..runtime.agreement import Agreement, Process
 from .layout import is_numbered
@@ -180,10 +180,10 @@ class SaveLock:
     """
 
     def __init__(self, folder: Path, locks: RunLocks | None) -> None:
-        self._own = RunLocks() if locks is None else None
-        self._lock = (locks or self._own or RunLocks()).acquire(folder)
+        self._own = RunLocks()  # empty where the run has its own
+        self._lock = (locks or self._own).acquire(folder)
         if not self._lock.saving.acquire(timeout=_BUSY):
-            self._release()
+            self._own.release()
             raise FolderInUse(f"another thread of this process is still saving into {folder}")
         self._open = True
 
@@ -196,10 +196,6 @@ class SaveLock:
         if self._open:
             self._open = False
             self._lock.saving.release()
-            self._release()
-
-    def _release(self) -> None:
-        if self._own is not None:
             self._own.release()
 
 
@@ -250,8 +246,8 @@ def _acquire(path: Path, owner: object) -> FolderLock:
             lock = FolderLock(path)
             lock.take()
             _LOCKS[path] = lock
-        elif not lock.is_ours():
-            lock.take()
+        else:
+            lock.keep()
         lock.owners.add(owner)
         if _beating != [os.getpid()]:
             _beating[:] = [os.getpid()]
@@ -322,7 +318,7 @@ def _read(path: Path) -> tuple[Holder | None, float] | None:
 
 def _parse(text: bytes) -> Holder | None:
     try:
-        found: dict[str, Any] = json.loads(text)
+        found: JSONObject = json.loads(text)
         values = {one.name: found[one.name] for one in fields(Holder)}
         return Holder(**values) if isinstance(values["pid"], int) else None
     except (ValueError, TypeError, KeyError):

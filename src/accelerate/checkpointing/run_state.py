@@ -7,14 +7,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
+
+from ..core.json_text import JSONObject
 from ..parallel.prepared import PreparedModel, PreparedOptimizer
 
 if TYPE_CHECKING:
     from .sharded import ShardedState  # slow to import, and not needed for an unsharded run
 
+# What `state_dict()` returns: an object decides itself what is in it.
+StateDict = dict[str, Any]
 # As in the API: a save hook is called with (models, weights, folder), a load hook with (models, folder).
-SaveHook = Callable[[list[Any], list[dict[str, Any]], str], object]
-LoadHook = Callable[[list[Any], str], object]
+SaveHook = Callable[[list[torch.nn.Module], list[StateDict], str], object]
+LoadHook = Callable[[list[torch.nn.Module], str], object]
 
 
 class HasState(Protocol):
@@ -23,7 +28,7 @@ class HasState(Protocol):
     def state_dict(self) -> Any:
         """Return the state."""
 
-    def load_state_dict(self, state_dict: Any, /) -> Any:
+    def load_state_dict(self, state_dict: Any, /) -> object:
         """Load a state."""
 
 
@@ -48,7 +53,7 @@ class RunState:
     dataloaders: Sequence[object] = ()
     scaler: HasState | None = None
     custom: Sequence[HasState] = ()
-    progress: dict[str, Any] = field(default_factory=dict)
+    progress: JSONObject = field(default_factory=dict)
     rank_state: HasState | None = None
     save_hooks: Sequence[SaveHook] = ()
     load_hooks: Sequence[LoadHook] = ()

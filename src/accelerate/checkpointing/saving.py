@@ -9,10 +9,11 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..core.errors import CheckpointError
 from ..core.files import user_path
+from ..core.json_text import JSONObject
 from ..core.torch_files import write_file
 from ..runtime.agreement import Process
 from ..runtime.calls import ranks_in_words
@@ -20,7 +21,7 @@ from . import per_rank
 from .blocks import BlockIO, FileRecord, Segment
 from .commit import UNFINISHED, commit
 from .documents import documents
-from .kinds import SESSION, Written, collect, compat_files, kinds
+from .kinds import SESSION, ObjectState, Written, collect, compat_files, kinds
 from .layout import numbered, rank_document_name, rotate
 from .manifest import Manifest, stamp
 from .opening import Options, PendingCheckpoint, open_pending
@@ -232,7 +233,7 @@ def _compare_ranks(
         _report_lost([pending.lost])
         return dict
     is_native = pending.options.layout == "native"
-    rows: list[per_rank.StateEntry] = []
+    rows: list[ObjectState] = []
     mine: dict[str, str] | None = None
     if pending.error is None:
         try:
@@ -245,18 +246,19 @@ def _compare_ranks(
     if process.process_index == 0:
         _report_lost([row["lost"] for row in found])
     per_rank.check_same_entries(digests)
-    keys = per_rank.differing(mine or {}, digests[pending.home])
-    if not keys:
+    reference = digests[pending.home]
+    differing = [row for row in rows if mine and reference is not None and mine[row.key] != reference.get(row.key)]
+    if not differing:
         return dict
     if is_native:
         name = per_rank.document_name(process.process_index)
-        return lambda: documents(name, per_rank.own_document(rows, keys), name)
+        return lambda: documents(name, per_rank.own_document(differing), name)
     logger.warning(
         "rank %d: layout='compat' has no place for the state of one rank: that of rank %d is saved for %s. "
         "layout='native' saves each rank's own.",
         process.process_index,
         pending.home,
-        ", ".join(row.label for row in rows if row.key in keys),
+        ", ".join(row.title for row in differing),
     )
     return dict
 
@@ -308,8 +310,10 @@ def _agree(
         try:
             # Files of hooks and sharded writers have no checksum yet: each rank of the folder computes some of them.
             place = peers.index(pending.process.process_index)
-            share = sorted(_relative(pending.temporary) - set(files))[place :: len(peers)]
-            found = {name: io.record(pending.temporary / name) for name in share}
+            folder = pending.temporary
+            present = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+            share = sorted(present - {UNFINISHED, *files})[place :: len(peers)]
+            found = {name: io.record(folder / name) for name in share}
         except BaseException as error:
             failure = error
         others = ranks.exchange("save_state: checksums", failure, _to_json(found))
@@ -317,14 +321,9 @@ def _agree(
     return dict(sorted(files.items()))
 
 
-def _to_json(records: dict[str, FileRecord]) -> dict[str, object]:
+def _to_json(records: dict[str, FileRecord]) -> dict[str, JSONObject]:
     return {name: record.to_json() for name, record in records.items()}
 
 
-def _merge(rows: Iterable[dict[str, Any]]) -> dict[str, FileRecord]:
+def _merge(rows: Iterable[dict[str, JSONObject]]) -> dict[str, FileRecord]:
     return {name: FileRecord.from_json(record) for row in rows for name, record in row.items()}
-
-
-def _relative(folder: Path) -> set[str]:
-    names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    return names - {UNFINISHED}

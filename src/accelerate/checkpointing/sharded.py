@@ -12,7 +12,6 @@ import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,6 +41,7 @@ from .documents import damage
 from .layout import model_shards, optimizer_shards
 from .matching import CheckpointMismatch, compare_names
 from .ranks import error_text
+from .run_state import StateDict
 from .tensorfile import only_tensors, read_header
 
 _OPTIONS = "options.json"
@@ -67,7 +67,7 @@ class ShardedState:
         self.models: list[tuple[int, torch.nn.Module]] = [
             (index, prepared.inner) for index, prepared in enumerate(models)
         ]
-        self.optimizers: list[tuple[int, torch.nn.Module, Any]] = [
+        self.optimizers: list[tuple[int, torch.nn.Module, torch.optim.Optimizer]] = [
             (index, _model_of(index, one), one.inner) for index, one in enumerate(optimizers)
         ]
         # By model: a module whose state has the names and shapes of the entire model, where ranks hold different ones.
@@ -100,8 +100,11 @@ class ShardedState:
             _check_by_tensor(optimizer)
             flat = optimizer_state(model, optimizer, FLAT)
             tensors = only_tensors(flat)
-            rest: dict[str, Any] = {name: value for name, value in flat.items() if name not in tensors}
-            rest = _of_all_ranks(rest) if self.templates else rest
+            rest: dict[str, object] = {name: value for name, value in flat.items() if name not in tensors}
+            if self.templates:  # each rank has its own names
+                everyone: list[dict[str, object]] = [{}] * dist.get_world_size()
+                dist.all_gather_object(everyone, rest)
+                rest = {name: value for part in everyone for name, value in part.items()}
             jobs.append((optimizer_shards(Path(), index), tensors, rest))
         group = None
         if not blocking:
@@ -174,7 +177,7 @@ class ShardedState:
     def load(self, folder: Path, strict: bool, models_only: bool = False) -> None:
         """Read the shards of this rank from what any number of ranks has written."""
         for index, model in self.models:
-            weights: dict[str, Any] = self._model_state(model)
+            weights: StateDict = self._model_state(model)
             read_shards(model_shards(folder, index), weights, strict)
             set_model_state_dict(model, weights, options=StateDictOptions(strict=strict))
         for index, model, optimizer in () if models_only else self.optimizers:
@@ -249,7 +252,7 @@ def load_optimizer(
     flat, tensors, without = _optimizer_state(path, model, optimizer)
     read_shards(path, tensors, strict)
     options = {name: value for name, value in read_options(path).items() if name in flat or has_all}
-    state: dict[str, Any] = {**flat, **options, **tensors}
+    state: StateDict = {**flat, **options, **tensors}
     set_optimizer_state_dict(model, optimizer, state, options=FLAT)
     drop_states(model, optimizer, without)
 
@@ -263,14 +266,14 @@ def _load_nested(path: Path, model: torch.nn.Module, optimizer: torch.optim.Opti
     without = _without_state(path, model, optimizer)
     groups = named_groups(model, optimizer)
     places = [(f"param_groups.{group['params'][0]}", group) for group in groups if group["params"]]
-    entries: dict[str, Any] = {}
+    entries: StateDict = {}
     before = dict(optimizer.state)
     optimizer.state.clear()
     try:
         if not without.issuperset(name for group in groups for name in group["params"]):
             # torch makes a state of each parameter where there are no gradients; those of the checkpoint come later.
             optimizer.zero_grad()
-            state: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer))
+            state: StateDict = dict(get_optimizer_state_dict(model, optimizer))
             entries = {name: values for name, values in state["state"].items() if name not in without}
             places += [(f"state.{name}", values) for name, values in entries.items()]
         tensors = {
@@ -288,7 +291,7 @@ def _load_nested(path: Path, model: torch.nn.Module, optimizer: torch.optim.Opti
     for name, values in places:
         values.update({key: read[f"{name}.{key}"] for key in values if f"{name}.{key}" in read})
     if entries:
-        found: dict[str, Any] = {"state": entries, "param_groups": groups}
+        found: StateDict = {"state": entries, "param_groups": groups}
         set_optimizer_state_dict(model, optimizer, found, options=StateDictOptions(strict=False))
         drop_states(model, optimizer, without)
         return
@@ -328,7 +331,7 @@ def write_shards(
 
 
 class PeerError(CheckpointError):
-    """Other ranks could not write their shards. No rank has written all of its own."""
+    """Other ranks could not write their shards. No rank has written all of its shards."""
 
 
 def save_entries(state: dict[str, object], writer: dcp.StorageWriter, group: dist.ProcessGroup | None = None) -> None:
@@ -366,13 +369,6 @@ def _each_its_own(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor
         separate[name] = value.detach().clone() if local.numel() and memory in seen else value.detach().contiguous()
         seen.add(memory)
     return separate
-
-
-def _of_all_ranks(values: dict[str, object]) -> dict[str, object]:
-    """What is no tensor, of every rank: each has its own names."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, values)
-    return {name: value for part in everyone for name, value in part.items()}
 
 
 def read_options(folder: Path) -> dict[str, object]:
@@ -523,7 +519,7 @@ def read_optimizer(
     optimizer: torch.optim.Optimizer,
     modules: Iterable[torch.nn.Module],
     groups: Sequence[Iterable[str]] | None = None,
-) -> dict[str, Any]:
+) -> StateDict:
     """The unsharded state of an optimizer, in the form that `optimizer.load_state_dict` takes.
 
     Shards know parameters by name; `modules` are the models in which `optimizer` finds them, or `groups` has the names

@@ -8,7 +8,7 @@ import inspect
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import ParamSpec, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,28 +19,40 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.nn.modules.module import _IncompatibleKeys
 
+from ..config.fsdp import FullyShardedDataParallelPlugin
 from ..core.constants import MODEL_NAME, OPTIMIZER_NAME
 from ..core.errors import CheckpointError, ConfigurationError
-from ..core.files import atomic_write
+from ..core.torch_files import write_atomically
 from ..parallel.fsdp.state import full_options, optimizer_state
 from .compat import load_pickled
 from .layout import model_shards, numbered, optimizer_shards
+from .run_state import StateDict
 from .sharded import FLAT, load_optimizer, read_shards, save_entries
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _FSDP_MODEL = f"{MODEL_NAME}_fsdp"
 
 
-def _kind(fsdp_plugin: Any) -> str:
+class _Waits(Protocol):
+    """An `Accelerator`, or any other object with this method."""
+
+    def wait_for_everyone(self) -> None: ...
+
+
+def _kind(fsdp_plugin: FullyShardedDataParallelPlugin) -> str:
     """FULL_STATE_DICT, SHARDED_STATE_DICT or LOCAL_STATE_DICT, from torch's enum or its name."""
     kind = fsdp_plugin.state_dict_type
-    name = kind if isinstance(kind, str) else kind.name
+    name = getattr(kind, "name", kind)
     if name not in ("FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"):
         raise ConfigurationError(f"state_dict_type={kind!r}: choose FULL_STATE_DICT or SHARDED_STATE_DICT")
-    return name
+    return str(name)
 
 
-def _weights(model: torch.nn.Module, options: StateDictOptions | None, adapter_only: bool) -> dict[str, Any]:
+def _weights(model: torch.nn.Module, options: StateDictOptions | None, adapter_only: bool) -> StateDict:
     state = dict(get_model_state_dict(model, options=options))
     inner = getattr(model, "module", model)
     if adapter_only and hasattr(inner, "peft_config"):
@@ -58,12 +70,12 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def _with_master_weights(function: Callable[..., Any]) -> Callable[..., Any]:
+def _with_master_weights(function: Callable[P, R]) -> Callable[P, R]:
     """Let a function of (accelerator, model[, optimizer]) work on fp32 master weights instead of cast parameters."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)
-    def call(*args: object, **kwargs: object) -> Any:
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
         given = signature.bind(*args, **kwargs).arguments
         accelerator = given["accelerator"]
         precision = getattr(accelerator, "precision", None)
@@ -81,8 +93,8 @@ def _with_master_weights(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @_with_master_weights
 def save_fsdp_model(
-    fsdp_plugin: Any,
-    accelerator: Any,
+    fsdp_plugin: FullyShardedDataParallelPlugin,
+    accelerator: _Waits,
     model: torch.nn.Module,
     output_dir: str | os.PathLike[str],
     model_index: int = 0,
@@ -100,24 +112,24 @@ def save_fsdp_model(
     if kind == "FULL_STATE_DICT":
         state = _weights(model, full_options(model), adapter_only)
         if _rank() == 0:
-            _write(state, folder / numbered(_FSDP_MODEL, model_index, ".bin"))
+            write_atomically(state, folder / numbered(_FSDP_MODEL, model_index, ".bin"))
     elif kind == "SHARDED_STATE_DICT" and use_dcp:
         _write_dcp({"model": _weights(model, None, adapter_only)}, model_shards(folder, model_index))
     else:
-        _write(_local(_weights(model, None, adapter_only)), folder / _rank_file(_FSDP_MODEL, model_index))
+        write_atomically(_local(_weights(model, None, adapter_only)), folder / _rank_file(_FSDP_MODEL, model_index))
     accelerator.wait_for_everyone()
 
 
 @_with_master_weights
 def load_fsdp_model(
-    fsdp_plugin: Any,
-    accelerator: Any,
+    fsdp_plugin: FullyShardedDataParallelPlugin,
+    accelerator: _Waits,
     model: torch.nn.Module,
     input_dir: str | os.PathLike[str],
     model_index: int = 0,
     adapter_only: bool = False,
     use_dcp: bool = True,
-) -> Any:
+) -> _IncompatibleKeys:
     """Load what `save_fsdp_model` wrote into a sharded model; every rank calls it.
 
     A sharded state is read in the form that is there; where both are, `use_dcp` chooses.
@@ -141,8 +153,8 @@ def load_fsdp_model(
 
 @_with_master_weights
 def save_fsdp_optimizer(
-    fsdp_plugin: Any,
-    accelerator: Any,
+    fsdp_plugin: FullyShardedDataParallelPlugin,
+    accelerator: _Waits,
     optimizer: torch.optim.Optimizer,
     model: torch.nn.Module,
     output_dir: str | os.PathLike[str],
@@ -156,7 +168,7 @@ def save_fsdp_optimizer(
     if _kind(fsdp_plugin) == "FULL_STATE_DICT" or not use_dcp:
         state = optimizer_state(model, inner, full_options(model))
         if _rank() == 0:
-            _write(state, folder / numbered(OPTIMIZER_NAME, optimizer_index, ".bin"))
+            write_atomically(state, folder / numbered(OPTIMIZER_NAME, optimizer_index, ".bin"))
     else:
         state = optimizer_state(model, inner, FLAT)
         _write_dcp({"optimizer": state}, optimizer_shards(folder, optimizer_index))
@@ -165,8 +177,8 @@ def save_fsdp_optimizer(
 
 @_with_master_weights
 def load_fsdp_optimizer(
-    fsdp_plugin: Any,
-    accelerator: Any,
+    fsdp_plugin: FullyShardedDataParallelPlugin,
+    accelerator: _Waits,
     optimizer: torch.optim.Optimizer,
     model: torch.nn.Module,
     input_dir: str | os.PathLike[str],
@@ -189,11 +201,6 @@ def load_fsdp_optimizer(
     load_optimizer(path, model, inner, strict=not adapter_only)
 
 
-def _write(value: object, path: Path) -> None:
-    with atomic_write(path) as file:
-        torch.save(value, file)
-
-
 def _write_dcp(state: dict[str, object], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     save_entries(state, dcp.FileSystemWriter(str(folder)))
@@ -204,11 +211,11 @@ def _rank_file(name: str, index: int) -> str:
     return f"{name}{middle}_rank{_rank()}.bin"
 
 
-def _local(state: dict[str, Any]) -> dict[str, Any]:
+def _local(state: StateDict) -> StateDict:
     return {name: value.to_local() if hasattr(value, "to_local") else value for name, value in state.items()}
 
 
-def _fill_local(state: dict[str, Any], saved: dict[str, Any]) -> None:
+def _fill_local(state: StateDict, saved: StateDict) -> None:
     with torch.no_grad():
         for name, value in _local(state).items():
             if name not in saved or saved[name].shape != value.shape:

@@ -14,7 +14,8 @@ import torch
 
 from ..core.constants import MODEL_NAME, RNG_STATE_NAME, SAFE_MODEL_NAME
 from ..core.errors import CheckpointError
-from ..parallel.prepared import PreparedModel
+from ..core.json_text import JSONObject
+from ..parallel.prepared import PreparedModel, PreparedOptimizer
 from ..runtime.agreement import Process
 from . import compat, per_rank
 from .blocks import BlockIO
@@ -27,10 +28,9 @@ from .manifest import (
     Manifest,
     check_files,
     check_progress,
-    check_sizes,
     read_manifest,
 )
-from .matching import CheckpointMismatch, Differences, compare_model
+from .matching import CheckpointMismatch, Differences, compare_names
 from .run_state import RunState
 from .tensorfile import read_header, read_into, read_tensors
 
@@ -58,7 +58,7 @@ class CheckpointReader:
         return self.manifest.world_size if self.manifest else 0
 
     @property
-    def progress(self) -> dict[str, Any]:
+    def progress(self) -> JSONObject:
         """The counters of the run; empty if the checkpoint has no manifest."""
         return dict(self.manifest.progress) if self.manifest else {}
 
@@ -68,11 +68,6 @@ class CheckpointReader:
         if self.manifest is None:
             return not any(self.folder.glob(f"{MODEL_NAME}_fsdp_*"))
         return not any(row["sharded"] for row in (*self.manifest.models, *self.manifest.optimizers))
-
-    def check_sizes(self) -> None:
-        """Compare the files with their sizes in the manifest, if there is one."""
-        if self.manifest is not None:
-            check_sizes(self.folder, self.manifest)
 
     def check_weights(self) -> None:
         """Check the files that are not read into fresh memory: the weights, and what hooks and shards have written."""
@@ -137,14 +132,14 @@ class CheckpointReader:
                 "the same objects in the same order before loading."
             )
 
-    def about(self, kind: StateKind, index: int) -> Mapping[str, Any] | None:
+    def about(self, kind: StateKind, index: int) -> JSONObject | None:
         """An object's row in the manifest, if there is one."""
         rows = (
             {} if self.manifest is None else {"models": self.manifest.models, "optimizers": self.manifest.optimizers}
         )
         return rows[kind.name][index] if kind.name in rows else None
 
-    def read_file(self, kind: StateKind, index: int, item: Any) -> Callable[[], object]:
+    def read_file(self, kind: StateKind, index: int, item: PreparedOptimizer) -> Callable[[], object]:
         """Check the saved state of an object of a FILE kind now, and return a function that reads it."""
         shards = self.folder / f"{kind.file}_{index}"
         if not shards.is_dir():
@@ -155,10 +150,10 @@ class CheckpointReader:
         state = read_optimizer(shards, item.inner, models, item.group_shapes())
         return lambda: state
 
-    def _read_unsharded(self, kind: StateKind, index: int, item: object) -> Callable[[], object]:
+    def _read_unsharded(self, kind: StateKind, index: int, item: PreparedOptimizer) -> Callable[[], object]:
         raise NotImplementedError
 
-    def states(self, notes: list[str]) -> tuple[dict[str, list[object]], dict[str, Any]]:
+    def states(self, notes: list[str]) -> tuple[dict[str, list[object]], JSONObject]:
         """({kind: states of its objects}, progress) for this rank, of the kinds without files of their own."""
         raise NotImplementedError
 
@@ -213,27 +208,27 @@ class NativeReader(CheckpointReader):
     def _read(self, name: str) -> Any:
         return read_document(self.io, self.folder, name, self.manifest)
 
-    def _read_unsharded(self, kind: StateKind, index: int, item: Any) -> Callable[[], object]:
+    def _read_unsharded(self, kind: StateKind, index: int, item: PreparedOptimizer) -> Callable[[], object]:
         # Where the state's memory is there already it is read in place, so that none is needed twice.
         current = None if getattr(item, "is_partial", False) else item.state_dict()
         name = numbered(kind.file, index, "")
         return read_document_into(self.io, self.folder, name, self.manifest, current, f"{kind.label} {index}")
 
     @functools.cached_property
-    def _session(self) -> dict[str, Any]:
+    def _session(self) -> JSONObject:
         return check_document(self._read(SESSION), Written.ONCE, self.folder / f"{SESSION}.json")
 
-    def _rank_document(self, rank: int) -> dict[str, Any]:
+    def _rank_document(self, rank: int) -> JSONObject:
         name = rank_document_name(rank)
         return check_document(self._read(name), Written.RANK, self.folder / f"{name}.json")
 
     @functools.cached_property
-    def _own(self) -> dict[str, Any]:
+    def _own(self) -> JSONObject:
         """The document that the rank of this number wrote; empty if there is none."""
         return self._rank_document(self.rank) if f"{rank_document_name(self.rank)}.json" in self.manifest.files else {}
 
     @functools.cached_property
-    def _first_rank(self) -> dict[str, Any]:
+    def _first_rank(self) -> JSONObject:
         """The document of the lowest rank that this folder has (0 but where each machine keeps its own copy)."""
         present = [int(match[1]) for name in self.manifest.files if (match := RANK_DOCUMENT.fullmatch(name))]
         if not present:
@@ -244,7 +239,7 @@ class NativeReader(CheckpointReader):
     def _is_same_size(self) -> bool:
         return self.processes == self.manifest.world_size
 
-    def states(self, notes: list[str]) -> tuple[dict[str, list[object]], dict[str, Any]]:
+    def states(self, notes: list[str]) -> tuple[dict[str, list[object]], JSONObject]:
         """Of a rank that has saved, its own states. On another number of processes, what has a place there."""
         own = self._rank_states(notes)
         session = self._session_of_rank(notes)
@@ -256,7 +251,7 @@ class NativeReader(CheckpointReader):
         self.check_counts({kind.name: len(found[kind.name]) for kind in kinds(Written.RANK) if not kind.single})
         return found, session["progress"]
 
-    def _session_of_rank(self, notes: list[str]) -> dict[str, Any]:
+    def _session_of_rank(self, notes: list[str]) -> JSONObject:
         """What is written once, as this rank had it."""
         names = per_rank.document_names(self.manifest.files)
         if self._is_same_size:
@@ -276,7 +271,7 @@ class NativeReader(CheckpointReader):
             )
         return session
 
-    def _rank_states(self, notes: list[str]) -> dict[str, Any]:
+    def _rank_states(self, notes: list[str]) -> JSONObject:
         own = self._own
         if own:
             if self._is_same_size:
@@ -302,11 +297,11 @@ class NativeReader(CheckpointReader):
 class CompatReader(CheckpointReader):
     """A folder in the API's own format, written by another library (without checksums) or by layout='compat'."""
 
-    def _read_unsharded(self, kind: StateKind, index: int, item: object) -> Callable[[], object]:
+    def _read_unsharded(self, kind: StateKind, index: int, item: PreparedOptimizer) -> Callable[[], object]:
         state = kind.compat and compat.load_pickled(self.folder / kind.compat(index), self.allow_pickle)
         return lambda: state
 
-    def states(self, notes: list[str]) -> tuple[dict[str, list[object]], dict[str, Any]]:
+    def states(self, notes: list[str]) -> tuple[dict[str, list[object]], JSONObject]:
         """Return the states in the files that the API's format has, for the objects of the run."""
         found = {
             kind.name: kind.read_compat(self.folder, len(kind.objects(self.run)), self.rank, self.allow_pickle, notes)
@@ -357,7 +352,13 @@ class ModelWeights:
             if is_fsdp1(part.module):
                 return []  # its parameters are flattened: only its own loader knows their names
         saved = {**self.shapes, **dict.fromkeys(self.extra)}
-        self.differences = compare_model(index, part, saved, self.path, strict)
+        template = part.state_template
+        self.differences = compare_names(saved, template.state_dict())
+        if self.differences and strict:
+            raise CheckpointMismatch(
+                f"{self.path} does not fit model {index} ({type(template).__qualname__}): {self.differences}. Nothing "
+                "was loaded. Build the model as it was saved, or pass strict=False to load what fits."
+            )
         return [f"model {index}: {self.differences}"] if self.differences else []
 
     def load(self, part: PreparedModel, strict: bool) -> None:

@@ -4,35 +4,37 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.serialization import MAP_LOCATION
 
 from ..core.constants import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from ..core.errors import ConfigurationError, MissingCheckpointError
-from ..core.files import atomic_write, user_path
+from ..core.files import user_path
+from ..core.torch_files import write_atomically
 from ..parallel.prepared import PreparedModel, PreparedOptimizer
 from ..state import PartialState
 from .compat import load_pickled
 from .kinds import compat_files
 from .layout import numbered, registered_file
 from .loading import load_options, load_run
-from .run_state import HasState, RunState
+from .run_state import HasState, RunState, StateDict
 from .weights import save
 
 
 def save_accelerator_state(
     output_dir: str | os.PathLike[str],
-    model_states: Sequence[Mapping[str, Any]],
-    optimizers: Sequence[Any],
-    schedulers: Sequence[Any],
-    dataloaders: Sequence[Any],
+    model_states: Sequence[StateDict],
+    optimizers: Sequence[torch.optim.Optimizer],
+    schedulers: Sequence[HasState],
+    dataloaders: Sequence[object],
     process_index: int,
     step: int,
-    scaler: Any = None,
+    scaler: HasState | None = None,
     save_on_each_node: bool = False,
     safe_serialization: bool = True,
 ) -> Path:
@@ -73,22 +75,22 @@ def save_accelerator_state(
     )
     files, _ = compat_files(run, {}, process_index, writes_shared)
     for name, value in files.items():
-        _write(value, folder / name)
+        write_atomically(value, folder / name)
     return folder
 
 
 def load_accelerator_state(
     input_dir: str | os.PathLike[str],
     models: Sequence[nn.Module],
-    optimizers: Sequence[Any],
-    schedulers: Sequence[Any],
-    dataloaders: Sequence[Any],
+    optimizers: Sequence[torch.optim.Optimizer],
+    schedulers: Sequence[HasState],
+    dataloaders: Sequence[object],
     process_index: int,
-    scaler: Any = None,
-    map_location: Any = None,
+    scaler: HasState | None = None,
+    map_location: MAP_LOCATION = None,
     load_kwargs: dict[str, Any] | None = None,
     **load_model_func_kwargs: Any,
-) -> dict[str, Any]:
+) -> dict[str, int]:
     """Load what `save_accelerator_state` or `Accelerator.save_state` has saved of unsharded models.
 
     Every process calls it. All files are read, and compared with the objects, before one of these changes.
@@ -160,8 +162,3 @@ def load_custom_state(obj: HasState, path: str | os.PathLike[str], index: int = 
     """
     file = user_path(path, "load_custom_state") / registered_file(index)
     obj.load_state_dict(load_pickled(file, allow_pickle))
-
-
-def _write(value: object, path: Path) -> None:
-    with atomic_write(path) as file:
-        torch.save(value, file)

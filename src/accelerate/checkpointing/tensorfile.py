@@ -11,17 +11,18 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from ..core import json_text
+from ..core.dtypes import BY_NAME, NAMES
 from ..core.errors import CheckpointError
 from ..core.files import open_regular
+from ..core.json_text import JSONObject
 from .blocks import BlockIO, CorruptFile, FileRecord, Segment, host_view, is_host
-from .codec import memory_of, require_plain_tensor
-from .dtypes import BY_NAME, NAMES
+from .codec import Memory, memory_of, require_plain_tensor
 
 _HEADER_LIMIT = 100_000_000  # bytes; the format's own limit
 # Metadata key of ours: {alias: name} of tensors that are one memory and are stored once.
@@ -67,7 +68,7 @@ def without_aliases(state: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.
     """(tensors that are memories of their own, {alias: name}) of a state whose tied tensors stand in it twice."""
     kept: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
-    seen: dict[tuple[Any, ...], str] = {}
+    seen: dict[Memory, str] = {}
     for name, tensor in state.items():
         first = seen.setdefault(memory_of(tensor), name)
         if first == name:
@@ -92,7 +93,7 @@ def widest_first(tensor: torch.Tensor) -> int:
 
 def file_head(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
     """What stands before the bytes of these tensors, which follow in this order. They may be on the meta device."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+    header: JSONObject = {"__metadata__": {"format": "pt", **(metadata or {})}}
     at = 0
     for name, tensor in tensors.items():
         if tensor.dtype not in NAMES:
@@ -133,7 +134,7 @@ def read_header(path: Path) -> Header:
     return header
 
 
-def _entry(row: dict[str, Any]) -> TensorEntry:
+def _entry(row: JSONObject) -> TensorEntry:
     start, end = row["data_offsets"]
     numbers = (start, end, *row["shape"])
     if any(type(number) is not int or not 0 <= number < 1 << 62 for number in numbers):
@@ -211,7 +212,7 @@ def _read(
     io.read(path, [memoryview(bytearray(header.offset)), *views], record)
 
 
-def _read_one(file: Any, header: Header, name: str, target: torch.Tensor) -> None:
+def _read_one(file: FileIO, header: Header, name: str, target: torch.Tensor) -> None:
     if not target.numel():
         return
     view = host_view(target)

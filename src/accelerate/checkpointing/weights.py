@@ -11,7 +11,7 @@ import uuid
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -25,22 +25,13 @@ from ..core.constants import (
 )
 from ..core.errors import CheckpointError, ConfigurationError
 from ..core.files import atomic_write, follow_links, fsync_path, user_path
-from ..core.torch_files import write_file
+from ..core.torch_files import write_atomically, write_file
 from ..state import PartialState
 from .blocks import BlockIO
 from .compat import load_pickled
 from .tensorfile import only_tensors, segments, without_aliases
 
 logger: logging.Logger = logging.getLogger(__name__)
-
-
-class _Writing(Protocol):
-    """Whether this process writes a file on behalf of all processes."""
-
-    @property
-    def is_main_process(self) -> bool: ...
-    @property
-    def is_local_main_process(self) -> bool: ...
 
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -78,7 +69,7 @@ def save_model(
     max_shard_size: int | str = "10GB",
     safe_serialization: bool = True,
     *,
-    process: _Writing,
+    process: PartialState,
     save_on_each_node: bool = False,
 ) -> None:
     """Write a model's full state into a folder: `model.safetensors`, or numbered shards and their index.
@@ -105,7 +96,8 @@ def save_model(
         if safe_serialization
         else (WEIGHTS_NAME, WEIGHTS_PATTERN_NAME, WEIGHTS_INDEX_NAME)
     )
-    names = [single] if len(shards) == 1 else _numbered_shards(pattern, len(shards))
+    suffixes = (f"-{number:05d}-of-{len(shards):05d}" for number in range(1, len(shards) + 1))
+    names = [single] if len(shards) == 1 else [pattern.format(suffix=suffix) for suffix in suffixes]
     others = [name for name, value in kept.items() if not isinstance(value, torch.Tensor)]
     shards[0] = shards[0] + others
     contents = [{name: kept[name] for name in members} for members in shards]
@@ -113,10 +105,6 @@ def save_model(
     _write_files(folder, files, aliases, index if len(shards) > 1 else None, safe_serialization)
     _remove_stale(folder, single, pattern, index, set(names), len(shards) > 1)
     logger.info("model weights saved in %s (%d file(s))", folder, len(names))
-
-
-def _numbered_shards(pattern: str, count: int) -> list[str]:
-    return [pattern.format(suffix=f"-{number:05d}-of-{count:05d}") for number in range(1, count + 1)]
 
 
 def clean_tensors(state: Mapping[str, object]) -> dict[str, torch.Tensor]:
@@ -187,15 +175,6 @@ def _remove_stale(folder: Path, single: str, pattern: str, index: str, written: 
 # --- the API's utility functions -----------------------------------------------------------------------------------
 
 
-def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """A state that a safetensors file can hold: contiguous tensors, of tied ones the first name only."""
-    tensors = only_tensors(state_dict)
-    kept, aliases = without_aliases(tensors)
-    if aliases:
-        logger.info("left out tied tensors %s: their values are stored under another name", sorted(aliases))
-    return {name: value if value.is_contiguous() else value.contiguous() for name, value in kept.items()}
-
-
 def save(
     obj: Any, f: str | os.PathLike[str], save_on_each_node: bool = False, safe_serialization: bool = False
 ) -> None:
@@ -217,18 +196,17 @@ def save(
         if aliases:
             pairs = ", ".join(f"{alias} ({name})" for alias, name in sorted(aliases.items()))
             warnings.warn(
-                "save: tensors that share memory are written once. Omitted names, each with the one that is written: "
+                "save: tensors that share memory are written once. Omitted names, each with the written name: "
                 f"{pairs}",
                 stacklevel=2,
             )
         path = follow_links(user_path(f, "save"), "save")
         _write_files(path.parent, {path.name: kept}, aliases)
         return
-    if not isinstance(f, (str, os.PathLike)):
+    if isinstance(f, (str, os.PathLike)):
+        write_atomically(obj, user_path(f, "save"))
+    else:
         torch.save(obj, f)
-        return
-    with atomic_write(user_path(f, "save")) as file:
-        torch.save(obj, file)
 
 
 def load(f: str | os.PathLike[str], map_location: Any = None, **kwargs: Any) -> Any:

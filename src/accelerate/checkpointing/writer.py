@@ -10,9 +10,9 @@ import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from ..core.devices import kind_of
 from ..core.errors import CheckpointError
@@ -92,7 +92,9 @@ class Writer:
             for name, pieces in pending.files.items()
         }
         # Pickled files keep their structure; they are an old format, copied the plain way.
-        pending.pickled = {name: _clone(value) for name, value in pending.pickled.items()}
+        pending.pickled = tree_map_only(
+            torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), pending.pickled
+        )
 
     def _snapshot(self, tensors: Sequence[torch.Tensor]) -> list[Segment]:
         """Copies of the tensors in one buffer, which is kept: memory that is mapped takes a copy at full speed."""
@@ -125,12 +127,6 @@ class Writer:
         """Free the host buffer. The next save allocates a new one."""
         self.wait()
         self._buffer = None
-
-
-def _clone(value: object) -> Any:
-    from torch.utils._pytree import tree_map
-
-    return tree_map(lambda leaf: leaf.detach().to("cpu", copy=True) if isinstance(leaf, torch.Tensor) else leaf, value)
 
 
 _UNFINISHED: set[Writer] = set()  # their last saves nobody has waited for: an exit must not cut one off

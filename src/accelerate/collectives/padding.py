@@ -7,7 +7,6 @@ import warnings
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ..core import trees
 from ..core.errors import ConfigurationError
@@ -42,16 +41,9 @@ def pad_across_processes(tensor: object, dim: int = 0, pad_index: int = 0, pad_f
         logits = gather(pad_across_processes(logits, dim=1))
     """
     state = PartialState()
+    options = f"dim={dim}, pad_index={pad_index}, pad_first={pad_first}" if state.use_distributed else ""
     if state.use_distributed and state.debug:
-        options = f"dim={dim}, pad_index={pad_index}, pad_first={pad_first}"
         verify.agree("pad_across_processes", tensor, options=options, free_dim=...)
-    return pad_nested(tensor, dim, pad_index, pad_first)
-
-
-def pad_nested(
-    data: object, dim: int = 0, pad_index: int = 0, pad_first: bool = False, group: dist.ProcessGroup | None = None
-) -> Any:
-    """`pad_across_processes` among the ranks of `group`."""
     sizes: list[int] = []
     found: list[tuple[int, torch.dtype]] = []
 
@@ -66,12 +58,12 @@ def pad_nested(
             sizes.append(leaf.shape[dim])
         found.append((leaf.dim(), leaf.dtype))
 
-    trees.map_leaves(note, data, strict="pad_across_processes")
-    if not PartialState().use_distributed:
-        return data
-    call = Call("pad_across_processes", data, f"dim={dim}, pad_index={pad_index}, pad_first={pad_first}", ...)
-    sign = signature(call.operation, call.options, flat.keys_of(flat.keys_in(data)), tuple(found))
-    everywhere = transport.all_gather_numbers(sizes, transport.group_of(group), sign, call)
+    trees.map_leaves(note, tensor, strict="pad_across_processes")
+    if not state.use_distributed:
+        return tensor
+    call = Call("pad_across_processes", tensor, options, ...)
+    sign = signature(call.operation, call.options, flat.keys_of(flat.keys_in(tensor)), tuple(found))
+    everywhere = transport.all_gather_numbers(sizes, transport.group_of(None), sign, call)
     greatest = iter([max(found) for found in zip(*everywhere, strict=True)])
 
     def pad(leaf: torch.Tensor) -> torch.Tensor:
@@ -79,7 +71,7 @@ def pad_nested(
             return leaf
         return padded(leaf, dim, next(greatest), pad_index, pad_first)
 
-    return trees.map_leaves(pad, data)
+    return trees.map_leaves(pad, tensor)
 
 
 def padded(leaf: torch.Tensor, dim: int, size: int, pad_index: float = 0, pad_first: bool = False) -> torch.Tensor:

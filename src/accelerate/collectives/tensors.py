@@ -280,7 +280,7 @@ def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
 
 
 def gather_tensor_shape(tensor: torch.Tensor | None) -> tuple[torch.Tensor, int]:
-    """Tell every rank the shape and dtype of the tensor of one rank.
+    """Send the shape and dtype of one rank's tensor to every rank.
 
     Args:
         tensor: the tensor on one rank, None on the others.

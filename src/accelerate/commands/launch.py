@@ -164,7 +164,10 @@ def launch_command(args: argparse.Namespace, in_place: bool = False) -> None:
 
 
 # The API has a function for each kind of launch. Here the arguments determine it.
-simple_launcher = multi_gpu_launcher = deepspeed_launcher = tpu_launcher = launch_command
+simple_launcher = launch_command
+multi_gpu_launcher = launch_command
+deepspeed_launcher = launch_command
+tpu_launcher = launch_command
 
 
 def _validate_launch_command(args: argparse.Namespace) -> tuple[argparse.Namespace, Any, bool]:

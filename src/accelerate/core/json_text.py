@@ -11,6 +11,9 @@ from .files import read_regular
 
 LIMIT = 256 << 20  # bytes of a JSON file
 
+# An object of JSON, whose values are checked by whoever reads them.
+JSONObject = dict[str, Any]
+
 
 class JSONTextError(ValueError):
     """A text that is not JSON, or JSON that has two meanings. The message does not name the file."""

@@ -11,7 +11,7 @@ import zlib
 from typing import Any
 
 from .errors import CheckpointError
-from .files import named_errors, require_regular
+from .files import atomic_write, named_errors, require_regular
 
 # What torch's reader of plain data raises for files that were changed or cut short.
 READ_ERRORS = (
@@ -84,3 +84,11 @@ def write_file(value: object, path: str | os.PathLike[str]) -> None:
             if cause is None:
                 raise
             raise cause from None
+
+
+def write_atomically(value: object, path: str | os.PathLike[str]) -> None:
+    """Write a file with torch.save that appears complete or not at all."""
+    import torch
+
+    with atomic_write(path) as file:
+        torch.save(value, file)

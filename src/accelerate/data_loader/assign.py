@@ -120,14 +120,14 @@ class BatchAssigner:
         """Batches whose rows cannot be counted are assigned without being split."""
         if self.head is None:
             self.head = (group, 0)
-        return self._whole(group, self.head[0]), None
+        return self._unsplit_group(group, self.head[0]), None
 
     def _unsplit(self, group: list[Any], rows: list[int]) -> tuple[list[Any], tuple[int, ...]]:
         """Batches of known size without columns are assigned without being split, also in the last step."""
-        batches = self._whole(group, [self._start(group, rows)[0]])
+        batches = self._unsplit_group(group, [self._start(group, rows)[0]])
         return batches, (*rows, *[0] * (self.cut.shards - len(group)))
 
-    def _whole(self, group: list[Any], head: list[Any]) -> list[Any]:
+    def _unsplit_group(self, group: list[Any], head: list[Any]) -> list[Any]:
         if self.cut.split:
             raise ValueError(
                 "split_batches=True splits each batch, and a batch of this loader cannot be split into samples: it "

@@ -99,15 +99,15 @@ def padded_row(row: torch.Tensor | None, length: int) -> torch.Tensor:
 
 def pack(message: BatchMessage) -> torch.Tensor:
     """A message as one row of bytes: a description, then the bytes of its tensors."""
-    leaves = list(filter(is_dense, trees.leaves(message.batch, _is_sent_whole)))
-    skeleton = trees.map_leaves(_described, message.batch, _is_sent_whole)
+    leaves = list(filter(is_dense, trees.leaves(message.batch, _is_one_leaf)))
+    skeleton = trees.map_leaves(_described, message.batch, _is_one_leaf)
     known = (skeleton, message.counts, message.position, message.last, message.final)
     description = pickle.dumps(known, protocol=pickle.HIGHEST_PROTOCOL)
     row = torch.frombuffer(bytearray(len(description).to_bytes(PREFIX, "little") + description), dtype=torch.uint8)
     return torch.cat([row, flat.pack(leaves, torch.device("cpu"))]) if leaves else row
 
 
-def _is_sent_whole(value: Any) -> bool:
+def _is_one_leaf(value: Any) -> bool:
     # A PackedSequence cannot have anything but tensors: the description contains it.
     return is_dense(value) or isinstance(value, PackedSequence)
 

@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader
@@ -91,13 +91,13 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         )
 
     @classmethod
-    def around(cls, base: DataLoader[Any], use_stateful_dataloader: bool = False, **options: Any) -> Any:
+    def around(cls, base: DataLoader[Any], use_stateful_dataloader: bool = False, **options: Any) -> DataLoader[Any]:
         """Make a prepared loader from an existing torch loader."""
         loader = cls.__new__(cls)
         loader.use_stateful_dataloader = use_stateful_dataloader
         loader.base_dataloader = base
         loader._configure(**options)
-        return loader
+        return cast("DataLoader[Any]", loader)  # which it is to `isinstance`
 
     def _configure(
         self,
@@ -115,7 +115,9 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self.device: torch.device | None = None if device is None else torch.device(device)
         # Without a generator to synchronize, the ranks share the states that the order is drawn from.
         kinds = None if rng_types is None else list(rng_types)
-        self.rng_types: list[Any] | None = kinds if synchronized_generator is not None else _without_generator(kinds)
+        if kinds is not None and synchronized_generator is None:
+            kinds = [kind for kind in kinds if str(getattr(kind, "value", kind)) != "generator"]
+        self.rng_types: list[Any] | None = kinds
         self.synchronized_generator: torch.Generator | None = synchronized_generator
         # `prepare` gave the sampler this generator.
         self._seeded = _seeded
@@ -266,7 +268,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
                 if step.counts is not self.batch_counts:
                     self._weigh(step.counts, plan)
                 if step.last and not (plan.drop_last or self._drop_last) and step.counts is not None:
-                    # What was read, if a sampler has another length than it said.
+                    # What was read, if a sampler yields another number than its length.
                     self.remainder = _last_size(step.counts, plan)
                 self.end_of_dataloader = step.last
                 self._place = step.position
@@ -554,10 +556,6 @@ def _restored(cls: type[PreparedLoader], fields: dict[str, Any]) -> PreparedLoad
     loader.__dict__.update(fields)
     loader._ready()
     return loader
-
-
-def _without_generator(kinds: list[Any] | None) -> list[Any] | None:
-    return None if kinds is None else [kind for kind in kinds if str(getattr(kind, "value", kind)) != "generator"]
 
 
 def _consumed(place: StreamPosition | int) -> int:

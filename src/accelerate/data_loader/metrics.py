@@ -25,7 +25,7 @@ def gather_for_metrics(
     use_gather_object: bool = False,
     shards: int | None = None,
     group: dist.ProcessGroup | None = None,
-    parts: dist.ProcessGroup | None = None,
+    slices: dist.ProcessGroup | None = None,
 ) -> Any:
     """Gather nested data with one row for each sample from all ranks, each sample once.
 
@@ -36,14 +36,14 @@ def gather_for_metrics(
         use_gather_object: gather as objects even if all values are tensors.
         shards: the number of shards of the data. None: the size of the group.
         group: ranks that have one shard each. None: all ranks.
-        parts: ranks that computed on different slices of the same samples; each contributes its rows.
+        slices: ranks that computed on different slices of the same samples; each contributes its rows.
 
     Returns:
         The gathered data, on every rank.
     """
     as_objects = use_gather_object or not _only_tensors(input_data)
     found = _each_once(input_data, loader, as_objects, shards, group)
-    return found if parts is None else _gather(found, as_objects, None, parts)
+    return found if slices is None else _gather(found, as_objects, None, slices)
 
 
 def _each_once(

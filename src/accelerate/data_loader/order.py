@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import operator
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -374,7 +375,7 @@ class Order:
             due.append((self._expected[0], self._verify))
         if self.states.get("rekeyed") and not self._finished:
             due.append((1, self._rekey))
-        for count, act in sorted(due, key=_count_of):
+        for count, act in sorted(due, key=operator.itemgetter(0)):
             yield from self._counted(itertools.islice(found, max(0, count - self.drawn)))
             if self.drawn >= count or act == self._verify:
                 act()
@@ -548,10 +549,6 @@ def draw_worker_seed(generator: torch.Generator | None) -> int:
 def is_distributed() -> bool:
     """Whether there is a process group of more than one rank."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
-def _count_of(due: tuple[int, Any]) -> int:
-    return due[0]
 
 
 def _global(states: States) -> States:

@@ -107,33 +107,27 @@ class Position:
 
     def to_dict(self) -> dict[str, Any]:
         """The position as numbers, strings, lists and byte tensors."""
-        found: dict[str, Any] = {
+        place = self.place
+        optional = {
+            "workers": None if place.workers is None else list(place.workers),
+            "turn": None if place.workers is None else place.turn,
+            "inner": place.inner,
+            "digest": place.digest,
+            "parts": None if place.split is None else list(place.split),
+            "worker_random": None if place.random is None else place.random.to_dict(),
+            "order": self.order,
+            "own": self.own or None,
+            "sampler": self.sampler,
+            "ended": self.ended or None,
+        }
+        return {
             "format": FORMAT,
             "epoch": self.epoch,
             "unit": self.unit,
             "total": self.total,
-            "consumed": self.place.consumed,
+            "consumed": place.consumed,
+            **{name: value for name, value in optional.items() if value is not None},
         }
-        if self.place.workers is not None:
-            found["workers"] = list(self.place.workers)
-            found["turn"] = self.place.turn
-        if self.place.inner is not None:
-            found["inner"] = self.place.inner
-        if self.place.digest is not None:
-            found["digest"] = self.place.digest
-        if self.place.split is not None:
-            found["parts"] = list(self.place.split)
-        if self.place.random is not None:
-            found["worker_random"] = self.place.random.to_dict()
-        if self.order is not None:
-            found["order"] = self.order
-        if self.own:
-            found["own"] = self.own
-        if self.sampler is not None:
-            found["sampler"] = self.sampler
-        if self.ended:
-            found["ended"] = True
-        return found
 
     @classmethod
     def from_dict(cls, state: dict[str, Any]) -> Position:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader
@@ -25,7 +25,6 @@ from .samplers import (
     SkipBatchSampler,
     check_skip,
     get_sampler,
-    seedable,
     shuffles_plainly,
     with_sampler,
 )
@@ -68,7 +67,7 @@ def prepare_data_loader(
     use_stateful_dataloader: bool = False,
     torch_device_mesh: Any = None,
     exact: bool = False,
-) -> Any:
+) -> DataLoader[Any]:
     """Make a loader that reads this process's shard of `dataloader`'s data.
 
     With several shards, a sampler whose attribute `generator` is None gets a generator, and its seed is the next
@@ -149,7 +148,9 @@ def prepare_data_loader(
             "slice_fn_for_dispatch slices dispatched batches: it has no effect without dispatch_batches=True"
         )
     seeded = cut.shards > 1 and not (exact or use_seedable_sampler or is_iterable(base)) and _seed_sampler(base)
-    if split or (_reads_shard(base, cut) and not use_stateful_dataloader):
+    # Each process reads its own shard of the dataset. With `exact`, the order is that of one process.
+    reads_shard = cut.shards > 1 and not (cut.split or cut.exact or use_stateful_dataloader)
+    if split or (reads_shard and splits_evenly(base.dataset, cut.shards)):
         unsplit = None if split else base.dataset
         shard = base.dataset if unsplit is None else unsplit.shard(num_shards=cut.shards, index=cut.index)
         base = altered(base, dataset=shard)
@@ -162,12 +163,12 @@ def prepare_data_loader(
     if target is not None and on_xla:
         from .xla import MpDeviceLoaderWrapper
 
-        return MpDeviceLoaderWrapper(loader, target)
+        return cast("DataLoader[Any]", MpDeviceLoaderWrapper(loader, target))
     return loader
 
 
 @explained
-def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Any:
+def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
     """Make a loader that skips the first `num_batches` of every pass, to continue in the middle of an epoch.
 
     A map-style dataset is not read for them: only their indices are drawn. An iterable dataset is read. If a position
@@ -190,14 +191,16 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Any
     """
     check_skip(num_batches)
     if (without_first := getattr(dataloader, "without_first", None)) is not None:
-        return without_first(num_batches)
+        loader: DataLoader[Any] = without_first(num_batches)
+        return loader
     check_loader(dataloader, "skip_first_batches")
     kind: Any = type(dataloader)
     if is_available("torch_xla") and hasattr(dataloader, "dataloader"):
         from .xla import MpDeviceLoaderWrapper
 
         if isinstance(dataloader, MpDeviceLoaderWrapper):
-            return MpDeviceLoaderWrapper(skip_first_batches(dataloader.dataloader, num_batches), dataloader.device)
+            shorter = skip_first_batches(dataloader.dataloader, num_batches)
+            return cast("DataLoader[Any]", MpDeviceLoaderWrapper(shorter, dataloader.device))
     if not isinstance(dataloader, PreparedLoader):
         if is_iterable(dataloader):
             return SkipDataLoader.around(dataloader, skip_batches=num_batches)
@@ -210,12 +213,12 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Any
         options["skip_batches"] += num_batches
     else:
         base = _without_first(base, num_batches)
-    loader = kind.around(base, **options)
-    loader.succeed(dataloader, continues=num_batches > 0)
-    return loader
+    following = kind.around(base, **options)
+    following.succeed(dataloader, continues=num_batches > 0)
+    return cast("DataLoader[Any]", following)
 
 
-def _without_first(base: DataLoader[Any], num_batches: int) -> Any:
+def _without_first(base: DataLoader[Any], num_batches: int) -> DataLoader[Any]:
     if base.batch_sampler is None:
         return altered(base, sampler=SkipBatchSampler(base.sampler, num_batches))
     return altered(base, batch_sampler=SkipBatchSampler(base.batch_sampler, num_batches))
@@ -275,7 +278,13 @@ def _with_seedable_sampler(base: Any, data_seed: int | None) -> Any:
     sampler: Any = None if is_iterable(base) else get_sampler(base)
     if not shuffles_plainly(sampler):
         return base
-    fresh = seedable(sampler, data_seed)
+    fresh = SeedableRandomSampler(
+        sampler.data_source,
+        replacement=sampler.replacement,
+        num_samples=sampler._num_samples,
+        generator=sampler.generator,
+        data_seed=data_seed,
+    )
     fresh.seed_agreed = fresh.seed_agreed or not is_distributed()
     if base.batch_sampler is None:
         return altered(base, sampler=fresh)
@@ -327,11 +336,6 @@ def _check_counted(base: Any, counted: bool) -> None:
             f"exact=True has to know which samples are in a batch of this {type(base).__name__}, and {why}: use a "
             "torch DataLoader with in_order=True"
         )
-
-
-def _reads_shard(base: Any, cut: ShardSplit) -> bool:
-    """Whether each process reads its own shard of the dataset. With `exact`, the order is that of one process."""
-    return cut.shards > 1 and not (cut.split or cut.exact) and splits_evenly(base.dataset, cut.shards)
 
 
 def _seed_sampler(base: Any) -> bool:

@@ -23,7 +23,7 @@ def count_rows(batch: Any) -> int | None:
         found = trees.first_leaf(batch, _is_array)
     if found is not None:
         return _length(found) if found.ndim else None
-    column = next(_columns(batch), None)
+    column: Any = next(iter(trees.leaves(batch, _is_plain_list)), None)
     return None if column is None else len(column)
 
 
@@ -164,9 +164,5 @@ def _per_column(function: Callable[[list[Any]], Any], batches: list[Any], rows: 
     return trees.with_children(first, joined)
 
 
-def _columns(batch: Any) -> Any:
-    return trees.leaves(batch, lambda value: isinstance(value, (list, tuple)) and not _nests(value))
-
-
-def _nests(value: Any) -> bool:
-    return any(isinstance(element, (list, tuple, Mapping)) for element in value)
+def _is_plain_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and not any(isinstance(one, (list, tuple, Mapping)) for one in value)

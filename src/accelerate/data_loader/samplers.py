@@ -111,17 +111,6 @@ def with_sampler(batch_sampler: Any, sampler: Sampler[int]) -> Any:
     return fresh
 
 
-def seedable(sampler: RandomSampler, data_seed: int | None) -> SeedableRandomSampler:
-    """A seedable sampler with the options of `sampler`."""
-    return SeedableRandomSampler(
-        sampler.data_source,
-        replacement=sampler.replacement,
-        num_samples=sampler._num_samples,
-        generator=sampler.generator,
-        data_seed=data_seed,
-    )
-
-
 def shuffles_plainly(sampler: Any) -> bool:
     """Whether `sampler` is torch's random sampler, and not a subclass with another order."""
     return (

@@ -34,7 +34,7 @@ def is_splittable(dataset: Any) -> bool:
 
 
 def is_split(dataset: Any) -> bool:
-    """Whether the processes read different parts of `dataset` already, because the user declared it."""
+    """Whether the processes read different shards of `dataset` already, because the user declared it."""
     return _splits_by_rank(dataset) or (is_splittable(dataset) and getattr(dataset, "_distributed", None) is not None)
 
 

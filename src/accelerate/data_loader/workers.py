@@ -23,7 +23,7 @@ from .position import StreamPosition, WorkerRandom
 from .steps import ReadPlan, ShardStep
 
 
-def altered(loader: DataLoader[Any], **changes: Any) -> Any:
+def altered(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
     """A copy of `loader`, of the same class, with some attributes changed."""
     fresh = copy.copy(loader)
     # Without torch's check, which protects a loader in use: this one is new.

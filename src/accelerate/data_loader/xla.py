@@ -4,15 +4,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch_xla.distributed.parallel_loader as parallel_loader
 
 from ..collectives.rng import synchronize_rng_states
 
+if TYPE_CHECKING:
 
-class MpDeviceLoaderWrapper(parallel_loader.MpDeviceLoader):
+    class MpDeviceLoader:
+        """The class of torch_xla, which has no annotations."""
+
+        def __init__(self, loader: Any, device: torch.device) -> None: ...
+        def __iter__(self) -> Iterator[Any]: ...
+
+else:
+    from torch_xla.distributed.parallel_loader import MpDeviceLoader
+
+
+class MpDeviceLoaderWrapper(MpDeviceLoader):
     """A device loader of torch_xla around a prepared loader: a thread copies batches to the device.
 
     Args:
@@ -31,8 +41,7 @@ class MpDeviceLoaderWrapper(parallel_loader.MpDeviceLoader):
     def __iter__(self) -> Iterator[Any]:
         if self._rng_types:
             synchronize_rng_states(self._rng_types, self.dataloader.synchronized_generator)
-        batches: Iterator[Any] = super().__iter__()
-        return batches
+        return super().__iter__()
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next pass."""

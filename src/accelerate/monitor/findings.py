@@ -14,7 +14,8 @@ import numpy as np
 
 from .run import Run, ranks_text
 from .slow_ranks import Straggler, briefly_slow_ranks, slow_ranks
-from .view import ALL_PHASES, WINDOW, Array, View, view
+from .steps import Array
+from .view import ALL_PHASES, WINDOW, View, view
 
 # Buckets of the range that is summarized, and most for what is short: of one rank, and of all together.
 _BUCKETS = 256

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from .run import Run
-from .view import ALL_PHASES, EXCESS, WINDOW, Array, View
+from .steps import Array
+from .view import ALL_PHASES, EXCESS, WINDOW, View
 
 # A rank that is slow in a smaller share of the steps is named only for a time without interruption.
 LEAST_SHARE = 0.05

@@ -311,7 +311,8 @@ class RankSteps:
         steps = ((np.flatnonzero(known) + self._blocks.first + 1) * BLOCK).astype("f8")
         begin = self.header.started if np.isfinite(self.header.started) else ends[0]
         steps[-1] = self.last_step
-        return np.interp(times, [min(begin, ends[0]), *ends], [self.first_step - 1, *steps])
+        found: Array = np.interp(times, [min(begin, ends[0]), *ends], [self.first_step - 1, *steps])
+        return found
 
 
 class _Columns:

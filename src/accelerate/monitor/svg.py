@@ -12,7 +12,8 @@ from html import escape
 
 import numpy as np
 
-from .view import Array, Curve
+from .steps import Array
+from .view import Curve
 
 LEFT, RIGHT, TOP, BOTTOM = 62, 12, 8, 24
 # The same colours as RAMP in `page/charts.js`: cividis.

@@ -17,8 +17,9 @@ from rich.text import Text
 from .findings import STANDS_OUT, Summary, duration, size, summarize
 from .run import Run
 from .server import grouped_events
+from .steps import Array
 from .svg import without_peaks
-from .view import ALL_PHASES, Array, Curve, View, heat_rows, view
+from .view import ALL_PHASES, Curve, View, heat_rows, view
 
 # Seconds between two pictures.
 INTERVAL = 0.5

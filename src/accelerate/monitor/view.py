@@ -116,8 +116,7 @@ def view(run: Run, start: int | None = None, stop: int | None = None, pixels: in
 def _share(header: StepsHeader) -> float:
     """The fraction of the samples of a rank that it alone contributes: several ranks may read the same ones."""
     shards = header.details.get("data_shards")
-    known = isinstance(shards, int) and 0 < shards <= header.world_size
-    return shards / header.world_size if known else 1.0
+    return shards / header.world_size if isinstance(shards, int) and 0 < shards <= header.world_size else 1.0
 
 
 def _reduced(ranks: list[int], found: list[Buckets], shares: list[float], start: int, stop: int, width: int) -> View:

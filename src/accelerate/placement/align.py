@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -295,11 +296,6 @@ class AlignDevicesHook(ModelHook):
         )
 
 
-def _has_tensors(module: nn.Module) -> bool:
-    """Whether a module itself, not a submodule of it, holds a parameter or buffer."""
-    return next(named_module_tensors(module), None) is not None
-
-
 def _is_preloaded(module: nn.Module, classes: Sequence[str] | None) -> bool:
     # What cannot be called brings nothing: its submodules do so themselves.
     return classes is not None and type(module).__name__ in classes and has_forward(module)
@@ -345,7 +341,7 @@ def attach_align_device_hook(
     """
     require_module(module, "attach_align_device_hook")
     place_all = offload and _is_preloaded(module, preload_module_classes)
-    if place_all or _has_tensors(module):
+    if place_all or next(named_module_tensors(module), None) is not None:
         prefix = f"{module_name}." if module_name else ""
         hook = AlignDevicesHook(
             execution_device,
@@ -396,32 +392,22 @@ def attach_align_device_hook_on_blocks(
         offload if isinstance(offload, Mapping) else dict.fromkeys(named, offload),
         weights_map,
         offload_buffers,
-        skip_keys,
         preload_module_classes,
-        tied_params_map,
+        {"skip_keys": skip_keys, "tied_params_map": tied_params_map},
     )
     blocks.attach(module, module_name, outermost=True)
 
 
+@dataclass
 class _Blocks:
     """Hooks for the blocks of a model, each on its own device."""
 
-    def __init__(
-        self,
-        execution_device: Mapping[str, Any],
-        offload: Mapping[str, bool],
-        weights_map: Weights | None,
-        offload_buffers: bool,
-        skip_keys: str | list[str] | None,
-        preload: Sequence[str] | None,
-        tied: TiedCopies | None,
-    ) -> None:
-        self.execution_device = execution_device
-        self.offload = offload
-        self.weights_map = weights_map
-        self.offload_buffers = offload_buffers
-        self.common: dict[str, Any] = {"skip_keys": skip_keys, "tied_params_map": tied}
-        self.preload = preload
+    execution_device: Mapping[str, Any]
+    offload: Mapping[str, bool]
+    weights_map: Weights | None
+    offload_buffers: bool
+    preload: Sequence[str] | None
+    common: dict[str, Any]
 
     def attach(self, module: nn.Module, name: str, outermost: bool) -> None:
         device: Any = self.execution_device.get(name)

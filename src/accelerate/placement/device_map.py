@@ -15,9 +15,18 @@ from torch import nn
 from ..core.errors import ConfigurationError
 from ..core.modules import require_module
 from ..core.retired import explained
-from .memory import get_max_memory
-from .names import DeviceMap, entry_for, is_within, join, normalized_classes
-from .sizes import Dtype, Measured, NamedPart, children_of, compute_module_sizes, get_max_layer_size, measure
+from .memory import get_balanced_memory, get_max_memory
+from .names import DeviceMap, entry_for, is_within, normalized_classes
+from .sizes import (
+    Dtype,
+    Measured,
+    NamedPart,
+    children_of,
+    compute_module_sizes,
+    get_max_layer_size,
+    measure,
+    members_of,
+)
 from .tied import check_tied_parameters_in_config, check_tied_parameters_on_same_device
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -45,9 +54,9 @@ def clean_device_map(device_map: dict[str, Any], module_name: str = "") -> dict[
 
 def _ancestors(name: str, start: str) -> list[str]:
     """The names of the modules from `start` down to `name`, both included."""
-    parts = name.split(".")
+    names = name.split(".")
     first = len(start.split(".")) if start else 0
-    return [".".join(parts[:length]) for length in range(first, len(parts) + 1)] if name else [""]
+    return [".".join(names[:length]) for length in range(first, len(names) + 1)] if name else [""]
 
 
 def check_device_map(model: nn.Module, device_map: DeviceMap) -> None:
@@ -77,15 +86,38 @@ def check_device_map(model: nn.Module, device_map: DeviceMap) -> None:
         )
 
 
-def check_plan_name(kind: str) -> None:
-    """Raise ConfigurationError for a string that is not the name of a way to plan a device map."""
+def plan_device_map(
+    model: nn.Module,
+    kind: str,
+    max_memory: MutableMapping[int | str, int | str] | None,
+    no_split_module_classes: str | Sequence[str] | None,
+    dtype: Dtype | None = None,
+    special_dtypes: Mapping[str, Dtype] | None = None,
+    offload_buffers: bool = False,
+    allow_disk: bool = True,
+) -> dict[str, Any]:
+    """A device map that is planned in the way `kind`, such as "auto"; the others as in `infer_auto_device_map`.
+
+    Raises ConfigurationError for another word, ValueError where modules are on the disk without `allow_disk`.
+    """
     if kind not in ("auto", "balanced", "balanced_low_0", "sequential"):
         raise ConfigurationError(
             "If passing a string for `device_map`, please choose 'auto', 'balanced', 'balanced_low_0' or 'sequential'."
         )
+    options: dict[str, Any] = {
+        "no_split_module_classes": no_split_module_classes,
+        "dtype": dtype,
+        "special_dtypes": special_dtypes,
+    }
+    if kind != "sequential":
+        max_memory = get_balanced_memory(model, max_memory, low_zero=kind == "balanced_low_0", **options)
+    device_map = infer_auto_device_map(model, max_memory, offload_buffers=offload_buffers, **options)
+    if not allow_disk:
+        _check_no_disk(model, device_map, max_memory, no_split_module_classes, dtype)
+    return device_map
 
 
-def check_disk_allowed(
+def _check_no_disk(
     model: nn.Module,
     device_map: DeviceMap,
     max_memory: MutableMapping[int | str, int | str] | None,
@@ -97,7 +129,7 @@ def check_disk_allowed(
     missing = {name: sizes[name] for name, place in device_map.items() if place == "disk"}
     if not missing:
         return
-    modules = [(name, part) for name, part in _split("", model) if isinstance(part, nn.Module)]
+    modules = [(name, part) for name, part in members_of("", model) if isinstance(part, nn.Module)]
     largest, layers = get_max_layer_size(modules, sizes, normalized_classes(no_split_module_classes))
     limits = ", ".join(f"{limit:,.0f} on {place}" for place, limit in get_max_memory(max_memory).items())
     raise ValueError(
@@ -158,7 +190,7 @@ def infer_auto_device_map(
         unsplittable,
         measured,
         fallback_allocation,
-        print if verbose else _silent,
+        print if verbose else lambda text: None,
     )
     device_map: dict[str, Any] = planner.run()
     if not offload_buffers:
@@ -168,10 +200,6 @@ def infer_auto_device_map(
         device_map = clean_device_map(device_map)
     check_tied_parameters_on_same_device(tied, device_map)
     return device_map
-
-
-def _silent(text: str) -> None:
-    """The log of `verbose=False`."""
 
 
 class _Planner:
@@ -198,13 +226,13 @@ class _Planner:
         self.accelerators = accelerators
         # Offloaded layers are moved to these devices to run: the largest of them must fit there.
         self.landing = ["mps"] if "mps" in accelerators else [*accelerators[:1], "cpu"]
-        self.ahead: list[NamedPart] = _split("", model)
+        self.ahead: list[NamedPart] = members_of("", model)
         self.used: dict[Any, Any] = dict.fromkeys(self.devices, 0)
         self.needed: dict[Any, Any] = {}
         self.device_map: OrderedDict[str, Any] = OrderedDict()
         self.at = 0
         self.largest: Any = 0
-        self.largest_parts: set[str] = set()  # the parts ahead with a layer of that size
+        self.largest_names: set[str] = set()  # what is ahead with a layer of that size
         self._measure_largest()
 
     # --- planning
@@ -213,8 +241,8 @@ class _Planner:
         while self.ahead:
             name, part = self.ahead.pop(0)
             self.log(f"\nTreating module {name}.")
-            self.largest_parts.discard(name)
-            if not self.largest_parts:
+            self.largest_names.discard(name)
+            if not self.largest_names:
                 self._measure_largest()
             self._assign(name, part)
         return self.device_map
@@ -275,18 +303,18 @@ class _Planner:
     def _measure_largest(self) -> None:
         found = {name: self.layers[name] for name, part in self.ahead if isinstance(part, nn.Module)}
         self.largest = max(found.values(), default=0)
-        self.largest_parts = {name for name, size in found.items() if size == self.largest}
+        self.largest_names = {name for name, size in found.items() if size == self.largest}
 
     def _inside(self, name: str, part: nn.Module | torch.Tensor) -> list[NamedPart]:
         """What a part splits into; empty if it has no submodules or must not be split."""
         if isinstance(part, nn.Module) and children_of(name, part, self.unsplittable):
-            return _split(name, part)
+            return members_of(name, part)
         return []
 
     # --- tied parameters
 
     def _partners(self, name: str) -> list[NamedPart]:
-        """The parts ahead with a parameter that is tied to one of the part `name`."""
+        """What is ahead with a parameter that is tied to one of the part `name`."""
         found: dict[str, NamedPart] = {}
         for group in self.tied:
             outside = [tied for tied in group if not is_within(tied, name)]
@@ -357,9 +385,3 @@ class _Planner:
                 + "\n".join(lines)
                 + "\nThe minimum is that of this plan and may change with the other limits."
             )
-
-
-def _split(name: str, module: nn.Module) -> list[NamedPart]:
-    """The parameters, submodules and buffers of a module itself, by full name."""
-    groups = (module.named_parameters(recurse=False), module.named_children(), module.named_buffers(recurse=False))
-    return [(join(name, own), part) for group in groups for own, part in group]

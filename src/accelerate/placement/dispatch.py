@@ -51,21 +51,43 @@ def dispatch(
             (place for place in as_device_map(device_map).values() if place not in ("cpu", "disk")), "cpu"
         )
     kinds = set(places.values())
-    if len(kinds) > 1 or "disk" in kinds or force_hooks or _is_quantized(model):
-        _attach(
-            model,
-            places,
-            main_device,
-            state_dict,
-            offload_dir,
-            offload_index,
-            offload_buffers,
-            skip_keys,
-            preload,
-        )
-    else:
+    if not (len(kinds) > 1 or "disk" in kinds or force_hooks or _is_quantized(model)):
         for place in kinds:
             _move(model, as_device(place))
+        model.hf_device_map = dict(device_map)  # type: ignore[assignment]
+        return
+    # Main memory is no device apart from the CPU, and from the GPU of a machine where both share it.
+    offloaded = ("disk",) if main_device in ("cpu", "mps") else ("cpu", "disk")
+    tied = find_tied_parameters(model)
+    weights = _offloaded_weights(model, places, offloaded, state_dict, offload_dir, offload_index)
+    if weights is not None:
+        _name_tied(weights, model, tied)
+        _keep_unlisted(weights, model, places, offloaded)
+        for name in (name for group in tied for name in group):
+            # A checkpoint has one name of a tied weight, which may be on the disk while this one stays in memory.
+            place = device_for(name, places)
+            if place not in offloaded and name in weights and tensor_at(model, name).is_meta:
+                set_module_tensor_to_device(model, name, place, value=weights[name])
+    attach_align_device_hook_on_blocks(
+        model,
+        execution_device={
+            "": main_device,
+            **{name: main_device if place in ("cpu", "disk") else place for name, place in places.items()},
+        },
+        offload={name: place in offloaded for name, place in places.items()},
+        weights_map=weights,
+        offload_buffers=offload_buffers,
+        skip_keys=skip_keys,
+        preload_module_classes=preload,
+        tied_params_map=_tied_copies(model, tied, weights),
+    )
+    if offloaded_to := [place for place in offloaded if place in places.values()]:
+        logger.warning(
+            "Some parameters are on the meta device because they were offloaded to the "
+            f"{' and '.join(reversed(offloaded_to))}."
+        )
+    _retie_by_device(model, tied)
+    guard_moves(model)
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]
 
 
@@ -171,51 +193,6 @@ def _is_quantized(model: nn.Module) -> bool:
     return method == "bitsandbytes" and any(
         getattr(model, mark, False) for mark in ("is_quantized", *_QUANTIZED_MARKS)
     )
-
-
-def _attach(
-    model: nn.Module,
-    places: Mapping[str, Any],
-    main_device: Place,
-    state_dict: Mapping[str, torch.Tensor] | None,
-    offload_dir: str | os.PathLike[str] | None,
-    offload_index: Mapping[str, Any] | None,
-    offload_buffers: bool,
-    skip_keys: str | list[str] | None,
-    preload: Sequence[str] | None,
-) -> None:
-    # Main memory is no device apart from the CPU, and from the GPU of a machine where both share it.
-    offloaded = ("disk",) if main_device in ("cpu", "mps") else ("cpu", "disk")
-    tied = find_tied_parameters(model)
-    weights = _offloaded_weights(model, places, offloaded, state_dict, offload_dir, offload_index)
-    if weights is not None:
-        _name_tied(weights, model, tied)
-        _keep_unlisted(weights, model, places, offloaded)
-        for name in (name for group in tied for name in group):
-            # A checkpoint has one name of a tied weight, which may be on the disk while this one stays in memory.
-            place = device_for(name, places)
-            if place not in offloaded and name in weights and tensor_at(model, name).is_meta:
-                set_module_tensor_to_device(model, name, place, value=weights[name])
-    attach_align_device_hook_on_blocks(
-        model,
-        execution_device={
-            "": main_device,
-            **{name: main_device if place in ("cpu", "disk") else place for name, place in places.items()},
-        },
-        offload={name: place in offloaded for name, place in places.items()},
-        weights_map=weights,
-        offload_buffers=offload_buffers,
-        skip_keys=skip_keys,
-        preload_module_classes=preload,
-        tied_params_map=_tied_copies(model, tied, weights),
-    )
-    if offloaded_to := [place for place in offloaded if place in places.values()]:
-        logger.warning(
-            "Some parameters are on the meta device because they were offloaded to the "
-            f"{' and '.join(reversed(offloaded_to))}."
-        )
-    _retie_by_device(model, tied)
-    guard_moves(model)
 
 
 def _offloaded_weights(

@@ -8,6 +8,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -142,13 +143,13 @@ def load_checkpoint_in_model(
     result.log_differences(model, checkpoint)
 
 
+@dataclass
 class _Result:
     """Which names of a checkpoint were loaded, which the model does not have, and which the checkpoint lacks."""
 
-    def __init__(self) -> None:
-        self.loaded: set[str] = set()
-        self.unexpected: set[str] = set()
-        self.missing: set[str] = set()
+    loaded: set[str] = field(default_factory=set)
+    unexpected: set[str] = field(default_factory=set)
+    missing: set[str] = field(default_factory=set)
 
     def find_missing(self, model: nn.Module, tied: list[list[str]]) -> None:
         """Compare with the names of the model. A name that is tied to a loaded one is not missing."""
@@ -279,11 +280,9 @@ def _load_unsharded(model: nn.Module, checkpoint: Any, tied: list[list[str]]) ->
     by_module = not _loads_custom(model)
     if by_module:
         _check_shapes(model, checkpoint, shapes)
-    result = _Result()
-    result.missing = set(model.state_dict())
+    result = _Result(missing=set(model.state_dict()))
     if by_module:
-        found = _Result()
-        found.loaded, found.unexpected = shapes.keys() & result.missing, shapes.keys() - result.missing
+        found = _Result(shapes.keys() & result.missing, shapes.keys() - result.missing)
         found.find_missing(model, tied)
         found.check_fits(model, checkpoint, fill_meta=False)
     _leave_meta(model, shapes.keys() & result.missing, tied)
@@ -400,32 +399,26 @@ def _files_of_rank_0(checkpoint: Any) -> tuple[list[str], str | None]:
     return answer[0]
 
 
+@dataclass
 class _Placement:
     """The tensors of a checkpoint on their way to the devices, the disk or the CPU."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        device_map: DeviceMap,
-        offload_folder: str | os.PathLike[str] | None,
-        casts: _Casts,
-        offload_buffers: bool,
-        offload_8bit: bool,
-        quantizer: Quantizer | None,
-    ) -> None:
-        self.model = model
-        self.device_map = as_device_map(device_map)
-        self.folder = offload_folder
-        self.casts = casts
-        self.offload_8bit = offload_8bit
-        self.quantizer = quantizer
-        parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
-        self.known = parameters | buffers
-        self.to_disk = self.known if offload_buffers else parameters
-        self.index: dict[str, Any] = {}
-        self.spilled: dict[str, Any] = {}
-        self.copied = 0  # bytes written to the offload folder
+    model: nn.Module
+    device_map: DeviceMap
+    folder: str | os.PathLike[str] | None
+    casts: _Casts
+    offload_buffers: bool
+    offload_8bit: bool
+    quantizer: Quantizer | None
+    index: dict[str, Any] = field(default_factory=dict)
+    spilled: dict[str, Any] = field(default_factory=dict)
+    copied: int = 0  # bytes written to the offload folder
+
+    def __post_init__(self) -> None:
+        self.device_map = as_device_map(self.device_map)
+        parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        self.known = parameters.union(name for name, _ in self.model.named_buffers(remove_duplicate=False))
+        self.to_disk = self.known if self.offload_buffers else parameters
 
     def check(self, checkpoint: Any, files: list[str]) -> _Result:
         """Compare what the files hold with the model and the device map, before a tensor is read."""

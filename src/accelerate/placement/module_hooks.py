@@ -164,8 +164,8 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
     vars(module)["_hf_hook"] = hook
     if not calls:
         return module
-    # A partial of a function of this file, unlike a closure, can be pickled and copied with the module. What asks for
-    # the signature of the forward finds that of the former one.
+    # A partial of a function of this file, unlike a closure, can be pickled and copied with the module. `inspect`
+    # finds the signature of the former one.
     wrapped = functools.update_wrapper(functools.partial(_forward_with_hook, module), former)
     module.forward = wrapped
     return module

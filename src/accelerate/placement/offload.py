@@ -80,7 +80,9 @@ def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapp
         dtype = as_dtype(weight_info["dtype"])
         empty = torch.empty(tuple(weight_info["shape"]), dtype=dtype, device="meta")
         if "subclass" in weight_info:
-            return _load_quantized(weight_file, weight_info, empty)
+            stem, tensors = os.fspath(weight_file).removesuffix(".dat"), weight_info["tensors"]
+            inner = {name: load_offloaded_weight(f"{stem}.{name}.dat", info) for name, info in tensors.items()}
+            return rebuild(weight_info["subclass"], inner, empty)
         size = require_regular(weight_file) if empty.numel() else 0
     except FileNotFoundError as error:
         raise CheckpointError(f"the offloaded weight {weight_file} cannot be read: {error}") from None
@@ -99,14 +101,6 @@ def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapp
     except RuntimeError as error:
         raise CheckpointError(f"the offloaded weight {weight_file} cannot be read: {error}") from None
     return flat.view(empty.shape)
-
-
-def _load_quantized(
-    weight_file: str | os.PathLike[str], entry: Mapping[str, Any], empty: torch.Tensor
-) -> torch.Tensor:
-    stem = os.fspath(weight_file).removesuffix(".dat")
-    inner = {name: load_offloaded_weight(f"{stem}.{name}.dat", info) for name, info in entry["tensors"].items()}
-    return rebuild(entry["subclass"], inner, empty)
 
 
 def save_offload_index(index: Mapping[str, Any] | None, offload_folder: str | os.PathLike[str]) -> None:
@@ -165,11 +159,12 @@ class PrefixedDataset(Mapping[str, torch.Tensor]):
     """
 
     def __init__(self, dataset: Mapping[str, torch.Tensor], prefix: str) -> None:
-        self.dataset = dataset
+        self.dataset: Any = dataset
         self.prefix = prefix
 
     def __getitem__(self, key: str) -> torch.Tensor:
-        return self.dataset[f"{self.prefix}{key}"]
+        tensor: torch.Tensor = self.dataset[f"{self.prefix}{key}"]
+        return tensor
 
     def __iter__(self) -> Iterator[str]:
         return (key[len(self.prefix) :] for key in self.dataset if key.startswith(self.prefix))
@@ -182,24 +177,20 @@ class PrefixedDataset(Mapping[str, torch.Tensor]):
 
     def shared(self, key: str) -> torch.Tensor:
         """Return a weight for one forward on the CPU: `OffloadedWeightsLoader.shared`."""
-        dataset: Any = self.dataset
-        tensor: torch.Tensor = dataset.shared(f"{self.prefix}{key}")
+        tensor: torch.Tensor = self.dataset.shared(f"{self.prefix}{key}")
         return tensor
 
     def read(self, key: str) -> None:
         """Read the bytes of a weight in a file: `OffloadedWeightsLoader.read`."""
-        dataset: Any = self.dataset
-        dataset.read(f"{self.prefix}{key}")
+        self.dataset.read(f"{self.prefix}{key}")
 
     def stays(self, key: str) -> bool:
         """Return whether a weight stays mapped: `OffloadedWeightsLoader.stays`."""
-        dataset: Any = self.dataset
-        return bool(dataset.stays(f"{self.prefix}{key}"))
+        return bool(self.dataset.stays(f"{self.prefix}{key}"))
 
     def is_ready(self, key: str) -> bool:
         """Return whether a weight is mapped, with its pages in memory: `OffloadedWeightsLoader.is_ready`."""
-        dataset: Any = self.dataset
-        return bool(dataset.is_ready(f"{self.prefix}{key}"))
+        return bool(self.dataset.is_ready(f"{self.prefix}{key}"))
 
     @property
     def stream(self) -> WeightStream | None:
@@ -208,8 +199,7 @@ class PrefixedDataset(Mapping[str, torch.Tensor]):
 
     def can_stream(self, key: str, device: torch.device, tied: TiedCopies) -> bool:
         """Return whether a weight may be fetched ahead: `OffloadedWeightsLoader.can_stream`."""
-        dataset: Any = self.dataset
-        return bool(dataset.can_stream(f"{self.prefix}{key}", device, tied))
+        return bool(self.dataset.can_stream(f"{self.prefix}{key}", device, tied))
 
 
 class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):

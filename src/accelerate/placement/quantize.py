@@ -17,13 +17,12 @@ from ..core.availability import is_4bit_bnb_available, is_8bit_bnb_available
 from ..core.errors import ConfigurationError
 from ..core.modules import require_module
 from ..core.retired import explained
-from .device_map import check_device_map, check_plan_name, infer_auto_device_map
+from .device_map import check_device_map, plan_device_map
 from .dispatch import dispatch
 from .load import load_checkpoint_in_model
-from .memory import get_balanced_memory, get_max_memory
 from .names import is_within
 from .quantize_torchao import is_torchao_config, load_quantized
-from .sizes import named_module_tensors
+from .sizes import Dtype, named_module_tensors
 from .tensors import QUANTIZED, main_device, set_module_tensor_to_device
 from .tied import find_tied_parameters
 
@@ -153,7 +152,13 @@ def quantized_device_map(
         device_map = {"": main_device()}
         logger.info(f"The device_map was not initialized. Setting device_map to {device_map}.")
     if isinstance(device_map, str):
-        device_map = _planned(model, config, skip, device_map, max_memory, no_split_module_classes)
+        names = [name for name, _ in model.named_parameters()]
+        special: dict[str, Dtype] = {name: config.torch_dtype for name in names if _mentions(name, skip)}
+        full = config.keep_in_fp32_modules or []
+        special.update({name: torch.float32 for name in names if _mentions(name, full)})
+        device_map = plan_device_map(
+            model, device_map, max_memory, no_split_module_classes, config.target_dtype, special
+        )
     offloaded = [
         name
         for name, place in device_map.items()
@@ -170,30 +175,6 @@ def quantized_device_map(
             "Some modules are offloaded to the CPU or the disk. Note that these modules will be converted to 8-bit"
         )
     return dict(device_map)
-
-
-def _planned(
-    model: nn.Module,
-    config: BnbQuantizationConfig,
-    skip: Sequence[str],
-    kind: str,
-    max_memory: MutableMapping[int | str, int | str] | None,
-    no_split_module_classes: Sequence[str] | None,
-) -> dict[str, Any]:
-    check_plan_name(kind)
-    special = {name: config.torch_dtype for name, _ in model.named_parameters() if _mentions(name, skip)}
-    full = config.keep_in_fp32_modules or []
-    special.update({name: torch.float32 for name, _ in model.named_parameters() if _mentions(name, full)})
-    options: dict[str, Any] = {
-        "no_split_module_classes": no_split_module_classes,
-        "dtype": config.target_dtype,
-        "special_dtypes": special,
-    }
-    if kind == "sequential":
-        limits = get_max_memory(max_memory)
-    else:
-        limits = get_balanced_memory(model, max_memory, low_zero=kind == "balanced_low_0", **options)
-    return infer_auto_device_map(model, max_memory=limits, **options)
 
 
 def _mentions(name: str, fragments: Sequence[str]) -> bool:

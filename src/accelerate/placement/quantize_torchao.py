@@ -12,10 +12,9 @@ from torch import nn
 
 from ..core.errors import ConfigurationError
 from ..core.imports import is_available
-from .device_map import check_device_map, check_plan_name, infer_auto_device_map
+from .device_map import check_device_map, plan_device_map
 from .dispatch import dispatch
 from .load import load_checkpoint_in_model
-from .memory import get_balanced_memory, get_max_memory
 from .names import is_within
 from .sizes import Dtype
 from .tensors import main_device
@@ -85,7 +84,9 @@ def load_quantized(
     if device_map is None:
         device_map = {"": main_device()}
     if isinstance(device_map, str):
-        device_map = _planned(model, quantizer, device_map, max_memory, no_split_module_classes)
+        # A byte a value: an upper bound for 4 bits.
+        special: dict[str, Dtype] = dict.fromkeys(quantizer.names, torch.int8)
+        device_map = plan_device_map(model, device_map, max_memory, no_split_module_classes, special_dtypes=special)
     check_device_map(model, device_map)
     if weights_location is None:
         for name in sorted(quantizer.names):
@@ -102,21 +103,3 @@ def load_quantized(
         )
     dispatch(model, device_map, offload_dir=offload_folder)
     return model
-
-
-def _planned(
-    model: nn.Module,
-    quantizer: WeightQuantizer,
-    kind: str,
-    max_memory: MutableMapping[int | str, int | str] | None,
-    no_split_module_classes: Sequence[str] | None,
-) -> dict[str, Any]:
-    check_plan_name(kind)
-    # A byte a value: an upper bound for 4 bits.
-    special: dict[str, Dtype] = dict.fromkeys(quantizer.names, torch.int8)
-    options: dict[str, Any] = {"no_split_module_classes": no_split_module_classes, "special_dtypes": special}
-    if kind == "sequential":
-        limits = get_max_memory(max_memory)
-    else:
-        limits = get_balanced_memory(model, max_memory, low_zero=kind == "balanced_low_0", **options)
-    return infer_auto_device_map(model, max_memory=limits, **options)

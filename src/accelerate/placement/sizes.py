@@ -14,7 +14,7 @@ from torch import nn
 
 from ..core.enums import CustomDtype
 from ..core.modules import require_module
-from .names import normalized_classes
+from .names import join, normalized_classes
 from .subclasses import is_quantized_tensor, stored_bytes
 
 Dtype = str | torch.dtype | CustomDtype
@@ -157,7 +157,7 @@ def measure(
 ) -> Measured:
     """The sizes, the largest layers and the tied parameters of a model.
 
-    In one pass of its own: torch's `named_parameters` and `named_buffers` each take as long as all of it.
+    In a separate pass: torch's `named_parameters` and `named_buffers` each take as long as all of it.
 
     Args:
         model: the model.
@@ -167,7 +167,7 @@ def measure(
     """
     wanted = None if dtype is None else dtype_byte_size(dtype)
     special = {name: dtype_byte_size(kind) for name, kind in (special_dtypes or {}).items()}
-    # Bytes of a value by class and dtype; None where the tensor itself says what it takes.
+    # Bytes of a value by class and dtype; None where the tensor itself has its size.
     widths: dict[tuple[type, torch.dtype], Any] = {}
     found = Measured(defaultdict(int), defaultdict(int), {}, [])
     # The first name of each parameter and buffer, and all names of the parameters that have several.
@@ -231,18 +231,21 @@ def measure(
 def _stored_width(dtype: torch.dtype, wanted: float | None) -> int | float:
     """Bytes of a value of `dtype` where floating point values take `wanted` at most."""
     width = dtype_byte_size(dtype)
-    return width if wanted is None or _is_integer(dtype) else min(wanted, width)
+    is_integer = not (dtype.is_floating_point or dtype.is_complex)
+    return width if wanted is None or is_integer else min(wanted, width)
 
 
-def _is_integer(dtype: torch.dtype) -> bool:
-    return not (dtype.is_floating_point or dtype.is_complex)
+def members_of(name: str, module: nn.Module) -> list[NamedPart]:
+    """The parameters, submodules and buffers of a module itself, by full name."""
+    groups = (module.named_parameters(recurse=False), module.named_children(), module.named_buffers(recurse=False))
+    return [(join(name, own), part) for group in groups for own, part in group]
 
 
 def children_of(name: str, part: nn.Module | torch.Tensor, unsplittable: Sequence[str]) -> list[NamedPart]:
     """The submodules into which a part may be split, by full name: none for a tensor or a class not to be split."""
     if not isinstance(part, nn.Module) or type(part).__name__ in unsplittable:
         return []
-    return [(f"{name}.{child}" if name else child, module) for child, module in part.named_children()]
+    return [(join(name, child), module) for child, module in part.named_children()]
 
 
 def get_max_layer_size(
@@ -288,9 +291,4 @@ def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]
     """
     require_module(model, "calculate_maximum_sizes")
     sizes = compute_module_sizes(model)
-    modules_or_tensors: list[NamedPart] = [
-        *model.named_parameters(recurse=False),
-        *model.named_children(),
-        *model.named_buffers(recurse=False),
-    ]
-    return sizes[""], get_max_layer_size(modules_or_tensors, sizes, getattr(model, "_no_split_modules", None))
+    return sizes[""], get_max_layer_size(members_of("", model), sizes, getattr(model, "_no_split_modules", None))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that are tensor subclasses around plain tensors, such as torchao's quantized ones: their parts and JSON."""
+"""Weights that are tensor subclasses around plain tensors, such as torchao's: these tensors, and the rest as JSON."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ import torch
 
 from ..core import json_text
 from ..core.constants import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
+from ..core.dtypes import BY_NAME
 from ..core.errors import CheckpointError
 from ..core.files import open_regular, require_regular
 from ..core.system import available_memory
@@ -196,28 +197,6 @@ def _indexed(index_file: str) -> dict[str, str]:
     return {weight: os.path.join(folder, name) for weight, name in places.items()}
 
 
-# The names of dtypes in the header of a safetensors file.
-_DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "U64": torch.uint64,
-    "I64": torch.int64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-}
-
-
 class SafetensorsFiles:
     """Tensors of safetensors files at any time: the header of a file is read once, until the file is another.
 
@@ -228,7 +207,7 @@ class SafetensorsFiles:
     def __init__(self) -> None:
         self._headers: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {}
         self._kept: dict[str, _KeptFile] = {}
-        self._room = 0  # bytes that may stay mapped, of what was free at `_measured` (seconds)
+        self._available = 0  # bytes that may stay mapped, of what was free at `_measured` (seconds)
         self._measured = -math.inf
         self._lock = threading.Lock()  # for the mappings that stay
 
@@ -295,19 +274,19 @@ class SafetensorsFiles:
         mapped = sum(kept.size for kept in self._kept.values())
         now = time.monotonic()
         if now > self._measured + 1:
-            self._measured, self._room = now, (available_memory() or 0) // 2
-            if mapped > self._room:
+            self._measured, self._available = now, (available_memory() or 0) // 2
+            if mapped > self._available:
                 for kept in self._kept.values():
                     kept.unmap()
                 return False
-        return mapped + size <= self._room
+        return mapped + size <= self._available
 
     def _read(self, file: str, name: str, mapping: Callable[[int], torch.UntypedStorage]) -> torch.Tensor:
         size, header = self._header(file)
         entry = header.get(name)
         if entry is None:
             raise CheckpointError(f"{file} has no tensor {name}")
-        dtype = _DTYPES.get(entry["dtype"])
+        dtype = BY_NAME.get(entry["dtype"])
         if dtype is None:
             raise CheckpointError(f"{name} in {file} is of the type {entry['dtype']}, which torch cannot read")
         start, stop = entry["data_offsets"]
@@ -363,9 +342,9 @@ class _KeptFile:
     """An open file, what it was like when it was opened, and a mapping of it.
 
     Fields:
-        tensors: those that the mapping serves: name -> (address, bytes).
+        tensors: in the mapping: name -> (address, bytes).
         size: their bytes.
-        written: the names of those that were written to while they were in use.
+        written: the names of tensors that were written to while they were in use.
     """
 
     def __init__(self, descriptor: int) -> None:

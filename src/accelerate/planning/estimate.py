@@ -138,7 +138,8 @@ def plan(
             if on_traced is not None:
                 on_traced(len(rows), known + len(again))
             if _shrinks(row, training, machine):
-                base = layout if layout.accumulation == 1 else _plain(layout, rows)
+                name = layout.name.removesuffix(f" x{layout.accumulation}")
+                base = next(row.layout for row in rows if row.layout.name == name)
                 again.append(base.accumulated(layout.accumulation * 2))
         waiting = again
     refused = NOT_ESTIMATED | (NOT_ESTIMATED_EXPERTS if has_experts(training.model) else {})
@@ -154,11 +155,6 @@ def _shrinks(row: Estimate, training: PlannedTraining, machine: Machine) -> bool
     samples = training.batch.samples // (row.layout.data_ranks * row.layout.accumulation)
     rest = row.memory.high - (row.kinds or {}).get(ACTIVATIONS, 0) * (1 + machine.memory_spread)
     return samples % 2 == 0 and rest < machine.memory
-
-
-def _plain(layout: PlannedLayout, rows: list[Estimate]) -> PlannedLayout:
-    name = layout.name.rpartition(" x")[0]
-    return next(row.layout for row in rows if row.layout.name == name)
 
 
 def _order(row: Estimate) -> tuple[int, float]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A traced model whose experts are on different ranks: sharded by transformers, as when it loads one.
 
-How many tokens an expert has depends on values: a trace is told.
+How many tokens an expert has depends on values, which a trace lacks: it is an argument.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def shard_as_loaded(model: nn.Module, sizes: Mapping[str, int], routing: Routing
     except ImportError as error:
         raise PrepareError(f"the installed transformers does not shard experts as planned here: {error}") from error
 
-    class TracedExchange(AllToAllEP):
+    class TracedExchange(AllToAllEP):  # type: ignore[misc]
         """The exchange of tokens in training, whose sizes are values."""
 
         def _dispatch_tokens(self, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:

@@ -109,7 +109,8 @@ def place(
         device_map = infer_auto_device_map(
             model, dict(free), no_split_module_classes=no_split_module_classes, dtype=dtype, offload_buffers=True
         )
-        found = Counter(_runs_on(device_for(layer, device_map), computing) for layer in layers)
+        places = (device_for(layer, device_map) for layer in layers)
+        found = Counter(place if place in computing else computing[0] for place in places)
         arriving = _arriving(model, device_map, computing, unsplittable, dtype)
         if arriving <= offloaded and all(found[device] <= cached[device] for device in limits):
             break
@@ -132,17 +133,13 @@ def place(
     return Placement(device_map, use)
 
 
-def _runs_on(device: Any, computing: list[Any]) -> Any:
-    return device if device in computing else computing[0]
-
-
 def _arriving(
     model: nn.Module, device_map: dict[str, Any], computing: list[Any], unsplittable: list[str], dtype: Dtype | None
 ) -> int:
     """Bytes of what is kept elsewhere at the time when it runs."""
     sizes = compute_module_sizes(model, dtype=dtype)
-    parts: dict[str, Any] = {**dict(model.named_modules()), **dict(named_module_tensors(model, recurse=True))}
-    elsewhere = [(name, parts[name]) for name, device in device_map.items() if device not in computing]
+    entries: dict[str, Any] = {**dict(model.named_modules()), **dict(named_module_tensors(model, recurse=True))}
+    elsewhere = [(name, entries[name]) for name, device in device_map.items() if device not in computing]
     largest, _ = get_max_layer_size(elsewhere, sizes, unsplittable)
     buffers = compute_module_sizes(model, dtype=dtype, buffers_only=True)
     return 2 * largest + sum(buffers.get(name, 0) for name, _ in elsewhere)

@@ -228,7 +228,7 @@ def trace_step(training: PlannedTraining, layout: PlannedLayout, stage: int = 0,
         model, optimizer = accelerator.prepare(model, optimizer)
         ledger.label([*model.parameters(), *model.buffers()], WEIGHTS)
         if layout.replicated:
-            buckets = _buckets(model)
+            buckets = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
         for load in loads:
             if layout.loading:
                 routing.load = load
@@ -268,10 +268,6 @@ def _batch(accelerator: Accelerator, model: nn.Module, optimizer: Any, batch: di
             [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)], OPTIMIZER
         )
         optimizer.zero_grad()
-
-
-def _buckets(model: nn.Module) -> int:
-    return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
 
 
 def _explained(error: BaseException, model: nn.Module) -> str:

@@ -29,7 +29,7 @@ logger: MultiProcessAdapter = get_logger(__name__)
 
 
 class Float8Precision(MixedPrecision):
-    """Converts the layers of each model before it is laid out; `converted` names those that compute in float8."""
+    """Converts the layers of each model before it is laid out; `converted` has the names of float8 layers."""
 
     backend = FP8BackendType.NO
 

@@ -294,7 +294,7 @@ class StepRecorder(StepMeter):
         splits: the present step is split into phases; it ends with a record.
     """
 
-    optimizer_type = MeteredOptimizer
+    optimizer_type: type[AcceleratedOptimizer] = MeteredOptimizer
 
     __slots__ = (
         "_backward", "_before", "_begin", "_checkpoint", "_communication", "_count", "_data", "_ended", "_flags",

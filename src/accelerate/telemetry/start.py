@@ -80,8 +80,8 @@ def declared_work(
             raise ConfigurationError(f"record_work({name}={value!r}): it is a positive number")
     if peak is None:
         names = getattr(devices.module_of(device), "get_device_name", None)
-        name = None if names is None else known_name(names(device))
-        peak = None if name is None else PUBLISHED[name].tflops * 1e12
+        known = None if names is None else known_name(names(device))
+        peak = None if known is None else PUBLISHED[known].tflops * 1e12
     return {"unit": unit, "flops": flops, "peak": peak}
 
 

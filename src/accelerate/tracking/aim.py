@@ -8,7 +8,7 @@ import os
 from typing import Any
 
 from .base import ClientTracker, checked, on_main_process
-from .values import configuration, plain
+from .values import plain
 
 
 class AimTracker(ClientTracker):
@@ -23,6 +23,7 @@ class AimTracker(ClientTracker):
     name = "aim"
     requires_logging_directory = True
     _run_key_attribute = "hash"
+    _resume_argument = "run_hash"
     # A run writes to a database on this machine. That threads may share it is not documented.
     background = False
 
@@ -40,18 +41,11 @@ class AimTracker(ClientTracker):
         run.name = self.run_name
         return run
 
-    @classmethod
-    def resume_kwargs(cls, run_key: str) -> dict[str, Any]:
-        """Return the constructor's arguments that continue the run `run_key`."""
-        return {"run_hash": run_key}
-
     def _close(self, client: Any) -> None:
         client.close()
 
-    @on_main_process
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Record the hyperparameters of the run."""
-        self.tracker["hparams"] = configuration(checked(values, "store_init_configuration"))
+    def _store(self, values: dict[str, Any]) -> None:
+        self.tracker["hparams"] = values
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from ..core.errors import ConfigurationError
 from ..state import PartialState
+from .values import configuration, flat, number
 
 logger: logging.Logger = logging.getLogger("accelerate.tracking")
 
@@ -108,14 +109,16 @@ class GeneralTracker:
 class ClientTracker(GeneralTracker):
     """Base class of the trackers of client packages: `start` opens a run once, `finish` closes it once.
 
-    A subclass defines `_open`, which returns the client's run, `_close`, `log` and `store_init_configuration`.
-    No client package is imported before `start`.
+    A subclass defines `_open`, which returns the client's run, `_close`, `log` and `_store`, which records the
+    hyperparameters. No client package is imported before `start`.
     """
 
     name: str
     requires_logging_directory: bool = False
     # The attribute of the client's run that identifies it, as a dotted path.
     _run_key_attribute: ClassVar[str | None] = None
+    # The argument of the constructor that takes the key of a former run and continues it.
+    _resume_argument: ClassVar[str | None] = None
 
     def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
         super().__init__()
@@ -176,11 +179,33 @@ class ClientTracker(GeneralTracker):
             found = getattr(found, attribute, None)
         return None if found is None else str(found)
 
+    @classmethod
+    def resume_kwargs(cls, run_key: str) -> dict[str, Any]:
+        """Return the constructor's arguments that continue a former run; empty where the service cannot do that."""
+        return {} if cls._resume_argument is None else {cls._resume_argument: run_key}
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Record the hyperparameters of the run."""
+        self._store(configuration(checked(values, "store_init_configuration")))
+
+    def _store(self, values: dict[str, Any]) -> None:
+        """Record hyperparameters."""
+
     def _open(self) -> Any:
         raise NotImplementedError(f"{type(self).__name__} cannot open its run: define `_open`")
 
     def _close(self, client: Any) -> None:
         client.finish()
+
+    def _numbers(self, values: Any, accepted: str) -> Iterator[tuple[str, int | float]]:
+        """The numbers among values that may be nested, by name; others are warned of."""
+        for key, value in flat(checked(values, "log")):
+            scalar = number(value)
+            if scalar is None:
+                self._warn_unsupported(key, value, accepted)
+            else:
+                yield key, scalar
 
     def _warn_unsupported(self, key: str, value: Any, accepted: str) -> None:
         """Warn once for a key whose value the client cannot take; the other values of the call are recorded."""

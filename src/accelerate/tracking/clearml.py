@@ -9,7 +9,6 @@ from typing import Any
 from ..core import env
 from ..core.errors import ConfigurationError
 from .base import ClientTracker, checked, on_main_process
-from .values import configuration, flat, number
 
 # Prefixes of names that select the series of a chart: `eval_loss` is the series `eval` of the chart `loss`.
 SERIES = ("train", "eval", "test")
@@ -25,6 +24,7 @@ class ClearMLTracker(ClientTracker):
 
     name = "clearml"
     _run_key_attribute = "id"
+    _resume_argument = "continue_last_task"
 
     def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
         super().__init__(run_name, **kwargs)
@@ -57,15 +57,8 @@ class ClearMLTracker(ClientTracker):
         if self._is_open:
             self.tracker.flush(wait_for_uploads=True)
 
-    @classmethod
-    def resume_kwargs(cls, run_key: str) -> dict[str, Any]:
-        """Return the constructor's arguments that continue the run `run_key`."""
-        return {"continue_last_task": run_key}
-
-    @on_main_process
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Record the hyperparameters of the run."""
-        self.tracker.connect_configuration(configuration(checked(values, "store_init_configuration")))
+    def _store(self, values: dict[str, Any]) -> None:
+        self.tracker.connect_configuration(values)
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -78,11 +71,8 @@ class ClearMLTracker(ClientTracker):
             kwargs: passed to ClearML's `report_scalar` or `report_single_value`.
         """
         board = self.tracker.get_logger()
-        for key, value in flat(checked(values, "log")):
-            scalar = number(value)
-            if scalar is None:
-                self._warn_unsupported(key, value, "numbers as scalars")
-            elif step is None:
+        for key, scalar in self._numbers(values, "numbers as scalars"):
+            if step is None:
                 board.report_single_value(name=key, value=scalar, **kwargs)
             else:
                 title, series = _chart(key)

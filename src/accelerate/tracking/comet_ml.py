@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .base import ClientTracker, checked, on_main_process
-from .values import configuration, number, plain
+from .values import number, plain
 
 
 class CometMLTracker(ClientTracker):
@@ -21,6 +21,7 @@ class CometMLTracker(ClientTracker):
 
     name = "comet_ml"
     _run_key_attribute = "id"
+    _resume_argument = "experiment_key"
 
     def __init__(self, run_name: str, **kwargs: Any) -> None:
         super().__init__(run_name, **kwargs)
@@ -33,18 +34,11 @@ class CometMLTracker(ClientTracker):
     def _open(self) -> Any:
         return importlib.import_module("comet_ml").start(**{"project_name": self.run_name, **self.init_kwargs})
 
-    @classmethod
-    def resume_kwargs(cls, run_key: str) -> dict[str, Any]:
-        """Return the constructor's arguments that continue the run `run_key`."""
-        return {"experiment_key": run_key}
-
     def _close(self, client: Any) -> None:
         client.end()
 
-    @on_main_process
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Record the hyperparameters of the run."""
-        self.tracker.log_parameters(configuration(checked(values, "store_init_configuration")))
+    def _store(self, values: dict[str, Any]) -> None:
+        self.tracker.log_parameters(values)
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:

@@ -6,8 +6,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from .base import ClientTracker, checked, on_main_process
-from .values import configuration, flat, number
+from .base import ClientTracker, on_main_process
 
 
 class DVCLiveTracker(ClientTracker):
@@ -38,10 +37,8 @@ class DVCLiveTracker(ClientTracker):
     def _close(self, client: Any) -> None:
         client.end()
 
-    @on_main_process
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Record the hyperparameters of the run."""
-        self.tracker.log_params(configuration(checked(values, "store_init_configuration")))
+    def _store(self, values: dict[str, Any]) -> None:
+        self.tracker.log_params(values)
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -55,10 +52,6 @@ class DVCLiveTracker(ClientTracker):
         live = self.tracker
         if step is not None:
             live.step = step
-        for key, value in flat(checked(values, "log")):
-            scalar = number(value)
-            if scalar is None:
-                self._warn_unsupported(key, value, "numbers as metrics")
-            else:
-                live.log_metric(key, scalar, **kwargs)
+        for key, scalar in self._numbers(values, "numbers as metrics"):
+            live.log_metric(key, scalar, **kwargs)
         live.next_step()

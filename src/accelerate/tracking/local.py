@@ -15,7 +15,7 @@ from typing import Any, TextIO
 from ..core.errors import ConfigurationError
 from ..core.files import atomic_write
 from .base import ClientTracker, checked, on_main_process
-from .values import configuration, flat, number
+from .values import flat, number
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -79,18 +79,15 @@ class LocalTracker(ClientTracker):
             # Only this process logs: its failure would end the run while the others wait.
             if not self._is_delayed:
                 logger.warning(
-                    f"{self.folder / 'values.jsonl'} cannot be written: {error.strerror}. The run goes on, and the "
+                    f"{self.folder / 'values.jsonl'} cannot be written: {error.strerror}. The run continues, and the "
                     "values are written when they can be"
                 )
             self._is_delayed = True
         else:
             self._is_delayed = False
 
-    @on_main_process
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Record the hyperparameters of the run in `config.json`."""
-        found = configuration(checked(values, "store_init_configuration"))
-        text = json.dumps(_finite(found), indent=2, ensure_ascii=False)
+    def _store(self, values: dict[str, Any]) -> None:
+        text = json.dumps(_finite(values), indent=2, ensure_ascii=False)
         with atomic_write(self.folder / "config.json") as file:
             file.write(text.encode("utf-8", "backslashreplace"))
 

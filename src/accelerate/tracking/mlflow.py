@@ -11,8 +11,7 @@ from typing import Any
 
 from ..core import env
 from ..core.errors import ConfigurationError
-from .base import ClientTracker, checked, on_main_process
-from .values import configuration, flat, number
+from .base import ClientTracker, on_main_process
 
 
 class MLflowTracker(ClientTracker):
@@ -33,6 +32,7 @@ class MLflowTracker(ClientTracker):
 
     name = "mlflow"
     _run_key_attribute = "info.run_id"
+    _resume_argument = "run_id"
 
     def __init__(
         self,
@@ -85,25 +85,18 @@ class MLflowTracker(ClientTracker):
     def _close(self, client: Any) -> None:
         importlib.import_module("mlflow").end_run()
 
-    @classmethod
-    def resume_kwargs(cls, run_key: str) -> dict[str, Any]:
-        """Return the constructor's arguments that continue the run `run_key`."""
-        return {"run_id": run_key}
-
-    @on_main_process
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Record the hyperparameters of the run; values too long for MLflow are left out with a warning."""
-        mlflow = importlib.import_module("mlflow")
+    def _store(self, values: dict[str, Any]) -> None:
+        """Record hyperparameters; values too long for MLflow are left out with a warning."""
         limits = importlib.import_module("mlflow.utils.validation")
         accepted = []
-        for key, value in configuration(checked(values, "store_init_configuration")).items():
+        for key, value in values.items():
             if len(str(value)) > limits.MAX_PARAM_VAL_LENGTH:
                 self._warn_unsupported(key, value, f"parameters of at most {limits.MAX_PARAM_VAL_LENGTH} characters")
             else:
                 accepted.append((key, value))
         size = limits.MAX_PARAMS_TAGS_PER_BATCH
         for begin in range(0, len(accepted), size):
-            mlflow.log_params(dict(accepted[begin : begin + size]))
+            importlib.import_module("mlflow").log_params(dict(accepted[begin : begin + size]))
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -114,13 +107,7 @@ class MLflowTracker(ClientTracker):
             step: the training step.
             kwargs: passed to `mlflow.log_metrics`.
         """
-        metrics = {}
-        for key, value in flat(checked(values, "log")):
-            scalar = number(value)
-            if scalar is None:
-                self._warn_unsupported(key, value, "numbers as metrics")
-            else:
-                metrics[key] = scalar
+        metrics = dict(self._numbers(values, "numbers as metrics"))
         importlib.import_module("mlflow").log_metrics(metrics, step=step, **kwargs)
 
     @on_main_process

@@ -7,7 +7,7 @@ import importlib
 from typing import Any
 
 from .base import ClientTracker, checked, on_main_process
-from .values import configuration, plain
+from .values import plain
 
 
 class RunTracker(ClientTracker):
@@ -35,10 +35,14 @@ class RunTracker(ClientTracker):
     def _open(self) -> Any:
         return self._package.init(**{"project": self.run_name, **self.init_kwargs})
 
-    @on_main_process
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Record the hyperparameters of the run."""
-        self.tracker.config.update(configuration(checked(values, "store_init_configuration")))
+    @classmethod
+    def resume_kwargs(cls, run_key: str) -> dict[str, Any]:
+        """Return the constructor's arguments that continue a former run; empty where the service cannot do that."""
+        found = super().resume_kwargs(run_key)
+        return {**found, "resume": "allow"} if found else {}
+
+    def _store(self, values: dict[str, Any]) -> None:
+        self.tracker.config.update(values)
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from .runs import RunTracker
 
 
@@ -18,8 +16,4 @@ class TrackioTracker(RunTracker):
 
     name = "trackio"
     _run_key_attribute = "name"
-
-    @classmethod
-    def resume_kwargs(cls, run_key: str) -> dict[str, Any]:
-        """Return the constructor's arguments that continue the run `run_key`."""
-        return {"name": run_key, "resume": "allow"}
+    _resume_argument = "name"

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from .base import checked, on_main_process
+from .base import on_main_process
 from .runs import ImageRunTracker
-from .values import configuration
 
 
 class WandBTracker(ImageRunTracker):
@@ -20,17 +19,11 @@ class WandBTracker(ImageRunTracker):
 
     name = "wandb"
     _run_key_attribute = "id"
+    _resume_argument = "id"
 
-    @classmethod
-    def resume_kwargs(cls, run_key: str) -> dict[str, Any]:
-        """Return the constructor's arguments that continue the run `run_key`."""
-        return {"id": run_key, "resume": "allow"}
-
-    @on_main_process
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Record the hyperparameters of the run."""
+    def _store(self, values: dict[str, Any]) -> None:
         # A resumed run stores its hyperparameters again.
-        self.tracker.config.update(configuration(checked(values, "store_init_configuration")), allow_val_change=True)
+        self.tracker.config.update(values, allow_val_change=True)
 
     @on_main_process
     def log_table(

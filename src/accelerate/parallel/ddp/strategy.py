@@ -153,8 +153,8 @@ class ReplicatedModel(PreparedModel):
 class Forwards:
     """A forward hook of a DDP wrapper: whether a forward has made it ready to reduce the gradients of a backward."""
 
-    ready = False
-    has_run = False  # whether there was a backward
+    ready: bool = False
+    has_run: bool = False  # whether there was a backward
 
     def __call__(self, replica: DistributedDataParallel, *_: object) -> None:
         """Called after a forward."""

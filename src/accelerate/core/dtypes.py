@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dtypes of tensors that a checkpoint holds, by their names in safetensors files and in documents."""
+"""Dtypes by their names in safetensors files, and by torch's own names."""
 
 from __future__ import annotations
 
