@@ -118,6 +118,13 @@ def test_names_keys_flags_and_variables_are_used_once() -> None:
         assert [name for name, count in Counter(of).items() if count > 1] == []
 
 
+def test_an_option_of_one_engine_names_one() -> None:
+    """A flag of another engine is reported by this name, so that it must be one of `--engine`."""
+    engines = {name: row.engine for name, row in options.options().items() if row.engine}
+    assert engines["slurm_options"] == "slurm" and engines["vm"] == "tpu"
+    assert set(engines.values()) <= set(options.LAUNCHERS)
+
+
 def test_defaults_fit_their_own_rows() -> None:
     for row in options.options().values():
         row.convert(row.default, row.name)

@@ -34,6 +34,15 @@ def test_options_that_an_engine_does_not_use_are_reported():
         "role (flag --role), tee (flag --tee): no effect with the engine slurm"
     ]
     assert without_effect(launchers["elastic"], settings) == []
+    settings = resolve_settings({"slurm_options": "--time=1", "image": "train", "vm": ["pod"]})
+    of_others = [
+        f"--{name}: no effect without --engine {engine}" for name, engine in (("image", "kubernetes"), ("vm", "tpu"))
+    ]
+    assert without_effect(launchers["slurm"], settings) == of_others
+    assert without_effect(launchers["local"], settings) == [
+        "--slurm_options: no effect without --engine slurm",
+        *of_others,
+    ]
 
 
 def test_processes_of_a_machine_have_global_ranks():

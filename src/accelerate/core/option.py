@@ -59,6 +59,7 @@ class Option(NamedTuple):
             the next word of a command line is never taken for it.
         flags: the spellings of the flag with underscores, where they are not the name.
         question: the question of `accelerate config`.
+        engine: the only engine that uses it, if it is one's alone.
     """
 
     name: str
@@ -79,6 +80,7 @@ class Option(NamedTuple):
     flags: tuple[str, ...] = ()
     bare: str = ""
     question: str = ""
+    engine: str = ""
 
     @property
     def is_published(self) -> bool:

@@ -413,6 +413,7 @@ CLUSTERS = Group(
             "text",
             "Further options of sbatch, in one argument: '--partition=gpu --time=2:00:00'.",
             "",
+            engine="slurm",
         ),
         Option(
             "ray_address",
@@ -421,8 +422,9 @@ CLUSTERS = Group(
             "local (a new one on this machine). By default auto, or local if there is none.",
             variable="RAY_ADDRESS",
             when=NEVER,
+            engine="ray",
         ),
-        Option("image", "text", "Container image of the pods (--engine kubernetes)."),
+        Option("image", "text", "Container image of the pods (--engine kubernetes).", engine="kubernetes"),
         Option(
             "mpirun_hostfile",
             "text",
@@ -442,21 +444,23 @@ TPU = Group(
             "Start on all workers of a TPU pod.",
             False,
             flags=("--tpu_cluster",),
+            engine="tpu",
         ),
-        Option("tpu_use_sudo", "switch", "Run the commands on the workers of the pod with sudo.", False),
-        Option("vm", "list", "Name of a TPU VM. May be given several times.", key="tpu_vm"),
+        Option("tpu_use_sudo", "switch", "Run the commands on the workers of the pod with sudo.", False, engine="tpu"),
+        Option("vm", "list", "Name of a TPU VM. May be given several times.", key="tpu_vm", engine="tpu"),
         Option(
             "env",
             "list",
             "Environment variable of the pod's workers, NAME=VALUE. May be given several times.",
             key="tpu_env",
+            engine="tpu",
         ),
         Option(
             "main_training_function",
             "text",
             "Name of the function in the script that each TPU core runs.",
         ),
-        Option("downcast_bf16", "switch", "Represent float32 as bfloat16 on the TPU.", False),
+        Option("downcast_bf16", "switch", "Represent float32 as bfloat16 on the TPU.", False, engine="tpu"),
     ),
 )
 

@@ -9,14 +9,6 @@ from ..core.option import ALWAYS, as_text, parse_bool
 from ..core.options import STRATEGY, options
 from .base import Launcher
 
-# Options of one engine: {option: engine}.
-_ENGINES = {
-    "slurm_options": "slurm",
-    "ray_address": "ray",
-    "image": "kubernetes",
-    **dict.fromkeys(("tpu_use_cluster", "tpu_use_sudo", "vm", "env", "downcast_bf16"), "tpu"),
-}
-
 
 def variables(settings: Settings) -> dict[str, str | None]:
     """The variables that every process of a run gets, whatever starts it."""
@@ -43,9 +35,9 @@ def without_effect(launcher: type[Launcher], settings: Settings) -> list[str]:
         if settings.chosen(name) and settings[name] not in (None, options()[name].default, 0)
     ]
     found = [f"{', '.join(unused)}: no effect with the engine {launcher.name}"] if unused else []
-    for name, engine in _ENGINES.items():
-        if launcher.name != engine and settings.origin(name).startswith("flag "):
-            found.append(f"{options()[name].flag}: no effect without --engine {engine}")
+    for option in options().values():
+        if option.engine not in ("", launcher.name) and settings.origin(option.name).startswith("flag "):
+            found.append(f"{option.flag}: no effect without --engine {option.engine}")
     off = {option.name: option.flag for option in STRATEGY.options if not settings[option.name]}
     if settings["mixed_precision"] != "fp8":
         off["fp8"] = "--mixed_precision fp8"
