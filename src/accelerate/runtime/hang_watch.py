@@ -61,7 +61,7 @@ CLOSING = 1 << 40
 on_report: list[Callable[[str], None]] = []
 
 
-class Work(NamedTuple):
+class CpuUsage(NamedTuple):
     """What a thread and its process have done so far.
 
     Fields:
@@ -188,15 +188,15 @@ class HangWatch:
                 return
             begin = time.monotonic()
 
-    def _work(self) -> Work:
+    def _work(self) -> CpuUsage:
         process = time.process_time()
         try:
             # Nanoseconds on a CPU, nanoseconds of waiting for one, times that it was given one (Linux).
             with open(self._schedule, "rb") as file:
                 ran, waited, wakes = map(int, file.read().split())
         except (OSError, ValueError):
-            return Work(process, process, 0, 0)
-        return Work((ran + waited) / 1e9, process, wakes, _transferred())
+            return CpuUsage(process, process, 0, 0)
+        return CpuUsage((ran + waited) / 1e9, process, wakes, _transferred())
 
     def _look(self) -> None:
         if self._store is None:
