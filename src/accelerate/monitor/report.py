@@ -289,7 +289,7 @@ def _bytes(value: float) -> str:
 
 def _number(value: float) -> str:
     magnitude = abs(value)
-    if magnitude and not 1e-3 <= magnitude < 1e15:
+    if magnitude and not 0.0009999 <= magnitude < 1e15:
         return f"{value:.3g}".replace("e-0", "e-").replace("e+", "e")
     for limit, scale, unit in ((1e12, 1e12, "T"), (1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
         if magnitude >= limit:
