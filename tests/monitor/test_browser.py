@@ -5,6 +5,7 @@ With the variable SCREENSHOTS each test leaves a picture of the page in that fol
 """
 
 import os
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -164,3 +165,21 @@ def test_one_step_and_long_names_on_a_phone(browser, serve, tmp_path):
     for name in ("lost", "huge"):
         assert browser.evaluate(f"{COLORED}('{name}', '--run0')") == 0
     assert browser.evaluate("document.querySelector('#findings li.slow').textContent").startswith("Rank 0 reported")
+
+
+def test_buttons_of_an_empty_run_and_a_run_that_is_deleted(browser, serve, tmp_path):
+    (tmp_path / "run").mkdir()
+    browser.open(serve(tmp_path / "run"))
+    browser.wait("document.querySelector('.empty') !== null")
+    for name in ("in", "out", "earlier", "later", "tail"):
+        browser.evaluate(f"document.querySelector('#{name}').click()")
+    planted_run(tmp_path / "run", 300, 2)
+    browser.wait(f"{STEP} === 300")
+    browser.wait("document.querySelectorAll('canvas').length >= 7")
+    browser.evaluate("document.querySelector('#tail').click()")
+    shutil.rmtree(tmp_path / "run")
+    browser.wait("document.querySelector('#findings').textContent.includes('was deleted')")
+    browser.wait("document.querySelector('.empty') !== null && document.querySelectorAll('canvas').length === 0")
+    planted_run(tmp_path / "run", 200, 2)
+    browser.wait(f"{STEP} === 200")
+    assert browser.evaluate("document.querySelector('#problem').hidden")

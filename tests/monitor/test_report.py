@@ -150,6 +150,17 @@ def test_a_slow_rank_of_many_has_its_name_and_peaks_leave_the_rest_legible(tmp_p
     assert one.count("<circle") == 1
 
 
+def test_logged_values_alone(tmp_path, capsys):
+    for step in range(9):
+        write_lines(tmp_path / "values.jsonl", {"time": START + step, "step": step, "values": {"accuracy": step / 9}})
+    command.main([str(tmp_path)])
+    text = capsys.readouterr().out
+    assert "Only logged values are shown" in text and "yet" not in text and "Where the time" not in text
+    (run,) = open_runs([str(tmp_path)])
+    report.read_all(run)
+    assert "accuracy" in report.html(run) and report.html(run).count("<svg") == 1
+
+
 def test_a_pipe_is_written_to_and_not_replaced(run, tmp_path, capsys):
     os.mkfifo(tmp_path / "pipe")
     read = []

@@ -216,6 +216,26 @@ def test_only_files_of_events_inside_the_run_are_sent(tmp_path):
             assert get(server, path)[0] == 404, path
 
 
+def test_the_files_of_a_run_that_was_copied_are_linked(tmp_path):
+    folder = planted_run(tmp_path / "first", 10, 1)
+    for name in ("profile/rank_00000.json", "memory/rank_00000.txt", "other/secret.txt"):
+        (folder / name).parent.mkdir()
+        (folder / name).write_text(name)
+    for name in ("profile/rank_00000.json", "memory/rank_00000.txt"):
+        write_lines(events_file(folder, 0), {"time": START, "event": "profile", "path": str(folder / name)})
+    folder.rename(tmp_path / "second")
+    (tmp_path / "first" / "profile").mkdir(parents=True)
+    (tmp_path / "first" / "profile" / "rank_00000.json").write_text("of another run")
+    with serving(tmp_path / "second") as server:
+        sent = unpacked(get(server, "/api/view")[1])["runs"][0]
+        assert sum(event["file"] for event in sent["events"]) == 2
+        for name in ("profile/rank_00000.json", "memory/rank_00000.txt"):
+            assert get(server, f"/file/0/{quote(str(folder / name))}")[:2] == (200, name.encode())
+        for name in ("other/secret.txt", "../first/profile/rank_00000.json"):
+            assert get(server, f"/file/0/{quote(str(folder / name))}")[0] == 404
+            assert get(server, f"/file/0/{quote(name)}")[0] == 404
+
+
 def test_a_port_that_is_in_use(run):
     runs = open_runs([str(run)])
     with serving(run) as first:

@@ -75,7 +75,7 @@ def html(run: Run) -> str:
     ]
     body.append("<main>" + _tiles(run, summary))
     items = [f'<li class="slow">{escape(note)}</li>' for note in run.notes()]
-    for text in summary.sentences():
+    for text in _sentences(summary):
         items.append(f"<li{' class=slow' if STANDS_OUT.match(text) else ''}>{escape(text)}</li>")
     items += [f'<li class="try">Try: {escape(text)}</li>' for text in summary.advice()]
     body.append(f"<section id=findings><div class=card><h2>Summary</h2><ul>{''.join(items)}</ul></div></section>")
@@ -95,7 +95,7 @@ def markdown(run: Run) -> str:
     """The summary as Markdown."""
     summary = summarize(run)
     lines = [f"# {run.name}", "", _when(run), ""]
-    lines += [f"- {text}" for text in [*run.notes(), *summary.sentences()]]
+    lines += [f"- {text}" for text in [*run.notes(), *_sentences(summary)]]
     if advice := summary.advice():
         lines += ["", "## What to try", "", *(f"- {text}" for text in advice)]
     if summary.shares:
@@ -170,6 +170,12 @@ def _when(run: Run) -> str:
     last = run.last_time
     state = "" if last is None else f"last step {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(last))}, "
     return f"{state}{'ended' if run.has_ended else 'not ended'}, {run.folder}"
+
+
+def _sentences(summary: Summary) -> list[str]:
+    if summary.ranks:
+        return summary.sentences()
+    return [*summary.incidents, "Only logged values are shown: no steps were recorded, as with `--telemetry`."]
 
 
 def _card(title: str, unit: str, content: str, wide: bool = False, legend: str = "") -> str:
@@ -291,7 +297,7 @@ def _bytes(value: float) -> str:
 
 def _number(value: float) -> str:
     magnitude = abs(value)
-    if magnitude and not 1e-3 <= magnitude < 1e15:
+    if magnitude and not 0.0009999 <= magnitude < 1e15:
         return f"{value:.3g}".replace("e-0", "e-").replace("e+", "e")
     for limit, scale, unit in ((1e12, 1e12, "T"), (1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
         if magnitude >= limit:

@@ -275,12 +275,16 @@ class Run:
         """A file that an event names, if it is a regular file within the folder of the run; else None."""
         if name not in self._paths or "\0" in name:
             return None
-        try:
-            path = (self.folder / name).resolve()
-            inside = path.is_relative_to(self.folder.resolve())
-            return path if inside and path.is_file() else None
-        except OSError:
-            return None
+        # A run that was copied from another machine names files by their former place.
+        copied = [self.folder.joinpath(*Path(name).parts[-2:])] if os.path.isabs(name) else []
+        for place in (self.folder / name, *copied):
+            try:
+                path = place.resolve()
+                if path.is_relative_to(self.folder.resolve()) and path.is_file():
+                    return path
+            except OSError:
+                continue
+        return None
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

@@ -33,8 +33,9 @@ from .view import ALL_PHASES, View, heat_rows, view
 # The port that is tried first, and how many after it.
 DEFAULT_PORT = 6606
 _PORTS = 100
-# Seconds for which what was read answers further requests, and for which a summary of a growing run is shown.
-_AGE, _SUMMARY_AGE = 0.1, 2.0
+# Seconds for which what was read answers further requests, and for which a summary of a growing run is shown: at
+# least, and in times of what it took.
+_AGE, _SUMMARY_AGE, _SUMMARY_TIMES = 0.1, 2.0, 10
 _MOST_PIXELS = 4000
 _MOST_SUMMARIES = 64
 _MOST_EVENTS = 400
@@ -82,7 +83,7 @@ class Server(ThreadingHTTPServer):
         self.host: str = host or "127.0.0.1"
         if ":" in self.host:
             self.address_family: socket.AddressFamily = socket.AF_INET6
-        # (run, start, stop) -> the version of the run, when it was made, and the summary
+        # (run, start, stop) -> the version of the run, until when it is shown while the run grows, and the summary
         self._summaries: dict[tuple[int, int | None, int | None], tuple[int, float, Summary]] = {}
         chosen = range(DEFAULT_PORT, DEFAULT_PORT + _PORTS) if port is None else [port]
         for candidate in chosen:
@@ -153,7 +154,7 @@ class Server(ThreadingHTTPServer):
         made = []
         for at, version in enumerate(versions):
             old = self._summaries.get((at, start, stop))
-            made.append(old[0] if old and now - old[1] < _SUMMARY_AGE else version)
+            made.append(old[0] if old and now < old[1] else version)
         return ".".join(map(str, [*versions, *made]))
 
     def _describe(self, at: int, run: Run, start: int | None, stop: int | None, pixels: int) -> dict[str, Any]:
@@ -191,12 +192,14 @@ class Server(ThreadingHTTPServer):
     def _summary(self, key: tuple[int, int | None, int | None], run: Run, start: int | None) -> Summary:
         now = time.monotonic()
         old = self._summaries.get(key)
-        if old and (old[0] == run.version or now - old[1] < _SUMMARY_AGE):
+        if old and (old[0] == run.version or now < old[1]):
             return old[2]
         summary = summarize(run, start, key[2])
+        # One of many ranks takes longer than the data of the page.
+        until = time.monotonic() + max(_SUMMARY_AGE, _SUMMARY_TIMES * (time.monotonic() - now))
         while len(self._summaries) >= _MOST_SUMMARIES:
             self._summaries.pop(next(iter(self._summaries)), None)
-        self._summaries[key] = run.version, now, summary
+        self._summaries[key] = run.version, until, summary
         return summary
 
 

@@ -22,7 +22,7 @@ function trimmed(value, digits) {
 export function compact(value, digits = 4) {
   if (!Number.isFinite(value)) return Number.isNaN(value) || value === null ? "–" : value > 0 ? "∞" : "−∞";
   const size = Math.abs(value);
-  if (size !== 0 && (size < 1e-3 || size >= 1e15)) return Number(value.toPrecision(digits)).toExponential().replace("e+", "e");
+  if (size !== 0 && (size < 0.0009999 || size >= 1e15)) return Number(value.toPrecision(digits)).toExponential().replace("e+", "e");
   for (const [limit, unit] of [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e4, "k"]])
     if (size >= limit) return trimmed(value / (unit === "k" ? 1e3 : limit), digits) + unit;
   return trimmed(value, digits);

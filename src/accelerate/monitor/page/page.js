@@ -46,6 +46,8 @@ function unpacked(buffer) {
     ? new Float32Array(buffer, 4 + length + 4 * value.at, value.shape.reduce((product, size) => product * size, 1)) : value);
 }
 
+const hasSteps = () => state.data?.runs.some((run) => !run.empty);
+
 function extent() {
   const runs = state.data.runs.filter((run) => !run.empty);
   return [Math.min(...runs.map((run) => run.first)), Math.max(...runs.map((run) => run.last))];
@@ -67,7 +69,7 @@ async function fetchView(again) {
   if (pending) pending.abort();
   const control = pending = new AbortController(), number = ++requested;
   const values = { pixels: Math.max(100, Math.round($("charts").clientWidth - MARGIN.left)) };
-  if (state.data && state.mode !== "all" && state.data.runs.some((run) => !run.empty)) {
+  if (state.mode !== "all" && hasSteps()) {
     const [start, stop] = range();
     values.start = Math.max(1, Math.floor(start));
     if (!state.mode.tail) values.stop = Math.max(values.start, Math.ceil(stop));
@@ -117,6 +119,7 @@ function changed() {
 // -------------------------------------------------------------------------------------------------------------- range
 
 function show(start, stop) {
+  if (!hasSteps()) return;
   const [first, last] = extent(), least = Math.min(8, Math.max(1, last - first));
   if (stop - start < least) { const middle = (start + stop) / 2; [start, stop] = [middle - least / 2, middle + least / 2]; }
   if (stop - start >= last - first) state.mode = "all";
@@ -128,11 +131,13 @@ function show(start, stop) {
 }
 
 function zoom(factor, around) {
+  if (!hasSteps()) return;
   const [start, stop] = range(), at = around ?? (start + stop) / 2;
   show(at - (at - start) * factor, at + (stop - at) * factor);
 }
 
 function move(part) {
+  if (!hasSteps()) return;
   const [start, stop] = range(), by = (stop - start) * part;
   show(start + by, stop + by);
 }
@@ -143,7 +148,7 @@ $("earlier").onclick = () => move(-0.5);
 $("later").onclick = () => move(0.5);
 $("all").onclick = () => { state.mode = "all"; changed(); };
 $("tail").onclick = () => {
-  if (!state.data) return;
+  if (!hasSteps()) return;
   const [first, last] = extent();
   state.mode = { tail: Math.max(50, Math.min(1000, Math.round((last - first) / 10))) };
   changed();
