@@ -321,9 +321,10 @@ class Supervisor:
         self._report_failure()
         finished = self.link.finished() if self.link is not None and failures.blame(first) else []
         self.failure = failures.describe(self.ranks, first, failures.oom_kills() - self._oom_kills)
-        if first.exit_code < 0 and (seen := self._last_seen.get(first.rank)) is not None and seen.batch:
+        if first.exit_code < 0 and (seen := self._last_seen.get(first.rank)) is not None and seen.step:
             # A signal leaves no traceback.
-            remark = f"It was at step {seen.step}, batch {seen.batch} of epoch {seen.epoch}."
+            batch = f", batch {seen.batch} of epoch {seen.epoch}" if seen.batch else ""
+            remark = f"It was at step {seen.step}{batch}."
             self.failure = self.failure._replace(cause=f"{self.failure.cause}\n{remark}")
         if finished:
             remark = f"{', '.join(finished)} had ended without an error before: check why it ended so early."

@@ -61,7 +61,7 @@ CLOSING = 1 << 40
 on_report: list[Callable[[str], None]] = []
 
 
-class CpuUsage(NamedTuple):
+class Usage(NamedTuple):
     """What a thread and its process have done so far.
 
     Fields:
@@ -150,7 +150,7 @@ class HangWatch:
         self._place: StackPlace | None = None
         self._since = self._last = time.monotonic()
         self._schedule = f"/proc/self/task/{threading.get_native_id()}/schedstat"
-        self._begin = self._last_work = self._work()
+        self._begin = self._last_usage = self._usage()
         self._share = self._process_share = self._rate = 0.0
         # Looks since the last progress, and those of them before which the thread was woken up.
         self._looks = self._woken = 0
@@ -188,28 +188,28 @@ class HangWatch:
                 return
             begin = time.monotonic()
 
-    def _work(self) -> CpuUsage:
+    def _usage(self) -> Usage:
         process = time.process_time()
         try:
             # Nanoseconds on a CPU, nanoseconds of waiting for one, times that it was given one (Linux).
             with open(self._schedule, "rb") as file:
                 ran, waited, wakes = map(int, file.read().split())
         except (OSError, ValueError):
-            return CpuUsage(process, process, 0, 0)
-        return CpuUsage((ran + waited) / 1e9, process, wakes, _transferred())
+            return Usage(process, process, 0, 0)
+        return Usage((ran + waited) / 1e9, process, wakes, _transferred())
 
     def _look(self) -> None:
         if self._store is None:
             # A separate connection: calls on one connection wait for each other.
             self._store = default_connection().store
-        now, work = time.monotonic(), self._work()
+        now, used = time.monotonic(), self._usage()
         seconds = max(now - self._last, 1e-3)
-        self._rate = (work.bytes - self._last_work.bytes) / seconds
-        self._share = (work.thread - self._last_work.thread) / seconds
-        self._process_share = (work.process - self._last_work.process) / seconds
+        self._rate = (used.bytes - self._last_usage.bytes) / seconds
+        self._share = (used.thread - self._last_usage.thread) / seconds
+        self._process_share = (used.process - self._last_usage.process) / seconds
         self._looks += 1
-        self._woken += work.wakes > self._last_work.wakes
-        self._last, self._last_work = now, work
+        self._woken += used.wakes > self._last_usage.wakes
+        self._last, self._last_usage = now, used
         if self._over:
             self._note_recovery()
         self._answer()
@@ -242,7 +242,7 @@ class HangWatch:
             self._over, self._told = now - self._since, 0.0
         for key in self._compared or ():
             self._store.delete_key(key)
-        self._since, self._begin, self._newest, self._due = now, self._last_work, None, self.limit
+        self._since, self._begin, self._newest, self._due = now, self._last_usage, None, self.limit
         self._compared = None
         self._looks = self._woken = 0
 
@@ -282,7 +282,7 @@ class HangWatch:
             self._progress(self._last)
             return
         waits = self._place is not None and (self._place.waits or self._place.is_distributed)
-        quiet = (self._last_work.thread - self._begin.thread) / stood < QUIET
+        quiet = (self._last_usage.thread - self._begin.thread) / stood < QUIET
         if inside or waits or quiet or _is_stuck(calls, stood / 2):
             self._report()
         else:
