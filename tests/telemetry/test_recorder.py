@@ -457,3 +457,25 @@ def test_the_option_takes_no_script_for_its_value(words, expected):
     args = launch_command_parser().parse_args(words)
     assert (args.telemetry, args.training_script) == (expected, "s.py")
     assert args.training_script_args == words[words.index("s.py") + 1 :]
+
+
+class Doubled(Accelerator):
+    """Its methods take less than those of the base class."""
+
+    def backward(self, loss, **kwargs):
+        super().backward(2 * loss, **kwargs)
+
+    def clip_grad_norm_(self, parameters, max_norm):
+        return super().clip_grad_norm_(parameters, max_norm)
+
+
+@pytest.mark.parametrize("items", [{}, {"num_items": 2}])
+def test_methods_of_a_subclass(items, tmp_path):
+    accelerator = Doubled(cpu=True, telemetry=tmp_path)
+    model = torch.nn.Linear(2, 1, bias=False)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    before = model.weight.detach().clone()
+    accelerator.backward(model(torch.ones(2, 2)).mean(), **items)
+    assert accelerator.clip_grad_norm_(model.parameters(), 100.0) == pytest.approx(2 * 2**0.5)
+    optimizer.step()
+    torch.testing.assert_close(model.weight.detach(), before - 0.2)

@@ -10,6 +10,7 @@ of its own: what a step does not have to do is done by a thread, from what the r
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import threading
 import weakref
@@ -47,6 +48,17 @@ METHODS = (
     "backward", "clip_grad_norm_", "gather", "gather_for_metrics", "reduce", "pad_across_processes",
     "wait_for_everyone",
 )  # fmt: skip
+
+
+def _with_items(call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call`, a backward, with the argument `num_items`, which the method of a subclass may not have."""
+    if "num_items" in inspect.signature(call).parameters:
+        return call
+
+    def backward(accelerator: Any, loss: Any, num_items: Any = None, **kwargs: Any) -> None:
+        call(accelerator, loss, **(kwargs if num_items is None else {**kwargs, "num_items": num_items}))
+
+    return backward
 
 
 class StepMeter:
@@ -118,6 +130,8 @@ class StepMeter:
         return self._around_backward(call, owner) if name == "backward" else None
 
     def _around_backward(self, call: Callable[..., Any], owner: Callable[[], Any]) -> Callable[..., Any]:
+        call = _with_items(call)
+
         def backward(loss: Any, num_items: Any = None, **kwargs: Any) -> None:
             call(owner(), loss, num_items, **kwargs)
             if num_items is not None and type(num_items) is not torch.Tensor:
@@ -395,6 +409,7 @@ class StepRecorder(StepMeter):
         return backward
 
     def _around_backward(self, call: Callable[..., Any], owner: Callable[[], Any]) -> Callable[..., Any]:
+        call = _with_items(call)
         split = self._counting_waits(call) if self._waits else call
 
         def backward(loss: Any, num_items: Any = None, **kwargs: Any) -> None:
@@ -418,11 +433,11 @@ class StepRecorder(StepMeter):
         return backward
 
     def _around_clip(self, call: Callable[..., Any], owner: Callable[[], Any]) -> Callable[..., Any]:
-        def clip_grad_norm_(parameters: Any, max_norm: Any, norm_type: Any = 2) -> Any:
+        def clip_grad_norm_(*args: Any, **kwargs: Any) -> Any:
             if not self.splits:
-                return call(owner(), parameters, max_norm, norm_type)
+                return call(owner(), *args, **kwargs)
             begin = perf_counter()
-            norm = call(owner(), parameters, max_norm, norm_type)
+            norm = call(owner(), *args, **kwargs)
             took = perf_counter() - begin
             self._optimizer += took
             self._mark += took
