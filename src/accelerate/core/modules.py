@@ -17,7 +17,7 @@ def require_module(model: object, function: str) -> None:
         raise TypeError(f"{function} takes a torch.nn.Module, not {model!r:.80} (of type {type(model).__name__})")
 
 
-def class_name(module: nn.Module) -> str:
+def class_name(module: object) -> str:
     """The name of a model's class; of a class that FSDP2 has derived from it, that of the user's class."""
     kinds = type(module).__mro__
     return kinds[2 if kinds[1].__name__ == "FSDPModule" else 0].__name__

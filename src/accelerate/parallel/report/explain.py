@@ -126,7 +126,7 @@ def explain(
     for number, prepared in enumerate(models):
         model, inner = prepared.module, prepared.inner
         # FSDP1 stays around the model, FSDP2 changes its class.
-        plain: Any = inner.module if type(inner).__name__ == "FullyShardedDataParallel" else inner
+        plain: object = inner.module if type(inner).__name__ == "FullyShardedDataParallel" else inner
         kind = class_name(plain)
         title = f"model {number}: {kind}" if len(models) > 1 else f"model: {kind}"
         sections[title] = [*_modules(model), *_parameters(inner), *_dtypes(prepared)]
