@@ -120,7 +120,8 @@ def _timeout() -> float:
     group: Any = dist.group.WORLD
     try:
         return float(group._get_backend(group._device_types[0]).options._timeout.total_seconds())
-    except (AttributeError, RuntimeError):
+    except (AttributeError, IndexError, RuntimeError):
+        # Groups of a backend that Python has registered list no devices.
         return math.inf
 
 
