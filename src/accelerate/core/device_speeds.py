@@ -38,5 +38,5 @@ PUBLISHED: dict[str, Published] = {
 def known_name(name: str) -> str | None:
     """The row of `PUBLISHED` for a device that calls itself `name`, as "NVIDIA H100 80GB HBM3"; None without one."""
     plain = name.lower().replace(" ", "").replace("-", "")
-    # Of names that begin alike the longest is meant: an L40S is no L4.
+    # Of names with the same beginning the longest is meant: an L40S is no L4.
     return max((known for known in PUBLISHED if known in plain), key=len, default=None)

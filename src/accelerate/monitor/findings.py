@@ -183,7 +183,7 @@ class Summary:
         if self.evaluating > 0.01 * self.elapsed:
             often = "One evaluation" if self.evaluations == 1 else f"{self.evaluations:,} evaluations"
             share = _percent(self.evaluating / self.elapsed)
-            found.append(f"{often} took {duration(self.evaluating)} more, {share} of the whole time.")
+            found.append(f"{often} took {duration(self.evaluating)} more, {share} of the time.")
         if self.restarts:
             often = "once" if self.restarts == 1 else f"{self.restarts} times"
             lost = f", which cost {duration(self.restarting)} with the steps that were repeated"
@@ -304,7 +304,7 @@ def _groups(stragglers: Sequence[Straggler]) -> list[list[Straggler]]:
 
 
 def _slow_sentence(group: Sequence[Straggler]) -> str:
-    """One sentence for people about slow ranks that are alike."""
+    """One sentence for people about slow ranks with the same cause."""
     one = group[0]
     where = f" on {one.host}" if one.host else ""
     wait = f" The others wait {_ms(one.waiting)} a step for {'it' if len(group) == 1 else 'them'}."
@@ -415,9 +415,9 @@ def known_anywhere(weight: Array) -> Array:
 def _shares(shown: View, where: Array) -> dict[str, float]:
     """For each phase its share of the time in some buckets."""
     weight = shown.weight[:, where]
-    whole = np.nansum(np.nan_to_num(shown.seconds[:, where]) * weight)
+    total = np.nansum(np.nan_to_num(shown.seconds[:, where]) * weight)
     return {
-        phase: float(np.nansum(np.nan_to_num(shown.phases[phase][:, where]) * weight) / whole) if whole > 0 else 0.0
+        phase: float(np.nansum(np.nan_to_num(shown.phases[phase][:, where]) * weight) / total) if total > 0 else 0.0
         for phase in ALL_PHASES
     }
 
@@ -433,7 +433,7 @@ def _weighted_median(values: Array, weight: Array) -> float:
 def _waiting(run: Run, first: int, last: int) -> float:
     """The share of the time in which ranks wait for slower ones, in a sample: a mean over steps does not show it."""
     pieces = max(1, min(_PIECES, _BUCKETS // max(1, len(run.ranks))))
-    waited = whole = 0.0
+    waited = total = 0.0
     for start in np.unique(np.linspace(first, max(first, last - _PIECE + 1), pieces).astype(int)).tolist():
         shown = view(run, start, min(last, start + _PIECE - 1), _PIECE)
         if len(shown.ranks) < 2:
@@ -441,8 +441,8 @@ def _waiting(run: Run, first: int, last: int) -> float:
         communication = np.nan_to_num(shown.phases["communication"])
         waits = shown.waits - communication + communication - communication.min(axis=0)
         waited += float(np.nansum(waits * shown.weight))
-        whole += float(np.nansum(np.nan_to_num(shown.seconds) * shown.weight))
-    return waited / whole if whole > 0 else 0.0
+        total += float(np.nansum(np.nan_to_num(shown.seconds) * shown.weight))
+    return waited / total if total > 0 else 0.0
 
 
 def _period(run: Run, shown: View, stragglers: Sequence[Straggler]) -> tuple[Period | None, Array]:
@@ -468,7 +468,7 @@ def _period(run: Run, shown: View, stragglers: Sequence[Straggler]) -> tuple[Per
     first = max(run.first_step, int(shown.x[at[0]] - shown.width / 2 + 0.5))
     last = min(run.last_step, int(shown.x[at[-1]] + shown.width / 2))
     if any(one.first - shown.width <= first and last <= one.last + WINDOW + shown.width for one in stragglers):
-        return None, nothing  # those say it
+        return None, nothing  # their sentences report it
     inside = nothing.copy()
     inside[at] = True
     rest = ~inside & (weight > 0)
@@ -530,8 +530,8 @@ def _incidents(run: Run, begin: float, end: float) -> list[str]:
     texts = []
     for (kind, message), ranks in list(found.items())[-4:]:
         text = ranks_text(sorted(ranks))
-        said = f": {message.rstrip('.')}" if message else ""
-        what = "ran out of memory" if kind == "out_of_memory" else f"reported a hang{said}"
+        text = f": {message.rstrip('.')}" if message else ""
+        what = "ran out of memory" if kind == "out_of_memory" else f"reported a hang{text}"
         texts.append(f"{text[0].upper()}{text[1:]} {what}.")
     return texts
 

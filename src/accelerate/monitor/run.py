@@ -295,8 +295,8 @@ def ranks_text(ranks: Sequence[int]) -> str:
             found[-1][1] = rank
         else:
             found.append([rank, rank])
-    parts = [str(first) if first == last else f"{first}-{last}" for first, last in found]
-    shown = ", ".join(parts[:12]) + (f" and {sum(b - a + 1 for a, b in found[12:])} others" if len(parts) > 12 else "")
+    texts = [str(first) if first == last else f"{first}-{last}" for first, last in found]
+    shown = ", ".join(texts[:12]) + (f" and {sum(b - a + 1 for a, b in found[12:])} others" if len(texts) > 12 else "")
     return f"rank{'s' * (len(ranks) > 1)} {shown}"
 
 

@@ -20,7 +20,7 @@ _SHORT, _SHORT_WIDE, _WIDE = 3, 2, 64
 # A rank that is slow in a smaller share than the second is named only if that took so many seconds.
 _LEAST_SECONDS, _CONSIDERABLE = 10.0, 0.3
 # Parts of the time in which a rank is slow, and the least mean of what it loses there, in standard errors.
-_PARTS, _LEAST_ERRORS = 16, 4.0
+_PIECES, _LEAST_ERRORS = 16, 4.0
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Straggler:
 
 
 def slow_ranks(run: Run, shown: View) -> list[Straggler]:
-    """The ranks that were slow in a considerable part of a view, those first that cost most."""
+    """The ranks that were slow in a considerable share of a view, those first that cost most."""
     found = []
     middle = (len(shown.ranks) - 1) // 2
     counts = shown.slow.sum(axis=1)
@@ -95,7 +95,7 @@ def _seconds(shown: View, row: int, at: Array) -> float:
 
 
 def _longest(at: Array) -> Array:
-    """The longest part of ascending numbers without a gap."""
+    """The longest run of ascending numbers without a gap."""
     return max(np.split(at, np.flatnonzero(np.diff(at) > 1) + 1), key=len)
 
 
@@ -108,7 +108,7 @@ def _above(shown: View, row: int, values: Array) -> Array:
 def _is_chance(shown: View, row: int, at: Array) -> bool:
     """Whether a few long steps explain what a rank has lost: a first step, or noise with rare peaks.
 
-    What a slow rank loses is spread over the time in which it is slow. So the mean of that over parts of this time is
+    What a slow rank loses is spread over the time in which it is slow. So the mean of that over pieces of this time is
     several times its standard error.
     """
     # A window ends with its bucket: what it saw may be before the first.
@@ -116,11 +116,11 @@ def _is_chance(shown: View, row: int, at: Array) -> bool:
     weight = shown.weight[row, around]
     around, weight = around[weight > 0], weight[weight > 0]
     lost = _above(shown, row, shown.own[:, around]) * weight
-    parts = min(_PARTS, len(around) // 2)
-    if parts < 2:
+    pieces = min(_PIECES, len(around) // 2)
+    if pieces < 2:
         return False
-    means = np.array([part.mean() for part in np.array_split(lost, parts)])
-    return bool(means.mean() <= _LEAST_ERRORS * means.std(ddof=1) / math.sqrt(parts))
+    means = np.array([piece.mean() for piece in np.array_split(lost, pieces)])
+    return bool(means.mean() <= _LEAST_ERRORS * means.std(ddof=1) / math.sqrt(pieces))
 
 
 def _is_slow_between(shown: View, row: int, at: Array) -> bool:

@@ -191,7 +191,7 @@ def _spread(values: Array) -> Array:
 
 
 def _bad_loss(buckets: Buckets) -> Array:
-    """The steps of each bucket whose loss is not finite. An infinite sum says nothing about their number: 1."""
+    """The steps of each bucket whose loss is not finite. Their number is not known from an infinite sum: 1."""
     known = buckets.weight[:, COLUMN["loss"]]
     if not known.any():
         return np.zeros(len(buckets))

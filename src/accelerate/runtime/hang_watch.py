@@ -116,7 +116,7 @@ def announce_end(store: Any) -> None:
 
 
 def _timeout() -> float:
-    """Seconds after which a collective of the default group fails; infinite for a backend that does not tell."""
+    """Seconds after which a collective of the default group fails; infinite where it is not known."""
     group: Any = dist.group.WORLD
     try:
         return float(group._get_backend(group._device_types[0]).options._timeout.total_seconds())
@@ -163,7 +163,7 @@ class HangWatch:
         self._mismatches: int | None = None
         self._patience = False
         # Seconds of the stand-still that this rank has reported, and of one that seems to be over.
-        self._told = self._over = 0.0
+        self._reported_after = self._over = 0.0
         self._thread = threading.Thread(target=self._run, name="accelerate-hang-watch", daemon=True)
         self._thread.start()
 
@@ -173,7 +173,7 @@ class HangWatch:
         # A process that was forked does not have it.
         if self._thread.is_alive():
             self._thread.join(STOP)
-            if self._told or self._over:
+            if self._reported_after or self._over:
                 self._over = self._over or time.monotonic() - self._since
                 self._note_recovery()
 
@@ -238,9 +238,9 @@ class HangWatch:
         return True
 
     def _progress(self, now: float) -> None:
-        if self._told:
+        if self._reported_after:
             # Reported at the next look: an error that ends the run is progress at first.
-            self._over, self._told = now - self._since, 0.0
+            self._over, self._reported_after = now - self._since, 0.0
         for key in self._compared or ():
             self._store.delete_key(key)
         self._since, self._begin, self._newest, self._due = now, self._last_usage, None, self.limit
@@ -248,7 +248,7 @@ class HangWatch:
         self._looks = self._woken = 0
 
     def _note_recovery(self) -> None:
-        seconds, self._over, self._told = self._over, 0.0, 0.0
+        seconds, self._over, self._reported_after = self._over, 0.0, 0.0
         if not marks.has_published(marks.WAITING) and not marks.has_published(marks.FAILED):
             logger.warning("The run continues after %.0f s.", seconds)
 
@@ -357,7 +357,7 @@ class HangWatch:
             return
         if folder:
             text += f"\nThe stacks and the last collectives of each rank: {folder} (on its machine)"
-        self._told = stood
+        self._reported_after = stood
         logger.warning("%s", text)
         for call in on_report:
             call(text)

@@ -82,7 +82,7 @@ def withdraw(kind: str) -> None:
 
 
 def is_first(subject: str) -> bool:
-    """Whether no other rank of this machine has asked for a subject before: for what one of them reports for all."""
+    """Whether no other rank of this machine has called this for a subject: one of them reports for all."""
     try:
         return bool(_store().add(f"accelerate/first/{machine_identity()}/{subject}", 1) == 1)
     except (RuntimeError, ValueError) as error:

@@ -21,8 +21,8 @@ def number(value: Any) -> int | float | None:
     if isinstance(value, (bool, float)):
         return value
     if isinstance(value, numbers.Integral):
-        whole = int(value)
-        return whole if abs(whole) < _TOO_LARGE else math.copysign(math.inf, whole > 0 or -1)
+        integer = int(value)
+        return integer if abs(integer) < _TOO_LARGE else math.copysign(math.inf, integer > 0 or -1)
     if isinstance(value, numbers.Real):
         return float(value)
     size = getattr(value, "numel", None) or getattr(value, "size", None)  # torch has numel(), numpy an int
