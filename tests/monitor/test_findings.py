@@ -191,7 +191,7 @@ def test_where_the_time_goes_on_all_ranks(tmp_path, phase, seconds, every, advic
     assert max(found.shares, key=found.shares.get) == phase or phase == "checkpoint"
     assert advice in text and text.count(" of the time is ") == 1
     assert found.stragglers == () and found.period is None and "temperature" not in text
-    # The rate is that of the whole time, with what is rare.
+    # The rate is that of the time, with what is rare.
     assert found.throughput == pytest.approx(4 * 32 / found.seconds, rel=0.01)
 
 
@@ -227,7 +227,7 @@ def test_evaluations_and_restarts_cost_time_between_steps(tmp_path):
             )
         write(tmp_path, rank, 4, records)
     text = text_of(tmp_path)
-    assert "2 evaluations took 2 min 0 s more, 54 % of the whole time." in text
+    assert "2 evaluations took 2 min 0 s more, 54 % of the time." in text
     assert "Evaluate less often" in text and "restarted" not in text
     write_lines(
         events_file(tmp_path, 0),

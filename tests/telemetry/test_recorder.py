@@ -105,7 +105,6 @@ def test_each_step_has_a_record(tmp_path, accumulation):
 def test_short_steps_share_records(tmp_path, monkeypatch):
     monkeypatch.setattr(meter, "EACH", 20)
     monkeypatch.setattr(meter, "_SHORT", 1e3)
-    monkeypatch.setattr(meter, "_COVERED", 1e6)
     begin = time.perf_counter()
     accelerator, losses, norms = train(tmp_path, epochs=14)
     accelerator.save_state(tmp_path / "saved")
@@ -135,7 +134,6 @@ def test_short_steps_share_records(tmp_path, monkeypatch):
 def test_a_save_between_short_steps(tmp_path, monkeypatch):
     monkeypatch.setattr(meter, "EACH", 0)
     monkeypatch.setattr(meter, "_SHORT", 1e3)
-    monkeypatch.setattr(meter, "_COVERED", 1e6)
     accelerator = Accelerator(cpu=True, telemetry=tmp_path)
     model = torch.nn.Linear(4, 1)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -530,8 +530,8 @@ def _incidents(run: Run, begin: float, end: float) -> list[str]:
     texts = []
     for (kind, message), ranks in list(found.items())[-4:]:
         text = ranks_text(sorted(ranks))
-        text = f": {message.rstrip('.')}" if message else ""
-        what = "ran out of memory" if kind == "out_of_memory" else f"reported a hang{text}"
+        why = f": {message.rstrip('.')}" if message else ""
+        what = "ran out of memory" if kind == "out_of_memory" else f"reported a hang{why}"
         texts.append(f"{text[0].upper()}{text[1:]} {what}.")
     return texts
 
