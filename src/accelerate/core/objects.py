@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plain Python objects: their names, attributes by path, nested dictionaries, sizes in words."""
+"""Plain Python objects: their names, attributes by path, nested dictionaries, sizes in words, spans of numbers."""
 
 from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -67,3 +68,14 @@ def get_pretty_name(obj: Any) -> str:
     if not (hasattr(obj, "__qualname__") or hasattr(obj, "__name__")):
         obj = getattr(obj, "__class__", obj)
     return str(getattr(obj, "__qualname__", None) or getattr(obj, "__name__", None) or obj)
+
+
+def spans(numbers: Iterable[int]) -> list[tuple[int, int]]:
+    """The first and the last of each run of neighbours: 0, 1, 2, 5 are (0, 2) and (5, 5)."""
+    found: list[tuple[int, int]] = []
+    for number in numbers:
+        if found and number == found[-1][1] + 1:
+            found[-1] = (found[-1][0], number)
+        else:
+            found.append((number, number))
+    return found

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 from ..core.files import atomic_write
+from ..core.objects import spans
 from . import tracebacks
 from .process import Rank
 from .streams import RankEnd
@@ -254,13 +255,10 @@ def _grouped(others: Mapping[int, str]) -> str:
 
 def _numbered(ranks: Sequence[int]) -> str:
     """Format ranks as words, such as "ranks 0 to 5, 7"."""
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    listed = [str(low) if low == high else f"{low}{' to ' if high > low + 1 else ', '}{high}" for low, high in spans]
+    listed = [
+        str(low) if low == high else f"{low}{' to ' if high > low + 1 else ', '}{high}"
+        for low, high in spans(sorted(ranks))
+    ]
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(listed)}" if listed else "other ranks"
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from ..core.errors import ConfigurationError
 from ..core.files import user_path
+from ..core.objects import spans
 from ..telemetry.records import FOLDER, HEADER_SIZE, VERSION
 from .lines import Series, Tail, add_values, time_of
 from .steps import BLOCK, RankSteps
@@ -289,12 +290,7 @@ class Run:
 
 def ranks_text(ranks: Sequence[int]) -> str:
     """Ranks for people: "rank 3", "ranks 0, 4-7"."""
-    found: list[list[int]] = []
-    for rank in sorted(ranks):
-        if found and rank == found[-1][1] + 1:
-            found[-1][1] = rank
-        else:
-            found.append([rank, rank])
+    found = spans(sorted(ranks))
     texts = [str(first) if first == last else f"{first}-{last}" for first, last in found]
     shown = ", ".join(texts[:12]) + (f" and {sum(b - a + 1 for a, b in found[12:])} others" if len(texts) > 12 else "")
     return f"rank{'s' * (len(ranks) > 1)} {shown}"

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core import trees
+from ..core.objects import spans
 
 # What is compared, in this order: the first difference is reported.
 ASPECTS = ("operation", "options", "structure", "dtypes", "dimensions", "shapes")
@@ -167,12 +168,9 @@ def _minority(texts: dict[int, str]) -> str:
 
 def ranks_in_words(ranks: Iterable[int]) -> str:
     """`rank 3`, `ranks 1, 2` or `ranks 0-2, 5`; of very many the first ones."""
-    runs: list[list[int]] = []
-    for rank in (ranks := list(ranks)):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    words = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    listed = list(ranks)
+    words = [
+        str(low) if low == high else f"{low}{'-' if high > low + 1 else ', '}{high}" for low, high in spans(listed)
+    ]
     shown = ", ".join(words[:16]) + (", ..." if len(words) > 16 else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+    return f"rank {shown}" if len(listed) == 1 else f"ranks {shown}"
