@@ -37,8 +37,8 @@ LIMIT = 50.0
 # Seconds between two looks: a share of the limit, at most.
 INTERVAL = 1.0
 LOOKS = 8
-# Looks without progress until the collectives of the ranks are compared.
-COMPARED_AFTER = 2
+# Looks without progress until the collectives of the ranks are compared, and then until another rank than 0 reports.
+COMPARED_AFTER, PATIENCE = 2, 2
 # If a look is so many seconds late, this process was stopped, or in a call that holds the interpreter lock.
 ABSENCE = 3.0
 # In debug mode ranks wait for an answer.
@@ -161,7 +161,8 @@ class HangWatch:
         self._compared: list[str] | None = None
         # The mismatches found in the run before this stand-still; None where one of it has been reported.
         self._mismatches: int | None = None
-        self._patience = False
+        # Looks for which this rank leaves the report of a mismatch to rank 0.
+        self._patience = 0
         # Seconds of the stand-still that this rank has reported, and of one that seems to be over.
         self._reported_after = self._over = 0.0
         self._thread = threading.Thread(target=self._run, name="accelerate-hang-watch", daemon=True)
@@ -257,7 +258,8 @@ class HangWatch:
         if self._compared is None:
             self._compared, differs = [], False
             self._reports = int(self._store.add("accelerate/hang_reports", 0))
-            self._mismatches, self._patience = int(self._store.add("accelerate/mismatches", 0)), bool(self.rank)
+            self._mismatches = int(self._store.add("accelerate/mismatches", 0))
+            self._patience = PATIENCE if self.rank else 0
             for name, text in compared(recorded()).items():
                 key = f"accelerate/compared/{name}"
                 self._compared.append(key)
@@ -267,8 +269,7 @@ class HangWatch:
         if self._mismatches is None or int(self._store.add("accelerate/mismatches", 0)) == self._mismatches:
             return
         if self._patience:
-            # Rank 0 comes first.
-            self._patience = False
+            self._patience -= 1
             return
         self._mismatches = None
         if int(self._store.add("accelerate/hang_reports", 0)) == self._reports:
