@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the recorder adds to a step: a small model, SGD, clipping, a prepared loader; with and without it.
 
+The loader batches samples, or the dataset has batches, whose sizes the recorder must look up.
+
 An epoch with the recorder alternates with one without. A figure is the median, over these pairs, of the difference
 between the mean durations of a step: the mean contains what the recorder does in one of several steps, and in its
 thread.
@@ -19,7 +21,7 @@ from pathlib import Path
 import torch
 from timing import emit
 from torch.nn.functional import mse_loss
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 STEPS = 256
 ROUNDS = 60
@@ -27,7 +29,7 @@ ROUNDS = 60
 WARMUP = 6
 
 
-def make_loop(telemetry: str | bool, width: int, batch: int) -> Callable[[], float]:
+def make_loop(telemetry: str | bool, width: int, batch: int, batched: bool = False) -> Callable[[], float]:
     """A function that trains for an epoch and returns the mean duration of a step in seconds."""
     from accelerate import Accelerator
 
@@ -38,8 +40,11 @@ def make_loop(telemetry: str | bool, width: int, batch: int) -> Callable[[], flo
         if width < 100
         else torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.ReLU(), torch.nn.Linear(width, 1))
     )
-    batches = [(torch.randn(batch, width), torch.randn(batch, 1)) for _ in range(STEPS)]
-    prepared = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3), DataLoader(batches, None))
+    data = TensorDataset(torch.randn(STEPS * batch, width), torch.randn(STEPS * batch, 1))
+    loader = DataLoader(data, batch)
+    if batched:
+        loader = DataLoader([tuple(pair) for pair in loader], None)
+    prepared = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3), loader)
     model, optimizer, loader = prepared
 
     def run() -> float:
@@ -70,13 +75,15 @@ def main() -> None:
         return  # the peer has none
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        long = {"off": make_loop(False, 384, 256), "telemetry of a long step": make_loop(folder + "/long", 384, 256)}
+        wide, given = (384, 256, True), (16, 8, True)
+        long = {"off": make_loop(False, *wide), "telemetry of a long step": make_loop(folder + "/long", *wide)}
+        named = {"off": make_loop(False, *given), "telemetry of given batches": make_loop(folder + "/given", *given)}
         loops = {"off": make_loop(False, 16, 8), "telemetry": make_loop(folder, 16, 8)}
         os.environ["ACCELERATE_STATUS_DIR"] = folder
         loops["telemetry status"] = make_loop(False, 16, 8)
         Path(folder, "rank_00000.status").unlink()
         loops["telemetry both"] = make_loop(str(Path(folder, "both")), 16, 8)
-        for compared in (loops, long):
+        for compared in (loops, named, long):
             usual, more = added(compared)
             for name, seconds in more.items():
                 emit(name, "us", usual, usual + seconds)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pickle
@@ -102,9 +103,15 @@ def test_each_step_has_a_record(tmp_path, accumulation):
     assert events(tmp_path)[-2]["path"] == folder
 
 
-def test_short_steps_share_records(tmp_path, monkeypatch):
+@pytest.fixture
+def groups_of_16(monkeypatch):
+    monkeypatch.setattr(meter, "_SHARED", 16)
+    monkeypatch.setattr(meter, "_RECORD", 1e3)
+    monkeypatch.setattr(meter, "Random", lambda seed: SimpleNamespace(random=lambda: 0.5))
+
+
+def test_short_steps_share_records(tmp_path, monkeypatch, groups_of_16):
     monkeypatch.setattr(meter, "EACH", 20)
-    monkeypatch.setattr(meter, "_SHORT", 1e3)
     begin = time.perf_counter()
     accelerator, losses, norms = train(tmp_path, epochs=14)
     accelerator.save_state(tmp_path / "saved")
@@ -131,9 +138,8 @@ def test_short_steps_share_records(tmp_path, monkeypatch):
     assert (rows["communication"] == 0).all()
 
 
-def test_a_save_between_short_steps(tmp_path, monkeypatch):
+def test_a_save_between_short_steps(tmp_path, monkeypatch, groups_of_16):
     monkeypatch.setattr(meter, "EACH", 0)
-    monkeypatch.setattr(meter, "_SHORT", 1e3)
     accelerator = Accelerator(cpu=True, telemetry=tmp_path)
     model = torch.nn.Linear(4, 1)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -153,6 +159,65 @@ def test_a_save_between_short_steps(tmp_path, monkeypatch):
     assert rows["longest"][1] > saved and rows["communication"][1] == 0 < rows["communication"][2]
     phases = sum(rows[name].astype(float) for name in PHASES)
     assert (phases <= rows["seconds"] * 1.001).all()
+
+
+def varied(samples):
+    """Batches of 1 to 5 samples, in turn."""
+    starts = np.cumsum([0] + [1 + step % 5 for step in range(samples)])
+    return [list(range(low, min(high, samples))) for low, high in itertools.pairwise(starts) if low < samples]
+
+
+def inputs(one, other):
+    """The inputs of the batches of `one`, which are read beside those of `other`, if there is one."""
+    yield from (x for x, _ in one) if other is None else (x for (x, _), _ in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "second", "accumulation", "steps_a_batch", "stop"),
+    [
+        ({"batch_size": 4}, False, 1, 1, None),
+        ({"batch_size": 4}, False, 3, 1, None),
+        ({"batch_size": 4}, False, 1, 1, 17),
+        ({"batch_size": 4}, False, 1, 3, None),
+        ({"batch_size": 4}, True, 1, 1, None),
+        ({"batch_sampler": varied(101)}, False, 1, 1, None),
+        ({"batch_size": None}, False, 1, 1, None),
+        ({"batch_size": 4, "num_workers": 1}, False, 1, 1, None),
+    ],
+    ids=["plain", "accumulation", "break", "steps", "two", "varied", "unbatched", "worker"],
+)
+def test_all_samples_are_counted(arguments, second, accumulation, steps_a_batch, stop, tmp_path, monkeypatch):
+    """In the records of several steps too, of any length, for all kinds of loaders."""
+    monkeypatch.setattr(meter, "EACH", 5)
+    monkeypatch.setattr(meter, "_RECORD", 1e3)
+    accelerator = Accelerator(cpu=True, telemetry=tmp_path, gradient_accumulation_steps=accumulation)
+    data = make_data(101)
+    if arguments.get("batch_size", 0) is None:
+        data = [tuple(tensor[batch] for tensor in data.tensors) for batch in varied(101)]
+    model = torch.nn.Linear(4, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    loader, other = (accelerator.prepare(DataLoader(data, **arguments)) for _ in range(2))
+    read = made = counted = 0
+    for _ in range(12):
+        for number, x in enumerate(inputs(loader, other if second else None)):
+            read += len(x) * (1 + second)
+            with accelerator.accumulate(model):
+                for _ in range(steps_a_batch):
+                    accelerator.backward(model(x).sum())
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    if accelerator.sync_gradients:
+                        made, counted = made + 1, read
+            if number == stop:
+                break
+    accelerator.end_training()
+    rows = read_steps(steps_file(tmp_path, 0))
+    assert rows["steps"].sum() == rows["step"][-1] == made and (rows["steps"] > 1).any()
+    assert np.nansum(rows["samples"].astype(float)) == counted == read
+    split = rows[~np.isnan(rows["forward"])]
+    assert (np.diff(rows["time"]) > 0).all() and len(split) >= len(rows) - 1
+    # Where a loop makes several steps of a batch, one of them waits for it.
+    assert (split["data"] > 0).any() if steps_a_batch > 1 else (split["data"] > 0).all()
 
 
 def test_a_backward_with_its_own_gradient(tmp_path):

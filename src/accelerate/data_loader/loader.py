@@ -293,6 +293,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             self._origin._end_epoch(following)
 
     def _weigh(self, counts: tuple[int, ...] | None, plan: ReadPlan) -> None:
+        if self.meter is not None:
+            self.meter.before_counts()
         self.batch_counts = counts
         if plan.cut.exact and counts is not None:
             total = sum(counts)

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from random import Random
 from time import perf_counter, time
 from typing import Any
 
@@ -36,11 +38,11 @@ _NAN = math.nan
 _INTERVAL = 0.25
 # Seconds of a backward from which on the wait at the end of the next one is measured.
 _LEAST = 1e-3
-# Steps of a process that are recorded one by one. Later ones that take less than `_SHORT` seconds share records of
+# Steps of a process that are recorded one by one. Later ones share records of about `_RECORD` seconds and at most
 # `_SHARED` steps, and the last of these alone is split into phases: that would cost a twelfth of a step of 130 us.
 EACH = 1000
-_SHORT = 1e-3
-_SHARED = 16
+_RECORD = 0.016
+_SHARED = 40
 # The methods of an accelerator that a meter may replace.
 METHODS = (
     "backward", "clip_grad_norm_", "gather", "gather_for_metrics", "reduce", "pad_across_processes",
@@ -263,13 +265,12 @@ class MeteredOptimizer(AcceleratedOptimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """See `AcceleratedOptimizer.step`."""
-        meter, made = self._meter, self.steps_made
+        meter = self._meter
         if not meter.splits:
             result = AcceleratedOptimizer.step(self, closure)
-            if self.steps_made != made:
-                meter.count_step(self)
+            meter.count_step(self.steps_made)
             return result
-        begin = perf_counter()
+        made, begin = self.steps_made, perf_counter()
         result = AcceleratedOptimizer.step(self, closure)
         if self.steps_made != made:
             meter.end_step(self, begin)
@@ -285,6 +286,29 @@ class MeteredOptimizer(AcceleratedOptimizer):
         super().__setstate__(state)
 
 
+class _Read:
+    """Counts the samples of a pass over a prepared loader, where it knows those of each batch.
+
+    Args:
+        loader: the loader.
+        index: of the shard.
+    """
+
+    __slots__ = ("_batches", "_index", "_loader")
+
+    def __init__(self, loader: Any, index: int) -> None:
+        self._loader = loader
+        self._index = index
+        self._batches = 0
+
+    def samples(self) -> int:
+        """The samples in the batches since the last call, which all have the present `batch_counts`."""
+        batches, loader = self._batches, self._loader
+        self._batches = loader.batches_read
+        counts = loader.batch_counts
+        return 0 if counts is None else (loader.batches_read - batches) * counts[self._index]
+
+
 class StepRecorder(StepMeter):
     """Records each optimizer step, and publishes the newest state.
 
@@ -292,7 +316,7 @@ class StepRecorder(StepMeter):
     reaches from the delivery of a batch to `backward`, less collectives and saves. A pass over a loader in which no
     backward follows its batches is an evaluation, which is in no record.
 
-    A long run of steps shorter than a millisecond has records of several steps (see `EACH`). Steps, samples, tokens,
+    A long run of steps shorter than 16 ms has records of several steps (see `EACH`). Steps, samples, tokens,
     collectives, saves and the total time are counted in all of them.
 
     Args:
@@ -310,8 +334,9 @@ class StepRecorder(StepMeter):
 
     __slots__ = (
         "_backward", "_before", "_begin", "_checkpoint", "_communication", "_count", "_data", "_ended", "_flags",
-        "_forward", "_group", "_last", "_longest", "_losses", "_mark", "_norm", "_optimizer", "_read_samples",
-        "_read_tokens", "_release", "_seen", "_trains", "_transfer", "_waits", "_writer", "splits",
+        "_forward", "_group", "_last", "_longest", "_losses", "_mark", "_norm", "_optimizer", "_random",
+        "_read_samples", "_read_tokens", "_reads", "_release", "_seen", "_trains", "_transfer", "_waits", "_writer",
+        "splits",
     )  # fmt: skip
 
     def __init__(
@@ -328,6 +353,8 @@ class StepRecorder(StepMeter):
         self._seen = 0  # the step of the last look
         self._trains = False  # a backward has followed the last batch
         self._group = 1  # the steps of a record
+        self._random = Random(0).random
+        self._reads: tuple[_Read, ...] = ()  # of the passes that are open
         self.splits: bool = True
         self.step: int = 0
         now = perf_counter()
@@ -464,20 +491,29 @@ class StepRecorder(StepMeter):
         """The steps of a loader before they are copied to the device: the copy's time is not theirs."""
         begin = perf_counter()
         for step in steps:
-            took = perf_counter() - begin
-            self._data += took
-            self._transfer -= took
+            if self.splits:
+                took = perf_counter() - begin
+                self._data += took
+                self._transfer -= took
             yield step
             begin = perf_counter()
 
     def timed(self, loader: Any, plan: ReadPlan, steps: Iterator[ShardStep], copied: bool) -> Iterator[ShardStep]:
         """The steps of a pass over a prepared loader, as it yields them. `copied`: they come from `timed_source`."""
+        return itertools.chain.from_iterable(self._portions(loader, plan, steps, copied))
+
+    def _portions(
+        self, loader: Any, plan: ReadPlan, steps: Iterator[ShardStep], copied: bool
+    ) -> Iterator[Iterable[ShardStep]]:
+        """The steps of a pass: each by itself, or many in a portion that runs no code of this class between them."""
+        self._take_samples()
         before, begin = self._snapshot(), perf_counter()
         if self._flags & FLAG_FIRST:
             self._last = self._begin = self._ended = self._mark = begin
-        began, trained, evaluates = time(), False, False
+        began, trained, evaluates, singly = time(), False, False, False
         self._loader, self._batches, self._epoch = weakref.ref(loader), length_of(loader), loader.iteration
-        index = plan.cut.index
+        read = _Read(loader, plan.cut.index)
+        self._reads = (*self._reads, read)
         try:
             requested = begin
             for step in steps:
@@ -487,15 +523,21 @@ class StepRecorder(StepMeter):
                         self._transfer += now - requested
                     else:
                         self._data += now - requested
-                counts = step.counts
-                self._read_samples += _batch_size(step.data) if counts is None else counts[index]
+                if step.counts is None:
+                    self._read_samples += _batch_size(step.data)
+                step_before = self.step
                 if trained:
-                    yield step
-                    if self.splits:
-                        requested = perf_counter()
+                    yield (step,)
+                    if not (self.splits or singly):
+                        # The next one to split is not among them, unless the loop makes several steps of a batch.
+                        number = max(0, self._group - self._count - 1)
+                        rest = itertools.islice(steps, number)
+                        yield rest if step.counts is not None else self._sized(rest)
+                        singly = self.step - step_before > number + 1
+                    requested = perf_counter()
                     continue
-                step_before, self._trains = self.step, False
-                yield step
+                self._trains = False
+                yield (step,)
                 requested = perf_counter()
                 if self.step != step_before or self._trains:
                     trained = True
@@ -503,8 +545,25 @@ class StepRecorder(StepMeter):
                     evaluates = True
                     self._begin_evaluation(began)
         finally:
+            self._take_samples()
+            self._reads = tuple(one for one in self._reads if one is not read)
             if evaluates and not trained:
                 self._end_evaluation(before, perf_counter() - begin)
+
+    def _sized(self, steps: Iterator[ShardStep]) -> Iterator[ShardStep]:
+        """`steps` of a loader that does not know how many samples they have."""
+        for step in steps:
+            self._read_samples += _batch_size(step.data)
+            yield step
+
+    def _take_samples(self) -> None:
+        """Take in the samples of the batches that were read since the last call."""
+        for read in self._reads:
+            self._read_samples += read.samples()
+
+    def before_counts(self) -> None:
+        """The next batch of a prepared loader has another number of samples than the batches before it."""
+        self._take_samples()
 
     def _snapshot(self) -> tuple[Any, ...]:
         return (
@@ -531,18 +590,18 @@ class StepRecorder(StepMeter):
 
     # -- called in the run
 
-    def count_step(self, optimizer: AcceleratedOptimizer) -> None:
-        """A prepared optimizer has stepped, and the step is not split into phases."""
-        step = optimizer.steps_made + self._base
+    def count_step(self, made: int) -> None:
+        """A prepared optimizer, which has made so many steps by now, is called in a step that is not split."""
+        step = made + self._base
         if step <= self.step:
-            return  # another optimizer of the same step
+            return  # in an accumulation window, or another optimizer of the same step
         self.step = step
         now = perf_counter()
         took, self._ended = now - self._ended, now
         if took > self._longest:
             self._longest = took
         self._count = count = self._count + 1
-        if count + 1 >= self._group or took > _SHORT:
+        if count + 1 >= self._group or took > _RECORD:
             self.splits = True
             self._begin = self._mark = now
             self._before = self._communication + self._checkpoint
@@ -568,15 +627,19 @@ class StepRecorder(StepMeter):
             loss, late = self._copied(loss, late)
         rate = optimizer.optimizer.param_groups[0]["lr"]
         self._append(now, flags, loss, rate if type(rate) is float else _number(rate), late)
-        grouped = now - self._begin < _SHORT and optimizer.steps_made > EACH and not may_skip
-        self._group = _SHARED if grouped else 1
+        self._group = 1
+        if optimizer.steps_made > EACH and not may_skip:
+            # Of no fixed number, so that what happens in each fourth step, say, is not always or never seen.
+            usual = min(_SHARED, _RECORD / max(now - self._begin, 1e-6))
+            self._group = max(1, int(usual * (0.5 + self._random())))
         self._begin_record(now)
 
     def _append(self, now: float, flags: int, loss: float, rate: float, late: Any, split: bool = True) -> None:
         """Append a record of the steps since the last one, the last of which is split into phases."""
+        self._take_samples()
         steps = self._count + split
         seconds = (now - self._last) / steps
-        scale = 1.0
+        scale = 1.0 if split else _NAN
         if steps > 1:
             # The other steps are taken to be like the one that was split, but for collectives and saves.
             apart = self._communication + self._checkpoint
@@ -608,6 +671,7 @@ class StepRecorder(StepMeter):
 
     def _finish_record(self) -> None:
         """Append the steps that are in no record yet, and begin one of a single step."""
+        self._take_samples()
         if self._count:
             self._append(self._ended, 0, _NAN, _NAN, None, split=False)
         self._group = 1
