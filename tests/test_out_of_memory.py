@@ -264,10 +264,10 @@ BLOCKS = r"recompute the activations of 4 blocks \(activation_checkpointing\):"
             None, FSDP | KEPT | RECOMPUTED, 8, 1, 17.5, "reshard_after_forward=True:", (1, 1, RESHARDED), id="reshard",
             marks=pytest.mark.thorough,
         ),
-        pytest.param(None, FSDP1, 4, 1, 11.4, BLOCKS, (1, 1, RECOMPUTED), id="fsdp1"),
-        pytest.param({"tp_size": 2}, None, 4, 16, 20, BATCHES, (4, 4, {}), id="tp"),
+        pytest.param(None, FSDP1, 4, 1, 11.4, BLOCKS, (1, 1, RECOMPUTED), id="fsdp1", marks=pytest.mark.thorough),
+        pytest.param({"tp_size": 2}, None, 4, 16, 20, BATCHES, (4, 4, {}), id="tp", marks=pytest.mark.thorough),
         pytest.param({"cp_size": 2}, FSDP, 4, 16, 17, BATCHES, (4, 4, {}), id="cp", marks=pytest.mark.thorough),
-        pytest.param(SCHEDULED, None, 4, 16, 12.2, BATCHES, (4, 4, {}), id="1f1b"),
+        pytest.param(SCHEDULED, None, 4, 16, 12.2, BATCHES, (4, 4, {}), id="1f1b", marks=pytest.mark.thorough),
         pytest.param({"pp_size": 2}, None, 4, 16, 14, BATCHES, (4, 4, {}), id="gpipe", marks=pytest.mark.thorough),
     ],
 )  # fmt: skip

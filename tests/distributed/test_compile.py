@@ -54,7 +54,7 @@ def layouts():
     "layout",
     [
         "fsdp1",
-        "cp",
+        pytest.param("cp", marks=pytest.mark.thorough),  # FSDP2, as in tests/parallel/test_compile_layouts.py
         pytest.param("sp", marks=pytest.mark.thorough),  # FSDP2, as "cp" has
         "pp",
         # The strategies of tests/parallel/test_compile_layouts.py and of "pp".

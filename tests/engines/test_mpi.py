@@ -6,6 +6,7 @@ import subprocess
 import textwrap
 
 import pytest
+from cases import cases
 from engines import EARLY, LAUNCH, environment, mpi_programs, wait_until_gone
 
 from accelerate.launchers.mpi import implementation as implementation_of
@@ -50,7 +51,7 @@ def test_the_failing_rank_is_named_and_a_restart_goes_on(start):
     assert "rank 0 failed: it ended with exit code 7" in errors and "mpirun (pid" in errors
 
 
-@pytest.mark.parametrize("early", [0, 1])
+@pytest.mark.parametrize("early", cases([0, 1], thorough=[0]))
 def test_a_rank_that_ends_too_early_without_an_error_is_named(start, early):
     launch = start(EARLY.format(early=early))
     output, errors = launch.communicate(timeout=60)

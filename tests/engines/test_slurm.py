@@ -8,6 +8,7 @@ import textwrap
 import time
 
 import pytest
+from cases import cases
 from engines import EARLY, LAUNCH, environment
 
 
@@ -75,7 +76,7 @@ def test_inside_an_allocation_the_failing_rank_is_named(slurm, tmp_path):
     assert "rank 1 failed: KeyError: 'x'" in done.stderr and "srun (pid" in done.stderr
 
 
-@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("inside", cases([True, False], thorough=[True]))
 def test_a_rank_that_ends_too_early_without_an_error_is_named(slurm, tmp_path, inside):
     """In an allocation the launcher reads the ranks' output itself; outside it follows the job's log."""
     script = tmp_path / "early.py"

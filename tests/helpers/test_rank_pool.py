@@ -277,6 +277,7 @@ def suite(folder: Path) -> list[str]:
     return [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-rA", str(folder)]
 
 
+@pytest.mark.thorough
 def test_in_a_run_of_pytest_each_case_has_its_name_and_its_report(tmp_path):
     done = subprocess.run(
         suite(tmp_path),

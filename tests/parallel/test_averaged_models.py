@@ -5,6 +5,7 @@ import copy
 
 import pytest
 import torch
+from cases import cases
 from layouts import sharded
 from rank_pool import on_ranks
 from torch import nn
@@ -146,13 +147,19 @@ def check(name):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", ["ddp", "fsdp2", "fsdp2, kept", "fsdp2, checkpointed", "fsdp2, ignored", "tp"])
+@pytest.mark.parametrize(
+    "name",
+    cases(
+        ["ddp", "fsdp2", "fsdp2, kept", "fsdp2, checkpointed", "fsdp2, ignored", "tp"],
+        thorough=["fsdp2, checkpointed", "fsdp2, ignored"],
+    ),
+)
 def test_averages_equal_the_plain_loop(name):
     check(name)
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("name", ["hsdp", "fsdp2 and tp"])
+@pytest.mark.parametrize("name", cases(["hsdp", "fsdp2 and tp"], thorough=["hsdp"]))
 def test_averages_on_two_meshes(name):
     check(name)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import pairs
 from rank_pool import on_ranks
 from torch import nn
 from torch._dynamo.utils import counters
@@ -112,8 +113,9 @@ def check(strategy, found, expected):
 
 @on_ranks(2)
 @pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.thorough), "aot_eager"])
-@pytest.mark.parametrize("regional", [False, True], ids=["entirely", "by regions"])
-@pytest.mark.parametrize("layout", ["DDP", "FSDP2"])
+@pytest.mark.parametrize(
+    "layout, regional", pairs(["DDP", "FSDP2"], [False, True], usual=[("DDP", False), ("FSDP2", True)])
+)
 def test_data_parallel(layout, regional, backend):
     PartialState(cpu=True)
     plugin = FullyShardedDataParallelPlugin(

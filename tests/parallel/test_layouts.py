@@ -241,8 +241,11 @@ def test_compiled():
 @pytest.mark.parametrize(
     ("precision", "what"),
     [
-        *(("bf16", what) for what in ("fsdp x tp, sequence", "tp, sequence and loss")),
-        *(("fp16", what) for what in ("tp", "fsdp x tp", "hsdp")),
+        ("bf16", "fsdp x tp, sequence"),
+        pytest.param("bf16", "tp, sequence and loss", marks=pytest.mark.thorough),
+        ("fp16", "fsdp x tp"),
+        pytest.param("fp16", "tp", marks=pytest.mark.thorough),
+        pytest.param("fp16", "hsdp", marks=pytest.mark.thorough),
     ],
 )
 def test_low_precision(precision, what):

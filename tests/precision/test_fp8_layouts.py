@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import cases
 from rank_pool import on_ranks
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -90,7 +91,9 @@ def settings_of(what):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("what", ["replicated", "sharded", "gathered", "split", "staged"])
+@pytest.mark.parametrize(
+    "what", cases(["replicated", "sharded", "gathered", "split", "staged"], thorough=["gathered", "staged"])
+)
 def test_training_follows_fp32(what, expected, tmp_path):
     follow(what, expected, tmp_path)
 

@@ -67,8 +67,9 @@ LAYOUTS = {
     },
 }
 BY_NAME = LAYOUTS[2] | LAYOUTS[4]
+USUAL = [(2, "ddp"), (2, "fsdp"), (2, "pp")]
 CASES = [
-    pytest.param(nproc, what, marks=pytest.mark.thorough if nproc == 4 else (), id=f"{nproc}-{what}")
+    pytest.param(nproc, what, marks=() if (nproc, what) in USUAL else pytest.mark.thorough, id=f"{nproc}-{what}")
     for nproc, layouts in LAYOUTS.items()
     for what in layouts
 ]

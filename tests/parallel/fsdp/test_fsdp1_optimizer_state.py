@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+from cases import pairs
 from rank_pool import on_ranks
 from torch import nn
 
@@ -51,8 +52,14 @@ def train(model, optimizer, steps, accelerator=None):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
-@pytest.mark.parametrize("flat", [False, True], ids=["original parameters", "flat parameters"])
+@pytest.mark.parametrize(
+    "kind, flat",
+    pairs(
+        ["SHARDED_STATE_DICT", "FULL_STATE_DICT"],
+        [False, True],
+        usual=[("SHARDED_STATE_DICT", False), ("FULL_STATE_DICT", True)],
+    ),
+)
 def test_a_resumed_run_equals_one_process(flat, kind, tmp_path):
     def start(make_optimizer):
         AcceleratorState._reset_state(reset_partial_state=False)

@@ -129,7 +129,13 @@ FOUR = {
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("what", cases(FOUR, thorough=["dp, tied", "fsdp", "tp", "dp, 1f1b, tied"]))
+@pytest.mark.parametrize(
+    "what",
+    cases(
+        FOUR,
+        thorough=["dp, tied", "fsdp", "fsdp, recomputed", "fsdp, some modules whole", "tp", "dp, 1f1b, tied"],
+    ),
+)
 def test_composed(what):
     PartialState(cpu=True)
     make, options, others = FOUR[what]
