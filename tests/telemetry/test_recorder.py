@@ -297,26 +297,31 @@ def on_two_ranks(folder):
     return len(ones), str(accelerator._meter._writer.folder)
 
 
-def reduce_late(folder):
+def reduce_late(folder, steps, each):
     """The backward of rank 1 begins late. That of rank 0 is then long enough for its wait to be measured next time."""
+    meter.EACH, meter._RECORD, meter._SHARED = each, 1e3, 4
     accelerator = Accelerator(cpu=True, telemetry=folder)
     model = torch.nn.Linear(4, 1)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    for step in range(3):
+    for step in range(steps):
         loss = model(torch.ones(2, 4)).sum()
         if accelerator.process_index and step:
-            time.sleep(0.3)
+            time.sleep(0.1)
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
     accelerator.end_training()
 
 
-def test_the_wait_for_gradients_is_communication(ranks, tmp_path):
-    ranks(2).run(reduce_late, str(tmp_path))
-    first, second = (read_steps(steps_file(tmp_path, rank))[2] for rank in range(2))
-    assert first["communication"] > 4 * first["backward"] > 0 and second["forward"] > first["forward"]
-    assert first["communication"] > 4 * second["communication"]
+@pytest.mark.parametrize("steps, each", [(4, 1000), (20, 2)], ids=["one by one", "grouped"])
+def test_the_wait_for_gradients_is_communication(steps, each, ranks, tmp_path):
+    ranks(2).run(reduce_late, str(tmp_path), steps, each)
+    rows = [read_steps(steps_file(tmp_path, rank))[2:-1] for rank in range(2)]
+    for first, second in zip(*rows, strict=False):
+        assert first["communication"] > 4 * first["backward"] > 0 and second["forward"] > first["forward"]
+        assert first["communication"] > 4 * second["communication"]
+        assert first["communication"] == pytest.approx(first["seconds"], rel=0.3)
+    assert (rows[0]["steps"].max() > 1) == (each < steps)
 
 
 def default_folder(folder):

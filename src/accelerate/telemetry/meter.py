@@ -41,7 +41,7 @@ _LEAST = 1e-3
 # Steps of a process that are recorded one by one. Later ones share records of about `_RECORD` seconds and at most
 # `_SHARED` steps, and the last of these alone is split into phases: that would cost a twelfth of a step of 130 us.
 EACH = 1000
-_RECORD = 0.016
+_RECORD = 0.01
 _SHARED = 40
 # The methods of an accelerator that a meter may replace.
 METHODS = (
@@ -286,7 +286,7 @@ class MeteredOptimizer(AcceleratedOptimizer):
         super().__setstate__(state)
 
 
-class _Read:
+class _SampleCounter:
     """Counts the samples of a pass over a prepared loader, where it knows those of each batch.
 
     Args:
@@ -316,7 +316,7 @@ class StepRecorder(StepMeter):
     reaches from the delivery of a batch to `backward`, less collectives and saves. A pass over a loader in which no
     backward follows its batches is an evaluation, which is in no record.
 
-    A long run of steps shorter than 16 ms has records of several steps (see `EACH`). Steps, samples, tokens,
+    A long run of steps shorter than 7 ms has records of several steps (see `EACH`). Steps, samples, tokens,
     collectives, saves and the total time are counted in all of them.
 
     Args:
@@ -333,10 +333,10 @@ class StepRecorder(StepMeter):
     optimizer_type: type[AcceleratedOptimizer] = MeteredOptimizer
 
     __slots__ = (
-        "_backward", "_before", "_begin", "_checkpoint", "_communication", "_count", "_data", "_ended", "_flags",
-        "_forward", "_group", "_last", "_longest", "_losses", "_mark", "_norm", "_optimizer", "_random",
-        "_read_samples", "_read_tokens", "_reads", "_release", "_seen", "_trains", "_transfer", "_waits", "_writer",
-        "splits",
+        "_backward", "_before", "_begin", "_checkpoint", "_communication", "_count", "_counters", "_data", "_ended",
+        "_flags", "_forward", "_group", "_last", "_longest", "_losses", "_mark", "_norm", "_optimizer", "_random",
+        "_read_samples", "_read_tokens", "_release", "_seen", "_trains", "_transfer", "_waited", "_waits",
+        "_writer", "splits",
     )  # fmt: skip
 
     def __init__(
@@ -354,7 +354,7 @@ class StepRecorder(StepMeter):
         self._trains = False  # a backward has followed the last batch
         self._group = 1  # the steps of a record
         self._random = Random(0).random
-        self._reads: tuple[_Read, ...] = ()  # of the passes that are open
+        self._counters: tuple[_SampleCounter, ...] = ()  # of the passes that are open
         self.splits: bool = True
         self.step: int = 0
         now = perf_counter()
@@ -368,6 +368,7 @@ class StepRecorder(StepMeter):
         self._last = self._begin = self._ended = now  # of the last record, of the step that is split, of any step
         self._data = self._transfer = self._forward = self._backward = 0.0
         self._communication = self._optimizer = self._checkpoint = 0.0
+        self._waited = 0.0  # in the backward of the step that is split
         self._before = 0.0  # communication and checkpoints of the record before the step that is split
         self._longest = 0.0
         self._count = 0  # steps of the record so far
@@ -428,7 +429,7 @@ class StepRecorder(StepMeter):
             took = end - begin
             if computed:
                 waited = end - computed
-                self._communication += waited
+                self._waited += waited
                 self._backward -= waited
 
         return backward
@@ -512,8 +513,8 @@ class StepRecorder(StepMeter):
             self._last = self._begin = self._ended = self._mark = begin
         began, trained, evaluates, singly = time(), False, False, False
         self._loader, self._batches, self._epoch = weakref.ref(loader), length_of(loader), loader.iteration
-        read = _Read(loader, plan.cut.index)
-        self._reads = (*self._reads, read)
+        counter = _SampleCounter(loader, plan.cut.index)
+        self._counters = (*self._counters, counter)
         try:
             requested = begin
             for step in steps:
@@ -546,7 +547,7 @@ class StepRecorder(StepMeter):
                     self._begin_evaluation(began)
         finally:
             self._take_samples()
-            self._reads = tuple(one for one in self._reads if one is not read)
+            self._counters = tuple(one for one in self._counters if one is not counter)
             if evaluates and not trained:
                 self._end_evaluation(before, perf_counter() - begin)
 
@@ -558,8 +559,8 @@ class StepRecorder(StepMeter):
 
     def _take_samples(self) -> None:
         """Take in the samples of the batches that were read since the last call."""
-        for read in self._reads:
-            self._read_samples += read.samples()
+        for counter in self._counters:
+            self._read_samples += counter.samples()
 
     def before_counts(self) -> None:
         """The next batch of a prepared loader has another number of samples than the batches before it."""
@@ -657,7 +658,7 @@ class StepRecorder(StepMeter):
                 self._transfer * scale,
                 self._forward * scale,
                 self._backward * scale,
-                self._communication / steps,
+                self._communication / steps + (self._waited * scale if split else 0.0),
                 self._optimizer * scale,
                 self._checkpoint / steps,
                 max(self._longest, now - self._ended) if steps > 1 else seconds,
