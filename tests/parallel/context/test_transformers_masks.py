@@ -60,7 +60,11 @@ def test_packed_sequences():
     documents = masking.find_packed_sequence_indices(positions)
     here = region(1, packed=(positions, documents))
     assert mask_hooks(lambda: here)[SEARCH](None)(positions[:, :ROWS]) is None and here.next_is_packed
-    function = masking.packed_sequence_compatibility_function(masking.causal_mask_function, positions, documents)
+
+    def function(batch, head, row, column):
+        same = documents[batch, row] == documents[batch, column]
+        return same & (positions[batch, column] <= positions[batch, row])
+
     assert torch.equal(build(here), here.layout.take(whole(function), 2))
     assert not here.next_is_packed and build(here) is None
 

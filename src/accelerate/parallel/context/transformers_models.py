@@ -307,8 +307,10 @@ def _full_mask(
         return None
     if packed:
         positions, documents = (full.expand(arguments["batch_size"], -1) for full in packed)
-        wrapper = sys.modules[_MASKING].packed_sequence_compatibility_function
-        function = wrapper(function, positions.to(arguments["device"]), documents.to(arguments["device"]))
+        masks: Any = sys.modules[_MASKING]
+        within = masks.packed_sequence_mask_function(documents.to(arguments["device"]))
+        moved = masks.remap_positions_for_packed_sequence(function, positions.to(arguments["device"]))
+        function = masks.and_masks(within, moved)
     size = length // layout.multiple
     chunks = [(size, i * size) for i in layout.chunks(layout.rank)] if layout.balanced else [(length, 0)]
     arguments = {
