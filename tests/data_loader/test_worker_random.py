@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from cases import cases
 from loaders import seed
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
@@ -67,7 +68,7 @@ def test_one_process_draws_as_the_plain_loader_does(name):
     assert runs[0] == runs[1]
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", cases(OPTIONS, thorough=["one worker", "two workers"]))
 @pytest.mark.parametrize(("shards", "index"), [(1, 0), (2, 1)])
 def test_a_resumed_pass_draws_the_same_numbers(name, shards, index):
     seed(5)

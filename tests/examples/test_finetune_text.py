@@ -42,6 +42,7 @@ def reviews(tmp_path):
     return path
 
 
+@pytest.mark.thorough
 def test_docstrings_are_real_many_and_even(text):
     pairs = text.docstrings(each=50)
     counts = {topic: sum(label == topic for _, label in pairs) for topic in text.TOPICS}

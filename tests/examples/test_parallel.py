@@ -22,7 +22,7 @@ import train
 STEPS, ACCUMULATION, BATCH, LENGTH = 3, 2, 8, 16
 LAYOUTS = [layout for layout in train.LAYOUTS if not layout.startswith("zero")]
 # Other layouts contain these, or tests/parallel runs them on 4 ranks.
-REPEATED = {"fsdp", "tp", "dp_tp", "cp", "sp", "pp"}
+REPEATED = {"fsdp", "hsdp", "tp", "dp_tp", "cp", "sp", "pp", "pp_dp"}
 PRELOADED = ("transformers.models.llama.modeling_llama", "accelerate.parallel.pipeline.strategy")
 
 

@@ -183,7 +183,7 @@ def test_copies_of_models_with_split_sequences(size):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("layout", ["native", "compat"])
+@pytest.mark.parametrize("layout", cases(["native", "compat"], thorough=["compat"]))
 @pytest.mark.parametrize("name", ["fsdp2", "tp"])
 def test_registered_average_is_saved_and_loaded(name, layout, tmp_path):
     run = Accelerator(cpu=True, **LAYOUTS[name]())

@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+from cases import pairs
 from rank_pool import on_ranks
 from torch import nn
 
@@ -56,8 +57,14 @@ def check(accelerator, model, expected):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("sharding", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-@pytest.mark.parametrize("flat", [False, True], ids=["original parameters", "flat parameters"])
+@pytest.mark.parametrize(
+    "sharding, flat",
+    pairs(
+        ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"],
+        [False, True],
+        usual=[("FULL_SHARD", True), ("SHARD_GRAD_OP", False), ("NO_SHARD", True)],
+    ),
+)
 def test_units_of_some_batches(flat, sharding, tmp_path):
     options = {"fsdp_version": 1, "use_orig_params": not flat, "sharding_strategy": sharding}
     for window in WINDOWS:

@@ -62,7 +62,7 @@ TWO = {
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("what", cases(TWO, thorough=["1f1b", "transformers, 1f1b"]))
+@pytest.mark.parametrize("what", cases(TWO, thorough=["1f1b", "interleaved, padded", "transformers, 1f1b"]))
 def test_two_stages(what):
     PartialState(cpu=True)
     make, options, others = TWO[what]
@@ -144,7 +144,10 @@ def test_composed(what):
 
 @on_ranks(4)
 @pytest.mark.parametrize(
-    "schedule", cases(["1f1b", "looped_bfs", "interleaved", *SPLIT_BACKWARD], thorough=["interleaved", "zbv"])
+    "schedule",
+    cases(
+        ["1f1b", "looped_bfs", "interleaved", *SPLIT_BACKWARD], thorough=["1f1b", "looped_bfs", "interleaved", "zbv"]
+    ),
 )
 def test_schedules_with_fsdp(schedule):
     """A window gathers and reduces each unit of FSDP once, however many batches it has."""

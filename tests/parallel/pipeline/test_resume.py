@@ -107,7 +107,9 @@ def saved(layout, folder):
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("layout", cases(LAYOUTS, thorough=["pp x fsdp, 1f1b", "pp x fsdp", "fsdp, bf16"]))
+@pytest.mark.parametrize(
+    "layout", cases(LAYOUTS, thorough=["pp x fsdp, 1f1b", "pp x fsdp", "fsdp, bf16", "fsdp x tp"])
+)
 def test_it_goes_on_bit_by_bit(layout, tmp_path):
     PartialState(cpu=True)
     left, with_items = range(SAVED_AFTER, BATCHES), LAYOUTS[layout][2]
