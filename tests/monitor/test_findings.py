@@ -278,6 +278,16 @@ def test_a_loss_that_is_not_known_is_not_broken(tmp_path):
     planted(tmp_path, set_loss(np.nan, 0, None, {0, 1}))
     assert "not finite" not in text_of(tmp_path)
 
+    def end_early(found, _):
+        """The steps at the end of a run that were not split into phases."""
+        for records in found:
+            for name in ("loss", "gradient_norm", "learning_rate", *PHASES):
+                if name not in ("communication", "checkpoint"):
+                    records[name][-3:] = np.nan
+
+    planted(tmp_path, end_early)
+    assert "The loss went from" in text_of(tmp_path) and "not finite" not in text_of(tmp_path)
+
 
 def test_a_loss_that_rises(tmp_path):
     planted(tmp_path, slower_all(lambda records: records["loss"].__iadd__(np.maximum(0, records["step"] - 500.0))))

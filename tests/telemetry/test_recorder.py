@@ -106,7 +106,7 @@ def test_each_step_has_a_record(tmp_path, accumulation):
 @pytest.fixture
 def groups_of_16(monkeypatch):
     monkeypatch.setattr(meter, "_SHARED", 16)
-    monkeypatch.setattr(meter, "_RECORD", 1e3)
+    monkeypatch.setattr(meter, "_SHORT", 1e3)
     monkeypatch.setattr(meter, "Random", lambda seed: SimpleNamespace(random=lambda: 0.5))
 
 
@@ -189,7 +189,7 @@ def inputs(one, other):
 def test_all_samples_are_counted(arguments, second, accumulation, steps_a_batch, stop, tmp_path, monkeypatch):
     """In the records of several steps too, of any length, for all kinds of loaders."""
     monkeypatch.setattr(meter, "EACH", 5)
-    monkeypatch.setattr(meter, "_RECORD", 1e3)
+    monkeypatch.setattr(meter, "_SHORT", 1e3)
     accelerator = Accelerator(cpu=True, telemetry=tmp_path, gradient_accumulation_steps=accumulation)
     data = make_data(101)
     if arguments.get("batch_size", 0) is None:
@@ -299,7 +299,7 @@ def on_two_ranks(folder):
 
 def reduce_late(folder, steps, each):
     """The backward of rank 1 begins late. That of rank 0 is then long enough for its wait to be measured next time."""
-    meter.EACH, meter._RECORD, meter._SHARED = each, 1e3, 4
+    meter.EACH, meter._SHORT, meter._SHARED = each, 1e3, 4
     accelerator = Accelerator(cpu=True, telemetry=folder)
     model = torch.nn.Linear(4, 1)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))

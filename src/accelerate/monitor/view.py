@@ -195,7 +195,8 @@ def _bad_loss(buckets: Buckets) -> Array:
     known = buckets.weight[:, COLUMN["loss"]]
     if not known.any():
         return np.zeros(len(buckets))
-    missing = buckets.weight[:, COLUMN["seconds"]] - known
+    # Steps that are not split into phases have no loss either.
+    missing = buckets.weight[:, COLUMN["optimizer"]] - known
     infinite = np.isinf(buckets.low[:, COLUMN["loss"]]) | np.isinf(buckets.high[:, COLUMN["loss"]])
     return np.asarray(np.maximum(np.maximum(missing, 0), infinite))
 

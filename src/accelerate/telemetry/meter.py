@@ -38,10 +38,11 @@ _NAN = math.nan
 _INTERVAL = 0.25
 # Seconds of a backward from which on the wait at the end of the next one is measured.
 _LEAST = 1e-3
-# Steps of a process that are recorded one by one. Later ones share records of about `_RECORD` seconds and at most
-# `_SHARED` steps, and the last of these alone is split into phases: that would cost a twelfth of a step of 130 us.
+# Steps of a process that are recorded one by one. Of later ones that take less than `_SHORT` seconds several share a
+# record, the more the shorter they are, and the last of these alone is split into phases: that would cost a twelfth of
+# a step of 130 us. They are about `_SHARED` at most.
 EACH = 1000
-_RECORD = 0.01
+_SHORT = 0.004
 _SHARED = 40
 # The methods of an accelerator that a meter may replace.
 METHODS = (
@@ -316,7 +317,7 @@ class StepRecorder(StepMeter):
     reaches from the delivery of a batch to `backward`, less collectives and saves. A pass over a loader in which no
     backward follows its batches is an evaluation, which is in no record.
 
-    A long run of steps shorter than 7 ms has records of several steps (see `EACH`). Steps, samples, tokens,
+    A long run of steps shorter than 4 ms has records of several steps (see `EACH`). Steps, samples, tokens,
     collectives, saves and the total time are counted in all of them.
 
     Args:
@@ -602,7 +603,7 @@ class StepRecorder(StepMeter):
         if took > self._longest:
             self._longest = took
         self._count = count = self._count + 1
-        if count + 1 >= self._group or took > _RECORD:
+        if count + 1 >= self._group or took > _SHORT:
             self.splits = True
             self._begin = self._mark = now
             self._before = self._communication + self._checkpoint
@@ -631,7 +632,7 @@ class StepRecorder(StepMeter):
         self._group = 1
         if optimizer.steps_made > EACH and not may_skip:
             # Of no fixed number, so that what happens in each fourth step, say, is not always or never seen.
-            usual = min(_SHARED, _RECORD / max(now - self._begin, 1e-6))
+            usual = min(_SHARED, (_SHORT / max(now - self._begin, 1e-6)) ** 1.5)
             self._group = max(1, int(usual * (0.5 + self._random())))
         self._begin_record(now)
 

@@ -246,7 +246,9 @@ class TelemetryWriter:
             if len(known):
                 total = getattr(self, name)
                 setattr(self, name, float(known.sum(dtype="f8")) + (0.0 if math.isnan(total) else total))
-        self.loss = float(rows["loss"][-1])
+        split = rows[~np.isnan(rows["optimizer"])]
+        if len(split):
+            self.loss = float(split["loss"][-1])
 
     def _append_rows(self, data: bytes, count: int) -> None:
         try:
