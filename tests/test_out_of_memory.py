@@ -258,7 +258,7 @@ BLOCKS = r"recompute the activations of 4 blocks \(activation_checkpointing\):"
 @pytest.mark.parametrize(
     ("sizes", "fsdp", "depth", "samples", "limit", "change", "changed"),
     [
-        pytest.param(None, FSDP, 4, 16, 24, BATCHES, (4, 4, {}), id="batches"),
+        pytest.param(None, FSDP, 4, 16, 24, BATCHES, (4, 4, {}), id="batches", marks=pytest.mark.thorough),
         pytest.param(None, FSDP | KEPT, 4, 1, 11.2, BLOCKS, (1, 1, RECOMPUTED), id="checkpointing"),
         pytest.param(
             None, FSDP | KEPT | RECOMPUTED, 8, 1, 17.5, "reshard_after_forward=True:", (1, 1, RESHARDED), id="reshard",

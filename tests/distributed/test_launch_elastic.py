@@ -37,6 +37,7 @@ def launch(tmp_path):
         one.__exit__()
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(60 + 60 * RESTARTS)
 def test_killed_workers_restart_at_the_first_attempt(launch):
     """As many restarts as kills: one that needed a second attempt would end the run."""

@@ -111,6 +111,7 @@ def test_what_cannot_be_is_one_line(start, options, told):
     assert code == 2 and not output and re.search(told, errors) and errors.count("\n") == 1, errors
 
 
+@pytest.mark.thorough
 def test_a_busy_cluster_is_waited_for(start):
     busy = start(WAITING, 4, "--cpu")
     for _ in range(4):

@@ -6,6 +6,7 @@ import subprocess
 
 import pytest
 import torch
+from cases import cases
 from engines import LAUNCH, PYTHON, environment, mpi_programs, need_programs, parameters, run, train
 
 from accelerate.core.imports import is_available
@@ -51,6 +52,7 @@ def test_one_process_within_rounding(folder, env, reference):
     assert 0 <= far < 1e-6
 
 
+@pytest.mark.thorough
 def test_torchrun(folder, env, reference):
     run(
         [*PYTHON, "torch.distributed.run", "--standalone", "--nproc_per_node", 2, *train(folder / "torchrun")],
@@ -72,7 +74,7 @@ def test_two_network_namespaces(folder, env, reference, namespaces):
     same(parameters(folder / "namespaces"), reference)
 
 
-@pytest.mark.parametrize("implementation", ["openmpi", "mpich"])
+@pytest.mark.parametrize("implementation", cases(["openmpi", "mpich"], thorough=["openmpi"]))
 def test_mpirun(folder, env, reference, implementation):
     programs = folder / implementation
     env = {**env, "PATH": mpi_programs(programs, implementation)}
@@ -113,6 +115,7 @@ def test_slurm_of_two_nodes(folder, env, reference, slurm):
     same(parameters(folder / "slurm"), reference)
 
 
+@pytest.mark.thorough
 def test_ray_of_two_nodes(folder, env, reference, ray):
     run([*TWO, "--engine", "ray", "--num_machines", 2, *train(folder / "ray")], {**env, **ray}, folder)
     same(parameters(folder / "ray"), reference)

@@ -13,6 +13,7 @@ import pytest
 FOLDER = Path(__file__).parents[2] / "examples" / "big_model"
 
 
+@pytest.mark.thorough
 def test_plan(example, monkeypatch, capsys):
     pytest.importorskip("transformers")
     monkeypatch.setattr(sys, "argv", ["plan.py", "--machine", "2x1GB", "--batch", "8x64"])

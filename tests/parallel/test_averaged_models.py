@@ -159,7 +159,7 @@ def test_averages_equal_the_plain_loop(name):
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("name", cases(["hsdp", "fsdp2 and tp"], thorough=["hsdp"]))
+@pytest.mark.parametrize("name", cases(["hsdp", "fsdp2 and tp"], thorough=["hsdp", "fsdp2 and tp"]))
 def test_averages_on_two_meshes(name):
     check(name)
 

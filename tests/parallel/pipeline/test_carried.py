@@ -54,6 +54,7 @@ def test_an_encoder_and_a_decoder_over_four_stages():
     check_run(t5, Options(num_microbatches=4), pp_size=4, padded=True, **LOSS)
 
 
+@pytest.mark.thorough
 @on_ranks(4)
 def test_blocks_in_the_order_seen():
     PartialState(cpu=True)
@@ -75,6 +76,7 @@ def test_an_encoder_and_a_decoder_with_fsdp():
     check_run(t5, early, plugin=plugin, pp_size=2, dp_shard_size=2, **LOSS)
 
 
+@pytest.mark.thorough
 @on_ranks(4)
 def test_two_stages_a_rank():
     PartialState(cpu=True)

@@ -108,7 +108,8 @@ def saved(layout, folder):
 
 @on_ranks(4)
 @pytest.mark.parametrize(
-    "layout", cases(LAYOUTS, thorough=["pp x fsdp, 1f1b", "pp x fsdp", "fsdp, bf16", "fsdp x tp"])
+    "layout",
+    cases(LAYOUTS, thorough=["pp x fsdp, 1f1b", "pp x fsdp", "fsdp, bf16", "fsdp x tp", "pp x tp, interleaved"]),
 )
 def test_it_goes_on_bit_by_bit(layout, tmp_path):
     PartialState(cpu=True)

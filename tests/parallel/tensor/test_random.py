@@ -260,6 +260,7 @@ def test_no_dropout(along):
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.thorough
 @on_ranks(2)
 def test_distribution():
     """Of dropout between a layer split by columns and one split by rows: the mean and the variance of one process."""
