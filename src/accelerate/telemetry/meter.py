@@ -42,7 +42,7 @@ _LEAST = 1e-3
 # record, the more the shorter they are, and the last of these alone is split into phases: that would cost a twelfth of
 # a step of 130 us. They are about `_SHARED` at most.
 EACH = 1000
-_SHORT = 0.004
+_SHORT = 0.0033
 _SHARED = 40
 # The methods of an accelerator that a meter may replace.
 METHODS = (
@@ -317,7 +317,7 @@ class StepRecorder(StepMeter):
     reaches from the delivery of a batch to `backward`, less collectives and saves. A pass over a loader in which no
     backward follows its batches is an evaluation, which is in no record.
 
-    A long run of steps shorter than 4 ms has records of several steps (see `EACH`). Steps, samples, tokens,
+    A long run of steps shorter than 3 ms has records of several steps (see `EACH`). Steps, samples, tokens,
     collectives, saves and the total time are counted in all of them.
 
     Args:
@@ -632,7 +632,7 @@ class StepRecorder(StepMeter):
         self._group = 1
         if optimizer.steps_made > EACH and not may_skip:
             # Of no fixed number, so that what happens in each fourth step, say, is not always or never seen.
-            usual = min(_SHARED, (_SHORT / max(now - self._begin, 1e-6)) ** 1.5)
+            usual = min(_SHARED, (_SHORT / max(now - self._begin, 1e-6)) ** 2)
             self._group = max(1, int(usual * (0.5 + self._random())))
         self._begin_record(now)
 
