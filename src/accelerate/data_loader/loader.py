@@ -265,7 +265,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         try:
             self.remainder = -1 if self._drop_last else plan.last_size(start.consumed)
             for step in steps:
-                if step.counts is not self.batch_counts:
+                if step.counts is not self.batch_counts and step.counts != self.batch_counts:
                     self._weigh(step.counts, plan)
                 if step.last and not (plan.drop_last or self._drop_last) and step.counts is not None:
                     # What was read, if a sampler yields another number than its length.
@@ -294,7 +294,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     def _weigh(self, counts: tuple[int, ...] | None, plan: ReadPlan) -> None:
         if self.meter is not None:
-            self.meter.before_counts()
+            self.meter.take_samples()
         self.batch_counts = counts
         if plan.cut.exact and counts is not None:
             total = sum(counts)

@@ -252,11 +252,8 @@ def sample_steps(
 def single_steps(stream: Iterator[Any], start: int, counted: bool = True) -> Iterator[ShardStep]:
     """The steps of a single shard: every batch unchanged."""
     _discard(stream, start)
-    counts = None
     for position, batch in enumerate(stream, start + 1):
-        if counted and (counts is None or counts[0] != len(batch)):
-            counts = (len(batch),)
-        yield ShardStep(batch, counts, position)
+        yield ShardStep(batch, (len(batch),) if counted else None, position)
 
 
 def batch_steps(

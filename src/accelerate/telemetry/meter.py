@@ -508,7 +508,7 @@ class StepRecorder(StepMeter):
         self, loader: Any, plan: ReadPlan, steps: Iterator[ShardStep], copied: bool
     ) -> Iterator[Iterable[ShardStep]]:
         """The steps of a pass: each by itself, or many in a portion that runs no code of this class between them."""
-        self._take_samples()
+        self.take_samples()
         before, begin = self._snapshot(), perf_counter()
         if self._flags & FLAG_FIRST:
             self._last = self._begin = self._ended = self._mark = begin
@@ -528,26 +528,25 @@ class StepRecorder(StepMeter):
                 if step.counts is None:
                     self._read_samples += _batch_size(step.data)
                 step_before = self.step
-                if trained:
-                    yield (step,)
-                    if not (self.splits or singly):
-                        # The next one to split is not among them, unless the loop makes several steps of a batch.
-                        number = max(0, self._group - self._count - 1)
-                        rest = itertools.islice(steps, number)
-                        yield rest if step.counts is not None else self._sized(rest)
-                        singly = self.step - step_before > number + 1
-                    requested = perf_counter()
-                    continue
-                self._trains = False
+                if not trained:
+                    self._trains = False
                 yield (step,)
+                if trained and not (self.splits or singly):
+                    # The next one to split is not among them, unless the loop makes several steps of a batch.
+                    number = max(0, self._group - self._count - 1)
+                    rest = itertools.islice(steps, number)
+                    yield rest if step.counts is not None else self._sized(rest)
+                    singly = self.step - step_before > number + 1
                 requested = perf_counter()
+                if trained:
+                    continue
                 if self.step != step_before or self._trains:
                     trained = True
                 elif not evaluates:
                     evaluates = True
                     self._begin_evaluation(began)
         finally:
-            self._take_samples()
+            self.take_samples()
             self._counters = tuple(one for one in self._counters if one is not counter)
             if evaluates and not trained:
                 self._end_evaluation(before, perf_counter() - begin)
@@ -558,14 +557,10 @@ class StepRecorder(StepMeter):
             self._read_samples += _batch_size(step.data)
             yield step
 
-    def _take_samples(self) -> None:
-        """Take in the samples of the batches that were read since the last call."""
+    def take_samples(self) -> None:
+        """Take in the samples of the batches that were read since the last call, before their number changes."""
         for counter in self._counters:
             self._read_samples += counter.samples()
-
-    def before_counts(self) -> None:
-        """The next batch of a prepared loader has another number of samples than the batches before it."""
-        self._take_samples()
 
     def _snapshot(self) -> tuple[Any, ...]:
         return (
@@ -616,6 +611,7 @@ class StepRecorder(StepMeter):
         if step <= self.step:
             return  # another optimizer of the same step
         self.step = step
+        self.take_samples()
         flags = self._flags
         if flags:
             self._flags = 0
@@ -638,15 +634,14 @@ class StepRecorder(StepMeter):
 
     def _append(self, now: float, flags: int, loss: float, rate: float, late: Any, split: bool = True) -> None:
         """Append a record of the steps since the last one, the last of which is split into phases."""
-        self._take_samples()
         steps = self._count + split
         seconds = (now - self._last) / steps
         scale = 1.0 if split else _NAN
-        if steps > 1:
+        if split and steps > 1:
             # The other steps are taken to be like the one that was split, but for collectives and saves.
             apart = self._communication + self._checkpoint
             rest = now - self._begin - (apart - self._before)
-            scale = (seconds - apart / steps) / rest if split and rest > 0 else _NAN
+            scale = (seconds - apart / steps) / rest if rest > 0 else _NAN
         self._writer.append(
             (
                 now,
@@ -673,7 +668,7 @@ class StepRecorder(StepMeter):
 
     def _finish_record(self) -> None:
         """Append the steps that are in no record yet, and begin one of a single step."""
-        self._take_samples()
+        self.take_samples()
         if self._count:
             self._append(self._ended, 0, _NAN, _NAN, None, split=False)
         self._group = 1

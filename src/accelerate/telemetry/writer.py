@@ -246,6 +246,7 @@ class TelemetryWriter:
             if len(known):
                 total = getattr(self, name)
                 setattr(self, name, float(known.sum(dtype="f8")) + (0.0 if math.isnan(total) else total))
+        # Records in which no step is split into phases have no loss.
         split = rows[~np.isnan(rows["optimizer"])]
         if len(split):
             self.loss = float(split["loss"][-1])
