@@ -26,7 +26,7 @@ def fuzz(program: str, root: Path, count: int, seed: int, timeout: float) -> Non
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
 
 
-@pytest.mark.parametrize("program, count", cases([("native", 15), ("formats", 15)], thorough=[("formats", 15)]))
+@pytest.mark.parametrize("program, count", cases([("native", 15), ("formats", 40)], thorough=[("formats", 40)]))
 def test_mutants_are_loaded_or_named(program, count, tmp_path):
     fuzz(program, tmp_path, count, 1, 170)
 

@@ -158,8 +158,9 @@ def test_averages_equal_the_plain_loop(name):
     check(name)
 
 
+@pytest.mark.thorough
 @on_ranks(4)
-@pytest.mark.parametrize("name", cases(["hsdp", "fsdp2 and tp"], thorough=["hsdp", "fsdp2 and tp"]))
+@pytest.mark.parametrize("name", ["hsdp", "fsdp2 and tp"])
 def test_averages_on_two_meshes(name):
     check(name)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import cases
 from rank_pool import on_ranks
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
@@ -240,13 +241,13 @@ def test_compiled():
 @on_ranks(4)
 @pytest.mark.parametrize(
     ("precision", "what"),
-    [
-        ("bf16", "fsdp x tp, sequence"),
-        pytest.param("bf16", "tp, sequence and loss", marks=pytest.mark.thorough),
-        ("fp16", "fsdp x tp"),
-        pytest.param("fp16", "tp", marks=pytest.mark.thorough),
-        pytest.param("fp16", "hsdp", marks=pytest.mark.thorough),
-    ],
+    cases(
+        [
+            *(("bf16", what) for what in ("fsdp x tp, sequence", "tp, sequence and loss")),
+            *(("fp16", what) for what in ("tp", "fsdp x tp", "hsdp")),
+        ],
+        thorough=[("bf16", "tp, sequence and loss"), ("fp16", "tp"), ("fp16", "hsdp")],
+    ),
 )
 def test_low_precision(precision, what):
     """bf16 and fp16 compute near what fp32 does."""

@@ -264,7 +264,7 @@ def test_no_dropout(along):
 @on_ranks(2)
 def test_distribution():
     """Of dropout between a layer split by columns and one split by rows: the mean and the variance of one process."""
-    rate, draws = 0.5, 1500
+    rate, draws = 0.5, 4000
     _, model, _, _ = prepared(along=False, rate=rate)
     mlp = model.layers[0].mlp
     x = torch.randn(WIDTH, generator=torch.Generator().manual_seed(2))
