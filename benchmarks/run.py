@@ -42,10 +42,15 @@ SCRIPTS = [
     Script(
         "telemetry.py",
         {
+            "telemetry, twice without": Row("telemetry: two steps that are not recorded", "added"),
             "telemetry": Row("telemetry: a recorded step over one that is not", "added", 5),
             "telemetry status": Row("telemetry: a step whose state the launcher sees", "added", 1),
             "telemetry both": Row("telemetry: both", "added", 6),
+            "telemetry of given batches, twice without": Row(
+                "telemetry: two such steps, batches of unknown sizes", "added"
+            ),
             "telemetry of given batches": Row("telemetry: a recorded step, batches of unknown sizes", "added", 5),
+            "telemetry of a long step, twice without": Row("telemetry: two steps of 2 ms, neither recorded", "ratio"),
             "telemetry of a long step": Row("telemetry: a recorded step of 2 ms / one that is not", "ratio", 1.01),
         },
     ),

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The prepared optimizer: it steps when a window ends, and is otherwise the optimizer inside."""
 
+import copy
 import pickle
 
 import pytest
 import torch
 
+from accelerate.data_loader import DataLoaderStateMixin
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState, GradientState
 
 
@@ -21,6 +24,27 @@ def fresh_state():
 def prepared(kind=torch.optim.SGD, scaler=None, **options):
     weight = torch.nn.Parameter(torch.ones(3))
     return weight, AcceleratedOptimizer(kind([weight], **{"lr": 0.5, **options}), scaler=scaler)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_a_copy_made_in_a_window_steps_at_its_end(copied):
+    weight, optimizer = prepared()
+    scheduler = AcceleratedScheduler(torch.optim.lr_scheduler.StepLR(optimizer, 1), optimizer)
+    state = optimizer.gradient_state
+    loader = DataLoaderStateMixin()
+    loader.begin()
+    state._set_sync_gradients(False)
+    optimizer, scheduler = copied((optimizer, scheduler))
+    (weight,) = optimizer.param_groups[0]["params"]
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    assert weight.tolist() == [1.0] * 3
+    loader.end()
+    state._set_sync_gradients(True)
+    optimizer.step()
+    assert weight.tolist() == [0.5] * 3
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.05
 
 
 def test_nothing_happens_inside_a_window():

@@ -41,6 +41,10 @@ class GradientState:
             if self.plugin_kwargs != kwargs:
                 self.plugin_kwargs = kwargs
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy, here or in another process, has the state that is shared there.
+        return type(self), ()
+
     @property
     def initialized(self) -> bool:
         """Whether an instance has been made."""

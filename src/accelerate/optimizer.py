@@ -55,6 +55,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._has_new_groups = True
         # Averages a closure's loss over the ranks, for optimizers that decide by it; None where that is not needed.
         self._global_loss: Callable[[Any], Any] | None = None
+        # The recorder of the run; see `telemetry.recorder.MeteredOptimizer`.
+        self._meter: Any = None
         # Called after each step, when the gradients have been used.
         self._after_step: list[Callable[[], None]] = []
         if device_placement:
@@ -184,7 +186,15 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         kept = dict(self.__dict__)
-        kept.update(_before_step=None, _before_zero_grad=None, _check_groups=None, _after_step=[], _global_loss=None)
+        kept.update(
+            _before_step=None,
+            _before_zero_grad=None,
+            _check_groups=None,
+            _after_step=[],
+            _global_loss=None,
+            _meter=None,
+        )
+        kept.pop("step", None)  # there if a learning-rate scheduler has replaced it
         return kept
 
     def __setstate__(self, state: dict[str, Any]) -> None:

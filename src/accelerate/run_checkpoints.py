@@ -187,6 +187,8 @@ class RunCheckpoints:
             if PartialState().is_main_process:
                 logger.warning(f"{report.folder}: {note}")
         self._steps_before = report.step
+        if self.meter is not None:
+            self.meter.before_load()
         for optimizer in self.objects.optimizers:
             optimizer.steps_made = 0
         if self.meter is not None:

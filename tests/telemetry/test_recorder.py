@@ -27,7 +27,8 @@ from accelerate.monitor.report import html, read_all
 from accelerate.monitor.run import open_runs
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.runtime import hang_watch
-from accelerate.telemetry import meter, start, writer
+from accelerate.telemetry import recorder as recording
+from accelerate.telemetry import start, writer
 from accelerate.telemetry.records import FLAG_FIRST, HEADER_SIZE, PHASES, STEP, events_file, read_steps, steps_file
 from accelerate.telemetry.status import read_status, status_file
 from accelerate.telemetry.writer import TelemetryWriter, merged
@@ -105,13 +106,13 @@ def test_each_step_has_a_record(tmp_path, accumulation):
 
 @pytest.fixture
 def groups_of_16(monkeypatch):
-    monkeypatch.setattr(meter, "_SHARED", 16)
-    monkeypatch.setattr(meter, "_SHORT", 1e3)
-    monkeypatch.setattr(meter, "Random", lambda seed: SimpleNamespace(random=lambda: 0.5))
+    monkeypatch.setattr(recording, "_SHARED", 16)
+    monkeypatch.setattr(recording, "_SHORT", 1e3)
+    monkeypatch.setattr(recording, "Random", lambda seed: SimpleNamespace(random=lambda: 0.5))
 
 
 def test_short_steps_share_records(tmp_path, monkeypatch, groups_of_16):
-    monkeypatch.setattr(meter, "EACH", 20)
+    monkeypatch.setattr(recording, "EACH", 20)
     begin = time.perf_counter()
     accelerator, losses, norms = train(tmp_path, epochs=14)
     accelerator.save_state(tmp_path / "saved")
@@ -139,7 +140,7 @@ def test_short_steps_share_records(tmp_path, monkeypatch, groups_of_16):
 
 
 def test_a_save_between_short_steps(tmp_path, monkeypatch, groups_of_16):
-    monkeypatch.setattr(meter, "EACH", 0)
+    monkeypatch.setattr(recording, "EACH", 0)
     accelerator = Accelerator(cpu=True, telemetry=tmp_path)
     model = torch.nn.Linear(4, 1)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -159,6 +160,92 @@ def test_a_save_between_short_steps(tmp_path, monkeypatch, groups_of_16):
     assert rows["longest"][1] > saved and rows["communication"][1] == 0 < rows["communication"][2]
     phases = sum(rows[name].astype(float) for name in PHASES)
     assert (phases <= rows["seconds"] * 1.001).all()
+
+
+def test_between_records_nothing_is_replaced(tmp_path, monkeypatch, groups_of_16):
+    """In most steps that share a record the accelerator and its optimizer are those of a run without records."""
+    monkeypatch.setattr(recording, "EACH", 10)
+    accelerator = Accelerator(cpu=True, telemetry=tmp_path)
+    model = torch.nn.Linear(4, 1)
+    model, optimizer, loader = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(make_data(800), 4)
+    )
+    plain = []
+
+    def train(stop=None, items=None):
+        for step, (x, _) in enumerate(loader):
+            accelerator.backward(model(x).sum(), **({} if items is None else {"num_items": items}))
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            plain.append(type(optimizer) is AcceleratedOptimizer)
+            replaced = {"backward", "clip_grad_norm_"} & set(vars(accelerator))
+            assert replaced == (set() if plain[-1] else {"backward", "clip_grad_norm_"}) or items is not None
+            assert "backward" in replaced or items is None
+            if step == stop:
+                break
+
+    for _ in range(2):
+        train()
+    assert 0.8 < sum(plain) / len(plain) < 0.9
+    train(stop=50)
+    assert plain[-1]
+    # The end of the pass has undone it.
+    assert type(optimizer) is recording.MeteredOptimizer and "backward" in vars(accelerator)
+    train(items=3)
+    accelerator.end_training()
+    rows = read_steps(steps_file(tmp_path, 0))
+    assert rows["steps"].sum() == rows["step"][-1] == 651 and rows["steps"].max() == 16
+    assert np.nansum(rows["samples"]) == 4 * 651 and np.nansum(rows["tokens"]) == 3 * 200
+    split = rows[~np.isnan(rows["optimizer"])]
+    assert np.isfinite(split["loss"]).all() and (split["backward"] > 0).all() and len(split) >= len(rows) - 1
+
+
+def test_what_happens_between_records(tmp_path, monkeypatch, groups_of_16):
+    """Copies, methods that a script replaces, evaluations and loaded checkpoints in the middle of a record."""
+    monkeypatch.setattr(recording, "EACH", 10)
+    accelerator = Accelerator(cpu=True, telemetry=tmp_path)
+    model = torch.nn.Linear(4, 1)
+    model, optimizer, loader, other = accelerator.prepare(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        DataLoader(make_data(400), 4),
+        DataLoader(make_data(8), 4),
+    )
+    accelerator.save_state(tmp_path / "saved")
+    seen = []
+    for step, (x, _) in enumerate(loader):
+        accelerator.backward(model(x).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 40:
+            assert type(optimizer) is AcceleratedOptimizer
+            copied = pickle.loads(pickle.dumps(optimizer))
+            assert type(copied) is AcceleratedOptimizer and copied._meter is None
+            accelerator.clip_grad_norm_ = lambda *args: seen.append(args)
+        if step == 60:
+            accelerator.clip_grad_norm_(1)
+            for x, _ in other:
+                model(x)
+    loader.set_epoch(0)
+    for step, (x, _) in enumerate(loader):
+        accelerator.backward(model(x).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 40:
+            assert type(optimizer) is AcceleratedOptimizer
+            accelerator.load_state(tmp_path / "saved")
+            break
+    accelerator.clip_grad_norm_(2)
+    assert seen == [(1,), (2,)]
+    accelerator.backward(model(x).sum())
+    optimizer.step()
+    accelerator.end_training()
+    rows = read_steps(steps_file(tmp_path, 0))
+    assert rows["steps"][:-1].sum() == rows["step"][-2] == 141 and rows["step"][-1] == rows["steps"][-1] == 1
+    assert np.nansum(rows["samples"]) == 4 * 141
+    evaluated = [event["step"] for event in events(tmp_path) if event["event"].startswith("evaluation")]
+    assert evaluated == [61, 61]
 
 
 def varied(samples):
@@ -188,8 +275,8 @@ def inputs(one, other):
 )
 def test_all_samples_are_counted(arguments, second, accumulation, steps_a_batch, stop, tmp_path, monkeypatch):
     """In the records of several steps too, of any length, for all kinds of loaders."""
-    monkeypatch.setattr(meter, "EACH", 5)
-    monkeypatch.setattr(meter, "_SHORT", 1e3)
+    monkeypatch.setattr(recording, "EACH", 5)
+    monkeypatch.setattr(recording, "_SHORT", 1e3)
     accelerator = Accelerator(cpu=True, telemetry=tmp_path, gradient_accumulation_steps=accumulation)
     data = make_data(101)
     if arguments.get("batch_size", 0) is None:
@@ -218,6 +305,38 @@ def test_all_samples_are_counted(arguments, second, accumulation, steps_a_batch,
     assert (np.diff(rows["time"]) > 0).all() and len(split) >= len(rows) - 1
     # Where a loop makes several steps of a batch, one of them waits for it.
     assert (split["data"] > 0).any() if steps_a_batch > 1 else (split["data"] > 0).all()
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda x: x,
+        lambda x: [x],
+        lambda x: {"x": x, "ids": [1]},
+        lambda x: {"ids": ["a"], "x": x},
+        lambda x: {"inputs": {"x": x}, "y": x[:1]},
+        lambda x: x if len(x) % 2 else (x,),
+        lambda x: {"x": x} if len(x) % 2 else {"y": x},
+    ],
+    ids=["tensor", "list", "mapping", "later", "nested", "either", "names"],
+)
+def test_samples_of_given_batches(form, tmp_path, monkeypatch):
+    monkeypatch.setattr(recording, "EACH", 5)
+    monkeypatch.setattr(recording, "_SHORT", 1e3)
+    accelerator = Accelerator(cpu=True, telemetry=tmp_path)
+    model = torch.nn.Linear(4, 1)
+    sizes = [1 + step % 5 for step in range(200)]
+    data = [form(torch.ones(size, 4)) for size in sizes]
+    model, optimizer, loader = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data, None)
+    )
+    for _ in loader:
+        accelerator.backward(model(torch.ones(1, 4)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.end_training()
+    rows = read_steps(steps_file(tmp_path, 0))
+    assert rows["steps"].max() > 10 and np.nansum(rows["samples"].astype(float)) == sum(sizes)
 
 
 def test_a_backward_with_its_own_gradient(tmp_path):
@@ -299,7 +418,7 @@ def on_two_ranks(folder):
 
 def reduce_late(folder, steps, each):
     """The backward of rank 1 begins late. That of rank 0 is then long enough for its wait to be measured next time."""
-    meter.EACH, meter._SHORT, meter._SHARED = each, 1e3, 4
+    recording.EACH, recording._SHORT, recording._SHARED = each, 1e3, 4
     accelerator = Accelerator(cpu=True, telemetry=folder)
     model = torch.nn.Linear(4, 1)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -39,7 +39,7 @@ STEP = np.dtype(
         ("communication", "<f4"),  # in collectives that the backward does not hide
         ("optimizer", "<f4"),
         ("checkpoint", "<f4"),
-        ("longest", "<f4"),  # seconds of the longest step that this record covers
+        ("longest", "<f4"),  # seconds of the longest step of this record; steps timed together count with their mean
         ("samples", "<f4"),
         ("tokens", "<f4"),
         ("loss", "<f4"),

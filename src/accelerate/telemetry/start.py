@@ -23,7 +23,8 @@ from ..core.option import parse_bool
 from ..runtime.agreement import Agreement
 from ..state import PartialState
 from .memory_dump import dump_memory
-from .meter import StepMeter, StepRecorder, memory_reader
+from .meter import StepMeter, memory_reader
+from .recorder import StepRecorder
 from .status import open_status
 from .step_profile import StepProfile
 from .writer import TelemetryWriter

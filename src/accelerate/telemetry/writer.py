@@ -47,6 +47,8 @@ assert _ROW.size == STEP.itemsize
 # samples, tokens, loss, learning rate, and what is read later: None, the gradient norm on the host, or a function that
 # returns loss and norm, which are on a device: None while they are not here, unless its argument is True.
 Step = tuple[Any, ...]
+# The place of the optimizer's seconds in it, less the moment.
+_OPTIMIZER = 10
 # Samples or tokens of a step in which none were counted: no sum of counts is negative.
 NONE_READ = -0.0
 
@@ -95,6 +97,7 @@ class TelemetryWriter:
         self.loss: float = math.nan
         self.memory: tuple[float, float] = (math.nan, math.nan)  # bytes on the device and on the host
         self._memory_at = -math.inf
+        self._memory_info = psutil.Process().memory_info
         self._start()
 
     @classmethod
@@ -208,20 +211,20 @@ class TelemetryWriter:
         if not self._records and self._held is None:
             return
         self._measure_memory()
-        rows = self._take(wait)
-        if len(rows):
-            self._append_rows(rows.tobytes(), len(rows))
-            self._sum_up(rows)
+        if rows := self._take(wait):
+            self._append_rows(b"".join(rows), len(rows))
         if self._count >= MOST_RECORDS:
             self._merge()
 
-    def _take(self, wait: bool) -> np.ndarray[Any, np.dtype[Any]]:
+    def _take(self, wait: bool) -> list[bytes]:
         """The records that wait, up to the first whose values are not here."""
+        # Without arrays: this is a few records each time, for which the step waits.
         rows = []
+        clock = time.time() - time.perf_counter()
         while self._held is not None or self._records:
             found = self._held or self._records.popleft()
             self._held = None
-            *fields, loss, rate, late = found
+            now, *fields, samples, tokens, loss, rate, late = found
             norm = math.nan
             if callable(late):
                 values = late(wait)
@@ -232,24 +235,14 @@ class TelemetryWriter:
                 norm = values[1]
             elif late is not None:
                 norm = float(late)
-            rows.append(_packed(*fields, loss, norm, rate))
-        taken = np.frombuffer(bytearray(b"".join(rows)), STEP)
-        taken["time"] += time.time() - time.perf_counter()
-        taken["device_memory"], taken["host_memory"] = self.memory
-        for name in ("samples", "tokens"):
-            taken[name][np.signbit(taken[name])] = math.nan
-        return taken
-
-    def _sum_up(self, rows: np.ndarray[Any, np.dtype[Any]]) -> None:
-        for name in ("samples", "tokens"):
-            known = rows[name][~np.isnan(rows[name])]
-            if len(known):
-                total = getattr(self, name)
-                setattr(self, name, float(known.sum(dtype="f8")) + (0.0 if math.isnan(total) else total))
-        # Records in which no step is split into phases have no loss.
-        split = rows[~np.isnan(rows["optimizer"])]
-        if len(split):
-            self.loss = float(split["loss"][-1])
+            self.samples, samples = _added(self.samples, samples)
+            self.tokens, tokens = _added(self.tokens, tokens)
+            row = _packed(now + clock, *fields, samples, tokens, loss, norm, rate, *self.memory)
+            rows.append(row)
+            # Records in which no step is split into phases have no loss.
+            if fields[_OPTIMIZER] == fields[_OPTIMIZER]:
+                self.loss = float(loss)
+        return rows
 
     def _append_rows(self, data: bytes, count: int) -> None:
         try:
@@ -295,7 +288,7 @@ class TelemetryWriter:
             return
         self._memory_at = now
         device = math.nan if self._device_memory is None else self._device_memory()
-        self.memory = (device, float(psutil.Process().memory_info().rss))
+        self.memory = (device, float(self._memory_info().rss))
 
     def _fail(self, error: OSError) -> None:
         """Stop the recording: training is worth more."""
@@ -339,12 +332,21 @@ def merged(rows: np.ndarray[Any, np.dtype[Any]]) -> np.ndarray[Any, np.dtype[Any
     return np.concatenate([*pieces, rows[len(paired) * 2 :]])
 
 
+def _added(total: float, counted: float) -> tuple[float, float]:
+    """The total with what a record has counted, and that number, which is NaN if nothing was counted."""
+    if counted == 0 and math.copysign(1.0, counted) < 0:
+        return total, math.nan
+    if counted != counted:
+        return total, counted
+    return (counted if total != total else total + counted), counted
+
+
 def _packed(*fields: float) -> bytes:
-    """A row without memory. A number too large for single precision is infinite."""
+    """A row. A number too large for single precision is infinite."""
     try:
-        return _ROW.pack(*fields, math.nan, math.nan)
+        return _ROW.pack(*fields)
     except OverflowError:
-        return _ROW.pack(*fields[:5], *np.asarray(fields[5:], "f4").tolist(), math.nan, math.nan)
+        return _ROW.pack(*fields[:5], *np.asarray(fields[5:], "f4").tolist())
 
 
 def _discard(record: Step) -> None:
