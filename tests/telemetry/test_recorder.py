@@ -201,6 +201,37 @@ def test_between_records_nothing_is_replaced(tmp_path, monkeypatch, groups_of_16
     assert np.isfinite(split["loss"]).all() and (split["backward"] > 0).all() and len(split) >= len(rows) - 1
 
 
+class Slowing(torch.utils.data.Dataset):
+    """From its element 400 on each takes 50 ms."""
+
+    def __len__(self):
+        return 440
+
+    def __getitem__(self, index):
+        if index >= 400:
+            time.sleep(0.05)
+        return torch.ones(2, 4)
+
+
+def test_steps_that_become_long_are_recorded_one_by_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(recording, "EACH", 10)
+    accelerator = Accelerator(cpu=True, telemetry=tmp_path)
+    model = torch.nn.Linear(4, 1)
+    model, optimizer, loader = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(Slowing(), None)
+    )
+    for x in loader:
+        accelerator.backward(model(x).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.end_training()
+    rows = read_steps(steps_file(tmp_path, 0))
+    assert rows["steps"].sum() == 440 and (rows["steps"] > 1).any()
+    # The thread looks every 0.2 seconds, and later on a busy machine.
+    alone = rows[(rows["step"] > 400) & (rows["steps"] == 1)]
+    assert len(alone) > 20 and (alone["data"] > 0.04).all() and (alone["forward"] < 0.04).all()
+
+
 def test_what_happens_between_records(tmp_path, monkeypatch, groups_of_16):
     """Copies, methods that a script replaces, evaluations and loaded checkpoints in the middle of a record."""
     monkeypatch.setattr(recording, "EACH", 10)

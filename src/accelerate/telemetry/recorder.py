@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from random import Random
 from time import perf_counter, time
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -35,6 +36,10 @@ _LEAST = 1e-3
 EACH = 1000
 _SHORT = 0.007
 _SHARED = 60
+# Seconds after which steps that share a record have become long.
+_LONG = 0.15
+# The second of two arguments: a method of C of a mapping without keys.
+_second: Callable[[None, ShardStep], ShardStep] = MappingProxyType({}).get  # type: ignore[assignment]
 
 
 class MeteredOptimizer(AcceleratedOptimizer):
@@ -106,7 +111,7 @@ class StepRecorder(StepMeter):
         "_backward", "_before", "_begin", "_checkpoint", "_communication", "_count", "_counters", "_data", "_ended",
         "_factors", "_flags", "_forward", "_group", "_has_tokens", "_last", "_longest", "_losses", "_mark", "_norm",
         "_notified", "_optimizer", "_owner", "_read_samples", "_read_tokens", "_recorded", "_release", "_replaced",
-        "_trains", "_transfer", "_waited", "_waits", "_writer", "splits",
+        "_rest", "_trains", "_transfer", "_waited", "_waits", "_writer", "splits",
     )  # fmt: skip
 
     def __init__(
@@ -125,6 +130,8 @@ class StepRecorder(StepMeter):
         self._owner: Callable[[], Any] = lambda: None  # the accelerator
         self._replaced: dict[str, Callable[..., Any]] = {}  # its methods that each step calls
         self._has_tokens = False  # steps have tokens
+        self._rest: list[None] = []
+        writer.before_write.append(weakref.WeakMethod(self._end_portion))
         self._trains = False  # a backward has followed the last batch
         self._group = 1  # the steps of a record
         # The number of steps of a record varies, so that what happens in each fourth step, say, is not always or never
@@ -317,7 +324,10 @@ class StepRecorder(StepMeter):
                 elif not (self.splits or singly):
                     # Steps before the one whose end is the begin of the one to split.
                     number = self._group - self._count - 2
-                    portion = itertools.chain(portion, itertools.islice(steps, max(0, number - 1)))
+                    if number > 1:
+                        # As many as there are elements in a list, which `_end_portion` may empty.
+                        self._rest = [None] * (number - 1)
+                        portion = itertools.chain(portion, map(_second, self._rest, steps))
                 recorded = self._recorded
                 if number > 0:
                     self._leave()
@@ -354,6 +364,11 @@ class StepRecorder(StepMeter):
                 self._read_samples += _batch_size(data)
             yield step
 
+    def _end_portion(self) -> None:
+        """Called by the thread of the writer: the portion of an iterator ends if its steps have become long."""
+        if not self._notified and perf_counter() - self._ended > _LONG:
+            self._rest.clear()
+
     def _leave(self) -> None:
         """Have the next steps made without a notice to this object."""
         self._notified = False
@@ -384,7 +399,10 @@ class StepRecorder(StepMeter):
         steps = self._steps_made() - self._recorded
         if steps > 0:
             now = perf_counter()
-            self._longest = max(self._longest, (now - self._ended) / steps)
+            took = (now - self._ended) / steps
+            self._longest = max(self._longest, took)
+            if took > _SHORT:
+                self._group = 0  # the record ends as soon as possible
             self._recorded += steps
             self._count += steps
             self._ended = now
@@ -463,7 +481,7 @@ class StepRecorder(StepMeter):
         self._append(now, flags, loss, rate if type(rate) is float else _number(rate), late)
         self._group = 1
         if optimizer.steps_made > EACH and not may_skip:
-            ratio = _SHORT / (now - self._begin)
+            ratio = _SHORT / ((now - self._begin) or _SHORT)
             usual = ratio * ratio
             self._group = round((usual if usual < _SHARED else _SHARED) * next(self._factors)) or 1
         self._begin_record(now)

@@ -12,6 +12,7 @@ import os
 import struct
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -85,6 +86,7 @@ class TelemetryWriter:
         self._held: Step | None = None  # the oldest, while the device computes its values
         self._events: deque[dict[str, Any]] = deque(maxlen=_MOST_WAITING)
         self.append: Callable[[Step], None] = self._records.append
+        self.before_write: list[weakref.WeakMethod[Callable[[], None]]] = []  # called at each interval
         self._users = 0
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -205,6 +207,10 @@ class TelemetryWriter:
 
     def _run(self) -> None:
         while not self._stop.wait(INTERVAL):
+            for reference in self.before_write:
+                if (call := reference()) is not None:
+                    call()
+                del call  # it keeps the object of the method
             self.flush()
 
     def _write_records(self, wait: bool) -> None:
