@@ -562,6 +562,43 @@ def test_a_killed_process_loses_a_moment(tmp_path):
     assert [event["event"] for event in events(tmp_path)] == ["start", "start", "end"]
 
 
+UNFINISHED = """
+import gc, sys
+import torch
+from accelerate import Accelerator
+from accelerate.telemetry import recorder
+
+recorder.EACH, recorder._SHORT = 10, 1e3
+
+def train():
+    accelerator = Accelerator(cpu=True, telemetry=sys.argv[1])
+    model = torch.nn.Linear(4, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(int(sys.argv[2])):
+        accelerator.backward(model(torch.ones(2, 4)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    return accelerator
+
+kept = train()
+if sys.argv[3] == "collected":
+    del kept
+    gc.collect()
+elif sys.argv[3] == "failed":
+    raise SystemExit(3)
+"""
+
+
+@pytest.mark.parametrize("end", ["kept", "collected", "failed"])
+def test_a_script_that_ends_without_end_training(end, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(UNFINISHED)
+    done = subprocess.run([sys.executable, script, tmp_path, "50", end], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, "Traceback" in done.stderr) == (3 if end == "failed" else 0, False)
+    assert read_steps(steps_file(tmp_path, 0))["steps"].sum() == 50
+    assert [event["event"] for event in events(tmp_path)] == ["start", "end"]
+
+
 def limited(folder):
     import logging
     import resource

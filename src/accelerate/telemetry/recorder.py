@@ -110,7 +110,7 @@ class StepRecorder(StepMeter):
     __slots__ = (
         "_backward", "_before", "_begin", "_checkpoint", "_communication", "_count", "_counters", "_data", "_ended",
         "_factors", "_flags", "_forward", "_group", "_has_tokens", "_last", "_longest", "_losses", "_mark", "_norm",
-        "_notified", "_optimizer", "_owner", "_read_samples", "_read_tokens", "_recorded", "_release", "_replaced",
+        "_notified", "_optimizer", "_owner", "_read_samples", "_read_tokens", "_recorded", "_releases", "_replaced",
         "_rest", "_trains", "_transfer", "_waited", "_waits", "_writer", "splits",
     )  # fmt: skip
 
@@ -145,7 +145,8 @@ class StepRecorder(StepMeter):
         self._begin_record(now)
         super().__init__(status, device, share)
         self.folder: Path | None = writer.folder
-        self._release = weakref.finalize(self, writer.release)
+        self._releases = True
+        writer.before_close.append(weakref.WeakMethod(self._finish_record))
 
     def _begin_record(self, now: float) -> None:
         self._last = self._begin = self._ended = now  # of the last record, of the step that is split, of any step
@@ -576,9 +577,15 @@ class StepRecorder(StepMeter):
 
     def close(self) -> None:
         """The run has ended: write everything."""
-        self._finish_record()
-        self._release()
+        self.__del__()
         super().close()
+
+    def __del__(self) -> None:
+        # Not a finalizer: the steps that are in no record yet are in this object. At exit the writer requests them.
+        if getattr(self, "_releases", False) and not self._writer.closed:
+            self._releases = False
+            self._finish_record()
+            self._writer.release()
 
 
 def _mean(losses: list[Any]) -> Any:

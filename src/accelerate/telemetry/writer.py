@@ -86,7 +86,10 @@ class TelemetryWriter:
         self._held: Step | None = None  # the oldest, while the device computes its values
         self._events: deque[dict[str, Any]] = deque(maxlen=_MOST_WAITING)
         self.append: Callable[[Step], None] = self._records.append
-        self.before_write: list[weakref.WeakMethod[Callable[[], None]]] = []  # called at each interval
+        # Called at each interval, and before this is closed.
+        self.before_write: list[weakref.WeakMethod[Callable[[], None]]] = []
+        self.before_close: list[weakref.WeakMethod[Callable[[], None]]] = []
+        self.closed: bool = False
         self._users = 0
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -139,6 +142,8 @@ class TelemetryWriter:
         """Write everything and close the files."""
         if self._stop.is_set() or self._pid != os.getpid():
             return
+        _call(self.before_close)
+        self.closed = True
         self._stop.set()
         atexit.unregister(self.close)
         hang_watch.on_report.remove(self._hang)
@@ -207,10 +212,7 @@ class TelemetryWriter:
 
     def _run(self) -> None:
         while not self._stop.wait(INTERVAL):
-            for reference in self.before_write:
-                if (call := reference()) is not None:
-                    call()
-                del call  # it keeps the object of the method
+            _call(self.before_write)
             self.flush()
 
     def _write_records(self, wait: bool) -> None:
@@ -336,6 +338,12 @@ def merged(rows: np.ndarray[Any, np.dtype[Any]]) -> np.ndarray[Any, np.dtype[Any
     fits = last["step"] > first["step"]
     pieces = [both] if fits.all() else [both[i : i + 1] if good else paired[i] for i, good in enumerate(fits)]
     return np.concatenate([*pieces, rows[len(paired) * 2 :]])
+
+
+def _call(references: list[weakref.WeakMethod[Callable[[], None]]]) -> None:
+    for reference in references:
+        if (call := reference()) is not None:
+            call()
 
 
 def _added(total: float, counted: float) -> tuple[float, float]:
