@@ -244,11 +244,15 @@ def test_what_happens_between_records(tmp_path, monkeypatch, groups_of_16):
         DataLoader(make_data(8), 4),
     )
     accelerator.save_state(tmp_path / "saved")
-    seen = []
-    for step, (x, _) in enumerate(loader):
+
+    def train_on(x):
         accelerator.backward(model(x).sum())
         optimizer.step()
         optimizer.zero_grad()
+
+    seen = []
+    for step, (x, _) in enumerate(loader):
+        train_on(x)
         if step == 40:
             assert type(optimizer) is AcceleratedOptimizer
             copied = pickle.loads(pickle.dumps(optimizer))
@@ -260,17 +264,14 @@ def test_what_happens_between_records(tmp_path, monkeypatch, groups_of_16):
                 model(x)
     loader.set_epoch(0)
     for step, (x, _) in enumerate(loader):
-        accelerator.backward(model(x).sum())
-        optimizer.step()
-        optimizer.zero_grad()
+        train_on(x)
         if step == 40:
             assert type(optimizer) is AcceleratedOptimizer
             accelerator.load_state(tmp_path / "saved")
             break
     accelerator.clip_grad_norm_(2)
     assert seen == [(1,), (2,)]
-    accelerator.backward(model(x).sum())
-    optimizer.step()
+    train_on(x)
     accelerator.end_training()
     rows = read_steps(steps_file(tmp_path, 0))
     assert rows["steps"][:-1].sum() == rows["step"][-2] == 141 and rows["step"][-1] == rows["steps"][-1] == 1

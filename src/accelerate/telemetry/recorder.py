@@ -135,7 +135,7 @@ class StepRecorder(StepMeter):
         self._trains = False  # a backward has followed the last batch
         self._group = 1  # the steps of a record
         # The number of steps of a record varies, so that what happens in each fourth step, say, is not always or never
-        # in the one that is split.
+        # in the split step.
         random = Random(0).random
         self._factors = itertools.cycle([0.5 + random() for _ in range(61)])
         self._counters: tuple[_SampleCounter, ...] = ()  # of the passes that are open
@@ -323,7 +323,7 @@ class StepRecorder(StepMeter):
                 if not trained:
                     self._trains = False
                 elif not (self.splits or singly):
-                    # Steps before the one whose end is the begin of the one to split.
+                    # All but the last two: where one of these ends, the split step begins.
                     number = self._group - self._count - 2
                     if number > 1:
                         # As many as there are elements in a list, which `_end_portion` may empty.
@@ -493,7 +493,7 @@ class StepRecorder(StepMeter):
         seconds = (now - self._last) / steps
         scale = 1.0 if split else _NAN
         if split and steps > 1:
-            # The other steps are taken to be like the one that was split, but for collectives and saves.
+            # The other steps are taken to be like the split step, but for collectives and saves.
             apart = self._communication + self._checkpoint
             rest = now - self._begin - (apart - self._before)
             scale = (seconds - apart / steps) / rest if rest > 0 else _NAN
@@ -561,7 +561,6 @@ class StepRecorder(StepMeter):
     def resumed(self, path: str, step: int, seconds: float) -> None:
         """The run continues after `step` optimizer steps."""
         self._writer.event("resume", path=path, step=step, seconds=round(seconds, 6))
-        self._finish_record()
         self._recorded = step
         super().resumed(path, step, seconds)
 
@@ -577,12 +576,16 @@ class StepRecorder(StepMeter):
 
     def close(self) -> None:
         """The run has ended: write everything."""
-        self.__del__()
+        self._release_writer()
         super().close()
 
     def __del__(self) -> None:
         # Not a finalizer: the steps that are in no record yet are in this object. At exit the writer requests them.
-        if getattr(self, "_releases", False) and not self._writer.closed:
+        if hasattr(self, "_releases"):
+            self._release_writer()
+
+    def _release_writer(self) -> None:
+        if self._releases and not self._writer.closed:
             self._releases = False
             self._finish_record()
             self._writer.release()

@@ -89,7 +89,6 @@ class TelemetryWriter:
         # Called at each interval, and before this is closed.
         self.before_write: list[weakref.WeakMethod[Callable[[], None]]] = []
         self.before_close: list[weakref.WeakMethod[Callable[[], None]]] = []
-        self.closed: bool = False
         self._users = 0
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -110,10 +109,15 @@ class TelemetryWriter:
         """The writer of this process for a folder: objects that record into one folder share it."""
         key = steps_file(folder.absolute(), rank)
         found = cls._open.get(key)
-        if found is None or found._pid != os.getpid() or found._stop.is_set():
+        if found is None or found._pid != os.getpid() or found.closed:
             found = cls._open[key] = cls(folder.absolute(), rank, **options)
         found._users += 1
         return found
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing more is written."""
+        return self._stop.is_set()
 
     def event(self, name: str, **fields: Any) -> None:
         """Record an event that happens now."""
@@ -140,10 +144,9 @@ class TelemetryWriter:
 
     def close(self) -> None:
         """Write everything and close the files."""
-        if self._stop.is_set() or self._pid != os.getpid():
+        if self.closed or self._pid != os.getpid():
             return
         _call(self.before_close)
-        self.closed = True
         self._stop.set()
         atexit.unregister(self.close)
         hang_watch.on_report.remove(self._hang)
