@@ -34,12 +34,14 @@ _LEAST = 1e-3
 # record, the more the shorter they are, and the last of these alone is split into phases: a record costs 30 to 110 us
 # of the step, depending on the machine. They are about `_SHARED` at most.
 EACH = 1000
-_SHORT = 0.007
-_SHARED = 60
+_SHORT = 0.01
+_SHARED = 100
 # Seconds after which steps that share a record have become long.
 _LONG = 0.15
 # The second of two arguments: a method of C of a mapping without keys.
 _second: Callable[[None, ShardStep], ShardStep] = MappingProxyType({}).get  # type: ignore[assignment]
+# The length of a tensor by a method of C: the one of `torch.Tensor` is written in Python.
+_length: Callable[[torch.Tensor], int] = torch._C.TensorBase.__len__  # type: ignore[attr-defined]
 
 
 class MeteredOptimizer(AcceleratedOptimizer):
@@ -91,7 +93,7 @@ class StepRecorder(StepMeter):
     reaches from the delivery of a batch to `backward`, less collectives and saves. A pass over a loader in which no
     backward follows its batches is an evaluation, which is in no record.
 
-    A long run of steps shorter than 7 ms has records of several steps (see `EACH`). Steps, samples, tokens,
+    A long run of steps shorter than 10 ms has records of several steps (see `EACH`). Steps, samples, tokens,
     collectives, saves and the total time are counted in all of them.
 
     Args:
@@ -360,7 +362,7 @@ class StepRecorder(StepMeter):
             if type(data) is not kind:
                 kind, key = type(data), _first_key(data)
             try:
-                self._read_samples += _batch_size(data) if key is None else data[key].shape[0]
+                self._read_samples += _batch_size(data) if key is None else _length(data[key])
             except (AttributeError, IndexError, KeyError, TypeError):
                 self._read_samples += _batch_size(data)
             yield step
