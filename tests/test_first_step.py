@@ -10,6 +10,11 @@ import pytest
 import torch
 from rank_pool import on_ranks
 from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
@@ -649,6 +654,23 @@ def test_what_the_model_gets_before_the_first_batch():
     assert not warnings(logged) and nothing_is_left(accelerator, model)
 
 
+def shard_by_fsdp(model):
+    return fully_shard(model)
+
+
+def shard_by_fsdp1(model):
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+
+
+def shard_by_fsdp1_with_views(model):
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+
+
+def shard_by_columns(model):
+    # The last layer is a plain one on each rank, as are those that tensor parallelism leaves alone.
+    return parallelize_module(model, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel(output_layouts=Replicate())})
+
+
 @on_ranks(2)
 def test_sharded_models():
     logged = recorded()
@@ -667,3 +689,44 @@ def test_sharded_models():
     train(accelerator, model, optimizer, loader, backward=torch.Tensor.backward)
     found = warnings(logged)
     assert len(found) == accelerator.is_main_process and all("belong to no prepared model" in text for text in found)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("prepared", [None, "loader", "model"])
+@pytest.mark.parametrize("shard", [shard_by_fsdp, shard_by_fsdp1, shard_by_fsdp1_with_views, shard_by_columns])
+def test_a_model_that_the_user_shards(shard, prepared):
+    logged = recorded()
+    accelerator = Accelerator(cpu=True)
+    model, _, loader = build()
+    model = shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if prepared == "loader":
+        loader = accelerator.prepare(loader)
+    elif prepared == "model":
+        other, stepper, _ = accelerator.prepare(*build())
+        train(accelerator, other, stepper, [(torch.randn(2, 4), torch.randn(2, 1))])
+    train(accelerator, model, optimizer, loader, backward=torch.Tensor.backward)
+    assert not [text for text in warnings(logged) if "first batch" not in text]
+
+
+@on_ranks(2)
+def test_a_traced_training():
+    logged = recorded()
+    Accelerator(cpu=True)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model, optimizer, _ = build()
+        for _ in range(3):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert not warnings(logged)
+
+
+@on_ranks(2)
+def test_a_model_of_each_process():
+    logged = recorded()
+    accelerator = Accelerator(cpu=True)
+    width = 3 + accelerator.process_index
+    model = nn.Sequential(nn.Linear(4, width), nn.Linear(width, 1))
+    train(accelerator, model, torch.optim.SGD(model.parameters(), lr=0.1), build()[2], backward=torch.Tensor.backward)
+    assert not warnings(logged)

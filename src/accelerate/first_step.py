@@ -75,7 +75,7 @@ class _Watch:
         self.backwards: int = 0
         self.is_foreign: bool = False
         self.is_bypassed: bool = False
-        self.local: torch.Tensor | None = None
+        self.local: list[float] | None = None
         self.findings: dict[str, Any] | None = None
         self.is_hooked: bool = False
         self._handles: list[tuple[weakref.ref[torch.Tensor], RemovableHandle]] = []
@@ -497,8 +497,7 @@ class FirstStepCheck:
             return None
         plain = getattr(optimizer, "optimizer", optimizer)
         about = {"at": watch.line, "optimizer": type(plain).__name__, "is_prepared": watch.is_prepared}
-        local = None if watch.local is None else watch.local.tolist()
-        return about | findings(objects.models, _parameters(optimizer)) | {"local": local}
+        return about | findings(objects.models, _parameters(optimizer)) | {"local": watch.local}
 
     def _compare_ranks(self, which: str) -> None:
         """Compare what was found since the last time. Some ranks may train plain models that others do not."""

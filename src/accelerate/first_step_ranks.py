@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
+from .core.modules import is_dtensor
 from .core.trees import leaves
 from .parallel.prepared import PreparedModel
 from .runtime.agreement import Round, pauses
@@ -22,6 +24,8 @@ _PARAMETERS, _ELEMENTS = 32, 1024
 _TOLERANCE = 1e-5
 # Seconds that rank 0 waits for the other ranks' values.
 _PATIENCE = 2.0
+# Types of tensors whose values this process has in full.
+_PLAIN = (nn.Parameter, torch.Tensor)
 
 # {rank: what `findings` returned for each optimizer, with the line of its step, its type, and its local gradient}
 Rows = Mapping[int, Sequence[Mapping[str, Any]]]
@@ -40,18 +44,24 @@ def checksum(inputs: Iterable[Any], start: int = 0) -> int:
     return found
 
 
-def numbers(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    """For each tensor two sums over its first elements, by which to compare it; zeros where there is none."""
+def numbers(tensors: Sequence[torch.Tensor | None]) -> list[list[float]]:
+    """For each tensor two sums over its first elements, by which to compare it; zeros where it has no plain ones."""
     found = []
-    for tensor in tensors:
-        if tensor is None or tensor.layout is not torch.strided:
-            found.append(torch.zeros(2, dtype=torch.float64))
-            continue
-        values = tensor.detach().flatten()[:_ELEMENTS]
-        values = (torch.view_as_real(values) if values.is_complex() else values).double()
-        found.append(torch.stack([values.sum(), values.abs().sum()]))
-    device = next((one.device for one in found if one.device.type != "cpu"), torch.device("cpu"))
-    return torch.stack([one.to(device) for one in found]) if found else torch.zeros(0, 2)
+    # In the mode of a traced step new tensors have no values.
+    with _disable_current_modes():
+        for tensor in tensors:
+            # The sum of a DTensor would communicate.
+            if tensor is None or type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+                found.append(torch.zeros(2, dtype=torch.float64, device="cpu"))
+                continue
+            values = tensor.detach().flatten()[:_ELEMENTS]
+            values = (torch.view_as_real(values) if values.is_complex() else values).double()
+            found.append(torch.stack([values.sum(), values.abs().sum()]))
+        if not found:
+            return []
+        device = next((one.device for one in found if one.device.type != "cpu"), torch.device("cpu"))
+        rows: list[list[float]] = torch.stack([one.to(device) for one in found]).tolist()
+        return rows
 
 
 def findings(models: Sequence[PreparedModel], parameters: Sequence[torch.Tensor]) -> dict[str, Any]:
@@ -59,7 +69,8 @@ def findings(models: Sequence[PreparedModel], parameters: Sequence[torch.Tensor]
 
     Returns:
         `inside`: {name: numbers} for parameters of models of which all ranks have the same in full.
-        `outside`: that for parameters of no prepared model that have a gradient.
+        `outside`: that for parameters of no prepared model that have a gradient. Beside parameters of shards there
+            are none: the script has distributed that model itself.
     """
     own = {id(parameter): number for number, parameter in enumerate(parameters) if _is_comparable(parameter)}
     inside = {
@@ -71,15 +82,22 @@ def findings(models: Sequence[PreparedModel], parameters: Sequence[torch.Tensor]
     }
     known = {id(parameter) for model in models for parameter in model.trained_parameters()}
     outside = {
-        str(own[id(one)]): one
+        f"{own[id(one)]} {tuple(one.shape)}": one
         for one in parameters
         if id(one) in own and id(one) not in known and one.grad is not None
     }
+    if any(map(_is_sharded, parameters)):
+        outside = {}
     return {"inside": _in_numbers(inside), "outside": _in_numbers(outside)}
 
 
 def _is_comparable(parameter: torch.Tensor) -> bool:
-    return type(parameter) in (nn.Parameter, torch.Tensor) and parameter.device.type != "meta"
+    return type(parameter) in _PLAIN and parameter.device.type != "meta"
+
+
+def _is_sharded(parameter: torch.Tensor) -> bool:
+    # The attribute is that of FSDP1.
+    return is_dtensor(parameter) or getattr(parameter, "_fsdp_flattened", False)
 
 
 def _is_replicated(model: PreparedModel) -> bool:
@@ -90,9 +108,8 @@ def _is_replicated(model: PreparedModel) -> bool:
 
 def _in_numbers(parameters: Mapping[str, torch.Tensor]) -> dict[str, list[float]]:
     some = list(parameters.items())[:: max(1, len(parameters) // _PARAMETERS)]
-    both = [tensor for _, parameter in some for tensor in (parameter, parameter.grad)]
-    rows = numbers(both).reshape(-1, 4).tolist()
-    return dict(zip([name for name, _ in some], rows, strict=True))
+    rows = iter(numbers([tensor for _, parameter in some for tensor in (parameter, parameter.grad)]))
+    return {name: next(rows) + next(rows) for name, _ in some}
 
 
 def collect(which: str, value: dict[str, Any]) -> dict[int, dict[str, Any]]:
@@ -147,9 +164,10 @@ _CAUSES = (
 def _outside_difference(first: Mapping[str, Any], rows: Mapping[int, Mapping[str, Any]]) -> str | None:
     """A message for parameters of no prepared model, unless the user averages their gradients."""
     names = first["outside"]
-    if not names:
+    if not names or any(row["outside"].keys() != names.keys() for row in rows.values()):
+        # No copies, but other models, such as the stages of a pipeline.
         return None
-    differ = any(_odd_ranks({rank: row["outside"].get(name, []) for rank, row in rows.items()}) for name in names)
+    differ = any(_odd_ranks({rank: row["outside"][name] for rank, row in rows.items()}) for name in names)
     # Without a difference each rank may have computed the same, or the gradients were averaged.
     local = [row["local"] for row in rows.values()]
     same = None not in local and any(local[0]) and not _odd_ranks(dict(enumerate(local)))
