@@ -328,6 +328,15 @@ def test_hangs_and_missing_memory_come_first(tmp_path):
     assert any("accelerate plan" in text for text in found.advice())
 
 
+def test_a_long_report_of_a_hang_is_cut_between_words(tmp_path):
+    records = planted(tmp_path)
+    message = "rank 3 is still computing in `augment` (/folder/of/the/project/train.py:23);\n" * 12
+    event = {"time": float(records[0]["time"][-1]) + 600, "event": "hang", "message": message}
+    write_lines(events_file(tmp_path, 0), event)
+    text = summary_of(tmp_path).sentences()[0]
+    assert text.count("train.py:23") == 7 and text.endswith(" […].")
+
+
 def test_clocks_that_differ(tmp_path):
     parts = planted(tmp_path, ranks=8)
     for rank in range(4, 8):

@@ -2,6 +2,7 @@
 """Reading and reducing the steps of a rank, compared with plain NumPy on the same records."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -105,7 +106,9 @@ def test_the_end_of_a_damaged_file_is_left_out(tmp_path):
     assert loaded(path).count == 100 and loaded(path).note is None
     with open(path, "r+b") as file:
         file.truncate(HEADER_SIZE + 60 * STEP.itemsize + 7)
-    assert loaded(path).last_step == 60
+    assert loaded(path).last_step == 60 and loaded(path).note is None
+    os.utime(path, (0, 0))
+    assert loaded(path).note == "rank_00000.steps ends inside a record: it is shown up to step 60"
     with open(path, "r+b") as file:
         file.seek(HEADER_SIZE + 50 * STEP.itemsize)
         file.write(b"\xff" * 3 * STEP.itemsize)

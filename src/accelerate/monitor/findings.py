@@ -9,6 +9,7 @@ import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from textwrap import shorten
 
 import numpy as np
 
@@ -519,7 +520,7 @@ def _incidents(run: Run, begin: float, end: float) -> list[str]:
     """A sentence for each kind of hang and of missing memory."""
     found: dict[tuple[str, str], set[int]] = {}
     for event in run.events:
-        message = " ".join(str(event.get("message", "")).split())[:200]
+        message = shorten(str(event.get("message", "")), 600, placeholder=" […]")
         if (
             event["event"] in ("out_of_memory", "hang")
             and event.get("path") is None

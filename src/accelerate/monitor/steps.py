@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -30,6 +31,8 @@ CHUNK = 1 << 14
 RESTARTS = 10_000
 # A record further ahead of the one before it is damaged: blocks for all steps between would not fit in memory.
 MOST_AHEAD = 1 << 24
+# Seconds after which a record that is not complete is no longer being written.
+_WRITTEN = 5.0
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -140,7 +143,8 @@ class RankSteps:
                 # The records were merged, or the file was replaced.
                 self._open_file()
             before, self.note = self.count, None
-            available = (os.fstat(file.fileno()).st_size - HEADER_SIZE) // self.record.itemsize
+            status = os.fstat(file.fileno())
+            available, rest = divmod(status.st_size - HEADER_SIZE, self.record.itemsize)
             # One buffer for all chunks: the kernel zeroes each page of a new one.
             buffer = bytearray(max(0, min(CHUNK, available - self.count)) * self.record.itemsize)
             while self.count < available:
@@ -154,6 +158,8 @@ class RankSteps:
                         where = f"{self.path.name} is damaged at record {self.count}"
                         self.note = f"{where}: it is shown up to step {self.last_step}"
                     break
+            if rest and self.note is None and time.time() - status.st_mtime > _WRITTEN:
+                self.note = f"{self.path.name} ends inside a record: it is shown up to step {self.last_step}"
             if self.count > before:
                 self._mark = self._identify(file)
         return self.count > before
