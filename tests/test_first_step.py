@@ -710,6 +710,35 @@ def test_a_model_that_the_user_shards(shard, prepared):
 
 
 @on_ranks(2)
+def test_an_optimizer_for_what_tensor_parallelism_leaves_alone():
+    logged = recorded()
+    accelerator = Accelerator(cpu=True)
+    model, _, loader = build()
+    model = shard_by_columns(model)
+    first, last = (torch.optim.SGD(part.parameters(), lr=0.1) for part in (model[:2], model[2:]))
+    for inputs, targets in loader:
+        nn.functional.mse_loss(model(inputs), targets).backward()
+        for optimizer in (first, last):
+            optimizer.step()
+            optimizer.zero_grad()
+    assert not warnings(logged) and accelerator.num_processes == 2
+
+
+@on_ranks(2)
+def test_a_part_beside_a_prepared_model_of_shards():
+    logged = recorded()
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap")
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    model, _, loader = build()
+    body, head = model[:2], model[2:]
+    body, loader = accelerator.prepare(body, loader)
+    optimizer = accelerator.prepare(torch.optim.SGD([*body.parameters(), *head.parameters()], lr=1e-9, foreach=False))
+    train(accelerator, nn.Sequential(body, head), optimizer, loader)
+    expected = MISTAKES[forgotten_head]
+    assert warnings(logged) == [] if accelerator.process_index else only(logged, "test_first_step.py:", expected)
+
+
+@on_ranks(2)
 def test_a_traced_training():
     logged = recorded()
     Accelerator(cpu=True)

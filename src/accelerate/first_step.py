@@ -497,7 +497,8 @@ class FirstStepCheck:
             return None
         plain = getattr(optimizer, "optimizer", optimizer)
         about = {"at": watch.line, "optimizer": type(plain).__name__, "is_prepared": watch.is_prepared}
-        return about | findings(objects.models, _parameters(optimizer)) | {"local": watch.local}
+        others = [parameter for one in self._watched for parameter in _parameters(one)]
+        return about | findings(objects.models, _parameters(optimizer), others) | {"local": watch.local}
 
     def _compare_ranks(self, which: str) -> None:
         """Compare what was found since the last time. Some ranks may train plain models that others do not."""

@@ -64,13 +64,20 @@ def numbers(tensors: Sequence[torch.Tensor | None]) -> list[list[float]]:
         return rows
 
 
-def findings(models: Sequence[PreparedModel], parameters: Sequence[torch.Tensor]) -> dict[str, Any]:
+def findings(
+    models: Sequence[PreparedModel], parameters: Sequence[torch.Tensor], others: Iterable[torch.Tensor]
+) -> dict[str, Any]:
     """Parameters of an optimizer and their gradients in numbers.
+
+    Args:
+        models: all prepared models.
+        parameters: those of the optimizer.
+        others: those of all optimizers.
 
     Returns:
         `inside`: {name: numbers} for parameters of models of which all ranks have the same in full.
-        `outside`: that for parameters of no prepared model that have a gradient. Beside parameters of shards there
-            are none: the script has distributed that model itself.
+        `outside`: that for parameters of no prepared model that have a gradient. There are none where the script has
+            sharded such a model: what it does with the others is known to it alone.
     """
     own = {id(parameter): number for number, parameter in enumerate(parameters) if _is_comparable(parameter)}
     inside = {
@@ -86,7 +93,7 @@ def findings(models: Sequence[PreparedModel], parameters: Sequence[torch.Tensor]
         for one in parameters
         if id(one) in own and id(one) not in known and one.grad is not None
     }
-    if any(map(_is_sharded, parameters)):
+    if any(_is_sharded(one) and id(one) not in known for one in others):
         outside = {}
     return {"inside": _in_numbers(inside), "outside": _in_numbers(outside)}
 
