@@ -8,6 +8,7 @@ import subprocess
 import textwrap
 
 import pytest
+from cases import cases
 from engines import LAUNCH, environment, wait_until_gone
 
 WAITING = "import os, time\nprint('pid', os.getpid(), flush=True)\ntime.sleep(100)\n"
@@ -73,7 +74,7 @@ def test_a_failure_is_told_once_and_a_restart_goes_on(start, tmp_path):
     assert "rank 1 failed: it ended with exit code 7" in errors
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", cases([signal.SIGINT, signal.SIGTERM, signal.SIGKILL], thorough=[signal.SIGINT]))
 def test_nobody_is_left_behind(start, number):
     launch = start(WAITING, 2, "--cpu")
     pids = [int(launch.stdout.readline().split()[1]) for _ in range(2)]

@@ -300,6 +300,7 @@ def test_in_a_run_of_pytest_each_case_has_its_name_and_its_report(tmp_path):
     assert "the crash was in a native thread" in warned and "FatalSignalHandler" in warned
 
 
+@pytest.mark.thorough
 def test_ranks_die_with_the_process_of_the_tests(tmp_path):
     running = subprocess.Popen(suite(tmp_path), stdout=subprocess.DEVNULL, cwd=tmp_path)
     try:

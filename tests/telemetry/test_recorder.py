@@ -590,7 +590,7 @@ elif sys.argv[3] == "failed":
 """
 
 
-@pytest.mark.parametrize("end", ["kept", "collected", "failed"])
+@pytest.mark.parametrize("end", ["kept", "collected", pytest.param("failed", marks=pytest.mark.thorough)])
 def test_a_script_that_ends_without_end_training(end, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(UNFINISHED)
