@@ -349,8 +349,10 @@ def test_all_samples_are_counted(arguments, second, accumulation, steps_a_batch,
         lambda x: {"inputs": {"x": x}, "y": x[:1]},
         lambda x: x if len(x) % 2 else (x,),
         lambda x: {"x": x} if len(x) % 2 else {"y": x},
+        lambda x: torch.nested.nested_tensor(list(x)),
+        lambda x: [torch.nested.nested_tensor(list(x))],
     ],
-    ids=["tensor", "list", "mapping", "later", "nested", "either", "names"],
+    ids=["tensor", "list", "mapping", "later", "nested", "either", "names", "nested tensor", "nested tensors"],
 )
 def test_samples_of_given_batches(form, tmp_path, monkeypatch):
     monkeypatch.setattr(recording, "EACH", 5)

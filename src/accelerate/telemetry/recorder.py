@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ..core.trees import find_batch_size
+from ..core.trees import first_leaf
 from ..data_loader.steps import ReadPlan, ShardStep
 from ..optimizer import AcceleratedOptimizer
 from .device_values import scalar
@@ -363,7 +363,7 @@ class StepRecorder(StepMeter):
                 kind, key = type(data), _first_key(data)
             try:
                 self._read_samples += _batch_size(data) if key is None else _length(data[key])
-            except (AttributeError, IndexError, KeyError, TypeError):
+            except (AttributeError, IndexError, KeyError, RuntimeError, TypeError):
                 self._read_samples += _batch_size(data)
             yield step
 
@@ -618,8 +618,9 @@ def _first_key(data: Any) -> Any:
 
 
 def _batch_size(data: Any) -> float:
+    first = first_leaf(data)
     try:
-        found = find_batch_size(data)
-    except (TypeError, ValueError, IndexError):
+        # Not its shape, which not all nested tensors have.
+        return _NAN if first is None else float(_length(first))
+    except (TypeError, RuntimeError):
         return _NAN
-    return _NAN if found is None else float(found)
