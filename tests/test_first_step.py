@@ -654,23 +654,6 @@ def test_what_the_model_gets_before_the_first_batch():
     assert not warnings(logged) and nothing_is_left(accelerator, model)
 
 
-def shard_by_fsdp(model):
-    return fully_shard(model)
-
-
-def shard_by_fsdp1(model):
-    return FullyShardedDataParallel(model, device_id=torch.device("cpu"))
-
-
-def shard_by_fsdp1_with_views(model):
-    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
-
-
-def shard_by_columns(model):
-    # The last layer is a plain one on each rank, as are those that tensor parallelism leaves alone.
-    return parallelize_module(model, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel(output_layouts=Replicate())})
-
-
 @on_ranks(2)
 def test_sharded_models():
     logged = recorded()
@@ -691,9 +674,22 @@ def test_sharded_models():
     assert len(found) == accelerator.is_main_process and all("belong to no prepared model" in text for text in found)
 
 
+def shard_by_fsdp1(model):
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+
+
+def shard_by_fsdp1_with_views(model):
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+
+
+def shard_by_columns(model):
+    # The last layer is a plain one on each rank, as are those that tensor parallelism leaves alone.
+    return parallelize_module(model, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel(output_layouts=Replicate())})
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("prepared", [None, "loader", "model"])
-@pytest.mark.parametrize("shard", [shard_by_fsdp, shard_by_fsdp1, shard_by_fsdp1_with_views, shard_by_columns])
+@pytest.mark.parametrize("shard", [fully_shard, shard_by_fsdp1, shard_by_fsdp1_with_views, shard_by_columns])
 def test_a_model_that_the_user_shards(shard, prepared):
     logged = recorded()
     accelerator = Accelerator(cpu=True)

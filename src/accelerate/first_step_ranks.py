@@ -24,8 +24,6 @@ _PARAMETERS, _ELEMENTS = 32, 1024
 _TOLERANCE = 1e-5
 # Seconds that rank 0 waits for the other ranks' values.
 _PATIENCE = 2.0
-# Types of tensors whose values this process has in full.
-_PLAIN = (nn.Parameter, torch.Tensor)
 
 # {rank: what `findings` returned for each optimizer, with the line of its step, its type, and its local gradient}
 Rows = Mapping[int, Sequence[Mapping[str, Any]]]
@@ -51,7 +49,7 @@ def numbers(tensors: Sequence[torch.Tensor | None]) -> list[list[float]]:
     with _disable_current_modes():
         for tensor in tensors:
             # The sum of a DTensor would communicate.
-            if tensor is None or type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+            if tensor is None or not _is_comparable(tensor) or tensor.layout is not torch.strided:
                 found.append(torch.zeros(2, dtype=torch.float64, device="cpu"))
                 continue
             values = tensor.detach().flatten()[:_ELEMENTS]
@@ -88,18 +86,17 @@ def findings(
         if id(parameter) in own
     }
     known = {id(parameter) for model in models for parameter in model.trained_parameters()}
+    shards_itself = any(_is_sharded(one) and id(one) not in known for one in others)
     outside = {
         f"{own[id(one)]} {tuple(one.shape)}": one
         for one in parameters
-        if id(one) in own and id(one) not in known and one.grad is not None
+        if not shards_itself and id(one) in own and id(one) not in known and one.grad is not None
     }
-    if any(_is_sharded(one) and id(one) not in known for one in others):
-        outside = {}
     return {"inside": _in_numbers(inside), "outside": _in_numbers(outside)}
 
 
 def _is_comparable(parameter: torch.Tensor) -> bool:
-    return type(parameter) in _PLAIN and parameter.device.type != "meta"
+    return type(parameter) in (nn.Parameter, torch.Tensor) and parameter.device.type != "meta"
 
 
 def _is_sharded(parameter: torch.Tensor) -> bool:
