@@ -11,6 +11,9 @@ DEEPSPEED ?= deepspeed==0.19.8
 VENV ?= .venv
 CLIENTS_VENV ?= .venv-clients
 CLIENTS_4_VENV ?= .venv-clients-4
+# The tag of the example scripts of diffusers: at most the version in tests/clients/requirements.txt.
+DIFFUSERS_EXAMPLES ?= v0.40.0
+DIFFUSERS_SOURCE ?= https://github.com/huggingface/diffusers
 FRAMEWORKS_VENV ?= .venv-frameworks
 PEER_VENV ?= .venv-peer
 PEER ?= accelerate==1.15.0
@@ -37,27 +40,31 @@ CLIENTS_4_STAMP := $(CLIENTS_4_VENV)/.installed
 FRAMEWORKS_STAMP := $(FRAMEWORKS_VENV)/.installed
 PEER_STAMP := $(PEER_VENV)/.installed
 TRACKERS_STAMP := $(TRACKERS_VENV)/.installed
+EXAMPLES_STAMP := $(CLIENTS_VENV)/diffusers-$(DIFFUSERS_EXAMPLES)
 INSTALL_STAMP := $(INSTALL_VENV)/.installed
 DOCS_STAMP := $(DOCS_VENV)/.installed
 # The peer without its dependencies, to run the clients with it in their own environment.
 PEER_PACKAGE := $(CLIENTS_VENV)/peer
 
-.PHONY: help install install-engines engine-programs demo test test-all test-engines test-faults test-clients test-device test-frameworks test-trackers \
+.PHONY: help install install-engines engine-programs demo test test-torch test-all test-engines test-faults test-clients test-device test-frameworks test-trackers \
 	screenshots test-install check \
-	check-style check-types check-names format bench bench-plan bench-clients gpu-check docs docs-serve clean
+	check-style check-types check-names check-budgets format bench bench-plan bench-clients gpu-check docs docs-serve clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
 
 install: $(STAMP)  ## create .venv with this package (editable) and everything that its tests need
 
-demo: $(STAMP)  ## train a small GPT on two processes
-	@echo "Watch it from another terminal: $(BIN)/accelerate monitor runs/gpt-telemetry"
-	PATH="$(abspath $(BIN)):$$PATH" accelerate launch --num_processes 2 --telemetry=runs/gpt-telemetry examples/train_gpt.py
+demo: $(STAMP)  ## train a small GPT on two processes, kill it, and resume it (a minute on two cores)
+	PATH="$(abspath $(BIN)):$$PATH" python examples/demo.py
 
 # A worker takes neighbouring tests, so that most fixtures of a module and imports of a rank server are made once.
 test: $(STAMP)  ## run the tests of CI without those of engines (PYTEST_ARGS is passed to pytest)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not engines and not thorough and not device" $(PYTEST_ARGS)
+
+# An environment for each torch: make test-torch TORCH=torch==2.14.1
+test-torch:  ## run the tests of CI on another torch, TORCH=torch==2.14.1, in an environment of its own
+	$(MAKE) test VENV=.venv-$(subst =,,$(TORCH)) TORCH="$(TORCH)"
 
 test-all: $(STAMP)  ## run all tests: also those that repeat others with more settings, and those of installed engines
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
@@ -71,8 +78,8 @@ test-faults: $(STAMP)  ## kill runs at a hundred random moments, and test all ot
 		tests/distributed/test_preemption.py
 
 # The tests run with the clients' newest versions, and those of transformers' Trainer with version 4 too.
-test-clients: $(CLIENTS_STAMP) $(CLIENTS_4_STAMP)  ## run transformers, peft, trl, diffusers and others on this package
-	OMP_NUM_THREADS=1 $(CLIENTS_VENV)/bin/python -m pytest -p no:xdist tests/clients $(PYTEST_ARGS)
+test-clients: $(CLIENTS_STAMP) $(CLIENTS_4_STAMP) $(EXAMPLES_STAMP)  ## run transformers, peft, trl, diffusers and others on this package
+	OMP_NUM_THREADS=1 $(CLIENTS_VENV)/bin/python -m pytest -p no:xdist tests/clients tests/examples/test_recipes.py $(PYTEST_ARGS)
 	OMP_NUM_THREADS=1 $(CLIENTS_4_VENV)/bin/python -m pytest -p no:xdist tests/clients/test_trainer.py \
 		tests/clients/test_trainer_layouts.py tests/clients/test_pretrained.py $(PYTEST_ARGS)
 
@@ -93,7 +100,7 @@ screenshots: docs  ## write pictures of the monitor, a report and the site to bu
 test-install: $(INSTALL_STAMP)  ## install the wheel and its clients in fresh environments; needs the package index
 	INSTALL_TESTS=1 OMP_NUM_THREADS=1 $(INSTALL_VENV)/bin/python -m pytest -p no:xdist tests/packaging $(PYTEST_ARGS)
 
-check: check-style check-types check-names  ## check lint, format, types, import layers and public names
+check: check-style check-types check-names check-budgets  ## check lint, format, types, layers, public names and sizes
 
 check-style: $(STAMP)
 	$(BIN)/ruff check .
@@ -104,6 +111,9 @@ check-types: $(STAMP)
 
 check-names: $(STAMP)  # the import layers too
 	$(BIN)/python -m pytest -q -p no:xdist tests/test_public_api.py tests/test_imports.py
+
+check-budgets: $(STAMP)  # the size of the source, and its uses of private names of other libraries
+	$(BIN)/python tools/budgets.py
 
 format: $(STAMP)  ## apply automatic lint fixes and format the code
 	$(BIN)/ruff check --fix .
@@ -123,11 +133,13 @@ bench-clients: $(CLIENTS_STAMP)  ## compare the clients' time and memory on this
 gpu-check: $(STAMP)  ## run the checks that need a GPU; succeeds without one
 	$(BIN)/python benchmarks/gpu_check.py $(if $(wildcard $(PEER_STAMP)),--peer $(PEER_VENV)/bin/python)
 
-# A page that is absent, or a link that leads nowhere, is an error.
-docs: $(DOCS_STAMP)  ## build the documentation site in build/site
+# A page that is absent, or a link that leads nowhere, is an error. All pages are written (-a): the search of pages that
+# sphinx 9.0 has not written again lacks their entries of the index.
+docs: $(DOCS_STAMP)  ## build the documentation site in build/site, and try it in Chromium if that is installed
 	$(DOCS_VENV)/bin/python tools/reference.py
 	$(DOCS_VENV)/bin/python tools/reference.py --api
-	$(DOCS_VENV)/bin/python -m sphinx -q -W --keep-going -c docs -d build/site-cache . build/site
+	$(DOCS_VENV)/bin/python -m sphinx -q -a -W --keep-going -c docs -d build/site-cache . build/site
+	SITE=build/site $(DOCS_VENV)/bin/python -m pytest -q tests/test_site.py
 
 docs-serve: docs  ## serve the site at localhost (DOCS_PORT, 8000)
 	$(DOCS_VENV)/bin/python -m http.server --bind 127.0.0.1 --directory build/site $(DOCS_PORT)
@@ -177,6 +189,14 @@ endef
 $(CLIENTS_STAMP): $(STAMP) tests/clients/requirements.txt
 	$(call install_clients,$(CLIENTS_VENV),tests/clients/requirements.txt)
 
+# Their tests are skipped without network access.
+$(EXAMPLES_STAMP): | $(CLIENTS_STAMP)
+	rm -rf $@.part
+	{ GIT_TERMINAL_PROMPT=0 git -c advice.detachedHead=false clone --quiet --depth 1 --filter=blob:none --sparse \
+			--branch $(DIFFUSERS_EXAMPLES) $(DIFFUSERS_SOURCE) $@.part \
+		&& git -C $@.part sparse-checkout set examples/unconditional_image_generation examples/text_to_image examples/controlnet \
+		&& mv $@.part $@; } || echo "no example scripts of diffusers: $(DIFFUSERS_SOURCE) cannot be cloned" >&2
+
 $(CLIENTS_4_STAMP): $(STAMP) tests/clients/requirements-4.txt
 	$(call install_clients,$(CLIENTS_4_VENV),tests/clients/requirements-4.txt)
 
@@ -210,8 +230,8 @@ $(INSTALL_STAMP): $(STAMP)
 	$(INSTALL_VENV)/bin/python -m pip install --quiet --upgrade pip setuptools twine
 	touch $@
 
-# The API reference is read from the imported package, so the environment needs torch.
-$(DOCS_STAMP): $(STAMP) docs/requirements.txt
-	$(call shared_venv,$(DOCS_VENV))
-	$(DOCS_VENV)/bin/python -m pip install --quiet --no-compile --requirement docs/requirements.txt
+# The API reference is read from the imported package, so the environment needs torch, and none of its extensions.
+$(DOCS_STAMP): pyproject.toml docs/requirements.txt
+	test -x $(DOCS_VENV)/bin/python || $(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install --quiet --no-compile "$(TORCH)" --editable . --requirement docs/requirements.txt
 	touch $@

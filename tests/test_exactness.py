@@ -56,25 +56,24 @@ def pair(batch):
 
 
 def plain_run(kind, size, batch_size, steps, dtype):
-    """The parameters after each optimizer step of an ordinary loop."""
+    """The parameters after each optimizer step of an ordinary loop, of which each step has one batch."""
     model = network(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     loader = loader_of(kind, size, batch_size, dtype)
     history = []
     for _ in range(EPOCHS):
-        batches = list(loader)
-        for i, batch in enumerate(batches):
-            x, y = pair(batch)
-            (torch.nn.functional.mse_loss(model(x), y) / steps).backward()
-            if (i + 1) % steps == 0 or i + 1 == len(batches):
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-                optimizer.step()
-                optimizer.zero_grad()
-                history.append([p.detach().clone() for p in model.parameters()])
+        batches = [pair(batch) for batch in loader]
+        for start in range(0, len(batches), steps):
+            x, y = (torch.cat(parts) for parts in zip(*batches[start : start + steps], strict=True))
+            torch.nn.functional.mse_loss(model(x), y).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            history.append([p.detach().clone() for p in model.parameters()])
     return history
 
 
-def accelerated_run(kind, size, batch_size, steps, dtype):
+def accelerated_run(kind, size, batch_size, steps, dtype, loss_kind):
     accelerator = Accelerator(gradient_accumulation_steps=steps, exact=True)
     model = network(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -84,7 +83,8 @@ def accelerated_run(kind, size, batch_size, steps, dtype):
         for batch in loader:
             x, y = pair(batch)
             with accelerator.accumulate(model):
-                accelerator.backward(torch.nn.functional.mse_loss(model(x), y))
+                loss = torch.nn.functional.mse_loss(model(x), y)
+                accelerator.backward(loss, num_items=len(x) if loss_kind == "items" else None)
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), 0.5)
                 optimizer.step()
@@ -96,22 +96,24 @@ def accelerated_run(kind, size, batch_size, steps, dtype):
 
 @on_ranks(1, 2, 4, thorough=[3])
 @pytest.mark.parametrize(
-    ("kind", "size", "local", "steps", "dtype"),
+    ("kind", "size", "local", "steps", "dtype", "loss_kind"),
     [
-        ("tensors", 37, 4, 1, torch.float64),
-        ("tensors", 37, 4, 3, torch.float64),
-        ("rows", 25, 3, 2, torch.float64),
-        ("tensors", 2, 2, 2, torch.float64),
-        ("tensors", 24, 3, 2, torch.float64),
-        ("stream", 23, 3, 1, torch.float64),
-        ("stream", 23, 3, 3, torch.float64),
-        ("tensors", 37, 4, 3, torch.float32),
+        ("tensors", 37, 4, 1, torch.float64, "mean"),
+        ("tensors", 37, 4, 3, torch.float64, "mean"),
+        ("rows", 25, 3, 2, torch.float64, "mean"),
+        ("tensors", 2, 2, 2, torch.float64, "mean"),
+        ("tensors", 24, 3, 2, torch.float64, "mean"),
+        ("stream", 23, 3, 1, torch.float64, "mean"),
+        ("stream", 23, 3, 3, torch.float64, "mean"),
+        ("tensors", 37, 4, 3, torch.float32, "mean"),
+        ("tensors", 5, 6, 1, torch.float64, "items"),
+        ("tensors", 37, 4, 3, torch.float64, "items"),
     ],
     ids=lambda value: str(value).removeprefix("torch."),
 )
-def test_every_step_is_that_of_one_process(kind, size, local, steps, dtype, nproc):
+def test_every_step_is_that_of_one_process(kind, size, local, steps, dtype, loss_kind, nproc):
     expected = plain_run(kind, size, local * nproc, steps, dtype)
-    found = accelerated_run(kind, size, local, steps, dtype)
+    found = accelerated_run(kind, size, local, steps, dtype, loss_kind)
     assert len(found) == len(expected)
     for number, (ours, plain) in enumerate(zip(found, expected, strict=True)):
         distance = max(float((a - b).abs().max()) for a, b in zip(ours, plain, strict=True))

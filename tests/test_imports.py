@@ -159,3 +159,46 @@ def test_each_file_says_what_it_is_for() -> None:
         if not text.startswith("# SPDX-License-Identifier: Apache-2.0\n") or not ast.get_docstring(ast.parse(text)):
             silent.append(str(path.relative_to(PACKAGE)))
     assert silent == []
+
+
+def test_a_torch_without_its_distributed_package(tmp_path) -> None:
+    """Such builds exist for macOS and small machines: a loop trains on one process, and saves."""
+    source = f"""
+import sys
+
+class Without:
+    def find_spec(self, name, path=None, target=None):
+        compiled = sys.modules.get("torch._C")
+        for attribute in ("_c10d_init", "_rpc_init", "_dist_autograd_init", "_distributed_c10d"):
+            if name == "torch.distributed" and hasattr(compiled, attribute):
+                delattr(compiled, attribute)
+        if name.startswith("torch._C._distributed"):
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Without())
+import torch
+from accelerate import Accelerator
+
+assert not torch.distributed.is_available()
+accelerator = Accelerator(cpu=True)
+data = torch.utils.data.TensorDataset(torch.ones(8, 2), torch.zeros(8, 1))
+model = torch.nn.Linear(2, 1)
+plain = torch.nn.Linear(2, 1)
+plain.load_state_dict(model.state_dict())
+for run in (None, accelerator):
+    trained = plain if run is None else model
+    objects = trained, torch.optim.SGD(trained.parameters(), 0.1), torch.utils.data.DataLoader(data, 2)
+    trained, optimizer, loader = objects if run is None else run.prepare(*objects)
+    for x, y in loader:
+        loss = torch.nn.functional.mse_loss(trained(x), y)
+        loss.backward() if run is None else run.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+assert torch.equal(plain.weight, model.weight)
+accelerator.save_state({str(tmp_path / "saved")!r})
+accelerator.load_state({str(tmp_path / "saved")!r})
+assert accelerator.gather_for_metrics(loss).item() == loss.item()
+accelerator.end_training()
+"""
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]

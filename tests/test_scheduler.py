@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The prepared scheduler: when it moves, how often, and what it hands through."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -45,6 +47,30 @@ def test_split_batches_and_own_pace():
     assert rates(*pair(processes=2, step_with_optimizer=False), [False, False]) == [1 / 2, 1 / 3]
 
 
+class PerUpdate(torch.optim.lr_scheduler.LambdaLR):
+    """Steps with the loss of an update, and keeps count of them."""
+
+    def step(self, loss=None):
+        super().step()
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+def test_a_step_with_a_value_is_one_step(processes):
+    plateau = partial(torch.optim.lr_scheduler.ReduceLROnPlateau, factor=0.5, patience=1)
+    halved = partial(PerUpdate, lr_lambda=lambda step: 0.5**step)
+    metrics = [1, 0.9, 0.9, 0.9, 0.8, 0.8, 0.8]
+    for make, expected in ((plateau, [1, 1, 1, 0.5, 0.5, 0.5, 0.25]), (halved, [0.5**step for step in range(1, 8)])):
+        _, scheduler = pair(processes, make)
+        found = []
+        for metric in metrics:
+            scheduler.step(metric)
+            found.append(scheduler.get_last_lr()[0])
+        assert found == expected
+    _, scheduler = pair(processes, halved)
+    scheduler.step(loss=None)
+    assert scheduler.get_last_lr() == [0.5**processes]
+
+
 def test_a_left_out_step_leaves_the_schedule():
     optimizer, scheduler = pair()
     optimizer._is_overflow = True
@@ -57,6 +83,48 @@ def test_a_schedule_with_an_end_stays_there():
         processes=4, make=lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=1.0, total_steps=10)
     )
     assert len(rates(optimizer, scheduler, [True] * 4)) == 4
+
+
+def linear(optimizer, steps):
+    return torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=steps)
+
+
+def warm_up(optimizer, steps):
+    return torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, total_iters=steps)
+
+
+def one_cycle(optimizer, steps):
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=steps)
+
+
+cosine = torch.optim.lr_scheduler.CosineAnnealingLR
+
+
+@pytest.mark.parametrize(
+    "make, processes, steps, told",
+    [
+        *((make, 2, 30, True) for make in (linear, cosine, one_cycle)),  # the steps of one rank
+        *((make, 2, 50, False) for make in (linear, cosine, one_cycle)),  # the batches of all ranks
+        *(
+            (make, 1, 30, make is one_cycle) for make in (cosine, linear, one_cycle)
+        ),  # as torch, which raises or goes on
+        (warm_up, 2, 10, False),
+    ],
+)
+def test_a_schedule_that_ends_before_the_loop_is_reported_once(make, processes, steps, told, caplog):
+    """10 epochs of 5 batches are 3 steps an epoch on 2 processes: the last step of each epoch is filled."""
+    optimizer, scheduler = pair(processes, lambda plain: make(plain, steps))
+
+    class Loader:
+        iteration, end_of_dataloader = 0, False
+
+    loader = Loader()
+    scheduler.gradient_state._add_dataloader(loader)
+    for loader.iteration in range(10):
+        rates(optimizer, scheduler, [True] * -(-5 // processes))
+    messages = [record.getMessage() for record in caplog.records if "has ended" in record.getMessage()]
+    assert len(messages) == told
+    assert all("step_scheduler_with_optimizer" in message and str(steps) in message for message in messages)
 
 
 def test_state_goes_through():

@@ -16,7 +16,7 @@ from accelerate.test_utils import testing
 
 def test_every_name_is_there_in_both_places() -> None:
     for name in testing.__all__:
-        assert getattr(testing, name) is getattr(test_utils, name)
+        assert getattr(testing, name) is getattr(test_utils, name), name
 
 
 def test_conditions_skip_with_a_reason() -> None:
@@ -38,7 +38,7 @@ def test_conditions_skip_with_a_reason() -> None:
     assert result.testsRun == 3 and result.wasSuccessful()
     assert sorted(reason for _, reason in result.skipped) == [
         "test requires RUN_SLOW=1, as it is slow",
-        "test requires an NPU",
+        "test requires npu",
     ]
     with pytest.raises(ValueError, match="version="):
         test_utils.require_torch_min_version(Case.test_runs)

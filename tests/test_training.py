@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a training loop relies on, on 1, 2 and 4 ranks, against plain PyTorch in float64."""
 
-import contextlib
-
 import pytest
 import torch
 from rank_pool import on_ranks
@@ -11,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from accelerate import Accelerator, DistributedDataParallelKwargs, GradScalerKwargs
 from accelerate.core.errors import AccelerateError, PrepareError
 from accelerate.local_sgd import LocalSGD
-from accelerate.parallel.ddp.strategy import replica_of
+from accelerate.parallel.ddp.model import replica_of
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DDPCommunicationHookType as Hook
 from accelerate.utils import GradientAccumulationPlugin
@@ -115,6 +113,44 @@ def test_accumulation_of_plain_losses():
     close(accelerator.unwrap_model(model).weight.detach(), torch.tensor([[2.04]], dtype=torch.float64), 1e-12)
 
 
+class Left(Exception):
+    pass
+
+
+@everywhere
+def test_windows_are_divided_by_their_own_length():
+    """Also when the number of steps changes in one, and when a loop is left before the backward of a batch."""
+    accelerator = fresh(gradient_accumulation_steps=2)
+    model = torch.nn.Linear(1, 1, bias=False, dtype=torch.float64)
+    raw = DataLoader(TensorDataset(torch.arange(1.0, 8.0 * world() + 1, dtype=torch.float64)[:, None]), batch_size=1)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0), raw)
+    weight = accelerator.unwrap_model(model).weight
+    rows, updates, before = [], [], weight.item()
+
+    def train(steps, leave_at=None):
+        nonlocal before
+        for number, (x,) in enumerate(loader):
+            with accelerator.accumulate(model):
+                if number == leave_at:
+                    raise Left
+                accelerator.backward(model(x).mean())
+                rows.extend(accelerator.gather(x).flatten().tolist())
+                accelerator.gradient_accumulation_steps = steps.get(number, accelerator.gradient_accumulation_steps)
+                optimizer.step()
+                optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                updates.append((sum(rows) / len(rows), before - weight.item(), len(rows) // world()))
+                before = weight.item()
+                rows.clear()
+
+    with pytest.raises(Left):
+        train({2: 3}, leave_at=5)  # windows of 2, 2, and one batch of 3
+    train({})
+    assert [length for *_, length in updates] == [2, 2, 3, 3, 3]
+    for mean, update, _ in updates:
+        assert update == pytest.approx(mean, abs=1e-9)
+
+
 @everywhere
 def test_no_message_before_the_window_ends():
     accelerator = fresh(gradient_accumulation_steps=2)
@@ -179,47 +215,6 @@ def test_a_late_sync():
             accelerator.backward(losses[1])
     mean = sum(1.0 + r for r in range(world())) / world()
     close(accelerator.unwrap_model(model).weight.grad, torch.full((3, 4), 2 * mean, dtype=torch.float64))
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_late_sync_ends_with_its_block(fails):
-    """Behind the block the flags of DDP are those before it: later backwards under no_sync stay on their rank."""
-    accelerator = fresh()
-    model = accelerator.prepare(linear())
-    weight = accelerator.unwrap_model(model).weight
-    x = torch.full((1, 4), 1.0 + accelerator.process_index, dtype=torch.float64)
-    mean = sum(1.0 + r for r in range(world())) / world()
-
-    def flags():
-        return model.require_backward_grad_sync, model.require_forward_param_sync
-
-    with accelerator.no_sync(model):
-        first, second = model(x).sum(), model(x).sum()
-        before = flags()
-        assert before == (False, False)
-        with (
-            pytest.raises(KeyError) if fails else contextlib.nullcontext(),
-            accelerator.trigger_sync_in_backward(model),
-        ):
-            accelerator.backward(first)
-            close(weight.grad, torch.full((3, 4), mean, dtype=torch.float64))
-            if fails:
-                raise KeyError
-        assert flags() == before
-        accelerator.backward(second)
-        close(weight.grad, torch.full((3, 4), mean + x[0, 0].item(), dtype=torch.float64))
-    assert model.require_backward_grad_sync
-    weight.grad = None
-    accelerator.backward(model(x).sum())
-    close(weight.grad, torch.full((3, 4), mean, dtype=torch.float64))
-
-
-def test_a_late_sync_of_a_model_without_replicas_changes_nothing():
-    model = linear()
-    with Accelerator.trigger_sync_in_backward(model):
-        model(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
-    close(model.weight.grad, torch.ones(3, 4, dtype=torch.float64))
 
 
 @everywhere
@@ -288,6 +283,12 @@ def test_fp16_skips_on_every_rank_and_unscales_once():
     # 12 weights with gradient 1 and 3 biases with gradient 1
     close(norm, torch.tensor(15.0).sqrt(), 1e-3)
     close(again, norm, 0.0)
+    own = torch.amp.GradScaler("cpu", init_scale=2.0)
+    accelerator.scaler = own  # the backward and the prepared optimizers take it
+    optimizer.zero_grad()
+    accelerator.backward(model(x).sum())
+    close(accelerator.unwrap_model(model).weight.grad, torch.full((3, 4), 2.0), 0.0)
+    assert optimizer.scaler is own
     optimizer.step()
     assert not accelerator.optimizer_step_was_skipped
     close(accelerator.unwrap_model(model).weight.detach(), before - 0.1, 1e-3)
@@ -334,6 +335,42 @@ def test_uneven_inputs_join():
             seen += len(x)
     total = accelerator.reduce(torch.tensor(seen), "sum")
     assert int(total) == 6 * world() + 1, int(total)
+
+
+@everywhere
+def test_two_models_join_one_after_the_other():
+    """The models get the mean gradient with zeros of the processes that have finished, or nobody stands still."""
+    rows = torch.arange(1.0, 4 * world() + 2, dtype=torch.float64)[:, None]
+
+    def models():
+        return [torch.nn.Linear(1, 1, bias=False, dtype=torch.float64) for _ in range(2)]
+
+    accelerator = fresh()
+    torch.manual_seed(0)
+    first, second = models()
+    plain = [first.weight.item(), second.weight.item()]
+    optimizer = torch.optim.SGD([first.weight, second.weight], lr=1e-3)
+    first, second, optimizer, loader = accelerator.prepare(
+        first, second, optimizer, DataLoader(TensorDataset(rows), batch_size=2)
+    )
+    with accelerator.join_uneven_inputs([first, second], even_batches=False):
+        for (x,) in loader:
+            accelerator.backward(first(x).square().sum())
+            accelerator.backward(second(x).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+    for start in range(0, len(rows), 2 * world()):
+        x = rows[start : start + 2 * world()]
+        plain[0] -= 1e-3 * 2 * plain[0] * float(x.square().sum()) / world()
+        plain[1] -= 1e-3 * float(x.sum()) / world()
+    found = [accelerator.unwrap_model(model).weight.item() for model in (first, second)]
+    if accelerator.is_main_process:
+        assert found == pytest.approx(plain, abs=1e-12)
+    if world() == 1:
+        return
+    with pytest.raises(PrepareError, match=r"Linear, Linear.*in the order of the list"):
+        with accelerator.join_uneven_inputs([first, second], even_batches=False):
+            first(rows[:2]), second(rows[:2])
 
 
 @everywhere

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write `docs/comparison.md`, its pictures and the table of the README from the newest figures of `make bench`.
+"""Write `docs/comparison.md`, its pictures, and the tables of the README and of `docs/checkpoints.md`.
 
-    python tools/comparison.py              the newest JSON file of benchmarks/results
-    python tools/comparison.py --check      fail if the page is not that of the newest file
+    python tools/comparison.py              from the JSON files of benchmarks/results, which `make bench` writes
+    python tools/comparison.py --check      fail if a page does not have the newest figures
 
 The pictures are SVG, written here: the page needs no plotting library, and a change of a figure is a change of a line.
 """
@@ -20,7 +20,7 @@ from typing import Any
 
 PROJECT = Path(__file__).parents[1]
 IMAGES = PROJECT / "docs/images"
-# The table of the README is between these lines.
+# The tables of the README and of the page on checkpoints are between these lines.
 START, END = "<!-- written by tools/comparison.py -->", "<!-- end of the table -->"
 FONT = 'font-family="sans-serif" font-size="13"'
 OURS, PEER, RAW = "#2b6cb0", "#b7b7b7", "#c05621"
@@ -31,29 +31,108 @@ RANKS = {
     "pipeline step, 1f1b": "pipeline, 1F1B",
 }
 
-# What the README shows: what one has, what one gets, the benchmark, and how its figure is shown.
-CLAIMS = (
-    ("a training loop in plain PyTorch", "the same loop in every layout; added to a step", "step", "added"),
-    ("`torchrun` on two CPU processes", "time to the first line of the script, relative to it", "launch two", "ratio"),
-    ("a `DataLoader`", "a shard for each process, a position to resume at", "loader: samples, batch 64", "ratio"),
-    ("`gather` of one flat tensor", "`gather` of a nested batch of 8 tensors", "gather nested", "ratio"),
-    ("`fully_shard` by hand, 2 ranks", "FSDP2 by an option", "fsdp step, 2 ranks", "ratio"),
-    ("`parallelize_module` by hand, 2 ranks", "tensor parallelism by an option", "tensor step, 2 ranks", "ratio"),
-    ("stages and schedule by hand, 2 ranks", "a pipeline by an option", "pipeline step, gpipe, 2 ranks", "ratio"),
-    ("`torch.save` and fsync, 1.2 GB", "a checkpoint that is complete or absent", "checkpoint save", "ratio"),
-    ("reading the 1.2 GB from disk", "a load that checks everything before", "checkpoint load", "ratio"),
+# What the README shows: a benchmark and how it is described.
+CLAIMS = {
+    "step": "added to a training step",
+    "launch help": "`accelerate launch -h`",
+    "gather nested": "`gather` of a nested batch of 8 tensors, relative to torch's `gather` of one",
+    "big model load half": "load of 403 MB of weights, half of them to stay on disk",
+    "checkpoint wait": "time that a save of 1.2 GB blocks the loop (here it continues in the background)",
+    "fsdp step, 2 ranks": "FSDP2 step, relative to `fully_shard` by hand",
+}
+# The peer's cell and ours: what `benchmarks/failures.py` shows. `{two}` is the time that the launcher needs.
+SITUATIONS = (
+    (
+        "`launch --num_processes 2` on CPUs",
+        "one process, without a message",
+        "two processes, in the script after {two}",
+    ),
+    (
+        "`kill -9` while a checkpoint is saved over an older one",
+        "an unreadable file, or new weights that load with the old moments of Adam",
+        "the older checkpoint or the new one, complete",
+    ),
+    (
+        "`kill -9` of a rank",
+        "the exit codes of the ranks, below torchrun's traceback",
+        "the rank, the signal and its step; the line where the others waited",
+    ),
+    (
+        "a rank does not come to a collective",
+        "silence until torch's timeout of 30 minutes",
+        "after 50 s (`--hang_report`): the function and line of each rank, and who computes",
+    ),
+    (
+        "one rank calls `gather`, the other `reduce`",
+        "silence until torch's timeout, with `ACCELERATE_DEBUG_MODE=1` too",
+        "at once, on every rank (gloo): an error with both calls and their lines",
+    ),
+    (
+        "`gather` of different shapes",
+        "gloo aborts a process (SIGABRT)",
+        "at once, on every rank (gloo): an error with both shapes and their lines",
+    ),
 )
+# Rows in which the peer is faster: how the README describes them, and why.
+SLOWER = {
+    "checkpoint save": (
+        "`save_state` of 1.2 GB, relative to `torch.save` and fsync",
+        ": slower, since each file and folder is synced to the disk before the checkpoint counts as saved",
+    )
+}
 
 
-def claims(figures: dict[str, Any], date: str) -> str:
-    """Return the table of the README."""
-    files = {name: script.file for script in scripts() for name in script.rows}
-    lines = [f"| you have | you get | measured on {date} | command |", "|---|---|---|---|"]
-    for have, get, name, metric in CLAIMS:
-        if name in figures and "ours" in figures[name]:
-            command = f"`python benchmarks/run.py --only {files[name]}`"
-            lines.append(f"| {have} | {get} | {value(figures[name]['ours'], metric)} | {command} |")
+def claims(figures: dict[str, Any], dates: dict[str, str]) -> str:
+    """Return the table of the README: what the peer does and what this package does, also where the peer is faster."""
+    metrics = {name: row for script in scripts() for name, row in script.rows.items()}
+    lines = ["| | Hugging Face Accelerate 1.15 | this package |", "|---|---|---|"]
+    for name, title in CLAIMS.items():
+        if "ours" in figures.get(name, {}):
+            cells = (short(figures[name].get(package), metrics[name].metric) for package in ("peer", "ours"))
+            lines.append(f"| {title} | {' | '.join(cells)} |")
+    two = short(figures.get("launch two", {}).get("ours"), "time")
+    lines += [f"| {title} | {peer} | {ours.format(two=two)} |" for title, peer, ours in SITUATIONS]
+    for name, row in metrics.items():
+        ours, peer = figures.get(name, {}).get("ours"), figures.get(name, {}).get("peer")
+        if ours and peer and rank(peer, row.metric) < 0.95 * rank(ours, row.metric):
+            title, why = SLOWER.get(name, (row.title, ": slower"))
+            lines.append(f"| {title} | {short(peer, row.metric)} | {short(ours, row.metric)}{why} |")
+    shown = sorted({dates[name] for name in (*CLAIMS, "launch two") if name in dates})
+    when = f"measured on {' and '.join(shown)} on two CPU cores" if shown else "not measured yet"
+    lines += ["", f"`x`: the time relative to that of plain PyTorch; below 1 is faster. The figures were {when}."]
     return "\n".join(lines)
+
+
+CHECKPOINTS = ("save", "wait", "load", "load memory", "resume data")
+
+
+def checkpoint_rows(figures: dict[str, Any], dates: dict[str, str]) -> str:
+    """Return the table of the page on checkpoints."""
+    rows = {name: row for script in scripts() for name, row in script.rows.items()}
+    names = [f"checkpoint {what}" for what in CHECKPOINTS if "ours" in figures.get(f"checkpoint {what}", {})]
+    when = " and ".join(sorted({dates[name] for name in names}))
+    lines = [f"| measured on {when} | Hugging Face's accelerate | this package |", "|---|---|---|"]
+    for name in names:
+        cells = (value(figures[name].get(package), rows[name].metric) for package in ("peer", "ours"))
+        lines.append(f"| {rows[name].title} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def rank(result: dict[str, Any], metric: str) -> float:
+    """Return the figure by which two packages are compared."""
+    return float(result["own" if metric == "time" else metric])
+
+
+def short(result: dict[str, Any] | None, metric: str) -> str:
+    """Return a figure in three digits, in seconds from one second on."""
+    if result is None:
+        return "-"
+    if metric == "ratio":
+        return f"{result['ratio']:.2f}x"
+    number, unit = rank(result, metric), result["unit"]
+    if unit == "ms" and number >= 1000:
+        number, unit = number / 1000, "s"
+    return f"{number:+.3g} {unit}" if metric == "added" else f"{number:.3g} {unit}"
 
 
 def scripts() -> list[Any]:
@@ -66,9 +145,21 @@ def scripts() -> list[Any]:
     return list(module.SCRIPTS)
 
 
-def newest() -> Path:
-    """Return the newest file of figures, by the date in its name."""
-    return max((PROJECT / "benchmarks/results").glob("20*.json"), key=lambda path: path.name)
+def measured() -> tuple[dict[str, Any], dict[str, str], Path, dict[str, Any]]:
+    """Return the figures of runs on CPUs: of each benchmark the newest one.
+
+    Returns:
+        The figures by benchmark, the date of each, the newest file, and the machine of that file.
+    """
+    figures: dict[str, Any] = {}
+    dates: dict[str, str] = {}
+    for path in sorted((PROJECT / "benchmarks/results").glob("20*.json")):
+        content = json.loads(path.read_text())
+        if content["machine"]["gpu"] is None:
+            figures.update(content["figures"])
+            dates.update(dict.fromkeys(content["figures"], path.name[:10]))
+            newest, machine = path, content["machine"]
+    return figures, dates, newest, machine
 
 
 def svg(width: int, height: int, parts: list[str]) -> str:
@@ -163,10 +254,9 @@ def value(result: dict[str, Any] | None, metric: str) -> str:
     return f"{result['added']:+.1f} {result['unit']}" if metric == "added" else f"{result['own']:.1f} {result['unit']}"
 
 
-def write(path: Path) -> dict[Path, str]:
-    """Return the contents of the page and of its pictures, by file."""
-    content = json.loads(path.read_text())
-    figures, machine = content["figures"], content["machine"]
+def write() -> dict[Path, str]:
+    """Return the contents of the pages and of their pictures, by file."""
+    figures, dates, path, machine = measured()
     table, ratios, seen = [], [], set()
     for script in scripts():
         command = f"`python benchmarks/run.py --only {script.file}`"
@@ -176,8 +266,9 @@ def write(path: Path) -> dict[Path, str]:
                 continue
             ours, peer = by_package["ours"], by_package.get("peer")
             raw = "-" if ours["raw"] is None else f"{ours['raw']:.1f} {ours['unit']}"
+            earlier = "" if dates[name] == path.name[:10] else f" ({dates[name]})"
             cells = (
-                row.title,
+                row.title + earlier,
                 raw,
                 value(peer, row.metric),
                 value(ours, row.metric),
@@ -193,14 +284,16 @@ def write(path: Path) -> dict[Path, str]:
     lines = [
         "# Comparison",
         "",
-        "<!-- Written by tools/comparison.py from the newest JSON file of benchmarks/results. -->",
+        "<!-- Written by tools/comparison.py from the JSON files of benchmarks/results. -->",
         "",
         f"These figures were measured on {date} ({about}). The file is",
         f"[`{path.stem}.md`](../benchmarks/results/{path.stem}.md). `make bench` measures all of them again, and",
         "`python tools/comparison.py` writes this page. [Benchmarks](../benchmarks/README.md) describes the method.",
         "",
         "*Plain PyTorch* is the same work without this package. The *peer* is Hugging Face's accelerate 1.15.0. Each",
-        "package takes turns with plain PyTorch in one process, so compare ratios, not times.",
+        "package takes turns with plain PyTorch in one process, so compare ratios, not times. The newest run did not",
+        "measure the rows with a date. `python benchmarks/failures.py` shows what happens when a process is killed,",
+        "hangs or makes another call than the others ([output](../benchmarks/results/2026-11-25-failures.md)).",
         "",
         "## Time relative to plain PyTorch",
         "",
@@ -245,11 +338,11 @@ def write(path: Path) -> dict[Path, str]:
         "|---|---|---|---|---|",
         *table,
     ]
-    readme = PROJECT / "README.md"
-    before, rest = readme.read_text().split(START)
-    after = rest.split(END)[1]
-    shown = f"{before}{START}\n\n{claims(figures, date)}\n\n{END}{after}"
-    return {PROJECT / "docs/comparison.md": "\n".join(lines) + "\n", readme: shown, **pictures}
+    pages = {PROJECT / "docs/comparison.md": "\n".join(lines) + "\n"}
+    for page, table_of in ((PROJECT / "README.md", claims), (PROJECT / "docs/checkpoints.md", checkpoint_rows)):
+        before, after = page.read_text().split(START)
+        pages[page] = f"{before}{START}\n\n{table_of(figures, dates)}\n\n{END}{after.split(END)[1]}"
+    return {**pages, **pictures}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -262,7 +355,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; fail if a file differs")
     args = parser.parse_args(arguments)
     stale = 0
-    for path, content in write(newest()).items():
+    for path, content in write().items():
         if path.exists() and path.read_text() == content:
             continue
         print(f"{'differs' if args.check else 'written'}: {path.relative_to(PROJECT)}")

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the drawings of the documentation: `docs/images/mesh.svg`, `sharding.svg` and `losses.svg`.
+"""Write the pictures of the documentation, `mesh.svg`, `sharding.svg`, `losses.svg`, `monitor.png`, and the badges.
 
     python tools/pictures.py
     python tools/pictures.py --losses fsdp_tp=LOG ...     read the losses of new runs of examples/parallel/train.py
+    python tools/pictures.py --run runs/demo              the monitor's page of a real run: that of `make demo`
 
-The losses are those of `benchmarks/results/losses.json`, which the second form writes.
+The losses are those of `benchmarks/results/losses.json`, which the second form writes. Only the third form writes
+`monitor.png`; it needs Chromium.
 """
 
 from __future__ import annotations
@@ -13,10 +15,13 @@ import argparse
 import json
 import re
 import sys
+import tempfile
+import tomllib
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 from comparison import IMAGES, PROJECT, svg, text
+from screenshots import Browser, open_page, served
 
 LOSSES = PROJECT / "benchmarks/results/losses.json"
 COLORS = ("#2b6cb0", "#c05621", "#2f855a", "#6b46c1")
@@ -93,17 +98,51 @@ def losses(runs: dict[str, list[float]]) -> str:
     return svg(720, 285, parts)
 
 
+def monitor(run: Path, image: Path) -> None:
+    """Write the upper part of the monitor's page, with twice the pixels of the 600 that it is shown with."""
+    with tempfile.TemporaryDirectory() as profile, Browser(Path(profile)) as browser, served(run) as url:
+        browser.size(960, 720, scale=1.25)
+        open_page(browser, url)
+        browser.screenshot(image)
+
+
+def badge(label: str, content: str) -> str:
+    """Return a badge: a label on grey, and its content on the colour of the logo."""
+    left, right = 7 * len(label) + 14, 7 * len(content) + 14
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + right}" height="20" font-family="sans-serif" '
+        f'font-size="11" fill="white" text-anchor="middle" role="img" aria-label="{label}: {content}">\n'
+        f'<rect width="{left + right}" height="20" rx="3" fill="#555"/>\n'
+        f'<path d="M{left} 0h{right - 3}a3 3 0 0 1 3 3v14a3 3 0 0 1-3 3h-{right - 3}z" fill="#0e7490"/>\n'
+        f'<text x="{left / 2}" y="14">{label}</text><text x="{left + right / 2}" y="14">{content}</text>\n</svg>\n'
+    )
+
+
 def main() -> None:
     """Write the pictures."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--losses", nargs="+", metavar="NAME=LOG", help="the output of runs with --log_every 1")
+    parser.add_argument("--run", type=Path, metavar="RUN", help="folder of a recorded run, for monitor.png")
     args = parser.parse_args()
+    if args.run:
+        monitor(args.run, IMAGES / "monitor.png")
     if args.losses:
         logs = {name: Path(log).read_text() for name, _, log in (item.rpartition("=") for item in args.losses)}
         runs = {
             name: [float(x) for x in re.findall(r"^step +\d+ +loss (\S+)", log, re.M)] for name, log in logs.items()
         }
         LOSSES.write_text(json.dumps(runs, indent=1) + "\n")
+    project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
+    (torch,) = (name for name in project["dependencies"] if name.startswith("torch>"))
+    api = json.loads((PROJECT / "tests/data/api-1.15.json").read_text())["version"]
+    badges = {
+        "python": project["requires-python"].removeprefix(">=") + "+",
+        "torch": torch.removeprefix("torch>=") + "+",
+        "licence": project["license"],
+        "api": api,
+    }
+    for name, content in badges.items():
+        (IMAGES / f"badges/{name}.svg").write_text(badge(name.replace("api", "Accelerate API"), content))
     (IMAGES / "mesh.svg").write_text(mesh())
     (IMAGES / "sharding.svg").write_text(sharding())
     (IMAGES / "losses.svg").write_text(losses(json.loads(LOSSES.read_text())))

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import accelerate
+from accelerate import torch_internals
 from accelerate.core import options
 from accelerate.core.device_kinds import DEVICES
-from accelerate.core.option import ALWAYS, NEVER, Option, as_text
+from accelerate.core.option import ALWAYS, NEVER, SET, Option, as_text
 from accelerate.core.pipeline_schedules import PIPELINE_SCHEDULES
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
@@ -41,7 +42,7 @@ SUBJECTS = {
     "Enumerations": ("core.enums",),
     "Precision and quantization": ("precision", "placement.quantize"),
     "Large models": ("big_modeling", "placement"),
-    "Models and compilation": ("core.modules", "parallel.unwrap", "parallel.compile"),
+    "Models and compilation": ("core.modules", "parallel.unwrap", "parallel.compile", "torch_internals.compiled"),
     "Saving": ("checkpointing",),
     "FSDP": ("parallel.fsdp",),
     "DeepSpeed and Megatron-LM": ("config.deepspeed_file", "parallel.deepspeed", "parallel.placeholders"),
@@ -100,7 +101,9 @@ def _published(row: Option) -> str:
         return ""
     if row.when == NEVER:
         return "the launcher reads it"
-    return "always" if row.when == ALWAYS else "with " + " or ".join(f"`--{name}`" for name in row.when or (row.name,))
+    if row.when in (ALWAYS, SET):
+        return "always" if row.when == ALWAYS else "if it is set"
+    return "with " + " or ".join(f"`--{name}`" for name in row.when or (row.name,))
 
 
 # -- pages that are files of the repository
@@ -208,7 +211,7 @@ def pipeline_schedules() -> str:
             "`PipelineParallelConfig(schedule=...)` and `--parallelism_config_pp_schedule` take these names. A "
             "schedule that splits the backward computes the gradients of inputs and of weights separately. The last "
             "column is the oldest version of torch whose class computes correct gradients. "
-            "[Layouts](../parallelism.md) explains their use.\n",
+            "[Pipeline parallelism](../layouts/pipeline.md) explains their use.\n",
             table(header, rows),
         ]
     )
@@ -240,7 +243,26 @@ def devices() -> str:
     )
 
 
+def internals() -> str:
+    """What lies below public APIs."""
+    rows = [
+        (code(row.name), row.what, row.versions, row.upstream, row.needed_by, row.without)
+        for row in torch_internals.rows().values()
+    ]
+    header = ("row", "what is read or changed", "versions", "upstream", "needed by", "without it")
+    return "\n".join(
+        [
+            "# Torch internals\n",
+            "The package uses the public API of torch and other libraries, except for what this table lists. "
+            "`ACCELERATE_TORCH_INTERNALS_OFF=name,name` turns rows off; each row has a test that then fails. The "
+            "code is in `src/accelerate/torch_internals/`.\n",
+            table(header, rows),
+        ]
+    )
+
+
 PAGES = {
+    "torch_internals.md": internals,
     "launch_options.md": launch_options,
     "environment.md": environment,
     "trackers.md": trackers,
@@ -261,27 +283,68 @@ def _directive(path: str, value: Any) -> str:
     return "\n".join(["```{eval-rst}", *lines, "```", ""])
 
 
-def _page(title: str, intro: str, module: str, names: Iterable[str], seen: set[int]) -> str:
-    """A page with the documentation of names that a module exports. A name documented before is mentioned only."""
-    home = importlib.import_module(module)
-    text = [f"# {title}\n", intro]
-    again, constants = [], []
-    for name in sorted(set(names), key=lambda name: (name[0].islower(), name)):
-        value = getattr(home, name)
-        if inspect.ismodule(value):
-            continue
-        if not callable(value):
-            constants.append((code(name), code(_short(value))))
-        elif id(value) in seen:
-            again.append(name)
-        else:
-            seen.add(id(value))
-            text.append(_directive(f"{module}.{name}", value))
-    if constants:
-        text.append(table(("name", "value"), constants))
-    if again:
-        text.append("Also here, and documented above: " + ", ".join(map(code, again)) + ".\n")
-    return "\n".join(text)
+def _classes_first(name: str) -> tuple[bool, str]:
+    return name[0].islower(), name
+
+
+def _sentence(value: object) -> str:
+    """The first sentence of a docstring, as the text of a table's cell."""
+    paragraph = " ".join((inspect.getdoc(value) or "").split("\n\n")[0].split())
+    return re.split(r"(?<=[a-z`)]\.) (?=[A-Z`])", paragraph)[0]
+
+
+def _summary(path: str, values: dict[str, Any]) -> str:
+    """A table of the functions, methods and classes below `path`: each with a link and a sentence."""
+    rows = [
+        (f"{{py:obj}}`{name} <{path}.{name}>`", _sentence(value))
+        for name, value in sorted(values.items(), key=lambda item: _classes_first(item[0]))
+    ]
+    return table(("name", "description"), rows)
+
+
+def _members(kind: type) -> dict[str, Any]:
+    """The public methods and properties of a class and of its bases."""
+    members = {name: value for base in reversed(kind.__mro__[:-1]) for name, value in vars(base).items()}
+    documented = {
+        name for name, value in members.items() if inspect.getdoc(value) not in (None, inspect.getdoc(type(value)))
+    }
+    return {name: members[name] for name in documented if not name.startswith("_")}
+
+
+class Pages:
+    """The pages of the API, and for each the summary of the names that it documents."""
+
+    def __init__(self) -> None:
+        self.documented: set[int] = set()
+        self.summaries: dict[str, str] = {}
+
+    def page(self, file: str, title: str, intro: str, module: str, names: Iterable[str]) -> tuple[str, str]:
+        """A page that documents names of a module. Those that an earlier page documents are listed at its end."""
+        home = importlib.import_module(module)
+        objects = {
+            name: getattr(home, name) for name in sorted(set(names), key=lambda name: (name[0].islower(), name))
+        }
+        objects = {name: value for name, value in objects.items() if not inspect.ismodule(value)}
+        constants = {name: value for name, value in objects.items() if not callable(value)}
+        new = {}
+        for name, value in objects.items():
+            if name not in constants and id(value) not in self.documented:
+                self.documented.add(id(value))
+                new[name] = value
+        self.summaries[file] = _summary(module, new) if new else ""
+        text = [f"# {title}\n", intro, *(_directive(f"{module}.{name}", value) for name, value in new.items())]
+        if constants:
+            text.append(
+                table(("name", "value"), ((code(name), code(_short(value))) for name, value in constants.items()))
+            )
+        if again := objects.keys() - new.keys() - constants.keys():
+            text.append("Also here, and documented above: " + ", ".join(map(code, sorted(again))) + ".\n")
+        return f"{file}.md", "\n".join(text)
+
+    def contents(self, files: dict[str, str]) -> str:
+        """The table of contents of pages with these titles: the names on each, with a sentence."""
+        text = [f"## [{title}]({file}.md)\n\n{self.summaries.get(file, '')}" for file, title in files.items()]
+        return "\n".join([*text, "```{toctree}", ":hidden:", "", *files, "```", ""])
 
 
 def _short(value: object) -> str:
@@ -304,10 +367,15 @@ def subject_of(home: str) -> str:
 
 def api_pages() -> Iterator[tuple[str, str]]:
     """The names and texts of the pages of the API."""
-    seen: set[int] = set()
+    pages = Pages()
+    members = _members(accelerate.Accelerator)
+    methods = {name: value for name, value in members.items() if inspect.isfunction(value)}
+    attributes = {name: value for name, value in members.items() if name not in methods}
+    tables = [_summary("accelerate.Accelerator", values) for values in (methods, attributes)]
+    intro = "## Methods\n\n{}\n## Attributes\n\n{}\n## Details\n".format(*tables)
+    yield pages.page("accelerator", "Accelerator", intro, "accelerate", ["Accelerator"])
     top = set(accelerate.__all__) - set(accelerate.SUBMODULES) - {"__version__", "Accelerator"}
-    yield "accelerator.md", _page("Accelerator", "", "accelerate", ["Accelerator"], seen)
-    yield "accelerate.md", _page("The package accelerate", "`from accelerate import ...`\n", "accelerate", top, seen)
+    yield pages.page("accelerate", "The package accelerate", "`from accelerate import ...`\n", "accelerate", top)
     for name, title in MODULES.items():
         module = f"accelerate.{name}"
         home = importlib.import_module(module)
@@ -316,22 +384,24 @@ def api_pages() -> Iterator[tuple[str, str]]:
             for key, value in vars(home).items()
             if not key.startswith("_") and getattr(value, "__module__", None) == module
         ]
-        yield f"{name}.md", _page(title, f"`from {module} import ...`\n", module, names, seen)
+        yield pages.page(name, title, f"`from {module} import ...`\n", module, names)
     utils = importlib.import_module("accelerate.utils")
     names_by_subject: dict[str, list[str]] = {subject: [] for subject in SUBJECTS}
     for home_name, exported in utils.EXPORTS.items():
         names_by_subject[subject_of(home_name)] += exported
-    contents = []
+    subjects = {}
     for subject, exported in names_by_subject.items():
-        name = "utils_" + subject.lower().replace(" ", "_").replace("-", "_")
-        contents.append(name)
-        yield f"{name}.md", _page(subject, "`from accelerate.utils import ...`\n", "accelerate.utils", exported, seen)
-    yield "utils.md", "# accelerate.utils\n\n" + _toctree(contents)
-    yield "index.md", "# Python API\n\n" + _toctree(["accelerator", "accelerate", *MODULES, "utils"])
-
-
-def _toctree(pages: Iterable[str]) -> str:
-    return "\n".join(["```{toctree}", ":maxdepth: 2", "", *pages, "```", ""])
+        file = "utils_" + subject.lower().replace(" ", "_").replace("-", "_")
+        subjects[file] = subject
+        yield pages.page(file, subject, "`from accelerate.utils import ...`\n", "accelerate.utils", exported)
+    yield "utils.md", "# accelerate.utils\n\n" + pages.contents(subjects)
+    files = {
+        "accelerator": "Accelerator",
+        "accelerate": "The package accelerate",
+        **MODULES,
+        "utils": "accelerate.utils",
+    }
+    yield "index.md", "# Python API\n\n" + pages.contents(files)
 
 
 def main(arguments: list[str]) -> int:

@@ -19,6 +19,7 @@ EXPORTS = {
         "init_on_device",
         "load_checkpoint_and_dispatch",
     ],
+    "checkpointing.export": ["export"],
     "collectives.batch_size": ["find_executable_batch_size"],
     "collectives.rng": ["synchronize_rng_states"],
     "config.deepspeed": ["DeepSpeedPlugin"],

@@ -24,6 +24,7 @@ from .big_modeling import dispatch_model as dispatch_model
 from .big_modeling import init_empty_weights as init_empty_weights
 from .big_modeling import init_on_device as init_on_device
 from .big_modeling import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
+from .checkpointing.export import export as export
 from .collectives.batch_size import find_executable_batch_size as find_executable_batch_size
 from .collectives.rng import synchronize_rng_states as synchronize_rng_states
 from .config.deepspeed import DeepSpeedPlugin as DeepSpeedPlugin

@@ -6,18 +6,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import weakref
-from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import out_of_memory
-from .accumulation import AccumulatedBatch, Accumulation
 from .checkpointing.loading import LoadReport
-from .checkpointing.opening import COMPLETION
 from .checkpointing.preemption import DEFAULT_SIGNALS
-from .checkpointing.ranks import raised_on_all
 from .checkpointing.run_state import check_custom
 from .checkpointing.weights import save, save_model
 from .collectives import gather_object
@@ -25,37 +21,46 @@ from .config import checks
 from .config.precision import AutocastKwargs
 from .config.training import DataLoaderConfiguration, ProfileKwargs, ProjectConfiguration, TorchDynamoPlugin
 from .core import env, memory
-from .core.enums import DynamoBackend, LoggerType, RNGType
+from .core.enums import DistributedType, DynamoBackend, LoggerType, RNGType
 from .core.errors import ConfigurationError, PrepareError
 from .core.lazy import public_names
 from .core.modules import class_name, model_has_dtensor, require_module
 from .core.objects import forwarded
 from .core.retired import ACCELERATOR_ARGUMENTS, explain_arguments
+from .core.trees import send_to_device
 from .data_loader import prepare_data_loader, skip_first_batches
-from .first_step import FirstStepCheck
 from .logging import MultiProcessAdapter, get_logger, print_or_log
 from .optimizer import AcceleratedOptimizer
-from .parallel.base import Bundle
+from .parallel.base import Bundle, Strategy
 from .parallel.ddp.strategy import sync_in_backward
 from .parallel.items import ItemWindow, global_loss
+from .parallel.methods import check_names
 from .parallel.optimizer_offload import offload_state
 from .parallel.optimizer_scope import is_elementwise
 from .parallel.placeholders import refuse_placeholder
 from .parallel.unwrap import extract_model_from_parallel
 from .placement.align import get_state_dict_offloaded_model, has_offloaded_params
 from .placement.dispatch import check_quantized
-from .planned_run import PlannedRun
-from .resolve import Plan, Request, Resolved, adopt, resolve
-from .run_checkpoints import RunCheckpoints, register_hook
-from .run_interface import RunInterface
-from .run_objects import PreparedModules, RunObjects, check_preparable
+from .precision.modules import check_matches
+from .run.accumulation import AccumulatedBatch, Accumulation
+from .run.averages import AveragedWeights
+from .run.checkpoints import RunCheckpoints, RunSteps, register_hook
+from .run.first_step import FirstStepCheck
+from .run.interface import RunInterface
+from .run.non_finite import NonFiniteGuard, check_optimizer
+from .run.objects import PreparedModules, RunObjects, check_preparable
+from .run.observers import RunObservers
+from .run.out_of_memory import OutOfMemory
+from .run.out_of_memory import watch as watch_memory
+from .run.planned import PlannedRun
+from .run.resolve import Plan, Request, Resolved, adopt, resolve
 from .runtime.communication import raise_lost
 from .scheduler import AcceleratedScheduler
 from .state import AcceleratorState, GradientState, PartialState
-from .telemetry.meter import METHODS, StepMeter
 from .telemetry.profile import profile
 from .telemetry.show import show_report
-from .telemetry.start import declared_work, start_meter, start_profile
+from .telemetry.start import declared_work, start_profile, start_recorder
+from .torch_internals.compiled import uncompiled
 from .tracking.group import TrackerGroup
 
 if TYPE_CHECKING:
@@ -68,7 +73,6 @@ if TYPE_CHECKING:
     from .config.megatron import MegatronLMPlugin
     from .config.parallel import TorchTensorParallelPlugin
     from .config.training import GradientAccumulationPlugin
-    from .parallel.base import Strategy
     from .parallel.prepared import PreparedModel
     from .parallel.report.explain import Report
     from .parallelism_config import ParallelismConfig
@@ -119,6 +123,12 @@ class Accelerator(RunInterface):
         resume: "auto" resumes from the project's newest checkpoint at the first pass over a loader; see `resume`.
         telemetry: record each step of each process: True, or the folder of the run. True takes the `logging_dir` or
             `project_dir` of the project, else `runs/<script>-<time>`. By default ACCELERATE_TELEMETRY, else False.
+        non_finite: what happens before an optimizer step whose loss or gradients are not finite on any process.
+            "skip" leaves the step out on all processes, and a scheduler does not step either; "raise" raises
+            NonFiniteError on all of them; "ignore" looks at nothing. By default ACCELERATE_NON_FINITE, else "ignore".
+        non_finite_limit: with "skip", this many steps in a row that are left out raise NonFiniteError.
+        precision_policy: {pattern of module names: dtype} of modules that do not compute in `mixed_precision`, as
+            {"*norm*": torch.float32}. The first pattern that matches a name counts.
 
     Raises:
         ConfigurationError: arguments contradict each other, or a value is not valid.
@@ -158,22 +168,33 @@ class Accelerator(RunInterface):
         transforms: Sequence[str | Any] | None = None,
         resume: str | None = None,
         telemetry: bool | str | os.PathLike[str] | None = None,
+        non_finite: str | None = None,
+        non_finite_limit: int = 10,
+        precision_policy: Mapping[str, torch.dtype] | None = None,
     ) -> None:
         device_placement = checks.truth("device_placement", device_placement)
+        if non_finite is None:
+            non_finite = env.get("ACCELERATE_NON_FINITE", "ignore")
+        non_finite = checks.word("non_finite", non_finite, ("skip", "raise", "ignore"))
+        non_finite_limit = checks.integer("non_finite_limit", non_finite_limit)
         step_scheduler_with_optimizer = checks.truth("step_scheduler_with_optimizer", step_scheduler_with_optimizer)
         kinds = [RNGType.GENERATOR] if rng_types is None else checks.texts("rng_types", rng_types)
         self.rng_types: list[str] = [str(checks.member("rng_types", kind, RNGType)) for kind in kinds]
         if deepspeed_plugin is not None and deepspeed_plugins is not None:
             raise ConfigurationError(
-                "deepspeed_plugin and deepspeed_plugins are given both: they are the same argument"
+                "deepspeed_plugin and deepspeed_plugins are both given, and they are the same argument: give one"
             )
+        if dynamo_backend is not None:
+            if dynamo_plugin is not None:
+                raise ConfigurationError("dynamo_backend and dynamo_plugin are both given: set backend in the plugin")
+            dynamo_plugin = TorchDynamoPlugin(backend=dynamo_backend)  # type: ignore[arg-type]
         resolved = resolve(
             Request(
                 mixed_precision=mixed_precision,
                 cpu=cpu,
                 gradient_accumulation_steps=gradient_accumulation_steps,
                 gradient_accumulation_plugin=gradient_accumulation_plugin,
-                dynamo_plugin=_dynamo(dynamo_backend, dynamo_plugin),
+                dynamo_plugin=dynamo_plugin,
                 deepspeed_plugin=deepspeed_plugins if deepspeed_plugin is None else deepspeed_plugin,
                 fsdp_plugin=fsdp_plugin,
                 megatron_lm_plugin=megatron_lm_plugin,
@@ -182,6 +203,8 @@ class Accelerator(RunInterface):
                 exact=exact,
                 strategy=strategy,
                 transforms=transforms,
+                non_finite=non_finite,
+                precision_policy=precision_policy,
                 kwargs_handlers=kwargs_handlers or [],
             )
         )
@@ -191,19 +214,51 @@ class Accelerator(RunInterface):
         self.strategy: Strategy = resolved.strategy
         self.gradient_state: GradientState = GradientState(resolved.plan.accumulation)
         self.device_placement = device_placement
-        self.dataloader_config: DataLoaderConfiguration = _loader_config(dataloader_config, split_batches)
+        self.dataloader_config: DataLoaderConfiguration = dataloader_config or DataLoaderConfiguration()
+        if split_batches is not _NOT_GIVEN:
+            self.dataloader_config.split_batches = checks.truth("split_batches", split_batches)
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.flag_tensor: torch.Tensor | None = None
 
         self._exact = resolved.plan.exact
-        self._accumulation = Accumulation(self.gradient_state)
+        self._non_finite_limit = {"ignore": None, "raise": 1, "skip": non_finite_limit}[non_finite]
+        project = project_config or ProjectConfiguration(project_dir=project_dir)
+        if project_dir is not None and project.project_dir is None:
+            project.set_directories(project_dir)
+        self._compose(project, TrackerGroup(log_with, project.logging_dir))
+        self._observers.add(RunSteps(self._checkpoints))
+        self._observers.add(FirstStepCheck(self._checkpoints))
+        plan_file = env.get("ACCELERATE_PLAN_FILE")
+        if plan_file:
+            self._observers.add(PlannedRun(plan_file, self.state.device))
+        self._recorder = start_recorder(telemetry, project, self.strategy.data_shard[1])
+        if self._recorder is not None:
+            self._observers.add(self._recorder)
+        if (profile := start_profile(project, self._recorder)) is not None:
+            self._observers.add(profile)
+        self._observers.add(OutOfMemory(self._objects, self._recorder))
+        watch_memory(self._observers)
+        if resume is not None:
+            if resume != "auto":
+                raise ConfigurationError(f"resume={resume!r}: it is 'auto', or None to start from scratch")
+            self._checkpoints.resume_at_first_use()
+
+        if self.parallelism_config is not None:
+            self.parallelism_config._validate_accelerator(self)
+
+    def _compose(self, project: ProjectConfiguration, trackers: TrackerGroup) -> None:
+        """Make the parts of this run, without any prepared object."""
+        self._accumulation = Accumulation(self.gradient_state, self._exact)
         # The context of `accumulate()` without models, created once: it is entered for each batch.
         self._batch = AccumulatedBatch(self._accumulation, ())
         self._items = ItemWindow(self.strategy)
-        self._divided = False
         self._objects = RunObjects()
-        project = _project(project_config, project_dir)
-        self._trackers = TrackerGroup(log_with, project.logging_dir)
+        self._observers = RunObservers()
+        self._guard: NonFiniteGuard | None = None
+        if self._non_finite_limit is not None:
+            self._guard = NonFiniteGuard(self._objects, self.state.device, self._non_finite_limit)
+            self._observers.add(self._guard)
+        self._trackers = trackers
         self._checkpoints = RunCheckpoints(
             self._objects,
             self.strategy,
@@ -213,34 +268,14 @@ class Accelerator(RunInterface):
             self._items,
             project,
             self._trackers,
+            self._observers,
         )
-        self._first_step = FirstStepCheck(self._objects, self._checkpoints, self.gradient_state)
-        out_of_memory.watch(self._objects, self.precision)
-        plan_file = env.get("ACCELERATE_PLAN_FILE")
-        self._planned = PlannedRun(plan_file, self.state.device) if plan_file else None
-        self._meter = start_meter(telemetry, project, self.strategy.data_shard[1])
-        if self._meter is not None:
-            self._install(self._meter)
-        self._profile = start_profile(project, self._meter)
-        if resume is not None:
-            if resume != "auto":
-                raise ConfigurationError(f"resume={resume!r}: it is 'auto', or None to start from scratch")
-            self._checkpoints.resume_at_first_use()
-
-    def _install(self, meter: StepMeter) -> None:
-        """Have a meter measure this run: methods of this object call it."""
-        self._checkpoints.meter = meter
-        owner = weakref.ref(self)
-        for name in METHODS:
-            call = getattr(type(self), name)
-            replaced = meter.wrap(name, call, owner)
-            if replaced is not None:
-                replaced.__name__, replaced.__doc__ = name, call.__doc__
-                self.__dict__[name] = replaced
 
     # -- prepare
 
-    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+    def prepare(
+        self, *args: Any, device_placement: list[bool] | None = None, forward_methods: Sequence[str] = ()
+    ) -> Any:
         """Prepare objects for this run.
 
         Args:
@@ -248,14 +283,17 @@ class Accelerator(RunInterface):
                 unchanged.
             device_placement: for each object, whether it is moved to this process's device; None takes the
                 accelerator's `device_placement`.
+            forward_methods: names of methods other than `forward` that compute with parameters, such as "encode",
+                for each model that has them. `generate` of sharded models of transformers needs no entry.
 
         Returns:
             The prepared objects in the order given: a tuple, or the object itself if there is only one.
 
         Raises:
             PrepareError: no object is given, names or a container are given instead of objects, `device_placement` has
-                another length, a model is already wrapped in DistributedDataParallel, a model with a device map is
-                prepared on several processes, or an object stands for what another engine makes (`DummyOptim`).
+                another length, no model has a method of `forward_methods`, a model is already wrapped in
+                DistributedDataParallel, a model with a device map is prepared on several processes, or an object
+                stands for what another engine makes (`DummyOptim`).
 
         Example:
             model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
@@ -269,15 +307,17 @@ class Accelerator(RunInterface):
                 f"`device_placement` should be a list with {len(args)} elements (the number of objects passed), "
                 f"it has {len(device_placement)}"
             )
-        check_preparable(args)
+        if self.parallelism_config is not None and self.parallelism_config.cp_enabled:
+            args = tuple(self._prepare_cp(*args))
         args = tuple(self.strategy.prepare_together(list(args), self.split_batches))
-        for obj in args:
-            refuse_placeholder(obj)
+        check_preparable(args)
         result = list(args)
         models = [i for i, obj in enumerate(args) if isinstance(obj, torch.nn.Module)]
+        methods = [name for name in checks.texts("forward_methods", forward_methods) if name != "forward"]
+        check_names([args[i] for i in models], methods)
         raw = [obj for obj in args if isinstance(obj, torch.optim.Optimizer)]
         prepared = self._prepare_models(
-            [args[i] for i in models], raw, [self._place(device_placement[i]) for i in models]
+            [args[i] for i in models], raw, [self._place(device_placement[i]) for i in models], methods=methods
         )
         for i, model in zip(models, prepared, strict=True):
             result[i] = model
@@ -321,6 +361,7 @@ class Accelerator(RunInterface):
         optimizers: list[torch.optim.Optimizer],
         place: list[bool],
         evaluation: bool = False,
+        methods: Sequence[str] = (),
     ) -> list[torch.nn.Module]:
         known = [self._prepared_twin(model, evaluation) for model in models]
         bundle = Bundle(
@@ -340,10 +381,10 @@ class Accelerator(RunInterface):
                     )
             if quantized:
                 bundle.place[i] = False
-        self._first_step.before_prepare()
         # transformers.Trainer prepares models that transformers has sharded for evaluation, and trains them itself.
         if not evaluation and any(model_has_dtensor(model) for model in bundle.models):
             self._adopt(bundle.models)
+        check_matches(self.precision.modules, [] if evaluation else bundle.models)
         for model in bundle.models:
             self.precision.convert(model, functools.partial(_repoint, bundle.optimizers))
         fresh = self.strategy.prepare(bundle)
@@ -351,8 +392,13 @@ class Accelerator(RunInterface):
             self.strategy.sync_rng_state()
         for prepared in fresh:
             prepared.module._is_accelerate_prepared = True  # type: ignore[assignment]
+            if self.device_placement and self.dataloader_config.device_placement == "lazy":
+                move = functools.partial(_move_inputs, self.device, self.dataloader_config.non_blocking)
+                prepared.module.register_forward_pre_hook(move, prepend=True, with_kwargs=True)
             if not evaluation:
-                self._first_step.watch_model(prepared)
+                prepared.add_forward_methods(methods)
+            for observer in () if evaluation else self._observers.active:
+                observer.after_prepare(prepared)
         self._objects.models += fresh
         modules = iter(prepared.module for prepared in fresh)
         return [next(modules) if twin is None else twin for twin in known]
@@ -365,10 +411,12 @@ class Accelerator(RunInterface):
         strategy = resolved.strategy
         if strategy is former:
             return
-        if self._objects.dataloaders and strategy.data_shard != former.data_shard:
+        earlier = [*self._objects.dataloaders, *(prepared.inner for prepared in self._objects.models)]
+        if earlier and strategy.data_shard != former.data_shard:
             raise PrepareError(
-                f"a loader was prepared for {former.data_shard[1]} data shards, and {type(models[0]).__name__}, "
-                f"sharded already, has {strategy.data_shard[1]}: prepare the model with the loader, or before it"
+                f"a {type(earlier[0]).__name__} was prepared for {former.data_shard[1]} data shards, and "
+                f"{type(models[0]).__name__}, sharded already, has {strategy.data_shard[1]}: give both to one call of "
+                "prepare"
             )
         self.plan, self.strategy = resolved.plan, strategy
         self._items.strategy = self._checkpoints.strategy = strategy
@@ -417,36 +465,30 @@ class Accelerator(RunInterface):
         """
         if isinstance(optimizer, AcceleratedOptimizer):
             if optimizer not in self._objects.optimizers:
-                self._measure(optimizer)
-                self._objects.optimizers.append(optimizer)
+                self._observe(optimizer)
             return optimizer
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise PrepareError(f"prepare_optimizer takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
-        kind = AcceleratedOptimizer if self._meter is None else self._meter.optimizer_type
-        prepared = kind(optimizer, device_placement=self._place(device_placement), scaler=self.scaler)
+        if self._guard is not None:
+            check_optimizer(optimizer)
         self.precision.attach_master_weights(optimizer)
-        offload = self.plan.handlers.offload
+        offload = self.plan.handlers.optimizer_offload
         if offload is not None and self.device.type != "cpu":
             offload_state(optimizer, offload.chunk_size)
-        self._first_step.watch_optimizer(prepared)
-        prepared._after_step.extend(self.strategy.after_step)
-        if self._planned is not None:
-            prepared._after_step.append(self._planned.after_step)
-        if not is_elementwise(optimizer):
-            # It may decide by the loss, as a line search does: all ranks have to make the same decision.
-            prepared._global_loss = functools.partial(global_loss, self.strategy)
-        self._measure(prepared)
-        self._objects.optimizers.append(prepared)
-        self._checkpoints.watch_steps()
+        # Others may decide by the loss, as a line search does: all ranks have to make the same decision.
+        average_loss = None if is_elementwise(optimizer) else functools.partial(global_loss, self.strategy)
+        placement = self._place(device_placement)
+        prepared = AcceleratedOptimizer(optimizer, placement, self.scaler, average_loss=average_loss)
+        self._observe(prepared)
         return prepared
 
-    def _measure(self, optimizer: AcceleratedOptimizer) -> None:
-        """Have the steps of an optimizer measured; a profile counts the first one's."""
-        if self._profile is not None and not self._objects.optimizers:
-            self._profile.begin()
-            optimizer._after_step.append(self._profile.after_step)
-        if self._meter is not None:
-            self._meter.add_optimizer(optimizer)
+    def _observe(self, optimizer: AcceleratedOptimizer) -> None:
+        self._objects.optimizers.append(optimizer)
+        optimizer.observers = self._observers
+        if self._guard is not None:
+            optimizer.leaves_out = self._guard.leaves_out
+        for observer in self._observers.active:
+            observer.after_prepare(optimizer)
 
     def prepare_scheduler(self, scheduler: LRScheduler | AcceleratedScheduler) -> AcceleratedScheduler:
         """Prepare one learning-rate scheduler: it steps with the prepared optimizer it belongs to.
@@ -492,7 +534,7 @@ class Accelerator(RunInterface):
         Args:
             data_loader: the loader.
             device_placement: whether batches are moved to this process's device; None takes the accelerator's
-                setting.
+                setting, and that of `dataloader_config`.
             slice_fn_for_dispatch: `f(batch, slice, process_index, num_processes)` cuts a batch that the main
                 process distributes. By default tensors are sliced along dimension 0.
 
@@ -502,6 +544,8 @@ class Accelerator(RunInterface):
         if data_loader in self._objects.dataloaders:
             return data_loader
         config = self.dataloader_config
+        if device_placement is None:
+            device_placement = self.device_placement and config.device_placement is None
         index, count = self.strategy.data_shard
         prepared = prepare_data_loader(
             data_loader,
@@ -509,7 +553,7 @@ class Accelerator(RunInterface):
             num_processes=count,
             process_index=index,
             split_batches=config.split_batches,
-            put_on_device=self._place(device_placement),
+            put_on_device=device_placement,
             rng_types=list(self.rng_types),
             dispatch_batches=config.dispatch_batches,
             even_batches=config.even_batches,
@@ -519,12 +563,12 @@ class Accelerator(RunInterface):
             non_blocking=config.non_blocking,
             use_stateful_dataloader=config.use_stateful_dataloader,
             torch_device_mesh=self.torch_device_mesh,
-            exact=self._exact,
+            # Some packages replace the function by one with the API's arguments.
+            **({"exact": True} if self._exact else {}),
         )
         self._objects.dataloaders.append(prepared)
         self._checkpoints.controller.add_loader(prepared)
-        if self._meter is not None:
-            self._meter.add_loader(prepared)
+        prepared.observers = self._observers
         return prepared
 
     def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
@@ -538,6 +582,44 @@ class Accelerator(RunInterface):
             The loader for the remaining batches of one epoch.
         """
         return skip_first_batches(dataloader, num_batches=num_batches)
+
+    def track_average(self, model: torch.nn.Module, decay: float | None = 0.999) -> AveragedWeights:
+        """Keep an average of a model's weights (EMA, SWA), which each step of its optimizers updates.
+
+        It is sharded as the model is, and part of checkpoints: call this before `load_state` or the loop that resumes.
+
+        Args:
+            model: a prepared model.
+            decay: the weight of the former average in an exponential average; None for the mean of all steps (SWA).
+
+        Returns:
+            The average. Inside of `with average.applied()` the model has it in place of its weights.
+
+        Raises:
+            ConfigurationError: `decay` is not at least 0 and less than 1, or DeepSpeed trains the model.
+            PrepareError: `model` was not prepared, has 16-bit weights to train, or none.
+
+        Example:
+            average = accelerator.track_average(model, decay=0.999)
+            ...
+            with average.applied():
+                evaluate(model)
+                accelerator.save_model(model, "ema")
+        """
+        prepared = self._objects.find_model(model)
+        if prepared is None:
+            raise PrepareError(
+                f"track_average: model ({class_name(model)}) was not prepared. Give it what prepare has returned"
+            )
+        if self.distributed_type is DistributedType.DEEPSPEED:
+            raise ConfigurationError(
+                "track_average does not compose with DeepSpeed, whose engine keeps the fp32 weights: shard with an "
+                "fsdp_plugin of version 2"
+            )
+        average = AveragedWeights(prepared, self._objects, self.precision, decay)
+        self._objects.averages.append(average)
+        self._observers.add(average)
+        return average
 
     # -- the step
 
@@ -607,41 +689,48 @@ class Accelerator(RunInterface):
             accelerator.backward(loss)
             optimizer.step()
         """
-        if not hasattr(loss, "backward"):
-            raise TypeError(
-                f"backward takes the loss, a tensor with one element, not an object of type {type(loss).__name__}"
-            )
-        if self._first_step.active:
-            self._first_step.before_backward(loss)
-        if num_items is not None:
-            models = [prepared.module for prepared in self._accumulation.models or self._objects.models]
-            try:
-                self._items.backward(loss, num_items, self.gradient_state.sync_gradients, models, **kwargs)
-            except RuntimeError as error:
-                raise_lost(error, "`accelerator.backward`")
-                raise
-            for optimizer in self._objects.optimizers:
-                if self._items.close not in optimizer._after_step:
-                    optimizer._after_step.append(self._items.close)
-            return
-        steps = self.gradient_state.num_steps
-        if self._exact:
-            loader = self.gradient_state.active_dataloader
-            weight = 1.0 if loader is None else loader.batch_weight
+        for observer in self._observers.active:
+            observer.before_backward(loss)
+        loader = self.gradient_state.active_dataloader if self._exact else None
+        weight = 1.0 if loader is None else loader.batch_weight
+        if num_items is not None and weight == 0.0:
+            num_items = 0  # those of a placeholder
+        self._compute_gradients(loss, num_items, weight, kwargs)
+        for observer in self._observers.active:
+            observer.after_backward(loss, num_items)
+
+    def _compute_gradients(
+        self, loss: torch.Tensor, num_items: int | float | torch.Tensor | None, weight: float, kwargs: dict[str, Any]
+    ) -> None:
+        window, strategy = self._accumulation, self.strategy
+        window.has_backward = True
+        if window.is_open:
+            steps, factor = window.steps, 1.0 if num_items is not None else window.factor
+            weight *= window.scale
+        else:
+            steps, factor = self.gradient_state.num_steps, 1.0
+        try:
+            if num_items is not None:
+                self._observers.add(self._items)
+                sync, models = self.gradient_state.sync_gradients, self._window_models()
+                self._items.backward(loss, num_items, sync, models, **kwargs)
+                return
             if weight != 1.0:
                 loss = loss * weight
-        if steps != 1:
-            if not self._divided:
-                self._divided = True
-                self._first_step.check_window()
-            if self.strategy.divides_loss:
+            if factor != 1.0:
+                factors = torch.tensor(window.take_factor(), dtype=torch.float64)
+                strategy.backward_items(loss / steps, lambda: factors, self._window_models(), **kwargs)
+                return
+            if steps != 1 and strategy.divides_loss:
                 loss = loss / steps
-        try:
-            self.strategy.backward(loss, **kwargs)
+            strategy.backward(loss, **kwargs)
         except RuntimeError as error:
             memory.report_exhausted(error)
             raise_lost(error, "`accelerator.backward`")
             raise
+
+    def _window_models(self) -> list[torch.nn.Module]:
+        return [prepared.module for prepared in self._accumulation.models or self._objects.models]
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
         """Compute gradients and update parameters in one pass, for LOMO optimizers.
@@ -656,10 +745,12 @@ class Accelerator(RunInterface):
         fused = self._lomo_optimizers()
         if not fused:
             raise ValueError("lomo_backward needs a prepared LOMO optimizer (package lomo_optim)")
-        if self._first_step.active:
-            self._first_step.before_backward(loss)
+        for observer in self._observers.active:
+            observer.before_backward(loss)
         for optimizer in fused:
             optimizer.optimizer.fused_backward(loss, learning_rate)
+        for observer in self._observers.active:
+            observer.after_backward(loss, None)
 
     @property
     def has_lomo_optimizer(self) -> bool:
@@ -682,7 +773,6 @@ class Accelerator(RunInterface):
             with accelerator.autocast():
                 loss = loss_function(outputs, targets)
         """
-        _check_kind("autocast_handler", autocast_handler, AutocastKwargs)
         return self.precision.autocast(autocast_handler)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
@@ -696,23 +786,19 @@ class Accelerator(RunInterface):
         """
         if self.scaler is None:
             return
-        given = self._objects.optimizers if optimizer is None else optimizer
-        for found in given if isinstance(given, (list, tuple)) else [given]:
-            if not isinstance(found, AcceleratedOptimizer):
-                found = next((one for one in self._objects.optimizers if one.optimizer is found), None)
-                if found is None:
-                    raise PrepareError("unscale_gradients takes an optimizer that prepare returned")
-            found.unscale()
+        known = self._objects.optimizers
+        optimizers = known if optimizer is None else optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+        for requested in optimizers:
+            prepared = next((other for other in known if other.optimizer is requested), requested)
+            if not isinstance(prepared, AcceleratedOptimizer):
+                raise PrepareError("unscale_gradients takes an optimizer that prepare returned")
+            prepared.unscale()
 
     def _unscaled(self, parameters: torch.Tensor | Iterable[torch.Tensor]) -> Iterable[torch.Tensor]:
         """The parameters, after unscaling the gradients of the optimizers that contain some of them."""
-        if isinstance(parameters, torch.Tensor):
-            parameters = [parameters]
-        elif isinstance(parameters, torch.nn.Module | str) or not isinstance(parameters, Iterable):
-            raise TypeError(f"clipping takes parameters, not a {type(parameters).__name__}: give model.parameters()")
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if self.scaler is None:
             return parameters
-        parameters = list(parameters)
         wanted = {id(parameter) for parameter in parameters}
         for optimizer in self._objects.optimizers:
             if any(id(parameter) in wanted for group in optimizer.param_groups for parameter in group["params"]):
@@ -739,12 +825,16 @@ class Accelerator(RunInterface):
             if accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)
         """
+        begin = perf_counter()
         parameters = self._unscaled(parameters)
         try:
-            return self.strategy.clip_grad_norm(parameters, max_norm, norm_type=norm_type)
+            norm = self.strategy.clip_grad_norm(parameters, max_norm, norm_type=norm_type)
         except RuntimeError as error:
             raise_lost(error, "`accelerator.clip_grad_norm_`")
             raise
+        for observer in self._observers.active:
+            observer.after_clip(norm, perf_counter() - begin)
+        return norm
 
     def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
         """Clamp each element of the gradients to [-clip_value, clip_value].
@@ -768,6 +858,11 @@ class Accelerator(RunInterface):
         Returns:
             A context manager.
         """
+        if self._guard is not None:
+            raise ConfigurationError(
+                "join_uneven_inputs does not work with non_finite: a process without batches takes no part in the "
+                "decision about a step. Leave one out"
+            )
         return self.strategy.join(joinables, self._objects.dataloaders, even_batches)
 
     def maybe_context_parallel(
@@ -818,7 +913,8 @@ class Accelerator(RunInterface):
         Returns:
             The report, on each process that calls it. The main process prints it.
         """
-        from .parallel.report.explain import Row, explain, memory_usage
+        from .parallel.report.explain import Row, explain
+        from .parallel.report.models import memory_usage
 
         models = self._objects.models
         optimizers = [optimizer.optimizer for optimizer in self._objects.optimizers]
@@ -827,7 +923,9 @@ class Accelerator(RunInterface):
         if steps != decided["gradient_accumulation_steps"][0]:
             # The attribute may be set, and a DeepSpeed configuration may decide.
             decided["gradient_accumulation_steps"] = (steps, "set after the plan")
-        requested = [Row(name, str(got), origin) for name, (got, origin) in decided.items()]
+        requested = [
+            Row(name, str(got), "" if origin == "default" else origin) for name, (got, origin) in decided.items()
+        ]
         # An engine that manages accumulation windows itself decides when it reduces.
         each = self.gradient_state.sync_each_batch and self.strategy.divides_loss
         usage = None
@@ -920,8 +1018,8 @@ class Accelerator(RunInterface):
         self.strategy.release()
         self._objects.clear()
         self._checkpoints.controller.clear()
-        if self._meter is not None:
-            self._meter.reset()
+        for observer in self._observers.active:
+            observer.released()
         self.step = 0
         return released
 
@@ -954,7 +1052,9 @@ class Accelerator(RunInterface):
     ) -> str:
         """Save models, optimizers, schedulers, loaders, random states and registered objects.
 
-        Every process must call it. The folder appears complete or not at all.
+        Every process must call it. In data parallelism, where all processes have the same models and optimizers, the
+        main one may call it alone: then the random states and unfinished gradients of the others are not saved. The
+        folder appears complete or not at all.
 
         Args:
             output_dir: the folder. May be None with automatic naming, which uses
@@ -1004,16 +1104,18 @@ class Accelerator(RunInterface):
         """
         return self._checkpoints.load(input_dir, load_kwargs, **load_model_func_kwargs)
 
-    def resume(self, signals: Sequence[str] = DEFAULT_SIGNALS) -> LoadReport | None:
+    def resume(self, signals: Sequence[str] = DEFAULT_SIGNALS, exit_code: int | None = None) -> LoadReport | None:
         """Load the project's newest valid checkpoint, if there is one, and save when the run is preempted.
 
         Loaders continue after the last batch that was trained on. From then on, the run also saves when it is
-        preempted: at the next batch after any process received one of `signals`, all processes save and exit with code
-        0. Call it after all objects are prepared and registered. `Accelerator(resume="auto")` calls it at the first
-        pass over a loader.
+        preempted: at the next batch after any process received one of `signals`, all processes save and exit with
+        `exit_code`. Call it after all objects are prepared and registered. `Accelerator(resume="auto")` calls it at
+        the first pass over a loader.
 
         Args:
             signals: the names of the signals; an empty list disables this.
+            exit_code: of a run that a signal has stopped. Default: 128 plus the signal's number (143 for SIGTERM), by
+                which a launcher or a job scheduler sees that the run is not complete.
 
         Returns:
             A report of what was loaded, with the epoch to continue in `epoch`; None if the run starts from scratch.
@@ -1023,7 +1125,7 @@ class Accelerator(RunInterface):
             for epoch in range(start.epoch if start else 0, epochs):
                 ...
         """
-        return self._checkpoints.resume(signals)
+        return self._checkpoints.resume(signals, exit_code)
 
     @property
     def resumed(self) -> LoadReport | None:
@@ -1073,7 +1175,10 @@ class Accelerator(RunInterface):
     ) -> None:
         """Save the weights of a prepared model, with an index if there are several files.
 
-        Every process must call it.
+        Of a model of peft with a frozen base, these are the adapters, in the files of `PeftModel.save_pretrained`.
+
+        The main process writes. Every process must call this for sharded layouts; in data parallelism the main one may
+        do so alone. Call `wait_for_everyone` before another process reads the files.
 
         Args:
             model: a prepared model.
@@ -1081,17 +1186,16 @@ class Accelerator(RunInterface):
             max_shard_size: the largest size of a file, in bytes or as text such as "10GB".
             safe_serialization: save safetensors; otherwise torch's format.
         """
-        state = self.get_state_dict(model)
-        process = PartialState()
-        with raised_on_all(process, "save_model", COMPLETION):
-            save_model(
-                state,
-                save_directory,
-                max_shard_size,
-                safe_serialization,
-                process=process,
-                save_on_each_node=self.project_configuration.save_on_each_node,
-            )
+        if self._checkpoints.save_adapters(self.prepared_model(model), save_directory, safe_serialization):
+            return
+        save_model(
+            self.get_state_dict(model),
+            save_directory,
+            max_shard_size,
+            safe_serialization,
+            process=PartialState(),
+            save_on_each_node=self.project_configuration.save_on_each_node,
+        )
         print_or_log(logger, f"saved the weights of {class_name(self.unwrap_model(model))} in {save_directory}")
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
@@ -1187,13 +1291,11 @@ class Accelerator(RunInterface):
             accelerator.record_work(flops_per_token=6 * parameters)
         """
         work = declared_work(flops_per_token, flops_per_sample, peak, self.device)
-        if self._meter is not None:
-            self._meter.event("work", **work)
+        if self._recorder is not None:
+            self._recorder.event("work", **work)
 
     def end_training(self) -> None:
         """Finish background writes, close the trackers and leave the process group. Call it on every process."""
-        if self._profile is not None:
-            self._profile.close()
         self._checkpoints.end_training()
 
     # -- profile
@@ -1208,7 +1310,6 @@ class Accelerator(RunInterface):
         Returns:
             A context manager, which yields the profiler.
         """
-        _check_kind("profile_handler", profile_handler, ProfileKwargs)
         options = profile_handler or self.plan.handlers.profile
         return profile(options, self.state.process_index, self.state.wait_for_everyone)
 
@@ -1236,6 +1337,10 @@ class Accelerator(RunInterface):
         found = self.prepare(*args)
         return found if len(args) > 1 else (found,)
 
+    def _prepare_cp(self, *args: Any) -> tuple[Any, ...]:
+        """The objects to prepare under context parallelism. Some packages replace it."""
+        return args
+
     def _get_named_parameters(self, *args: Any) -> dict[str, torch.nn.Parameter]:
         """The parameters of the models among `args`, by the names of the user's model."""
         models = [extract_model_from_parallel(one) for one in args if isinstance(one, torch.nn.Module)]
@@ -1249,22 +1354,36 @@ class Accelerator(RunInterface):
             words.append(self.mixed_precision)
         if self.gradient_accumulation_steps != 1:
             words.append(f"{self.gradient_accumulation_steps} accumulation steps")
-        kinds: dict[str, list[Any]] = {
-            "model": list(self._models),
-            "optimizer": self._optimizers,
-            "loader": self._dataloaders,
-        }
-        words += [f"{len(made)} {kind}{'s' if len(made) > 1 else ''}" for kind, made in kinds.items() if made]
+        prepared = self._objects
+        kinds = (prepared.models, "model"), (prepared.optimizers, "optimizer"), (prepared.dataloaders, "loader")
+        counts = [(len(objects), kind) for objects, kind in kinds if objects]
+        words += [f"{count} {kind}{'s' * (count > 1)}" for count, kind in counts]
         return f"<Accelerator: {', '.join(words)}>"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
         # A copied model or trainer refers to the same run.
         return self
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Another process is told which one this is, and its options. What was prepared, and the group, stay here.
+        parts = "strategy _accumulation _batch _items _objects _observers _guard _trackers _recorder _checkpoints"
+        options = {name: value for name, value in self.__dict__.items() if name not in parts.split()}
+        return options | {"project": self.project_configuration}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        project = state.pop("project")
+        self.__dict__.update(state, strategy=Strategy(state["state"].device, state["precision"]), _recorder=None)
+        self._compose(project, TrackerGroup(None, project.logging_dir))
+
+
+def _move_inputs(device: torch.device, non_blocking: bool, _: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+    """A forward pre-hook of models whose batches stay on the host until then."""
+    return send_to_device((args, kwargs), device, non_blocking)
+
 
 def _without_replica(model: torch.nn.Module) -> torch.nn.Module:
     """The model inside a DDP wrapper, which is wrapped again; any other as it is."""
-    inner = getattr(model, "_orig_mod", model)
+    inner = uncompiled(model)
     wrapped = isinstance(inner, torch.nn.parallel.DistributedDataParallel)
     return extract_model_from_parallel(model, keep_torch_compile=False) if wrapped else model
 
@@ -1274,36 +1393,6 @@ def _repoint(optimizers: list[torch.optim.Optimizer], pairs: Any) -> None:
     from .parallel.remap import repoint_all
 
     repoint_all(optimizers, pairs)
-
-
-def _dynamo(backend: DynamoBackend | str | None, plugin: TorchDynamoPlugin | None) -> TorchDynamoPlugin | None:
-    if backend is not None and plugin is not None:
-        raise ConfigurationError("dynamo_backend and dynamo_plugin are given both: set backend in the plugin")
-    return TorchDynamoPlugin(backend=backend) if backend is not None else plugin  # type: ignore[arg-type]
-
-
-def _check_kind(name: str, given: object, kind: type) -> None:
-    if given is not None and not isinstance(given, kind):
-        raise ConfigurationError(f"{name}={given!r}: it takes {kind.__name__}, not {type(given).__name__}")
-
-
-def _loader_config(config: DataLoaderConfiguration | None, split_batches: Any) -> DataLoaderConfiguration:
-    if config is None:
-        config = DataLoaderConfiguration()
-    elif not isinstance(config, DataLoaderConfiguration):
-        raise ConfigurationError(f"dataloader_config takes a DataLoaderConfiguration, not {type(config).__name__}")
-    if split_batches is not _NOT_GIVEN:
-        config.split_batches = checks.truth("split_batches", split_batches)
-    return config
-
-
-def _project(project: ProjectConfiguration | None, project_dir: str | None) -> ProjectConfiguration:
-    if project is not None and not isinstance(project, ProjectConfiguration):
-        raise ConfigurationError(f"project_config takes a ProjectConfiguration, not {type(project).__name__}")
-    project = project or ProjectConfiguration(project_dir=project_dir)
-    if project_dir is not None and project.project_dir is None:
-        project.set_directories(project_dir)
-    return project
 
 
 if not TYPE_CHECKING:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,8 @@ from torch import nn
 
 from .core import env
 from .core.lazy import public_names
-from .core.modules import require_module
+from .core.modules import class_names, require_module
+from .core.objects import flat_list
 from .core.retired import explained
 from .hooks import (
     AlignDevicesHook,
@@ -69,25 +70,22 @@ def init_on_device(device: Place, include_buffers: bool | None = None) -> Iterat
         include_buffers = env.get_flag("ACCELERATE_INIT_INCLUDE_BUFFERS")
     if include_buffers:
         with torch.device(device):
-            with (
-                _registering("register_buffer", "_buffers", device),
-                _registering("register_parameter", "_parameters", device),
-            ):
+            with _registering("register_buffer", device), _registering("register_parameter", device):
                 yield
     else:
-        with _registering("register_parameter", "_parameters", device):
+        with _registering("register_parameter", device):
             yield
 
 
 @contextmanager
-def _registering(method: str, table: str, device: Place) -> Iterator[None]:
+def _registering(method: str, device: Place) -> Iterator[None]:
     """Inside the block what `nn.Module.<method>` registers is moved to `device`."""
     former: Callable[..., None] = getattr(nn.Module, method)
 
     @functools.wraps(former)
     def register(module: nn.Module, name: str, *args: Any, **kwargs: Any) -> None:
         former(module, name, *args, **kwargs)
-        if getattr(module, table).get(name) is not None:
+        if getattr(module, name) is not None:
             set_module_tensor_to_device(module, name, device, clear_cache=False)
 
     setattr(nn.Module, method, register)
@@ -177,6 +175,7 @@ def _offload_all(
     preload: Sequence[str] | None,
 ) -> nn.Module:
     check_devices({"": device})
+    class_names(model, "preload_module_classes", preload)
     check_complete(model, weights, offload_buffers)
     add_hook_to_module(model, AlignDevicesHook(io_same_device=True), append=True)
     attach_align_device_hook(
@@ -360,7 +359,7 @@ def attach_layerwise_casting_hooks(
     storage_dtype: torch.dtype,
     compute_dtype: torch.dtype,
     skip_modules_pattern: str | Sequence[str] | None = None,
-    skip_modules_classes: type[nn.Module] | tuple[type[nn.Module], ...] | None = None,
+    skip_modules_classes: type[nn.Module] | Iterable[type[nn.Module]] | None = None,
     non_blocking: bool = False,
 ) -> None:
     """Store the weights of linear and convolution layers in `storage_dtype`, cast to `compute_dtype` to compute.
@@ -369,15 +368,16 @@ def attach_layerwise_casting_hooks(
     `skip_modules_pattern` finds, is left alone. Without either, every such layer is taken.
     """
     require_module(module, "attach_layerwise_casting_hooks")
-    patterns = [skip_modules_pattern] if isinstance(skip_modules_pattern, str) else list(skip_modules_pattern or ())
-    _attach_casting("", module, patterns, skip_modules_classes or (), (storage_dtype, compute_dtype, non_blocking))
+    classes = tuple(flat_list(skip_modules_classes))
+    options = (storage_dtype, compute_dtype, non_blocking)
+    _attach_casting("", module, flat_list(skip_modules_pattern), classes, options)
 
 
 def _attach_casting(
     name: str,
     module: nn.Module,
     patterns: list[str],
-    classes: type[nn.Module] | tuple[type[nn.Module], ...],
+    classes: tuple[type[nn.Module], ...],
     options: tuple[torch.dtype, torch.dtype, bool],
 ) -> None:
     if isinstance(module, classes) or any(re.search(pattern, name) for pattern in patterns):

@@ -85,10 +85,7 @@ class GradientState:
     @property
     def end_of_dataloader(self) -> bool:
         """Whether the active loader's present batch is its last."""
-        reference = self._references[-1]
-        if reference is None:
-            return False
-        loader = reference()
+        loader = self.active_dataloader
         return False if loader is None else bool(loader.end_of_dataloader)
 
     @property

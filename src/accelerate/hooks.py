@@ -18,7 +18,7 @@ from .placement.align import (
     attach_execution_device_hook,
 )
 from .placement.module_hooks import (
-    ForwardThreads,
+    MOVES,
     ModelHook,
     SequentialHook,
     add_hook_to_module,
@@ -42,6 +42,10 @@ __all__ = [
     "remove_hook_from_module",
     "remove_hook_from_submodules",
 ]
+
+
+# The methods of a model that a model spread over devices refuses.
+_accelerate_added_attributes = list(MOVES)
 
 
 class CpuOffload(ModelHook):
@@ -96,7 +100,6 @@ class LayerwiseCastingHook(ModelHook):
         self.storage_dtype = storage_dtype
         self.compute_dtype = compute_dtype
         self.non_blocking = non_blocking
-        self._threads = ForwardThreads()
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Cast the module to the storage dtype."""
@@ -104,28 +107,17 @@ class LayerwiseCastingHook(ModelHook):
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Cast the module to the compute dtype."""
-        if torch.compiler.is_compiling():
-            self._cast(module, self.compute_dtype)
-        else:
-            self._threads.enter(
-                lambda: self._cast(module, self.compute_dtype), lambda: self._cast(module, self.storage_dtype)
-            )
+        module.to(dtype=self.compute_dtype, non_blocking=self.non_blocking)
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Cast the module back to the storage dtype."""
-        if torch.compiler.is_compiling():
-            self._cast(module, self.storage_dtype)
-        else:
-            self.forward_failed(module)
+        self.forward_failed(module)
         return output
 
     def forward_failed(self, module: nn.Module) -> None:
         """Cast the module back to the storage dtype."""
-        self._threads.leave(lambda: self._cast(module, self.storage_dtype))
-
-    def _cast(self, module: nn.Module, dtype: torch.dtype) -> None:
-        module.to(dtype=dtype, non_blocking=self.non_blocking)
+        module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
 
 
 if not TYPE_CHECKING:

@@ -3,14 +3,35 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import sys
 from collections.abc import MutableMapping
 from typing import Any
 
-from .core import env
+from .core import env, messages
 from .state import PartialState
+
+_PACKAGE = f"{__package__}."
+
+
+class _DefaultHandler(logging.Handler):
+    """Prints the records of this package where the script has not configured logging."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not _is_configured(logging.getLogger(record.name)):
+            messages.show(self.format(record))
+
+
+_HANDLER = _DefaultHandler()
+logging.getLogger(__package__).addHandler(_HANDLER)
+
+
+def _is_configured(logger: logging.Logger | None) -> bool:
+    """Whether a handler of the script gets the records of a logger."""
+    while logger is not None:
+        if any(handler is not _HANDLER for handler in logger.handlers):
+            return True
+        logger = logger.parent if logger.propagate else None
+    return False
 
 
 class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
@@ -87,15 +108,17 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
     def _is_shown(self, level: int) -> bool:
         """Whether a handler of this logger, or of one to which it passes its records, accepts the level."""
         logger: logging.Logger | None = self.logger
+        ignored = (logging.NullHandler, _DefaultHandler) if _is_configured(logger) else logging.NullHandler
         while logger is not None:
-            if any(level >= one.level and not isinstance(one, logging.NullHandler) for one in logger.handlers):
+            if any(level >= one.level and not isinstance(one, ignored) for one in logger.handlers):
                 return True
             logger = logger.parent if logger.propagate else None
         return False
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        """Add the rank to the message."""
-        return f"[RANK {PartialState().process_index}] {msg}", dict(kwargs)
+        """Add the rank to the message of a script."""
+        text = msg if self.logger.name.startswith(_PACKAGE) else f"[RANK {PartialState().process_index}] {msg}"
+        return text, dict(kwargs)
 
     def warning_once(self, *args: Any, **kwargs: Any) -> None:
         """Log a warning, once for the same arguments."""
@@ -111,12 +134,10 @@ def print_or_log(logger: MultiProcessAdapter, text: str) -> None:
 
     It is a record of level INFO if the script has configured logging, and otherwise a line on stderr.
     """
-    if logger.has_level or logger.logger.hasHandlers():
+    if logger.has_level or _is_configured(logger.logger):
         logger.info(text, stacklevel=3)
     elif PartialState().is_main_process and not env.get_flag("ACCELERATE_QUIET"):
-        # A full disk must not make this rank fail, and leave the others waiting.
-        with contextlib.suppress(OSError):
-            print(f"accelerate: {text}", file=sys.stderr, flush=True)
+        messages.show(text)
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from .core.lazy import public_names
 from .core.objects import forwarded
 from .core.trees import send_to_device
+from .run.observers import NO_OBSERVERS, RunObservers
 from .state import AcceleratorState, GradientState
 
 
@@ -24,6 +26,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         optimizer: the wrapped optimizer.
         device_placement: move its state to the devices of the parameters.
         scaler: the gradient scaler of fp16 training.
+        average_loss: averages a closure's loss over the processes, for optimizers that decide by it.
 
     Example:
         model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
@@ -32,11 +35,19 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     _is_accelerate_prepared = True
 
+    # Those of the run that has prepared this optimizer.
+    observers: RunObservers = NO_OBSERVERS
+    # Whether a step is left out, decided on all ranks alike, where `Accelerator(non_finite=...)` asks for it.
+    leaves_out: Callable[[AcceleratedOptimizer], bool] | None = None
+    left_out: int = 0  # steps in a row
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
         device_placement: bool = True,
         scaler: torch.amp.GradScaler | None = None,
+        *,
+        average_loss: Callable[[Any], Any] | None = None,
     ) -> None:
         # No super().__init__(): the parameters stay with the wrapped optimizer.
         self.optimizer: Any = optimizer
@@ -45,20 +56,9 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.gradient_state: GradientState = GradientState()
         self._is_overflow = False
         self._unscaled = False
-        self.steps_made: int = 0  # by this process, including steps that the gradient scaler skipped
-        # A check of what is trained, called with this optimizer and the closure. It resets this after the second step.
-        self._before_step: Callable[[AcceleratedOptimizer, Callable[[], Any] | None], None] | None = None
-        # The same check, called before gradients are cleared.
-        self._before_zero_grad: Callable[[AcceleratedOptimizer], None] | None = None
-        # Checks the parameters before the first step, and before the next one when groups were added.
-        self._check_groups: Callable[[AcceleratedOptimizer], None] | None = None
-        self._has_new_groups = True
-        # Averages a closure's loss over the ranks, for optimizers that decide by it; None where that is not needed.
-        self._global_loss: Callable[[Any], Any] | None = None
-        # The recorder of the run; see `telemetry.recorder.MeteredOptimizer`.
-        self._meter: Any = None
-        # Called after each step, when the gradients have been used.
-        self._after_step: list[Callable[[], None]] = []
+        self.steps_made: int = 0  # by this process, including steps that were skipped
+        self.has_new_groups: bool = True  # since its last step
+        self.average_loss = average_loss
         if device_placement:
             self._place_state()
 
@@ -83,7 +83,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with their own options, as `torch.optim.Optimizer.add_param_group` does."""
         self.optimizer.add_param_group(param_group)
-        self._has_new_groups = True
+        self.has_new_groups = True
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of the wrapped optimizer."""
@@ -105,8 +105,6 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """
         if not self.gradient_state.sync_gradients:
             return
-        if self._before_zero_grad is not None:
-            self._before_zero_grad(self)
         if set_to_none is None:
             self.optimizer.zero_grad()
         elif "set_to_none" in inspect.signature(self.optimizer.zero_grad).parameters:
@@ -135,27 +133,27 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """
         if not self.gradient_state.sync_gradients:
             return None
-        if self._has_new_groups:
-            if self._check_groups is not None:
-                self._check_groups(self)
-            self._has_new_groups = False
-        if self._before_step is not None:
-            self._before_step(self, closure)
-        if closure is not None and self._global_loss is not None:
-            closure = self._with_global_loss(closure)
-        if self.scaler is None:
+        for observer in self.observers.active:
+            observer.before_step(self, closure)
+        self.has_new_groups = False
+        if closure is not None and self.average_loss is not None:
+            closure = partial(_averaged, self.average_loss, closure)
+        if self.leaves_out is not None and self.leaves_out(self):
+            result, self._is_overflow = None, True
+            if self.scaler is not None:
+                # This step ends for the scaler too.
+                self.unscale()
+                self.scaler.update()
+                self._unscaled = False
+        elif self.scaler is None:
+            self._is_overflow = False
             result = self.optimizer.step() if closure is None else self.optimizer.step(closure)
         else:
             result = self._scaled_step(closure)
         self.steps_made += 1
-        for call in self._after_step:
-            call()
+        for observer in self.observers.active:
+            observer.after_step(self)
         return result
-
-    def _with_global_loss(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        average = self._global_loss
-        assert average is not None
-        return lambda: average(closure())
 
     def _scaled_step(self, closure: Callable[[], Any] | None) -> Any:
         scaler: Any = self.scaler
@@ -185,23 +183,21 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return getattr(self.optimizer, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = dict(self.__dict__)
-        kept.update(
-            _before_step=None,
-            _before_zero_grad=None,
-            _check_groups=None,
-            _after_step=[],
-            _global_loss=None,
-            _meter=None,
-        )
-        kept.pop("step", None)  # there if a learning-rate scheduler has replaced it
-        return kept
+        state = self.__dict__ | {"average_loss": None}
+        state.pop("observers", None)
+        state.pop("leaves_out", None)
+        state.pop("step", None)  # there if a learning-rate scheduler has replaced it
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
 
     def __repr__(self) -> str:
         return f"AcceleratedOptimizer({self.optimizer!r})"
+
+
+def _averaged(average: Callable[[Any], Any], closure: Callable[[], Any]) -> Any:
+    return average(closure())
 
 
 # The API's name for the function that moves a state.

@@ -6,9 +6,8 @@ from __future__ import annotations
 import copy
 import json
 import math
-import warnings
 from dataclasses import asdict, dataclass, is_dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from .config.parallel import (
     DeepSpeedSequenceParallelConfig,
@@ -18,10 +17,13 @@ from .config.parallel import (
 )
 from .core import env
 from .core.errors import ConfigurationError
+from .core.messages import warn
 from .core.options import options
 from .core.retired import explained
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch.distributed.device_mesh import DeviceMesh
 
 # Outermost first: ranks of the innermost dimensions sit next to each other, where communication is densest.
@@ -33,6 +35,13 @@ _HANDLERS: dict[str, type] = {
     "sp": DeepSpeedSequenceParallelConfig,
     "pp": PipelineParallelConfig,
 }
+
+
+def _enabled(name: str) -> Any:
+    def is_enabled(self: ParallelismConfig) -> bool:
+        return self.sizes[name] > 1
+
+    return property(is_enabled, doc=f"Whether `{name}_size` is greater than 1.")
 
 
 @explained
@@ -73,23 +82,21 @@ class ParallelismConfig:
             self._read_size(name)
         for name in ("cp", "sp"):
             self._read_backend(name)
-        idle = [name for name, kind in _HANDLERS.items() if not self._take_handler(name, kind)]
-        if idle:
-            given, ones, sizes = (
-                " and ".join(name + word for name in idle) for word in ("_handler", "_size=1", "_size")
-            )
-            warnings.warn(
-                f"{given} {'has' if len(idle) == 1 else 'have'} no effect with {ones}: set {sizes} above 1, or leave "
-                f"{given} out",
-                stacklevel=4,  # past `explained`
-            )
+        for name, kind in _HANDLERS.items():
+            if not self._take_handler(name, kind):
+                warn(f"{name}_handler has no effect with {name}_size=1: set {name}_size above 1, or leave it out")
         if self.cp_enabled and self.sp_enabled:
             raise ConfigurationError(
                 "Context Parallelism (CP) and Sequence Parallelism (SP) are mutually exclusive. Got "
                 f"cp_size={self.cp_size} and sp_size={self.sp_size}. Please set either cp_size=1 or sp_size=1."
             )
-        if self.sp_enabled:
-            self._check_length()
+        sequence = self.sp_handler
+        length = None if sequence is None or sequence.sp_seq_length_is_variable else sequence.sp_seq_length
+        if self.sp_enabled and length and length % self.sizes["sp"]:
+            raise ConfigurationError(
+                f"sp_seq_length={length} with sp_size={self.sp_size}: each rank holds an equal part of a sequence, so "
+                "the length is a multiple of the size"
+            )
 
     def _take_handler(self, name: str, kind: type) -> bool:
         """Check a dimension's handler, or create it if the size needs one. False: one is given without effect."""
@@ -100,23 +107,8 @@ class ParallelismConfig:
                 setattr(self, attribute, kind())
             return True
         if not isinstance(handler, kind):
-            if (backend := getattr(self, f"{name}_backend", None)) is None:
-                raise ConfigurationError(f"{attribute} takes a {kind.__name__}, not {type(handler)}")
-            raise ConfigurationError(
-                f"ParallelismConfig's {name}_backend={backend} requires {kind}, but {attribute} was set to "
-                f"{type(handler)}"
-            )
+            raise ConfigurationError(f"{attribute} takes a {kind.__name__}, not {type(handler)}")
         return self.sizes[name] > 1
-
-    def _check_length(self) -> None:
-        promised = self.sp_handler
-        if promised is None or promised.sp_seq_length_is_variable or promised.sp_seq_length is None:
-            return
-        if promised.sp_seq_length % self.sizes["sp"]:
-            raise ConfigurationError(
-                f"sp_seq_length={promised.sp_seq_length} with sp_size={self.sp_size}: each rank holds an equal part "
-                "of a sequence, so the length is a multiple of the size"
-            )
 
     def _read_size(self, name: str) -> None:
         attribute = f"{name}_size"
@@ -128,10 +120,8 @@ class ParallelismConfig:
             size = 1 if found is None else found
             if found is not None:
                 self._variables[name] = origin
-        if isinstance(size, bool) or not isinstance(size, int):
-            raise ConfigurationError(f"{origin}={size!r} is not an integer")
-        if size < 1:
-            raise ConfigurationError(f"{origin} must be at least 1, but got {size}")
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ConfigurationError(f"{origin} must be at least 1, an integer, but got {origin}={size!r}")
         setattr(self, attribute, size)
 
     def _read_backend(self, name: str) -> None:
@@ -175,35 +165,12 @@ class ParallelismConfig:
         """The number of ranks that read the same samples."""
         return self.total_size // self.data_parallel_size
 
-    @property
-    def dp_replicate_enabled(self) -> bool:
-        """Whether `dp_replicate_size` is greater than 1."""
-        return self.sizes["dp_replicate"] > 1
-
-    @property
-    def dp_shard_enabled(self) -> bool:
-        """Whether `dp_shard_size` is greater than 1."""
-        return self.sizes["dp_shard"] > 1
-
-    @property
-    def tp_enabled(self) -> bool:
-        """Whether `tp_size` is greater than 1."""
-        return self.sizes["tp"] > 1
-
-    @property
-    def cp_enabled(self) -> bool:
-        """Whether `cp_size` is greater than 1."""
-        return self.sizes["cp"] > 1
-
-    @property
-    def sp_enabled(self) -> bool:
-        """Whether `sp_size` is greater than 1."""
-        return self.sizes["sp"] > 1
-
-    @property
-    def pp_enabled(self) -> bool:
-        """Whether `pp_size` is greater than 1."""
-        return self.sizes["pp"] > 1
+    dp_replicate_enabled: ClassVar[Any] = _enabled("dp_replicate")
+    dp_shard_enabled: ClassVar[Any] = _enabled("dp_shard")
+    tp_enabled: ClassVar[Any] = _enabled("tp")
+    cp_enabled: ClassVar[Any] = _enabled("cp")
+    sp_enabled: ClassVar[Any] = _enabled("sp")
+    pp_enabled: ClassVar[Any] = _enabled("pp")
 
     @property
     def active_mesh_dims(self) -> list[str]:
@@ -256,6 +223,18 @@ class ParallelismConfig:
                 f"Start {self.total_size}, or change one of the sizes."
             )
 
+    def _get_mesh(self) -> tuple[Sequence[str], Sequence[int]]:
+        """The names of the mesh's dimensions and their sizes, outermost first. Some packages replace it."""
+        names = [name for name in MESH_ORDER if self.sizes[name] > 1]
+        if self.dp_replicate_enabled and not self.dp_shard_cp_dim_names and self.non_dp_dim_names:
+            # Copies of a tensor-parallel or pipelined model are FSDP's with shards of one rank.
+            names.insert(names.index("dp_replicate") + 1, "dp_shard")
+        return names, [self.sizes[name] for name in names]
+
+    def _validate_accelerator(self, accelerator: Any) -> None:
+        """Check the sizes against the processes of a run. Some packages replace it."""
+        self.validate(accelerator.num_processes)
+
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
         """The mesh of this layout over all ranks (None where no dimension is in use).
 
@@ -263,15 +242,14 @@ class ParallelismConfig:
         exist: `dp` (its ranks see different samples), `dp_shard_cp` (FSDP shards over it), `dp_cp` (losses are
         averaged over it). Ranks that share a sequence, by cp or by sp, are among the last two.
         """
-        names = [name for name in MESH_ORDER if self.sizes[name] > 1]
-        if self.dp_replicate_enabled and not self.dp_shard_cp_dim_names and self.non_dp_dim_names:
-            # Copies of a tensor-parallel or pipelined model are FSDP's with shards of one rank.
-            names.insert(names.index("dp_replicate") + 1, "dp_shard")
+        names, shape = self._get_mesh() or ((), ())
         if not names:
             return None
         from torch.distributed.device_mesh import init_device_mesh
 
-        mesh = init_device_mesh(device_type, tuple(self.sizes[name] for name in names), mesh_dim_names=tuple(names))
+        from .torch_internals import device_mesh
+
+        mesh = init_device_mesh(device_type, tuple(shape), mesh_dim_names=tuple(names))
         for flat, inner in (
             ("dp", ("dp_replicate", "dp_shard")),
             ("dp_shard_cp", ("dp_shard", "cp", "sp")),
@@ -279,7 +257,7 @@ class ParallelismConfig:
         ):
             present = tuple(name for name in inner if name in names)
             if present:
-                mesh[present]._flatten(flat)
+                device_mesh.flatten(mesh[present], flat)
         return mesh
 
     @property

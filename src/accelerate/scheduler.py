@@ -6,9 +6,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from torch.optim import lr_scheduler
+
 from .core.lazy import public_names
+from .logging import get_logger
 from .runtime.mesh import count_data_shards
 from .state import AcceleratorState, GradientState
+
+_logger = get_logger(__name__)
 
 
 class AcceleratedScheduler:
@@ -16,7 +21,8 @@ class AcceleratedScheduler:
 
     A schedule is written for the steps of one process. With N processes that each read a batch, one step covers N
     times the samples, so the schedule steps N times. With `split_batches` it steps once. Processes that read the same
-    samples (tensor, context and pipeline parallelism) count as one.
+    samples (tensor, context and pipeline parallelism) count as one. A call with a value (the metric of
+    `ReduceLROnPlateau`, an epoch) is one step on any number of processes.
 
     `Accelerator.prepare` makes it. Every other attribute is that of the wrapped scheduler.
 
@@ -47,8 +53,9 @@ class AcceleratedScheduler:
         self.gradient_state: GradientState = GradientState()
         state = AcceleratorState()
         self._steps_per_call = 1 if split_batches else count_data_shards(state.parallelism_config, state.num_processes)
-        # A schedule with an end (OneCycleLR) raises beyond it, and the last global step may go past it.
-        self._has_end = hasattr(scheduler, "total_steps")
+        self._batches_without_step = 0  # that count towards the end of a schedule (`adjust_scheduler`)
+        self._calls = self._calls_past_end = 0
+        self._early_end_reported = False
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Step the schedule if this batch ends an accumulation window and no optimizer skipped its step.
@@ -62,14 +69,43 @@ class AcceleratedScheduler:
             return
         if not self.gradient_state.sync_gradients:
             if self.gradient_state.adjust_scheduler:
-                self.scheduler._step_count += 1
+                self._batches_without_step += 1
             return
         for optimizer in self.optimizers:
             if optimizer.step_was_skipped:
                 return
-        for _ in range(self._steps_per_call):
-            if not self._has_end or self.scheduler._step_count <= self.scheduler.total_steps:
+        has_value = (args or kwargs) and any(value is not None for value in (*args, *kwargs.values()))
+        if not has_value:
+            self._report_early_end()
+        for _ in range(1 if has_value else self._steps_per_call):
+            # A schedule with an end (OneCycleLR) raises beyond it, and the last global step may go past it.
+            total = getattr(self.scheduler, "total_steps", None)
+            if total is None or self.scheduler.last_epoch + self._batches_without_step < total:
                 self.scheduler.step(*args, **kwargs)
+
+    def _report_early_end(self) -> None:
+        """Warn once, before a step, where a schedule has ended and the loop goes on."""
+        schedule, end = self.scheduler, None
+        if isinstance(schedule, lr_scheduler.OneCycleLR):
+            end = schedule.total_steps - self._batches_without_step
+        elif self._steps_per_call > 1 and isinstance(schedule, lr_scheduler.CosineAnnealingLR):
+            end = schedule.T_max
+        elif self._steps_per_call > 1 and isinstance(schedule, lr_scheduler.LinearLR):
+            end = schedule.total_iters if schedule.end_factor < schedule.start_factor else None  # not a warm-up
+        self._calls += 1
+        if end is None or schedule.last_epoch < end:
+            return
+        self._calls_past_end += 1
+        # The last step of an epoch may be filled: a run has up to one call more for each epoch than its schedule.
+        epoch = getattr(self.gradient_state.active_dataloader, "iteration", 0)
+        if self._calls_past_end > 1 + epoch and not self._early_end_reported:
+            self._early_end_reported = True
+            _logger.warning(
+                f"{type(schedule).__name__} has ended at step {end} of its schedule, after "
+                f"{self._calls - self._calls_past_end} calls in this run, and the loop goes on: a call advances it by "
+                f"{self._steps_per_call}. Give it as many steps as one process would need for all data, or pass "
+                "step_scheduler_with_optimizer=False to Accelerator to advance it by one"
+            )
 
     def get_last_lr(self) -> list[float]:
         """The present learning rate of each parameter group."""

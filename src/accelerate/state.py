@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -34,7 +35,173 @@ if TYPE_CHECKING:
     from .parallelism_config import ParallelismConfig
 
 
-class PartialState:
+class ThreadLocalSharedDict(threading.local):
+    """A class attribute: a dict that all instances share, one for each thread. Each thread may replace its own."""
+
+    def __init__(self, thread_local: bool = False) -> None:
+        self._storage: dict[Any, Any] = {}
+
+    def __get__(self, obj: object, objtype: type | None = None) -> dict[Any, Any]:
+        return self._storage
+
+    def __set__(self, obj: object, value: dict[Any, Any]) -> None:
+        self._storage = value
+
+
+class ProcessView:
+    """Which process this is, and what runs on some processes only: for the states and the `Accelerator`."""
+
+    device: torch.device
+    num_processes: int
+    process_index: int
+    local_process_index: int
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether several processes work together."""
+        return self.num_processes > 1
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is the process with rank 0."""
+        return self.process_index == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is the first process of its machine."""
+        return self.local_process_index == 0
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the process with the highest rank."""
+        return self.process_index == self.num_processes - 1
+
+    def wait_for_everyone(self) -> None:
+        """Wait until every process has called this."""
+        _barrier("wait_for_everyone")
+
+    @contextlib.contextmanager
+    def main_process_first(self) -> Iterator[None]:
+        """Run the block on the main process first, then on all others.
+
+        Raises:
+            DistributedOperationException: on the other processes, where the block fails on the main process.
+        """
+        with process.goes_first(self.is_main_process, _wait_for_first):
+            yield
+
+    @contextlib.contextmanager
+    def local_main_process_first(self) -> Iterator[None]:
+        """Run the block on each machine's first process first, then on all others."""
+        with process.goes_first(self.is_local_main_process, _wait_for_first):
+            yield
+
+    @contextlib.contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """Yield this process's consecutive slice of `inputs`.
+
+        The lengths of the slices differ by at most one element.
+
+        Args:
+            inputs: a list, tuple, tensor or dataset, or a dict of them, with the same length on every process.
+            apply_padding: repeat the last element, so that all slices have the same length, as for a `gather`.
+
+        Example:
+            >>> with state.split_between_processes(["a", "b", "c"]) as inputs:
+            ...     print(inputs)
+        """
+        with process.split(inputs, self.process_index, self.num_processes, apply_padding, self.device) as share:
+            yield share
+
+    def on_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
+        """Decorate a function to run on the main process only; the other processes get None.
+
+        Args:
+            function: the function.
+
+        Returns:
+            The decorated function.
+        """
+        return self.on_process(function, process_index=0)
+
+    def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
+        """Decorate a function to run on the first process of each machine only; the other processes get None.
+
+        Args:
+            function: the function.
+
+        Returns:
+            The decorated function.
+        """
+        return self.on_local_process(function, local_process_index=0)
+
+    def on_last_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Decorate a function to run on the last process only; the other processes get None.
+
+        Args:
+            function: the function.
+
+        Returns:
+            The decorated function.
+        """
+        return process.only_if(lambda: self.is_last_process, function)
+
+    def on_process(
+        self, function: Callable[..., Any] | None = None, process_index: int | None = None
+    ) -> Callable[..., Any]:
+        """Decorate a function to run on one process only; the other processes get None.
+
+        Args:
+            function: the function; None if the decorator is used with arguments.
+            process_index: the rank of the process; 0 by default. A single process runs the function for any index.
+
+        Returns:
+            The decorated function.
+
+        Example:
+            @state.on_process(process_index=1)
+            def log(): ...
+        """
+        if function is None:
+            return functools.partial(self.on_process, process_index=process_index)
+        rank = process_index or 0
+        return process.only_if(lambda: not self.use_distributed or self.process_index == rank, function)
+
+    def on_local_process(
+        self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
+    ) -> Callable[..., Any]:
+        """Decorate a function to run on one process of each machine only; the other processes get None.
+
+        Args:
+            function: the function; None if the decorator is used with arguments.
+            local_process_index: the rank of the process on its machine; 0 by default. A single process runs the
+                function for any index.
+
+        Returns:
+            The decorated function.
+        """
+        if function is None:
+            return functools.partial(self.on_local_process, local_process_index=local_process_index)
+        rank = local_process_index or 0
+        return process.only_if(lambda: not self.use_distributed or self.local_process_index == rank, function)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on the first process of each machine only; the arguments are those of `print`."""
+        if self.is_local_main_process:
+            print(*args, **kwargs)
+
+
+def _barrier(operation: str, error: str = "") -> None:
+    state = PartialState()
+    if state.num_processes > 1:
+        channel.barrier(operation, state.device, state.backend, error)
+
+
+# Of both kinds of order: one inside the other pairs the end of the inner block with the beginning of the outer one.
+_wait_for_first = functools.partial(_barrier, "main_process_first")
+
+
+class PartialState(ProcessView):
     """The processes of the run: number, index and device of this one. All instances share one state.
 
     Args:
@@ -51,13 +218,9 @@ class PartialState:
         "local_process_index", "fork_launched",
     ]  # fmt: skip
 
-    device: torch.device
     backend: str | None
     debug: bool
     distributed_type: DistributedType
-    num_processes: int
-    process_index: int
-    local_process_index: int
     fork_launched: bool
 
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
@@ -129,26 +292,6 @@ class PartialState:
         return "distributed_type" in self.__dict__
 
     @property
-    def use_distributed(self) -> bool:
-        """Whether several processes work together."""
-        return self.num_processes > 1
-
-    @property
-    def is_main_process(self) -> bool:
-        """Whether this is the process of rank 0."""
-        return self.process_index == 0
-
-    @property
-    def is_local_main_process(self) -> bool:
-        """Whether this is the first process of its machine."""
-        return self.local_process_index == 0
-
-    @property
-    def is_last_process(self) -> bool:
-        """Whether this is the process of the highest rank."""
-        return self.process_index == self.num_processes - 1
-
-    @property
     def default_device(self) -> torch.device:
         """The device that a single process would use: the accelerator, or the CPU."""
         kind = devices.accelerator_type()
@@ -158,19 +301,6 @@ class PartialState:
         """Make this process's device the current one."""
         if self.device.type not in ("cpu", "mps"):
             torch.accelerator.set_device_index(self.device)
-
-    def wait_for_everyone(self) -> None:
-        """Return when every process has called this."""
-        if self.num_processes > 1:
-            channel.barrier("wait_for_everyone", self.device, self.backend)
-
-    def _wait_for_first(self, error: str) -> None:
-        """The barrier of both kinds of order, which passes on the error of a process that failed in its block.
-
-        One kind inside the other pairs the end of the inner block with the beginning of the outer one.
-        """
-        if self.num_processes > 1:
-            channel.barrier("main_process_first", self.device, self.backend, error)
 
     def destroy_process_group(self, group: dist.ProcessGroup | None = None) -> None:
         """Leave the process group (the default one). At the end of the run this happens automatically.
@@ -183,95 +313,6 @@ class PartialState:
         if group is None and self.fork_launched:
             return
         groups.stop(group)
-
-    @contextlib.contextmanager
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """Yield this process's consecutive slice of `inputs`.
-
-        The lengths of the slices differ by at most one element.
-
-        Args:
-            inputs: list, tuple, tensor, dataset, or a dict of such of equal length.
-            apply_padding: repeat the last element so that all slices have the same length, as for a `gather`.
-
-        Example:
-            >>> with state.split_between_processes(["a", "b", "c"]) as inputs:
-            ...     print(inputs)
-        """
-        with process.split(inputs, self.process_index, self.num_processes, apply_padding, self.device) as own:
-            yield own
-
-    @contextlib.contextmanager
-    def main_process_first(self) -> Iterator[None]:
-        """Run the block on the main process first, then on all others.
-
-        Raises:
-            DistributedOperationException: on the other processes, where the block fails on the main process.
-        """
-        with process.goes_first(self.is_main_process, self._wait_for_first):
-            yield
-
-    @contextlib.contextmanager
-    def local_main_process_first(self) -> Iterator[None]:
-        """Run the block on each machine's first process first, then on all others."""
-        with process.goes_first(self.is_local_main_process, self._wait_for_first):
-            yield
-
-    def on_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
-        """Decorator: run the function on the main process only."""
-        if not self.initialized:
-            raise ValueError("The `PartialState` or `Accelerator` must be initialized before calling this function.")
-        if function is None:
-            return self.on_main_process
-        return process.only_if(lambda: self.is_main_process, function)
-
-    def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
-        """Decorator: run the function on each machine's first process only."""
-        if function is None:
-            return self.on_local_main_process
-        return process.only_if(lambda: self.is_local_main_process, function)
-
-    def on_last_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Decorator: run the function on the last process only."""
-        return process.only_if(lambda: self.is_last_process, function)
-
-    def on_process(
-        self, function: Callable[..., Any] | None = None, process_index: int | None = None
-    ) -> Callable[..., Any]:
-        """Decorator: run a function on one process. On the others the call returns None.
-
-        Args:
-            function: the function, if the decorator is used without arguments.
-            process_index: rank of the process; 0 by default. A single process runs the function for any index.
-
-        Example:
-            @state.on_process(process_index=1)
-            def log(): ...
-        """
-        if function is None:
-            return functools.partial(self.on_process, process_index=process_index)
-        index = process_index or 0
-        return process.only_if(lambda: not self.use_distributed or self.process_index == index, function)
-
-    def on_local_process(
-        self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
-    ) -> Callable[..., Any]:
-        """Decorator: run a function on one process of each machine. On the others the call returns None.
-
-        Args:
-            function: the function, if the decorator is used without arguments.
-            local_process_index: index of the process on its machine; 0 by default. A single process runs the function
-                for any index.
-        """
-        if function is None:
-            return functools.partial(self.on_local_process, local_process_index=local_process_index)
-        index = local_process_index or 0
-        return process.only_if(lambda: not self.use_distributed or self.local_process_index == index, function)
-
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        """`print` on each machine's first process only."""
-        if self.is_local_main_process:
-            print(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name in type(self)._known_attributes:
@@ -301,60 +342,6 @@ def _present_topology() -> Topology:
     )
 
 
-class ProcessView:
-    """The part of `PartialState` that `AcceleratorState` and `Accelerator` have too."""
-
-    @property
-    def use_distributed(self) -> bool:
-        """Whether several processes work together."""
-        return PartialState().use_distributed
-
-    @property
-    def is_main_process(self) -> bool:
-        """Whether this is the process with rank 0."""
-        return PartialState().is_main_process
-
-    @property
-    def is_local_main_process(self) -> bool:
-        """Whether this is the first process of its machine."""
-        return PartialState().is_local_main_process
-
-    @property
-    def is_last_process(self) -> bool:
-        """Whether this is the process with the highest rank."""
-        return PartialState().is_last_process
-
-    def wait_for_everyone(self) -> None:
-        """Wait until every process has called this."""
-        PartialState().wait_for_everyone()
-
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print on the first process of each machine only; the arguments are those of `print`."""
-        PartialState().print(*args, **kwargs)
-
-    def main_process_first(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context whose block runs on the main process first, then on all others."""
-        return PartialState().main_process_first()
-
-    def local_main_process_first(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context whose block runs on the first process of each machine first, then on its others."""
-        return PartialState().local_main_process_first()
-
-    def split_between_processes(
-        self, inputs: Any, apply_padding: bool = False
-    ) -> contextlib.AbstractContextManager[Any]:
-        """Return a context that yields this process's consecutive share of `inputs`.
-
-        Args:
-            inputs: a list, tuple or tensor, or a dict of them, with the same length on every process.
-            apply_padding: repeat the last element, so that every share has the same length.
-
-        Returns:
-            A context manager.
-        """
-        return PartialState().split_between_processes(inputs, apply_padding)
-
-
 class AcceleratorState(ProcessView):
     """PartialState with the options of the run: precision, plugins and mesh. All instances share one state."""
 
@@ -365,14 +352,11 @@ class AcceleratorState(ProcessView):
         "device_mesh", "torch_tp_plugin",
     ]  # fmt: skip
 
+    backend: str | None
+    debug: bool
+    distributed_type: DistributedType
+
     if TYPE_CHECKING:
-        device: torch.device
-        backend: str | None
-        debug: bool
-        distributed_type: DistributedType
-        num_processes: int
-        process_index: int
-        local_process_index: int
         fsdp_plugin: FullyShardedDataParallelPlugin
         parallelism_config: ParallelismConfig | None
         device_mesh: DeviceMesh | None
@@ -410,30 +394,21 @@ class AcceleratorState(ProcessView):
             device_mesh=None,
             dynamo_plugin=dynamo_plugin or TorchDynamoPlugin(backend=DynamoBackend.NO),
         )
-        self._adopt(precision, deepspeed_plugin, fsdp_plugin, megatron_lm_plugin)
-        self.__dict__["_mixed_precision"] = precision
-
-    def _adopt(
-        self,
-        precision: str,
-        deepspeed_plugin: DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None,
-        fsdp_plugin: FullyShardedDataParallelPlugin | None,
-        megatron_lm_plugin: MegatronLMPlugin | None,
-    ) -> None:
-        """Set the plugin of the active strategy. The others stay absent: callers use `getattr`."""
+        # The plugin of the active strategy. The others stay absent: callers use `getattr`.
         if deepspeed_plugin is not None:
             self.deepspeed_plugins = deepspeed_plugin
             plugins = deepspeed_plugin if isinstance(deepspeed_plugin, dict) else {"": deepspeed_plugin}
             for plugin in plugins.values():
                 plugin.set_mixed_precision(precision)
             next(iter(plugins.values())).select(_from_accelerator_state=True)
-            self.distributed_type: DistributedType = DistributedType.DEEPSPEED
+            self.distributed_type = DistributedType.DEEPSPEED
         elif megatron_lm_plugin is not None:
             self.__dict__["megatron_lm_plugin"] = megatron_lm_plugin
             self.distributed_type = DistributedType.MEGATRON_LM
         elif fsdp_plugin is not None:
             self.fsdp_plugin = fsdp_plugin
             self.distributed_type = DistributedType.FSDP
+        self.__dict__["_mixed_precision"] = precision
 
     def _check_unchanged(self, mixed_precision: str | None, cpu: bool) -> None:
         if cpu and not self.__dict__["_cpu"] and self.device.type != "cpu":
@@ -501,13 +476,10 @@ class AcceleratorState(ProcessView):
 
     def _named_plugins(self, name: str | None) -> dict[str, DeepSpeedPlugin]:
         plugins = self.deepspeed_plugins
-        if not isinstance(plugins, dict):
-            found = "was given no DeepSpeed plugin" if plugins is None else "has one DeepSpeed plugin, without a name"
-        elif name not in plugins:
-            found = f"has the DeepSpeed plugins {', '.join(map(repr, plugins))}"
-        else:
+        if isinstance(plugins, dict) and name in plugins:
             return plugins
-        raise ConfigurationError(f"there is no DeepSpeed plugin {name!r}: the Accelerator {found}")
+        names = ", ".join(map(repr, plugins)) if isinstance(plugins, dict) else "none with a name"
+        raise ConfigurationError(f"there is no DeepSpeed plugin {name!r}: the Accelerator was given {names}")
 
     @property
     def is_fsdp2(self) -> bool:
@@ -522,6 +494,10 @@ class AcceleratorState(ProcessView):
     def destroy_process_group(self, group: dist.ProcessGroup | None = None) -> None:
         """See `PartialState.destroy_process_group`."""
         PartialState().destroy_process_group(group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The groups of a mesh are those of this process.
+        return {**self.__dict__, "device_mesh": None}
 
     def __getattr__(self, name: str) -> Any:
         if name in (*self._known_attributes, "mixed_precision") and "_mixed_precision" not in self.__dict__:

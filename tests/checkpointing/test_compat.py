@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -162,35 +163,32 @@ def test_a_missing_file_is_named_and_a_folder_without_manifest_is_not_picked(tmp
         load_run(run, tmp_path / "checkpoint_0", process=process)
 
 
-def test_the_seed_of_a_pickled_sampler_is_read_and_nothing_of_it_is_built(tmp_path, process):
-    class Data(list):
-        """A user's dataset, pickled with the sampler."""
-
-    Data.__qualname__ = "Data"
-    globals()["Data"] = Data
-
-    def loader(seed, data=None):
-        data = data or Data(range(12))
-        return prepare_data_loader(
-            DataLoader(data, 2, shuffle=True), use_seedable_sampler=True, data_seed=seed, num_processes=1,
-            process_index=0,
-        )  # fmt: skip
-
+def test_positions_of_other_loaders_are_not_used_and_noted(tmp_path, process):
+    loader = prepare_data_loader(DataLoader(range(12), 2, shuffle=True), num_processes=1, process_index=0)
     model, optimizer, scheduler = build()
     shutil.copytree(FOLDER, tmp_path / "c")
-    saved = loader(77, Data([*range(11), Trap(tmp_path / "owned")])).get_sampler()
-    saved.set_epoch(2)
-    torch.save(saved, tmp_path / "c" / "sampler.bin")
-    state = {"_num_yielded": 5, "_sampler_iter_yielded": 5}
-    torch.save(state, tmp_path / "c" / "dl_state_dict_1.bin")
-    (tmp_path / "c" / "sampler_1.bin").write_bytes(b"no archive")
-    loaders = [loader(1), loader(5)]
-    run = RunState([PreparedModel(model)], [PreparedOptimizer(optimizer)], [scheduler], loaders, custom=[Counted()])
-    report = load_run(run, tmp_path / "c", process=process)
-    assert not (tmp_path / "owned").exists()
-    wanted = loader(77)
-    wanted.set_epoch(2)
-    assert [batch.tolist() for batch in loaders[0]] == [batch.tolist() for batch in wanted]
-    assert loaders[0].iteration == 3
-    assert "leave the 5 batches" in report.notes[0] and "sampler_1.bin holds no seedable" in report.notes[1]
-    assert loaders[1].get_sampler().initial_seed == 5
+    torch.save({"x": Trap(tmp_path / "owned")}, tmp_path / "c" / "sampler.bin")
+    torch.save({"_num_yielded": 5}, tmp_path / "c" / "dl_state_dict.bin")
+    run = RunState([PreparedModel(model)], [PreparedOptimizer(optimizer)], [scheduler], [loader], custom=[Counted()])
+    assert any("leave the 5 batches" in note for note in load_run(run, tmp_path / "c", process=process).notes)
+    (tmp_path / "c" / "dl_state_dict.bin").unlink()
+    assert any("sampler.bin was not read" in note for note in load_run(run, tmp_path / "c", process=process).notes)
+    assert not (tmp_path / "owned").exists() and len(list(loader)) == 6
+
+
+def test_views_are_written_without_the_rest_of_their_storage(tmp_path, process):
+    """What two tensors share is written once, as torch.save does."""
+    view = torch.arange(4_000_000.0)[7:17]
+    state = {"view": view, "again": view, "rows": torch.zeros(3, 4)}
+    custom = SimpleNamespace(state_dict=lambda: state)
+    save_run(RunState(custom=[custom]), tmp_path / "c", process=process, options=Options(layout="compat"))
+    file = tmp_path / "c" / "custom_checkpoint_0.pkl"
+    state = torch.load(file)
+    assert file.stat().st_size < 10_000 and torch.equal(state["view"], view)
+    assert state["view"].data_ptr() == state["again"].data_ptr() and state["rows"].shape == (3, 4)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "optimizer.bin")
+    with pytest.raises(CheckpointError, match="is a pipe"):
+        load_pickled(tmp_path / "optimizer.bin")

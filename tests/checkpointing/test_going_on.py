@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator
+from accelerate.checkpointing.manifest import read_manifest
 from accelerate.core.errors import ConfigurationError
 from accelerate.state import AcceleratorState
 from accelerate.tracking import GeneralTracker
@@ -75,6 +77,11 @@ class Run:
         return [parameter.detach().clone() for parameter in self.model.parameters()]
 
 
+def progress(run):
+    """The position of a run, as a checkpoint of it has it."""
+    return read_manifest(Path(run.accelerator.save_state())).progress
+
+
 def usual(run):
     report = run.accelerator.resumed
     for _ in range(report.epoch if report else 0, 3):
@@ -109,10 +116,10 @@ def test_stopped_anywhere_and_started_again_the_run_ends_where_it_would_have(nam
         cut = Run(tmp_path / str(stop), stop_at=stop, resume="auto")
         with pytest.raises(SystemExit) as left:
             loop(cut)
-        assert (left.value.code, cut.batches) == (0, stop), "it stops behind the batch that was worked on"
+        assert (left.value.code, cut.batches) == (143, stop), "it stops behind the batch that was worked on"
         again = Run(tmp_path / str(stop), resume="auto")
         loop(again)
-        assert again.steps.done == whole.steps.done == again.accelerator._checkpoints._progress()["step"]
+        assert again.steps.done == whole.steps.done == progress(again)["step"]
         assert again.accelerator.resumed.step == stop
         assert all(map(torch.equal, again.weights(), whole.weights())), (name, stop)
 
@@ -213,17 +220,4 @@ def test_progress_and_tracker_runs_are_in_the_checkpoint(tmp_path):
     assert (report.step, report.epoch, report.trackers) == (10, 2, {"service": "run 7"})
     assert report.manifest.progress["step"] == 10
     # The epoch is that of the loader that was trained on, not of the one prepared first.
-    assert again.accelerator._checkpoints._progress()["epoch"] == 2
-
-
-def test_a_save_and_a_resume_log_one_line_each(tmp_path, caplog):
-    caplog.set_level("INFO", "accelerate.run_checkpoints")
-    run = Run(tmp_path)
-    run.batch(next(iter(run.main)))
-    folders = [run.accelerator.save_state() for _ in range(2)]
-    os.remove(os.path.join(folders[1], "model.safetensors"))
-    Run(tmp_path).accelerator.resume(signals=())
-    assert [record.getMessage() for record in caplog.records if record.levelname == "INFO"] == [
-        *(f"[RANK 0] saved {folder}: epoch 0, step 1" for folder in folders),
-        f"[RANK 0] resumed {folders[0]}: epoch 0, step 1, skipped 1 damaged",
-    ]
+    assert progress(again)["epoch"] == 2

@@ -25,6 +25,7 @@ from accelerate.checkpointing import (
     PreparedModel,
     PreparedOptimizer,
     RunState,
+    commit,
     load_newest,
     load_run,
     newest_valid,
@@ -32,6 +33,7 @@ from accelerate.checkpointing import (
     save_run,
     verify,
 )
+from accelerate.checkpointing.blocks import BlockIO
 from accelerate.checkpointing.manifest import MANIFEST
 from accelerate.core.errors import CheckpointError, ConfigurationError
 
@@ -358,3 +360,74 @@ def test_killed_anywhere_what_is_listed_as_valid_is_whole(tmp_path, process, mod
                 verify(entry)
         last = max(last, done)
     assert last >= 1
+
+
+class SavesOver:
+    """A data loader whose state, while it is compared, another save replaces. Each save has one number everywhere."""
+
+    def __init__(self, folder, process):
+        self.folder, self.process, self.number, self.others = folder, process, 0, []
+
+    def run(self, number):
+        self.number = number
+        model, custom = torch.nn.Linear(3, 3), torch.nn.Linear(2, 2)
+        for parameter in (*model.parameters(), *custom.parameters()):
+            torch.nn.init.constant_(parameter, number)
+        progress = {"number": number}
+        return RunState(models=[PreparedModel(model)], custom=[custom], dataloaders=[self], progress=progress)
+
+    def state_dict(self):
+        return {"format": 1, "number": self.number}
+
+    def check_state_dict(self, state):
+        if self.others:
+            save_run(self.others.pop(), self.folder, process=self.process)
+
+    def load_state_dict(self, state):
+        self.number = state["number"]
+
+
+@pytest.mark.parametrize("layout", ["native", "compat"])
+def test_a_folder_that_is_saved_over_while_it_is_read(tmp_path, process, monkeypatch, layout):
+    loader = SavesOver(tmp_path / "c", process)
+    first = loader.run(1)
+    save_run(first, tmp_path / "c", process=process, options=Options(layout=layout))
+    loader.others = [loader.run(3), loader.run(2)]
+    run = loader.run(0)
+    report = load_run(run, tmp_path / "c", process=process)
+    values = [*run.models[0].module.parameters(), *run.custom[0].parameters()]
+    assert all((value == 3).all() for value in values) and report.progress["number"] == 3
+    assert not loader.others, "two saves were mixed"
+
+    plain_check = BlockIO.check
+
+    def check(io, path, record):
+        if later:
+            save_run(later.pop(), tmp_path / "c", process=process)
+        plain_check(io, path, record)
+
+    monkeypatch.setattr(BlockIO, "check", check)
+    later = [loader.run(4)]
+    assert verify(tmp_path / "c").progress["number"] == 4
+
+
+def test_what_is_made_anew_while_a_folder_is_replaced_stays(tmp_path, small_run, process, monkeypatch):
+    folder = tmp_path / "c"
+    run = saved(small_run, process, folder)
+    (folder / "runs").mkdir()
+    (folder / "runs" / "events").write_text("before")
+    (folder / "runs" / "log").write_text("before")
+    sync = commit.fsync_path
+
+    def user_writes(path):
+        sync(path)
+        if path == folder.parent and not (folder / "runs").exists():  # the folder is replaced
+            (folder / "runs").mkdir()
+            (folder / "runs" / "log").write_text("anew")
+
+    monkeypatch.setattr(commit, "fsync_path", user_writes)
+    save_run(run.bundle(), folder, process=process)
+    texts = {entry.name: entry.read_text() for entry in (folder / "runs").iterdir()}
+    assert texts == {"events": "before", "log": "anew", "log.earlier": "before"}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["c"]
+    verify(folder)

@@ -12,7 +12,6 @@ from full_disk import full_disk
 
 from accelerate import Accelerator
 from accelerate.checkpointing import clean_state_dict_for_safetensors, load, save, save_model
-from accelerate.checkpointing.weights import size_in_bytes
 from accelerate.core.errors import CheckpointError, ConfigurationError
 
 
@@ -76,10 +75,9 @@ def test_what_cannot_be_saved(tmp_path, process):
         save_model(weights(), tmp_path / "file", process=process)
     with pytest.raises(CheckpointError, match=r"no tensors.*extra\.state"):
         save_model({**weights(), "extra.state": {"a": 1}}, tmp_path / "m", process=process)
-    for size in ("lots", "-5GB", 0, True, "5XB"):
+    for size in ("lots", "-5GB", True, "5XB"):
         with pytest.raises(ConfigurationError, match="max_shard_size"):
             save_model(weights(), tmp_path / "m", max_shard_size=size, process=process)
-    assert size_in_bytes("1.5GB") == 1_500_000_000 and size_in_bytes("2MiB") == 2 << 20
 
 
 def test_an_error_while_writing_leaves_the_earlier_file(tmp_path, process, monkeypatch):

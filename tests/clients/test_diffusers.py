@@ -1,14 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""diffusers: a UNet and a DiT train with its own utilities and EMA, and pipelines run with offloaded models."""
+"""diffusers: a UNet and a DiT train with its utilities and EMA, pipelines run offloaded, its example scripts run."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import shutil
+import sys
+from pathlib import Path
 
+import engines
+import machines
+import numpy
 import pytest
 import torch
+from PIL import Image
 from rank_pool import on_ranks
+from ranks import run_script
 from toys import distance, on_cpu
 
 from accelerate import Accelerator, disk_offload
@@ -19,6 +28,7 @@ PRELOADED = (
     "diffusers.optimization", "diffusers.schedulers.scheduling_ddpm",
 )  # fmt: skip
 STEPS = 8
+RECIPE = Path(__file__).parents[2] / "examples" / "recipes" / "diffusion.py"
 
 
 def unet():
@@ -100,14 +110,14 @@ def test_training(nproc, make, tmp_path):
         if accelerator.is_main_process:
             ema.save_pretrained(f"{folder}/ema")
             for one in models:
-                accelerator.unwrap_model(one).save_pretrained(f"{folder}/model")
+                one.save_pretrained(f"{folder}/model")
                 weights.pop()
 
     def load(models, folder):
         ema.load_state_dict(EMAModel.from_pretrained(f"{folder}/ema", kind).state_dict())
         while models:
             loaded = kind.from_pretrained(folder, subfolder="model")
-            accelerator.unwrap_model(models.pop()).load_state_dict(loaded.state_dict())
+            models.pop().load_state_dict(loaded.state_dict())
 
     accelerator.register_save_state_pre_hook(save)
     accelerator.register_load_state_pre_hook(load)
@@ -220,3 +230,84 @@ def test_pipeline_with_other_placements(pipeline, tmp_path):
     disk_offload(on_disk, str(tmp_path), execution_device="cpu")
     assert on_disk.conv_in.weight.is_meta
     assert torch.equal(image(loaded(folder, unet=on_disk)), expected)
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    """A folder of 8 images with captions, each of which is its own condition."""
+    folder = tmp_path_factory.mktemp("images")
+    rows = []
+    for number, pixels in enumerate(numpy.random.default_rng(0).integers(0, 255, (8, 16, 16, 3), dtype=numpy.uint8)):
+        name = f"{number}.png"
+        Image.fromarray(pixels).save(folder / name)
+        rows.append({"file_name": name, "text": "a b c", "conditioning_image_file_name": name})
+    (folder / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder
+
+
+def unconditional(folder, pipeline):
+    unet().save_config(folder / "unet")
+    options = ["--resolution=8", "--use_ema", "--ddpm_num_steps=10", "--ddpm_num_inference_steps=2"]
+    # At the end of an epoch: in a loaded one the script skips batches, which the loader has left out already.
+    options += [f"--model_config_name_or_path={folder / 'unet'}", "--checkpointing_steps=2"]
+    return options, ["--num_epochs=2"], ["--num_epochs=3"]
+
+
+def lora(folder, pipeline):
+    options = ["--resolution=16", "--rank=2", "--caption_column=text", "--checkpointing_steps=3"]
+    return [f"--pretrained_model_name_or_path={pipeline}", *options], ["--max_train_steps=4"], ["--max_train_steps=6"]
+
+
+def controlnet(folder, pipeline):
+    denoiser = diffusers.UNet2DConditionModel.from_pretrained(pipeline, subfolder="unet")
+    # The coder of the pipeline halves an image once.
+    net = diffusers.ControlNetModel.from_unet(denoiser, conditioning_embedding_out_channels=(4, 8))
+    net.save_pretrained(folder / "net")
+    options, *lengths = lora(folder, pipeline)
+    options.remove("--rank=2")
+    columns = ["--image_column=image", "--conditioning_image_column=conditioning_image"]
+    return [*options, *columns, f"--controlnet_model_name_or_path={folder / 'net'}"], *lengths
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("script", "arguments", "last"),
+    [
+        ("unconditional_image_generation/train_unconditional.py", unconditional, 4),
+        ("text_to_image/train_text_to_image_lora.py", lora, 3),
+        ("controlnet/train_controlnet.py", controlnet, 3),
+    ],
+)
+def test_example_script(script, arguments, last, images, pipeline, tmp_path):
+    """Unmodified, on two processes: 4 steps of 2 epochs, then from the last checkpoint to step 6."""
+    path = next(Path(sys.prefix).glob(f"diffusers-*/examples/{script}"), None)
+    if path is None:
+        pytest.skip("needs the example scripts of diffusers, which `make test-clients` downloads")
+    options, first, longer = arguments(tmp_path, pipeline[0])
+    output = tmp_path / "output"
+    command = [
+        *machines.LAUNCH, "--num_processes=2", Path(__file__).with_name("diffusers_script.py"), path, *options,
+        f"--train_data_dir={images}", f"--cache_dir={tmp_path / 'cache'}", f"--output_dir={output}",
+        "--train_batch_size=2",
+    ]  # fmt: skip
+    env = {**machines.clean_environment(tmp_path), "HF_HUB_OFFLINE": "1"}
+    engines.run([*command, *first], env, tmp_path)
+    printed = engines.run([*command, *longer, "--resume_from_checkpoint=latest"], env, tmp_path)
+    assert f"Resuming from checkpoint checkpoint-{last}\n" in printed
+    session = json.loads((output / "checkpoint-6" / "session.json").read_text())
+    # A step of training is one of the schedule for each process.
+    assert session["progress"]["step"] == 6 and session["schedulers"][0]["last_epoch"] == 12
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_recipe(nproc, ranks):
+    outputs = ranks(nproc).run(recipe_output, RECIPE, env={"ACCELERATE_USE_CPU": "true"})
+    losses = [float(line.split()[-1]) for line in outputs[0].splitlines()]
+    # With both numbers of processes.
+    assert losses == pytest.approx([0.5445, 0.3340, 0.2963], abs=2e-3)
+
+
+def recipe_output(path):
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        run_script(path)
+    return output.getvalue()

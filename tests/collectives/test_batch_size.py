@@ -68,15 +68,6 @@ def test_the_failed_attempt_is_freed_before_the_next():
     assert len(held) == 3
 
 
-def test_other_errors_pass():
-    @find_executable_batch_size
-    def train(batch_size):
-        raise KeyError("column")
-
-    with pytest.raises(KeyError, match="column"):
-        train()
-
-
 def test_the_batch_size_is_not_passed_by_the_caller():
     @find_executable_batch_size(starting_batch_size=16)
     def train(batch_size, first, second):

@@ -13,7 +13,6 @@ from rank_pool import on_ranks
 
 from accelerate.collectives import (
     broadcast,
-    broadcast_object_list,
     gather,
     gather_object,
     pad_across_processes,
@@ -99,14 +98,6 @@ def test_operations_of_users():
 
 
 @on_three
-def test_agreement_costs_nothing_but_time():
-    begin_together()
-    one = torch.ones(1, 5)
-    assert gather([one, one]).__class__ is list
-    assert gather(one).shape == (3, 5)
-
-
-@on_three
 def test_each_kind_of_disagreement_names_ranks_and_sides():
     begin_together()
     one, here = torch.ones(1, 5), __file__
@@ -128,19 +119,12 @@ def test_each_kind_of_disagreement_names_ranks_and_sides():
     )
     disagree(["structure", "dict(['a']: tensor)", "list([0]: tensor)"], broadcast, [one] if is_last() else {"a": one})
     disagree(
-        ["structure", "dict(['b']: tensor, ['a']: tensor)"],
-        gather,
-        {"b": one, "a": one} if is_last() else {"a": one, "b": one},
-    )
-    disagree(
         ["`accelerate.gather` or `accelerate.reduce`", "Process 2: `accelerate.reduce`"],
         reduce if is_last() else gather,
         one,
     )
     disagree(["options", "reduction='sum'", "reduction='mean'"], reduce, one, "sum" if is_last() else "mean")
-    disagree(["options", "from_process=2"], broadcast_object_list, [1], 2 if is_last() else 0)
     disagree(["options", "counts=(1, 1, 0)"], gather_counted, one, (1, 1, 0) if is_last() else (1, 1, 1))
-    disagree(["structure", "str"], gather, "text" if is_last() else one)
     disagree(
         ["shape", "[any, any]", "[any]"],
         pad_across_processes,
@@ -164,7 +148,7 @@ def test_a_rank_that_comes_late_is_named_and_hears_of_it():
     disagree(
         ["rank 2 did not call it within 2 seconds", "Process 0: at", "ACCELERATE_DEBUG_TIMEOUT"]
         + [
-            f"({__file__}:{sleeps}), and does not compute",
+            f"({__file__}:{sleeps}), with 0",
             "its last operation was `accelerate.gather_object`",
         ],
         gather,

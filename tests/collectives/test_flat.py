@@ -11,8 +11,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
 from accelerate.collectives import flat
-from accelerate.collectives import gather_buffer as lane
-from accelerate.runtime.channel import Channel
 
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2, torch.complex64,
@@ -64,15 +62,6 @@ def test_there_and_back(leaves, world):
         )
 
 
-@settings(max_examples=50, deadline=None)
-@given(st.lists(tensors(), min_size=1, max_size=4), st.integers(0, 40))
-def test_a_row_is_filled_up(leaves, more):
-    length = sum(flat.sizes_of(flat.specs_of(leaves))) + more
-    row = flat.pack(leaves, length=length)
-    if length:
-        assert row.shape == (length,) and row[length - more :].eq(0).all()
-
-
 def test_a_lone_contiguous_tensor_is_not_copied():
     for tensor in (torch.ones(3, 4), torch.tensor(1.0), torch.nn.Parameter(torch.ones(2)), torch.ones(10)[::5][:1]):
         row = flat.pack([tensor])
@@ -118,24 +107,3 @@ def test_a_subclass_that_only_decorates_is_plain():
 
     (found,) = flat.collect(torch.ones(2).as_subclass(Image), "some_op")
     assert type(found) is torch.Tensor and found.tolist() == [1.0, 1.0]
-
-
-@settings(max_examples=150, deadline=None)
-@given(st.lists(tensors(), min_size=1, max_size=6), st.integers(2, 4), st.data(), st.booleans())
-def test_a_lane_gives_fresh_tensors(leaves, world, data, inference):
-    channel = Channel(data.draw(st.integers(0, world - 1)), world, serves_all=True, name="test")
-    others = [rank for rank in range(world) if rank != channel.rank]
-
-    def swap(group, header, sent, splits, call):
-        # All ranks hold the same: what goes out to each comes in from it.
-        for rank, row in zip(others, sent.view(world - 1, -1), strict=True):
-            channel.slots[rank, : row.shape[0]] = row
-
-    channel.swap = swap
-    with torch.inference_mode(inference):
-        one = lane.GatherBuffer(flat.specs_of(leaves), channel, b"8 bytes.")
-    first = one.gather(leaves, None, leaves)
-    one.gather([torch.zeros_like(leaf) for leaf in leaves], None, leaves)
-    for leaf, found in zip(leaves, first, strict=True):
-        assert found.dtype == leaf.dtype and found.is_contiguous() and bits(found) == bits(leaf) * world
-        assert found.shape == ((world,) if leaf.dim() == 0 else (world * leaf.shape[0], *leaf.shape[1:]))

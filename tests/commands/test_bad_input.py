@@ -12,63 +12,46 @@ CPU, GPUS = system.Accelerators("cpu", 0), system.Accelerators("cuda", 2, "CUDA_
 FILES = {
     "broken.yaml": "debug: false\nnum_processes: [2\nuse_cpu: true\n",
     "zero.json": '{"bf16": {}, "zero_optimization": {"stage": 2}}',
-    "tab.yaml": "fsdp_config:\n\tfsdp_version: 2\n",
-    "broken.json": '{"debug": false,\n "num_processes": 2,,\n "use_cpu": true}',
     "typed.yaml": "debug: false\nnum_processes: two\n",
     "typo.yaml": "debug: false\nnum_proceses: 2\n",
     "both.yaml": "use_cpu: true\ndistributed_type: MULTI_GPU\n",
     "rank.yaml": "use_cpu: true\nnum_machines: 2\nnum_processes: 2\nmachine_rank: 5\nmain_process_ip: 127.0.0.1\n",
-    "ids.yaml": "num_processes: 1\ngpu_ids: 0,1\n",
 }
 TWO = "--cpu --num_machines 2 --num_processes 2 --main_process_ip 127.0.0.1"
 CASES = [
     (CPU, "none.py", "there is no script 'none.py'"),
     (CPU, "trian.py", "did you mean train.py?"),
     (CPU, "", "the following arguments are required: training_script"),
-    (CPU, "--num_proceses 2", "unknown option --num_proceses (did you mean --num_processes?)"),
     (CPU, "-m no.such.module", "there is no module 'no.such.module'"),
-    (CPU, "-m os.path.nothing", "there is no module 'os.path.nothing'"),
-    (CPU, "-m package", "'package' is a package without a module __main__: give one of its modules"),
-    (CPU, "-m package.missing", "there is no module 'package.missing'"),
-    (CPU, "link.py", "the script 'link.py' is a symbolic link to 'nowhere.py', which does not exist"),
-    (CPU, "loop.py", "the script 'loop.py' is a symbolic link to 'loop.py', which leads back to the link"),
     (
         CPU,
         "--no_python train.py",
         "there is no program 'train.py' on the PATH; the file of this name is not executable",
     ),
-    (CPU, f"{TWO} --rdzv_conf join_timeout=abc train.py", "join_timeout='abc' is not a number of seconds above 0"),
     (CPU, f"{TWO} --rdzv_conf join_timout=5 train.py", "no setting 'join_timout' (did you mean join_timeout?)"),
-    (CPU, "--use_deepspeed --deepspeed_config_file train.py train.py", "cannot be read: it is not JSON"),
     (CPU, "--log_dir= --num_processes 2 train.py", "log_dir='' names no folder"),
-    (CPU, "--main_process_ip -x train.py", "expected one argument; a value that begins with a hyphen is given as"),
+    (CPU, "--main_process_ip --cpu train.py", "expected one argument; a value that begins with a hyphen is given as"),
+    (CPU, "--main_process_ip -x train.py", "main_process_ip='-x': '-x' is not the name or address of a host"),
     (CPU, "--engine deepspeed train.py", "the engine deepspeed needs --deepspeed_hostfile"),
-    (CPU, "--config_file zero.json train.py", "zero_optimization is a key of DeepSpeed's own configuration"),
-    (CPU, "--config_file tab.yaml train.py", "indent with spaces, not with tabs"),
-    (CPU, "--no_python no-such-program", "there is no program 'no-such-program' on the PATH"),
+    (CPU, "--config_file zero.json train.py", "zero.json:1: unknown key bf16"),
     (CPU, "--num_proceses 2 train.py", "unknown option --num_proceses (did you mean --num_processes?)"),
     (
         CPU,
         "--nproc-per-node=2 --num_processes 2 train.py",
         "nproc_per_node (flag --nproc_per_node) and num_processes (flag --num_processes) contradict each other",
     ),
-    (CPU, "--nproc_per_node 0 train.py", "nproc_per_node=0: at least 1 process is needed"),
     (CPU, "--standalone train.py", "unknown option --standalone: leave it out"),
     (CPU, "-h resilence", "no topic or option 'resilence' (did you mean resilience?)"),
     (CPU, ".", "'.' is a folder without a __main__.py"),
-    (CPU, "--config_file . train.py", "the configuration file . cannot be read"),
     (CPU, "--mixed_precision bf61 train.py", "--mixed_precision='bf61' is not one of no, fp16, bf16, fp8"),
     (GPUS, "--num_processes 3 train.py", "requests 3 processes on this machine, which has 2 cuda devices to use"),
-    (GPUS, "--num_gpus 3 train.py", "num_processes=3 (flag --num_processes)"),
     (GPUS, "--gpu_ids 1,2 train.py", "there is no device 2; this machine has 2 (cuda 0 to 1)"),
     (CPU, "--gpu_ids 0,1 train.py", "gpu_ids='0,1' (flag --gpu_ids): this machine has no accelerator"),
-    (CPU, "--config_file ids.yaml train.py", "gpu_ids='0,1' (ids.yaml:2): this machine has no accelerator"),
     (CPU, "--multi_gpu train.py", "multi_gpu=True (flag --multi_gpu): this machine has no accelerator"),
     (CPU, "--num_gpus=all train.py", "it means one process for each accelerator, and there is none to use"),
-    (CPU, "--num_processes 0 train.py", "num_processes=0: at least 1 process is needed"),
-    (CPU, "--num_processes -2 train.py", "num_processes=-2: at least 1 process is needed"),
+    (CPU, "--num_processes 0 train.py", "--num_processes=0 is out of range: use 1"),
     (CPU, "--num_processes two train.py", "--num_processes='two' is not an integer"),
-    (CPU, "--cpu --num_processes 99999999 train.py", "num_processes=99999999 is more than a machine can run"),
+    (CPU, "--cpu --num_processes 99999999 train.py", "--num_processes=99999999 is out of range"),
     (CPU, "--config_file none.yaml train.py", "the configuration file none.yaml does not exist"),
     (
         CPU,
@@ -76,12 +59,15 @@ CASES = [
         "deepspeed_config_file='none.json' does not exist",
     ),
     (CPU, "--config_file broken.yaml train.py", "broken.yaml:3:8: not YAML"),
-    (CPU, "--config_file broken.json train.py", "broken.json: not JSON: Expecting property name"),
     (CPU, "--config_file typed.yaml train.py", "typed.yaml:2: num_processes='two' is not an integer"),
     (CPU, "--config_file typo.yaml train.py", "typo.yaml:2: unknown key num_proceses (did you mean num_processes?)"),
     (CPU, "--config_file both.yaml train.py", "use_cpu (both.yaml:1) and distributed_type MULTI_GPU (both.yaml:2)"),
     (CPU, "--cpu --num_processes 2 --main_process_port PORT train.py", "port PORT is in use on this machine"),
-    (CPU, "--cpu --num_processes 2 --main_process_port 70000 train.py", "main_process_port=70000 is no port"),
+    (
+        CPU,
+        "--cpu --num_processes 2 --main_process_port 70000 train.py",
+        "--main_process_port=70000 is out of range: use 0 to 65535",
+    ),
     (
         CPU,
         "--cpu --num_machines 2 --num_processes 2 --machine_rank 1 --main_process_ip no.such.host.invalid train.py",
@@ -89,13 +75,9 @@ CASES = [
     ),
     (CPU, f"{TWO} --machine_rank 2 train.py", "machine_rank=2 is out of range: with num_machines=2 it is 0 to 1"),
     (CPU, "--config_file rank.yaml train.py", "machine_rank is from rank.yaml:4"),
-    (CPU, "--cpu --machine_rank 1 train.py", "machine_rank=1 is out of range"),
     (CPU, f"{TWO} --num_processes 3 train.py", "num_processes=3 counts the processes of all machines together"),
-    (CPU, f"{TWO} --nnodes 3 train.py", "nnodes='3' (flag --nnodes) and num_machines=2 (flag --num_machines)"),
     (CPU, f"{TWO} --engine local train.py", "engine='local' (flag --engine) is one machine"),
     (CPU, "--cpu --multi_gpu train.py", "cpu (flag --cpu) and multi_gpu (flag --multi_gpu) contradict each other"),
-    (GPUS, "--cpu --gpu_ids 0 train.py", "cpu (flag --cpu) and gpu_ids (flag --gpu_ids) contradict each other"),
-    (CPU, "--cpu --tpu train.py", "cpu (flag --cpu) and tpu (flag --tpu) contradict each other"),
     (
         CPU,
         "--use_fsdp --use_deepspeed train.py",
@@ -117,9 +99,6 @@ def test_one_error_and_nothing_started(machine, line, told, tmp_path, monkeypatc
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
     (tmp_path / "train.py").write_text("open('started', 'w')")
-    (tmp_path / "link.py").symlink_to("nowhere.py")
-    (tmp_path / "loop.py").symlink_to("loop.py")
-    (tmp_path / "package").mkdir()
     with socket.socket() as taken:
         taken.bind(("0.0.0.0", 0))
         taken.listen()
@@ -127,7 +106,7 @@ def test_one_error_and_nothing_started(machine, line, told, tmp_path, monkeypatc
         with pytest.raises(SystemExit) as end:
             launch.main(line.replace("PORT", port).split())
     assert end.value.code == 2
-    errors = [text for text in capsys.readouterr().err.splitlines() if not text.startswith("accelerate launch: 2 ")]
-    assert len(errors) == 1 and errors[0].startswith("accelerate launch: error: ")
+    errors = [text for text in capsys.readouterr().err.splitlines() if not text.startswith("accelerate: 2 ")]
+    assert len(errors) == 1 and errors[0].startswith("accelerate: error: ")
     assert told.replace("PORT", port) in errors[0]
     assert not (tmp_path / "started").exists()

@@ -3,8 +3,6 @@
 
 import contextlib
 import io
-import os
-import pty
 import shutil
 import subprocess
 
@@ -73,39 +71,6 @@ def test_tab_in_fish(folder):
     assert sorted(words("accelerate launch --mixed_precision ")) == ["bf16", "fp16", "fp8", "no"]
     assert words("accelerate launch --cpu tr") == ["train.py"]
     assert "show" in words("accelerate config ")
-
-
-@pytest.mark.skipif(shutil.which("zsh") is None, reason="needs zsh")
-def test_tab_in_zsh(folder):
-    """Keys are typed in a terminal, because zsh completes nothing elsewhere."""
-    (folder / "_accelerate").write_text(script_of("zsh"))
-    (folder / ".zshrc").write_text(
-        "PS1= fpath+=($PWD); autoload -U compinit; compinit -u -D; bindkey '^I' expand-or-complete\n"
-    )
-
-    def words(line):
-        ours, theirs = pty.openpty()
-        env = {"PATH": os.environ["PATH"], "HOME": str(folder), "TERM": "dumb", "LC_ALL": "C"}
-        shell = subprocess.Popen(["zsh", "-i"], cwd=folder, env=env, stdin=theirs, stdout=theirs, stderr=theirs)
-        os.close(theirs)
-        # A second Tab lists what is ambiguous; Ctrl-A and `echo` show the line instead of running it.
-        os.write(ours, f"{line}\t\t\x01echo 'LINE: \x05'\nexit\n".encode())
-        data = b""
-        while True:
-            try:
-                read = os.read(ours, 4096)
-            except OSError:
-                break
-            data += read
-        os.close(ours)
-        assert shell.wait(timeout=60) == 0
-        return data.decode()
-
-    assert "\nLINE: accelerate launch " in words("accelerate la")
-    assert "\nLINE: accelerate launch --mixed_precision " in words("accelerate launch --mixed_pre")
-    assert {"bf16", "fp16", "fp8", "no"} <= set(words("accelerate launch --mixed_precision ").split())
-    assert "\nLINE: accelerate launch --cpu train.py " in words("accelerate launch --cpu tr")
-    assert {"default", "show", "update"} <= set(words("accelerate config ").split())
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])

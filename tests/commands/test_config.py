@@ -6,7 +6,7 @@ import builtins
 import pytest
 
 from accelerate.commands import config
-from accelerate.commands.config import menu, questions
+from accelerate.commands.config import questions
 from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.core import system
@@ -61,18 +61,20 @@ def test_explain_shows_origins(tmp_path, capsys, monkeypatch):
     assert "default_config.yaml:" in rows["num_processes"]
 
 
+def test_show_without_a_file_shows_where_a_launch_runs(capsys):
+    config.main(["show", "--num_processes", "2", "--use_fsdp"])
+    lines = [line for line in capsys.readouterr().out.splitlines() if line]
+    assert [line.split()[0] for line in lines] == [
+        "device", "num_processes", "num_machines", "mixed_precision", "layout", "file:"
+    ]  # fmt: skip
+    assert lines[0].split()[1:] == ["cpu", "default"] and lines[4].split()[1:] == ["FSDP", "flag", "--use_fsdp"]
+
+
 @pytest.mark.parametrize("name", ["mixed_precision", "mixed-precision", "ACCELERATE_MIXED_PRECISION"])
 def test_explain_shows_only_the_named_options(name, tmp_path, capsys):
     config.main(["explain", name, "--mixed_precision", "fp16", "num_processes"])
     shown = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line]
     assert shown == ["mixed_precision", "num_processes", "file:"]
-
-
-def test_explain_refuses_an_unknown_name(capsys):
-    with pytest.raises(SystemExit) as end:
-        config.main(["explain", "mixed_precison"])
-    assert end.value.code == 2
-    assert "unknown option 'mixed_precison' (did you mean mixed_precision?)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -169,9 +171,3 @@ def test_each_question_has_help_and_a_way_back(monkeypatch, tmp_path, capsys):
     assert load_config_from_file(questions.run(tmp_path / "c.yaml")).num_machines == 1
     told = capsys.readouterr().out
     assert list(left) == [] and "`accelerate launch --num_machines`" in " ".join(told.split())
-
-
-def test_menu_refuses_numbers_that_are_not_there(monkeypatch, capsys):
-    answers(monkeypatch, "9", "b", "1")
-    assert menu.choose("?", (("a", "A"), ("b", "B")), "a") == "b"
-    assert capsys.readouterr().out.count("from 0 to 1") == 2

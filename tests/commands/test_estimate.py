@@ -66,13 +66,12 @@ def test_the_figures_are_those_of_a_built_model(tmp_path, kind, capsys):
         weight.grad = torch.zeros_like(weight)
     optimizer.step()
     moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
-    assert whole.training.gradients == stored([weight.grad for weight in built.parameters()])
-    assert whole.training.moments == stored(moments)
-    assert whole.training.weights == whole.total and whole.training.copies == 0
+    gradients = stored([weight.grad for weight in built.parameters()])
+    assert whole.training == whole.total + gradients + stored(moments)
 
     built.to(torch.float16)
     assert half.total == stored([*built.parameters(), *built.buffers()])
-    assert half.training.copies == stored(built.parameters())
+    assert half.training == whole.training + stored(built.parameters())
     whole_numbers = stored(tensor for tensor in built.buffers() if not tensor.is_floating_point())
     assert estimate.footprint(model, "int8").total == (half.total - whole_numbers) // 2 + whole_numbers
     assert estimate.footprint(model, "int4").total == (half.total - whole_numbers) // 4 + whole_numbers
@@ -84,20 +83,12 @@ def test_the_figures_are_those_of_a_built_model(tmp_path, kind, capsys):
     assert "float16" not in told and "as if every weight were quantised" in told
 
 
-MISSING = {
-    "GatedRepoError": "it is gated: accept its terms",
-    "RepositoryNotFoundError": "the Hub has no such model",
-    "LocalEntryNotFoundError": "the Hub cannot be reached and the model is not in the local cache",
-    "EntryNotFoundError": "it has no config.json on the Hub",
-}
-
-
-@pytest.mark.parametrize("name", MISSING)
+@pytest.mark.parametrize("name", ["GatedRepoError", "LocalEntryNotFoundError", "EntryNotFoundError"])
 def test_what_the_hub_does_not_give_is_told(name, monkeypatch, capsys):
     import huggingface_hub
     from huggingface_hub import errors
 
-    def refuse(repository, file, token=None, local_files_only=False):
+    def refuse(repository, file, token=None, etag_timeout=None):
         assert (repository, file) == ("some/model", "config.json")
         kind = getattr(errors, name)
         raise kind.__new__(kind)
@@ -106,7 +97,8 @@ def test_what_the_hub_does_not_give_is_told(name, monkeypatch, capsys):
     with pytest.raises(SystemExit) as end:
         estimate.main(["some/model"])
     assert end.value.code == 2
-    assert MISSING[name] in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "some/model" in told and name in told and "hf auth login" in told
 
 
 @pytest.mark.parametrize(
@@ -141,32 +133,3 @@ def test_without_transformers_or_the_hub(tmp_path, monkeypatch):
         estimate.build("some/model")
     with pytest.raises(ConfigurationError, match="no such file or folder"):
         estimate.build("./some/model")
-
-
-def test_bfloat16_of_a_function_s_model(tmp_path, monkeypatch, capsys):
-    (tmp_path / "models_of_this_test.py").write_text("import torch\ndef make(): return torch.nn.Linear(4, 3)\n")
-    monkeypatch.chdir(tmp_path)
-    estimate.main(["models_of_this_test:make", "--dtypes", "bf16", "float16"])
-    rows = [line.split() for line in capsys.readouterr().out.splitlines() if "float16" in line]
-    assert [row[0] for row in rows] == ["bfloat16", "float16"] * 2 and rows[0][1:] == rows[1][1:]
-    with pytest.raises(SystemExit):
-        estimate.main(["models_of_this_test:none", "--dtypes", "bf16"])
-    assert "has no function 'none'" in capsys.readouterr().err
-
-
-def test_a_hub_that_does_not_answer_is_not_asked_again(monkeypatch, tmp_path, capsys):
-    import socket
-
-    import huggingface_hub
-
-    for name in ("http_proxy", "https_proxy", "all_proxy"):
-        monkeypatch.delenv(name, raising=False)
-        monkeypatch.delenv(name.upper(), raising=False)
-    with socket.socket() as closed:  # bound, but nobody listens
-        closed.bind(("127.0.0.1", 0))
-        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{closed.getsockname()[1]}")
-        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-        with pytest.raises(SystemExit):
-            estimate.main(["some/model"])
-    told = capsys.readouterr().err
-    assert "the Hub cannot be reached" in told and "Retry" not in told

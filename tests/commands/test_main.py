@@ -2,13 +2,18 @@
 """The `accelerate` command: finds its sub-commands, starts light, and launches parsers that others may build on."""
 
 import argparse
+import contextlib
 import json
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
+from accelerate.commands import estimate, launch, to_fsdp2, tpu
 from accelerate.commands import main as command
+from accelerate.commands import test as checks
 from accelerate.commands.launch import launch_command, launch_command_parser
 from accelerate.config.launch_settings import given, resolve_settings
 from accelerate.core.options import GROUPS
@@ -42,7 +47,35 @@ def test_a_place_that_cannot_be_written_is_one_line(line, code, message, tmp_pat
         command.main()
     lines = capsys.readouterr().err.splitlines()
     assert end.value.code == code and len(lines) == 1, lines
-    assert lines[0].startswith(f"accelerate {line.split()[0]}: error: {message}")
+    assert lines[0].startswith(f"accelerate: error: {message}")
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "text"),
+    [
+        (("help",), 0, "usage: accelerate <command>"),
+        (("help", "merge-weights"), 0, "usage: accelerate merge-weights"),
+        (("version",), 0, "independent implementation"),
+    ],
+)
+def test_help_and_version_are_commands(words, code, text, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["accelerate", *words])
+    with contextlib.suppress(SystemExit):
+        command.main()
+    assert text in capsys.readouterr().out
+
+
+def test_console_commands_are_those_of_the_api(monkeypatch, capsys):
+    scripts = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["scripts"]
+    assert set(scripts) == {
+        "accelerate",
+        *(f"accelerate-{name}" for name in ("config", "estimate-memory", "launch", "merge-weights")),
+    }  # fmt: skip
+    for name, target in scripts.items():
+        monkeypatch.setattr(sys, "argv", [name, "-h"])
+        with pytest.raises(SystemExit) if name != "accelerate-config" else contextlib.nullcontext():
+            getattr(command, target.partition(":")[2])()
+        assert f"usage: {name.replace('-', ' ', 1)}" in capsys.readouterr().out
 
 
 def test_every_command_shows_help_without_torch():
@@ -66,9 +99,16 @@ def test_a_launch_starts_light(tmp_path, monkeypatch):
     assert done.returncode == 0 and not done.stdout.strip(), done.stdout + done.stderr
 
 
-def test_env_as_json():
-    told = json.loads(run("env", "--json").stdout)
+def test_env_as_json(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        "compute_environment: AMAZON_SAGEMAKER\nec2_instance_type: x\nadditional_args:\n  max_tokens: 5\n"
+        "  environment: {HF_TOKEN: hf_1, WANDB_API_KEY: abc, HF_HOME: /x}\n"
+    )
+    told = json.loads(run("env", "--json", "--config_file", str(file)).stdout)
     assert told["packages"]["torch"].startswith("2.") and told["cores"] >= 1
+    hidden = {"HF_TOKEN": "***", "WANDB_API_KEY": "***", "HF_HOME": "/x"}
+    assert told["config"]["additional_args"] == {"max_tokens": 5, "environment": hidden}
 
 
 def test_the_parser_has_both_spellings_and_the_api_s_defaults():
@@ -79,6 +119,8 @@ def test_the_parser_has_both_spellings_and_the_api_s_defaults():
     assert (args.fsdp_version, args.fsdp_offload_params, args.fsdp_min_num_params) == ("1", "false", 100000000)
     assert (args.rdzv_backend, args.max_restarts, args.monitor_interval, args.tee) == ("static", 0, 0.1, "0")
     assert parser.parse_args(["--no_tpu_cluster", "x.py"]).tpu_use_cluster is False
+    args = parser.parse_args(["--slurm_options", "--partition=gpu --exclusive", "--cpu", "x.py"])
+    assert args.slurm_options == "--partition=gpu --exclusive" and args.cpu is True
 
 
 def test_the_parser_is_a_sub_command_of_another_tool():
@@ -109,14 +151,6 @@ def test_help_by_topic_fits_80_columns(capsys, monkeypatch):
             listed = text.replace("\n", " ").replace(" ", "").replace("-", "")
             assert all(choice.replace("-", "") in listed for choice in option.choices), option.name
     assert shown(capsys, "-h", "max-restarts").count("--") == 1
-
-
-def test_help_has_colours_on_request_only(capsys, monkeypatch):
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    assert "\x1b[36m--cpu\x1b[0m" in shown(capsys, "-h", "hardware")
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert "\x1b" not in shown(capsys, "-h", "hardware")
 
 
 def test_options_of_torchrun():
@@ -161,3 +195,19 @@ def test_launch_command_returns_to_its_caller(tmp_path, monkeypatch):
     plain.cpu, plain.mixed_precision, plain.quiet = True, "fp16", True
     launch_command(plain)
     assert (tmp_path / "out").read_text() == "fp16"
+
+
+def test_the_api_s_names_of_parsers_and_helpers():
+    parser = argparse.ArgumentParser()
+    commands = parser.add_subparsers()
+    launch_command_parser(commands)
+    estimate.estimate_command_parser(commands)
+    tpu.tpu_command_parser(commands)
+    to_fsdp2.to_fsdp2_command_parser(commands)
+    checks.test_command_parser(commands)
+    args = parser.parse_args(["tpu-config", "--tpu_name", "pod"])
+    assert args.func is tpu.tpu_command_launcher and args.tpu_name == "pod"
+    assert to_fsdp2.convert_config_to_fsdp2({"distributed_type": "FSDP"})["fsdp_config"] == {"fsdp_version": 2}
+    assert estimate.add_timm_hub_prefix("timm/resnet18") == "hf-hub:timm/resnet18"
+    words = ["--rate", "5e-5", "--train", "False", "--steps", "3", "--name", "bert"]
+    assert launch._convert_nargs_to_dict(words) == {"rate": 5e-5, "train": False, "steps": 3, "name": "bert"}

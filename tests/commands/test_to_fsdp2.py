@@ -128,7 +128,7 @@ def test_what_cannot_be_is_refused_and_nothing_written(tmp_path, capsys):
     source.write_text(OLD)
     assert "--overwrite" in refused()
     assert "is a folder: name the file to write" in refused("--output_file", tmp_path)
-    assert "is there already" in refused("--output_file", source)
+    assert "exists already" in refused("--output_file", source)
     assert source.read_text() == OLD
     main(["--config-file", str(source), "--overwrite"])
     assert launch_file.read(source).data["fsdp_config"]["fsdp_version"] == "2"

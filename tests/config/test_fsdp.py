@@ -61,7 +61,7 @@ def test_words_of_version_1_mean_something_to_version_2(word, expected):
 @pytest.mark.parametrize(
     "options, named",
     [
-        ({"fsdp_version": 3}, "fsdp_version=3"),
+        ({"fsdp_version": 3}, "fsdp_version='3'"),
         ({"fsdp_version": 2, "reshard_after_forward": "sometimes"}, "reshard_after_forward"),
         ({"fsdp_version": 2, "sharding_strategy": "NO_SHARD"}, "NO_SHARD"),
         ({"fsdp_version": 2, "reshard_after_forward": "HYBRID_SHARD"}, "dp_replicate_size"),
@@ -70,12 +70,10 @@ def test_words_of_version_1_mean_something_to_version_2(word, expected):
         ({"fsdp_version": 2, "forward_prefetch": True}, "forward_prefetch"),
         ({"fsdp_version": 2, "cpu_offload": fsdp.CPUOffload(True)}, "OffloadPolicy"),
         ({"fsdp_version": 2, "mixed_precision_policy": fsdp.MixedPrecision()}, "MixedPrecisionPolicy"),
-        ({"fsdp_version": 2, "mixed_precision_policy": {"buffer_dtype": torch.float16}}, "buffer_dtype"),
         ({"mixed_precision_policy": {"param_dtype": "int7"}}, "int7"),
         ({"activation_checkpointing": True, "activation_checkpointing_offload": True}, "fsdp_version=2"),
         ({"activation_checkpointing_offload": True}, "activation_checkpointing=True"),
         ({"auto_wrap_policy": "TRANSFORMER_WRAP"}, "did you mean TRANSFORMER_BASED_WRAP"),
-        ({"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": "10"}, "min_num_params"),
         ({"sharding_strategy": "FULL"}, "FULL_SHARD"),
         ({"backward_prefetch": "xyz"}, "BACKWARD_PRE"),
     ],
@@ -109,13 +107,13 @@ def test_state_dict_type_takes_its_configs_along():
 
 def test_auto_wrap_policies_become_functions_of_the_model():
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.ReLU())
-    plugin = Plugin(auto_wrap_policy="TRANSFORMER_BASED_WRAP", transformer_cls_names_to_wrap=["Linear"])
+    plugin = Plugin(auto_wrap_policy="TRANSFORMER_BASED_WRAP", transformer_cls_names_to_wrap=[{"Linear"}])
     plugin.set_auto_wrap_policy(model)
     assert plugin.auto_wrap_policy.keywords == {"transformer_layer_cls": {torch.nn.Linear}}
     plugin = Plugin(fsdp_version=2, auto_wrap_policy="TRANSFORMER_BASED_WRAP")
     with pytest.warns(UserWarning, match="transformer_cls_names_to_wrap names no class, and Sequential names none"):
         plugin.set_auto_wrap_policy(model)
-    model._no_split_modules = ["ReLU"]
+    model._no_split_modules = "ReLU"
     plugin = Plugin(fsdp_version=2, auto_wrap_policy="TRANSFORMER_BASED_WRAP")
     plugin.set_auto_wrap_policy(model)
     assert plugin.auto_wrap_policy.keywords == {"transformer_layer_cls": {torch.nn.ReLU}}

@@ -115,12 +115,12 @@ def test_older_spellings_are_read_and_noted(read):
         ("num_processes: [2]\n", r"not an integer"),
         ("mixed_precision: bf61\n", r"not one of no, fp16, bf16, fp8 \(did you mean bf16\?\)"),
         ("fsdp_config: 3\n", r":1: fsdp_config must hold"),
-        ("debug: false\ndebug: true\n", r":2: the key debug stands a second time; first in line 1"),
+        ("debug: false\ndebug: true\n", r":2: the key debug is given twice, first on line 1"),
         ("debug: [false\nuse_cpu: x\n", r":\d+:\d+: not YAML"),
         ("just words\n", r":1: expected"),
         ("", r"is empty"),
         (b"\xff\xfe\x00", r"cannot be read"),
-        ("debug: 2001-99-99\n", r":1: the value of debug cannot be read"),
+        ("debug: 2001-99-99\n", r"not YAML: "),
     ],
 )
 def test_what_is_wrong_is_named(read, text, told):
@@ -129,8 +129,8 @@ def test_what_is_wrong_is_named(read, text, told):
 
 
 def test_broken_json_says_where(read):
-    with pytest.raises(ConfigurationError, match="line 2 column"):
-        read('{"debug": false,\n oops}', "c.json")
+    with pytest.raises(ConfigurationError, match=r"c\.json:2:"):
+        read('{"debug": false\n "use_cpu": true}', "c.json")
 
 
 def test_written_files_read_back(tmp_path, read):

@@ -8,7 +8,7 @@ import pytest
 from accelerate.config.megatron import MegatronLMPlugin
 from accelerate.core.errors import ConfigurationError
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.resolve import _native_layout
+from accelerate.run.resolve import _native_layout
 from accelerate.state import PartialState
 
 

@@ -14,8 +14,8 @@ from accelerate.core.errors import ConfigurationError
     [
         ("ACCELERATE_USE_CPU", "maybe", "true, false, yes, no"),
         ("ACCELERATE_DEBUG_MODE", "2", "true, false"),
-        ("ACCELERATE_NUM_PROCESSES", "abc", "1 or more"),
-        ("ACCELERATE_NUM_PROCESSES", "0", "1 or more"),
+        ("ACCELERATE_NUM_PROCESSES", "abc", "use 1 to"),
+        ("ACCELERATE_NUM_PROCESSES", "0", "use 1 to"),
         ("MASTER_PORT", "xyz", "0 to 65535"),
         ("MASTER_PORT", "70000", "0 to 65535"),
         ("WORLD_SIZE", "1.5", "1 or more"),

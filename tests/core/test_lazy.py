@@ -65,6 +65,32 @@ def test_garbage_collection_is_as_it_was_after_an_import(wing: ModuleType, colle
         (gc.enable if before else gc.disable)()
 
 
+def test_names_that_several_threads_use_first():
+    code = """
+import threading
+import accelerate, accelerate.utils
+names = ["Accelerator", "PartialState", "prepare_pippy", "dispatch_model", "notebook_launcher", "LocalSGD"]
+names += ["skip_first_batches", "FullyShardedDataParallelPlugin", "DeepSpeedPlugin", "load_checkpoint_in_model"]
+begin, failed = threading.Barrier(2 * len(names)), []
+def use(package, name):
+    begin.wait()
+    try:
+        getattr(package, name)
+    except BaseException as error:
+        failed.append(error)
+threads = [threading.Thread(target=use, args=(accelerate, name)) for name in names]
+others = accelerate.utils.__all__[::25][:10]
+threads += [threading.Thread(target=use, args=(accelerate.utils, name)) for name in others]
+threads += [threading.Thread(target=use, args=(accelerate, name)) for name in names[: 2 * len(names) - len(threads)]]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert not failed, failed
+"""
+    assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
+
+
 def test_a_launch_does_not_import_the_modules_of_utils():
     """`from package import submodule` first looks for an attribute, which may be any public name."""
     code = """

@@ -15,13 +15,12 @@ from accelerate.core.modules import (
     get_model_tp_size,
     get_module_children_bottom_up,
     get_module_class_from_name,
-    has_compiled_regions,
-    is_compiled_module,
     model_has_dtensor,
     move_module,
 )
 from accelerate.parallel.compile import compile_regions, compile_regions_deepspeed, compile_regions_fsdp2
 from accelerate.parallel.unwrap import extract_model_from_parallel
+from accelerate.torch_internals.compiled import has_compiled_regions, is_compiled_module
 
 
 class Stack(nn.Module):

@@ -10,19 +10,22 @@ import numpy as np
 import pytest
 import torch
 from loaders import Ids, Numbers, SizedNumbers, epoch, ids, seed, states
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import DataLoader
 
 from accelerate.core import trees
-from accelerate.core.errors import PrepareError
 from accelerate.data_loader import DataLoaderDispatcher, prepare_data_loader, skip_first_batches
 from accelerate.data_loader.assign import NO_BATCH, BatchAssigner
 from accelerate.data_loader.batch_source import BatchSource, plan_for
 from accelerate.data_loader.channel import BatchMessage, pack, padded_row, unpack
-from accelerate.data_loader.generators import Generators
-from accelerate.data_loader.order import Order
+from accelerate.data_loader.order import OwnGenerators, ReplayedOrder
 from accelerate.data_loader.position import StreamPosition
-from accelerate.data_loader.rows import count_rows, has_rows, join_rows, repeat_rows, take_rows
+from accelerate.data_loader.rows import count_rows, join_rows, repeat_rows, take_rows
 from accelerate.data_loader.steps import ShardSplit
+
+
+def own_order():
+    """The order of one process."""
+    return ReplayedOrder(OwnGenerators(()), (), True)
 
 
 def dealt(loader, cut, slice_fn=None):
@@ -30,7 +33,7 @@ def dealt(loader, cut, slice_fn=None):
     plan = plan_for(loader)
     plan.cut = cut
     rounds = BatchAssigner(plan, slice_fn).steps(
-        BatchSource(loader).open(plan_for(loader), Order(None, Generators()), StreamPosition())
+        BatchSource(loader).open(plan_for(loader), own_order(), StreamPosition())
     )
     found = [[] for _ in range(cut.shards)]
     for step in rounds:
@@ -112,19 +115,6 @@ def test_batches_of_different_shapes_are_handed_out_as_they_were_collated():
     assert [shard[-1][0] for shard in dealt(loader, ShardSplit(2, exact=True))] == [[4, 5], [6]]
 
 
-def test_batches_without_tensors_go_round():
-    loader = DataLoader(["a", "b", "c", "d", "e"], batch_size=2, collate_fn=list)
-    shards = dealt(loader, ShardSplit(2, even=True))
-    assert [[step[0] for step in shard] for shard in shards] == [[["a", "b"], ["e"]], [["c", "d"], ["a"]]]
-    singles = DataLoader(Numbers(5), batch_size=None)
-    plan = plan_for(singles)
-    plan.cut = ShardSplit(2, even=True)
-    rounds = BatchAssigner(plan).steps(
-        BatchSource(singles).open(plan_for(singles), Order(None, Generators()), StreamPosition())
-    )
-    assert [step.batches for step in rounds] == [[0, 1], [2, 3], [4, 0]]
-
-
 @pytest.mark.parametrize("kind", ["dataclass", "array", "none", "text"])
 def test_the_last_step_loses_no_sample(kind):
     collate = {
@@ -137,7 +127,7 @@ def test_the_last_step_loses_no_sample(kind):
     raw = DataLoader(Numbers(7), batch_size=2, collate_fn=collate)
     plan = plan_for(raw)
     plan.cut = ShardSplit(2, even=True)
-    order, place = Order(None, Generators()), StreamPosition()
+    order, place = own_order(), StreamPosition()
     *_, last = BatchAssigner(plan).steps(BatchSource(raw).open(plan_for(raw), order, place))
     left, right = last.batches
     if kind == "dataclass":
@@ -151,27 +141,7 @@ def test_the_last_step_loses_no_sample(kind):
         assert (left, right) == ((None, None) if kind == "none" else ("[4, 5]", "[6]"))
         plan.cut = ShardSplit(2, split=True, even=True)
         with pytest.raises(ValueError, match="neither tensors nor lists"):
-            next(BatchAssigner(plan).steps(BatchSource(raw).open(plan_for(raw), Order(None, Generators()), place)))
-
-
-@pytest.mark.parametrize(
-    ("collate", "expected"),
-    [
-        # Each sample becomes two rows: six in the last step.
-        (lambda rows: torch.tensor([[i, 100 + i] for i in rows]).flatten(), [[8, 108, 9], [109, 10, 110]]),
-        # Odd samples are dropped.
-        (lambda rows: torch.tensor([i for i in rows if i % 2 == 0]), [[8], [10]]),
-    ],
-    ids=["adds rows", "drops rows"],
-)
-def test_the_last_step_has_the_rows_that_collate_makes(collate, expected):
-    loader = DataLoader(Numbers(11), batch_size=2, collate_fn=collate)
-    plan = plan_for(loader)
-    plan.cut = ShardSplit(2, even=True)
-    source = BatchSource(loader).open(plan_for(loader), Order(None, Generators()), StreamPosition())
-    *_, last = BatchAssigner(plan).steps(source)
-    assert [batch.tolist() for batch in last.batches] == expected
-    assert sum(last.counts) == sum(map(len, expected))
+            next(BatchAssigner(plan).steps(BatchSource(raw).open(plan_for(raw), own_order(), place)))
 
 
 def test_a_cut_of_the_users_own():
@@ -215,17 +185,6 @@ def test_rows_of_nested_batches():
     assert (count_rows(["a", "b"]), count_rows(7), count_rows({"n": torch.tensor(1)})) == (2, None, None)
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_what_cannot_be_split_is_known():
-    ragged = {"x": torch.zeros(3), "sequences": [torch.zeros(3), torch.zeros(1), torch.zeros(2)]}
-    assert has_rows(ragged, 3)
-    assert [len(one) for one in take_rows(ragged, 3, 0, 2)["sequences"]] == [3, 1]
-    boxes = ((torch.zeros(3, 4), torch.zeros(3, 5)), ({"boxes": torch.zeros(1, 4)}, {"boxes": torch.zeros(6, 4)}))
-    assert [len(column) for column in take_rows(boxes, 2, 0, 1)] == [1, 1]
-    for other in (torch.zeros(5), torch.zeros(3, 2).to_sparse(), torch.nested.nested_tensor([torch.zeros(1)] * 3)):
-        assert not has_rows({"x": torch.zeros(3), "other": other}, 3)
-
-
 def test_batches_with_a_tensor_of_other_rows_are_not_split():
     def graphs(samples):
         numbers = [int(sample["id"]) for sample in samples]
@@ -240,21 +199,6 @@ def test_batches_with_a_tensor_of_other_rows_are_not_split():
     ]
     with pytest.raises(ValueError, match="cannot be split into samples"):
         dealt(loader(4), ShardSplit(2, split=True, even=True))
-
-
-def test_a_short_batch_in_the_middle_is_refused_where_ranks_would_get_apart():
-    class ShortFirst(BatchSampler):
-        def __iter__(self):
-            yield from ([0], [1, 2, 3, 4])
-
-    def loader():
-        return DataLoader(Ids(5), batch_sampler=ShortFirst(range(5), 4, False))
-
-    with pytest.raises(PrepareError, match="a batch of 1 samples in the middle of the epoch was split between 2"):
-        dealt(loader(), ShardSplit(2, split=True))
-    shard = prepare_data_loader(loader(), num_processes=2, process_index=1, split_batches=True, even_batches=False)
-    with pytest.raises(PrepareError, match="a batch of 1 samples"):
-        list(shard)
 
 
 def test_parcels_come_out_as_they_went_in():
@@ -284,14 +228,6 @@ def test_parcels_come_out_as_they_went_in():
     assert nothing.batch == ["only", "objects"] and nothing.counts is None
 
 
-def test_packed_sequences_are_sent_whole_and_not_cut():
-    packed = torch.nn.utils.rnn.pack_sequence([torch.tensor([1]), torch.tensor([2, 3])], enforce_sorted=False)
-    found = unpack(pack(BatchMessage((packed, torch.ones(2)), (2,), 2, False, False)))
-    assert all(map(torch.equal, found.batch[0], packed)) and found.batch[1].tolist() == [1, 1]
-    with pytest.raises(ValueError, match="a PackedSequence, which cannot be joined"):
-        join_rows([(packed, torch.ones(2))] * 2, [2, 2])
-
-
 def test_a_dispatcher_on_one_process_is_a_plain_loop():
     for data in (lambda: Ids(7, noisy=True), lambda: SizedNumbers(7)):
         runs = []
@@ -308,21 +244,3 @@ def test_a_dispatcher_on_one_process_is_a_plain_loop():
     assert [ids(batch) for batch in skip_first_batches(loader, 2)] == [[4, 5], [6]]
     direct = DataLoaderDispatcher(Ids(5), batch_size=2, skip_batches=1)
     assert [ids(batch) for batch in direct] == [[2, 3], [4]]
-
-
-def test_the_lengths_of_a_dispatcher():
-    for split, drop_last, batch, wanted in (
-        (False, False, 2, 3),
-        (False, True, 2, 2),
-        (True, False, 4, 3),
-        (True, True, 4, 2),
-    ):
-        loader = prepare_data_loader(
-            DataLoader(Ids(9), batch_size=batch, drop_last=drop_last),
-            num_processes=2,
-            process_index=1,
-            split_batches=split,
-            dispatch_batches=True,
-        )
-        assert (len(loader), loader.total_batch_size) == (wanted, 4)
-        assert len(skip_first_batches(loader, 1)) == wanted - 1

@@ -164,12 +164,6 @@ def test_skipping_reads_no_sample_of_a_map_style_dataset(number):
         assert [ids(batch) for batch in loader] == whole, "the loader itself is left as it was"
 
 
-def test_a_skipped_loader_can_be_prepared():
-    raw = skip_first_batches(DataLoader(Ids(10), batch_size=2), 2)
-    loader = prepare_data_loader(raw, num_processes=2, process_index=1)
-    assert [ids(batch) for batch in loader] == [[6, 7], [0, 1]]
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_skipping_in_a_stream(workers):
     raw = DataLoader(SizedNumbers(13), batch_size=2, num_workers=workers)

@@ -17,7 +17,6 @@ from loaders import (
     Numbers,
     OwnGenerator,
     PythonShuffle,
-    StreamAsItGoes,
     drawn,
     ids,
     keep_states,
@@ -27,6 +26,7 @@ from loaders import (
 )
 from rank_pool import on_ranks
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, WeightedRandomSampler
+from torch.utils.data.datapipes.iter import IterableWrapper
 
 from accelerate.core.errors import PrepareError
 from accelerate.data_loader import DataLoaderDispatcher, prepare_data_loader, skip_first_batches
@@ -87,7 +87,6 @@ LOADERS = {
     "numpy's own": lambda: DataLoader(
         Ids(23), batch_size=2, sampler=OwnGenerator(23, np.random.default_rng(my_rank())), num_workers=1
     ),
-    "stream as it goes": lambda: DataLoader(StreamAsItGoes(23, "python"), batch_size=2),
     "stream with a worker": lambda: DataLoader(Numbers(23, shuffled=True), batch_size=2, num_workers=1),
 }
 
@@ -149,7 +148,6 @@ def lazies(length, workers=0):
         found[f"{source}, batches"] = DataLoader(
             Ids(length), batch_sampler=BatchesAsItGoes(length, source, 2), num_workers=workers
         )
-        found[f"{source}, stream"] = DataLoader(StreamAsItGoes(length, source), **options)
     return found
 
 
@@ -166,78 +164,51 @@ def in_order(seen):
 @on_two
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_draws_of_samplers_and_loops_are_apart(workers, exact):
+def test_samplers_that_draw_while_the_loops_draw_unlike(workers, exact):
     for name, raw in lazies(53, workers).items():
-        if workers and name not in ("python", "torch, batches", "numpy, stream"):
+        if workers and name not in ("python", "torch, batches"):
             continue
         loader = prepare_data_loader(raw, exact=exact)
         orders = []
         for _ in range(2):
-            seen, own = [], []
+            seen = []
             seed(300 + my_rank())
             for batch in loader:
                 seen.append(ids(batch)[: loader.batch_counts[my_rank()]])
-                own.append(draw_in_between())
+                draw_in_between()
             orders.append(in_order(seen))
             assert sorted(orders[-1]) == list(range(53)), (name, orders[-1])
-            if my_rank():
-                # But for the seed of the workers, which torch draws from its own generator.
-                seed(300 + my_rank())
-                assert [draws[:2] for draws in own] == [draw_in_between()[:2] for _ in own], name
         assert not workers or orders[0] != list(range(53))
 
 
-PAIRS = {
-    "samples": lambda: DataLoader(Ids(53), batch_size=2, sampler=DrawsAsItGoes(53, "python")),
-    "batches": lambda: DataLoader(Ids(53), batch_sampler=BatchesAsItGoes(53, "numpy")),
-    "shuffled": lambda: DataLoader(Ids(53), batch_size=2, shuffle=True),
-}
-
-
-@on_two
-@pytest.mark.parametrize("name", PAIRS)
-def test_loaders_read_in_turn(name):
-    seed(40 + my_rank())
-    loaders = [prepare_data_loader(PAIRS[name](), exact=True) for _ in range(2)]
-    for _ in range(2):
-        seen = [[], []]
-        for pair in zip(*loaders, strict=True):
-            for kept, batch, loader in zip(seen, pair, loaders, strict=True):
-                kept.append(ids(batch)[: loader.batch_counts[my_rank()]])
-            draw_in_between()
-        orders = [in_order(kept) for kept in seen]
-        assert all(sorted(order) == list(range(53)) for order in orders)
-        # Two orders of their own.
-        assert len(set(zip(*orders, strict=True)) & {(a, a) for a in range(53)}) < 15
-    for _ in loaders[0]:
-        break
-    rest = [sample for batch in loaders[0] for sample in ids(batch)[: loaders[0].batch_counts[my_rank()]]]
-    assert sorted(sum(all_ranks(rest), [])) == list(range(53))  # noqa: RUF017
-
-
 class Unseeded(DrawsAsItGoes):
+    """Draws from a generator that nobody can share or save."""
+
     def __iter__(self):
         return iter(np.random.default_rng().permutation(self.length).tolist())
 
 
-class ByRank(DrawsAsItGoes):
-    """The same on all ranks at first, and different ones later."""
-
-    def __iter__(self):
-        return iter([*range(20), *(range(20, self.length) if my_rank() else reversed(range(20, self.length)))])
-
-
 @everywhere
-@pytest.mark.parametrize("kind", [Unseeded, ByRank])
-def test_an_order_that_cannot_be_shared_is_refused(kind):
+def test_samplers_that_draw_unlike_on_each_rank():
+    """Each sample once, also when the rest is read on another number of shards."""
     my_rank()
-    loader = prepare_data_loader(DataLoader(Ids(53), batch_size=2, sampler=kind(53, "python")))
-    steps = 0
-    with pytest.raises(PrepareError, match=f"the {kind.__name__} draws from something else") as caught:
-        for _ in loader:
-            steps += 1
-    assert "rank 1 draws" in str(caught.value)
-    assert (steps == 0) == (kind is Unseeded)
+    loader = prepare_data_loader(DataLoader(Ids(53), batch_size=2, sampler=Unseeded(53, "python")), exact=True)
+    seen = []
+    for step, batch in enumerate(loader):
+        seen += ids(batch)[: loader.batch_counts[my_rank()]]
+        if step == 3:
+            break
+    positions = all_ranks(loader.state_dict())
+    whole = sum(all_ranks([ids(batch)[: loader.batch_counts[my_rank()]] for batch in loader]), [])  # noqa: RUF017
+    assert sorted(sum(whole, [])) == list(range(53))  # noqa: RUF017
+    for position in positions:
+        rest = []
+        for index in range(4):
+            raw = DataLoader(Ids(53), batch_size=2, sampler=Unseeded(53, "python"))
+            resumed = prepare_data_loader(raw, num_processes=4, process_index=index, exact=True)
+            resumed.load_state_dict(position)
+            rest += [sample for batch in resumed for sample in ids(batch)[: resumed.batch_counts[index]]]
+        assert sorted(sum(all_ranks(seen), []) + rest) == list(range(53))  # noqa: RUF017
 
 
 def read_to_a_position():
@@ -384,18 +355,6 @@ def test_the_fill_of_a_dispatched_epoch_does_not_depend_on_where_the_pass_begins
         assert [found[0] for found in first] == [found[0] for found in wanted[0][1:]]
 
 
-@on_two
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("options", [{}, {"split_batches": True}])
-def test_the_fill_of_a_dispatched_stream_does_not_depend_on_skipped_batches(workers, options):
-    raw = DataLoader(Numbers(19), batch_size=world(), num_workers=workers)
-    loader = prepare_data_loader(raw, device=CPU, put_on_device=True, dispatch_batches=True, **options)
-    wanted = [ids(batch) for batch in loader]
-    assert [[ids(batch) for batch in skip_first_batches(loader, skip)] for skip in (1, 2, 20)] == [
-        wanted[1:], wanted[2:], []
-    ]  # fmt: skip
-
-
 @everywhere
 def test_dispatched_objects():
     def collate(samples):
@@ -408,6 +367,34 @@ def test_dispatched_objects():
     assert first["text"] == [f"#{2 * my_rank()}", f"#{2 * my_rank() + 1}"] and first["kind"] == "all"
     assert last["text"] == [f"#{number}" for number in last["id"].tolist()] and len(last["text"]) == 1
     assert last["id"].item() == (2 * world() if my_rank() == 0 else my_rank() - 1)
+
+
+@on_ranks(2)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("filtered", [False, True])
+@pytest.mark.parametrize("dispatch", [None, True, False])
+def test_pipes_of_torch_are_read_once(dispatch, filtered):
+    """Opening one is a collective, and behind a `sharding_filter` each rank reads its own part."""
+    my_rank()
+    pipe = IterableWrapper(list(range(11))).shuffle()
+    if filtered:
+        pipe = pipe.sharding_filter()
+    options = {"device": CPU, "put_on_device": True, "dispatch_batches": dispatch}
+    raw = DataLoader(pipe, batch_size=2)
+    if filtered and dispatch:
+        with pytest.raises(PrepareError, match="split between the processes already"):
+            prepare_data_loader(raw, **options)
+        return
+    loader = prepare_data_loader(raw, **options)
+    epochs = []
+    for _ in range(2):
+        batches = [
+            ids(batch)[: loader.batch_counts[my_rank()]] if loader.batch_counts else ids(batch) for batch in loader
+        ]
+        epochs.append([sample for part in all_ranks(batches) for batch in part for sample in batch])
+        assert set(epochs[-1]) == set(range(11))
+        assert len(epochs[-1]) == 11 or dispatch is False
+    assert epochs[0] != epochs[1]
 
 
 @everywhere
@@ -464,19 +451,3 @@ def test_positions_go_from_one_kind_to_another():
             seen += ids(batch)[: resumed.batch_counts[my_rank()]]
         assert sorted(sum(all_ranks(seen), [])) == list(range(23))  # noqa: RUF017
         assert len(list(resumed)) == -(-23 // (2 * world()))
-
-
-@on_two
-def test_each_rank_can_load_its_own_position_of_a_dispatched_stream():
-    def build():
-        return prepare_data_loader(DataLoader(Numbers(24), batch_size=2, num_workers=2), dispatch_batches=True)
-
-    wanted = [ids(batch) for batch in build()]
-    loader = build()
-    passing = iter(loader)
-    read = [ids(next(passing)) for _ in range(2)]
-    position = loader.state_dict()
-    passing.close()
-    resumed = build()
-    resumed.load_state_dict(position)
-    assert read + [ids(batch) for batch in resumed] == wanted

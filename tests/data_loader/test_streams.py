@@ -114,7 +114,7 @@ def test_an_epoch_resumes_on_another_number_of_processes(name, saved_on, resumed
 def test_the_epoch_after_a_resumed_one_is_that_of_the_uninterrupted_run(dispatch, step):
     def prepared(number):
         seed(number)
-        return prepare_data_loader(DataLoader(StreamAsItGoes(23, "torch"), batch_size=2), dispatch_batches=dispatch)
+        return prepare_data_loader(DataLoader(StreamAsItGoes(23, "python"), batch_size=2), dispatch_batches=dispatch)
 
     def read(batches):
         return [(ids(batch), torch.rand(()).item()) for batch in batches]

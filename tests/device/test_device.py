@@ -27,8 +27,9 @@ ONE = [
     "offloaded state",
     "dispatch",
     "copies",
+    "lazy",
+    "lazy, compiled",
     "resume",
-    "identity",
     "activations on the host",
     "compiled",
     "batches",
@@ -37,17 +38,19 @@ ONE = [
 ]
 TWO = ["no", "bf16", "fp16", "accumulation", "telemetry", "dispatch", "copies", "split", "tp", "pp"]
 TWO += [
+    "lazy",
+    "lazy, tp",
+    "lazy, pp",
+    "lazy, fsdp2",
     "compiled",
     "hook fp16",
     "hook power_sgd",
     "collectives",
     "batches",
-    "local steps",
-    "left on the host",
     "cp",
     "sp",
 ]
-SHARDED = ["fsdp2", "fsdp2, accumulation", "fsdp2, bf16", "fsdp2, offloaded", "fsdp2, offloaded, sharded"]
+SHARDED = ["fsdp2", "fsdp2, bf16", "fsdp2, offloaded", "fsdp2, offloaded, sharded"]
 SHARDED += ["fsdp2, recomputed", "fsdp2, from rank 0", "fsdp2, fp16"]
 FOUR = ["no", "tp", "pp", "hsdp", "fsdp x tp", "pp x fsdp", "pp x tp", "cp x fsdp", "cp x tp"]
 RUNS = (

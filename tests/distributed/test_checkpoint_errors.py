@@ -111,14 +111,14 @@ def test_every_rank_raises_it_and_the_next_save_works(layout, tmp_path):
         accelerator.wait_for_everyone()
         verify(folder)
         names = sorted(entry.name for entry in folder.parent.iterdir())
-        assert names == [".checkpoints.lock", *(f"checkpoint_{number}" for number in range(saved + 1))], names
+        assert names == [f"checkpoint_{number}" for number in range(saved + 1)], names
         accelerator.wait_for_everyone()
     accelerator.end_training()
 
 
 @contextlib.contextmanager
 def no_rename():
-    """The last step of a save fails, in which its folder is renamed."""
+    """The last step of a save fails, in which its folder is renamed by any rank."""
     former, os.rename = os.rename, fail
     try:
         yield
@@ -144,11 +144,11 @@ def removed_folder():
 
 
 FAULTS = [
-    (full_disk, 0, "rank 0: OSError: .*File too large"),
-    (full_disk, 1, "rank 1: OSError: .*File too large"),
-    (no_rename, 0, "rank 0: ValueError: bad state"),
-    (removed_folder, 0, "FileNotFoundError|was removed while"),
-    (removed_folder, 1, "FileNotFoundError|was removed while"),
+    (full_disk, [0], "rank 0: OSError: .*File too large"),
+    (full_disk, [1], "rank 1: OSError: .*File too large"),
+    (no_rename, [0, 1], "rank [01]: ValueError: bad state"),
+    (removed_folder, [0], "FileNotFoundError|was removed while"),
+    (removed_folder, [1], "FileNotFoundError|was removed while"),
 ]
 KINDS = [{}, {"safe_serialization": False}, {"layout": "compat"}]
 
@@ -175,8 +175,8 @@ def test_a_disk_that_fails_on_one_rank(layout, options, tmp_path):
                 accelerator._checkpoints._writer.wait()
             return folder
 
-        for fault, victim, text in FAULTS:
-            with fault() if accelerator.process_index == victim else contextlib.nullcontext():
+        for fault, victims, text in FAULTS:
+            with fault() if accelerator.process_index in victims else contextlib.nullcontext():
                 told = raised(accelerator, save)
             assert re.search(text, told) and "Traceback" not in told, told
             assert "Earlier checkpoints are unchanged" in told
@@ -203,7 +203,9 @@ def test_groups_of_other_sizes_in_one_process(tmp_path):
 
         for again in range(2):
             save_run(RunState(progress={"step": again}), tmp_path / f"c{number}", process=Process())
-        assert Agreement(Process(), "other").exchange("number", rank, 20) == list(range(size))
+        assert Agreement(Process(), "other").exchange(
+            "number", rank, 20, reduce=lambda ranks: sorted(ranks.values())
+        ) == list(range(size))
         debug.agree("gather", torch.ones(2))
         tried = []
 

@@ -8,8 +8,11 @@ import pickle
 import random
 import signal
 import subprocess
+import sys
 import textwrap
 import time
+import types
+from unittest import mock
 
 import pytest
 import torch
@@ -17,8 +20,10 @@ from rank_pool import on_ranks, rank_environment
 from ranks import Script
 from safetensors.torch import load_file
 from torch.distributed import TCPStore
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from accelerate.checkpointing import (
     Options,
@@ -38,6 +43,7 @@ from accelerate.checkpointing import (
 )
 from accelerate.core.errors import CheckpointError
 from accelerate.state import PartialState
+from accelerate.utils import fsdp_utils
 
 KILLED = """
 import sys, torch
@@ -141,7 +147,7 @@ def test_a_signal_to_one_rank_is_reported_on_both_at_the_same_call():
         if state.process_index == 1 and step == 5:
             os.kill(os.getpid(), signal.SIGUSR1)
         answers.append(watch.requested())
-    assert answers == [False] * 7 + [True] * 5, answers
+    assert answers == [False] * 7 + [True] * 5 and watch.received == "SIGUSR1", answers
     watch.close()
 
 
@@ -172,6 +178,32 @@ def train(model, optimizer, steps=1):
         model(torch.linspace(-1, 1, 24).reshape(4, 6)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+def adapter_weights(model, state_dict, adapter_name):
+    """As peft's function, which leaves the name of the adapter out."""
+    return {"weight": state_dict[f"{adapter_name}.weight"]}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("full", [False, True])
+def test_the_state_dict_of_a_sharded_model_and_of_its_adapter(full):
+    get, put = fsdp_utils._get_model_state_dict, fsdp_utils._set_model_state_dict
+    model, other = sharded(0)[0], sharded(1)[0]
+    model.peft_config = other.peft_config = {}
+    model.active_adapter = other.active_adapter = "0"
+
+    def differing():
+        pairs = zip(model.named_parameters(), other.parameters(), strict=True)
+        return [name for (name, a), b in pairs if not torch.equal(a.full_tensor(), b.full_tensor())]
+
+    with mock.patch.dict(sys.modules, peft=types.SimpleNamespace(get_peft_model_state_dict=adapter_weights)):
+        weights = get(model, True, StateDictOptions(full_state_dict=full))
+        assert list(weights) == ["weight"] and isinstance(weights["weight"], DTensor) != full
+        put(other, weights, True, StateDictOptions(full_state_dict=full, strict=False))
+    assert differing() == ["0.bias", "1.weight", "1.bias"]
+    put(other, get(model))
+    assert not differing()
 
 
 @on_ranks(2)

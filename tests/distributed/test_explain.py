@@ -5,13 +5,12 @@ import gc
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 from counting import Messages
 from rank_pool import on_ranks
 
 from accelerate import Accelerator
-from accelerate.parallel.report.explain import size_of
+from accelerate.core.objects import size_of
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import FullyShardedDataParallelPlugin, GradientAccumulationPlugin
 
@@ -99,50 +98,13 @@ def test_unsharded_modules():
     same(words, "all-reduce of gradients of unsharded parameters", counts["allreduce"])
 
 
-@pytest.mark.parametrize(
-    ("nproc", "kind", "precision"),
-    [
-        (2, "FULL_SHARD", "no"),
-        (2, "FULL_SHARD", "bf16"),
-        (2, "SHARD_GRAD_OP", "no"),
-        (2, "NO_SHARD", "no"),
-        pytest.param(4, "HYBRID_SHARD", "no", marks=pytest.mark.thorough),
-        pytest.param(4, "_HYBRID_SHARD_ZERO2", "no", marks=pytest.mark.thorough),
-    ],
-)
-def test_fsdp1(ranks, nproc, kind, precision):
-    ranks(nproc).run(check_fsdp1, nproc, kind, precision)
-
-
-def check_fsdp1(nproc, kind, precision):
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=1, sharding_strategy=kind, use_orig_params=True, ignored_modules="layers.1.mlp.up_proj", **BLOCKS
-    )
-    hybrid = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2) if nproc == 4 else None
-    counts, report = trained(fsdp_plugin=plugin, parallelism_config=hybrid, mixed_precision=precision)
-    words = reported(report)
-    same(words, "all-reduce of gradients of unsharded parameters", (1, 128 * 64 * 4))
-    number, size = counts["allreduce"]
-    # All parameters but that one are in units, which agree on what was used.
-    flags = 4 * (len(SHAPES) - 1)
-    same(words, "all-reduce of flags of used parameters", (1, flags))
-    counts["allreduce"] = (number - 2, size - 128 * 64 * 4 - flags)
-    if kind != "NO_SHARD":
-        same(words, "all-gather of parameters", counts["allgather"])
-        same(words, "reduce-scatter of gradients", counts["reduce_scatter_base"])
-    if counts["allreduce"][0]:
-        same(words, "all-reduce of gradients between replicas", counts["allreduce"])
-    assert not words, (kind, words, counts)
-    assert report.find("model: Llama", "computes in") == {"no": "float32", "bf16": "bfloat16"}[precision]
-
-
 @on_ranks(2)
 def test_tensor_parallel():
     counts, report = trained(parallelism_config=ParallelismConfig(tp_size=2))
     words = reported(report)
     number = sum(int(text.split()[0]) for text in words.values())
     assert number == sum(found[0] for found in counts.values()), (words, counts)
-    assert "tp: S(0)" in report.find("model: Llama", "layers.*.attention.q_proj.weight")
+    assert "tp: Shard(0)" in report.find("model: Llama", "layers.*.attention.q_proj.weight")
 
 
 @on_ranks(2)

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run that stands still explains itself: who waits where, for whom, and whether that rank computes."""
+"""A run that stands still explains itself: who waits where, for whom, and where that rank is."""
 
-import ctypes
 import logging
 import os
 import re
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 from datetime import timedelta
@@ -35,94 +36,10 @@ def wait(store, key):
     store.wait([key])
 
 
-@on_ranks(3, env={"ACCELERATE_HANG_REPORT": "2"})
-def test_a_slow_rank_is_told_from_one_that_waits(tmp_path):
-    """Rank 2 does not come to a collective, or an agreement, until the report of rank 0 is out."""
-    accelerator = Accelerator(cpu=True)
-    model = accelerator.prepare(torch.nn.Linear(4, 1))
-    store = dist.distributed_c10d._get_default_store().clone()
-    accelerator.wait_for_everyone()
-    scenes = [
-        (compute, "The run waits: rank 2 is still computing in `compute`", lambda: accelerator.gather(torch.ones(2))),
-        (
-            wait,
-            "The run stands still: rank 2 is in `wait`",
-            lambda: accelerator.backward(model(torch.ones(1, 4)).sum()),
-        ),
-        (wait, "The run stands still: rank 2 is in `wait`", lambda: accelerator.save_state(tmp_path / "c")),
-    ]
-    for number, (late, words, collective) in enumerate(scenes):
-        key, reports = f"test/{number}", []
-        if accelerator.process_index == 2:
-            late(store, key)
-        else:
-            hang_watch.on_report[:] = [reports.append, lambda text, key=key: store.set(key, "reported")]
-        collective()
-        accelerator.wait_for_everyone()
-        if accelerator.process_index == 0:
-            (text,) = reports
-            assert text.startswith(f"{words} ({__file__}:"), text
-            place = ("`accelerator.gather`", "all_reduce of `accelerator.backward`", "`accelerator.save_state`")[
-                number
-            ]
-            assert "ranks 0, 1 have waited " in text and f" in {place} ({__file__}:" in text, text
-            assert "Every rank must call" not in text
-        elif accelerator.process_index == 1:
-            assert reports == []
-    accelerator.end_training()
-    assert hang_watch._Watch.running is None
-    assert "accelerate-hang-watch" not in [thread.name for thread in threading.enumerate()]
-
-
-def test_a_mismatch_is_explained_and_ends_by_the_limit():
-    """examples/debugging/hang.py: a collective under an `if`."""
-    # The timeout comes before a second report.
-    limits = {"ACCELERATE_HANG_REPORT": "4", "ACCELERATE_COLLECTIVE_TIMEOUT": "7"}
-    first, second = run_ranks(EXAMPLES / "hang.py", 2, env=limits, check=False, timeout=60)
-    # Rank 0 reports, unless its thread is late.
-    report, silent = (first, second) if "stands still" in first.stderr else (second, first)
-    assert "stands still" not in silent.stderr, silent.stderr
-    assert (first.returncode, second.returncode) == (1, 1), (first, second)
-    for words in (
-        "rank 0 waits in `accelerator.reduce` (",
-        "rank 1 waits in all_reduce of `accelerator.backward` (",
-        "differs: reduce of float32 [] on rank 0, all_reduce of float32 [9] on rank 1",
-        "Every rank must call the same collectives in the same order",
-    ):
-        assert words in report.stderr, report.stderr
-    words = "CommunicationError: rank 0: the connection to another rank failed in `reduce`"
-    assert words in first.stderr, first.stderr
-    # One rank is a batch ahead because of the mistake.
-    assert "Uneven batches?" not in first.stderr + second.stderr
-
-
-@pytest.mark.thorough
-def test_a_slow_rank_does_not_end_the_run():
-    """examples/debugging/straggler.py."""
-    first, _ = run_ranks(EXAMPLES / "straggler.py", 2, env={"ACCELERATE_HANG_REPORT": "2"}, timeout=60)
-    assert "The run waits: rank 1 is still computing in `augment` (" in first.stderr, first.stderr
-    assert "rank 0 has waited " in first.stderr and "trained 8 steps" in first.stdout
-
-
-def doze(store, key):
-    """A loop that is mostly asleep."""
-    pause = threading.Event()
-    while not store.check([key]):
-        pause.wait(0.05)
-
-
-def lock(store, key):
-    """A wait for a thread, while others compute."""
-    threads = [threading.Thread(target=compute, args=(store.clone(), key)) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
-def hold(store, key):
-    """A call that holds the interpreter lock until a signal comes: that with which the others ask for its stacks."""
-    ctypes.PyDLL(None).pause()
+def child(store, key):
+    """A child process that computes, as of an evaluation: no report for several times the limit."""
+    code = "import time; end = time.monotonic() + 7\nwhile time.monotonic() < end: pass"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def stop(store, key):
@@ -132,11 +49,15 @@ def stop(store, key):
 
 
 @on_ranks(3, env={"ACCELERATE_HANG_REPORT": "2"})
-def test_what_a_rank_does_that_the_others_wait_for(tmp_path):
-    """Also: who waits for a message, the end of a stand-still, and the files with the stacks."""
+def test_where_the_ranks_are_that_do_not_come(tmp_path):
+    """Rank 2 does not come to a collective until the report of rank 0 is out.
+
+    Also: the end of a stand-still, the files with the stacks, and that a call of the system is not interrupted.
+    """
     accelerator = Accelerator(cpu=True)
     rank, late = accelerator.process_index, 2
-    store = dist.distributed_c10d._get_default_store().clone()
+    model = accelerator.prepare(torch.nn.Linear(4, 1))
+    store = dist.group.WORLD.get_group_store().clone()
     store.set(f"test/pid/{rank}", str(os.getpid()))
     accelerator.wait_for_everyone()
     tempfile.tempdir = str(tmp_path)
@@ -151,26 +72,19 @@ def test_what_a_rank_does_that_the_others_wait_for(tmp_path):
     handler.emit = note
     logging.getLogger(hang_watch.__name__).addHandler(handler)
 
-    def receive():
-        if rank == late:
-            dist.send(torch.ones(1), 0)
-            dist.send(torch.ones(1), 1)
-        else:
-            work = dist.irecv(torch.ones(1), late)
-            work.wait()
+    def gather():
+        accelerator.gather(torch.ones(2))
 
     pid = int(store.get(f"test/pid/{late}"))
-    gather = ("`accelerator.gather`", lambda: accelerator.gather(torch.ones(2)))
+
+    def backward():
+        accelerator.backward(model(torch.ones(1, 4)).sum())
+
     scenes = [
-        (doze, f"The run waits: rank 2 is still active in `doze` ({__file__}:", *gather),
-        (lock, f"The run waits: rank 2 is in `lock` ({__file__}:", *gather),
-        (
-            stop,
-            f"The run stands still: rank 2 is stopped (process {pid}): SIGSTOP, or a debugger; ",
-            *gather,
-        ),
-        (hold, f"The run stands still: rank 2 is in a call that holds the interpreter lock ({__file__}:", *gather),
-        (wait, f"The run stands still: rank 2 is in `wait` ({__file__}:", "a collective", receive),
+        (compute, rf"has waited \d s: rank 2 is in `compute` \({__file__}:", "`gather`", gather),
+        (wait, r"has waited \d s: rank 2 .* 0\.\d s of CPU time", "all_reduce of `accelerator.backward`", backward),
+        (wait, r"has waited \d s: rank 2 is in `wait`", "`gather`", gather),
+        (stop, rf"stands still for \d s: rank 2 is stopped \(process {pid}\): SIGSTOP", "`gather`", gather),
     ]
     for number, (how, words, place, collective) in enumerate(scenes):
         key, reports, told = f"test/{number}", [], threading.Event()
@@ -191,23 +105,63 @@ def test_what_a_rank_does_that_the_others_wait_for(tmp_path):
             # Rank 2 may be let go on before the report is out.
             assert told.wait(60)
             (text,) = reports
-            assert text.startswith(words), text
-            assert re.search(rf"ranks 0, 1 have waited \d s in {re.escape(f'{place} ({__file__}')}:", text), text
-            assert ("mostly asleep" in text) == (how is doze) and ("other threads compute" in text) == (how is lock)
+            assert re.match(f"The run {words}", text), text
+            assert re.search(rf"ranks 0, 1 wait in {place} \({re.escape(__file__)}:", text), text
+            assert "Every rank must call" not in text
+            if number == 2:
+                folder = Path(text.rpartition("of each rank: ")[2].removesuffix(" (on its machine)"))
+                assert folder.parent == tmp_path
+                pages = [(folder / f"rank_0000{rank}.txt").read_text() for rank in range(3)]
+                assert all(f"  gather float32 [2]  {__file__}:" in page for page in pages), pages
+                assert f'File "{__file__}"' in pages[1] and " in gather" in pages[1] and " in wait" in pages[2], pages
+        elif rank == 1:
+            assert reports == []
     if rank == late:
         store.wait(["test/over"])
     elif rank == 0:
         assert over.wait(60), ends
         store.set("test/over", "yes")
-        folder = Path(text.rpartition("of each rank: ")[2].removesuffix(" (on its machine)"))
-        assert folder.parent == tmp_path
-        pages = [(folder / f"rank_0000{number}.txt").read_text() for number in range(3)]
-        assert all(f"  gather float32 [2]  {__file__}:" in page for page in pages), pages
-        assert "Thread MainThread, most recent call last:" in pages[1] and "work.wait()" in pages[1], pages[1]
-        assert ", in wait\n    store.wait([key])" in pages[2], pages[2]
+    hang_watch.on_report[:] = [lambda text: ends.append(text)]
+    count = len(ends)
+    if rank == late:
+        child(store, "")
     accelerator.wait_for_everyone()
-    assert hang_watch._Watch.running.limit == 2
+    assert len(ends) == count, ends
     accelerator.end_training()
+    left = [path for path in tmp_path.glob("accelerate-hang-*") if (path / f"rank_0000{rank}.txt").exists()]
+    assert left == []
+    assert hang_watch.HangWatch.running is None
+    assert "accelerate-hang-watch" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_a_mismatch_is_explained_and_ends_by_the_limit():
+    """examples/debugging/hang.py: a collective under an `if`."""
+    # The timeout comes before a second report.
+    limits = {"ACCELERATE_HANG_REPORT": "4", "ACCELERATE_COLLECTIVE_TIMEOUT": "7"}
+    first, second = run_ranks(EXAMPLES / "hang.py", 2, env=limits, check=False, timeout=60)
+    # Rank 0 reports, unless its thread is late.
+    report, silent = (first, second) if "stands still" in first.stderr else (second, first)
+    assert "stands still" not in silent.stderr, silent.stderr
+    assert (first.returncode, second.returncode) == (1, 1), (first, second)
+    for words in (
+        "rank 0 waits in `reduce` (",
+        "rank 1 waits in all_reduce of `accelerator.backward` (",
+        "differs: reduce of float32 [] on rank 0, all_reduce of float32 [9] on rank 1",
+        "Every rank must call the same collectives in the same order",
+    ):
+        assert words in report.stderr, report.stderr
+    words = "CommunicationError: rank 0: the connection to another rank failed in `reduce`"
+    assert words in first.stderr, first.stderr
+    # One rank is a batch ahead because of the mistake.
+    assert "Uneven batches?" not in first.stderr + second.stderr
+
+
+@pytest.mark.thorough
+def test_a_slow_rank_does_not_end_the_run():
+    """examples/debugging/straggler.py."""
+    first, _ = run_ranks(EXAMPLES / "straggler.py", 2, env={"ACCELERATE_HANG_REPORT": "2"}, timeout=60)
+    assert re.search(r"The run has waited \d s: rank 1 is in `augment` \(", first.stderr), first.stderr
+    assert "trained 8 steps" in first.stdout
 
 
 MISMATCH = """
@@ -215,7 +169,7 @@ import os, sys, torch, torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.runtime import hang_watch
 accelerator = Accelerator(cpu=True)
-hang_watch.on_report.append(lambda text: (print(hang_watch._Watch.running.limit, text, flush=True), os._exit(7)))
+hang_watch.on_report.append(lambda text: (print(hang_watch.HangWatch.running.limit, text, flush=True), os._exit(7)))
 if accelerator.process_index == 0:
     accelerator.gather(torch.ones(4))
 else:
@@ -237,7 +191,7 @@ def test_a_mismatch_is_reported_long_before_the_limit():
 @on_ranks(2)
 def test_the_limit_and_the_end_of_the_watch():
     accelerator = Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=90))])
-    watch = hang_watch._Watch.running
+    watch = hang_watch.HangWatch.running
     # The report, with the time for two looks and the answers, comes within a minute, and before the timeout.
     assert watch.limit == 45 and hang_watch.LIMIT + 4 * hang_watch.INTERVAL + 3 <= 60
     accelerator.wait_for_everyone()
@@ -247,7 +201,7 @@ def test_the_limit_and_the_end_of_the_watch():
     accelerator.wait_for_everyone()
     if rank == 0:
         # As a failed process that hosts the store.
-        hang_watch.announce_end(dist.distributed_c10d._get_default_store())
+        hang_watch.announce_end(dist.group.WORLD.get_group_store())
     watch._thread.join(30)
     assert not watch._thread.is_alive()
     accelerator.end_training()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`accelerate launch` on this machine: real processes, failures, signals, ports."""
 
+import ast
 import json
 import os
 import signal
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import pytest
 
@@ -259,9 +261,8 @@ def test_twenty_launches_at_once(tmp_path):
     ("options", "told"),
     [
         (["--num_proceses", "2"], "did you mean --num_processes"),
-        (["--num_processes", "0"], "at least 1 process"),
+        (["--num_processes", "0"], "is out of range: use 1"),
         (["--num_processes", "two"], "not an integer"),
-        (["--cpu", "--num_processes", "65000"], "are free: at most"),
         (["--mixed_precision", "bf61"], "did you mean bf16"),
         (["--cpu", "--multi_gpu"], "contradict"),
         (["--config_file", "/no/such/file.yaml"], "does not exist"),
@@ -289,10 +290,100 @@ def test_one_requested_process_is_no_rank_of_an_mpirun_that_started_the_shell(la
     script = "import os; print('rank', os.environ.get('OMPI_COMM_WORLD_RANK'))"
     assert "rank 1" in launch(script, "--cpu").stdout
     done = launch(script, "--cpu", "--num_processes", "1")
-    assert "rank None" in done.stdout and "OMPI_COMM_WORLD_SIZE=2 is set, and one process was requested" in done.stderr
+    assert "rank None" in done.stdout and "OMPI_COMM_WORLD_SIZE is set, and one process was requested" in done.stderr
+
+
+def test_a_launch_inside_of_a_rank_is_another_run(launch):
+    source = """
+        import os, subprocess, sys
+        settings = ("ACCELERATE_USE_FSDP", "ACCELERATE_MIXED", "FSDP")
+        prefixes = (*settings, "MASTER", "TORCHEL", "RANK", "WORLD_SIZE")
+        if sys.argv[1:]:
+            print("inner", {name: text for name, text in os.environ.items() if name.startswith(prefixes)})
+        elif os.environ["RANK"] == "1":
+            command = [sys.executable, "-m", "accelerate.commands.main", "launch", "--cpu"]
+            for options in ((), ("--num_processes", "2", "--mixed_precision", "bf16")):
+                subprocess.run([*command, *options, __file__, "again"], check=True)
+    """
+    options = ("--cpu", "--num_processes", "2", "--use_fsdp", "--mixed_precision", "fp16", "--max_restarts", "1")
+    done = launch(source, *options, timeout=120)
+    assert done.returncode == 0, done.stderr
+    alone, *pair = [ast.literal_eval(line.removeprefix("inner ")) for line in done.stdout.splitlines()]
+    assert alone == {"ACCELERATE_MIXED_PRECISION": "no"}
+    assert {"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"} < pair[0].keys()
+    for variables in pair:
+        assert not any(name.startswith(("ACCELERATE_USE_FSDP", "FSDP", "TORCHEL")) for name in variables)
+        assert variables["ACCELERATE_MIXED_PRECISION"] == "bf16" and variables["WORLD_SIZE"] == "2"
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_an_option_of_the_launch_after_the_script_is_named_if_the_script_refuses_it(launch, processes):
+    source = """
+        import argparse, sys
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--mixed_precision")
+        parser.parse_args()
+    """
+    options = ("--cpu", "--num_processes", str(processes))
+    done = launch(source, *options, args=("--mixed_precision", "bf16", "--num_machines=2"))
+    assert done.returncode == 2
+    assert done.stderr.count("got --mixed_precision, --num_machines=2, which are options of the launch") == 1, (
+        done.stderr
+    )
+    done = launch(source, *options, args=("--mixed_precision", "bf16"))
+    assert done.returncode == 0 and len(done.stderr.splitlines()) == 1, done.stderr
+
+
+def test_an_attribute_of_the_model_inside_of_ddp_has_its_remedy(launch):
+    source = """
+        import torch
+        from accelerate import Accelerator
+        model = Accelerator().prepare(torch.nn.Linear(2, 2))
+        model.weight
+    """
+    done = launch(source, "--cpu", "--num_processes", "2", timeout=120)
+    assert done.returncode == 1
+    assert "use accelerator.unwrap_model(model).weight" in done.stderr, done.stderr
 
 
 def test_dry_run_starts_nothing(launch):
     done = launch("raise SystemExit('started')", "--cpu", "--num_processes", "2", "--dry_run")
     assert done.returncode == 0
     assert "export RANK=1" in done.stdout and "export ACCELERATE_USE_CPU=true" in done.stdout
+
+
+def test_output_to_a_full_disk_is_an_error(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("print('figures')\n")
+    for command in ([*COMMAND, "-q", "--cpu", "--num_processes", "2", str(script)], [*COMMAND[:-1], "config", "-h"]):
+        with open("/dev/full", "w") as full:
+            done = subprocess.run(command, env=environment(tmp_path), stdout=full, stderr=subprocess.PIPE, text=True)
+        assert done.returncode == 1 and done.stderr.count("No space left") == 1, done.stderr
+        assert len(done.stderr.splitlines()) == 1, done.stderr
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="makes a network namespace")
+def test_a_machine_without_its_own_address_is_an_error(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("raise SystemExit('started')\n")
+    command = ["unshare", "-n", *COMMAND, "-q", "--cpu", "--num_processes", "2", str(script)]
+    done = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, timeout=100)
+    if done.stderr.startswith("unshare"):
+        pytest.skip("no namespaces here")
+    assert done.returncode == 2 and "127.0.0.1 is not an address of this machine" in done.stderr, done.stderr
+
+
+def test_the_folder_of_a_killed_launcher_is_removed_by_the_next_launch(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import os, time\nprint(os.environ['ACCELERATE_STATUS_DIR'], flush=True)\ntime.sleep(60)\n")
+    folders = []
+    for number in (signal.SIGKILL, signal.SIGTERM):
+        launcher = subprocess.Popen(
+            [*COMMAND, "--cpu", "--num_processes", "2", str(script)],
+            env=environment(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        )  # fmt: skip
+        folders.append(Path(launcher.stdout.readline().strip()))
+        assert folders[-1].is_dir() and (len(folders) == 1 or not folders[0].exists())
+        launcher.send_signal(number)
+        launcher.communicate(timeout=40)
+    assert not folders[1].exists()

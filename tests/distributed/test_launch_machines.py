@@ -75,8 +75,8 @@ def test_a_failure_on_one_machine_stops_both(machines, meeting):
 @pytest.mark.parametrize(
     ("first", "second", "told"),
     [
-        (["--num_processes", "2"], ["--num_processes", "4"], "started with --num_processes 4, machine 0"),
-        (["--num_processes", "2"], ["--num_processes", "3", "--num_machines", "3"], "started with --num_machines 3"),
+        (["--num_processes", "2"], ["--num_processes", "4"], "has --num_processes 4, machine 0"),
+        (["--num_processes", "2"], ["--num_processes", "3", "--num_machines", "3"], "has --num_machines 3"),
         (*(["--num_processes", "3", "--num_machines", "3"],) * 2, "two machines"),
     ],
 )  # fmt: skip
@@ -88,13 +88,42 @@ def test_machines_that_disagree_are_told_so_on_each(machines, meeting, first, se
         assert code == 2 and told in errors and "Traceback" not in errors
 
 
-def test_a_missing_machine_is_named(machines, meeting):
+def test_launchers_that_cannot_connect_start_their_ranks(machines, meeting):
+    """The ranks then find each other, or not, at MASTER_ADDR and MASTER_PORT."""
     options = [*meeting, "--num_processes", "2", "--rdzv_conf", "join_timeout=1"]
-    for own, told in ((RANKS[0], "machine 1 of 2 did not appear"), (RANKS[1], "machine 0 at 127.0.0.1")):
-        ((code, _, errors),) = machines(REPORT, [own], *options)
-        assert code == 1 and told in errors and "Traceback" not in errors
+    for own, told in ((RANKS[0], "machine 1 of 2 did not connect"), (RANKS[1], "no connection to the launcher of")):
+        ((code, output, errors),) = machines(REPORT, [own], *options)
+        assert code == 0 and told in errors and output == f"{own[1]} 0 2 127.0.0.1\n" and "Traceback" not in errors
     ((code, _, errors),) = machines(REPORT, [RANKS[1]], *options, "--main_process_ip", "no.such.host.invalid")
     assert code == 2 and "does not resolve" in errors
+
+
+def test_ranks_of_another_program_take_part(machines, meeting, tmp_path):
+    """The other machine has no launcher: its rank is started with torch's variables."""
+    source = """
+    import os, torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    print(dist.get_rank(), total.item())
+    dist.barrier()
+    dist.destroy_process_group()
+    """
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(source))
+    variables = {
+        "RANK": "1",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": meeting[-1],
+    }
+    other = subprocess.Popen(
+        [sys.executable, str(script)], env={**os.environ, **variables}, stdout=subprocess.PIPE, text=True
+    )
+    ((code, output, errors),) = machines(source, RANKS[:1], *meeting, "--num_processes", "2")
+    assert (code, output) == (0, "0 2.0\n") and "not a launcher" in errors, errors
+    assert other.communicate(timeout=60)[0] == "1 2.0\n"
 
 
 @pytest.fixture

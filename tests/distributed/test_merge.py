@@ -151,6 +151,3 @@ def test_what_is_no_sharded_model_is_told(saved, tmp_path, capsys):
     assert "the shards of an optimizer" in refused(capsys, saved / "run" / "optimizer_0", tmp_path / "out")
     (tmp_path / "file").write_text("")
     assert "is a file" in refused(capsys, saved / "run", tmp_path / "file")
-    (tmp_path / "local").mkdir()
-    (tmp_path / "local" / "pytorch_model_fsdp_rank0.bin").write_text("")
-    assert "LOCAL_STATE_DICT" in refused(capsys, tmp_path / "local", tmp_path / "out")

@@ -41,14 +41,30 @@ def test_every_process_knows_its_place(start, tmp_path):
     source = """
     import os, sys
     names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE CUDA_VISIBLE_DEVICES HF_OF_MINE"
+    names += " HF_TOKEN WANDB_API_KEY"
     print(*(os.environ.get(name) for name in names.split()), sys.argv[1], os.path.basename(os.getcwd()))
     """
-    launch = start(source, 4, "--num_machines", 2, "--tee", 1, "--log_dir", "logs", HF_OF_MINE="yes")
+    launch = start(
+        source,
+        4,
+        "--num_machines",
+        2,
+        "--tee",
+        1,
+        "--log_dir",
+        "logs",
+        "--env",
+        "WANDB_API_KEY",
+        HF_OF_MINE="yes",
+        HF_TOKEN="a",
+        WANDB_API_KEY="b",
+    )
     code, output, errors = end(launch)
     assert code == 0, errors
     # A device of its own each, seen among all of its machine: that of its local rank.
     assert sorted(output.splitlines()) == [
-        f"[rank{rank}]: {rank} 4 {rank % 2} 2 {rank // 2} 2 0,1 yes an argument {tmp_path.name}" for rank in range(4)
+        f"[rank{rank}]: {rank} 4 {rank % 2} 2 {rank // 2} 2 0,1 yes None b an argument {tmp_path.name}"
+        for rank in range(4)
     ]
     (folder,) = (tmp_path / "logs").iterdir()
     assert (folder / "rank_3" / "stdout.log").read_text().startswith("3 4 1 2 1 2")
@@ -104,7 +120,6 @@ def test_a_lost_worker_is_a_failure(start):
         ([2, "--cpu", "--num_cpu_threads_per_process", 3], "with 3 CPU each do not fit"),
         ([2, "--ray_address", "127.0.0.1:9"], "no Ray cluster answers at 127.0.0.1:9"),
         ([2, "--ray_address", "somewhere"], "is not an address of a Ray cluster: host:port"),
-        ([2, "--main_process_ip", "10.0.0.1"], "leave out main_process_ip"),
     ],
 )
 def test_what_cannot_be_is_one_line(start, options, told):

@@ -9,7 +9,7 @@ import time
 
 import pytest
 from cases import cases
-from engines import EARLY, LAUNCH, environment
+from engines import EARLY, LAUNCH, ROOT, environment
 
 
 def start(tmp_path, slurm, *arguments):
@@ -35,17 +35,8 @@ def test_ranks_on_two_nodes_cooperate(slurm, tmp_path):
             """
         )
     )
-    options = [
-        "--num_machines",
-        2,
-        "--num_processes",
-        2,
-        "--mixed_precision",
-        "bf16",
-        "--num_cpu_threads_per_process",
-        1,
-    ]
-    launch = start(tmp_path, slurm, *options, script)
+    options = ["--mixed_precision", "bf16", "--num_cpu_threads_per_process", 1]
+    launch = start(tmp_path, slurm, "--num_machines", 2, "--num_processes", 2, *options, script)
     output, errors = launch.communicate(timeout=100)
     assert launch.returncode == 0, output + errors
     assert sorted(output.splitlines()) == ["0: 0 2 3.0 n1 bf16", "1: 1 2 3.0 n2 bf16"]
@@ -78,7 +69,7 @@ def test_inside_an_allocation_the_failing_rank_is_named(slurm, tmp_path):
 
 @pytest.mark.parametrize("inside", cases([True, False], thorough=[True]))
 def test_a_rank_that_ends_too_early_without_an_error_is_named(slurm, tmp_path, inside):
-    """In an allocation the launcher reads the ranks' output itself; outside it follows the job's log."""
+    """Outside an allocation this is in the job's log, which the launcher prints."""
     script = tmp_path / "early.py"
     script.write_text(EARLY.format(early=1))
     options = ["-q", "--engine", "slurm", "--cpu", "--num_machines", 2, "--num_processes", 2, script]
@@ -86,7 +77,8 @@ def test_a_rank_that_ends_too_early_without_an_error_is_named(slurm, tmp_path, i
     env = environment(tmp_path / "home", **slurm)
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100)
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "rank 1 failed: it ended with exit code 0 while rank 0 still needed it" in done.stderr, done.stderr
+    told = done.stderr if inside else done.stdout
+    assert "rank 1 failed: it ended with exit code 0 while rank 0 still needed it" in told, done.stdout + done.stderr
     assert " ended, code " not in done.stdout + done.stderr
 
 
@@ -102,3 +94,39 @@ def test_an_interrupt_cancels_the_job(slurm, tmp_path):
     while subprocess.run(["squeue", "-h"], env={**os.environ, **slurm}, capture_output=True, text=True).stdout.strip():
         assert time.monotonic() < deadline, "the job goes on"
         time.sleep(0.2)
+
+
+def submit(tmp_path, slurm, name, *options, arguments=()):
+    """A ready batch file, on two nodes without GPUs and with one rank each. Returns the job and its log."""
+    path = f"{os.path.dirname(LAUNCH[0])}{os.pathsep}{os.environ['PATH']}"
+    variables = {"SCRIPT": f"{ROOT}/examples/clusters/train.py", "OUTPUT": str(tmp_path / "run"), "PROCESSES": "1"}
+    env = environment(tmp_path / "home", **slurm, **variables, PATH=path)
+    small = ["--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1", f"--output={tmp_path}/job.log"]
+    command = ["sbatch", "--parsable", *small, *options, f"{ROOT}/examples/clusters/{name}.sbatch", *arguments]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip(), tmp_path / "job.log", env
+
+
+def wait_for(condition, log, seconds=90):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, log.read_text() if log.exists() else "no log"
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("name", cases(["launch", "torchrun"], thorough=["torchrun"]))
+def test_the_batch_files_of_the_examples_train(slurm, tmp_path, name):
+    _, log, _ = submit(tmp_path, slurm, name, arguments=["--epochs", "2"])
+    wait_for(lambda: log.exists() and "checkpoint_1: epoch 2" in log.read_text(), log)
+    assert log.read_text().count("epoch 1: accuracy") == 2  # on each node
+
+
+def test_a_batch_file_goes_back_to_the_queue_and_resumes(slurm, tmp_path):
+    job, log, env = submit(tmp_path, slurm, "launch", arguments=["--epochs", "100000"])
+    wait_for(lambda: (tmp_path / "run/checkpoints/checkpoint_1").exists(), log)
+    subprocess.run(["scancel", "--batch", "--signal=USR1", job], env=env, check=True, timeout=20)
+    try:
+        wait_for(lambda: "accelerate: resumed" in log.read_text(), log)
+    finally:
+        subprocess.run(["scancel", job], env=env, timeout=20)

@@ -28,3 +28,13 @@ def example():
 def script():
     """A function from an example's name to its path."""
     return lambda name: EXAMPLES / f"{name}.py"
+
+
+@pytest.fixture
+def logs_no_mistake():
+    """A function that checks what ranks have printed: none has logged a mistake, as the checks of first steps do."""
+
+    def check(outputs):
+        assert not [line for output in outputs for line in output.stderr.splitlines() if line.startswith("[RANK ")]
+
+    return check

@@ -5,6 +5,7 @@ import contextlib
 import importlib
 import io
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -14,20 +15,23 @@ FOLDER = Path(__file__).parents[2] / "examples" / "big_model"
 
 
 @pytest.mark.thorough
-def test_plan(example, monkeypatch, capsys):
-    pytest.importorskip("transformers")
-    monkeypatch.setattr(sys, "argv", ["plan.py", "--machine", "2x1GB", "--batch", "8x64"])
-    example("big_model/plan").main()
-    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+def test_plan():
+    command = [sys.executable, FOLDER / "plan.py", "--machine", "2x1GB", "--batch", "8x64"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    lines = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
+    assert not done.stderr, done.stderr
     assert {"ddp", "fsdp", "fsdp+ckpt"} <= {name for name, text in lines.items() if text.endswith(", fits")}
 
 
 @pytest.fixture
-def printed(ranks):
+def printed(ranks, logs_no_mistake):
     """A function that runs an example on ranks, and returns what rank 0 printed."""
 
     def run(name, nproc, *arguments):
-        return ranks(nproc).run(run_example, name, arguments, env={"ACCELERATE_USE_CPU": "true"})[0]
+        case = ranks(nproc)
+        texts = case.run(run_example, name, arguments, env={"ACCELERATE_USE_CPU": "true"})
+        logs_no_mistake(case.outputs)
+        return texts[0]
 
     return run
 

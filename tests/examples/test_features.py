@@ -18,16 +18,26 @@ if SKLEARN is None:
     pytest.skip("scikit-learn is not installed", allow_module_level=True)
 
 PRELOADED = ("accelerate.tracking", "torch.nn.parallel.distributed")
-EXACT = ["cross_validation", "early_stopping", "gradient_weights", "inference", "metrics", "text_classification"]
+EXACT = [
+    "cross_validation",
+    "early_stopping",
+    "ema",
+    "gradient_weights",
+    "inference",
+    "metrics",
+    "text_classification",
+]
 
 
 @pytest.fixture
-def table(ranks, script):
+def table(ranks, script, logs_no_mistake):
     """A function that runs an example on ranks, and returns the lines that rank 0 printed."""
 
     def run(name, nproc, *arguments):
         path = script(f"features/{name}")
-        outputs = ranks(nproc).run(printed, path, *arguments, env={"ACCELERATE_USE_CPU": "true"})
+        case = ranks(nproc)
+        outputs = case.run(printed, path, *arguments, env={"ACCELERATE_USE_CPU": "true"})
+        logs_no_mistake(case.outputs)
         assert not any(outputs[1:])
         return outputs[0].splitlines()
 
@@ -62,6 +72,14 @@ def test_token_weights_are_exact_with_accumulation(table):
     columns = list(zip(*(map(float, row.split()[1:]) for row in rows), strict=True))
     assert columns[0] == columns[1] == columns[2]
     assert columns[0][0] > 5.5 and columns[0][-1] < 3.5
+
+
+def test_steps_that_are_not_finite(ranks, script):
+    path = script("features/non_finite")
+    one, two = (ranks(nproc).run(printed, path, env={"ACCELERATE_USE_CPU": "true"})[0] for nproc in (1, 2))
+    assert one == two
+    _, ignored, skipped = (line.split() for line in one.splitlines())
+    assert ignored[3] == "nan" and skipped[2] == "9" and float(skipped[4]) > 0.85
 
 
 def test_early_stopping_stops_early(table):

@@ -102,11 +102,12 @@ def test_an_id_of_the_hub_is_passed_on_and_an_unknown_one_is_told(text, monkeypa
 
 
 @pytest.mark.timeout(300)
-def test_a_run_on_a_csv_beats_the_commonest_label(script, model, reviews, tmp_path):
+def test_a_run_on_a_csv_beats_the_commonest_label(script, model, reviews, tmp_path, logs_no_mistake):
     options = ["--csv", reviews, "--model", model, "--cpu"]
     options += ["--text_column", "said", "--label_column", "kind", "--output_dir", tmp_path / "out"]
     options += ["--epochs", 6, "--batch_size", 4, "--lr", 0.01]
     (done,) = run_ranks(script("finetune_text"), 1, *options, timeout=280)
+    logs_no_mistake([done])
     assert "57 for training, 15 for testing, 2 labels" in done.stdout
     assert "66.7%" in done.stdout  # always "praise"
     assert "100.0%, +33.3 points over it" in done.stdout

@@ -64,8 +64,10 @@ def expected(tmp_path_factory):
 @pytest.mark.parametrize(
     "layout", [pytest.param(name, marks=pytest.mark.thorough if name in REPEATED else ()) for name in LAYOUTS]
 )
-def test_own_model(layout, expected, ranks):
-    ranks(4).run(check, layout, "own", expected("own"), env={"ACCELERATE_USE_CPU": "true"})
+def test_own_model(layout, expected, ranks, logs_no_mistake):
+    case = ranks(4)
+    case.run(check, layout, "own", expected("own"), env={"ACCELERATE_USE_CPU": "true"})
+    logs_no_mistake(case.outputs)
 
 
 @pytest.mark.thorough

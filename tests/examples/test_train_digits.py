@@ -20,8 +20,9 @@ def test_the_split_holds_a_fifth_of_each_class_out(example):
 
 
 @pytest.mark.timeout(300)
-def test_it_reads_held_out_digits(script):
+def test_it_reads_held_out_digits(script, logs_no_mistake):
     (done,) = run_ranks(script("train_digits"), 1, "--epochs", 8, "--cpu", timeout=280)
+    logs_no_mistake([done])
     assert "1,437 digits, 8 epochs, 360 steps" in done.stdout
     right, of = re.search(r"\((\d+) of (\d+)\)", done.stdout).groups()
     assert of == "360"

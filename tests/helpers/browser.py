@@ -158,9 +158,10 @@ class Browser:
             time.sleep(0.02)
         return found
 
-    def size(self, width: int, height: int, mobile: bool = False) -> None:
-        """Set the size of the window, in CSS pixels."""
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=mobile)
+    def size(self, width: int, height: int, mobile: bool = False, scale: float = 1) -> None:
+        """Set the size of the window in CSS pixels, and how many pixels of a picture one of them is wide."""
+        metrics = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": mobile}
+        self.call("Emulation.setDeviceMetricsOverride", **metrics)
 
     def dark(self, on: bool) -> None:
         """Set the colour scheme that the system prefers."""

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 PYTHON = [sys.executable, "-m"]
 LAUNCH = [*PYTHON, "accelerate.commands.main", "launch"]
 # Four optimizer steps of a very small model.
-SIZES = {"layers": 1, "width": 16, "heads": 2, "context": 32, "eval_windows": 8, "sample_bytes": 1}
+SIZES = {"layers": 1, "width": 16, "heads": 2, "eval_samples": 8}
 STEPS = {"max_steps": 4, "warmup": 2, "accumulate": 2}
 TINY = [word for name, value in {**STEPS, **SIZES}.items() for word in (f"--{name}", str(value))]
 

@@ -33,9 +33,11 @@ def free_port() -> int:
 class Launch:
     """A running `accelerate launch` whose words are read as they come. Killed at the end of the block."""
 
-    def __init__(self, home: Path, *arguments: object, prefix: Sequence[str] = ()) -> None:
+    def __init__(
+        self, home: Path, *arguments: object, prefix: Sequence[str] = (), program: Sequence[str] | None = None
+    ) -> None:
         self.process = subprocess.Popen(
-            [*prefix, *LAUNCH, *map(str, arguments)],
+            [*prefix, *(LAUNCH if program is None else program), *map(str, arguments)],
             env=clean_environment(home), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
         self.lines: list[str] = []

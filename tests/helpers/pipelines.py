@@ -67,6 +67,11 @@ def batches(steps, padded):
         yield tokens[:, :-1], labels
 
 
+def counted(tokens, labels):
+    """The items of a loss that is a mean over all labels but -100."""
+    return (labels != -100).sum()
+
+
 def loss_of(model, tokens, labels, inside):
     if inside:
         output = model(tokens, labels=labels)
@@ -152,6 +157,6 @@ def refused(make, options, named, call=None, *objects):
 
 
 def runs_in_schedule(run, model, kind=None):
-    built = [schedule for schedule, _ in run.prepared_model(model).stages.schedules._built.values()]
+    built = list(run.prepared_model(model).stages.schedules._built.values())
     assert built, "every batch went in GPipe's order"
     assert kind is None or {type(schedule) for schedule in built} == {kind}, built

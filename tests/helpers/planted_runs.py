@@ -91,3 +91,16 @@ def planted_run(
         values = {"eval/accuracy": 1 - np.exp(-at / steps * 3) * 0.9, "eval/loss": 1.5 + np.exp(-at / steps * 4)}
         write_lines(folder / "values.jsonl", {"time": times[at], "step": at + 1, "values": values})
     return folder
+
+
+def unpacked(data):
+    """What `accelerate.monitor.page_data.packed` has packed."""
+    length = int.from_bytes(data[:4], "little")
+
+    def array(found):
+        if set(found) == {"at", "shape"}:
+            start = 4 + length + 4 * found["at"]
+            return np.frombuffer(data, "<f4", int(np.prod(found["shape"])), start).reshape(found["shape"])
+        return found
+
+    return json.loads(data[4 : 4 + length], object_hook=array)

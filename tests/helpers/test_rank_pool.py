@@ -3,13 +3,10 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import random
 import signal
-import subprocess
 import sys
-import textwrap
 import time
 import warnings
 from pathlib import Path
@@ -18,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from rank_pool import RankFailure, Ranks, on_ranks
+from rank_pool import RankFailure, on_ranks
 
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
@@ -47,23 +44,6 @@ def test_results_come_in_rank_order(ranks, nproc, fresh):
     results = ranks(nproc, fresh=fresh).run(moved, Point(1), torch.ones(3), times=2)
     assert [rank for rank, _, _ in results] == list(range(nproc))
     assert all(point.x == 3 and torch.equal(by, torch.full((3,), 2.0)) for _, point, by in results)
-
-
-def test_functions_and_arguments_that_cannot_be_sent(ranks):
-    def inner() -> None: ...
-
-    with pytest.raises(TypeError, match="top level of its module"):
-        ranks(1).run(inner)
-    with pytest.raises(TypeError, match="must be picklable"):
-        ranks(1).run(moved, lambda: 0)
-    with pytest.raises(RankFailure, match="pickle"):
-        ranks(1).run(returns_a_function)
-    with pytest.raises(ValueError, match="1 to 4"):
-        ranks(5)
-
-
-def returns_a_function():
-    return lambda: 0
 
 
 def fails_on(rank: int, value: int) -> None:
@@ -155,20 +135,6 @@ def test_a_rank_can_skip(ranks):
         ranks(2).run(skips)
 
 
-def prints() -> None:
-    print("out of", PartialState(cpu=True).process_index)
-    os.write(2, b"past Python\n")
-
-
-def test_output_is_kept_and_shown(ranks, capsys):
-    two = ranks(2)
-    two.run(prints)
-    assert [output.stdout for output in two.outputs] == ["out of 0\n", "out of 1\n"]
-    assert all("past Python" in output.stderr for output in two.outputs)
-    shown = capsys.readouterr()
-    assert "--- rank 1\nout of 1\n" in shown.out and "past Python" in shown.err
-
-
 def leave_traces() -> None:
     """Change whatever a case may change, with a group that is not left."""
     accelerator = Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=3)
@@ -223,112 +189,6 @@ def test_the_environment_is_that_of_the_test_and_what_a_case_adds(ranks, monkeyp
     assert ranks(1).run(variables, *names) == [["kept", "gone", None, None, None, None]]
 
 
-def other_processes() -> int:
-    """Start a process that outlives the rank, should nobody end it."""
-    return subprocess.Popen(["sleep", "600"]).pid
-
-
-def test_what_a_rank_has_started_ends_with_it(ranks):
-    (pid,) = ranks(1).run(other_processes)
-    deadline = time.monotonic() + 10
-    while is_alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not is_alive(pid)
-
-
-def test_a_run_ends_before_the_test_does(rank_pool, tmp_path):
-    one = Ranks(rank_pool, 2, deadline=time.monotonic() + 2)
-    with pytest.raises(RankFailure, match=r"did not return within [12](\.\d)? s"):
-        one.run(hangs, "python", tmp_path, timeout=100)
-
-
-CASES = """
-import ctypes, functools, os, time
-from pathlib import Path
-
-import pytest
-from accelerate.state import PartialState
-
-def case(what, folder):
-    rank = PartialState(cpu=True).process_index
-    (Path(folder) / f"{what}-{rank}").write_text(str(os.getpid()))
-    if what == "hangs" and rank:
-        time.sleep(600)
-    if what in ("crashes", "crashes once") and rank and not (Path(folder) / "crashed").exists():
-        (Path(folder) / "crashed").write_text("") if what == "crashes once" else None
-        # A thread that Python knows nothing of, at an address that is not mapped.
-        ctypes.CDLL(None).pthread_create(ctypes.byref(ctypes.c_ulong()), None, ctypes.c_void_p(16), None)
-        time.sleep(600)
-    assert what != "fails" or rank == 0
-
-HANGS = pytest.param("hangs", marks=pytest.mark.timeout(16))
-
-@pytest.mark.parametrize("what", ["passes", "fails", HANGS, "passes again", "crashes", "crashes once"])
-def test_case(ranks, what, tmp_path_factory):
-    ranks(2).run(case, what, FOLDER)
-"""
-
-
-def suite(folder: Path) -> list[str]:
-    here = Path(__file__).parents[1]
-    (folder / "test_cases.py").write_text(textwrap.dedent(CASES).replace("FOLDER", repr(str(folder))))
-    (folder / "conftest.py").write_text((here / "conftest.py").read_text())
-    (folder / "pytest.ini").write_text(f"[pytest]\npythonpath = {here / 'helpers'}\ntimeout = 60\n")
-    return [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-rA", str(folder)]
-
-
-@pytest.mark.thorough
-def test_in_a_run_of_pytest_each_case_has_its_name_and_its_report(tmp_path):
-    done = subprocess.run(
-        suite(tmp_path),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=tmp_path,
-        env={**os.environ, "COLUMNS": "200"},
-    )
-    assert "3 failed, 3 passed" in done.stdout, done.stdout + done.stderr
-    assert "PASSED test_cases.py::test_case[passes again]" in done.stdout
-    assert "FAILED test_cases.py::test_case[fails] - rank_pool.RankFailure: rank 1 of 2 failed" in done.stdout
-    assert "FAILED test_cases.py::test_case[hangs] - rank_pool.RankFailure: ranks 1 of 2 did not" in done.stdout
-    assert "Timeout (>" not in done.stdout
-    # A crash in a native thread is repeated once, and shown with the thread's stack.
-    assert "PASSED test_cases.py::test_case[crashes once]" in done.stdout
-    assert "FAILED test_cases.py::test_case[crashes] - rank_pool.RankFailure: rank 1 of 2 was ended by" in done.stdout
-    warned = done.stdout.partition("warnings summary")[2]
-    assert warned.count("UserWarning: rank 1 of 2 was ended by SIGSEGV\n") == 3
-    assert "the crash was in a native thread" in warned and "FatalSignalHandler" in warned
-
-
-@pytest.mark.thorough
-def test_ranks_die_with_the_process_of_the_tests(tmp_path):
-    running = subprocess.Popen(suite(tmp_path), stdout=subprocess.DEVNULL, cwd=tmp_path)
-    try:
-        files = [tmp_path / f"hangs-{rank}" for rank in range(2)]
-        until(lambda: all(file.exists() and file.read_text() for file in files), 100)
-    finally:
-        running.kill()
-        running.wait()
-    pids = [int(file.read_text()) for file in files]
-    until(lambda: not any(map(is_alive, pids)), 10)
-
-
-def until(condition, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def partial_case(a: int, b: int) -> int:
-    return a + b
-
-
-def test_partials_are_refused_with_a_reason(ranks):
-    with pytest.raises(TypeError, match="top level of a module"):
-        ranks(1).run(functools.partial(partial_case, 1), 2)
-
-
 @pytest.fixture
 def shift() -> torch.Tensor:
     return torch.full((2,), 3.0)
@@ -353,14 +213,3 @@ def failing_test(value):
 def test_a_test_on_the_ranks_fails_with_their_error(ranks):
     with pytest.raises(pytest.fail.Exception, match=r"rank 1 of 2 failed: (.|\n)*assert 0 == 1"):
         failing_test(ranks, 2, value=0)
-
-
-@on_ranks(1, fresh=True, env={"READ_EARLY": "1"})
-def test_a_fresh_rank_has_its_environment_from_the_start():
-    assert Path("/proc/self/environ").read_bytes().count(b"READ_EARLY=1") == 1
-
-
-@pytest.mark.usefixtures("float64")
-@on_ranks(1)
-def test_ranks_have_the_default_dtype_of_the_test():
-    assert torch.get_default_dtype() is torch.float64

@@ -60,6 +60,13 @@ def test_filters_other_launchers_and_failures(launch):
     assert done.returncode == 3 and "deepspeed (pid" in done.stderr
 
 
+@pytest.mark.parametrize("word", ["it's", "$HOME", "a;b", "a $b", "", "%h"])
+def test_what_a_remote_shell_would_read_otherwise_is_refused(launch, word):
+    done, argv = launch(args=("--name", word))
+    assert done.returncode == 2 and argv is None and repr(word) in done.stderr and "standard" in done.stderr
+    assert launch("--deepspeed_multinode_launcher", "openmpi", args=("--name", word))[1][-1] == word
+
+
 def test_a_missing_host_file_is_named(launch):
     done, argv = launch("--engine", "deepspeed", "--deepspeed_hostfile", "nosuch")
     assert done.returncode == 2 and argv is None and "'nosuch' does not exist" in done.stderr

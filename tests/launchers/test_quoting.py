@@ -10,7 +10,7 @@ from accelerate.core.errors import ConfigurationError
 from accelerate.launchers.kubernetes import KubernetesLauncher
 from accelerate.launchers.mpi import first_host
 from accelerate.launchers.slurm import SlurmLauncher
-from accelerate.launchers.spec import LaunchSpec, Program, check_host
+from accelerate.launchers.spec import LaunchSpec, Program
 from accelerate.launchers.tpu import PodLauncher
 
 NASTY = [
@@ -37,8 +37,7 @@ def test_a_batch_script_holds_what_was_given(text):
     assert all(len(line.split()) == 2 for line in directives)
     words = shlex.split(script.partition("export NAME=")[2], comments=False)
     assert words[0] == text
-    at = words.index("srun")
-    assert words[at:][-4:] == [*program.argv()[-4:]] and words[-3:] == [text, "--name", text]
+    assert words[-4:] == program.words and words[-3:] == [text, "--name", text]
 
 
 @pytest.mark.parametrize("text", NASTY)
@@ -46,9 +45,9 @@ def test_options_for_sbatch_are_quoted_or_refused(text):
     options = shlex.join(["--time=1", f"--comment={text}"])
     launcher = SlurmLauncher(LaunchSpec(Program(__file__), slurm_options=options))
     if "\n" in text or "\t" in text:
-        with pytest.raises(ConfigurationError, match="line break"):
+        with pytest.raises(ConfigurationError, match="control character"):
             launcher.check()
-        with pytest.raises(ConfigurationError, match="line break"):
+        with pytest.raises(ConfigurationError, match="control character"):
             launcher.batch_script()
         return
     launcher.check()
@@ -72,15 +71,15 @@ def test_a_manifest_holds_what_was_given(text):
     spec = LaunchSpec(Program(f"{text}.py", (text,)), variables={"NAME": text}, image="image")
     _, job = yaml.safe_load_all(KubernetesLauncher(spec).dry_run())
     (container,) = job["spec"]["template"]["spec"]["containers"]
-    literal = text.replace("$(", "$$(")
-    assert container["command"][-2:] == [f"{literal}.py", literal]
+    literal = text.replace("$", "$$")  # Kubernetes makes one of two, and expands $(NAME)
+    assert container["command"][-2:] == [f"./{literal}.py" if text.startswith("-") else f"{literal}.py", literal]
     assert {"name": "NAME", "value": literal} in container["env"]
     assert job["metadata"]["name"].strip("-") == job["metadata"]["name"]
 
 
 @pytest.mark.parametrize("name", ["-oProxyCommand=x", "a b", "a;b", "$(x)", "", "a\nb", "`x`", "a'b"])
 def test_what_is_no_host_is_refused(name, tmp_path):
-    with pytest.raises(ConfigurationError, match="no name or address of a host"):
+    with pytest.raises(ConfigurationError, match="not the name or address of a host"):
         LaunchSpec(Program(__file__), main_process_ip=name).check()
     pod = PodLauncher(LaunchSpec(Program(__file__), vm=(name,), tpu_zone="zone"))
     with pytest.raises(ConfigurationError):
@@ -88,13 +87,8 @@ def test_what_is_no_host_is_refused(name, tmp_path):
     if name and not set(name) & set(" \n"):
         hostfile = tmp_path / "hosts"
         hostfile.write_text(f"node1\n{name} slots=2\n")
-        with pytest.raises(ConfigurationError, match="no name or address of a host"):
+        with pytest.raises(ConfigurationError, match="not the name or address of a host"):
             first_host(str(hostfile))
-
-
-def test_hosts_and_addresses_pass():
-    for name in ("localhost", "10.0.0.1", "::1", "fe80::1%eth0", "node-1.example.org", "n[1-4]", "a_b"):
-        assert check_host(name, "x") == name
 
 
 def test_a_script_whose_name_begins_with_a_hyphen_is_no_option_of_python():

@@ -3,9 +3,9 @@
 
 import pytest
 
-from accelerate.core.errors import ConfigurationError, LaunchError
+from accelerate.core.errors import ConfigurationError
 from accelerate.launchers import ray as engine
-from accelerate.launchers.ray import RayLauncher, RayMember, _bundles, _placed, _visible
+from accelerate.launchers.ray import Member, RayLauncher, bundles, check_resources, running_cluster, visible_devices
 from accelerate.launchers.spec import LaunchSpec, Program
 
 SCRIPT = Program(__file__, ("--lr", "1"))
@@ -26,51 +26,42 @@ def test_an_address_that_is_none_is_refused(monkeypatch, address):
 
 def test_what_is_reserved():
     spec = LaunchSpec(SCRIPT, num_processes=4, threads=3)
-    assert _bundles(spec, None) == ([{"CPU": 3}] * 4, "PACK")
+    assert bundles(spec, None) == ([{"CPU": 3}] * 4, "PACK")
     spec = LaunchSpec(SCRIPT, num_processes=4, num_machines=2)
-    assert _bundles(spec, "GPU") == ([{"CPU": 2, "GPU": 2}] * 2, "STRICT_SPREAD")
+    reserved = bundles(spec, "GPU")
+    assert reserved == ([{"CPU": 2, "GPU": 2}] * 2, "STRICT_SPREAD")
+    check_resources([("10.0.0.1", {"CPU": 2, "GPU": 2}), ("10.0.0.2", {"CPU": 9, "GPU": 3})], *reserved)
+    with pytest.raises(ConfigurationError, match="2 machines with 2 CPU, 2 GPU each do not fit"):
+        check_resources([("10.0.0.1", {"CPU": 2, "GPU": 2}), ("10.0.0.2", {"CPU": 8})], *reserved)
 
 
-@pytest.mark.parametrize(
-    ("given", "ordered"),
-    [(["10", "9", "2"], ["2", "9", "10"]), (["GPU-b", "GPU-a"], ["GPU-a", "GPU-b"]), (["MIG-1", "3"], ["3", "MIG-1"])],
-)
-def test_local_ranks_follow_the_devices_of_their_machine(given, ordered):
+def test_a_process_sees_the_devices_of_its_machine():
     """Whatever actor got which device: the i-th process of a machine owns the i-th device of the list."""
-    members = [
-        RayMember(
-            None,
-            {
-                "node": node, "host": "h", "devices": [device],
-                "visible": {
-                    "CUDA_VISIBLE_DEVICES": device, "HIP_VISIBLE_DEVICES": device,
-                    "ONEAPI_DEVICE_SELECTOR": f"level_zero:{device}", "ROCR_VISIBLE_DEVICES": "4,5,6,7",
-                },
-            },
-        )
-        for node in ("far", "near")
-        for device in given
-    ]  # fmt: skip
-    placed = _placed(members, "near")
-    assert [member.node for member in placed] == ["near"] * len(given) + ["far"] * len(given)
-    for start in (0, len(given)):
-        here = placed[start : start + len(given)]
-        assert [member.info["devices"] for member in here] == [[device] for device in ordered]
-        listed = ",".join(ordered)
-        # What the machine's owner has set stays.
-        assert _visible(here) == {
-            "CUDA_VISIBLE_DEVICES": listed, "HIP_VISIBLE_DEVICES": listed,
-            "ONEAPI_DEVICE_SELECTOR": f"level_zero:{listed}",
-        }  # fmt: skip
 
-
-def test_processes_without_devices_and_with_the_same_one():
     def member(*devices):
-        return RayMember(None, {"host": "h", "devices": [*devices], "visible": {"CUDA_VISIBLE_DEVICES": ""}})
+        visible = {name: "".join(devices) for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")}
+        visible |= {"ONEAPI_DEVICE_SELECTOR": f"level_zero:{visible['CUDA_VISIBLE_DEVICES']}"}
+        # What the machine's owner has set stays.
+        visible["ROCR_VISIBLE_DEVICES"] = "4,5,6,7"
+        return Member(None, "h", "node", "10.0.0.1", "eth0", [*devices], visible, {})
 
-    assert _visible([member(), member()]) == {}
-    with pytest.raises(LaunchError, match="one device to several processes of h"):
-        _visible([member("0"), member("0")])
+    assert visible_devices([member("10"), member("9")]) == {
+        "CUDA_VISIBLE_DEVICES": "10,9", "HIP_VISIBLE_DEVICES": "10,9", "ONEAPI_DEVICE_SELECTOR": "level_zero:10,9",
+    }  # fmt: skip
+    assert visible_devices([member(), member()]) == {}
+
+
+def test_the_file_with_the_cluster_s_address_is_this_user_s(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    assert running_cluster() is None
+    file = tmp_path / "ray" / "ray_current_cluster"
+    file.parent.mkdir()
+    file.write_text("10.0.0.1:6379")
+    file.chmod(0o644)
+    assert running_cluster() == "10.0.0.1:6379"
+    file.chmod(0o666)
+    with pytest.raises(ConfigurationError, match=r"mode 666.*--ray_address"):
+        running_cluster()
 
 
 def test_a_dry_run_needs_no_cluster():

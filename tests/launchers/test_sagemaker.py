@@ -119,18 +119,15 @@ def _forget():
         sys.modules.pop(name, None)
 
 
-class Absent:
-    """A finder under which a package of this name is not installed."""
-
-    name = "sagemaker"
-
-    @classmethod
-    def find_spec(cls, name, path=None, target=None):
-        if name == cls.name:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-
 def _hide(monkeypatch):
+    """Have the package `sagemaker` not be installed."""
+
+    class Absent:
+        @classmethod
+        def find_spec(cls, name, path=None, target=None):
+            if name == "sagemaker":
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
     _forget()
     monkeypatch.setattr(sys, "meta_path", [Absent, *sys.meta_path])
 
@@ -239,16 +236,11 @@ def test_credentials(client, monkeypatch):
     assert launched(client, *keys, "code/train.py")[2] == expected
     for name in expected:
         monkeypatch.delenv(name)
-    with pytest.raises(ConfigurationError, match=r"profile in the configuration file.*AWS_PROFILE"):
-        launched(client, "code/train.py", profile=None)
     with pytest.raises(ConfigurationError, match="--aws_secret_access_key is missing"):
         launched(client, *keys[:2], "code/train.py", profile=None)
     assert client.CALLS == []
-    # 1.15 refuses this too: an environment with the keys in it is enough here.
-    monkeypatch.setenv("AWS_PROFILE", "other")
-    assert launched(client, "code/train.py", profile=None)[2] == {
-        "AWS_PROFILE": "other", "AWS_DEFAULT_REGION": "eu-west-1",
-    }  # fmt: skip
+    # 1.15 refuses this: the client finds credentials of the environment or of the instance itself.
+    assert launched(client, "code/train.py", profile=None)[2] == {"AWS_DEFAULT_REGION": "eu-west-1"}
 
 
 @pytest.mark.parametrize(
@@ -283,9 +275,6 @@ def test_arguments_of_the_script(client, words, expected):
         ("word", "'word' belongs to no name"),
         ("--sizes 1 2", "'2' belongs to no name"),
         ("--a1 1 --a1 2", "--a1 is there a second time"),
-        # SageMaker's toolkit writes names of one letter with one dash: 1.15 starts a job that ends in argparse.
-        ("--x 1", "hands --x to the script as -x"),
-        ("-lr 1", "hands -lr to the script as --lr"),
     ],
 )
 def test_arguments_that_cannot_be_passed(client, words, told):
@@ -304,18 +293,12 @@ def test_arguments_that_cannot_be_passed(client, words, told):
         ({"distributed_type": "MODEL_PARALLEL"}, "MODEL_PARALLEL needs to know which"),
         ({"additional_args": "[1]"}, "additional_args must hold"),
         ({"sagemaker_inputs_file": "gone.tsv"}, "^sagemaker_inputs_file: gone.tsv cannot be read: No such file"),
-        ({"sagemaker_metrics_file": "gone.tsv"}, "^sagemaker_metrics_file: gone.tsv cannot be read: No such file"),
-        ({"sagemaker_inputs_file": "spaces.tsv"}, "^sagemaker_inputs_file: spaces.tsv:2: give a channel's name and"),
-        # 1.15 takes the first channel for a heading.
-        ({"sagemaker_inputs_file": "bare.tsv"}, "^sagemaker_inputs_file: bare.tsv:1: the first line must be"),
-        ({"sagemaker_metrics_file": "regex.tsv"}, "^sagemaker_metrics_file: regex.tsv:1: the first line must be a"),
+        ({"sagemaker_inputs_file": "spaces.tsv"}, "^sagemaker_inputs_file: spaces.tsv:2: give two columns"),
     ],
 )  # fmt: skip
 def test_what_a_configuration_lacks(client, keys, told):
-    files = {"spaces.tsv": "name\tplace\ntrain s3://x\n", "bare.tsv": "train\ts3://x\n", "regex.tsv": "l\tl=(.*)\n"}
-    for name, text in files.items():
-        with open(name, "w") as file:
-            file.write(text)
+    with open("spaces.tsv", "w") as file:
+        file.write("name\tplace\ntrain s3://x\n")
     with pytest.raises(ConfigurationError, match=told):
         launched(client, "code/train.py", **keys)
     assert client.CALLS == []
@@ -335,7 +318,7 @@ def test_a_distribution_of_one_s_own(client):
     ("words", "told"),
     [
         (["code/trian.py"], "there is no script 'code/trian.py'.*did you mean code/train.py"),
-        (["code/train.sh"], "'code/train.sh' is none"),
+        (["code/train.sh"], "'code/train.sh' is not one"),
         (["-m", "code.train"], "--module and --no_python cannot"),
         (["--no_python", "code/train.py"], "--module and --no_python cannot"),
     ],
@@ -358,36 +341,15 @@ def test_dry_run_shows_the_calls_and_needs_no_client(tmp_path, monkeypatch, caps
     main(["--dry_run", "--config_file", "c.yaml", *keys, "code/train.py", "--lr", "0.1"])
     told = capsys.readouterr().out
     assert "HIDDEN" not in told and "KEPT" not in told and "AWS_PROFILE" not in os.environ
-    calls = []
-
-    class HuggingFace:
-        def __init__(self, **arguments):
-            calls.append(arguments)
-
-        def fit(self, inputs):
-            calls.append(inputs)
-
-    lines = [line for line in told.splitlines() if not line.startswith("export ")]
-    exec("\n".join(lines), {"HuggingFace": HuggingFace})
-    assert calls == [{**ARGUMENTS, "hyperparameters": {"lr": 0.1}}, None]
+    assert "    hyperparameters={'lr': 0.1},\n" in told and told.endswith(").fit(inputs=None)\n")
 
 
-def test_the_client_is_missing_or_too_new(tmp_path, monkeypatch, capsys):
+def test_the_client_is_missing(tmp_path, monkeypatch, capsys):
     (tmp_path / "c.yaml").write_text("".join(f"{key}: {value}\n" for key, value in FILE.items()))
-    words = ["--config_file", "c.yaml", "code/train.py"]
     _hide(monkeypatch)
-    for why in ("is not installed", "has no estimators"):
-        with pytest.raises(SystemExit) as ended:
-            main(words)
-        told = capsys.readouterr().err
-        assert ended.value.code == 2 and why in told and "pip install 'sagemaker<3'" in told, told
-        # Then version 3: a package of this name that has no such module.
-        monkeypatch.setattr(Absent, "name", "")
-        package = tmp_path / "third" / "sagemaker"
-        package.mkdir(parents=True, exist_ok=True)
-        (package / "__init__.py").write_text("")
-        monkeypatch.syspath_prepend(str(package.parent))
-    _forget()
+    with pytest.raises(SystemExit) as ended:
+        main(["--config_file", "c.yaml", "code/train.py"])
+    assert ended.value.code == 2 and "pip install 'sagemaker<3'" in capsys.readouterr().err
 
 
 def test_failures_and_interruptions(client, capsys):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rank's output on its way to the console: complete lines, prefixes, delayed tracebacks."""
 
+import errno
 import os
 import time
 
@@ -73,24 +74,15 @@ def test_a_survived_traceback_is_shown(console, monkeypatch):
     assert write(b"going on\n") == b"Traceback (most recent call last):\nX\ngoing on\n"
 
 
-def test_a_single_traceback_is_delayed_for_a_shorter_time(console):
+def test_a_traceback_is_delayed_for_seconds(console):
     stream, write, read = console()
     write(b"Traceback (most recent call last):\nX\n")
     stream.delayed_since -= 2
     stream.flush_expired()
     assert read() == b""
-    stream.flush_expired(single=True)
+    stream.delayed_since -= 4
+    stream.flush_expired()
     assert read() == stream.shown == b"Traceback (most recent call last):\nX\n"
-
-
-def test_a_terminal_that_a_killed_process_has_changed_is_brought_back():
-    from accelerate.launchers.streams import TerminalModes
-
-    modes = TerminalModes()
-    modes.update(b"text \x1b[?25l bar \x1b[?1049h")
-    assert modes.restore_sequence() == b"\x1b[?25h\x1b[?1049l\x1b[0m"
-    modes.update(b"\x1b[?1049l\x1b[?25h")
-    assert modes.restore_sequence() == b""
 
 
 def test_a_long_line_of_digits_takes_no_longer_than_another(console):
@@ -104,7 +96,7 @@ def test_a_long_line_of_digits_takes_no_longer_than_another(console):
 
 def test_reports_of_ended_ranks_are_taken_out_of_the_output(console):
     stream, write, _ = console()
-    assert write(b"a\n1: accelerate launch: rank 1 ended, code 0\nb\naccelerate launch: rank 0 en") == b"a\nb\n"
+    assert write(b"a\n1: accelerate: rank 1 ended, code 0\nb\naccelerate: rank 0 en") == b"a\nb\n"
     assert write(b"ded, code -9\nc\n") == b"c\n"
     assert stream.ends == [(1, 0), (0, -9)] and stream.before_failure == stream.tail[:-2] == b"a\nb\n"
 
@@ -125,3 +117,14 @@ def test_a_progress_bar_stays_before_what_is_printed_after_it(console):
     # Lines of several ranks with prefixes do not mix.
     output.prefix = b"[rank0]: "
     assert write_bar(b"x") == b"" and write_output(b"end\n") and read_bar() == b""
+
+
+def test_a_full_disk_is_recorded(tmp_path):
+    source, feed = os.pipe()
+    with open("/dev/full", "wb", buffering=0) as full, open(tmp_path / "log", "wb", buffering=0) as log:
+        stream = Stream(source, full.fileno(), None, log, delay_tracebacks=False)
+        os.write(feed, b"lost\n")
+        stream.read()
+        assert stream.lost.errno == errno.ENOSPC and (tmp_path / "log").read_bytes() == b"lost\n"
+        os.close(feed)
+        stream.read()

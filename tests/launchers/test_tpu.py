@@ -125,7 +125,7 @@ def test_a_pod(gcloud, tmp_path):
     python = words.index("python3")
     assert {"ACCELERATE_MIXED_PRECISION=bf16", "XLA_DOWNCAST_BF16=1", "A=b c"} <= set(words[4:python])
     assert words[python + 1 :] == [
-        "-m", "accelerate.commands.launch", "--tpu", "--no_tpu_cluster", "--main_training_function", "train",
+        "-m", "accelerate.commands.launch", "--tpu", "--no_tpu_cluster", "--main_training_function=train",
         "script_of_cores.py", "--x", "1 2",
     ]  # fmt: skip
     # What the workers get is a launch on their own cores, whatever their own configuration file says.
@@ -135,21 +135,11 @@ def test_a_pod(gcloud, tmp_path):
 
 def test_several_pods_one_of_which_fails(gcloud, tmp_path, capfd):
     with pytest.raises(SystemExit) as ended:
-        launch(
-            "--tpu_use_sudo",
-            "--num_processes",
-            "8",
-            "--vm",
-            "fine",
-            "--vm",
-            "failing",
-            "-m",
-            "script_of_cores",
-            file=POD,
-        )
+        pods = ["--vm", "fine", "--vm", "failing"]
+        launch("--tpu_use_sudo", "--num_processes", "8", *pods, "-m", "script_of_cores", file=POD)
     assert ended.value.code == 7 and not (tmp_path / "pod.json").exists()
     words = shlex.split(json.loads((tmp_path / "failing.json").read_text())[8])
-    assert words[3:5] == ["sudo", "env"] and words[-4:] == ["--num_processes", "8", "-m", "script_of_cores"]
+    assert words[3:5] == ["sudo", "env"] and words[-4:-2] == ["--num_processes=8", "--main_training_function=train"]
 
 
 def test_what_a_pod_lacks(gcloud, tmp_path, monkeypatch):

@@ -114,9 +114,24 @@ def test_a_logged_warning_is_no_lost_connection():
     assert blame(two, 0) == OWN
 
 
-def test_tracebacks_that_differ_in_addresses_only_are_the_same():
-    one, other = (f"[rank{n}]: {tracebacks.HEADER}\n[rank{n}]: E: <x at 0x{n}f> [127.0.0.1]:{n}1" for n in (1, 2))
-    assert tracebacks.fingerprint(one) == tracebacks.fingerprint(other)
+@pytest.mark.parametrize(
+    ("ends", "cause"),
+    [
+        # The first in time whose output points to no other rank.
+        ([(0, 1, 1.0, RuntimeError(GLOO)), (1, 1, 2.0, ValueError("mine")), (2, 1, 3.0, ValueError("late"))], 1),
+        ([(0, 1, 1.0, RuntimeError(GLOO)), (1, -9, 2.0, None)], 1),
+        # A rank that ended without an error before, where the others only lost the connection or name it.
+        ([(0, 0, 1.0, None), (1, 1, 2.0, RuntimeError(GLOO))], 0),
+        ([(0, 0, 1.0, None), (1, 1, 2.0, RuntimeError("waited for rank 0"))], 0),
+        ([(0, 0, 1.0, None), (1, 1, 2.0, ValueError("mine"))], 1),
+        ([(0, 0, 1.0, None), (1, 0, 2.0, None)], None),
+    ],
+)
+def test_the_first_failure(ends, cause):
+    found = tracebacks.first_failure(
+        [tracebacks.End(rank, code, at, printed(raised(error)) if error else "") for rank, code, at, error in ends]
+    )
+    assert (found and found.end.rank) == cause
 
 
 def test_the_summary_has_the_whole_cause_and_one_line_for_the_others():
@@ -125,7 +140,7 @@ def test_the_summary_has_the_whole_cause_and_one_line_for_the_others():
     told = "\n".join(Failure(1, 1, 77, 1, f"RuntimeError: {LONG}", "h", 0.0, log="l.log", others=others).lines())
     assert told == textwrap.dedent(
         """\
-        accelerate launch: rank 1 failed: RuntimeError: Cannot apply: rank 1 did not call it.
+        accelerate: rank 1 failed: RuntimeError: Cannot apply: rank 1 did not call it.
 
             Operation: `accelerate.gather`
             Callers:

@@ -5,7 +5,6 @@ With the variable SCREENSHOTS each test leaves a picture of the page in that fol
 """
 
 import os
-import shutil
 import threading
 import time
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 from browser import Browser, find
 from planted_runs import START, planted_records, planted_run, write_lines, write_steps
 
+from accelerate.commands import report
 from accelerate.monitor.run import open_runs
 from accelerate.monitor.server import Server
 from accelerate.telemetry.records import events_file
@@ -92,7 +92,7 @@ def test_a_live_run(browser, serve, tmp_path):
         browser.wait(f"{STEP} === {stop}")
         latencies.append(time.monotonic() - begin)
     print(f"a new step is shown after {min(latencies):.2f} to {max(latencies):.2f} s")
-    browser.wait("[...document.querySelectorAll('.tile.slow b')].some((tile) => tile.textContent === '1')")
+    browser.wait("[...document.querySelectorAll('.tile.slow b')].some((tile) => tile.textContent === 'rank 1')")
     browser.wait(f"{COLORED}('Step time of each rank', '--slow') > 200")
     browser.wait("document.querySelector('#findings').textContent.includes('Rank 1 on node0 was slow')")
     write_lines(
@@ -149,37 +149,18 @@ def test_runs_side_by_side_in_both_themes_and_on_a_phone(browser, serve, tmp_pat
     browser.evaluate("localStorage.clear()")
 
 
-def test_one_step_and_long_names_on_a_phone(browser, serve, tmp_path):
-    planted_run(tmp_path, 1, 2)
-    lines = [{"time": START + 1, "step": 1, "values": {"name" * 40: 1.0, "lost": "nan", "huge": 10**400}}]
-    write_lines(tmp_path / "values.jsonl", *lines)
-    message = {"time": START, "event": "hang", "message": "long" * 200}
-    write_lines(events_file(tmp_path, 0), message)
-    browser.size(360, 800, mobile=True)
-    browser.open(serve(tmp_path))
-    browser.wait("document.querySelectorAll('canvas').length >= 9")
-    browser.wait(f"{COLORED}('Loss', '--run0') >= 9")
-    assert browser.evaluate("document.documentElement.scrollWidth") == 360
-    # The text of an event has the width of the screen.
-    assert browser.evaluate("document.querySelector('#events td:last-child').getBoundingClientRect().width") > 200
-    for name in ("lost", "huge"):
-        assert browser.evaluate(f"{COLORED}('{name}', '--run0')") == 0
-    assert browser.evaluate("document.querySelector('#findings li.slow').textContent").startswith("Rank 0 reported")
-
-
-def test_buttons_of_an_empty_run_and_a_run_that_is_deleted(browser, serve, tmp_path):
-    (tmp_path / "run").mkdir()
-    browser.open(serve(tmp_path / "run"))
-    browser.wait("document.querySelector('.empty') !== null")
-    for name in ("in", "out", "earlier", "later", "tail"):
-        browser.evaluate(f"document.querySelector('#{name}').click()")
-    planted_run(tmp_path / "run", 300, 2)
-    browser.wait(f"{STEP} === 300")
-    browser.wait("document.querySelectorAll('canvas').length >= 7")
-    browser.evaluate("document.querySelector('#tail').click()")
-    shutil.rmtree(tmp_path / "run")
-    browser.wait("document.querySelector('#findings').textContent.includes('was deleted')")
-    browser.wait("document.querySelector('.empty') !== null && document.querySelectorAll('canvas').length === 0")
-    planted_run(tmp_path / "run", 200, 2)
-    browser.wait(f"{STEP} === 200")
-    assert browser.evaluate("document.querySelector('#problem').hidden")
+def test_a_report_in_one_file(browser, tmp_path):
+    folder = planted_run(tmp_path / "run", 2000, 4, slow=2)
+    (folder / "note.txt").write_text("stuck")
+    write_lines(events_file(folder, 0), {"time": START + 9, "event": "hang", "path": "note.txt", "message": "<b>"})
+    report.main([str(folder), "-o", str(tmp_path / "report.html")])
+    browser.open((tmp_path / "report.html").as_uri())
+    browser.wait("document.querySelectorAll('canvas').length >= 8")
+    assert browser.evaluate(f"{COLORED}('Loss', '--run0')") > 100
+    assert browser.evaluate(f"{COLORED}('Step time of each rank', '--slow')") > 200
+    assert browser.evaluate("document.querySelector('#findings').textContent.includes('Rank 2 on node0 was slow')")
+    assert browser.evaluate("document.querySelector('#events a').href").endswith("/run/note.txt")
+    assert browser.evaluate("document.querySelector('#status').textContent.includes('last step')")
+    browser.evaluate("document.querySelector('#in').click()")
+    assert browser.evaluate("document.querySelector('#all').ariaPressed") == "false"
+    browser.wait(f"{COLORED}('Loss', '--run0') > 100")

@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies and running averages of a prepared model (EMA, SWA), against the plain loop in float64."""
-
-import copy
+"""Averages of the weights of a prepared model (EMA, SWA), against the plain loop in float64."""
 
 import pytest
 import torch
 from cases import cases
 from layouts import sharded
 from rank_pool import on_ranks
+from safetensors.torch import load_file
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from accelerate import Accelerator
 from accelerate.config.parallel import TorchTensorParallelConfig
-from accelerate.core.errors import PrepareError
+from accelerate.config.precision import GradScalerKwargs, MasterWeightsKwargs
+from accelerate.core.errors import CheckpointError, ConfigurationError, PrepareError
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
@@ -54,156 +53,232 @@ LAYOUTS = {
     "fsdp2, kept": lambda: sharded(2, reshard_after_forward=False),
     "fsdp2, checkpointed": lambda: sharded(2, activation_checkpointing=True),
     "fsdp2, ignored": lambda: sharded(2, ignored_modules="blocks.0"),
-    "fsdp1": lambda: sharded(1),
-    "fsdp1, flat": lambda: sharded(1, use_orig_params=False),
+    "fsdp2, shards": lambda: sharded(2, state_dict_type="SHARDED_STATE_DICT"),
+    "fsdp1": lambda: sharded(1, use_orig_params=True),
+    "fsdp1, flat": lambda: sharded(1, use_orig_params=False, sharding_strategy="SHARD_GRAD_OP"),
     "tp": split,
+    "pp": lambda: {"parallelism_config": ParallelismConfig(pp_size=2)},
     "hsdp": lambda: sharded(2) | {"parallelism_config": ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)},
     "fsdp2 and tp": lambda: sharded(2) | split(dp_shard_size=2),
+    "fsdp2 and pp": lambda: sharded(2) | {"parallelism_config": ParallelismConfig(pp_size=2, dp_shard_size=2)},
 }
+ACCUMULATION = 2
 
 
-class Averages:
-    """What users keep: torch's EMA and SWA, a copy that they update by hand, and a list of clones (as diffusers)."""
+class Blocks(nn.Module):
+    """What a pipeline can cut."""
 
-    def __init__(self, model, reshard=None):
-        self.reshard = reshard
-        self.ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
-        self.swa = AveragedModel(model)
-        self.copy = copy.deepcopy(model).eval().requires_grad_(False)
-        self.clones = [p.clone().detach() for p in model.parameters()]
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)) for _ in range(4))
 
-    @torch.no_grad()
-    def update(self, model):
-        self.ema.update_parameters(model)
-        self.swa.update_parameters(model)
-        for mine, present in zip(self.copy.parameters(), model.parameters(), strict=True):
-            mine.lerp_(present, 0.3)
-        for mine, present in zip(self.clones, model.parameters(), strict=True):
-            mine.sub_(0.2 * (mine - present))
-
-    @torch.no_grad()
-    def values(self, model, x):
-        """The forward of each average, and the parameters."""
-        with torch.inference_mode():
-            self.ema.eval()(x)
-        found = {"ema forward": self.ema.eval()(x), "swa forward": self.swa.eval()(x), "copy forward": self.copy(x)}
-        # As diffusers: store, copy_to, restore.
-        stored = [p.detach().clone() for p in model.parameters()]
-        for parameter, mine in zip(model.parameters(), self.clones, strict=True):
-            parameter.data.copy_(mine.data)
-        found["clones forward"] = model.eval()(x)
-        if self.reshard is not None:
-            self.reshard()
-        for parameter, mine in zip(model.parameters(), stored, strict=True):
-            parameter.data.copy_(mine.data)
-        for name, module in (("ema", self.ema), ("swa", self.swa), ("copy", self.copy)):
-            found[name] = [p.full_tensor() if isinstance(p, DTensor) else p for p in module.parameters()]
-        return found
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
 
 
-def make():
-    torch.manual_seed(0)
-    model = Net()
+def make(name="ddp", seed=0):
+    torch.manual_seed(seed)
+    model = Blocks() if "pp" in name else Net()
     return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
 
 
-def batches(shards):
+def accelerator(name, **options):
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    return Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATION, **LAYOUTS[name](), **options)
+
+
+def batches(shards, windows=4):
+    """By window and micro-batch, the rows of each data shard."""
     generator = torch.Generator().manual_seed(1)
-    return [[torch.randn(4, 4, generator=generator) for _ in range(shards)] for _ in range(4)]
+    return [
+        [[torch.randn(4, 4, generator=generator) for _ in range(shards)] for _ in range(ACCUMULATION)]
+        for _ in range(windows)
+    ]
 
 
-def train(model, optimizer, averages, batch, backward):
-    optimizer.zero_grad()
+def train(run, model, optimizer, window, index):
+    for parts in window:
+        with run.accumulate(model):
+            run.backward(model.train()(parts[index]).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def plain_train(model, optimizer, window):
     model.train()
-    backward(batch, model)
+    for parts in window:
+        before = model.seen.clone() if hasattr(model, "seen") else None
+        for number, x in enumerate(parts):
+            if number and before is not None:
+                model.seen.copy_(before)
+            (model(x).square().mean() / len(parts) / len(window)).backward()
     optimizer.step()
-    averages.update(model)
-
-
-def plain_backward(batch, model):
-    before = model.seen.clone()
-    for x in batch:
-        model.seen.copy_(before)
-        (model(x).square().mean() / len(batch)).backward()
+    optimizer.zero_grad()
 
 
 def check(name):
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
-    run = Accelerator(cpu=True, **LAYOUTS[name]())
-    model, optimizer = run.prepare(*make())
+    run = accelerator(name)
+    model, optimizer = run.prepare(*make(name))
     index, shards = run.strategy.data_shard
-    # Where units are kept unsharded on request, they are also after an evaluation.
-    averages = Averages(model, run.prepared_model(model).reshard if "kept" in name else None)
-    expected, plain = make()
-    wanted = Averages(expected)
-    for parts in batches(shards):
-        train(model, optimizer, averages, parts[index], lambda x, model: run.backward(model(x).square().mean()))
-        train(expected, plain, wanted, parts, plain_backward)
-        x = parts[0]
-        ours, theirs = averages.values(model, x), wanted.values(expected, x)
-        for key, value in theirs.items():
-            torch.testing.assert_close(ours[key], value, rtol=0, atol=1e-8, msg=lambda m, key=key: f"{key}: {m}")
+    expected, plain = make(name)
+    averages = [run.track_average(model, decay=0.9), run.track_average(model, decay=None)]
+    wanted = [AveragedModel(expected, multi_avg_fn=get_ema_multi_avg_fn(0.9)), AveragedModel(expected)]
+    for number, window in enumerate(batches(shards), 1):
+        train(run, model, optimizer, window, index)
+        plain_train(expected, plain, window)
+        for mine, theirs in zip(averages, wanted, strict=True):
+            theirs.update_parameters(expected)
+            for buffer, present in zip(theirs.module.buffers(), expected.buffers(), strict=True):
+                buffer.copy_(present)
+            assert mine.updates == number
+            with torch.no_grad(), mine.applied():
+                torch.testing.assert_close(model.eval()(window[0][0]), theirs.eval()(window[0][0]), rtol=0, atol=1e-8)
+                state = run.get_state_dict(model)
+                if run.is_main_process:
+                    torch.testing.assert_close(dict(state), dict(theirs.module.state_dict()), rtol=0, atol=1e-8)
+    state = run.get_state_dict(model)
+    if run.is_main_process:
+        torch.testing.assert_close(dict(state), dict(expected.state_dict()), rtol=0, atol=1e-8)
 
 
 @on_ranks(2)
 @pytest.mark.parametrize(
     "name",
     cases(
-        ["ddp", "fsdp2", "fsdp2, kept", "fsdp2, checkpointed", "fsdp2, ignored", "tp"],
-        thorough=["fsdp2, checkpointed", "fsdp2, ignored"],
+        ["ddp", "fsdp2", "fsdp2, kept", "fsdp2, checkpointed", "fsdp2, ignored", "fsdp1", "fsdp1, flat", "tp", "pp"],
+        thorough=["fsdp2, kept", "fsdp2, checkpointed", "fsdp2, ignored"],
     ),
 )
 def test_averages_equal_the_plain_loop(name):
     check(name)
 
 
+def test_one_process():
+    check("ddp")
+
+
 @pytest.mark.thorough
 @on_ranks(4)
-@pytest.mark.parametrize("name", ["hsdp", "fsdp2 and tp"])
-def test_averages_on_two_meshes(name):
+@pytest.mark.parametrize("name", ["hsdp", "fsdp2 and tp", "fsdp2 and pp", "fsdp1"])
+def test_averages_on_four_ranks(name):
     check(name)
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", ["fsdp1", "fsdp1, flat"])
-def test_fsdp1_names_the_remedy(name):
-    run = Accelerator(cpu=True, **LAYOUTS[name]())
-    model, _ = run.prepare(*make())
-    with pytest.raises(PrepareError, match="fsdp_version=2"):
-        AveragedModel(model)
+@pytest.mark.parametrize(
+    ("names", "layout"),
+    cases(
+        [
+            *(((name, name), "native") for name in ("ddp", "fsdp2", "fsdp1", "pp")),
+            (("fsdp2, shards", "ddp"), "native"),
+            (("fsdp1, flat", "tp"), "native"),
+            (("ddp", "fsdp2"), "native"),
+            (("fsdp2", "fsdp2"), "compat"),
+        ],
+        thorough=[(("ddp", "fsdp2"), "native")],
+    ),
+)
+def test_a_resumed_average_goes_on_bit_equal(names, layout, tmp_path):
+    def start(name, seed=0):
+        run = accelerator(name)
+        model, optimizer = run.prepare(*make(name, seed))
+        return run, model, optimizer, run.track_average(model, decay=0.9)
+
+    run, model, optimizer, average = start(names[0])
+    first, second = batches(2, windows=2)
+    train(run, model, optimizer, first, run.process_index if run.strategy.data_shard[1] == 2 else 0)
+    run.save_state(str(tmp_path / "saved"), layout=layout)
+    saved = average.state_dict()
+    resumed, model, optimizer, found = start(names[1], seed=7)
+    resumed.load_state(str(tmp_path / "saved"))
+    state = found.state_dict()
+    if resumed.is_main_process:
+        assert state["updates"] == 1
+        torch.testing.assert_close(state["averages"], saved["averages"], rtol=0, atol=0)
+    if names[0] == names[1]:
+        index = resumed.process_index if resumed.strategy.data_shard[1] == 2 else 0
+        train(resumed, model, optimizer, second, index)
+        state = found.state_dict()
+        run, model, optimizer, average = start(names[0])
+        for window in (first, second):
+            train(run, model, optimizer, window, index)
+        whole = average.state_dict()
+        if run.is_main_process:
+            torch.testing.assert_close(state["averages"], whole["averages"], rtol=0, atol=0)
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("size", ["cp_size", "sp_size"])
-def test_copies_of_models_with_split_sequences(size):
-    run = Accelerator(cpu=True, parallelism_config=ParallelismConfig(**{size: 2}))
-    model, _ = run.prepare(*make())
-    x = batches(1)[0][0]
-    assert torch.equal(copy.deepcopy(model).eval()(x), model.eval()(x))
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("layout", cases(["native", "compat"], thorough=["compat"]))
-@pytest.mark.parametrize("name", ["fsdp2", "tp"])
-def test_registered_average_is_saved_and_loaded(name, layout, tmp_path):
-    run = Accelerator(cpu=True, **LAYOUTS[name]())
+def test_bf16_weights_with_masters(tmp_path):
+    """The average is that of the fp32 master weights, in evaluation rounded as these are."""
+    torch.set_default_dtype(torch.float32)
+    run = accelerator("fsdp2", mixed_precision="bf16", kwargs_handlers=[MasterWeightsKwargs()])
     model, optimizer = run.prepare(*make())
-    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
-    run.register_for_checkpointing(ema)
-    x = batches(1)[0][0]
-    ema.update_parameters(model)
-    run.backward(model(x).square().mean())
-    optimizer.step()
-    ema.update_parameters(model)
-    wanted = ema.eval()(x).detach().clone()
-    run.save_state(str(tmp_path), layout=layout)
-    with torch.no_grad():
-        for parameter in ema.parameters():
-            parameter.zero_()
-    run.load_state(str(tmp_path))
-    torch.testing.assert_close(ema(x), wanted, rtol=0, atol=0)
-    assert ema.n_averaged == 2
+    average = run.track_average(model, decay=0.9)
+    expected = None
+    for window in batches(2):
+        train(run, model, optimizer, window, run.process_index)
+        weights = run.get_state_dict(model)
+        if run.is_main_process:
+            expected = {
+                name: value.clone() if expected is None else torch.lerp(expected[name], value, 1 - 0.9)
+                for name, value in weights.items()
+            }
+    with average.applied():
+        state = run.get_state_dict(model)
+        run.save_model(model, str(tmp_path))
+    after = run.get_state_dict(model)
+    if run.is_main_process:
+        torch.testing.assert_close({**state, "seen": 0}, {**expected, "seen": 0}, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(load_file(tmp_path / "model.safetensors")["head.weight"], state["head.weight"])
+        torch.testing.assert_close(dict(after), dict(weights), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("skips", ["scaler", "guard"])
+def test_skipped_steps_and_two_optimizers(skips):
+    scaled = {"mixed_precision": "fp16", "kwargs_handlers": [GradScalerKwargs(init_scale=8.0)]}
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    run = Accelerator(cpu=True, **(scaled if skips == "scaler" else {"non_finite": "skip"}))
+    model = nn.Linear(4, 4, dtype=torch.float32)
+    model, *optimizers = run.prepare(
+        model, torch.optim.SGD([model.weight], lr=0.1), torch.optim.SGD([model.bias], lr=0.1)
+    )
+    average = run.track_average(model)
+    for factor, updates in ((1.0, 1), (float("inf"), 1), (1.0, 2)):
+        run.backward(model(torch.ones(2, 4, dtype=torch.float32)).sum() * factor)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert average.updates == updates
+
+
+def test_what_is_refused(tmp_path):
+    run = accelerator("ddp")
+    model, optimizer = run.prepare(*make())
+    with pytest.raises(PrepareError, match=r"model \(Net\) was not prepared"):
+        run.track_average(make()[0])
+    with pytest.raises(ConfigurationError, match=r"decay=1\.5"):
+        run.track_average(model, decay=1.5)
+    with pytest.raises(PrepareError, match="bfloat16"):
+        run.track_average(run.prepare(nn.Linear(2, 2, dtype=torch.bfloat16)))
+    run = accelerator("ddp")
+    model, optimizer = run.prepare(*make())
+    run.save_state(str(tmp_path / "without"))
+    average = run.track_average(model)
+    run.load_state(str(tmp_path / "without"))  # the average begins with the next step
+    before = [p.clone() for p in model.parameters()]
+    with average.applied():
+        with pytest.raises(CheckpointError, match="save_state inside"):
+            run.save_state(str(tmp_path / "state"))
+        with pytest.raises(PrepareError, match="applied"), average.applied():
+            pass
+        run.backward(model(torch.ones(2, 4)).sum())
+        with pytest.raises(PrepareError, match=r"optimizer\.step"):
+            optimizer.step()
+    assert all(map(torch.equal, before, model.parameters()))
 
 
 def mean_teacher(prepare, backward, rows):
@@ -226,7 +301,7 @@ def mean_teacher(prepare, backward, rows):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", ["fsdp1", "fsdp1, flat", "fsdp2"])
+@pytest.mark.parametrize("name", ["fsdp2"])
 def test_a_prepared_teacher_follows_its_student(name):
     data = torch.randn(6, 8, 4, generator=torch.Generator().manual_seed(1))
     torch.manual_seed(0)

@@ -2,6 +2,7 @@
 """The compile transform on a single process: same numbers, one graph for equal blocks, nothing compiled twice."""
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -12,9 +13,11 @@ from torch._dynamo.utils import counters
 from accelerate import Accelerator
 from accelerate.config.precision import MasterWeightsKwargs
 from accelerate.config.training import TorchDynamoPlugin
-from accelerate.core.modules import has_compiled_regions, is_compiled_module
-from accelerate.parallel.compile import Compile
+from accelerate.hooks import ModelHook, add_hook_to_module
+from accelerate.parallel.compile import Compile, compile_regions
+from accelerate.precision.amp import MixedPrecision
 from accelerate.state import AcceleratorState
+from accelerate.torch_internals.compiled import has_compiled_regions, is_compiled_module
 
 
 class Model(nn.Module):
@@ -83,3 +86,40 @@ def test_regions_are_compiled_under_mixed_precision(masters, tmp_path):
             assert set(load_file(tmp_path / "model.safetensors")) == set(Model().state_dict())
     assert counters["stats"]["unique_graphs"] == 2
     AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_regions_of_a_model_with_a_hook(autocast):
+    plain = Model()
+    hooked = add_hook_to_module(copy.deepcopy(plain), ModelHook())
+    if autocast:
+        MixedPrecision("bf16", torch.bfloat16, "cpu").wrap_forward(hooked)
+        assert inspect.signature(hooked.forward) == inspect.signature(plain.forward)
+    compiled = compile_regions(hooked, backend="aot_eager")
+    x = torch.randn(3, 4)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        torch.testing.assert_close(compiled(x), plain(x).float())
+    assert counters["stats"]["unique_graphs"] == 2
+
+
+@pytest.mark.parametrize("wrap", [torch.compile, compile_regions, "child", "plugin"])
+def test_saved_names_are_those_of_the_plain_model(wrap, tmp_path):
+    AcceleratorState._reset_state(reset_partial_state=True)
+    model, names = Model(), list(Model().state_dict())
+    if wrap == "child":
+        model.inlet = torch.compile(model.inlet, backend="eager")
+    elif wrap != "plugin":
+        model = wrap(model, backend="eager")
+    accelerator = Accelerator(cpu=True, dynamo_plugin=TorchDynamoPlugin(backend="eager") if wrap == "plugin" else None)
+    model = accelerator.prepare(model)
+    assert list(accelerator.get_state_dict(model)) == names
+    accelerator.save_model(model, tmp_path)
+    assert set(load_file(tmp_path / "model.safetensors")) == set(names)
+    accelerator.save_state(tmp_path / "state")
+    assert set(load_file(tmp_path / "state" / "model.safetensors")) == set(names)
+    saved = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    accelerator.load_state(tmp_path / "state")
+    torch.testing.assert_close(dict(accelerator.get_state_dict(model)), saved, rtol=0, atol=0)

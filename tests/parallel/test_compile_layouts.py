@@ -17,7 +17,8 @@ from accelerate.config.training import TorchDynamoPlugin
 from accelerate.parallel.base import Bundle
 from accelerate.parallel.compile import Compile
 from accelerate.parallel.ddp.strategy import DataParallel
-from accelerate.parallel.fsdp.fsdp2 import FullyShardedDataParallel
+from accelerate.parallel.fsdp.fsdp1 import FullyShardedDataParallel1
+from accelerate.parallel.fsdp.strategy import FullyShardedDataParallel
 from accelerate.parallel.tensor.strategy import TensorParallel
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.precision.base import Precision
@@ -124,6 +125,30 @@ def test_data_parallel(layout, regional, backend):
     is_sharded = layout == "FSDP2"
     strategy = FullyShardedDataParallel(CPU, Precision(), plugin) if is_sharded else DataParallel(CPU, Precision())
     check(strategy, compiled(strategy, regional, backend, make), plain(make))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("version, recompute, regional", [(1, False, False), (1, True, True), (2, True, False)])
+def test_losses_from_the_first_step_on(version, recompute, regional):
+    PartialState(cpu=True)
+    torch._dynamo.reset()
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=version, auto_wrap_policy="TRANSFORMER_BASED_WRAP", transformer_cls_names_to_wrap=["Block"],
+        activation_checkpointing=recompute, use_orig_params=version == 1 or None,
+    )  # fmt: skip
+    kind = FullyShardedDataParallel1 if version == 1 else FullyShardedDataParallel
+    strategy = kind(CPU, Precision(), plugin)
+    strategy.transforms = (Compile(TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=regional)),)
+    (model, optimizer), (plain, step) = make(), make()
+    prepared = strategy.prepare(Bundle([model], [optimizer], [True]))[0]
+    for x, _ in windows(make):
+        loss, expected = prepared.module(x).square().mean(), plain(x).square().mean()
+        torch.testing.assert_close(loss, expected, rtol=0, atol=1e-8)
+        strategy.backward(loss)
+        expected.backward()
+        for each in (optimizer, step):
+            each.step()
+            each.zero_grad()
 
 
 @on_ranks(2)

@@ -8,7 +8,6 @@ from torch import nn
 
 from accelerate import Accelerator
 from accelerate.config.training import DistributedDataParallelKwargs
-from accelerate.core.errors import PrepareError
 from accelerate.parallel.ddp.strategy import DataParallel
 from accelerate.precision.base import Precision
 
@@ -49,22 +48,6 @@ def train(steps, **options):
 @on_ranks(2)
 def test_penalties_on_parameters_that_the_forward_misses():
     train({0, 1, 2})
-    train({1}, find_unused_parameters=True)
-    train({0, 1, 2}, static_graph=True)
-    with pytest.raises(PrepareError, match=r"depend on unused\.weight, unused\.bias of Net.*find_unused_param"):
-        train({0, 2})
-
-
-@on_ranks(2)
-def test_reentrant_checkpoints():
-    class Checkpointed(Net):
-        def forward(self, x):
-            return self.last(torch.utils.checkpoint.checkpoint(self.first, x, use_reentrant=True))
-
-    run = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])
-    model = run.prepare(Checkpointed())
-    with pytest.raises(PrepareError, match=r"first\.(weight|bias) received a gradient twice.*reentr"):
-        run.backward(model(torch.ones(2, 3, requires_grad=True)).sum())
 
 
 def test_a_model_that_is_left_elsewhere_has_no_device_of_ddp():

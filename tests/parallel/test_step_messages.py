@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
+from accelerate.parallel.report.models import communication_volume
 from accelerate.state import AcceleratorState, GradientState
 
 BATCH, WINDOWS, WIDTH = 2, 3, 8
@@ -170,7 +171,7 @@ def ours(kind, steps, precision, items):
         if accelerator.sync_gradients:
             windows.append(dict(SENT))
             SENT.clear()
-    for told in accelerator.prepared_model(model).communication_volume(steps):
+    for told in communication_volume(accelerator.prepared_model(model), steps):
         kind = next(kind for word, kind in TOLD.items() if told.what.startswith(word))
         sent = {size: number for (name, size), number in windows[-1].items() if name == kind and size > 8}
         found = (sum(sent.values()), sum(size * number for size, number in sent.items()))

@@ -11,7 +11,7 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer
 from accelerate.core.errors import PrepareError
 from accelerate.parallel import materialize, norms
 from accelerate.parallel.activation import checkpoint_activations
-from accelerate.parallel.fsdp.fsdp2 import (
+from accelerate.parallel.fsdp.by_hand import (
     ensure_weights_retied,
     fsdp2_canonicalize_names,
     fsdp2_switch_optimizer_parameters,
@@ -70,7 +70,9 @@ def test_modules_by_pattern():
     assert find_modules(model, [model["head"]]) == [model["head"]] and find_modules(model, None) == []
     with pytest.raises(PrepareError, match="foot"):
         find_modules(model, "foot")
-    with pytest.raises(PrepareError, match="not in"):
+    assert find_modules(model, [{"head"}, (r"body\.0",)]) == [model["head"], model["body"][0]]
+    assert find_modules(model, model["body"]) == [model["body"]]
+    with pytest.raises(PrepareError, match=r"Linear.*no module of"):
         find_modules(model, [nn.Linear(1, 1)])
 
 

@@ -44,10 +44,6 @@ def test_clean_device_map(given, cleaned):
     assert given == cleaned  # in place
 
 
-def test_clean_device_map_from_a_module():
-    assert clean_device_map({"a.b": 0, "a.c": 0, "d": 0}, module_name="a") == {"a": 0, "d": 0}
-
-
 def test_check_device_map_names_what_has_no_device():
     model = Model()
     check_device_map(model, {"": 0})
@@ -132,26 +128,6 @@ def test_fallback_allocation_uses_a_device_that_the_next_module_does_not_fit():
     assert infer_auto_device_map(model, limits, fallback_allocation=True) == {"1": 1, "0": "cpu"}
 
 
-def test_warns_where_buffers_of_offloaded_layers_fit_no_accelerator():
-    model = nn.Sequential(nn.Linear(2, 2), nn.Module())
-    model[1].register_buffer("table", torch.zeros(1000))
-    with pytest.warns(UserWarning, match="requires 4000 bytes of buffer for offloaded layers"):
-        infer_auto_device_map(model, {0: 100, "cpu": 100_000})
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        infer_auto_device_map(model, {0: 100, "cpu": 100_000}, offload_buffers=True)
-        infer_auto_device_map(model, {"cpu": 100_000})
-
-
-def test_verbose_tells_each_step(capsys):
-    infer_auto_device_map(Model(), {0: 200, 1: 200}, verbose=True)
-    told = capsys.readouterr().out
-    assert "Treating module linear1." in told and "Putting linear2 (size=100)" in told
-    assert "Not enough space on 0 to put batchnorm" in told
-    infer_auto_device_map(Model(), {0: 200, 1: 200})
-    assert capsys.readouterr().out == ""
-
-
 class Block(nn.Module):
     """What must stay whole in the random models."""
 
@@ -179,13 +155,18 @@ def test_no_plan_exceeds_a_device_splits_a_block_or_forgets_a_tensor(fallback):
         if len(owners) > 1 and rng.random() < 0.5:
             (module, name), (other, other_name) = rng.sample(owners, 2)
             setattr(module, name, getattr(other, other_name))
+        blocks = [name for name, module in model.named_modules() if type(module) is Block]
         sizes = compute_module_sizes(model)
         limits = {index: rng.randint(0, int(sizes[""])) for index in range(rng.randint(1, 3))}
         limits["cpu"] = rng.randint(0, int(sizes[""]))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             plan = infer_auto_device_map(
-                model, dict(limits), ["Block"], clean_result=rng.random() < 0.5, fallback_allocation=fallback
+                model,
+                dict(limits),
+                ["Block"] if blocks else None,
+                clean_result=rng.random() < 0.5,
+                fallback_allocation=fallback,
             )
         check_device_map(model, plan)
         first = {group[0]: group for group in find_tied_parameters(model)}
@@ -195,7 +176,6 @@ def test_no_plan_exceeds_a_device_splits_a_block_or_forgets_a_tensor(fallback):
             for device in {device_for(twin, plan) for twin in first.get(name, [name])}:
                 used[device] += tensor.nbytes
         assert all(used[device] <= limit for device, limit in limits.items()), (seed, plan, used, limits)
-        blocks = [name for name, module in model.named_modules() if type(module) is Block]
         for block in blocks:
             assert len({device_for(name, plan) for name in sizes if is_within(name, block)}) <= 1, (seed, block, plan)
 

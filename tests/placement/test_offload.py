@@ -13,12 +13,9 @@ from safetensors.torch import save_file
 from accelerate.core.errors import CheckpointError
 from accelerate.placement.offload import (
     OffloadedWeightsLoader,
-    PrefixedDataset,
-    extract_submodules_state_dict,
     load_offloaded_weight,
     offload_state_dict,
     offload_weight,
-    save_offload_index,
 )
 
 DTYPES = [
@@ -99,29 +96,6 @@ def test_broken_files_are_named(tmp_path):
         load_offloaded_weight(tmp_path / "short.dat", entry)
 
 
-def test_the_index_grows(tmp_path):
-    save_offload_index({}, tmp_path)
-    save_offload_index(None, tmp_path)
-    assert not list(tmp_path.iterdir())
-    save_offload_index({"a": {"shape": [1]}}, tmp_path)
-    save_offload_index({"b": {"shape": [2]}}, str(tmp_path))
-    assert json.loads((tmp_path / "index.json").read_text()) == {"a": {"shape": [1]}, "b": {"shape": [2]}}
-
-
-def test_extract_submodules_state_dict():
-    state = {"a.w": 1, "ab.w": 2, "a.b.w": 3, "c": 4}
-    assert extract_submodules_state_dict(state, ["a"]) == {"a.w": 1, "a.b.w": 3}
-    assert extract_submodules_state_dict(state, ["ab.w", "c"]) == {"ab.w": 2, "c": 4}
-    assert extract_submodules_state_dict(state, []) == {}
-    assert extract_submodules_state_dict(state, [""]) == state
-
-
-def test_prefixed_dataset():
-    data = PrefixedDataset({"a.x": 1, "a.y": 2, "b.x": 3}, "a.")
-    assert dict(data) == {"x": 1, "y": 2} and len(data) == 2
-    assert data["x"] == 1 and "x" in data and "b.x" not in data and data.get("z") is None
-
-
 def test_loader_joins_memory_files_and_safetensors(tmp_path):
     state = {"a.w": torch.randn(3), "a.b": torch.randn(2).bfloat16()}
     offload_state_dict(tmp_path / "offload", state)
@@ -143,11 +117,3 @@ def test_loader_joins_memory_files_and_safetensors(tmp_path):
         loader["nothing"]
     with pytest.raises(CheckpointError, match=r"a\.w as a file of an offload folder, and no folder"):
         OffloadedWeightsLoader(index=index)["a.w"]
-
-
-def test_loader_needs_something_to_read_from(tmp_path):
-    with pytest.raises(ValueError, match="Need either a `state_dict`, a `save_folder` or an `index`"):
-        OffloadedWeightsLoader()
-    with pytest.raises(FileNotFoundError, match="no weights were offloaded to it"):
-        OffloadedWeightsLoader(save_folder=tmp_path)
-    assert len(OffloadedWeightsLoader(state_dict={})) == 0

@@ -68,7 +68,7 @@ def test_without_the_package(model, monkeypatch):
     monkeypatch.setattr(quantize, "is_8bit_bnb_available", lambda: False)
     monkeypatch.setattr(quantize, "is_4bit_bnb_available", lambda: False)
     for options, bits in ((EIGHT, 8), (FOUR, 4)):
-        with pytest.raises(ImportError, match=f"quantising to {bits} bits needs the package bitsandbytes"):
+        with pytest.raises(ImportError, match=f"quantizing to {bits} bits needs the package bitsandbytes"):
             load_and_quantize_model(model, BnbQuantizationConfig(**options))
     monkeypatch.setitem(sys.modules, "bitsandbytes.nn", None)
     assert not has_4bit_bnb_layers(model)

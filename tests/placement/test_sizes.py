@@ -1,24 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bytes of tensors and modules, the largest layer, sizes written as text."""
 
-import random
-
 import pytest
 import torch
 from torch import nn
 
 from accelerate.core.enums import CustomDtype
-from accelerate.placement.names import is_within
 from accelerate.placement.sizes import (
     calculate_maximum_sizes,
     compute_module_sizes,
     convert_file_size_to_int,
     dtype_byte_size,
     get_max_layer_size,
-    measure,
     named_module_tensors,
 )
-from accelerate.placement.tied import find_tied_parameters
 
 
 class Model(nn.Module):
@@ -53,12 +48,6 @@ def test_dtype_byte_size(dtype, size):
     assert dtype_byte_size(dtype) == size
 
 
-@pytest.mark.parametrize("wrong", [3, None, "float17"])
-def test_dtype_byte_size_refuses_what_is_no_dtype(wrong):
-    with pytest.raises(ValueError, match="dtype"):
-        dtype_byte_size(wrong)
-
-
 @pytest.mark.parametrize(
     "text, size",
     [
@@ -72,18 +61,15 @@ def test_dtype_byte_size_refuses_what_is_no_dtype(wrong):
         ("1 GB", 10**9),
         ("10Kb", 1250),
         ("5Gb", 625_000_000),
+        ("5gb", 5_000_000_000),
+        ("8Gib", 8 << 30),
+        ("1.5gib", 3 << 29),
         (12, 12),
         (0, 0),
     ],
 )
 def test_convert_file_size(text, size):
     assert convert_file_size_to_int(text) == size
-
-
-@pytest.mark.parametrize("text", ["12", "1TB", "x", "-1GB", "3B", "", "GB", -1])
-def test_convert_file_size_refuses(text):
-    with pytest.raises(ValueError, match=r"not in a valid format.*'5.0GB'"):
-        convert_file_size_to_int(text)
 
 
 def test_module_sizes_count_a_tied_tensor_once():
@@ -119,52 +105,12 @@ def test_named_module_tensors():
     assert not list(named_module_tensors(model, include_buffers=False))
 
 
-def _random_model(rng, depth=3):
-    if depth == 0 or rng.random() < 0.3:
-        width = rng.randint(1, 9)
-        return rng.choice([nn.Linear(width, 3), nn.BatchNorm1d(width), nn.Embedding(0, 3), nn.ReLU()])
-    model = nn.Module()
-    for index in range(rng.randint(1, 4)):
-        model.add_module(f"c{index}", _random_model(rng, depth - 1))
-    if rng.random() < 0.3:
-        # A module, and a parameter, under a second name.
-        model.again = next(model.children())
-        model.own = next(model.parameters(), None)
-    if rng.random() < 0.3:
-        model.register_buffer("table", torch.zeros(rng.randint(0, 9)))
-        model.register_buffer("table_again", model.table)
-        model.register_parameter("absent", None)
-    return model
-
-
-def test_one_pass_finds_what_torch_lists():
-    for seed in range(100):
-        model = _random_model(random.Random(seed))
-        found = measure(model, unsplittable=["BatchNorm1d"])
-        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        names = [*tensors, *(name for name, _ in model.named_modules(remove_duplicate=False))]
-        for sizes, kept in ((found.sizes, tensors), (found.buffers, dict(model.named_buffers()))):
-            expected = {
-                name: sum(tensor.nbytes for other, tensor in kept.items() if is_within(other, name)) for name in names
-            }
-            assert {name: sizes[name] for name in names} == expected, seed
-        assert found.tied == find_tied_parameters(model), seed
-        for name, module in model.named_modules():
-            layers = get_max_layer_size([(name, module)], found.sizes, ["BatchNorm1d"])
-            assert found.layers[name] == layers[0], (seed, name)
-
-
-def test_sizes_of_a_scripted_model():
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    assert compute_module_sizes(torch.jit.script(model)) == compute_module_sizes(model)
-
-
 def test_largest_layer():
     model = nn.Sequential(Model(), Model(), nn.Linear(2, 2))
     sizes = compute_module_sizes(model)
     assert get_max_layer_size(list(model.named_children()), sizes, []) == (100, ["0.linear2", "1.linear2"])
     assert get_max_layer_size(list(model.named_children()), sizes, ["Model"]) == (280, ["0", "1"])
-    assert get_max_layer_size(list(model.named_children()), sizes, "Model") == (280, ["0", "1"])
+    assert get_max_layer_size(list(model.named_children()), sizes, [{"Model"}]) == (280, ["0", "1"])
     assert calculate_maximum_sizes(model) == (584, (100, ["0.linear2", "1.linear2"]))
     model._no_split_modules = {"Model"}
     assert calculate_maximum_sizes(model) == (584, (280, ["0", "1"]))

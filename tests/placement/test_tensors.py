@@ -5,11 +5,8 @@ import numpy
 import pytest
 import torch
 from torch import nn
-from torch.testing._internal.two_tensor import TwoTensor
 
-from accelerate.core.errors import ConfigurationError
-from accelerate.placement import tensors
-from accelerate.placement.tensors import as_device, set_module_tensor_to_device
+from accelerate.placement.tensors import set_module_tensor_to_device
 
 
 def test_value_and_dtype():
@@ -56,20 +53,6 @@ def test_to_meta_and_back():
     assert torch.equal(model[0].weight, weight.half())
 
 
-def test_errors_name_the_tensor():
-    model = nn.Sequential(nn.Linear(3, 4, bias=False))
-    with pytest.raises(ValueError, match=r"does not have a parameter or a buffer named weigth \(did you mean weight"):
-        set_module_tensor_to_device(model, "0.weigth", "cpu")
-    with pytest.raises(ValueError, match=r"Sequential has no submodule '1' to hold '1\.weight'"):
-        set_module_tensor_to_device(model, "1.weight", "cpu")
-    with pytest.raises(ValueError, match="registered as None"):
-        set_module_tensor_to_device(model, "0.bias", "cpu", value=torch.zeros(4))
-    with pytest.raises(ValueError, match=r'shape torch.Size\(\[2, 2\]\) in "0.weight" \(which has shape torch.Size'):
-        set_module_tensor_to_device(model, "0.weight", "cpu", value=torch.zeros(2, 2))
-    with pytest.raises(ValueError, match="'float17' is not a dtype"):
-        set_module_tensor_to_device(model, "0.weight", "cpu", dtype="float17")
-
-
 class Marked(nn.Parameter):
     """A parameter whose class cannot be called with data alone."""
 
@@ -93,14 +76,6 @@ def test_a_parameter_keeps_its_class_and_attributes():
     assert not layer.weight.requires_grad
 
 
-def test_a_tensor_of_several_tensors_moves_whole():
-    layer = nn.Linear(3, 4, bias=False)
-    layer.weight = nn.Parameter(TwoTensor(torch.ones(4, 3), torch.zeros(4, 3)))
-    set_module_tensor_to_device(layer, "weight", "cpu", dtype=torch.float64)
-    assert isinstance(layer.weight, TwoTensor) and isinstance(layer.weight, nn.Parameter)
-    assert layer.weight.a.dtype == layer.weight.b.dtype == torch.float64 and layer.weight.a.sum() == 12
-
-
 def test_tied_tensors_share_what_is_on_the_device():
     model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
     weight = torch.randn(3, 3)
@@ -112,18 +87,3 @@ def test_tied_tensors_share_what_is_on_the_device():
     other = torch.randn(3, 3)
     set_module_tensor_to_device(model, "1.weight", "cpu", value=other, tied_params_map=copies)
     assert model[1].weight.data_ptr() == other.data_ptr() and list(copies) == [weight.data_ptr()]
-
-
-def test_devices_by_number(monkeypatch):
-    monkeypatch.setattr(tensors.devices, "accelerator_type", lambda: None)
-    assert as_device("cpu") == torch.device("cpu")
-    with pytest.raises(
-        ConfigurationError, match="device 0 is the number of an accelerator, and this machine has none"
-    ):
-        as_device(0)
-    monkeypatch.setattr(tensors.devices, "accelerator_type", lambda: "xpu")
-    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
-    assert as_device(1) == torch.device("xpu", 1)
-    assert as_device("xpu") == torch.device("xpu", 3)
-    assert as_device("cuda:2") == torch.device("cuda", 2)
-    assert tensors.main_device() == torch.device("xpu", 3)

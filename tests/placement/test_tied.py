@@ -9,11 +9,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from accelerate.placement.tied import (
-    check_tied_parameters_in_config,
     check_tied_parameters_on_same_device,
     clean_state_dict_for_safetensors,
     find_tied_parameters,
-    id_tensor_storage,
     retie_parameters,
 )
 
@@ -61,25 +59,6 @@ def test_warns_of_tied_parameters_that_are_apart(caplog):
     assert "'0.weight': 0, '2.weight': 'cpu'" in caplog.text
     with pytest.raises(ValueError, match=r"does not contain the module 2\.weight"):
         check_tied_parameters_on_same_device(groups, {"0": 0})
-
-
-def test_tied_in_the_config_of_a_transformers_model():
-    transformers = pytest.importorskip("transformers")
-    sizes = {"vocab_size": 11, "n_embd": 4, "n_layer": 1, "n_head": 1, "bos_token_id": 0, "eos_token_id": 0}
-    tied = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
-    apart = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, tie_word_embeddings=False))
-    assert check_tied_parameters_in_config(tied)
-    assert not check_tied_parameters_in_config(apart)
-    assert not check_tied_parameters_in_config(tied_model())
-
-
-def test_storages_are_told_apart():
-    whole = torch.zeros(6)
-    assert id_tensor_storage(whole[:2]) == id_tensor_storage(whole[3:])
-    assert id_tensor_storage(whole) != id_tensor_storage(whole.clone())
-    meta = torch.zeros(6, device="meta")
-    assert id_tensor_storage(meta) == id_tensor_storage(meta[:3])
-    assert id_tensor_storage(meta) != id_tensor_storage(torch.zeros(6, device="meta"))
 
 
 def test_clean_state_dict_loses_nothing(tmp_path, caplog):

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from accelerate import Accelerator
-from accelerate.parallel.report.ledger import Ledger, Work, loss_of
 from accelerate.planning import experts, layouts, trace
-from accelerate.planning.model import fake_batch, parse_batch
+from accelerate.planning.ledger import Ledger, Work
+from accelerate.planning.model import fake_batch, loss_of, parse_batch
 
 transformers = pytest.importorskip("transformers")
 

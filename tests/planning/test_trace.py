@@ -7,11 +7,12 @@ from allocator import peak_of
 from torch import nn
 
 from accelerate import Accelerator
-from accelerate.parallel.report.ledger import KINDS, loss_of
+from accelerate.core.imports import is_torch_version
 from accelerate.planning import layouts, trace
 from accelerate.planning.estimate import memory_interval
+from accelerate.planning.ledger import KINDS
 from accelerate.planning.machine import CPU_MEMORY_SPREAD
-from accelerate.planning.model import BatchShape, fake_batch, parse_batch
+from accelerate.planning.model import BatchShape, fake_batch, loss_of, parse_batch
 
 BATCH = parse_batch("8x64:float32")
 
@@ -77,7 +78,7 @@ def measured(variables: dict, batch: BatchShape) -> int:
     ("name", "nproc"),
     [
         *(("single", 1), ("ddp", 2), ("fsdp", 2), ("fsdp+ckpt", 2), ("tp2", 2), ("pp2", 2)),
-        *(pytest.param(name, 4, marks=pytest.mark.thorough) for name in ("pp2+fsdp2+1f1b", "pp2+tp2")),
+        *(pytest.param(name, 4, marks=pytest.mark.thorough) for name in ("pp2+fsdp2", "pp2+tp2")),
     ],
 )
 def test_peak_is_what_the_allocator_counts(name, nproc, ranks):
@@ -86,7 +87,9 @@ def test_peak_is_what_the_allocator_counts(name, nproc, ranks):
     variables = trace.launch_variables(plan.configuration(layout))
     found = max(ranks(nproc).run(measured, variables, BATCH.of_rank(layout)))
     step = traced(name, nproc)
-    low, high = memory_interval(step, step.total, CPU_MEMORY_SPREAD)
+    # FSDP2 of torch 2.12 takes 4% less than later versions, of which the estimates are.
+    spread = 0.06 if name.startswith("fsdp") and is_torch_version("<", "2.13") else CPU_MEMORY_SPREAD
+    low, high = memory_interval(step, step.total, spread)
     assert low <= found <= high
     assert (high - low) / (high + low) <= 0.1
 

@@ -3,16 +3,12 @@
 
 import copy
 import pickle
-import types
 
 import pytest
 import torch
 
-from accelerate import resolve
 from accelerate.config.precision import AutocastKwargs, GradScalerKwargs
-from accelerate.core import devices
-from accelerate.core.enums import DistributedType
-from accelerate.core.errors import ConfigurationError, PrepareError
+from accelerate.core.errors import PrepareError
 from accelerate.precision.amp import MixedPrecision, ScaledPrecision, restore_forward
 
 
@@ -80,15 +76,3 @@ def test_scaler_options_and_half_weights():
     assert ScaledPrecision("cpu", scaling=GradScalerKwargs(init_scale=8.0)).scaler.get_scale() == 8.0
     with pytest.raises(PrepareError, match=r"'linear.weight' of Two is float16"):
         ScaledPrecision("cpu").wrap_forward(Two().half())
-
-
-def test_a_backend_without_autocast_or_generator_states_is_named(monkeypatch):
-    """Before anything is prepared, and as an error of this package."""
-    state = types.SimpleNamespace(
-        mixed_precision="fp16", device=torch.device("privateuseone"), distributed_type=DistributedType.NO
-    )
-    with pytest.raises(ConfigurationError, match=r"mixed_precision='fp16' \(argument\): torch has no autocast"):
-        resolve._precision(state, resolve.Handlers(), {"mixed_precision": "argument"})
-    monkeypatch.setattr(devices, "module_of", lambda kind: types.SimpleNamespace())
-    with pytest.raises(ConfigurationError, match="has no get_rng_state and set_rng_state"):
-        devices.generator_module("npu")

@@ -13,7 +13,7 @@ from accelerate.core.errors import ConfigurationError, PrepareError
 from accelerate.core.imports import is_available
 from accelerate.parallel.remap import repoint_all
 from accelerate.precision.fp8 import Float8Precision, make_fp8
-from accelerate.resolve import Handlers, _fp8_backend
+from accelerate.run.resolve import Handlers, _fp8_backend
 from accelerate.state import PartialState
 
 needs_torchao = pytest.mark.skipif(not is_available("torchao"), reason="needs torchao")
@@ -55,9 +55,9 @@ def test_the_backend_is_that_of_the_recipe_else_of_the_variable(monkeypatch: pyt
     with pytest.raises(ConfigurationError, match="ACCELERATE_FP8_BACKEND='nope'"):
         _fp8_backend(Handlers())
     monkeypatch.delenv("ACCELERATE_FP8_BACKEND")
-    monkeypatch.setattr("accelerate.resolve.is_available", lambda name: name == "torchao")
+    monkeypatch.setattr("accelerate.run.resolve.is_available", lambda name: name == "torchao")
     assert _fp8_backend(Handlers()) == (FP8BackendType.AO, None)
-    monkeypatch.setattr("accelerate.resolve.is_available", lambda name: False)
+    monkeypatch.setattr("accelerate.run.resolve.is_available", lambda name: False)
     with pytest.raises(ConfigurationError, match="pip install torchao"):
         _fp8_backend(Handlers())
 

@@ -61,12 +61,6 @@ def test_layers_are_replaced_and_come_back_with_their_values(engine: Any) -> Non
     torch.testing.assert_close(model(x), plain(x), rtol=0, atol=0)
 
 
-def test_either_kind_of_layer_may_be_left(engine: Any) -> None:
-    model = make_model()
-    fp8_te.convert_model(model, _convert_linear=False)
-    assert [type(layer) for layer in model] == [nn.Linear, engine.LayerNorm, nn.Linear, nn.Linear]
-
-
 def test_autocast_is_on_while_training_and_in_evaluation_only_when_asked(
     engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,18 +79,6 @@ def test_autocast_is_on_while_training_and_in_evaluation_only_when_asked(
         model(x)
         assert [enabled for enabled, _ in engine.entered] == [True, during_eval]
         assert engine.entered[0][1] == recipe.DelayedScaling(2, recipe.Format.HYBRID, 16, "max")
-
-
-def test_an_engine_before_2_8_has_another_autocast(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    new = engine.autocast
-
-    def fp8_autocast(enabled=True, calibrating=False, fp8_recipe=None, fp8_group=None):
-        return new(enabled, calibrating, fp8_recipe, fp8_group)
-
-    monkeypatch.setattr(engine, "fp8_autocast", fp8_autocast, raising=False)
-    monkeypatch.delattr(engine, "autocast")
-    fp8_te.apply_fp8_autowrap(make_model(), None)(torch.randn(4, 16))
-    assert [enabled for enabled, _ in engine.entered] == [True]
 
 
 def test_block_scaling_takes_no_history(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:

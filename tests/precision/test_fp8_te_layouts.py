@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from accelerate import Accelerator
 from accelerate.config.fp8 import TERecipeKwargs
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
+from accelerate.config.parallel import TorchTensorParallelConfig
 from accelerate.core.enums import FP8BackendType
 from accelerate.core.errors import PrepareError
 from accelerate.parallelism_config import ParallelismConfig
@@ -121,4 +122,5 @@ def test_refusals():
     with pytest.raises(PrepareError, match="none of the 1 linear layers of Sequential was converted"):
         make_accelerator().prepare(nn.Sequential(nn.Linear(16, 20), nn.LayerNorm(20)))
     with pytest.raises(PrepareError, match=r"tp_size=2: 0 is a layer of Transformer Engine, which cannot be split"):
-        make_accelerator(layout=ParallelismConfig(tp_size=2)).prepare(make_model())
+        plan = TorchTensorParallelConfig(plan={"0": "colwise"})
+        make_accelerator(layout=ParallelismConfig(tp_size=2, tp_handler=plan)).prepare(make_model())

@@ -60,3 +60,11 @@ def test_refusals():
             meshes.fsdp_mesh(config, meshes.build_mesh(config, 16, "cpu"), CPU)
     with pytest.raises(ValueError, match="rank 16 is outside"):
         meshes.data_shard(meshes.all_sharded(16), 16)
+
+
+def test_a_replaced_description_of_the_mesh_is_used(monkeypatch):
+    """Packages add dimensions, or keep those of one rank, in lists."""
+    names = ["dp_replicate", "dp_shard", "tp"]
+    monkeypatch.setattr(ParallelismConfig, "_get_mesh", lambda self: (names, [2, 8, 1]))
+    mesh = meshes.build_mesh(ParallelismConfig(dp_replicate_size=2, dp_shard_size=8), 16, "cpu")
+    assert mesh.mesh_dim_names == tuple(names) and meshes.group_of(mesh, "dp").size() == 16

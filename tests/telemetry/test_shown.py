@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import textwrap
-import types
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from accelerate import Accelerator
 from accelerate.core.errors import ConfigurationError
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.telemetry.progress import tqdm
+from accelerate.telemetry.step_profile import StepProfile
 from accelerate.utils import FullyShardedDataParallelPlugin, ProjectConfiguration
 
 
@@ -96,22 +96,6 @@ def test_what_is_shown_after_end_training(ranks, sharded, tmp_path):
     assert [saved in out.stderr for out in case.outputs] == [True, False]
 
 
-def test_a_report_is_shown_once(capsys, monkeypatch):
-    accelerator, *_ = make_run(gradient_accumulation_steps=2)
-    report = accelerator.explain()
-    assert capsys.readouterr().out == f"{report}\n" and "\n" not in repr(report)
-    assert report.__rich__().plain == str(report)
-    shown = []
-    # As in hosted notebooks, whose shells derive from Jupyter's.
-    shell = type("Shell", (type("ZMQInteractiveShell", (), {}),), {})
-    display = types.SimpleNamespace(HTML=str, display=shown.append)
-    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=shell, display=display))
-    monkeypatch.setitem(sys.modules, "IPython.display", display)
-    accelerator.explain()
-    assert capsys.readouterr().out == "" and len(shown) == 1 and shown[0].startswith("<table>")
-    assert repr(accelerator).startswith("<Accelerator: ") and "2 accumulation steps, 1 model" in repr(accelerator)
-
-
 def test_a_bar_counts_samples_of_all_processes():
     pytest.importorskip("tqdm")
     _, _, _, loader = make_run()
@@ -136,7 +120,7 @@ def test_chosen_steps_are_profiled(tmp_path, monkeypatch, capsys):
     assert [json.loads(line)["path"] for line in lines if '"profile"' in line] == [str(path)]
     assert "steps 2 to 3 of rank 0" in capsys.readouterr().err
     monkeypatch.setenv("ACCELERATE_PROFILE", "2:3:1")
-    assert Accelerator(cpu=True)._profile is None
+    assert not any(isinstance(observer, StepProfile) for observer in Accelerator(cpu=True)._observers.active)
     monkeypatch.setenv("ACCELERATE_PROFILE", "3:2")
     with pytest.raises(ConfigurationError, match="first and the last step"):
         Accelerator(cpu=True)

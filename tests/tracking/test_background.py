@@ -4,9 +4,7 @@
 import logging
 import os
 import signal
-import sys
 import threading
-from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -148,29 +146,3 @@ def test_a_terminated_process_logs_what_waits(tmp_path):
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
     assert (tmp_path / "values").read_text().split() == [str(step) for step in range(10)]
-
-
-def test_mlflow_is_given_the_run(monkeypatch):
-    package = MagicMock(name="mlflow")
-    monkeypatch.setitem(sys.modules, "mlflow", package)
-    monkeypatch.setitem(sys.modules, "mlflow.utils.validation", package.utils.validation)
-    monkeypatch.setattr("accelerate.tracking.registry._is_installed", lambda kind: True)
-    accelerator = start("mlflow")
-    accelerator.log({"loss": torch.tensor(2.0)}, step=1)
-    accelerator.end_training()
-    run_id = package.start_run.return_value.info.run_id
-    package.log_metrics.assert_called_once_with({"loss": 2.0}, step=1, run_id=run_id)
-
-
-def test_tensorboard_has_the_values(tmp_path):
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=tmp_path)
-    accelerator.init_trackers("run", background=True)
-    for step in range(3):
-        accelerator.log({"loss": torch.tensor(float(step))}, step=step)
-    writer = accelerator.get_tracker("tensorboard", unwrap=True)
-    assert writer.get_logdir() == str(tmp_path / "run")
-    events = accumulator.EventAccumulator(writer.get_logdir())
-    events.Reload()
-    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(0, 0.0), (1, 1.0), (2, 2.0)]
-    accelerator.end_training()

@@ -62,30 +62,6 @@ def test_clients_with_a_run_object(client, name):
     assert type(run.log.call_args.args[0]["loss"]) is float
 
 
-@pytest.mark.parametrize("name", ["wandb", "trackio", "swanlab"])
-def test_the_project_can_be_named_among_the_arguments(client, name):
-    package = client(name)
-    recorded(name, "run", project="other")
-    package.init.assert_called_once_with(project="other")
-
-
-@pytest.mark.parametrize("name", ["wandb", "swanlab"])
-def test_images_as_lists_of_the_clients_own(client, name):
-    package = client(name)
-    package.Image.side_effect = lambda image: ("image", image)
-    tracker = recorded(name, "project")
-    tracker.log_images({"batch": ["a", "b"]}, step=2, commit=False)
-    package.init().log.assert_called_once_with({"batch": [("image", "a"), ("image", "b")]}, step=2, commit=False)
-
-
-def test_wandb_table(client):
-    package = client("wandb")
-    tracker = recorded("wandb", "project")
-    tracker.log_table("t", columns=["a"], data=[[1]], step=3)
-    package.Table.assert_called_once_with(columns=["a"], data=[[1]], dataframe=None)
-    package.init().log.assert_called_once_with({"t": package.Table.return_value}, step=3)
-
-
 def test_comet(client, caplog):
     package = client("comet_ml")
     tracker = recorded("comet_ml", "project", workspace="w")
@@ -263,23 +239,6 @@ def test_dvclive_new_and_given(client):
     given = MagicMock()
     assert recorded("dvclive", live=given).tracker is given
     package.Live.assert_called_once_with(dir="here")  # none made for the second tracker
-
-
-def test_a_tracker_for_each_process_logs_on_each(client, second_process):
-    package = client("wandb")
-    tracker = recorded("wandb", "project")
-    tracker.log({"loss": 1.0})
-    package.init().log.assert_called_once_with({"loss": 1.0}, step=None)
-
-
-def test_a_tracker_of_the_main_process_is_silent_on_the_others(client, second_process):
-    package = client("mlflow")
-    tracker = recorded("mlflow", "exp")
-    tracker.store_init_configuration(CONFIG)
-    tracker.log(VALUES)
-    tracker.log_artifact("file")
-    tracker.finish()
-    assert (package.mock_calls, tracker.tracker) == ([], None)
 
 
 @pytest.mark.parametrize(

@@ -5,31 +5,31 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
+import queue
+import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 import numpy as np
 import torch
 
 from ..core.files import named_errors, open_regular
 from ..core.json_text import JSONObject
+from ..core.safetensors_header import CorruptFile
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 BLOCK = 16 << 20  # bytes; a power of two, large enough that Python's part of the work vanishes
-_BLOCKS = (1 << 9, 1 << 30)  # bytes; what a record may name
-_SUM = re.compile("[0-9a-f]{8}")
 _IOV_MAX = 1000  # most systems take 1024 pieces in one call
 _WINDOW = 256 << 20  # bytes of host memory used to carry tensors from an accelerator to the disk
 
 # A piece of a file: bytes in host memory, or a tensor (any device, any strides).
 Segment = memoryview | bytes | torch.Tensor
-
-
-class CorruptFile(Exception):
-    """A file that differs from its record. The message reports how, without the name of the file."""
 
 
 @dataclass(frozen=True)
@@ -46,18 +46,8 @@ class FileRecord:
 
     @classmethod
     def from_json(cls, data: JSONObject) -> FileRecord:
-        """The record of a manifest. Raises ValueError, TypeError or KeyError for anything that is none."""
-        size, block, sums = data["size"], data["block"], data["crc32"]
-        for number in (size, block):
-            if type(number) is not int or number < 0:
-                raise ValueError(f"{str(number)[:40]} is not a size")
-        if not _BLOCKS[0] <= block <= _BLOCKS[1]:
-            raise ValueError(f"{block} is not the size of a block")
-        if not isinstance(sums, list) or len(sums) != -(-size // block):
-            raise ValueError(f"{size} bytes in blocks of {block} have other checksums")
-        if not all(isinstance(one, str) and _SUM.fullmatch(one) for one in sums):
-            raise ValueError("a checksum is eight hexadecimal digits")
-        return cls(size, tuple(sums), block)
+        """The record of a manifest."""
+        return cls(data["size"], tuple(data["crc32"]), data["block"])
 
 
 def host_view(tensor: torch.Tensor) -> memoryview:
@@ -80,6 +70,45 @@ def nbytes(segment: Segment) -> int:
     return memoryview(segment).nbytes
 
 
+class _Threads:
+    """A few threads that work until `close`, also while the interpreter exits.
+
+    The standard library's pools refuse new work then, and a background save must be finished.
+    """
+
+    def __init__(self, count: int, name: str) -> None:
+        self._count = count
+        self._name = name
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._started: list[threading.Thread] = []
+
+    def submit(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
+        future: Future[R] = Future()
+
+        def job() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(function(*args, **kwargs))
+                except BaseException as error:
+                    future.set_exception(error)
+
+        self._jobs.put(job)
+        if len(self._started) < self._count:
+            self._started.append(threading.Thread(target=self._work, name=self._name, daemon=True))
+            self._started[-1].start()
+        return future
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+
+    def close(self) -> None:
+        for _ in self._started:
+            self._jobs.put(None)
+        for thread in self._started:
+            thread.join()
+
+
 class BlockIO:
     """A few threads that write, read and check files block by block. Use it as a context manager.
 
@@ -88,16 +117,28 @@ class BlockIO:
 
     def __init__(self, threads: int = 0) -> None:
         self._threads = threads or max(2, min(4, (os.cpu_count() or 2) // 2))
-        self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="checkpoint-io")
+        self._pool = _Threads(self._threads, "checkpoint-io")
         # Threads that only wait for the disk. Syncs that run at the same time share one commit of the file system.
-        self._syncing = ThreadPoolExecutor(8, thread_name_prefix="checkpoint-sync")
+        self._syncing = _Threads(8, "checkpoint-sync")
+        self._held: list[int] = []  # descriptors of files that are read later
 
     def __enter__(self) -> BlockIO:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
-        self._syncing.shutdown(wait=True)
+        self._pool.close()
+        self._syncing.close()
+        while self._held:
+            os.close(self._held.pop())
+
+    def hold(self, path: Path) -> Path:
+        """Another path of a regular file: it leads to the same file when `path` was replaced or removed.
+
+        The file is open until the end of the block. Where the system names no open files, `path` itself is returned.
+        """
+        self._held.append(open_regular(path))
+        held = Path(f"/dev/fd/{self._held[-1]}")
+        return held if held.exists() else path
 
     def write(self, path: Path, segments: Sequence[Segment]) -> FileRecord:
         """Write a new file of these segments and sync it to the disk; its record. System errors pass through."""

@@ -8,6 +8,7 @@ import ctypes
 import ctypes.util
 import errno
 import functools
+import logging
 import os
 import shutil
 import uuid
@@ -16,9 +17,11 @@ from pathlib import Path
 
 from ..core.errors import CheckpointError, ConfigurationError
 from ..core.files import follow_links, fsync_path, named_errors
-from .layout import owned_entries, siblings
+from .layout import free_name, siblings
 from .manifest import MANIFEST, Manifest, is_api_file, read_manifest
 from .run_lock import in_use_elsewhere
+
+logger: logging.Logger = logging.getLogger(__name__)
 
 UNFINISHED = ".unfinished"  # in a temporary folder, until its commit
 
@@ -32,22 +35,16 @@ def save_target(folder: Path) -> Path:
     target = follow_links(folder, "save_state")
     if target.exists() and not target.is_dir():
         raise ConfigurationError(f"{target} is a file: give a folder")
-    reasons = {
-        "the root of the file system": target == target.parent,
-        "the home folder": _same(target, Path.home),
-        "the current folder, and a checkpoint is replaced in one step together with its folder": _same(
-            target, Path.cwd
-        ),
-        "a mount point, which cannot be replaced in one step": os.path.ismount(target),
-    }
-    for reason, applies in reasons.items():
-        if applies:
-            raise ConfigurationError(f"{target} is {reason}: give a separate folder, such as {target / 'checkpoint'}")
+    if os.path.ismount(target) or _same(target, Path.home) or _same(target, Path.cwd):
+        raise ConfigurationError(
+            f"{target} is the current or the home folder, or a mount point. A checkpoint is replaced in one step "
+            f"together with its folder: give a separate folder, such as {target / 'checkpoint'}"
+        )
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
         file = next(path for path in target.parents if path.exists())
-        raise ConfigurationError(f"{target} cannot be made: {file} is a file") from None
+        raise ConfigurationError(f"{target} cannot be created: {file} is a file") from None
     return target
 
 
@@ -58,7 +55,7 @@ def _same(folder: Path, other: Callable[[], Path]) -> bool:
         return False
 
 
-def open_temporary(folder: Path) -> Path:
+def open_temporary(folder: Path, name: str = "") -> Path:
     """A new hidden folder next to `folder`, on the same file system, to write its next content to.
 
     An interrupted save of the same folder is recovered or removed first. The caller owns the folder's lock.
@@ -67,7 +64,7 @@ def open_temporary(folder: Path) -> Path:
     recover_interrupted_commit(folder)
     for old in siblings(folder, "tmp"):
         shutil.rmtree(old, ignore_errors=True)
-    temporary = folder.with_name(f".{folder.name}.tmp-{uuid.uuid4().hex[:8]}")
+    temporary = folder.with_name(name or f".{folder.name}.tmp-{uuid.uuid4().hex[:8]}")
     temporary.mkdir()
     (temporary / UNFINISHED).touch()
     return temporary
@@ -104,7 +101,7 @@ def commit(temporary: Path, folder: Path, manifest: Manifest) -> None:
         with contextlib.suppress(OSError):
             shutil.copymode(folder, temporary)
         os.rename(temporary, folder)
-    elif owned_entries(folder):
+    elif (folder / MANIFEST).exists() or any(is_api_file(entry.name) for entry in folder.iterdir()):
         _replace(temporary, folder)
     else:
         _move_in(temporary, folder)
@@ -168,8 +165,8 @@ def recover_interrupted_commit(folder: Path) -> None:
         return
     if not folder.exists():
         # Killed between the two renames: the newest complete checkpoint takes the place.
-        complete = [old for old in leftovers if (old / MANIFEST).exists()] or leftovers
-        newest = max(complete, key=_saved_at)
+        manifests = [old / MANIFEST for old in leftovers if (old / MANIFEST).exists()]
+        newest = max(manifests, key=lambda path: path.stat().st_mtime_ns).parent if manifests else leftovers[0]
         os.rename(newest, folder)
         leftovers.remove(newest)
     for old in leftovers:
@@ -192,41 +189,40 @@ def restore(folder: Path) -> None:
             recover_interrupted_commit(target)
 
 
-def _saved_at(folder: Path) -> tuple[str, float]:
-    try:
-        created = read_manifest(folder).created
-    except Exception:
-        created = ""
-    return created, folder.stat().st_mtime
-
-
 def _clear(old: Path, folder: Path) -> None:
-    """Move files that no checkpoint has written from `old` to `folder`, and remove the rest."""
-    owned = owned_entries(old)
-    for entry in list(old.iterdir()):
-        if entry.name not in owned:
-            if not os.path.lexists(folder / entry.name):
-                os.rename(entry, folder / entry.name)
-        elif entry.is_dir() and not entry.is_symlink():
-            _carry_files(old, entry, folder)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _carry_files(old: Path, inside: Path, folder: Path) -> None:
-    """Move the files of a subfolder that the manifest does not list. Shards of an unlisted save are not kept."""
+    """Remove the files of a checkpoint from `old`, move all others to `folder`, and remove what is empty then."""
     try:
-        listed = set(read_manifest(old).files)
+        _carry(old, old, folder, _listed(old) | _listed(folder))
+    except OSError as error:
+        # The checkpoint in `folder` is complete. The next save continues here.
+        logger.warning("%s: what is not of the checkpoint is still in %s: %s", folder, old, error)
+
+
+def _listed(folder: Path) -> set[str]:
+    try:
+        return {MANIFEST, *read_manifest(folder).files}
     except CheckpointError:
-        return
-    top = inside.relative_to(old).as_posix()
-    if is_api_file(top):
-        return  # a folder of shards: what a load could take for one of them must go
-    for path in sorted(inside.rglob("*")):
-        name = path.relative_to(old).as_posix()
-        target = folder / name
-        if name not in listed and (path.is_file() or path.is_symlink()) and not os.path.lexists(target):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            os.rename(path, target)
+        return {MANIFEST}
+
+
+def _carry(old: Path, inside: Path, folder: Path, listed: set[str]) -> None:
+    for entry in list(inside.iterdir()):
+        path = entry.relative_to(old)
+        name, target = path.as_posix(), folder / path
+        # What a load could take for a file of the API's format, or for a shard, must go.
+        is_owned = name in listed or is_api_file(path.parts[0])
+        if entry.is_dir() and not entry.is_symlink():
+            if is_owned or target.is_dir() or any(file.startswith(f"{name}/") for file in listed):
+                _carry(old, entry, folder, listed)
+                continue
+        elif is_owned:
+            entry.unlink()
+            continue
+        if os.path.lexists(target):  # somebody has made it anew since the folder was replaced
+            target = free_name(target, "earlier")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        os.rename(entry, target)
+    inside.rmdir()
 
 
 _AT_FDCWD = -100

@@ -7,11 +7,9 @@ caller passes `allow_pickle=True`.
 
 from __future__ import annotations
 
-import io
 import os
 import pickle
 import re
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,22 +21,21 @@ from torch.types import FileLike
 
 from ..core.constants import RNG_STATE_NAME, SAMPLER_NAME
 from ..core.errors import CheckpointError
-from ..core.torch_files import READ_ERRORS, check_archive
-from ..data_loader.position import Position
+from ..core.files import require_regular
+from ..core.torch_files import READ_ERRORS
 from .documents import damage
 from .generators import accelerators, check_generators
 from .layout import numbered
 from .manifest import LOADER_NAME
 from .run_state import StateDict
 
-_BROKEN = (pickle.UnpicklingError, EOFError, zipfile.BadZipFile)
-
 # What a pickled numpy array names. These build arrays and nothing else.
+_RECONSTRUCT = np.empty(0).__reduce__()[0]
 _NUMPY_GLOBALS: list[Any] = [
     np.ndarray,
     np.dtype,
-    np._core.multiarray._reconstruct,  # type: ignore[attr-defined]
-    (np._core.multiarray._reconstruct, "numpy.core.multiarray._reconstruct"),  # type: ignore[attr-defined]
+    _RECONSTRUCT,
+    (_RECONSTRUCT, "numpy.core.multiarray._reconstruct"),
     *{type(np.dtype(kind)) for kind in "?bBhHiIlLqQefdFD"},
 ]
 
@@ -55,14 +52,16 @@ def load_pickled(
     Raises CheckpointError, and runs nothing from the file, when it holds more than that and `allow_pickle` is False.
     """
     path = file if isinstance(file, (str, os.PathLike)) else name
-    check_archive(file, path)
     try:
+        if path is file:
+            require_regular(file)  # a named pipe would be waited for
         with torch.serialization.safe_globals(_NUMPY_GLOBALS):
             return torch.load(file, map_location=map_location, weights_only=True, **options)
     except pickle.UnpicklingError as error:
         if allow_pickle:
             return torch.load(file, map_location=map_location, weights_only=False, **options)
-        reason = str(error).strip().splitlines()[-1] if "GLOBAL" not in str(error) else _named_global(error)
+        named = str(error).partition("GLOBAL ")[2].split()
+        reason = f"it names {named[0][:80]}" if named else str(error).strip().splitlines()[-1][:500]
         raise CheckpointError(
             f"{path} holds more than plain data ({reason}). Reading it would run code from the file. If you trust who "
             "wrote it, pass allow_pickle=True."
@@ -70,13 +69,7 @@ def load_pickled(
     except FileNotFoundError:
         raise
     except READ_ERRORS as error:
-        raise CheckpointError(f"{path} cannot be read: {error!r}") from error
-
-
-def _named_global(error: Exception) -> str:
-    words = [word.rstrip(".,") for word in str(error).split() if "." in word and "http" not in word]
-    after = str(error).split("GLOBAL", 1)[1].split()
-    return f"it names {after[0]}" if after else " ".join(words[:1])
+        raise CheckpointError(f"{path} cannot be read: {repr(error)[:500]}") from error
 
 
 _RANDOM_STATES = {"random_state": "python", "numpy_random_seed": "numpy", "torch_manual_seed": "torch"}
@@ -127,59 +120,9 @@ def read_loader(folder: Path, index: int, allow_pickle: bool, notes: list[str]) 
             f"{path.name} is the position of another kind of loader and was not used: leave the {done} batches that "
             "were read out with skip_first_batches"
         )
-    return _read_sampler(folder / numbered(SAMPLER_NAME, index, ".bin"), notes)
-
-
-def _read_sampler(path: Path, notes: list[str]) -> StateDict | None:
-    """The seed and the epoch of a pickled seedable sampler, as the position of a loader at the start of that epoch.
-
-    The pickle contains the dataset too, of any class: only numbers and plain containers of the file are created.
-    """
-    if not path.exists():
-        return None
-    try:
-        with zipfile.ZipFile(path) as archive:
-            name = next(name for name in archive.namelist() if name.endswith("data.pkl"))
-            found = _Numbers(io.BytesIO(archive.read(name))).load()
-        seed, epoch = int(found.state["initial_seed"]), int(found.state["epoch"])
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, StopIteration, *_BROKEN) as error:
-        notes.append(f"{path.name} holds no seedable sampler ({error!r}) and was not used")
-        return None
-    return Position(epoch, "samples", None, own={"seed": seed}).to_dict()
-
-
-class _Inert:
-    """A placeholder for an object of any class: accepts the state in the pickle and does nothing."""
-
-    state: Any = None
-
-    def __new__(cls, *args: object, **kwargs: object) -> _Inert:
-        return object.__new__(cls)
-
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        pass
-
-    def __call__(self, *args: object, **kwargs: object) -> _Inert:
-        return self
-
-    def __setstate__(self, state: object) -> None:
-        self.state = state
-
-    def __setitem__(self, key: object, value: object) -> None:
-        pass
-
-    def append(self, value: object) -> None:
-        """An item of a list's subclass."""
-
-    extend = add = append
-
-
-# The unpickler written in C takes memory for any index of its memo that a file names.
-class _Numbers(pickle._Unpickler):
-    """Reads a pickle in which every class and function is inert, and no tensor has content."""
-
-    def find_class(self, module: str, name: str) -> type[_Inert]:
-        return _Inert
-
-    def persistent_load(self, pid: object) -> _Inert:
-        return _Inert()
+    if (folder / numbered(SAMPLER_NAME, index, ".bin")).exists():
+        notes.append(
+            f"{numbered(SAMPLER_NAME, index, '.bin')} was not read: prepare the loader with the seed and the epoch of "
+            "the run that saved (data_seed, set_epoch)"
+        )
+    return None

@@ -13,11 +13,11 @@ import torch
 
 from ..core import json_text
 from ..core.errors import CheckpointError
-from ..core.files import require_regular
-from .blocks import BlockIO, CorruptFile, Segment
+from ..core.safetensors_header import CorruptFile, read_header
+from .blocks import BlockIO, Segment
 from .codec import MALFORMED, TensorSink, decode, encode
 from .manifest import CorruptCheckpoint, Manifest, reason
-from .tensorfile import read_header, read_into, read_tensors, segments
+from .tensorfile import read_into, read_tensors, segments
 
 
 def documents(name: str, value: object, root: str, inline: int = 64) -> dict[str, list[Segment]]:
@@ -58,12 +58,11 @@ def read_document_into(
         value = read_document(io, folder, name, manifest, unshare=True)
         return lambda: value
     with damage(folder / f"{name}.json"):
-        text = _read_text(io, folder, name, manifest)
+        data = json_text.parse(_read_text(io, folder, name, manifest))
     with damage(path):
-        io.check(path, manifest.files[path.name])
-        entries = read_header(path).entries
-    with damage(folder / f"{name}.json"):
-        json_text.parse(text)  # a text that is no JSON is found before the run changes
+        held = io.hold(path)
+        io.check(held, manifest.files[path.name])
+        entries = read_header(held).entries
 
     def read() -> Any:
         targets = {}
@@ -73,9 +72,9 @@ def read_document_into(
                 mine = torch.empty(entry.shape, dtype=entry.dtype)
             targets[key] = mine
         with damage(path):
-            read_into(io, path, targets)
+            read_into(io, held, targets)
         with damage(folder / f"{name}.json"):
-            return decode(json_text.parse(text), targets, str(folder / f"{name}.json"), unshare=True)
+            return decode(data, targets, str(folder / f"{name}.json"), unshare=True)
 
     return read
 
@@ -84,9 +83,6 @@ def _read_text(io: BlockIO, folder: Path, name: str, manifest: Manifest) -> byte
     record = manifest.files.get(f"{name}.json")
     if record is None:
         raise CorruptCheckpoint(f"{folder} holds no {name}.json")
-    found = require_regular(folder / f"{name}.json")
-    if found != record.size:
-        raise CorruptFile(f"it has {found} bytes where {record.size} were written")
     text = bytearray(record.size)
     io.read(folder / f"{name}.json", [memoryview(text)], record)
     return text

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -36,6 +37,11 @@ class GlobalGenerators:
 
     def load_state_dict(self, state: StateDict) -> list[str]:
         """Restore the generators. Returns a note for each kind of generator that this machine does not have."""
+        if "seed" in state:
+            random.seed(state["seed"])
+            np.random.seed(state["seed"])
+            torch.manual_seed(state["seed"])  # on all devices
+            return []
         random.setstate(_python_state(state["python"]))
         np.random.set_state(state["numpy"])
         torch.set_rng_state(state["torch"].cpu())
@@ -53,6 +59,12 @@ class GlobalGenerators:
             else:
                 module.set_rng_state(state[name][0])
         return notes
+
+
+def seeded(state: StateDict, rank: int) -> StateDict:
+    """A state for a rank whose own was not saved: a seed made from the number of the rank and from that of rank 0."""
+    digest = hashlib.blake2b(state["torch"].cpu().numpy().tobytes() + rank.to_bytes(4, "little"), digest_size=4)
+    return {"seed": int.from_bytes(digest.digest(), "little")}
 
 
 def accelerators(state: Mapping[str, object]) -> list[str]:

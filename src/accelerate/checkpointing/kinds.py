@@ -13,22 +13,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
 import torch
-from torch.utils._pytree import KeyPath, tree_flatten_with_path, tree_leaves, tree_map, tree_map_with_path
 
 from ..core.constants import OPTIMIZER_NAME, RNG_STATE_NAME, SAFE_MODEL_NAME, SCALER_NAME, SCHEDULER_NAME
 from ..core.errors import CheckpointError
 from ..core.json_text import JSONObject
+from ..core.trees import children, leaves, map_leaves, with_children
 from . import compat
-from .documents import damage
-from .generators import GlobalGenerators, check_generators
+from .generators import GlobalGenerators
 from .gradients import is_empty as is_empty_rank_state
 from .layout import numbered, registered_file
-from .manifest import LOADER_NAME, check_progress
+from .manifest import LOADER_NAME
 from .matching import check_optimizer, check_own, check_scaler, check_scheduler, scheduler_of
 from .run_state import HasState, RunState
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor  # slow to import
 
 SESSION = "session"
 CLASSES = "classes"  # in the progress: {kind: class of each object}
@@ -56,14 +58,14 @@ class StateKind:
         single: whether a run has at most one object. Its key has the state itself, else a list.
         always: whether every document has its key, also without objects. True for those of format version 1.
         shards: whether objects that save shards are written by `RunState.sharded` instead.
-        check: raises an error for a state that no object of this kind can load. The run is unchanged then.
         check_fit: raises CheckpointMismatch if the state in a file is that of another object. Its arguments are the
             object's index, the object, a function that reads the state, the row in the manifest if any, the folder.
         judge: raises CheckpointError for a state that an object cannot take, and changes nothing. Its arguments are
             the object, the state, the class that saved it if that is known. Returns notes.
         judged_together: `judge` may use collectives.
-        optional: whether an object may stay as it is in a load that is not strict.
+        optional: whether an object may stay as it is in a load that is not strict, or where no object was saved.
         is_empty: whether nothing is lost if a state is not saved.
+        of_first: of a ONCE kind, whether the state of rank 0 is that of all ranks; on others it may be incomplete.
         resized: of a RANK kind, what is loaded on another number of processes: the "own" state of the rank of this
             number, that of the "first" rank, or nothing.
     """
@@ -76,12 +78,12 @@ class StateKind:
     single: bool = False
     always: bool = False
     shards: bool = False
-    check: Callable[[Any], object] | None = None
     check_fit: Callable[[int, Any, Callable[[], object], JSONObject | None, Path], None] | None = None
     judge: Callable[[Any, Any, str | None], list[str]] | None = None
     judged_together: bool = False
     optional: bool = False
     is_empty: Callable[[Any], bool] | None = None
+    of_first: bool = False
     resized: Literal["own", "first"] | None = None
 
     def objects(self, run: RunState) -> Sequence[Any]:
@@ -207,35 +209,32 @@ class _Registered(StateKind):
 
     def collect(self, run: RunState) -> list[object]:
         return [
-            tree_map(lambda value: value.full_tensor().cpu() if _is_sharded(value) else value, state)
+            map_leaves(lambda value: value.full_tensor().cpu() if _is_sharded(value) else value, state)
             for state in super().collect(run)
         ]
 
     def localized(self, state: object, item: HasState) -> object:
         present = item.state_dict()
-        if not any(map(_is_sharded, tree_leaves(present))):
+        return _sharded_like(state, present) if any(map(_is_sharded, leaves(present))) else state
+
+
+def _sharded_like(state: object, present: object) -> object:
+    """A state whose tensors are this rank's shards where those of the present state are."""
+    if _is_sharded(present):
+        from ..parallel.materialize import local_shard
+        from ..torch_internals.dtensor import as_dtensor
+
+        if not isinstance(state, torch.Tensor) or state.shape != present.shape:
             return state
-        from ..parallel.materialize import as_dtensor, local_shard
-
-        layouts = {path: value for path, value in tree_flatten_with_path(present)[0] if _is_sharded(value)}
-
-        def shard(path: KeyPath, value: object) -> object:
-            layout = layouts.get(path)
-            if layout is None or not isinstance(value, torch.Tensor) or value.shape != layout.shape:
-                return value
-            return as_dtensor(local_shard(value, layout).to(layout.to_local().device, copy=True), layout)
-
-        return tree_map_with_path(shard, state)
+        return as_dtensor(local_shard(state, present).to(present.to_local().device, copy=True), present)
+    values, layouts = children(state), children(present) or {}
+    if values is None:
+        return state
+    return with_children(state, {key: _sharded_like(value, layouts.get(key)) for key, value in values.items()})
 
 
-def _is_sharded(value: object) -> bool:
+def _is_sharded(value: object) -> TypeGuard[DTensor]:
     return isinstance(value, torch.Tensor) and hasattr(value, "full_tensor")
-
-
-def _mapping(value: object) -> JSONObject:
-    if not isinstance(value, dict):
-        raise ValueError(f"{str(value)[:60]!r} is not an object")
-    return value
 
 
 # In the order of their keys in documents and of loading; the generators are loaded last.
@@ -251,11 +250,11 @@ KINDS: tuple[StateKind, ...] = (
     ),
     _Generators(
         "rng", "state of the random number generators", Written.RANK, single=True, always=True,
-        compat=lambda rank: f"{RNG_STATE_NAME}_{rank}.pkl", check=check_generators, resized="own",
+        compat=lambda rank: f"{RNG_STATE_NAME}_{rank}.pkl", resized="own",
     ),
     _Loaders(  # positions in the data are global
         "dataloaders", "data loader", Written.RANK, compat=partial(numbered, LOADER_NAME, ending=".bin"), always=True,
-        check=_mapping, judge=check_own, optional=True, resized="first",
+        judge=check_own, optional=True, resized="first",
     ),
     StateKind(
         "scaler", "gradient scaler", Written.ONCE, compat=lambda index: SCALER_NAME, single=True, always=True,
@@ -263,7 +262,11 @@ KINDS: tuple[StateKind, ...] = (
     ),
     StateKind(
         "rank_state", "unfinished gradients and random streams", Written.RANK, single=True, always=True,
-        check=_mapping, judge=check_own, judged_together=True, is_empty=is_empty_rank_state,
+        judge=check_own, judged_together=True, is_empty=is_empty_rank_state,
+    ),
+    StateKind(
+        "averages", "weight average", Written.ONCE, compat=partial(numbered, "weight_average", ending=".bin"),
+        optional=True, of_first=True,
     ),
     _Registered(
         "custom", "registered object", Written.ONCE, compat=registered_file, always=True
@@ -287,22 +290,6 @@ def collect(run: RunState, written: Written) -> dict[str, object]:
         if kind.always or states:
             document[kind.name] = (states or [None])[0] if kind.single else states
     return document
-
-
-def check_document(document: object, written: Written, path: Path) -> JSONObject:
-    """A document that was read. Raises CorruptCheckpoint for anything that `collect` does not make."""
-    with damage(path):
-        found = _mapping(document)
-        if written is Written.ONCE:
-            check_progress(_mapping(found["progress"]))
-            for names in _mapping(found["progress"].get(CLASSES, {})).values():
-                if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-                    raise ValueError(f"progress.{CLASSES} has something else than names")
-        for kind in kinds(written):
-            for state in kind.states(found):
-                if kind.check is not None and state is not None:
-                    kind.check(state)
-    return found
 
 
 def unknown_keys(document: Mapping[str, object], written: Written) -> list[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..core.constants import MODEL_NAME, OPTIMIZER_NAME, RNG_STATE_NAME
 from ..core.errors import CheckpointError
-from .manifest import MANIFEST, check_sizes, is_api_file, read_manifest, reason
+from .manifest import check_sizes, read_manifest, read_unreplaced, reason
 
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
 RANK_DOCUMENT = re.compile(rf"{RNG_STATE_NAME}_(\d{{1,9}})\.json")
@@ -64,12 +64,8 @@ def list_checkpoints(directory: str | Path) -> list[tuple[int, Path]]:
     directory = Path(directory)
     if not directory.is_dir():
         return []
-    found = []
-    for entry in directory.iterdir():
-        match = _NUMBERED.fullmatch(entry.name)
-        if match:
-            found.append((int(match[1]), entry))
-    return sorted(found)
+    matches = [(_NUMBERED.fullmatch(entry.name), entry) for entry in directory.iterdir()]
+    return sorted((int(match[1]), entry) for match, entry in matches if match)
 
 
 def list_damaged(directory: str | Path) -> list[Path]:
@@ -89,7 +85,7 @@ def candidates(directory: str | Path) -> tuple[list[Path], list[tuple[Path, str]
 def unfit(folder: Path) -> str | None:
     """Why a folder is not a valid checkpoint, without reading its files; None if no problem is found."""
     try:
-        check_sizes(folder, read_manifest(folder))
+        read_unreplaced(folder, lambda: check_sizes(folder, read_manifest(folder)))
     except CheckpointError as error:
         return str(error)
     except OSError as error:
@@ -145,20 +141,14 @@ def _hidden(directory: Path, name: str, kind: str) -> Iterator[Path]:
 
 def set_aside(folder: Path) -> Path:
     """Rename a damaged checkpoint to `<name>.damaged` (or `.damaged-2`, ...), which frees its number; the new path."""
+    target = free_name(folder, "damaged")
+    os.rename(folder, target)
+    return target
+
+
+def free_name(path: Path, ending: str) -> Path:
+    """`<path>.<ending>`, or `<path>.<ending>-2`, ...: the first that nothing has."""
     number = 1
-    while True:
-        target = folder.with_name(f"{folder.name}.damaged" + (f"-{number}" if number > 1 else ""))
-        if not os.path.lexists(target):
-            os.rename(folder, target)
-            return target
+    while os.path.lexists(target := path.with_name(f"{path.name}.{ending}" + (f"-{number}" if number > 1 else ""))):
         number += 1
-
-
-def owned_entries(folder: Path) -> set[str]:
-    """Names in a folder that belong to the checkpoint in it: those of its manifest, or of the API's own format."""
-    try:
-        manifest = read_manifest(folder)
-    except CheckpointError:
-        names = {entry.name for entry in folder.iterdir() if is_api_file(entry.name)}
-        return names | ({MANIFEST} if (folder / MANIFEST).exists() else set())
-    return {MANIFEST, *(name.split("/")[0] for name in manifest.files)}
+    return target

@@ -14,14 +14,24 @@ from ..core.errors import CheckpointError, MissingCheckpointError
 from ..core.json_text import JSONObject
 from ..core.trees import map_leaves
 from ..parallel.prepared import PreparedModel
-from ..runtime.agreement import Agreement, Process
-from ..runtime.calls import ranks_in_words
+from ..runtime.agreement import Agreement, Process, Reduce, first
+from ..runtime.calls import values_in_words
 from .commit import restore
 from .kinds import CLASSES, ObjectState, Written, kinds, loading
 from .layout import candidates
-from .manifest import CorruptCheckpoint, Manifest, check_sizes, reason, verify
+from .manifest import (
+    ATTEMPTS,
+    CorruptCheckpoint,
+    Manifest,
+    always_replaced,
+    check_sizes,
+    fingerprint,
+    is_shared,
+    reason,
+)
 from .matching import CheckpointMismatch
 from .ranks import error_text
+from .run_lock import FolderInUse, RunLocks
 from .run_state import HasState, RunState
 from .source import CheckpointReader, ModelWeights, open_checkpoint
 
@@ -122,47 +132,78 @@ def load_run(
     unexpected and differently shaped entries, CheckpointError for anything else.
     """
     folder = Path(folder)
+    if process.local_process_index == 0 and not folder.exists():
+        restore(folder)
     agreement = Agreement(process)
-    rows = agreement.exchange("load_state", str(folder), arrival_timeout, _ABSENT)
-    if len(set(rows)) > 1:
-        reports = "; ".join(f"rank {rank}: {row}" for rank, row in enumerate(rows))
-        raise CheckpointError(f"load_state was called with another folder on other ranks: {reports}. Use one on all.")
+    agreement.exchange("load_state", str(folder), arrival_timeout, _ABSENT, _check_same)
+    for part in run.models:
+        part.before_load()
+    for _ in range(ATTEMPTS):
+        report = _load(run, folder, process, agreement, timeout, strict, allow_pickle, models_only)
+        if report is not None:
+            return report
+    raise always_replaced(folder)
+
+
+def _load(
+    run: RunState,
+    folder: Path,
+    process: Process,
+    agreement: Agreement,
+    timeout: float,
+    strict: bool,
+    allow_pickle: bool,
+    models_only: bool,
+) -> LoadReport | None:
+    """Load a checkpoint; None where a save has replaced the folder meanwhile, so that ranks may have read two."""
     source: CheckpointReader | None = None
+    before = fingerprint(folder)
     try:
-        if process.local_process_index == 0 and not folder.exists():
-            restore(folder)
-        agreement.exchange("load_state: open", None, timeout)
         plan: _LoadPlan | None = None
         error: Exception | None = None
         try:
             source = open_checkpoint(folder, run, process, allow_pickle)
+            run = source.run
             plan = _read(run, source, process, strict, models_only)
         except FileNotFoundError as caught:
             error = CorruptCheckpoint(f"{folder} has no {Path(caught.filename or '').name}")
         except Exception as caught:
-            error = caught if source is None else _damage_or(caught, source)
-        mine = {} if plan is None else plan.unfit
-        everyone = _agree(agreement, "load_state: read", error, folder, timeout, mine)
+            error = caught
+        row: JSONObject = {"unfit": {} if plan is None else plan.unfit, "is_replaced": fingerprint(folder) != before}
+        if row["is_replaced"]:
+            error = None
+        elif source is not None:
+            has_all_ranks = source.manifest is None or is_shared(source.manifest)
+            row["save"] = [0 if has_all_ranks else process.process_index - process.local_process_index, before]
+        unfit = _agree(agreement, "load_state: read", error, folder, timeout, row, reduce=_unfit)
+        if unfit is None:
+            return None
         assert source is not None and plan is not None
-        unfit = {title: why for row in everyone for title, why in row.items()}
         plan.notes.extend(f"{title} stays as it is: {why}" for title, why in unfit.items())
-        plan.states = [one for one in plan.states if one.title not in unfit]
-        before = _load_objects(plan, folder, agreement, timeout)
+        plan.states = [item_state for item_state in plan.states if item_state.title not in unfit]
+        states_before = _load_objects(plan, folder, agreement, timeout)
         if run.load_hooks:
             try:
                 _run_hooks(run, source, plan, strict, agreement, timeout)
             except CheckpointError:
-                _put_back(before, folder)
+                _put_back(states_before, folder)
                 raise
         try:
             _apply(run, source, plan, strict, models_only)
         except Exception as caught:
             # Other ranks may wait for this one in a collective: it does not wait for them.
             agreement.refuse(f"load_state: rank {process.process_index} failed: {type(caught).__name__}: {caught}")
+            if fingerprint(folder) != before:
+                raise CheckpointError(
+                    f"{folder} was replaced by another save while it was loaded. {_PARTLY_LOADED}"
+                ) from caught
             if isinstance(caught, CheckpointError) and not isinstance(caught, CheckpointMismatch):
                 raise type(caught)(f"{caught}. {_PARTLY_LOADED}") from caught
             raise
-        agreement.exchange("load_state: apply", None, timeout)
+        # Hooks and torch's readers of shards open files by their names; all others were open since the comparison.
+        is_replaced = bool(run.load_hooks or not source.is_unsharded) and fingerprint(folder) != before
+        if agreement.exchange("load_state: apply", is_replaced, timeout, reduce=lambda rows: any(rows.values())):
+            return None
         for note in plan.notes if process.process_index == 0 else ():
             logger.warning("%s: %s", folder, note)
         return LoadReport(folder, plan.progress, source.world_size, notes=plan.notes, manifest=source.manifest)
@@ -171,25 +212,28 @@ def load_run(
             source.close()
 
 
+def _check_same(folders: dict[int, str]) -> None:
+    if len(set(folders.values())) > 1:
+        raise CheckpointError(
+            f"load_state was called with another folder on other ranks: {values_in_words(folders)}. Use one on all."
+        )
+
+
+def _unfit(rows: dict[int, JSONObject]) -> dict[str, str] | None:
+    """What does not fit on some rank, by title; None where the ranks have not all read the same save."""
+    saves = {tuple(row["save"]) for row in rows.values() if "save" in row}
+    if any(row["is_replaced"] for row in rows.values()) or len(saves) != len({folder for folder, _ in saves}):
+        return None
+    return {title: why for row in rows.values() for title, why in row["unfit"].items()}
+
+
 def load_options(load_kwargs: dict[str, Any] | None) -> dict[str, Any]:
     """Arguments of `torch.load`, as arguments of `load_run`."""
-    known = dict(load_kwargs or {})
-    known.pop("map_location", None)
-    if not known.pop("weights_only", True):
-        known["allow_pickle"] = True
-    return known
-
-
-def _damage_or(error: Exception, source: CheckpointReader) -> Exception:
-    """The damage that explains an error: some files are read before their checksums are compared."""
-    if isinstance(error, CorruptCheckpoint) or source.manifest is None:
-        return error
-    try:
-        verify(source.folder)
-    except CorruptCheckpoint as damage:
-        damage.__cause__ = error
-        return damage
-    return error
+    arguments = dict(load_kwargs or {})
+    arguments.pop("map_location", None)
+    if not arguments.pop("weights_only", True):
+        arguments["allow_pickle"] = True
+    return arguments
 
 
 def _agree(
@@ -200,28 +244,39 @@ def _agree(
     timeout: float,
     value: object = None,
     effect: str = _UNCHANGED,
-) -> list[Any]:
-    """The values of all ranks. Where one has failed, the same error on every rank; `effect` is what is so then."""
-    mine = {"kind": next((name for name, one in _ERRORS.items() if isinstance(error, one)), ""), "value": value}
-    rows = agreement.exchange(subject, {**mine, "text": None if error is None else error_text(error)}, timeout)
-    failed: dict[str, list[int]] = {}
-    for rank, row in enumerate(rows):
-        if row["text"] is not None:
-            failed.setdefault(row["text"].removeprefix(f"{folder}: "), []).append(rank)
-    if not failed:
-        return [row["value"] for row in rows]
-    is_everywhere = sum(map(len, failed.values())) == len(rows) and len(failed) == 1
+    reduce: Reduce | None = None,
+) -> Any:
+    """What `reduce` makes of the values. If a rank has failed, the same error on all; `effect` is what is so then."""
+
+    def reduced(rows: dict[int, dict[str, Any]]) -> dict[str, Any]:
+        texts = {r: row["text"].removeprefix(f"{folder}: ") for r, row in rows.items() if row["text"] is not None}
+        if not texts:
+            return {"result": reduce({rank: row["value"] for rank, row in rows.items()}) if reduce else None}
+        same = len(texts) == len(rows) and len(set(texts.values())) == 1
+        return {
+            "text": next(iter(texts.values())) if same else values_in_words(texts),
+            "everywhere": same,
+            "kinds": sorted({rows[rank]["kind"] for rank in texts}),
+        }
+
+    row = {
+        "kind": next((name for name, kind in _ERRORS.items() if isinstance(error, kind)), ""),
+        "value": value,
+        "text": None if error is None else error_text(error),
+    }
+    outcome = agreement.exchange(subject, row, timeout, reduce=reduced)
+    if "result" in outcome:
+        return outcome["result"]
+    is_everywhere, text = outcome["everywhere"], outcome["text"]
     if is_everywhere and isinstance(error, CorruptCheckpoint):
         raise error
-    text = "; ".join(text if is_everywhere else f"{ranks_in_words(at)}: {text}" for text, at in failed.items())
     if "Nothing was" not in text:
         text = f"{text.removesuffix('.')}. {effect}"
     if is_everywhere and isinstance(error, CheckpointError):
         raise type(error)(text if str(folder) in text else f"{folder}: {text}") from error
-    kinds_of_error = {row["kind"] for row in rows if row["text"] is not None}
     # Damage first: an older checkpoint is tried then, by every rank.
-    found = next((one for name, one in _ERRORS.items() if name in kinds_of_error), CheckpointError)
-    raise found(f"{folder} was not loaded: {text}") from error
+    error_class = next((kind for name, kind in _ERRORS.items() if name in outcome["kinds"]), CheckpointError)
+    raise error_class(f"{folder} was not loaded: {text}") from error
 
 
 def _read(run: RunState, source: CheckpointReader, process: Process, strict: bool, models_only: bool) -> _LoadPlan:
@@ -229,14 +284,14 @@ def _read(run: RunState, source: CheckpointReader, process: Process, strict: boo
     notes: list[str] = []
     if source.manifest is not None:
         check_sizes(source.folder, source.manifest)
+    if process.local_process_index == 0:
+        # One rank of each machine checks what is not read into new memory below; the others share its file cache.
+        source.check_weights()
     if not models_only:
         source.check_counts(source.counts())
     plan = _LoadPlan([], source.progress, notes)
     if not run.load_hooks:
         plan.models = _match(run.models, source, strict, notes)
-    if process.local_process_index == 0:
-        # One rank of each machine checks what is not read into new memory below; the others share its file cache.
-        source.check_weights()
     if run.sharded is not None and not source.is_unsharded:
         notes.extend(run.sharded.check(source.folder, strict, models_only))
     if models_only:
@@ -256,22 +311,22 @@ def _read(run: RunState, source: CheckpointReader, process: Process, strict: boo
     advice = ""
     for kind in kinds(Written.ONCE, Written.RANK):
         for index, (item, state) in enumerate(zip(kind.objects(run), states.get(kind.name, ()), strict=False)):
-            one = ObjectState(kind, index, item, state)
-            plan.states.append(one)
+            item_state = ObjectState(kind, index, item, state)
+            plan.states.append(item_state)
             if kind.judged_together:
                 continue
             try:
-                notes.extend(one.check(plan.classes))
+                notes.extend(item_state.check(plan.classes))
             except CheckpointError as error:
                 if kind.optional and not strict:
-                    plan.unfit[one.title] = str(error)
+                    plan.unfit[item_state.title] = str(error)
                 else:
-                    wrong.append(f"{one.title}: {error}")
+                    wrong.append(f"{item_state.title}: {error}")
                     advice = _LENIENT if kind.optional else advice
     if wrong:
         raise CheckpointMismatch(f"{source.folder} does not fit {'; '.join(wrong)}. Nothing was loaded.{advice}")
     # Generators last: what is loaded before may draw from them.
-    plan.states.sort(key=lambda one: one.kind.name == "rng")
+    plan.states.sort(key=lambda item_state: item_state.kind.name == "rng")
     return plan
 
 
@@ -279,10 +334,19 @@ def _match(
     models: Sequence[PreparedModel], source: CheckpointReader, strict: bool, notes: list[str]
 ) -> list[tuple[PreparedModel, ModelWeights]]:
     models = [model for model in models if source.is_unsharded or not model.saves_shards]
-    matched = [(model, source.model(index)) for index, model in enumerate(models)]
+    matched = [(model, _weights(source, index)) for index, model in enumerate(models)]
     for index, (model, weights) in enumerate(matched):
         notes.extend(weights.compare(index, model, strict))
     return matched
+
+
+def _weights(source: CheckpointReader, index: int) -> ModelWeights:
+    row = source.manifest.models[index] if source.manifest is not None and index < len(source.manifest.models) else {}
+    if "adapters" not in row:
+        return source.model(index)
+    from .adapters import adapter_weights  # slow to import
+
+    return adapter_weights(source, index, row)
 
 
 def _load_objects(plan: _LoadPlan, folder: Path, agreement: Agreement, timeout: float) -> list[ObjectState]:
@@ -293,14 +357,14 @@ def _load_objects(plan: _LoadPlan, folder: Path, agreement: Agreement, timeout: 
     before: list[ObjectState] = []
     error: Exception | None = None
     try:
-        for one in plan.states:
-            if one.kind.judged_together:
-                with loading(one.title, folder):
-                    one.check(plan.classes)
-        for one in plan.states:
-            if one.kind.written is Written.ONCE:
-                before.append(replace(one, state=_present_state(one.item)))
-                plan.notes.extend(one.load(folder))
+        for item_state in plan.states:
+            if item_state.kind.judged_together:
+                with loading(item_state.title, folder):
+                    item_state.check(plan.classes)
+        for item_state in plan.states:
+            if item_state.kind.written is Written.ONCE:
+                before.append(replace(item_state, state=_present_state(item_state.item)))
+                plan.notes.extend(item_state.load(folder))
     except Exception as caught:
         error = caught
     effect = _UNCHANGED if error is None else _put_back(before, folder)
@@ -328,13 +392,13 @@ def _present_state(item: HasState) -> object:
 def _put_back(before: list[ObjectState], folder: Path) -> str:
     """Load the states that objects had before. Returns what is so then."""
     lost = []
-    for one in reversed(before):
+    for item_state in reversed(before):
         try:
-            if one.state is _NOT_KNOWN:
+            if item_state.state is _NOT_KNOWN:
                 raise CheckpointError("its state could not be copied")
-            one.load(folder)
+            item_state.load(folder)
         except Exception as error:
-            lost.append(f"{one.title} ({error})")
+            lost.append(f"{item_state.title} ({error})")
     if not lost:
         return _UNCHANGED
     text = f"These could not be put back: {', '.join(lost)}. All else is unchanged."
@@ -349,12 +413,12 @@ def _run_hooks(
     error: Exception | None = None
     try:
         # As in the API, a hook removes the models that it has loaded itself from the list.
-        left = [part.module for part in run.models]
+        left = [part.hooked for part in run.models]
         for hook in run.load_hooks:
             with loading(f"the hook {getattr(hook, '__qualname__', hook)}", source.folder, "has failed"):
                 hook(left, str(source.folder))
         kept = {id(module) for module in left}
-        remaining = [part for part in run.models if id(part.module) in kept]
+        remaining = [part for part in run.models if id(part.hooked) in kept]
         plan.models = _match(remaining, source, strict, plan.notes)
     except Exception as caught:
         error = caught
@@ -369,13 +433,13 @@ def _apply(run: RunState, source: CheckpointReader, plan: _LoadPlan, strict: boo
     if run.sharded is not None and not source.is_unsharded:
         with loading("the sharded models and optimizers", folder):
             run.sharded.load(folder, strict, models_only)
-    for one, read in plan.files:
-        with loading(one.title, folder):
+    for item_state, read in plan.files:
+        with loading(item_state.title, folder):
             state = read()
-        plan.notes.extend(replace(one, state=state).load(folder))
-    for one in plan.states:
-        if one.kind.written is Written.RANK:
-            plan.notes.extend(one.load(folder))
+        plan.notes.extend(replace(item_state, state=state).load(folder))
+    for item_state in plan.states:
+        if item_state.kind.written is Written.RANK:
+            plan.notes.extend(item_state.load(folder))
 
 
 def load_newest(
@@ -400,29 +464,39 @@ def resume(
     directory: str | Path,
     *,
     process: Process,
+    locks: RunLocks | None = None,
     arrival_timeout: float = ARRIVAL,
     timeout: float = COMPLETION,
     **options: Any,
 ) -> LoadReport | None:
     """As `load_newest`, but returns None if the directory has no checkpoint.
 
-    Raises CheckpointError if there are checkpoints and none is valid: starting over would hide the loss.
+    With `locks` the run takes the directory's lock. Raises FolderInUse if another live run saves into it, and
+    CheckpointError if there are checkpoints and none is valid: starting over would hide the loss.
     """
     directory = Path(directory)
     agreement = Agreement(process)
     mine: JSONObject = {}
     if process.process_index == 0:
         try:
+            if locks is not None and directory.is_dir():
+                try:
+                    locks.acquire(directory, directory)
+                except OSError as error:
+                    logger.debug("no lock for %s: %s", directory, error)  # the first save takes it
             folders, unfit = candidates(directory)
             mine = {"names": list(map(str, folders)), "skipped": [(str(folder), why) for folder, why in unfit]}
+        except FolderInUse as error:
+            mine = {"in_use": f"nothing was resumed: {error}"}
         except OSError as error:
             mine = {"error": f"{directory} cannot be read: {reason(error)}"}
-    found = agreement.exchange("load_state", mine, arrival_timeout, _ABSENT)[0]
-    if "error" in found:
-        raise CheckpointError(f"rank 0: {found['error']}")
-    names, skipped = found["names"], found["skipped"]
-    passed = [(Path(name), why) for name, why in skipped]
-    for name in names:
+    answer = agreement.exchange("load_state", mine, arrival_timeout, _ABSENT, first)
+    if "in_use" in answer:
+        raise FolderInUse(answer["in_use"])
+    if "error" in answer:
+        raise CheckpointError(f"rank 0: {answer['error']}")
+    passed = [(Path(name), why) for name, why in answer["skipped"]]
+    for name in answer["names"]:
         try:
             report = load_run(run, name, process=process, arrival_timeout=arrival_timeout, timeout=timeout, **options)
         except CorruptCheckpoint as error:

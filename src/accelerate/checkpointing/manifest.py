@@ -9,9 +9,10 @@ import json
 import platform
 import re
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
+from typing import TypeVar
 
 from ..core import json_text
 from ..core.constants import (
@@ -24,18 +25,18 @@ from ..core.constants import (
     SCHEDULER_NAME,
 )
 from ..core.errors import CheckpointError
-from ..core.files import require_regular
+from ..core.files import read_regular, require_regular
 from ..core.json_text import JSONObject
-from .blocks import BlockIO, CorruptFile, FileRecord
+from ..core.safetensors_header import CorruptFile
+from .blocks import BlockIO, FileRecord
+
+T = TypeVar("T")
 
 MANIFEST = "checkpoint_manifest.json"
 FORMAT = "accelerate-checkpoint"
 VERSION = 1
+ATTEMPTS = 50  # to read a folder that is replaced meanwhile
 LOADER_NAME = "dl_state_dict"  # of the API's files with positions in data loaders
-# Of the progress.
-_NUMBERS = (
-    "step", "epoch", "accumulation_step", "iteration", "training_loader", "accumulation_steps", "step_samples",
-)  # fmt: skip
 
 # Names of the API's own format; what matches is part of a checkpoint when a folder has no manifest.
 _API_FILES = re.compile(
@@ -57,7 +58,13 @@ class CorruptCheckpoint(CheckpointError):
 
 @dataclass(frozen=True)
 class Manifest:
-    """The contents of a checkpoint. `progress` is the position of the run (step, epoch, iteration, ...)."""
+    """The contents of a checkpoint.
+
+    Fields:
+        world_size: the processes of the run that saved it.
+        progress: the position of the run (step, epoch, iteration, ...).
+        ranks: whose states it has: "all", or "rank 0 only".
+    """
 
     layout: str
     world_size: int
@@ -68,12 +75,19 @@ class Manifest:
     mesh: dict[str, int] = field(default_factory=dict)
     created: str = ""
     libraries: dict[str, str] = field(default_factory=dict)
+    ranks: str = "all"
     version: int = VERSION
 
     def to_bytes(self) -> bytes:
         """Serialize the manifest to JSON with a checksum."""
         body = {**asdict(self), "files": {name: record.to_json() for name, record in self.files.items()}}
         return json.dumps({"format": FORMAT, "crc32": _checksum(body), "manifest": body}, indent=1).encode()
+
+
+def is_shared(manifest: Manifest) -> bool:
+    """Whether all ranks have saved into one folder, and not each machine into its own."""
+    pattern = re.compile(rf"{RNG_STATE_NAME}_\d+\.(json|pkl)")
+    return sum(pattern.fullmatch(name) is not None for name in manifest.files) == manifest.world_size
 
 
 def stamp() -> JSONObject:
@@ -104,62 +118,17 @@ def read_manifest(folder: Path) -> Manifest:
     if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("manifest"), dict):
         raise CorruptCheckpoint(f"{path} is not the manifest of a checkpoint")
     body = data["manifest"]
-    if type(body.get("version")) is not int:
-        raise CorruptCheckpoint(f"{path} does not contain the version of its format")
-    if body["version"] > VERSION:
+    if body.get("version", 0) > VERSION:
         raise CheckpointError(
             f"{path} has format version {body['version']}; this accelerate reads up to {VERSION}. Update accelerate."
         )
     if data.get("crc32") != _checksum(body):
         raise CorruptCheckpoint(f"{path} was changed after it was written: its checksum does not match")
     try:
-        _check_body(body)
         files = {_inside(name, path): FileRecord.from_json(record) for name, record in body.pop("files").items()}
         return Manifest(files=files, **body)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise CorruptCheckpoint(f"{path} cannot be understood: {error!r}") from error
-
-
-def _check_body(body: JSONObject) -> None:
-    """Raise ValueError for a field that is of another kind than this library writes."""
-    if body["layout"] not in ("native", "compat"):
-        raise ValueError(f"layout {str(body['layout'])[:40]!r} is not known")
-    if type(body["world_size"]) is not int or body["world_size"] < 1:
-        raise ValueError("world_size is not a number of processes")
-    for name in ("progress", "files", "mesh", "libraries"):
-        if not isinstance(body.get(name, {}), dict):
-            raise ValueError(f"{name} is not an object")
-    check_progress(body["progress"])
-    for name in ("models", "optimizers"):
-        for row in _list(body[name], name):
-            if not isinstance(row, dict) or not isinstance(row.get("sharded"), bool):
-                raise ValueError(f"{name} has a row without the entry `sharded`")
-            if not isinstance(row.get("class"), str):
-                raise ValueError(f"{name} has a row without a class")
-    for row in body["optimizers"]:
-        if any(not isinstance(option, str) for option in _list(row["options"], "options")):
-            raise ValueError("the options of an optimizer are not names")
-        for group in _list(row["shapes"], "shapes"):
-            for shape in _list(group, "shapes"):
-                if any(type(extent) is not int for extent in _list(shape, "shapes")):
-                    raise ValueError("the shapes of an optimizer are not lists of sizes")
-
-
-def check_progress(progress: Mapping[str, object]) -> None:
-    """Raise ValueError unless the entries of the run's position are non-negative integers."""
-    for name in _NUMBERS:
-        value = progress.get(name, 0)
-        if value is not None and (type(value) is not int or value < 0):
-            raise ValueError(f"progress.{name} is {str(value)[:60]!r}, not a number")
-    trackers = progress.get("trackers", {})
-    if not isinstance(trackers, dict) or not all(isinstance(key, str) for key in trackers):
-        raise ValueError("progress.trackers is not an object")
-
-
-def _list(value: object, name: str) -> list[object]:
-    if not isinstance(value, list):
-        raise ValueError(f"{name} is not a list")
-    return value
 
 
 def reason(error: BaseException) -> str:
@@ -224,11 +193,46 @@ def verify(folder: str | Path) -> Manifest:
         print(manifest.progress["step"], sum(file.size for file in manifest.files.values()))
     """
     folder = Path(folder)
-    manifest = read_manifest(folder)
-    check_sizes(folder, manifest)
-    with BlockIO() as io:
-        check_files(io, folder, manifest, manifest.files)
-    return manifest
+
+    def check() -> Manifest:
+        manifest = read_manifest(folder)
+        check_sizes(folder, manifest)
+        with BlockIO() as io:
+            check_files(io, folder, manifest, manifest.files)
+        return manifest
+
+    return read_unreplaced(folder, check)
+
+
+def fingerprint(folder: Path) -> int | None:
+    """A checksum of the manifest's text, which is another one after each save; None where there is no manifest."""
+    try:
+        return zlib.crc32(read_regular(folder / MANIFEST, json_text.LIMIT))
+    except OSError:
+        return None
+
+
+def read_unreplaced(folder: Path, read: Callable[[], T]) -> T:
+    """What `read` returns or raises. It is called again where a save has replaced the folder meanwhile."""
+    for _ in range(ATTEMPTS):
+        before = fingerprint(folder)
+        try:
+            result = read()
+        except (CheckpointError, OSError):
+            if fingerprint(folder) == before:
+                raise
+        else:
+            if fingerprint(folder) == before:
+                return result
+    raise always_replaced(folder)
+
+
+def always_replaced(folder: Path) -> CheckpointError:
+    """The error for a folder that was replaced in each of the attempts to read it."""
+    return CheckpointError(
+        f"{folder} was replaced {ATTEMPTS} times while it was read: another run saves into it faster than it is read. "
+        "Read a checkpoint that stays: that run can save each one into a folder of its own"
+    )
 
 
 def _checksum(body: JSONObject) -> str:

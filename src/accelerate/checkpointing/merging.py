@@ -23,7 +23,7 @@ from ..state import PartialState
 from .blocks import BlockIO, host_view
 from .layout import numbered
 from .manifest import MANIFEST, check_files, read_manifest
-from .sharded import check_shards, load_entries, shard_entries
+from .sharded import load_entries, shard_entries
 from .tensorfile import file_head, widest_first
 from .weights import plan_shards
 
@@ -68,9 +68,13 @@ def merge(folder: Path, output: Path, safe: bool = True, remove: bool = False) -
     if remove:
         _check_removal(folder, models, output)
     if output.exists() and not output.is_dir():
-        raise ConfigurationError(f"{output} is a file: give the folder in which the merged weights shall lie")
+        raise ConfigurationError(f"{output} is a file: give a folder for the merged weights")
     for shards in models.values():
-        _check(shards)
+        checkpoint = shards.parent
+        if (checkpoint / MANIFEST).exists():
+            manifest = read_manifest(checkpoint)
+            with BlockIO() as io:
+                check_files(io, checkpoint, manifest, [n for n in manifest.files if n.startswith(f"{shards.name}/")])
     output.mkdir(parents=True, exist_ok=True)
     written = [_merge_one(shards, output, index, safe) for index, shards in models.items()]
     if remove:
@@ -95,18 +99,13 @@ def find_models(folder: Path) -> dict[int, Path]:
         if not (folder / MANIFEST).exists():
             return {0: folder}
         raise CheckpointError(f"{folder} is a checkpoint of unsharded models: there is nothing to merge in it")
-    if any(folder.glob(f"{MODEL_NAME}*_rank*.bin")):
-        raise CheckpointError(
-            f"{folder} holds one file a rank (LOCAL_STATE_DICT), which only as many ranks can read: load it in a run "
-            "of that size and save it with SHARDED_STATE_DICT or FULL_STATE_DICT"
-        )
     raise CheckpointError(f"{folder} holds no shards of a model: give a checkpoint, or the {MODEL_NAME}_fsdp_0 in it")
 
 
 def _check_removal(folder: Path, models: Mapping[int, Path], output: Path) -> None:
     """Raise ConfigurationError if removing the folder would remove more than what is merged."""
     if folder.is_symlink():
-        raise ConfigurationError(f"{folder} is a link, which is not removed: name the folder that it leads to")
+        raise ConfigurationError(f"{folder} is a link, which is not removed: give the folder that it points to")
     if Path(os.path.realpath(output)).is_relative_to(os.path.realpath(folder)):
         raise ConfigurationError(
             f"removing {folder} would also remove the merged weights in {output}: give a folder outside of it"
@@ -122,26 +121,13 @@ def _check_removal(folder: Path, models: Mapping[int, Path], output: Path) -> No
         )
 
 
-def _check(shards: Path) -> None:
-    """Compare the shards with the manifest of their checkpoint, if it has one, and check that they can be read."""
-    checkpoint = shards.parent
-    if (checkpoint / MANIFEST).exists():
-        manifest = read_manifest(checkpoint)
-        names = [name for name in manifest.files if name.startswith(f"{shards.name}/")]
-        with BlockIO() as io:
-            check_files(io, checkpoint, manifest, names)
-    check_shards(shards)
-
-
 def _merge_one(shards: Path, output: Path, index: int, safe: bool) -> Merged:
     entries = {}
     for name, entry in shard_entries(shards).items():
         _check_cover(shards, name, entry)
         entries[name] = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
-    if not entries:
-        raise CheckpointError(f"{shards} holds no tensors of a model")
     if all(name.startswith("optimizer.") for name in entries):
-        raise CheckpointError(f"{shards} holds the shards of an optimizer, not those of a model")
+        raise CheckpointError(f"{shards} holds no tensors of a model")
     # The API's own shards name everything below `model.`; ours do not.
     own = any(shards.glob("*.safetensors"))
     prefix = "model." if not own and all(name.startswith("model.") for name in entries) else ""

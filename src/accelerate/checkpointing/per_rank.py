@@ -28,8 +28,8 @@ def document_name(rank: int) -> str:
 
 def document_names(files: Iterable[str]) -> list[str]:
     """The documents of this kind among the files of a checkpoint, by rank."""
-    found = [name.removesuffix(".json") for name in files if name.startswith(PREFIX) and name.endswith(".json")]
-    return sorted(found, key=lambda name: (len(name), name))
+    names = [name.removesuffix(".json") for name in files if name.startswith(PREFIX) and name.endswith(".json")]
+    return sorted(names, key=lambda name: (len(name), name))
 
 
 def entries(run: RunState, shared: Mapping[str, object]) -> list[ObjectState]:
@@ -37,34 +37,35 @@ def entries(run: RunState, shared: Mapping[str, object]) -> list[ObjectState]:
     return [
         ObjectState(kind, index, item, state)
         for kind in kinds(Written.ONCE)
+        if not kind.of_first
         for index, (item, state) in enumerate(zip(kind.objects(run), kind.states(shared), strict=False))
     ]
 
 
 def digests(rows: Sequence[ObjectState], strict: bool) -> dict[str, str]:
     """{entry: digest of its state}. Raises CheckpointError for a state that cannot be saved, when `strict`."""
-    found = {}
+    by_entry = {}
     for row in rows:
         try:
-            found[row.key] = digest(row.state, row.key)
+            by_entry[row.key] = digest(row.state, row.key)
         except CheckpointError:
             if strict:
                 raise
-            found[row.key] = ""
-    return found
+            by_entry[row.key] = ""
+    return by_entry
 
 
 def digest(state: object, path: str) -> str:
     """A digest of a state's structure and of the values of its tensors."""
     sink = TensorSink()
     text = json.dumps(encode(state, sink, path), sort_keys=True)
-    found = hashlib.blake2b(text.encode(), digest_size=16)
+    hashed = hashlib.blake2b(text.encode(), digest_size=16)
     for name, tensor in sink.tensors.items():
-        found.update(f"{name}:{tensor.dtype}:{list(tensor.shape)}".encode())
+        hashed.update(f"{name}:{tensor.dtype}:{list(tensor.shape)}".encode())
         here = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
         if here.numel():
-            found.update(host_view(here))
-    return found.hexdigest()
+            hashed.update(host_view(here))
+    return hashed.hexdigest()
 
 
 def check_same_entries(rows: Sequence[Mapping[str, str] | None]) -> None:
@@ -97,11 +98,3 @@ def overlay(shared: Mapping[str, object], own: Mapping[str, Mapping[int, object]
             states[index] = state
         merged[name] = states[0] if known[name].single else states
     return merged
-
-
-def own_document(rows: Sequence[ObjectState]) -> dict[str, dict[int, object]]:
-    """What a rank writes: {kind: {index: state}} of the entries that differ."""
-    document: dict[str, dict[int, object]] = {}
-    for row in rows:
-        document.setdefault(row.kind.name, {})[row.index] = row.state
-    return document

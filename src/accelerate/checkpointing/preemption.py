@@ -28,7 +28,7 @@ class PreemptionWatch:
             ...
             if watch.requested():
                 accelerator.save_state()
-                sys.exit(0)
+                sys.exit(143)
     """
 
     def __init__(self, process: Process, signals: Sequence[str] = DEFAULT_SIGNALS, interval: int = 8) -> None:
@@ -39,8 +39,8 @@ class PreemptionWatch:
         self.process = process
         self.interval = interval
         self.received: str | None = None
+        self._agreed: str | None = None
         self._calls = 0
-        self._decided = False
         self._agreement: Agreement | None = None
         self._former: dict[signal.Signals, Any] = {}
         for name in signals:
@@ -53,17 +53,22 @@ class PreemptionWatch:
         self.received = signal.Signals(number).name
 
     def requested(self, timeout: float = 1800.0) -> bool:
-        """Whether a rank has received a signal: the same result on all ranks, and True from then on."""
+        """Whether a rank has received a signal: the same result on all ranks, and True from then on.
+
+        `received` is then the signal's name, on all ranks.
+        """
         if self.process.num_processes == 1:
             return self.received is not None
         self._calls += 1
-        if self._decided or self._calls % self.interval:
-            return self._decided
+        if self._agreed is not None or self._calls % self.interval:
+            return self._agreed is not None
         if self._agreement is None:
             self._agreement = Agreement(self.process, "preemption")
-        notes = self._agreement.exchange("preemption check", self.received, timeout)
-        self._decided = any(notes)
-        return self._decided
+        self._agreed = self._agreement.exchange(
+            "preemption check", self.received, timeout, reduce=lambda names: next(filter(None, names.values()), None)
+        )
+        self.received = self._agreed or self.received
+        return self._agreed is not None
 
     def close(self) -> None:
         """Restore the former signal handlers."""

@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..core.errors import CheckpointError, CommunicationError, ConfigurationError
-from ..runtime.agreement import Agreement, Process
+from ..runtime.agreement import Agreement, OneProcess, Process, Reduce, default_connection
+from ..runtime.calls import values_in_words
 from ..runtime.communication import is_lost
+from ..runtime.passing import goes_alone
 
 
 class ReportedError(Exception):
@@ -32,7 +34,7 @@ class SaveRanks:
     """
 
     def __init__(self, process: Process, folder: Path, timeout: float, name: str = "checkpoint") -> None:
-        self.process = process
+        self.process: Process = process
         self.folder = folder
         self.timeout = timeout
         self._agreement = Agreement(process, name)
@@ -44,16 +46,52 @@ class SaveRanks:
         value: object = None,
         timeout: float | None = None,
         absent: str = "",
-    ) -> list[Any]:
-        """The values of all ranks. Raises the errors of all ranks, if any; the cause is this rank's own error."""
+        reduce: Reduce | None = None,
+    ) -> Any:
+        """What `reduce` makes of the values of all ranks, as in `Agreement.exchange`.
+
+        Raises the errors of all ranks, if any, else that of `reduce`; the cause is this rank's own error.
+        """
+        cause = error
+
+        def reduced(rows: dict[int, Any]) -> dict[str, Any]:
+            nonlocal cause
+            errors = {rank: row["error"] for rank, row in rows.items() if row["error"]}
+            if errors:
+                return {"errors": values_in_words(errors)}
+            try:
+                return {"result": reduce({rank: row["value"] for rank, row in rows.items()}) if reduce else None}
+            except Exception as caught:
+                cause = caught
+                return {"errors": values_in_words({self.process.process_index: error_text(caught)})}
+
         row = {"error": None if error is None else error_text(error), "value": value}
-        rows = self._agreement.exchange(step, row, timeout or self.timeout, absent)
-        errors = [(rank, row["error"]) for rank, row in enumerate(rows) if row["error"]]
-        if errors:
+        outcome = self._agreement.exchange(step, row, timeout or self.timeout, absent, reduced)
+        if "errors" in outcome:
             if error is not None and not isinstance(error, Exception):
                 raise error
-            raise self._error(errors) from error
-        return [row["value"] for row in rows]
+            raise self._error(outcome["errors"]) from cause
+        return outcome["result"]
+
+    def go_alone(self, step: str, timeout: float) -> bool:
+        """Whether no other rank comes to the next exchange. If so, this rank, 0, goes on without them.
+
+        It is for a save of what every rank holds. Others come within `timeout` seconds, or not at all.
+        """
+        process, name = self.process, self._agreement.name
+        if process.process_index or process.num_processes == 1:
+            return False
+        # The exchange reports a store that is gone.
+        with contextlib.suppress(RuntimeError, ConnectionError):
+            if goes_alone(step, name, default_connection(), process.num_processes, timeout):
+                self.process = OneProcess()
+                self._agreement = Agreement(self.process, name)
+                return True
+        return False
+
+    def values(self, ranks: Sequence[int]) -> dict[int, Any]:
+        """The values that `ranks` have given in the last exchange, to be read before the next one."""
+        return {rank: row["value"] for rank, row in self._agreement.values(ranks).items()}
 
     @contextlib.contextmanager
     def reported_at_once(self) -> Iterator[None]:
@@ -78,36 +116,14 @@ class SaveRanks:
         """The error to raise on the rank where it happened: an interrupt itself, any other as on the other ranks."""
         if not isinstance(error, Exception):
             return error
-        return self._error([(self.process.process_index, error_text(error))])
+        return self._error(f"rank {self.process.process_index}: {error_text(error)}")
 
-    def _error(self, errors: list[tuple[int, str]]) -> CheckpointError:
-        lines = "; ".join(f"rank {rank}: {text}" for rank, text in errors)
+    def _error(self, text: str) -> CheckpointError:
         exists = False
         with contextlib.suppress(OSError):
             exists = self.folder.exists()
         kept = "Its earlier content is unchanged." if exists else "Earlier checkpoints are unchanged."
-        return CheckpointError(f"{self.folder} was not saved: {lines.rstrip('.')}. {kept}")
-
-
-@contextlib.contextmanager
-def raised_on_all(process: Process, operation: str, timeout: float) -> Iterator[None]:
-    """A block without collectives in which some ranks write. Every rank leaves it once all have come to its end.
-
-    The error of one is raised on all: itself on the rank where it happened, a CheckpointError on the others.
-    """
-    error: Exception | None = None
-    try:
-        yield
-    except Exception as caught:
-        error = caught
-    try:
-        found = Agreement(process).exchange(operation, error and error_text(error), timeout)
-    finally:
-        if error is not None:
-            raise error
-    failed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(found) if text)
-    if failed:
-        raise CheckpointError(f"{operation} failed: {failed}")
+        return CheckpointError(f"{self.folder} was not saved: {text.rstrip('.')}. {kept}")
 
 
 def error_text(error: BaseException) -> str:

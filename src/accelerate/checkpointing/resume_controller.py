@@ -58,7 +58,7 @@ class ResumeController:
         self._report = None if load is None else load()
         return self._report
 
-    def resume_if_pending(self, loader: object = None) -> None:
+    def resume_if_pending(self) -> None:
         """Do now what waits for the first use."""
         if self.is_pending:
             self.resume()
@@ -68,9 +68,6 @@ class ResumeController:
     def add_loader(self, loader: Any) -> None:
         """Take a prepared loader in."""
         self._loaders.append(weakref.ref(loader))
-        loader.before_pass = (self.resume_if_pending,)
-        if self._watch is not None:
-            loader.between_batches = (self._stop_if_requested,)
 
     def record_step(self) -> None:
         """An optimizer steps: the loader that is being read is trained on."""
@@ -106,8 +103,6 @@ class ResumeController:
         if not signals or self._watch is not None or threading.current_thread() is not threading.main_thread():
             return self._watch is not None
         self._watch = PreemptionWatch(process, signals)
-        for loader in _alive(self._loaders):
-            loader.between_batches = (self._stop_if_requested,)
         return True
 
     @property
@@ -115,7 +110,8 @@ class ResumeController:
         """Whether signals stop the run."""
         return self._watch is not None
 
-    def _stop_if_requested(self, loader: object) -> None:
+    def stop_if_requested(self, loader: object) -> None:
+        """Stop the run between two batches of a loader, if a signal requests that."""
         watch = self._watch
         if watch is None:
             return
@@ -127,7 +123,8 @@ class ResumeController:
             return  # the run was freed, and one of its loaders is still being read
         here = any(loader is one for one in trained) if trained else is_training()
         if here and watch.requested():
-            leave(watch.received or "a signal to another process")
+            assert watch.received is not None
+            leave(watch.received)
 
     def close(self) -> None:
         """Restore the handlers of the signals."""

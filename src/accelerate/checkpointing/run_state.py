@@ -37,14 +37,15 @@ class RunState:
     """All that a checkpoint holds, as references: nothing is copied until it is saved.
 
     Fields:
-        models, optimizers, schedulers, dataloaders, scaler, custom: in the order in which they were prepared or
-            registered; the order ties them to their files.
+        models, optimizers, schedulers, dataloaders, scaler, custom, averages: in the order in which they were prepared
+            or registered; the order ties them to their files.
         progress: plain data about where the run is (step, epoch, iteration, accumulation, tracker run ids, ...);
             it comes back in the report of a load.
         rank_state: state that differs on every rank (unfinished gradients, for example), or None.
         save_hooks, load_hooks: the user's, called on every rank as the API calls them.
         sharded: writes and reads the models and optimizers that save shards.
         mesh: {dimension: size} of the layout that saves, for the manifest.
+        entire: the same run with entire models, where `models` has adapters of some; else None.
     """
 
     models: Sequence[PreparedModel] = ()
@@ -53,12 +54,14 @@ class RunState:
     dataloaders: Sequence[object] = ()
     scaler: HasState | None = None
     custom: Sequence[HasState] = ()
+    averages: Sequence[HasState] = ()
     progress: JSONObject = field(default_factory=dict)
     rank_state: HasState | None = None
     save_hooks: Sequence[SaveHook] = ()
     load_hooks: Sequence[LoadHook] = ()
     sharded: ShardedState | None = None
     mesh: dict[str, int] = field(default_factory=dict)
+    entire: RunState | None = None
 
 
 def check_custom(objects: Sequence[object]) -> None:

@@ -1,33 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saving a run: collect what each rank writes, write it to a temporary folder, agree with the other ranks, commit."""
+"""Saving a run: collect what each rank writes, agree on the folder, write to a temporary one, agree again, commit."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..core.errors import CheckpointError
 from ..core.files import user_path
 from ..core.json_text import JSONObject
+from ..core.objects import spans
+from ..core.safetensors_header import ALIASES
 from ..core.torch_files import write_file
 from ..runtime.agreement import Process
-from ..runtime.calls import ranks_in_words
+from ..runtime.calls import ranks_in_words, values_in_words
 from . import per_rank
-from .blocks import BlockIO, FileRecord, Segment
+from .blocks import BlockIO, FileRecord
 from .commit import UNFINISHED, commit
 from .documents import documents
-from .kinds import SESSION, ObjectState, Written, collect, compat_files, kinds
+from .kinds import SESSION, Written, collect, compat_files, kinds
 from .layout import numbered, rank_document_name, rotate
 from .manifest import Manifest, stamp
-from .opening import Options, PendingCheckpoint, open_pending
+from .opening import Options, PendingCheckpoint
 from .ranks import ReportedError, SaveRanks
+from .run_lock import check_lock
 from .run_state import RunState
-from .tensorfile import ALIASES, only_tensors, segments, without_aliases
+from .tensorfile import only_tensors, segments, with_own_storages, without_aliases
 
 if TYPE_CHECKING:
     from .writer import Writer
@@ -35,6 +39,10 @@ if TYPE_CHECKING:
 logger: logging.Logger = logging.getLogger(__name__)
 
 _RANK_INLINE = 1 << 14  # bytes: generator states stay in the one file of a rank
+_ABSENT = (
+    "Every process must call it, at the same place of the loop; in data parallelism the main process may do so alone. "
+    "If a rank may come later than that, call `accelerator.wait_for_everyone()` before."
+)
 
 
 def save_run(
@@ -50,15 +58,33 @@ def save_run(
     With a `writer` the call returns when the state has been copied to host memory. The rest runs in the background,
     and the writer's next call raises its error. Without one, the checkpoint is on disk when this returns.
 
+    The ranks exchange values twice: when each has collected its states, and when each has written its files. The last
+    rank that comes to the second exchange commits. Where collecting uses collectives, they also meet before it.
+
     Raises CheckpointError on every rank when one of them fails, or does not call within `options.arrival_timeout`
     seconds. The run is unchanged then, and so is an earlier checkpoint in `folder`.
     """
     given = user_path(folder, "save_state")
     if writer is not None:
         writer.wait()
-    pending, ranks = open_pending(given, process, options or Options())
+    pending = PendingCheckpoint(given, process, options or Options())
+    ranks = SaveRanks(process, pending.folder, pending.options.timeout)
+    in_background = writer is not None
     try:
-        _take_states(pending, ranks, run, writer)
+        try:
+            is_any_different = _collect_and_meet(pending, ranks, run, in_background)
+        except ReportedError as reported:
+            raise ranks.raised_here(reported.error) from reported.error
+        with _noted(pending):
+            if run.sharded is not None and in_background:
+                run.sharded.prepare_background()
+            pending.find_home()
+            if not pending.is_home:
+                pending.keep_own_files()
+            if is_any_different:
+                _keep_differing(pending, ranks)
+            if writer is not None:
+                writer.copy(pending)
         if writer is not None:
             writer.submit(pending)
     except BaseException:
@@ -67,71 +93,6 @@ def save_run(
     if writer is None:
         complete(pending, ranks)
     return given
-
-
-def complete(pending: PendingCheckpoint, ranks: SaveRanks) -> None:
-    """Write the files, agree with the other ranks, commit. Raises CheckpointError on every rank when one fails."""
-    records: dict[str, FileRecord] = {}
-    try:
-        with BlockIO() as io:
-            if pending.error is None:
-                with _noted(pending):
-                    records = _write(pending, io)
-            files = _agree(pending, ranks, records, io)
-        ranks.exchange("save_state: commit", _commit(pending, files) if pending.is_home else None)
-    except BaseException:
-        pending.discard()
-        raise
-    pending.close()
-
-
-def _commit(pending: PendingCheckpoint, files: dict[str, FileRecord]) -> BaseException | None:
-    """Commit and rotate, on the rank that owns the folder. Returns an error instead of raising it."""
-    options, world_size = pending.options, pending.process.num_processes
-    try:
-        manifest = Manifest(layout=options.layout, world_size=world_size, files=files, **pending.about, **stamp())
-        if pending.lock is not None:
-            pending.lock.keep()
-        commit(pending.temporary, pending.folder, manifest)
-    except BaseException as error:
-        return error
-    if options.checkpoints is not None:
-        try:
-            removed = rotate(options.checkpoints, options.total_limit)
-        except OSError as error:
-            # The new checkpoint is complete: failing to remove an old one must not stop the run.
-            logger.warning("old checkpoints in %s could not be removed: %s", options.checkpoints, error)
-        else:
-            if removed:
-                logger.info("removed %s to keep %d", ", ".join(f.name for f in removed), options.total_limit)
-    return None
-
-
-# --- contents ------------------------------------------------------------------------------------------------------
-
-
-def _take_states(pending: PendingCheckpoint, ranks: SaveRanks, run: RunState, writer: Writer | None) -> None:
-    """Collect what this rank writes: the states, then what differs between ranks, then shards and copies.
-
-    A failure of one rank is raised on every rank, by this call even if files are written in the background. If only
-    writing without collectives is left, the ranks compare their errors after it.
-    """
-    try:
-        with _noted(pending):
-            _collect(pending, ranks, run)
-        own = _compare_ranks(pending, ranks, run)
-        if pending.error is None:
-            with _noted(pending):
-                _take_shards(pending, ranks, run, blocking=writer is None)
-                pending.files.update(own())
-                if writer is not None:
-                    writer.copy(pending)
-    except ReportedError as reported:
-        raise ranks.raised_here(reported.error) from reported.error
-    if run.sharded is not None or writer is not None:
-        # Writing shards uses collectives, and an error in the background is raised by the next save. No rank may begin
-        # either while another one has failed.
-        ranks.exchange("save_state: states", pending.error)
 
 
 @contextlib.contextmanager
@@ -145,55 +106,150 @@ def _noted(pending: PendingCheckpoint) -> Iterator[None]:
         pending.error = error
 
 
-def _collect(pending: PendingCheckpoint, ranks: SaveRanks, run: RunState) -> None:
+# --- contents ------------------------------------------------------------------------------------------------------
+
+
+def _collect_and_meet(pending: PendingCheckpoint, ranks: SaveRanks, run: RunState, in_background: bool) -> bool:
+    """Collect what this rank writes, and agree with the other ranks. An error of any rank is raised on all of them.
+
+    Returns:
+        Whether states that are written once differ between ranks.
+    """
+    options, is_collective = pending.options, _is_collective(run, in_background)
+
+    def meet(timeout: float) -> JSONObject:
+        row = {
+            "folder": str(pending.given),
+            "layout": options.layout,
+            "is_collective": is_collective,
+            "temporary": pending.temporary_name,
+            "digests": pending.digests,
+            "lost": pending.lost,
+        }
+        agreed: JSONObject = ranks.exchange("save_state", pending.error, row, timeout, _ABSENT, _compare)
+        pending.temporary_name = agreed["temporary"]
+        return agreed
+
+    with _noted(pending):
+        pending.open()
+        ranks.folder = pending.folder
+        if not is_collective:
+            _collect(pending, run, in_background)
+    if _is_on_every_rank(run) and not options.save_on_each_node:
+        pending.is_alone = ranks.go_alone("save_state", options.arrival_timeout)
+        pending.process = ranks.process
+    agreed = meet(options.arrival_timeout)
+    if pending.is_alone:
+        _warn_alone(ranks_in_words(range(1, pending.world_size)))
+    if agreed["is_collective"]:
+        # A rank that is absent had to be named before the others wait for it in a collective.
+        with _noted(pending), ranks.reported_at_once():
+            if is_collective:
+                if options.save_on_each_node:
+                    pending.find_home()  # hooks may write into it
+                _collect(pending, run, in_background)
+        agreed = meet(options.timeout)
+    if agreed["lost"] and pending.process.process_index == 0:
+        logger.warning(
+            "layout='compat' has no place for the %s: not saved. layout='native' saves it.",
+            ", the ".join(agreed["lost"]),
+        )
+    return bool(agreed["is_any_different"])
+
+
+def _is_collective(run: RunState, in_background: bool) -> bool:
+    """Whether collecting the states may use collectives."""
+    unsharded = [
+        item for kind in kinds(Written.WEIGHTS, Written.FILE) for item in kind.objects(run) if not kind.in_shards(item)
+    ]
+    gathers = any(getattr(item, "is_partial", False) for item in unsharded)
+    if run.save_hooks or gathers or run.sharded is None:
+        return bool(run.save_hooks) or gathers
+    # Registered objects may have DTensors.
+    return bool(run.custom or run.averages) or run.sharded.is_collective(in_background)
+
+
+def _is_on_every_rank(run: RunState) -> bool:
+    """Whether each rank has all models and optimizers, as in data parallelism: one of them can save them."""
+    return not any(part.is_partial or part.saves_shards for parts in (run.models, run.optimizers) for part in parts)
+
+
+@functools.cache
+def _warn_alone(others: str) -> None:
+    logger.warning(
+        "save_state was called on rank 0 only. Its checkpoints have the models, optimizers and schedulers, and the "
+        "random states and data position of rank 0. The random states and unfinished gradients of %s are missing: "
+        "load_state seeds their generators anew. Call save_state on every process to save them.",
+        others,
+    )
+
+
+def _compare(rows: dict[int, JSONObject]) -> JSONObject:
+    """What the ranks agree on. Raises CheckpointError if their arguments or objects differ."""
+    for name in ("folder", "layout"):
+        values = {rank: row[name] for rank, row in rows.items()}
+        if len(set(values.values())) > 1:
+            raise CheckpointError(
+                f"save_state was called with another {name} on other ranks: {values_in_words(values)}. Use one on "
+                "all. After a save on rank 0 only, call `accelerator.wait_for_everyone()` before the next save."
+            )
+    per_rank.check_same_entries([row["digests"] for row in rows.values()])
+    return {
+        "temporary": rows[0]["temporary"],
+        "is_collective": any(row["is_collective"] for row in rows.values()),
+        "lost": sorted({label for row in rows.values() for label in row["lost"]}),
+        "is_any_different": any(row["digests"] != rows[0]["digests"] for row in rows.values()),
+    }
+
+
+def _collect(pending: PendingCheckpoint, run: RunState, in_background: bool) -> None:
     """Collect the states that this rank writes. Every rank calls it: gathering sharded states uses collectives."""
     if len({part.saves_shards for part in run.models} | {part.saves_shards for part in run.optimizers}) > 1:
         raise CheckpointError("a run whose models and optimizers are partly sharded and partly not cannot be saved")
-    # Hooks may communicate: a rank that fails before one must publish its error at once.
-    with ranks.reported_at_once() if run.save_hooks else contextlib.nullcontext():
-        weights, states = _unsharded_states(run, ranks)
-        for hook in run.save_hooks:
-            # As in the API, a hook may write into the folder and remove weights from what is saved here.
-            hook([part.module for part in run.models], weights, str(pending.temporary))
+    rank, is_native = pending.process.process_index, pending.options.layout == "native"
+    weights = [dict(part.checkpoint_state_dict()) for part in run.models if not part.saves_shards]
+    states = {
+        kind.name: [item.state_dict() for item in kind.objects(run) if not kind.in_shards(item)]
+        for kind in kinds(Written.FILE)
+    }
+    for hook in run.save_hooks:
+        # As in the API, a hook may write into the folder and remove weights from what is saved here.
+        hook([part.hooked for part in run.models], weights, str(pending.temporary))
     pending.about = {
         "progress": _plain(run.progress),
         "mesh": dict(run.mesh),
         "models": [
-            {"class": type(part.state_template).__qualname__, "sharded": part.saves_shards} for part in run.models
+            {"class": type(part.state_template).__qualname__, "sharded": part.saves_shards, **part.about()}
+            for part in run.models
         ],
         "optimizers": [{**part.describe(), "sharded": part.saves_shards} for part in run.optimizers],
     }
-    pending.extras = bool(run.save_hooks) or run.sharded is not None
-    rank = pending.process.process_index
-    if pending.options.layout == "compat":
-        pending.pickled, pending.lost = compat_files(run, states, rank, pending.is_home)
-    else:
+    session = collect(run, Written.ONCE)
+    if is_native:
         pending.files = documents(rank_document_name(rank), collect(run, Written.RANK), f"rank {rank}", _RANK_INLINE)
-        if pending.is_home:
+        if pending.may_be_home:
             for kind in kinds(Written.FILE):
                 for index, state in enumerate(states[kind.name]):
                     name = numbered(kind.file, index, "")
                     pending.files.update(documents(name, state, f"{kind.label} {index}"))
-            pending.shared = collect(run, Written.ONCE)
-            pending.files.update(documents(SESSION, pending.shared, SESSION))
-    for index, state in enumerate(weights if pending.is_home else ()):
-        _collect_weights(pending, index, state)
+            pending.files.update(documents(SESSION, session, SESSION))
+    else:
+        pending.pickled, pending.lost = compat_files(run, states, rank, pending.may_be_home)
+    for index, state in enumerate(weights if pending.may_be_home else ()):
+        if run.models[index].is_adapter:
+            from .adapters import adapter_files, adapters_folder  # slow to import
 
-
-def _unsharded_states(run: RunState, ranks: SaveRanks) -> tuple[list[dict[str, object]], dict[str, list[object]]]:
-    """The weights of models that do not save shards, and {kind: states} of others with files of their own.
-
-    A sharded one is gathered by all ranks.
-    """
-    models = [part for part in run.models if not part.saves_shards]
-    others = {
-        kind.name: [item for item in kind.objects(run) if not kind.in_shards(item)] for kind in kinds(Written.FILE)
-    }
-    everything = [*models, *(item for items in others.values() for item in items)]
-    is_collective = any(getattr(item, "is_partial", False) for item in everything)
-    with ranks.reported_at_once() if is_collective else contextlib.nullcontext():
-        weights = [dict(part.checkpoint_state_dict()) for part in models]
-        return weights, {name: [item.state_dict() for item in items] for name, items in others.items()}
+            safe, below = pending.options.safe_serialization, f"{adapters_folder(index)}/"
+            files, pickled = adapter_files(run.models[index], state, safe, below)
+            pending.files.update(files)
+            pending.pickled.update(pickled)
+        else:
+            _collect_weights(pending, index, state)
+    if pending.process.num_processes > 1:
+        pending.entries = per_rank.entries(run, session)
+        pending.digests = per_rank.digests(pending.entries, strict=is_native)
+    if run.sharded is not None:
+        pending.sharded = run.sharded.stage(not in_background, not is_native)
 
 
 def _collect_weights(pending: PendingCheckpoint, index: int, state: dict[str, object]) -> None:
@@ -221,109 +277,113 @@ def _plain(progress: dict[str, object]) -> dict[str, object]:
     }
 
 
-def _compare_ranks(
-    pending: PendingCheckpoint, ranks: SaveRanks, run: RunState
-) -> Callable[[], dict[str, list[Segment]]]:
-    """Find which states differ from those of the rank that writes the shared document. The callable encodes them.
-
-    Every rank takes part, including one that has failed: an error of any rank is raised on all of them.
-    """
-    process = pending.process
-    if process.num_processes == 1:
-        _report_lost([pending.lost])
-        return dict
-    is_native = pending.options.layout == "native"
-    rows: list[ObjectState] = []
-    mine: dict[str, str] | None = None
-    if pending.error is None:
-        try:
-            rows = per_rank.entries(run, pending.shared or collect(run, Written.ONCE))
-            mine = per_rank.digests(rows, strict=is_native)
-        except BaseException as error:
-            pending.error = error
-    found = ranks.exchange("save_state: compare", pending.error, {"digests": mine, "lost": pending.lost})
-    digests = [row["digests"] for row in found]
-    if process.process_index == 0:
-        _report_lost([row["lost"] for row in found])
-    per_rank.check_same_entries(digests)
-    reference = digests[pending.home]
-    differing = [row for row in rows if mine and reference is not None and mine[row.key] != reference.get(row.key)]
-    if not differing:
-        return dict
-    if is_native:
-        name = per_rank.document_name(process.process_index)
-        return lambda: documents(name, per_rank.own_document(differing), name)
-    logger.warning(
-        "rank %d: layout='compat' has no place for the state of one rank: that of rank %d is saved for %s. "
-        "layout='native' saves each rank's own.",
-        process.process_index,
-        pending.home,
-        ", ".join(row.title for row in differing),
-    )
-    return dict
-
-
-def _report_lost(rows: list[list[str]]) -> None:
-    """Warn of the states of all ranks for which the API's format has no place."""
-    lost = {label: [rank for rank, row in enumerate(rows) if label in row] for row in rows for label in row}
-    if lost:
+def _keep_differing(pending: PendingCheckpoint, ranks: SaveRanks) -> None:
+    """Write the states of this rank that differ from those of the rank that writes the shared document."""
+    reference = ranks.values([pending.home])[pending.home]["digests"]
+    mine = pending.digests or {}
+    differing = [entry for entry in pending.entries if mine[entry.key] != reference.get(entry.key)]
+    if differing and pending.options.layout == "native":
+        name = per_rank.document_name(pending.process.process_index)
+        document: dict[str, dict[int, object]] = {}
+        for entry in differing:
+            document.setdefault(entry.kind.name, {})[entry.index] = entry.state
+        pending.files.update(documents(name, document, name))
+    elif differing:
         logger.warning(
-            "layout='compat' has no place for the %s: not saved. layout='native' saves it.",
-            ", the ".join(f"{label} of {ranks_in_words(ranks)}" for label, ranks in lost.items()),
+            "rank %d: layout='compat' has no place for the state of one rank: that of rank %d is saved for %s. "
+            "layout='native' saves each rank's own.",
+            pending.process.process_index,
+            pending.home,
+            ", ".join(entry.title for entry in differing),
         )
-
-
-def _take_shards(pending: PendingCheckpoint, ranks: SaveRanks, run: RunState, blocking: bool) -> None:
-    if run.sharded is None:
-        return
-    if not blocking:
-        run.sharded.prepare_background()
-    with ranks.reported_at_once() if run.sharded.is_collective else contextlib.nullcontext():
-        pending.sharded = run.sharded.stage(blocking, pending.options.layout == "compat")
 
 
 # --- writing -------------------------------------------------------------------------------------------------------
 
 
-def _write(pending: PendingCheckpoint, io: BlockIO) -> dict[str, FileRecord]:
+def complete(pending: PendingCheckpoint, ranks: SaveRanks) -> None:
+    """Write the files, agree with the other ranks, commit. Raises CheckpointError on every rank when one fails."""
+    row: JSONObject = {"home": pending.home}
+    try:
+        with _noted(pending):
+            row["files"] = {name: record.to_json() for name, record in _write(pending).items()}
+            if pending.locks is not None:
+                row.update(
+                    about=pending.about, lock=pending.locks.acquire(pending.folder, pending.options.checkpoints)
+                )
+        if not pending.options.save_on_each_node:
+            ranks.exchange("save_state: write", pending.error, row, reduce=functools.partial(_commit, pending))
+        else:
+            homes = ranks.exchange("save_state: write", pending.error, row, reduce=_homes)
+            with _noted(pending):
+                if pending.is_home:
+                    spans_of_ranks = homes[str(pending.home)]
+                    peers = [rank for low, high in spans_of_ranks for rank in range(low, high + 1)]
+                    _commit(pending, ranks.values(peers))
+            ranks.exchange("save_state: commit", pending.error)
+    except BaseException:
+        pending.discard()
+        raise
+    pending.close()
+
+
+def _write(pending: PendingCheckpoint) -> dict[str, FileRecord]:
+    """Write the files of this rank. Returns the records of its files, and of its share of the shards."""
+    records: dict[str, FileRecord] = {}
+    names: list[str] = []
     if pending.sharded is not None:
-        pending.sharded(pending.temporary)
-    paths = [(pending.temporary / name, content) for name, content in pending.files.items()]
-    records = dict(zip(pending.files, io.write_all(paths), strict=True))
-    for name, value in pending.pickled.items():
-        write_file(value, pending.temporary / name)
-        records[name] = io.record(pending.temporary / name)
+        # Also after an error: the other ranks wait in a collective.
+        names = pending.sharded(pending.temporary, pending.error)
+    if pending.error is not None:
+        return {}
+    for name in (*pending.files, *pending.pickled):
+        (pending.temporary / name).parent.mkdir(parents=True, exist_ok=True)
+    with BlockIO() as io:
+        paths = [(pending.temporary / name, content) for name, content in pending.files.items()]
+        records = dict(zip(pending.files, io.write_all(paths), strict=True))
+        for name, value in pending.pickled.items():
+            write_file(with_own_storages(value), pending.temporary / name)
+            names.append(name)
+        records.update({name: io.record(pending.temporary / name) for name in names})
     return records
 
 
-def _agree(
-    pending: PendingCheckpoint, ranks: SaveRanks, records: dict[str, FileRecord], io: BlockIO
-) -> dict[str, FileRecord]:
-    """The records of all files in this rank's folder, once every rank has written. Raises on every rank otherwise."""
-    mine = {"home": pending.home, "extras": pending.extras, "files": _to_json(records)}
-    rows = ranks.exchange("save_state: write", pending.error, mine)
-    peers = [rank for rank, row in enumerate(rows) if row["home"] == pending.home]
-    files = _merge(rows[rank]["files"] for rank in peers)
-    if any(row["extras"] for row in rows):
-        failure: BaseException | None = None
-        found: dict[str, FileRecord] = {}
+def _commit(pending: PendingCheckpoint, rows: dict[int, JSONObject]) -> None:
+    """Commit the folder that these ranks have written, and rotate. One of them calls it, with the values of all."""
+    options = pending.options
+    home = rows[pending.home]
+    records = {name: FileRecord.from_json(record) for row in rows.values() for name, record in row["files"].items()}
+    written = {
+        path.relative_to(pending.temporary).as_posix() for path in pending.temporary.rglob("*") if path.is_file()
+    }
+    with BlockIO() as io:
+        for name in written - {UNFINISHED, *records}:  # of hooks
+            records[name] = io.record(pending.temporary / name)
+    files = dict(sorted(records.items()))
+    manifest = Manifest(
+        layout=options.layout,
+        world_size=pending.world_size,
+        ranks="rank 0 only" if pending.is_alone else "all",
+        files=files,
+        **home["about"],
+        **stamp(),
+    )
+    check_lock(pending.folder, options.checkpoints, home["lock"])
+    commit(pending.temporary, pending.folder, manifest)
+    if options.checkpoints is not None:
         try:
-            # Files of hooks and sharded writers have no checksum yet: each rank of the folder computes some of them.
-            place = peers.index(pending.process.process_index)
-            folder = pending.temporary
-            present = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-            share = sorted(present - {UNFINISHED, *files})[place :: len(peers)]
-            found = {name: io.record(folder / name) for name in share}
-        except BaseException as error:
-            failure = error
-        others = ranks.exchange("save_state: checksums", failure, _to_json(found))
-        files.update(_merge(others[rank] for rank in peers))
-    return dict(sorted(files.items()))
+            removed = rotate(options.checkpoints, options.total_limit)
+        except OSError as error:
+            # The new checkpoint is complete: failing to remove an old one must not stop the run.
+            logger.warning("old checkpoints in %s could not be removed: %s", options.checkpoints, error)
+        else:
+            if removed:
+                logger.info("removed %s to keep %d", ", ".join(f.name for f in removed), options.total_limit)
 
 
-def _to_json(records: dict[str, FileRecord]) -> dict[str, JSONObject]:
-    return {name: record.to_json() for name, record in records.items()}
-
-
-def _merge(rows: Iterable[dict[str, JSONObject]]) -> dict[str, FileRecord]:
-    return {name: FileRecord.from_json(record) for row in rows for name, record in row.items()}
+def _homes(rows: dict[int, JSONObject]) -> dict[str, list[tuple[int, int]]]:
+    """The spans of ranks that write into the folder of each home."""
+    homes: dict[str, list[int]] = {}
+    for rank, row in rows.items():
+        homes.setdefault(str(row["home"]), []).append(rank)
+    return {home: spans(members) for home, members in homes.items()}

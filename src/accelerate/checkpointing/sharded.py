@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -32,17 +32,18 @@ from ..core.constants import MODEL_NAME
 from ..core.devices import kind_of
 from ..core.errors import CheckpointError
 from ..core.files import named_errors, read_regular, require_regular
+from ..core.safetensors_header import read_header
 from ..core.torch_files import READ_ERRORS
 from ..parallel.fsdp.state import drop_states, is_fsdp1, named_groups, optimizer_state, parameter_names, unwrapped
 from ..parallel.prepared import PreparedModel, PreparedOptimizer
-from .codec import TensorSink, decode, encode, memory_of
+from .codec import TensorSink, decode, encode
 from .dcp_legacy import PlainPlanner, PlainReader
 from .documents import damage
 from .layout import model_shards, optimizer_shards
 from .matching import CheckpointMismatch, compare_names
 from .ranks import error_text
 from .run_state import StateDict
-from .tensorfile import only_tensors, read_header
+from .tensorfile import memory_of, only_tensors
 
 _OPTIONS = "options.json"
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -76,21 +77,30 @@ class ShardedState:
             index: template for index, template in templates if template is not None
         }
 
-    @property
-    def is_collective(self) -> bool:
-        """Whether `stage` communicates: FSDP1 gathers what a rank's slices belong to, pipelines the options."""
-        return bool(self.templates) or any(is_fsdp1(model) for _, model in self.models)
+    def is_collective(self, in_background: bool) -> bool:
+        """Whether `stage` communicates.
+
+        FSDP1 gathers what a rank's slices belong to, pipelines the options; a mesh for copies of DTensors is made by
+        all ranks.
+        """
+        models = [model for _, model in self.models]
+        from_devices = in_background and any(p.device.type != "cpu" for model in models for p in model.parameters())
+        return bool(self.templates) or from_devices or any(map(is_fsdp1, models))
 
     def prepare_background(self) -> None:
         """Make the process group on which shards are written in the background."""
         if self._group is None and dist.is_initialized():
             self._group = dist.new_group(backend="gloo")
 
-    def stage(self, blocking: bool = True, compat: bool = False) -> Callable[[Path], None]:
+    def stage(self, blocking: bool = True, compat: bool = False) -> Callable[[Path, BaseException | None], list[str]]:
         """Capture the current shards of this rank, and return a function that writes them to a folder.
 
+        Its second argument is an error of this rank: then no rank writes. It returns the names of files whose
+        checksums this rank is to compute.
+
         Args:
-            blocking: if False, the shards are copied to host memory, and writing them uses a separate group.
+            blocking: if False, the shards are copied to host memory, and writing them uses the group that
+                `prepare_background` makes.
             compat: write the API's format.
         """
         jobs: list[tuple[Path, dict[str, torch.Tensor], dict[str, object]]] = [
@@ -106,10 +116,7 @@ class ShardedState:
                 dist.all_gather_object(everyone, rest)
                 rest = {name: value for part in everyone for name, value in part.items()}
             jobs.append((optimizer_shards(Path(), index), tensors, rest))
-        group = None
         if not blocking:
-            self.prepare_background()
-            group = self._group
             jobs = [
                 (path, {name: self._copy((path, name), value) for name, value in state.items()}, rest)
                 for path, state, rest in jobs
@@ -117,15 +124,25 @@ class ShardedState:
             if torch.accelerator.is_available():
                 torch.accelerator.synchronize()
 
-        def write(folder: Path) -> None:
+        def write(folder: Path, error: BaseException | None = None) -> list[str]:
+            group = None if blocking else self._group
             try:
                 for path, tensors, rest in jobs:
-                    write_shards(folder / path, tensors, rest, group, compat)
+                    write_shards(folder / path, tensors, rest, group, compat, error)
             except PeerError:
-                return  # the rank that has failed reports it
+                return []  # the rank that has failed reports it
+            # Every rank has written its shards. Each one has a share of the checksums.
+            rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+            written = sorted(file for path, _, _ in jobs for file in (folder / path).rglob("*") if file.is_file())
+            share = [file for file in written if file.name != _OPTIONS][rank::world]
             # Errors of torch's writer are raised on all ranks; those of this one alone must not come between.
             for path, _, rest in jobs:
-                write_options(folder / path, rest)
+                if rest and rank == 0:
+                    text = json.dumps(encode(dict(rest), TensorSink(inline=1 << 30), "options"), allow_nan=False)
+                    share.append(folder / path / _OPTIONS)
+                    with named_errors(share[-1]):
+                        share[-1].write_text(text)
+            return [file.relative_to(folder).as_posix() for file in share]
 
         return write
 
@@ -189,11 +206,6 @@ class ShardedState:
 
 
 def _check_by_tensor(optimizer: torch.optim.Optimizer) -> None:
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise CheckpointError(
-            f"the state of {type(optimizer).__name__} has no tensors by parameter, and cannot be saved in "
-            "shards: set state_dict_type=FULL_STATE_DICT"
-        )
     for state in optimizer.state.values():
         for name, value in state.items():
             # What torch flattens.
@@ -314,10 +326,12 @@ def write_shards(
     rest: Mapping[str, object],
     group: dist.ProcessGroup | None = None,
     compat: bool = False,
+    error: BaseException | None = None,
 ) -> None:
     """Write this rank's shards of `tensors` (DTensors, or plain tensors that all ranks have) below `folder`.
 
-    `compat`: in torch's own format and under the API's names, with `rest` in the same files.
+    `compat`: in torch's own format and under the API's names, with `rest` in the same files. `error`: one of this
+    rank, which ends the writing on all of them.
     torch's writer makes the folder, and raises an error of one rank on all of them.
     """
     state: dict[str, object] = dict(_each_its_own(tensors))
@@ -327,36 +341,45 @@ def write_shards(
     else:
         writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
     with named_errors(folder):
-        save_entries(state, writer, group)
+        save_entries(state, writer, group, error)
+
+
+class _FailedPlanner(dcp.DefaultSavePlanner):
+    """The part of a rank that has failed before: torch raises its error on all ranks, which wait for its plan."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self.error = error
+
+    def create_local_plan(self) -> SavePlan:
+        raise self.error
 
 
 class PeerError(CheckpointError):
     """Other ranks could not write their shards. No rank has written all of its shards."""
 
 
-def save_entries(state: dict[str, object], writer: dcp.StorageWriter, group: dist.ProcessGroup | None = None) -> None:
-    """Write entries with torch's writer. Every rank calls it.
+def save_entries(
+    state: dict[str, object],
+    writer: dcp.StorageWriter,
+    group: dist.ProcessGroup | None = None,
+    error: BaseException | None = None,
+) -> None:
+    """Write entries with torch's writer. Every rank calls it, also one with an `error`, which ends it on all.
 
     Raises PeerError where only other ranks have failed. A rank that has failed raises its own error.
     """
     distributed = dist.is_initialized()
+    planner = None if error is None else _FailedPlanner(error)
     try:
-        dcp.save(state, storage_writer=writer, process_group=group, no_dist=not distributed)
-    except CheckpointException as error:
+        dcp.save(state, storage_writer=writer, planner=planner, process_group=group, no_dist=not distributed)
+    except CheckpointException as failed:
         # torch raises the errors of all ranks on all of them, as a BaseException whose text is their tracebacks.
-        own = error.failures.get(dist.get_rank() if distributed else 0)
+        own = failed.failures.get(dist.get_rank() if distributed else 0)
         if own is not None:
             raise own[0] from None
-        rows = (f"rank {rank}: {error_text(failure[0])}" for rank, failure in error.failures.items())
+        rows = (f"rank {rank}: {error_text(failure[0])}" for rank, failure in failed.failures.items())
         raise PeerError("; ".join(rows)) from None
-
-
-def write_options(folder: Path, rest: Mapping[str, object]) -> None:
-    """Write the values that are no tensors, on the first rank. No other rank waits for it here."""
-    if rest and (not dist.is_initialized() or dist.get_rank() == 0):
-        text = json.dumps(encode(dict(rest), TensorSink(inline=1 << 30), "options"), allow_nan=False)
-        with named_errors(folder / _OPTIONS):
-            (folder / _OPTIONS).write_text(text)
 
 
 def _each_its_own(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -376,10 +399,8 @@ def read_options(folder: Path) -> dict[str, object]:
     path = folder / _OPTIONS
     if path.exists():
         with damage(path):
-            found = decode(json_text.parse(read_regular(path, json_text.LIMIT)), {}, str(path))
-            if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
-                raise ValueError("it is not an object")
-            return found
+            options: dict[str, object] = decode(json_text.parse(read_regular(path, json_text.LIMIT)), {}, str(path))
+            return options
     if any(folder.glob("*.safetensors")) or not folder.is_dir():
         return {}
     reader, prefix = _reader(folder), _prefix(folder)
@@ -407,41 +428,13 @@ def shard_entries(folder: Path) -> dict[str, TensorStorageMetadata]:
         return {}  # for an optimizer without tensors (plain SGD), torch's writer writes no file
     with shards_damage(folder):
         entries = _reader(folder).read_metadata().state_dict_metadata
-        found = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
-        _check_extents(folder, found)
-    return found
-
-
-def check_shards(folder: Path) -> None:
-    """Raise CheckpointError unless the tensors of torch's own shards can be read. Header checks do for safetensors."""
-    if (folder / ".metadata").exists() and not any(folder.glob("*.safetensors")):
-        with shards_damage(folder):
-            PlainReader(folder).check_shards()
+        return {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
 
 
 def _shard_files(folder: Path) -> Iterator[Path]:
     return (
         path for path in folder.iterdir() if path.name == ".metadata" or path.suffix in (".safetensors", ".distcp")
     )
-
-
-def _check_extents(folder: Path, entries: Mapping[str, TensorStorageMetadata]) -> None:
-    """Raise CheckpointError where an index has shards outside of their tensor, or tensors larger than all files."""
-    total = 0
-    for name, entry in entries.items():
-        size = tuple(entry.size)
-        for chunk in entry.chunks:
-            ends = [start + extent for start, extent in zip(chunk.offsets, chunk.sizes, strict=True)]
-            inside = all(end <= extent for end, extent in zip(ends, size, strict=True))
-            if min((*size, *chunk.offsets, *chunk.sizes), default=0) < 0 or not inside:
-                raise CheckpointError(f"{folder} is damaged: a shard of {name} lies outside of the tensor")
-        total += math.prod(size) * entry.properties.dtype.itemsize
-    there = sum(require_regular(path) for path in folder.iterdir() if path.suffix in (".safetensors", ".distcp"))
-    if total > there:
-        raise CheckpointError(
-            f"{folder} is damaged: its index has {total} bytes of tensors, its files {there}; a file of shards is "
-            "missing, or the index was changed"
-        )
 
 
 @contextlib.contextmanager

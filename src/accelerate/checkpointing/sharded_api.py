@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
+import contextlib
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import ParamSpec, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,20 +17,17 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.nn.modules.module import _IncompatibleKeys
 
 from ..config.fsdp import FullyShardedDataParallelPlugin
 from ..core.constants import MODEL_NAME, OPTIMIZER_NAME
 from ..core.errors import CheckpointError, ConfigurationError
 from ..core.torch_files import write_atomically
 from ..parallel.fsdp.state import full_options, optimizer_state
+from ..state import AcceleratorState, is_initialized
 from .compat import load_pickled
 from .layout import model_shards, numbered, optimizer_shards
 from .run_state import StateDict
 from .sharded import FLAT, load_optimizer, read_shards, save_entries
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 _FSDP_MODEL = f"{MODEL_NAME}_fsdp"
 
@@ -52,14 +47,49 @@ def _kind(fsdp_plugin: FullyShardedDataParallelPlugin) -> str:
     return str(name)
 
 
+def _default_options(model: torch.nn.Module) -> StateDictOptions | None:
+    plugin = getattr(AcceleratorState(), "fsdp_plugin", None) if is_initialized() else None
+    return full_options(model) if plugin is not None and _kind(plugin) == "FULL_STATE_DICT" else None
+
+
+def _get_model_state_dict(
+    model: torch.nn.Module, adapter_only: bool = False, sd_options: StateDictOptions | None = None
+) -> StateDict:
+    """The weights of a sharded model, by default in the state dict type of the run's plugin; every rank calls it."""
+    return _weights(model, sd_options or _default_options(model), adapter_only)
+
+
+def _set_model_state_dict(
+    model: torch.nn.Module,
+    state_dict: StateDict,
+    adapter_only: bool = False,
+    sd_options: StateDictOptions | None = None,
+) -> Any:
+    """Load what `_get_model_state_dict` gave into a sharded model; every rank calls it."""
+    if sd_options is None:
+        is_full, strict = _default_options(model) is not None, not adapter_only
+        sd_options = _from_rank_0(strict) if is_full else StateDictOptions(strict=strict)
+    if adapter_only:
+        # peft leaves the adapter's name out of its keys; the values are those of the model.
+        weights = _weights(model, None, adapter_only=False)
+        names = {id(value): name for name, value in weights.items()}
+        adapter = _adapter(model, weights)
+        state_dict = {names[id(value)]: state_dict[key] for key, value in adapter.items() if key in state_dict}
+    return set_model_state_dict(model, state_dict, options=sd_options)
+
+
 def _weights(model: torch.nn.Module, options: StateDictOptions | None, adapter_only: bool) -> StateDict:
     state = dict(get_model_state_dict(model, options=options))
-    inner = getattr(model, "module", model)
-    if adapter_only and hasattr(inner, "peft_config"):
-        from peft import get_peft_model_state_dict
+    return _adapter(model, state) if adapter_only else state
 
-        state = dict(get_peft_model_state_dict(inner, state_dict=state, adapter_name=inner.active_adapter))
-    return state
+
+def _adapter(model: torch.nn.Module, state: StateDict) -> StateDict:
+    inner: Any = getattr(model, "module", model)
+    if not hasattr(inner, "peft_config"):
+        return state
+    from peft import get_peft_model_state_dict
+
+    return dict(get_peft_model_state_dict(inner, state_dict=state, adapter_name=inner.active_adapter))
 
 
 def _from_rank_0(strict: bool = True) -> StateDictOptions:
@@ -70,28 +100,19 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def _with_master_weights(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a function of (accelerator, model[, optimizer]) work on fp32 master weights instead of cast parameters."""
-    signature = inspect.signature(function)
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        given = signature.bind(*args, **kwargs).arguments
-        accelerator = given["accelerator"]
-        precision = getattr(accelerator, "precision", None)
-        if precision is None:
-            # Any object with `wait_for_everyone` is accepted; only an Accelerator has master weights.
-            return function(*args, **kwargs)
-        optimizers = [getattr(one, "optimizer", one) for name, one in given.items() if name == "optimizer"]
-        model = given["model"]
-        contexts = [accelerator.prepared_model(model).swappable()]
-        with precision.swap_in_master_weights([model], optimizers, contexts):
-            return function(*args, **kwargs)
-
-    return call
+def _master_weights(
+    accelerator: Any, model: torch.nn.Module, *optimizers: torch.optim.Optimizer
+) -> contextlib.AbstractContextManager[object]:
+    """A block with fp32 master weights instead of cast parameters, where the object is an Accelerator."""
+    precision: Any = getattr(accelerator, "precision", None)
+    if precision is None:
+        return contextlib.nullcontext()
+    inner = [getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers]
+    context: contextlib.AbstractContextManager[object]
+    context = precision.swap_in_master_weights([model], inner, [accelerator.prepared_model(model).swappable()])
+    return context
 
 
-@_with_master_weights
 def save_fsdp_model(
     fsdp_plugin: FullyShardedDataParallelPlugin,
     accelerator: _Waits,
@@ -109,18 +130,20 @@ def save_fsdp_model(
     folder = Path(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     kind = _kind(fsdp_plugin)
-    if kind == "FULL_STATE_DICT":
-        state = _weights(model, full_options(model), adapter_only)
-        if _rank() == 0:
-            write_atomically(state, folder / numbered(_FSDP_MODEL, model_index, ".bin"))
-    elif kind == "SHARDED_STATE_DICT" and use_dcp:
-        _write_dcp({"model": _weights(model, None, adapter_only)}, model_shards(folder, model_index))
-    else:
-        write_atomically(_local(_weights(model, None, adapter_only)), folder / _rank_file(_FSDP_MODEL, model_index))
+    with _master_weights(accelerator, model):
+        if kind == "FULL_STATE_DICT":
+            state = _weights(model, full_options(model), adapter_only)
+            if _rank() == 0:
+                write_atomically(state, folder / numbered(_FSDP_MODEL, model_index, ".bin"))
+        elif kind == "SHARDED_STATE_DICT" and use_dcp:
+            _write_dcp({"model": _weights(model, None, adapter_only)}, model_shards(folder, model_index))
+        else:
+            write_atomically(
+                _local(_weights(model, None, adapter_only)), folder / _rank_file(_FSDP_MODEL, model_index)
+            )
     accelerator.wait_for_everyone()
 
 
-@_with_master_weights
 def load_fsdp_model(
     fsdp_plugin: FullyShardedDataParallelPlugin,
     accelerator: _Waits,
@@ -129,7 +152,7 @@ def load_fsdp_model(
     model_index: int = 0,
     adapter_only: bool = False,
     use_dcp: bool = True,
-) -> _IncompatibleKeys:
+) -> Any:
     """Load what `save_fsdp_model` wrote into a sharded model; every rank calls it.
 
     A sharded state is read in the form that is there; where both are, `use_dcp` chooses.
@@ -138,20 +161,20 @@ def load_fsdp_model(
     options = StateDictOptions(strict=not adapter_only)
     kind = _kind(fsdp_plugin)
     accelerator.wait_for_everyone()
-    if kind == "FULL_STATE_DICT":
-        path = folder / numbered(_FSDP_MODEL, model_index, ".bin")
-        state = load_pickled(path) if _rank() == 0 else {}
-        return set_model_state_dict(model, state, options=_from_rank_0(options.strict))
-    state = _weights(model, None, adapter_only)
-    shards, own = model_shards(folder, model_index), folder / _rank_file(_FSDP_MODEL, model_index)
-    if shards.is_dir() and (use_dcp or not own.exists()):
-        read_shards(shards, state, strict=not adapter_only)
-    else:
-        _fill_local(state, load_pickled(own))
-    return set_model_state_dict(model, state, options=options)
+    with _master_weights(accelerator, model):
+        if kind == "FULL_STATE_DICT":
+            path = folder / numbered(_FSDP_MODEL, model_index, ".bin")
+            state = load_pickled(path) if _rank() == 0 else {}
+            return _set_model_state_dict(model, state, adapter_only, _from_rank_0(options.strict))
+        state = _weights(model, None, adapter_only)
+        shards, own = model_shards(folder, model_index), folder / _rank_file(_FSDP_MODEL, model_index)
+        if shards.is_dir() and (use_dcp or not own.exists()):
+            read_shards(shards, state, strict=not adapter_only)
+        else:
+            _fill_local(state, load_pickled(own))
+        return _set_model_state_dict(model, state, adapter_only, options)
 
 
-@_with_master_weights
 def save_fsdp_optimizer(
     fsdp_plugin: FullyShardedDataParallelPlugin,
     accelerator: _Waits,
@@ -165,17 +188,17 @@ def save_fsdp_optimizer(
     folder = Path(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     inner = getattr(optimizer, "optimizer", optimizer)
-    if _kind(fsdp_plugin) == "FULL_STATE_DICT" or not use_dcp:
-        state = optimizer_state(model, inner, full_options(model))
-        if _rank() == 0:
-            write_atomically(state, folder / numbered(OPTIMIZER_NAME, optimizer_index, ".bin"))
-    else:
-        state = optimizer_state(model, inner, FLAT)
-        _write_dcp({"optimizer": state}, optimizer_shards(folder, optimizer_index))
+    with _master_weights(accelerator, model, optimizer):
+        if _kind(fsdp_plugin) == "FULL_STATE_DICT" or not use_dcp:
+            state = optimizer_state(model, inner, full_options(model))
+            if _rank() == 0:
+                write_atomically(state, folder / numbered(OPTIMIZER_NAME, optimizer_index, ".bin"))
+        else:
+            state = optimizer_state(model, inner, FLAT)
+            _write_dcp({"optimizer": state}, optimizer_shards(folder, optimizer_index))
     accelerator.wait_for_everyone()
 
 
-@_with_master_weights
 def load_fsdp_optimizer(
     fsdp_plugin: FullyShardedDataParallelPlugin,
     accelerator: _Waits,
@@ -195,10 +218,11 @@ def load_fsdp_optimizer(
     accelerator.wait_for_everyone()
     path = optimizer_shards(folder, optimizer_index)
     file = folder / numbered(OPTIMIZER_NAME, optimizer_index, ".bin")
-    if not path.is_dir() or (file.exists() and not use_dcp):
-        set_optimizer_state_dict(model, inner, load_pickled(file) if _rank() == 0 else {}, options=_from_rank_0())
-        return
-    load_optimizer(path, model, inner, strict=not adapter_only)
+    with _master_weights(accelerator, model, optimizer):
+        if not path.is_dir() or (file.exists() and not use_dcp):
+            set_optimizer_state_dict(model, inner, load_pickled(file) if _rank() == 0 else {}, options=_from_rank_0())
+            return
+        load_optimizer(path, model, inner, strict=not adapter_only)
 
 
 def _write_dcp(state: dict[str, object], folder: Path) -> None:

@@ -8,31 +8,36 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from safetensors.torch import load_file
 
 from ..core.constants import MODEL_NAME, RNG_STATE_NAME, SAFE_MODEL_NAME
 from ..core.errors import CheckpointError
 from ..core.json_text import JSONObject
+from ..core.modules import class_name
+from ..core.safetensors_header import read_header
 from ..parallel.prepared import PreparedModel, PreparedOptimizer
+from ..parallel.unwrap import canonical_name
 from ..runtime.agreement import Process
 from . import compat, per_rank
 from .blocks import BlockIO
 from .documents import damage, read_document, read_document_into
-from .kinds import SESSION, StateKind, Written, check_document, kinds, no_generators, unknown_keys
-from .layout import RANK_DOCUMENT, model_shards, numbered, optimizer_shards, rank_document_name
+from .generators import seeded
+from .kinds import SESSION, StateKind, Written, kinds, no_generators, unknown_keys
+from .layout import RANK_DOCUMENT, model_shards, numbered, rank_document_name
 from .manifest import (
     MANIFEST,
     CorruptCheckpoint,
     Manifest,
     check_files,
-    check_progress,
     read_manifest,
 )
 from .matching import CheckpointMismatch, Differences, compare_names
-from .run_state import RunState
-from .tensorfile import read_header, read_into, read_tensors
+from .run_state import RunState, StateDict
+
+T = TypeVar("T")
 
 
 class CheckpointReader:
@@ -74,13 +79,6 @@ class CheckpointReader:
         if self.manifest is not None:
             names = [name for name in self.manifest.files if not self.read_fresh(name)]
             check_files(self.io, self.folder, self.manifest, names)
-        if not self.is_unsharded:
-            from .sharded import check_shards
-
-            folders = [model_shards(self.folder, index) for index in range(len(self.run.models))]
-            folders += [optimizer_shards(self.folder, index) for index in range(len(self.run.optimizers))]
-            for folder in folders:
-                check_shards(folder)
 
     def read_fresh(self, name: str) -> bool:
         """Whether a file is always read into new memory, and checked when it is read."""
@@ -91,11 +89,9 @@ class CheckpointReader:
         path = self.folder / numbered(SAFE_MODEL_NAME, index, ".safetensors")
         pickled = self.folder / numbered(MODEL_NAME, index, ".bin")
         shards = model_shards(self.folder, index)
-        if path.exists():
-            shapes, read = _safetensors(path, self.io)
-        elif pickled.exists():
-            path = pickled
-            shapes, read = _pickled(path, self.allow_pickle)
+        if path.exists() or pickled.exists():
+            shapes, read = weights_file(self.io, path, pickled, self.allow_pickle)
+            path = path if path.exists() else pickled
         elif shards.is_dir():
             from .sharded import model_shapes, read_unsharded
 
@@ -103,7 +99,7 @@ class CheckpointReader:
             shapes, read = model_shapes(path), functools.partial(read_unsharded, path)
         else:
             raise CheckpointError(f"{self.folder} holds no weights of model {index}")
-        return ModelWeights(path, self.io, shapes, read, self.model_extra(index))
+        return ModelWeights(path, shapes, read, self.model_extra(index))
 
     def model_extra(self, index: int) -> dict[str, object]:
         """The entries of a model's state that are no tensors."""
@@ -157,6 +153,19 @@ class CheckpointReader:
         """({kind: states of its objects}, progress) for this rank, of the kinds without files of their own."""
         raise NotImplementedError
 
+    @property
+    def _is_of_rank_0(self) -> bool:
+        """Whether rank 0 has saved alone."""
+        return self.manifest is not None and self.manifest.ranks != "all"
+
+    def _random_states(self, first: StateDict, notes: list[str]) -> StateDict:
+        """The random states of this rank, from those of rank 0, which has saved alone."""
+        notes.append(
+            f"rank 0 of {self.world_size} processes has saved this alone: its random states are restored, the "
+            "generators of other ranks are seeded from these and their rank. Unfinished gradients are not restored"
+        )
+        return seeded(first, self.rank) if self.rank else first
+
 
 def open_checkpoint(folder: Path, run: RunState, process: Process, allow_pickle: bool) -> CheckpointReader:
     """The checkpoint in a folder, by its manifest or else by the random states that the API's format always has.
@@ -164,8 +173,10 @@ def open_checkpoint(folder: Path, run: RunState, process: Process, allow_pickle:
     Raises CorruptCheckpoint for a folder that has neither.
     """
     if not (folder / MANIFEST).exists() and any(folder.glob(f"{RNG_STATE_NAME}_*.pkl")):
-        return CompatReader(folder, run, process, allow_pickle)
+        return CompatReader(folder, run.entire or run, process, allow_pickle)
     manifest = read_manifest(folder)
+    if not any("adapters" in row for row in manifest.models):
+        run = run.entire or run
     source = (CompatReader if manifest.layout == "compat" else NativeReader)(folder, run, process, allow_pickle)
     source.manifest = manifest
     return source
@@ -189,21 +200,24 @@ class NativeReader(CheckpointReader):
 
     def counts(self) -> dict[str, int]:
         """Return the number of saved objects by kind."""
-        found = {kind.name: len(kind.states(self._session)) for kind in kinds(Written.ONCE) if not kind.single}
+        # An optional kind that a checkpoint has none of stays as it is.
+        counts = {
+            kind.name: len(kind.states(self._session))
+            for kind in kinds(Written.ONCE)
+            if not kind.single and (not kind.optional or kind.name in self._session)
+        }
         for kind in kinds(Written.FILE):
             pattern = re.compile(rf"{kind.file}(_\d+)?\.json")
-            found[kind.name] = sum(pattern.fullmatch(name) is not None for name in self.manifest.files)
-        return {**found, **super().counts()}
+            counts[kind.name] = sum(pattern.fullmatch(name) is not None for name in self.manifest.files)
+        return {**counts, **super().counts()}
 
     def model_extra(self, index: int) -> dict[str, object]:
         """Return the entries of a model's state that are not tensors."""
         name = numbered("model_extra", index, "")
         if f"{name}.json" not in self.manifest.files:
             return {}
-        found = self._read(name)
-        if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
-            raise CorruptCheckpoint(f"{self.folder / name}.json is damaged: it is not an object")
-        return found
+        entries: dict[str, object] = self._read(name)
+        return entries
 
     def _read(self, name: str) -> Any:
         return read_document(self.io, self.folder, name, self.manifest)
@@ -216,11 +230,12 @@ class NativeReader(CheckpointReader):
 
     @functools.cached_property
     def _session(self) -> JSONObject:
-        return check_document(self._read(SESSION), Written.ONCE, self.folder / f"{SESSION}.json")
+        session: JSONObject = self._read(SESSION)
+        return session
 
     def _rank_document(self, rank: int) -> JSONObject:
-        name = rank_document_name(rank)
-        return check_document(self._read(name), Written.RANK, self.folder / f"{name}.json")
+        document: JSONObject = self._read(rank_document_name(rank))
+        return document
 
     @functools.cached_property
     def _own(self) -> JSONObject:
@@ -237,7 +252,7 @@ class NativeReader(CheckpointReader):
 
     @property
     def _is_same_size(self) -> bool:
-        return self.processes == self.manifest.world_size
+        return self.processes == self.manifest.world_size and not self._is_of_rank_0
 
     def states(self, notes: list[str]) -> tuple[dict[str, list[object]], JSONObject]:
         """Of a rank that has saved, its own states. On another number of processes, what has a place there."""
@@ -246,10 +261,10 @@ class NativeReader(CheckpointReader):
         unknown = [*unknown_keys(session, Written.ONCE), *unknown_keys(own, Written.RANK)]
         if unknown:
             notes.append(f"{', '.join(unknown)[:200]}: not loaded, because this version has no such kind of state")
-        found = {kind.name: kind.states(session) for kind in kinds(Written.ONCE)}
-        found.update({kind.name: kind.states(own) for kind in kinds(Written.RANK)})
-        self.check_counts({kind.name: len(found[kind.name]) for kind in kinds(Written.RANK) if not kind.single})
-        return found, session["progress"]
+        saved_states = {kind.name: kind.states(session) for kind in kinds(Written.ONCE)}
+        saved_states.update({kind.name: kind.states(own) for kind in kinds(Written.RANK)})
+        self.check_counts({kind.name: len(saved_states[kind.name]) for kind in kinds(Written.RANK) if not kind.single})
+        return saved_states, session["progress"]
 
     def _session_of_rank(self, notes: list[str]) -> JSONObject:
         """What is written once, as this rank had it."""
@@ -273,7 +288,9 @@ class NativeReader(CheckpointReader):
 
     def _rank_states(self, notes: list[str]) -> JSONObject:
         own = self._own
-        if own:
+        if self._is_of_rank_0:
+            own = {"rng": self._random_states(self._first_rank["rng"], notes)}
+        elif own:
             if self._is_same_size:
                 return own
             notes.append(
@@ -303,19 +320,21 @@ class CompatReader(CheckpointReader):
 
     def states(self, notes: list[str]) -> tuple[dict[str, list[object]], JSONObject]:
         """Return the states in the files that the API's format has, for the objects of the run."""
-        found = {
+        saved_states = {
             kind.name: kind.read_compat(self.folder, len(kind.objects(self.run)), self.rank, self.allow_pickle, notes)
             for kind in kinds(Written.ONCE, Written.RANK)
         }
+        if self._is_of_rank_0:
+            first = compat.read_generators(self.folder, 0, self.allow_pickle)
+            saved_states["rng"] = [None if first is None else self._random_states(first, notes)]
         notes.extend(
             f"the API's format has no place for the state of the {kind.label}, which stays as it is"
             for kind in kinds(Written.ONCE, Written.FILE)
             if kind.compat is None and kind.objects(self.run)
         )
-        progress = self.progress or {"accumulation_step": compat.read_step(self.folder, self.rank, self.allow_pickle)}
-        with damage(self.folder):
-            check_progress(progress)
-        return found, progress
+        return saved_states, self.progress or {
+            "accumulation_step": compat.read_step(self.folder, self.rank, self.allow_pickle)
+        }
 
 
 # --- weights -------------------------------------------------------------------------------------------------------
@@ -330,7 +349,6 @@ class ModelWeights:
 
     Fields:
         path: the file, or the folder of shards.
-        io: reads it.
         shapes: of its entries.
         read: reads its entries into host memory.
         extra: the entries of the model's state that are not tensors.
@@ -338,7 +356,6 @@ class ModelWeights:
     """
 
     path: Path
-    io: BlockIO
     shapes: Shapes
     read: Callable[[], Mapping[str, object]]
     extra: dict[str, object]
@@ -351,73 +368,57 @@ class ModelWeights:
 
             if is_fsdp1(part.module):
                 return []  # its parameters are flattened: only its own loader knows their names
-        saved = {**self.shapes, **dict.fromkeys(self.extra)}
-        template = part.state_template
-        self.differences = compare_names(saved, template.state_dict())
+        saved = _plain_names({**self.shapes, **dict.fromkeys(self.extra)})
+        self.differences = compare_names(saved, _plain_names(part.saved_entries()))
         if self.differences and strict:
             raise CheckpointMismatch(
-                f"{self.path} does not fit model {index} ({type(template).__qualname__}): {self.differences}. Nothing "
-                "was loaded. Build the model as it was saved, or pass strict=False to load what fits."
+                f"{self.path} does not fit model {index} ({class_name(part.state_template)}): {self.differences}. "
+                "Nothing was loaded. Build the model as it was saved, or pass strict=False to load what fits."
             )
         return [f"model {index}: {self.differences}"] if self.differences else []
 
     def load(self, part: PreparedModel, strict: bool) -> None:
-        """Load the weights into a model, directly into its memory if possible."""
+        """Load the weights into a model."""
         other = self.differences.shapes
-        if self.path.suffix == ".safetensors" and not (part.is_partial or self.extra):
-            template = part.state_template
-            if _loads_plainly(template):
-                state = template.state_dict()
-                with damage(self.path):
-                    wanted = {name: state[name] for name in state if name in self.shapes and name not in other}
-                    read_into(self.io, self.path, wanted)
-                return
-        entries = {**self.read(), **self.extra}
+        entries = _plain_names({**self.read(), **self.extra})
         # What is missing or unexpected was judged before; tied names may be missing rightly.
         kept = {name: value for name, value in entries.items() if name not in other}
         part.load_state_dict(kept, strict if part.is_partial else False)
 
 
-def _safetensors(path: Path, io: BlockIO) -> tuple[Shapes, Callable[[], Mapping[str, object]]]:
+def _plain_names(entries: Mapping[str, T]) -> dict[str, T]:
+    return {canonical_name(name): value for name, value in entries.items()}
+
+
+def weights_file(
+    io: BlockIO, path: Path, pickled: Path, allow_pickle: bool
+) -> tuple[Shapes, Callable[[], Mapping[str, object]]]:
+    """The shapes in a safetensors file, or in one of torch.save where there is none, and what reads it."""
+    if path.exists() or not pickled.exists():
+        return _safetensors(io, path)
+    return _pickled(pickled, allow_pickle)
+
+
+def _safetensors(io: BlockIO, path: Path) -> tuple[Shapes, Callable[[], Mapping[str, object]]]:
     """The shapes in a safetensors file, with the aliases of tied weights, and a function that reads it."""
     with damage(path):
-        header = read_header(path)
+        held = io.hold(path)
+        header = read_header(held)
     shapes = {name: entry.shape for name, entry in header.entries.items()}
     shapes.update({alias: shapes[name] for alias, name in header.aliases.items() if name in shapes})
 
     def read() -> Mapping[str, object]:
-        with damage(path):
-            return read_tensors(io, path)
+        # Views of the mapped file: what is copied from them is not held in memory twice.
+        tensors = load_file(held)
+        return {**tensors, **{alias: tensors[name] for alias, name in header.aliases.items()}}
 
     return shapes, read
 
 
 def _pickled(path: Path, allow_pickle: bool) -> tuple[Shapes, Callable[[], Mapping[str, object]]]:
     """The shapes in a file of torch.save, which is in host memory then, and a function that returns its content."""
-    found = compat.load_pickled(path, allow_pickle)
-    if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
+    state = compat.load_pickled(path, allow_pickle)
+    if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
         raise CorruptCheckpoint(f"{path} is not the state of a model")
-    shapes = {name: tuple(one.shape) if isinstance(one, torch.Tensor) else None for name, one in found.items()}
-    return shapes, lambda: found
-
-
-def _loads_plainly(module: torch.nn.Module) -> bool:
-    """Whether loading a state into the module is nothing but copying into its tensors."""
-    plain = torch.nn.Module
-    for child in module.modules():
-        kind = type(child)
-        if (
-            kind.load_state_dict is not plain.load_state_dict
-            or kind._load_from_state_dict is not plain._load_from_state_dict
-            or kind.set_extra_state is not plain.set_extra_state
-            or child._load_state_dict_pre_hooks
-            or child._load_state_dict_post_hooks
-            or child._state_dict_hooks
-        ):
-            return False
-        for tensor in (*child._parameters.values(), *child._buffers.values()):
-            if tensor is not None and type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
-                return False
-            if tensor is not None and tensor.device.type == "meta":
-                return False
-    return True
+    shapes = {name: tuple(value.shape) if isinstance(value, torch.Tensor) else None for name, value in state.items()}
+    return shapes, lambda: state

@@ -23,6 +23,7 @@ from .kinds import compat_files
 from .layout import numbered, registered_file
 from .loading import load_options, load_run
 from .run_state import HasState, RunState, StateDict
+from .tensorfile import with_own_storages
 from .weights import save
 
 
@@ -75,7 +76,7 @@ def save_accelerator_state(
     )
     files, _ = compat_files(run, {}, process_index, writes_shared)
     for name, value in files.items():
-        write_atomically(value, folder / name)
+        write_atomically(with_own_storages(value), folder / name)
     return folder
 
 

@@ -7,61 +7,51 @@ The safetensors format: eight bytes of header length, a JSON header, the tensors
 from __future__ import annotations
 
 import json
-import math
-import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from io import FileIO
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import safe_open
 
-from ..core import json_text
-from ..core.dtypes import BY_NAME, NAMES
+from ..core.dtypes import NAMES
 from ..core.errors import CheckpointError
-from ..core.files import open_regular
 from ..core.json_text import JSONObject
-from .blocks import BlockIO, CorruptFile, FileRecord, Segment, host_view, is_host
-from .codec import Memory, memory_of, require_plain_tensor
+from ..core.safetensors_header import Header, read_header
+from ..core.trees import map_leaves
+from .blocks import BlockIO, FileRecord, Segment, host_view, is_host
 
-_HEADER_LIMIT = 100_000_000  # bytes; the format's own limit
-# Metadata key of ours: {alias: name} of tensors that are one memory and are stored once.
-ALIASES = "accelerate.aliases"
-
-
-@dataclass(frozen=True)
-class TensorEntry:
-    """Where a tensor stands in a file: `start` and `end` are bytes from the end of the header."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int
-    end: int
-
-
-@dataclass(frozen=True)
-class Header:
-    """The header of a safetensors file."""
-
-    entries: dict[str, TensorEntry]
-    metadata: dict[str, str]
-    offset: int  # bytes before the first tensor
-
-    @property
-    def aliases(self) -> dict[str, str]:
-        """{alias: name of the stored tensor}. Other writers store them as plain metadata entries."""
-        if ALIASES in self.metadata:
-            return {str(alias): str(name) for alias, name in json_text.parse(self.metadata[ALIASES]).items()}
-        return {
-            key: value
-            for key, value in self.metadata.items()
-            if value in self.entries and key not in self.entries and key != "format"
-        }
+# What identifies the values of a tensor: see `memory_of`.
+Memory = tuple[object, ...]
 
 
 def only_tensors(state: Mapping[str, object]) -> dict[str, torch.Tensor]:
     """The entries of a state that are tensors."""
     return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+
+def memory_of(tensor: torch.Tensor) -> Memory:
+    """Equal for two tensors that are the same values in the same memory. Empty and meta tensors are their own."""
+    if hasattr(tensor, "to_local"):  # a DTensor has no memory but its shard's
+        return (tuple(tensor.shape), *memory_of(tensor.to_local()))
+    if tensor.device.type == "meta" or tensor.numel() == 0:
+        return (id(tensor),)
+    # A conjugate or negative view has the memory of its base, and other values.
+    views = (tensor.is_conj(), tensor.is_neg())
+    return (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), *views)
+
+
+def require_plain_tensor(tensor: torch.Tensor, path: str) -> None:
+    """CheckpointError for a tensor that a safetensors file cannot hold as it is."""
+    kind = type(tensor)
+    if kind not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
+        raise CheckpointError(
+            f"{path}: a tensor of type {kind.__module__}.{kind.__qualname__} ({tensor.layout}) cannot be saved. "
+            "Convert it to a dense torch.Tensor in `state_dict()` (for a DTensor: `full_tensor()`)."
+        )
+    if tensor.is_quantized or tensor.device.type == "meta":
+        what = "quantized" if tensor.is_quantized else "on the meta device, so it has no values"
+        raise CheckpointError(f"{path}: the tensor is {what} and cannot be saved")
 
 
 def without_aliases(state: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -76,6 +66,22 @@ def without_aliases(state: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.
         else:
             aliases[name] = first
     return kept, aliases
+
+
+def with_own_storages(value: Any) -> Any:
+    """The same data for torch.save, which writes the whole storage of a tensor: views of a part of one are copied."""
+    copies: dict[Memory, torch.Tensor] = {}
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        is_plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided and tensor.device.type != "meta"
+        if not is_plain or tensor.nbytes >= tensor.untyped_storage().nbytes():
+            return tensor
+        memory = memory_of(tensor)
+        if memory not in copies:
+            copies[memory] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        return copies[memory]
+
+    return map_leaves(copied, value)
 
 
 def segments(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> list[Segment]:
@@ -110,116 +116,33 @@ def file_head(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] |
     return len(text).to_bytes(8, "little") + text
 
 
-def read_header(path: Path) -> Header:
-    """What a file holds. Raises CorruptFile for anything that is not a safetensors file."""
-    with open(open_regular(path), "rb") as file:
-        total = os.fstat(file.fileno()).st_size
-        first = file.read(8)
-        length = int.from_bytes(first, "little")
-        if len(first) < 8 or length > min(total - 8, _HEADER_LIMIT):
-            raise CorruptFile("it is not a safetensors file, or it is cut short")
-        text = file.read(length)
-    try:
-        data = json_text.parse(text)
-        metadata = {str(key): str(value) for key, value in (data.pop("__metadata__", None) or {}).items()}
-        entries = {name: _entry(row) for name, row in data.items()}
-        header = Header(entries, metadata, 8 + length)
-        foreign = [alias for alias, name in header.aliases.items() if name not in entries or alias in entries]
-    except (LookupError, ValueError, TypeError, AttributeError) as error:
-        why = error if isinstance(error, json_text.JSONTextError) else repr(error)
-        raise CorruptFile(f"its safetensors header cannot be read ({why})") from error
-    if foreign:
-        raise CorruptFile(f"its header has {foreign[0][:80]} as another name of a tensor that it does not hold")
-    _check_entries(entries, total - 8 - length)
-    return header
-
-
-def _entry(row: JSONObject) -> TensorEntry:
-    start, end = row["data_offsets"]
-    numbers = (start, end, *row["shape"])
-    if any(type(number) is not int or not 0 <= number < 1 << 62 for number in numbers):
-        raise ValueError(f"{str(row)[:100]} holds what is no size")
-    return TensorEntry(BY_NAME[row["dtype"]], tuple(row["shape"]), start, end)
-
-
-def _check_entries(entries: Mapping[str, TensorEntry], size: int) -> None:
-    at = 0
-    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)):
-        size_of = math.prod(entry.shape) * entry.dtype.itemsize
-        if entry.start != at or entry.end - entry.start != size_of:
-            raise CorruptFile(f"its header places the tensor {name} wrongly")
-        at = entry.end
-    if at != size:
-        raise CorruptFile(f"it holds {size} bytes of tensors where its header names {at}")
-
-
 def read_tensors(io: BlockIO, path: Path, record: FileRecord | None = None) -> dict[str, torch.Tensor]:
     """All tensors of a file in new host memory of their own, the file checked against its record in the same reading.
 
-    Aliases are tensors of the same memory. Raises CorruptFile.
+    Raises CorruptFile.
     """
     header = read_header(path)
     tensors = {name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in header.entries.items()}
     _read(io, path, header, tensors, record)
-    for alias, name in header.aliases.items():
-        tensors[alias] = tensors[name]
     return tensors
 
 
 def read_into(io: BlockIO, path: Path, targets: Mapping[str, torch.Tensor]) -> None:
-    """Fill tensors that exist from a file that was checked before and that holds each of them in its shape.
+    """Fill tensors that exist from a file that was checked before, and that has these tensors and no others.
 
-    Contiguous host memory of the same dtype is read in place; anything else goes through one tensor of host memory.
+    If all of it is contiguous host memory it is read in place.
     """
-    header = read_header(path)
-    wanted: dict[str, list[torch.Tensor]] = {}
-    for name, target in targets.items():
-        wanted.setdefault(header.aliases.get(name, name), []).append(target)
-    entries = header.entries
-    direct = {
-        name: group[0] for name, group in wanted.items() if is_host(group[0]) and group[0].dtype == entries[name].dtype
-    }
-    with torch.no_grad():
-        if len(direct) == len(entries):
-            _read(io, path, header, direct, None)
-        else:
-            _read_some(path, header, wanted, direct)
-        for group in wanted.values():
-            for other in group[1:]:
-                if memory_of(other) != memory_of(group[0]):
-                    other.copy_(group[0])
-
-
-def _read_some(
-    path: Path, header: Header, wanted: Mapping[str, list[torch.Tensor]], direct: Mapping[str, torch.Tensor]
-) -> None:
-    with open(open_regular(path), "rb", buffering=0) as file:
-        for name in sorted(wanted, key=lambda name: header.entries[name].start):
-            if name in direct:
-                _read_one(file, header, name, direct[name])
-                continue
-            entry = header.entries[name]
-            staging = torch.empty(entry.shape, dtype=entry.dtype)
-            _read_one(file, header, name, staging)
-            wanted[name][0].copy_(staging)
+    if all(map(is_host, targets.values())):
+        _read(io, path, read_header(path), targets)
+        return
+    with torch.no_grad(), safe_open(path, framework="pt") as file:
+        for name, target in targets.items():
+            target.copy_(file.get_tensor(name))
 
 
 def _read(
-    io: BlockIO, path: Path, header: Header, tensors: Mapping[str, torch.Tensor], record: FileRecord | None
+    io: BlockIO, path: Path, header: Header, tensors: Mapping[str, torch.Tensor], record: FileRecord | None = None
 ) -> None:
-    ordered: Iterable[str] = sorted(header.entries, key=lambda name: header.entries[name].start)
+    ordered = sorted(header.entries, key=lambda name: header.entries[name].start)
     views = [host_view(tensors[name]) for name in ordered if tensors[name].numel()]
     io.read(path, [memoryview(bytearray(header.offset)), *views], record)
-
-
-def _read_one(file: FileIO, header: Header, name: str, target: torch.Tensor) -> None:
-    if not target.numel():
-        return
-    view = host_view(target)
-    file.seek(header.offset + header.entries[name].start)
-    done = 0
-    while done < len(view):
-        count = file.readinto(view[done:])
-        if not count:
-            raise CorruptFile(f"it ends inside the tensor {name}")
-        done += count

@@ -8,7 +8,6 @@ import logging
 import os
 import re
 import uuid
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,28 +24,15 @@ from ..core.constants import (
 )
 from ..core.errors import CheckpointError, ConfigurationError
 from ..core.files import atomic_write, follow_links, fsync_path, user_path
+from ..core.messages import warn
 from ..core.torch_files import write_atomically, write_file
+from ..placement.sizes import convert_file_size_to_int
 from ..state import PartialState
 from .blocks import BlockIO
 from .compat import load_pickled
-from .tensorfile import only_tensors, segments, without_aliases
+from .tensorfile import only_tensors, segments, with_own_storages, without_aliases
 
 logger: logging.Logger = logging.getLogger(__name__)
-
-
-_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-
-
-def size_in_bytes(size: int | str) -> int:
-    """`"10GB"` (powers of ten) or `"5GiB"` (powers of two) or a number, in bytes."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B)\s*", str(size), re.IGNORECASE)
-    if match:
-        return int(float(match[1]) * _UNITS[match[2].upper()])
-    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
-        return size
-    raise ConfigurationError(
-        f"max_shard_size={size!r}: give a number of bytes, or one with a unit such as '5GB', '200MiB'"
-    )
 
 
 def plan_shards(state: Mapping[str, torch.Tensor], limit: int) -> list[list[str]]:
@@ -82,7 +68,10 @@ def save_model(
     folder = follow_links(user_path(save_directory, "save_model: save_directory"), "save_model")
     if folder.is_file():
         raise ConfigurationError(f"save_model: {folder} is a file; give a folder")
-    limit = size_in_bytes(max_shard_size)
+    try:
+        limit = convert_file_size_to_int(max_shard_size)
+    except ValueError as error:
+        raise ConfigurationError(f"save_model: max_shard_size={max_shard_size!r}: {error}") from None
     if not (process.is_local_main_process if save_on_each_node else process.is_main_process):
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -112,7 +101,7 @@ def clean_tensors(state: Mapping[str, object]) -> dict[str, torch.Tensor]:
     bad = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
     if bad:
         raise CheckpointError(
-            f"these entries are no tensors and have no place in a safetensors file: {', '.join(bad[:20])}. "
+            f"these entries are not tensors, and a safetensors file cannot contain them: {', '.join(bad[:20])}. "
             "Pass safe_serialization=False, or leave them out of the state dict."
         )
     return only_tensors(state)
@@ -135,7 +124,7 @@ def _write_files(
                     here = {alias: kept for alias, kept in aliases.items() if kept in content}
                     io.write(temporary[name], segments(only_tensors(content), here))
                 else:
-                    write_file(dict(content), temporary[name])
+                    write_file(with_own_storages(content), temporary[name])
                     fsync_path(temporary[name])
         if index is not None:
             # Until the new index is there no old one may name half of the new shards.
@@ -195,10 +184,8 @@ def save(
         kept, aliases = without_aliases(clean_tensors(obj))
         if aliases:
             pairs = ", ".join(f"{alias} ({name})" for alias, name in sorted(aliases.items()))
-            warnings.warn(
-                "save: tensors that share memory are written once. Omitted names, each with the written name: "
-                f"{pairs}",
-                stacklevel=2,
+            warn(
+                f"save: tensors that share memory are written once. Omitted names, each with the written name: {pairs}"
             )
         path = follow_links(user_path(f, "save"), "save")
         _write_files(path.parent, {path.name: kept}, aliases)

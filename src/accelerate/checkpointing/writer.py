@@ -6,16 +6,17 @@ Peak extra memory: one copy of what this rank writes, kept for the next save. A 
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from ..core.devices import kind_of
 from ..core.errors import CheckpointError
+from ..core.trees import map_leaves
 from .blocks import BlockIO, Segment, host_view, is_host, nbytes
 from .opening import PendingCheckpoint
 from .ranks import SaveRanks
@@ -48,11 +49,6 @@ class Writer:
     def __init__(self) -> None:
         self._job: _Job | None = None
         self._buffer: torch.Tensor | None = None
-
-    @property
-    def busy(self) -> bool:
-        """Whether a save is being written."""
-        return self._job is not None and self._job.thread.is_alive()
 
     def wait(self) -> None:
         """Wait for what is being written; raise its error, once."""
@@ -92,9 +88,7 @@ class Writer:
             for name, pieces in pending.files.items()
         }
         # Pickled files keep their structure; they are an old format, copied the plain way.
-        pending.pickled = tree_map_only(
-            torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), pending.pickled
-        )
+        pending.pickled = map_leaves(lambda tensor: tensor.detach().to("cpu", copy=True), pending.pickled)
 
     def _snapshot(self, tensors: Sequence[torch.Tensor]) -> list[Segment]:
         """Copies of the tensors in one buffer, which is kept: memory that is mapped takes a copy at full speed."""
@@ -129,17 +123,14 @@ class Writer:
         self._buffer = None
 
 
-_UNFINISHED: set[Writer] = set()  # their last saves nobody has waited for: an exit must not cut one off
+_UNFINISHED: set[Writer] = set()  # whose last saves nobody has waited for
 
 
-def _finish_all() -> None:
+@atexit.register
+def _report_errors() -> None:
+    """The interpreter has waited for the threads: log what no call raises any more."""
     for writer in list(_UNFINISHED):
         try:
             writer.wait()
         except CheckpointError as error:
             logger.error("%s", error)
-
-
-# Before an `atexit` function runs, and before threads are waited for, the thread pools of the standard library refuse
-# new work. Functions registered here run before that (in reverse order of registration; Python 3.9+).
-threading._register_atexit(_finish_all)  # type: ignore[attr-defined]

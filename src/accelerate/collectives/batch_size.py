@@ -15,7 +15,8 @@ import torch.distributed as dist
 from ..core.memory import clear_device_cache, report_exhausted, should_reduce_batch_size
 from ..core.retired import explained
 from ..runtime import group
-from ..runtime.agreement import Round, pauses
+from ..runtime.agreement import Round
+from ..torch_internals.flight_recorder import newest, recorded
 from . import transport
 
 # Seconds: for which a rank that is out of memory waits for the others before it interrupts the collective that they
@@ -24,7 +25,7 @@ GRACE = 5.0
 LIMIT = 1800.0
 WATCH = 0.25
 
-FITS, MEMORY, BROKEN, FAILED = "fits", "memory", "broken", "failed"
+FITS, MEMORY, BROKEN = "fits", "memory", "broken"
 RESTART, CONTINUE = "restart", "continue"
 
 
@@ -64,8 +65,6 @@ def find_executable_batch_size(
         )
     if not callable(function):
         raise TypeError(f"find_executable_batch_size takes a function, not {function!r}: name starting_batch_size=")
-    if isinstance(starting_batch_size, bool) or not isinstance(starting_batch_size, int):
-        raise TypeError(f"starting_batch_size={starting_batch_size!r} must be an integer")
     batch_size = starting_batch_size
     smaller = reduce_batch_size_fn or (lambda: int(batch_size * 0.9))
 
@@ -129,53 +128,50 @@ class _Attempt:
             with _aborted_on_restart(self._round()):
                 return FITS, function(self.batch_size, *args, **kwargs)
         except Exception as error:
+            turn = self._round()
             if should_reduce_batch_size(error):
                 report_exhausted(error)
+                if turn is not None:
+                    turn.store.set(turn.key(MEMORY), "")
                 return MEMORY, None
-            if (turn := self._round()) is not None:
-                if any(record["ended"] == MEMORY for record in turn.values().values()):
+            if turn is not None:
+                if turn.store.check([turn.key(MEMORY)]):
                     # This rank's error follows from another one's, which has left a collective.
                     return BROKEN, None
-                turn.put(_record(FAILED, f"{type(error).__name__}: {error}"))
+                text = (
+                    f"rank {turn.rank} has failed with batch size {self.batch_size}: {type(error).__name__}: {error}"
+                )
+                turn.settle({"refused": text})
             raise
 
     def _agree(self, turn: Round, ended: str) -> str:
         """FITS when the batch size fits on every rank; MEMORY when all must try another."""
-        turn.put(_record(ended))
+
+        def plan(endings: dict[int, list[Any]]) -> str:
+            how = {ending for ending, _ in endings.values()}
+            if how == {FITS}:
+                return FITS
+            # Ranks that have not done the same collectives cannot continue with the group that these belong to.
+            uneven = BROKEN in how or len({done for _, done in endings.values()}) > 1
+            return _propose(turn, RESTART if uneven else CONTINUE)
+
         rejoin: Callable[[], None] | None = None
-        for waited in pauses():
-            records = turn.values()
-            self._check(turn, records, waited)
-            if len(records) == len(turn.ranks):
-                break
+        is_last = turn.put([ended, _collectives_done()]) == len(turn.ranks)
+        for waited in turn.waits("find_executable_batch_size", LIMIT, plan, is_last=is_last):
             if ended == MEMORY and rejoin is None and waited > GRACE and _propose(turn, RESTART) == RESTART:
                 # Another rank may be waiting for this one in a collective, which has to be interrupted.
                 rejoin = group.interrupt()
-        endings = {record["ended"] for record in records.values()}
-        if endings == {FITS}:
-            return FITS
-        # Ranks that have not done the same collectives cannot continue with the group that these belong to.
-        uneven = BROKEN in endings or len({record["done"] for record in records.values()}) > 1
-        if _propose(turn, RESTART if uneven else CONTINUE) == RESTART:
-            (rejoin or group.interrupt())()
-        return MEMORY
-
-    def _check(self, turn: Round, records: dict[int, dict[str, Any]], waited: float) -> None:
-        """Raise RuntimeError where a rank has failed, or will not come."""
-        for rank, record in records.items():
-            if record["ended"] == FAILED:
-                raise RuntimeError(f"rank {rank} has failed with batch size {self.batch_size}: {record['text']}")
-        absent = [rank for rank in turn.ranks if rank not in records]
-        gone = turn.ended(absent)
-        if gone or (absent and waited > LIMIT):
+        outcome = turn.outcome()
+        if outcome.refused is not None:
+            raise RuntimeError(outcome.refused)
+        if outcome.absent:
             raise RuntimeError(
-                f"ranks {gone or absent} {'have ended' if gone else f'did not come within {LIMIT:g} s'} while rank "
+                f"{outcome.absent} {'ended' if outcome.ended else f'did not come within {LIMIT:g} s'} while rank "
                 f"{turn.rank} waited to agree on batch size {self.batch_size}: every process must call the function"
             )
-
-
-def _record(ended: str, text: str = "") -> dict[str, Any]:
-    return {"ended": ended, "text": text, "done": _collectives_done()}
+        if outcome.result == RESTART:
+            (rejoin or group.interrupt())()
+        return FITS if outcome.result == FITS else MEMORY
 
 
 def _propose(turn: Round, plan: str) -> str:
@@ -210,12 +206,8 @@ def _aborted_on_restart(turn: Round | None) -> Iterator[None]:
 
 
 def _collectives_done() -> int | None:
-    """How many collectives this rank has begun in the default group; None where its backend does not count."""
+    """How many collectives this rank has begun in the default group; None where torch does not record them."""
     if not group.is_running():
         return None
     default = transport.group_of(None)
-    backend: Any = default._get_backend(transport.home(default))
-    try:
-        return int(backend._get_sequence_number_for_group())
-    except RuntimeError:
-        return None
+    return newest(recorded()).get(f"{default.group_name}/{default.group_desc}")

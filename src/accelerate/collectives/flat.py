@@ -4,15 +4,14 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..core import trees
-from ..core.modules import is_dtensor
+from ..core.modules import is_dtensor, is_wrapper_subclass
 from ..runtime.channel import signature
 
 # Keys whose text is their value; of any other key the type is compared.
@@ -81,7 +80,7 @@ def plain(leaf: torch.Tensor, operation: str) -> torch.Tensor:
         raise TypeError(
             f"{operation} takes plain tensors; it was given a DTensor: call `.full_tensor()` or `.to_local()`"
         )
-    if is_traceable_wrapper_subclass(leaf):
+    if is_wrapper_subclass(leaf):
         raise TypeError(
             f"{operation} takes plain tensors; it was given a {type(leaf).__qualname__}: dequantize it first"
         )
@@ -173,8 +172,7 @@ def pack(leaves: Sequence[torch.Tensor], device: torch.device | None = None, len
             pieces.append(torch.zeros(missing, dtype=torch.uint8, device=pieces[0].device))
         if len(pieces) == 1:
             return pieces[0]
-        row: torch.Tensor = _flatten_dense_tensors(pieces)
-        return row
+        return torch.cat(pieces)
 
 
 def unpack(row: torch.Tensor, specs: Specs) -> list[torch.Tensor]:
@@ -217,15 +215,12 @@ def _replace(data: Any, values: Iterator[torch.Tensor]) -> Any:
 
 def join(leaves: Sequence[torch.Tensor]) -> torch.Tensor:
     """A new flat tensor with the elements of `leaves`, which share one dtype. Gradients flow through it."""
-    resolved = [leaf.resolve_conj().resolve_neg() for leaf in leaves]
-    if len(resolved) == 1:
-        return resolved[0].clone(memory_format=torch.contiguous_format).view(-1)
-    joined: torch.Tensor = _flatten_dense_tensors(resolved)
-    return joined
+    # Copies also where there is one.
+    return torch.cat([leaf.resolve_conj().resolve_neg().reshape(-1) for leaf in leaves])
 
 
 def part(flat: torch.Tensor, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """`flat`, made by `join`, as tensors with the shapes of `leaves`, which share its memory."""
-    if len(leaves) == 1:
-        return (flat.view(leaves[0].shape),)
-    return tuple(_unflatten_dense_tensors(flat, leaves))
+    # Not `split`, whose outputs autograd lets nobody change in place.
+    ends = itertools.accumulate(leaf.numel() for leaf in leaves)
+    return [flat[end - leaf.numel() : end].view(leaf.shape) for end, leaf in zip(ends, leaves, strict=True)]

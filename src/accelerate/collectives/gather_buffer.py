@@ -11,11 +11,8 @@ import torch.distributed as dist
 
 from ..runtime.calls import Call
 from ..runtime.channel import HEADER, Channel
+from ..torch_internals import foreach
 from . import flat
-
-# One call copies or clones many tensors. torch 2.11 and 2.12 may lack the second.
-_copy_all: Any = torch._foreach_copy_
-_clone_all: Any = getattr(torch, "_foreach_clone", lambda tensors: [tensor.clone() for tensor in tensors])
 
 # Where the tensors of a row begin: every dtype is aligned.
 _ALIGNED = 16
@@ -60,12 +57,9 @@ class GatherBuffer:
         """The `leaves` (of `data`) of all ranks, each joined along dimension 0, in fresh memory."""
         if torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves):
             leaves = [leaf.detach() for leaf in leaves]
-        _copy_all(self.targets, leaves + leaves)
+        foreach.copy_(self.targets, leaves + leaves)
         self.channel.swap(group, self.header, self.sent, self.splits, Call("gather", data))
-        if len(leaves) == 1:
-            return [self.incoming[0].clone().view_as(self.likes[0])]
-        joined: Sequence[torch.Tensor] = _clone_all(self.incoming)
-        return [value.view_as(like) for value, like in zip(joined, self.likes, strict=True)]
+        return [value.clone().view_as(like) for value, like in zip(self.incoming, self.likes, strict=True)]
 
 
 def _typed(content: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -43,7 +43,9 @@ def gather_counted(data: object, counts: Sequence[int], group: dist.ProcessGroup
     rows = [[(count if leaf.dim() else min(count, 1)) for leaf in leaves] for count in counts]
     if not distributed:
         return flat.replace(data, mine)
-    sign = signature(OPERATION, tuple(counts), flat.keys_of(outline), _kinds(mine))
+    # The same on every rank: dtypes, and shapes but for the rows.
+    kinds = tuple((leaf.dtype, leaf.shape[1:]) for leaf in mine)
+    sign = signature(OPERATION, tuple(counts), flat.keys_of(outline), kinds)
     return flat.replace(data, _gather_rows(mine, rows, group, sign, call))
 
 
@@ -75,14 +77,9 @@ def _first_rows(leaf: torch.Tensor, count: int, rank: int) -> torch.Tensor:
     if leaf.shape[0] < count:
         raise ConfigurationError(
             f"{OPERATION}: rank {rank} has {count} samples in this batch and was given a tensor of shape "
-            f"{list(leaf.shape)}: dimension 0 must have a row a sample. Use `gather` for anything else"
+            f"{list(leaf.shape)}: dimension 0 must have one row per sample. Use `gather` for anything else"
         )
     return leaf[:count]
-
-
-def _kinds(leaves: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-    """What of the leaves is the same on every rank: dtypes, and shapes but for the rows."""
-    return tuple([(leaf.dtype, leaf.shape[1:]) for leaf in leaves])
 
 
 def _gather_rows(

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from ..runtime.calls import Call
 from ..runtime.channel import channel_of, signature
+from ..runtime.communication import Collective
 from ..state import PartialState
 from . import transport, verify
 
@@ -62,7 +63,7 @@ def gather_each(
     longest = max(lengths)
     if longest <= capacity:
         return [pickle.loads(view) for _, view in firsts]
-    with transport.named(call, group):
+    with Collective(call):
         rows = transport.all_gather(_as_row(content, longest, transport.home(group)), group).cpu()
     return [pickle.loads(_view(row)[:size]) for row, size in zip(rows, lengths, strict=True)]
 
@@ -109,7 +110,7 @@ def broadcast_each(
     length, view = firsts[0]
     if _checked_length(length, view, source) > capacity:
         row = _as_row(content, length, transport.home(group))
-        with transport.named(call, group):
+        with Collective(call):
             transport.broadcast(row, source, group)
         view = _view(row)
     return value if sends else pickle.loads(view)

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
 
 from ..core import trees
 from ..core.errors import ConfigurationError
+from ..core.messages import warn
 from ..runtime.calls import Call
 from ..runtime.channel import signature
 from ..state import PartialState
@@ -49,10 +49,9 @@ def pad_across_processes(tensor: object, dim: int = 0, pad_index: int = 0, pad_f
 
     def note(leaf: torch.Tensor) -> None:
         if leaf.is_nested:
-            warnings.warn(
+            warn(
                 "Cannot pad nested tensors without more information. Leaving unprocessed.",
                 CannotPadNestedTensorWarning,
-                stacklevel=2,
             )
         elif -leaf.dim() <= dim < leaf.dim():
             sizes.append(leaf.shape[dim])
@@ -101,8 +100,6 @@ def pad_input_tensors(tensor: object, batch_size: int, num_processes: int, dim: 
         TypeError: a value that is not a tensor.
         ConfigurationError: a tensor is longer than the padded batch.
     """
-    if num_processes < 1:
-        raise ConfigurationError(f"pad_input_tensors: num_processes={num_processes} must be at least 1")
     target = -(-batch_size // num_processes) * num_processes
 
     def pad(leaf: torch.Tensor) -> torch.Tensor:

@@ -42,7 +42,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         layout = AcceleratorState._shared_state.get("parallelism_config")
         seed += state.process_index if layout is None else data_shard(layout, state.process_index)[0]
     if isinstance(seed, bool) or not isinstance(seed, numbers.Integral) or not 0 <= seed < 2**32:
-        raise ConfigurationError(f"set_seed: {seed!r} is no seed: give an integer from 0 to 2**32 - 1")
+        raise ConfigurationError(f"set_seed: {seed!r} is not a seed: give an integer from 0 to 2**32 - 1")
     random.seed(seed)
     np.random.seed(seed)
     # Seeds the CPU and, where they are used, all accelerators.
@@ -64,9 +64,10 @@ def synchronize_rng_states(rng_types: Iterable[str | RNGType], generator: torch.
         generator: the generator that "generator" means.
 
     Raises:
-        ConfigurationError: an unknown type, a type whose device is not present, or "generator" without a generator.
+        ValueError: an unknown type.
+        ConfigurationError: a type whose device is not present, or "generator" without a generator.
     """
-    generators = [_access(_type_of(rng_type), generator) for rng_type in rng_types]
+    generators = [_access(RNGType(rng_type), generator) for rng_type in rng_types]
     states = [read() for read, _ in generators]
     if not states or not PartialState().use_distributed:
         return
@@ -83,15 +84,6 @@ def sync_rng_state(group: dist.ProcessGroup, device: torch.device) -> None:
         module.set_rng_state(state.cpu())
 
 
-def _type_of(rng_type: str | RNGType) -> RNGType:
-    try:
-        return RNGType(rng_type)
-    except ValueError:
-        raise ConfigurationError(
-            f"rng_types: {rng_type!r} is unknown: use some of {', '.join(RNGType.list())}"
-        ) from None
-
-
 def _access(rng_type: RNGType, generator: torch.Generator | None) -> tuple[Callable[[], Any], Callable[[Any], object]]:
     """What returns the state of a generator, and what sets it."""
     if rng_type is RNGType.GENERATOR:
@@ -103,7 +95,8 @@ def _access(rng_type: RNGType, generator: torch.Generator | None) -> tuple[Calla
     if rng_type is RNGType.TORCH:
         return torch.get_rng_state, torch.set_rng_state
     if rng_type is RNGType.XLA:
-        xla = _xla()
+        import torch_xla.core.xla_model as xla
+
         return lambda: torch.tensor(xla.get_rng_state()), lambda state: xla.set_rng_state(int(state))
     if devices.accelerator_type() != rng_type.value:
         raise ConfigurationError(
@@ -111,11 +104,3 @@ def _access(rng_type: RNGType, generator: torch.Generator | None) -> tuple[Calla
         )
     module = devices.generator_module(rng_type.value)
     return module.get_rng_state, module.set_rng_state
-
-
-def _xla() -> Any:
-    try:
-        import torch_xla.core.xla_model as xla_model
-    except ImportError as error:
-        raise ConfigurationError(f'rng_types: "xla" needs torch_xla: {error}') from error
-    return xla_model

@@ -14,17 +14,12 @@ from ..core import trees
 from ..core.errors import ConfigurationError
 from ..runtime.calls import Call
 from ..runtime.channel import signature
+from ..runtime.communication import Collective
 from ..state import PartialState
 from . import flat, gather_buffer, objects, transport, verify
 
-# "none" sums and leaves the sum as it is: what the API has always done.
-REDUCTIONS = {
-    "mean": dist.ReduceOp.SUM,
-    "sum": dist.ReduceOp.SUM,
-    "none": dist.ReduceOp.SUM,
-    "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN,
-}
+# The names of operations of torch.
+REDUCTIONS = {"mean": "SUM", "sum": "SUM", "max": "MAX", "min": "MIN"}
 
 # The numbers of dtypes in what `gather_tensor_shape` returns.
 TENSOR_INT_TO_DTYPE = dict(
@@ -80,7 +75,7 @@ def gather_nested(data: object, group: dist.ProcessGroup | None = None) -> Any:
     if not leaves:
         return data
     leaves = flat.checked(leaves, "gather")
-    with transport.named(Call("gather", data), group):
+    with Collective(Call("gather", data)):
         return flat.replace(data, _gather_raw(leaves, group))
 
 
@@ -115,7 +110,7 @@ def reduce(tensor: object, reduction: str = "mean", scale: float = 1.0) -> Any:
 
     Args:
         tensor: a tensor, or nested lists, tuples and mappings of tensors.
-        reduction: "mean", "sum", "max" or "min". "none" is the sum too.
+        reduction: "mean", "sum", "max", "min", or "none", which returns `tensor`.
         scale: a factor for the result.
 
     Returns:
@@ -128,6 +123,8 @@ def reduce(tensor: object, reduction: str = "mean", scale: float = 1.0) -> Any:
     Example:
         loss = reduce(loss.detach(), "mean")
     """
+    if reduction == "none":
+        return tensor
     if reduction not in REDUCTIONS:
         raise ConfigurationError(f"reduce: reduction={reduction!r} is unknown: use one of {', '.join(REDUCTIONS)}")
     if not PartialState().use_distributed:
@@ -187,7 +184,7 @@ def _reduce_one_dtype(
     target = transport.carrier(group, flat.lone_device(leaves))
     total = flat.join(leaves if target is None else [leaf.to(target) for leaf in leaves])
     # Autograd does not record the message: the result keeps this rank's graph.
-    transport.checked_all_reduce(total.detach(), REDUCTIONS[reduction], group, sign, call)
+    transport.checked_all_reduce(total.detach(), getattr(dist.ReduceOp, REDUCTIONS[reduction]), group, sign, call)
     if reduction == "mean":
         total.div_(group.size())
     if scale != 1.0:

@@ -3,22 +3,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
-import weakref
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import AllToAllOptions, _get_default_group
 
 from ..core.errors import ConfigurationError
-from ..runtime import communication
 from ..runtime.calls import Call
-from ..runtime.channel import HEADER, Channel, channel_of
-from ..runtime.ledger import LEDGER
+from ..runtime.channel import HEADER, Channel, backends_of, channel_of
+from ..runtime.communication import Collective
 from ..state import PartialState
 
 CPU = torch.device("cpu")
@@ -28,60 +22,29 @@ CPU = torch.device("cpu")
 SPREAD_BYTES = 4 << 20
 
 # The name since torch 2.13; torch 2.11 and 2.12 have the older one.
-_all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_all_to_all_options = AllToAllOptions()
-
-# How a few elements of every rank are reduced here, instead of in a collective.
-_LOCAL: dict[Any, Any] = {
-    dist.ReduceOp.SUM: lambda rows: torch.sum(rows, 0, dtype=rows.dtype),
-    dist.ReduceOp.MAX: lambda rows: torch.amax(rows, 0),
-    dist.ReduceOp.MIN: lambda rows: torch.amin(rows, 0),
-}
+_all_gather_single: Any = getattr(dist, "all_gather_single", getattr(dist, "all_gather_into_tensor", None))
 # Dtypes that every backend sends and reduces.
 COMMON = frozenset(
     {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8}
 )
 
 
-@dataclass(frozen=True, slots=True)
-class GroupCapabilities:
-    """The types of devices that a group sends from, and whether gloo is its backend for the CPU."""
-
-    kinds: frozenset[str]
-    gloo: bool
-
-
-_capabilities: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupCapabilities] = weakref.WeakKeyDictionary()
-
-
-def capabilities_of(group: dist.ProcessGroup) -> GroupCapabilities:
-    """The capabilities of a group, determined once."""
-    found = _capabilities.get(group)
-    if found is None:
-        kinds = frozenset(device.type for device in group._device_types)
-        gloo = "cpu" in kinds and group._get_backend(CPU).name() == "gloo"
-        found = _capabilities[group] = GroupCapabilities(kinds, gloo)
-    return found
-
-
 def group_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """`group`, or the default one of the run. Raises ConfigurationError where this process has left it."""
-    if group is not None:
-        return group
-    try:
-        return _get_default_group()
-    except ValueError:
+    group = group or dist.group.WORLD
+    if group is None:
         raise ConfigurationError(
             "this process has left the group of its run, by end_training() or destroy_process_group(): communicate "
             "before that"
-        ) from None
+        )
+    return group
 
 
 def check_source(operation: str, from_process: int, world: int) -> None:
     """Raise ConfigurationError unless `from_process` is a rank."""
     if not 0 <= from_process < world:
         raise ConfigurationError(
-            f"{operation}: from_process={from_process} is no rank of this run: ranks are 0 to {world - 1}"
+            f"{operation}: from_process={from_process} is not a rank of this run: ranks are 0 to {world - 1}"
         )
 
 
@@ -90,11 +53,11 @@ def carrier(group: dist.ProcessGroup, found: torch.device | None) -> torch.devic
 
     `found` is the device that they share, None where they are on several.
     """
-    kinds = capabilities_of(group).kinds
-    if found is not None and found.type in kinds:
+    devices = backends_of(group)
+    if found is not None and found.type in devices:
         return None
     own = PartialState().device
-    return own if own.type in kinds else torch.device(min(kinds))
+    return own if own.type in devices else torch.device(min(devices))
 
 
 def home(group: dist.ProcessGroup) -> torch.device:
@@ -123,12 +86,12 @@ def all_gather_into(out: torch.Tensor, tensor: torch.Tensor, group: dist.Process
 
 def spreads(length: int, group: dist.ProcessGroup) -> bool:
     """Whether a row of `length` bytes on the CPU is gathered by `exchange`."""
-    return length * group.size() <= SPREAD_BYTES and capabilities_of(group).gloo
+    return length * group.size() <= SPREAD_BYTES and backends_of(group).get("cpu") == "gloo"
 
 
 def exchange(out: torch.Tensor, slices: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Send each rank its slice of `slices`, and fill `out` with those received. All have the same size."""
-    group.alltoall_base(out, slices, [], [], _all_to_all_options).wait()
+    group.alltoall_base(out, slices, [], [], dist.distributed_c10d.AllToAllOptions()).wait()
 
 
 def broadcast(row: torch.Tensor, source: int, group: dist.ProcessGroup) -> None:
@@ -171,7 +134,7 @@ def checked_all_gather(row: torch.Tensor, group: dist.ProcessGroup, sign: bytes,
             channel.swap_bytes(group, sign, row.cpu().numpy(), length, call)
             return channel.rows(length).to(row.device)
         channel.agree(group, sign, call)
-    with named(call, group):
+    with Collective(call):
         return all_gather(row, group)
 
 
@@ -186,7 +149,7 @@ def checked_broadcast(row: torch.Tensor, source: int, group: dist.ProcessGroup, 
                 row.detach().copy_(channel.slots[source, HEADER : HEADER + length])
             return
         channel.agree(group, sign, call)
-    with named(call, group):
+    with Collective(call):
         broadcast(row, source, group)
 
 
@@ -200,21 +163,12 @@ def checked_all_reduce(
             content = flat.cpu().view(torch.uint8)
             channel.swap_bytes(group, sign, content.numpy(), flat.nbytes, call)
             if flat.numel():
-                flat.copy_(_LOCAL[operation](channel.rows(flat.nbytes).view(flat.dtype)))
+                rows = channel.rows(flat.nbytes).view(flat.dtype)
+                if operation == dist.ReduceOp.SUM:
+                    flat.copy_(torch.sum(rows, 0, dtype=rows.dtype))
+                else:
+                    flat.copy_(torch.amax(rows, 0) if operation == dist.ReduceOp.MAX else torch.amin(rows, 0))
             return
         channel.agree(group, sign, call)
-    with named(call, group):
+    with Collective(call):
         all_reduce(flat, operation, group)
-
-
-@contextlib.contextmanager
-def named(call: Call, group: dist.ProcessGroup) -> Iterator[None]:
-    """A raw collective, in the ledger; errors about other ranks are raised as CommunicationError, by its name."""
-    entry = LEDGER.enter(call, group.group_name)
-    try:
-        yield
-    except RuntimeError as error:
-        communication.raise_lost(error, f"`{call.operation}`")
-        raise
-    finally:
-        entry.left = time.monotonic()

@@ -19,15 +19,13 @@ from ..core.errors import DistributedOperationException
 from ..runtime import hang_watch
 from ..runtime.agreement import Round, StoreLostError
 from ..runtime.calls import Call, difference, ranks_in_words, record
-from ..runtime.hang_report import status_line
 from ..state import PartialState
 from . import transport
 
 # Seconds for which a rank waits for the others to come to the same operation (variable ACCELERATE_DEBUG_TIMEOUT).
 TIMEOUT = 20.0
-# Seconds in which the other ranks may come after a difference was found, so that the message lists all of them.
-COMPLETE = 0.5
-PASSED = "ok"
+# Ranks whose calls are listed in a message.
+LISTED = 16
 
 
 def agree(
@@ -44,37 +42,29 @@ def agree(
     """
     group = transport.group_of(group)
     mine = record(Call(operation, data, options, free_dim))
-    limit = env.get_float("ACCELERATE_DEBUG_TIMEOUT") or TIMEOUT
+    limit = env.value("ACCELERATE_DEBUG_TIMEOUT") or TIMEOUT
     turn = Round(f"verify/{group.group_name}", dist.get_process_group_ranks(group))
+
+    def explain(absent: list[int], ended: list[int]) -> str:
+        present = turn.values([rank for rank in turn.ranks if rank not in absent][:LISTED])
+        return difference(present) or _absence(turn, present, absent, ended, limit)
+
     try:
-        verdict = turn.decide(operation, mine, limit, lambda waited: _judge(turn, waited, limit))
+        outcome = turn.exchange(operation, mine, limit, difference, explain)
     except StoreLostError as error:
         raise DistributedOperationException(
             f"Operation: `accelerate.{operation}` at {mine['at']}: the store of the run is gone, so the process "
             f"that hosts it (rank 0, or the launcher) has ended: {error}"
         ) from error
-    if verdict != PASSED:
+    if (verdict := outcome.refused or outcome.result) is not None:
         raise DistributedOperationException(verdict)
 
 
-def _judge(turn: Round, waited: float, limit: float) -> str | None:
-    """What the calls known so far amount to; None while it is open."""
-    found = turn.values()
-    if len(found) == len(turn.ranks):
-        return difference(found) or PASSED
-    if waited <= min(COMPLETE, limit):
-        return None
-    differs = difference(found) if found else None
-    if differs is not None:
-        return differs
-    absent = [rank for rank in turn.ranks if rank not in found]
-    ended = turn.ended(absent)
-    return _absence(turn, found, absent, ended, limit) if ended or waited > limit else None
-
-
-def _absence(turn: Round, found: dict[int, dict[str, Any]], absent: list[int], ended: list[int], limit: float) -> str:
+def _absence(
+    turn: Round, present: dict[int, dict[str, Any]], absent: list[int], ended: list[int], limit: float
+) -> str:
     """Why the absent ranks will not come."""
-    first = next(iter(found.values()))
+    first = next(iter(present.values()))
     lines = [
         f"Cannot apply the desired operation: {ranks_in_words(ended or absent)} did not call it"
         + (" and has ended." if ended else f" within {limit:g} seconds."),
@@ -82,12 +72,13 @@ def _absence(turn: Round, found: dict[int, dict[str, Any]], absent: list[int], e
         f"Operation: `accelerate.{first['operation']}`",
         "Callers:",
     ]
-    lines += [f"  - Process {rank}: at {call['at']}" for rank, call in found.items()]
-    places = hang_watch.request([rank for rank in absent if rank not in ended])
-    for rank in absent:
+    lines += [f"  - Process {rank}: at {call['at']}" for rank, call in present.items()]
+    listed = absent[:LISTED]
+    places = hang_watch.request([rank for rank in listed if rank not in ended])
+    for rank in listed:
         line = "has ended" if rank in ended else "has not come"
         if rank in places:
-            line += f"; it {status_line(places[rank])}"
+            line += f"; it {hang_watch.status_line(places[rank])}"
         if (last := turn.former_value(rank)) is not None:
             line += f"; its last operation was {last['summary']} (at {last['at']})"
         lines.append(f"  - Process {rank}: {line}")

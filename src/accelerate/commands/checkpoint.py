@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ..core.errors import CheckpointError, ConfigurationError
 from ..core.files import user_path
-from ..core.objects import convert_bytes
+from ..core.objects import size_of
 from .parser import Parser, exit_on, print_error
 
 if TYPE_CHECKING:
@@ -33,11 +33,11 @@ def parser() -> Parser:
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of the command. Exits with 1 if a checkpoint is incomplete or damaged, or if there is none."""
     options = parser().parse_args(arguments)
-    with exit_on(ConfigurationError, command="accelerate checkpoint"):
+    with exit_on(ConfigurationError):
         path = user_path(options.path, "path")
     folders, damaged = _folders(path)
     if not folders and not (damaged and options.action == "list"):
-        print_error("accelerate checkpoint", f"there is no checkpoint in {path}")
+        print_error(f"there is no checkpoint in {path}")
         sys.exit(1)
     check = _verified if options.action == "verify" else _listed
     sound = [check(folder) for folder in folders]
@@ -88,7 +88,7 @@ def _listed(folder: Path) -> bool:
 
 
 def _about(manifest: Manifest) -> str:
-    size = convert_bytes(sum(record.size for record in manifest.files.values()))
+    size = size_of(sum(record.size for record in manifest.files.values()))
     position = "".join(
         f", {name} {manifest.progress[name]}" for name in ("epoch", "step") if name in manifest.progress
     )

@@ -20,33 +20,24 @@ SHELLS = {
 
 
 def command_line() -> argparse.ArgumentParser:
-    """One parser with all commands and their options."""
+    """One parser with all commands and their options. Words after a positional argument complete as files."""
+    import shtab
+
     combined = argparse.ArgumentParser(prog="accelerate", add_help=False)
     combined.add_argument("-h", "--help", action="store_true", help="list the commands")
     combined.add_argument("-v", "--version", action="store_true", help="show the version")
     commands = combined.add_subparsers()
     for name, (module, what) in COMMANDS.items():
-        inner = commands.add_parser(name, help=what, add_help=False)
-        _take(inner, importlib.import_module(f".{module}", __package__).parser())
+        parser = importlib.import_module(f".{module}", __package__).parser()
+        for action in parser.actions:
+            is_path = action.dest.endswith(("_file", "_dir", "_path", "hostfile"))
+            if is_path or not (action.option_strings or action.choices):
+                action.complete = shtab.FILE
+            row = options().get(action.dest)
+            if row is not None and row.choices and action.nargs is None:
+                action.choices = list(row.choices)
+        commands.add_parser(name, help=what, parents=[parser], add_help=False)
     return combined
-
-
-def _take(inner: argparse.ArgumentParser, parser: argparse.ArgumentParser) -> None:
-    """Give a sub-parser the arguments of a parser. Words after a positional argument complete as files."""
-    import shtab
-
-    for action in parser._actions:
-        if (not action.option_strings and not action.choices) or _is_path(action):
-            action.complete = shtab.FILE  # type: ignore[attr-defined]
-        row = options().get(action.dest)
-        if row is not None and row.choices and action.nargs is None:
-            action.choices = list(row.choices)
-        if action.nargs != argparse.REMAINDER:
-            inner._add_action(action)
-
-
-def _is_path(action: argparse.Action) -> bool:
-    return action.dest.endswith(("_file", "_dir", "_path", "hostfile"))
 
 
 def parser() -> Parser:
@@ -64,7 +55,7 @@ def main(argv: list[str] | None = None) -> None:
     """Run `accelerate completion`. Exits with 1 without shtab."""
     shell = parser().parse_args(argv).shell
     if not is_available("shtab"):
-        print_error("accelerate completion", "it needs shtab, which is not installed: pip install shtab")
+        print_error("it needs shtab, which is not installed: pip install shtab")
         sys.exit(1)
     import shtab
 

@@ -3,56 +3,53 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import platform
-import shutil
+from shutil import which
 from typing import Any
 
 from ..config import launch_file
 from ..core import installation, system
 from ..core.errors import ConfigurationError
+from ..core.objects import masked
 from ..core.version import __version__
-from .parser import Parser
+from .parser import Parser, listing
 
 PACKAGES = ("torch", "numpy", "safetensors", "transformers", "deepspeed", "torchao", "peft", "bitsandbytes", "ray")
 
 
 def gather(config_file: str | None = None) -> dict[str, Any]:
     """What is installed and present. Only the devices need an import of torch."""
+    import psutil
+
+    packages = {}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            packages[name] = importlib.metadata.version(name)
     found: dict[str, Any] = {
         "accelerate": __version__,
         "implementation": installation.IMPLEMENTATION,
         "folder": str(installation.FOLDER),
         "problems": installation.problems(),
-        "command": shutil.which("accelerate"),
+        "scanners": "CVE-2026-69112 (PYSEC-2026-3804) concerns Hugging Face's accelerate, not this package",
+        "command": which("accelerate"),
         "platform": platform.platform(),
         "python": platform.python_version(),
-        "packages": {name: text for name in PACKAGES if (text := _version(name))},
+        "packages": packages,
         "cores": system.physical_cores(),
-        "memory_gb": _memory_gb(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 2),
         "devices": _devices(),
     }
     path = launch_file.default_file() if config_file is None else config_file
     try:
-        found["config"] = launch_file.read(path).data
+        found["config"] = masked(launch_file.read(path).data)
         found["config_file"] = str(path)
     except ConfigurationError as error:
-        found["config"], found["config_file"] = None, str(error)
+        is_absent = config_file is None and not launch_file.default_file().exists()
+        found["config"], found["config_file"] = None, None if is_absent else str(error)
     return found
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _memory_gb() -> float:
-    import psutil
-
-    return round(psutil.virtual_memory().total / 2**30, 2)
 
 
 def _devices() -> list[str]:
@@ -69,25 +66,6 @@ def _devices() -> list[str]:
     return [f"{kind}:{index} {names(index)}" for index in range(torch.accelerator.device_count())]
 
 
-def as_text(found: dict[str, Any]) -> str:
-    """Format the result of `gather` for a report."""
-    lines = [
-        f"- `Accelerate` version: {found['accelerate']}",
-        f"- Implementation: {found['implementation']}, {found['folder']}",
-        *(f"- Problem: {problem}" for problem in found["problems"]),
-        f"- Platform: {found['platform']}",
-        f"- `accelerate` command: {found['command'] or 'not on the PATH'}",
-        f"- Python version: {found['python']}",
-        *(f"- {name} version: {text}" for name, text in found["packages"].items()),
-        f"- Accelerators: {', '.join(found['devices']) or 'none (CPU)'}",
-        f"- CPU cores: {found['cores']}, system RAM: {found['memory_gb']} GB",
-    ]
-    if found["config"] is None:
-        return "\n".join([*lines, f"- Configuration: {found['config_file']}"])
-    lines.append(f"- Configuration ({found['config_file']}):")
-    return "\n".join([*lines, *(f"\t- {key}: {value}" for key, value in found["config"].items())])
-
-
 def parser() -> Parser:
     """Return the parser of `accelerate env`."""
     made = Parser(prog="accelerate env", description="Describe this installation and this machine, for bug reports.")
@@ -100,4 +78,4 @@ def main(argv: list[str] | None = None) -> None:
     """Run `accelerate env`."""
     args = parser().parse_args(argv)
     found = gather(args.config_file)
-    print(json.dumps(found, indent=2) if args.json else as_text(found))
+    print(json.dumps(found, indent=2) if args.json else listing(found))

@@ -7,79 +7,53 @@ The model is built on the meta device: no weight is downloaded, read or allocate
 from __future__ import annotations
 
 import argparse
-import contextlib
-import socket
-import threading
-import urllib.parse
-import urllib.request
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..core import json_text
 from ..core.enums import SHORT_DTYPES, CustomDtype
 from ..core.errors import ConfigurationError
 from ..core.imports import is_available
-from .parser import Formatter, Parser, exit_on, table
+from ..core.objects import flat_list
+from .parser import command_parser, exit_on, table
 
 if TYPE_CHECKING:
     from torch import nn
 
 LIBRARIES = ("timm", "transformers")
 DTYPES = ("float32", "float16", "int8", "int4")
-# Seconds in which the Hub must accept a connection.
-HUB_TIMEOUT = 0.5
+# Seconds in which the Hub must answer; then the local cache is read.
+HUB_TIMEOUT = 2
 CONFIG = "config.json"
 
 
-@dataclass(frozen=True)
-class Training:
-    """Bytes that training with Adam holds, activations left out."""
+class Footprint(NamedTuple):
+    """Bytes of a model whose floating point values are of one dtype.
 
-    weights: int
-    copies: int
-    gradients: int
-    moments: int
-
-    @property
-    def total(self) -> int:
-        """The sum of all fields."""
-        return self.weights + self.copies + self.gradients + self.moments
-
-
-@dataclass(frozen=True)
-class Footprint:
-    """Bytes of a model whose floating point values are of one dtype. `training` is None where Adam cannot train it."""
+    `training` is what training with Adam holds, activations left out; None where Adam cannot train it.
+    """
 
     dtype: str
     largest: int
     total: int
-    training: Training | None
+    training: int | None
 
 
 def footprint(model: nn.Module, dtype: str) -> Footprint:
     """What a float32 model (it may be on the meta device) takes in a dtype. Tied weights count once."""
     import torch
 
-    from ..placement.sizes import compute_module_sizes, get_max_layer_size
+    from ..placement.sizes import compute_module_sizes, get_max_layer_size, members_of
 
     kind: Any = CustomDtype.INT4 if dtype == "int4" else getattr(torch, dtype)
     sizes = compute_module_sizes(model, dtype=kind)
-    children: list[Any] = [
-        *model.named_parameters(recurse=False),
-        *model.named_children(),
-        *model.named_buffers(recurse=False),
-    ]
-    largest, _ = get_max_layer_size(children, sizes, _unsplit(model))
+    # The classes whose modules are never split, as the model and its modules name them.
+    unsplit = set(flat_list([getattr(module, "_no_split_modules", None) for module in model.modules()]))
+    largest, _ = get_max_layer_size(members_of("", model), sizes, sorted(unsplit))
     return Footprint(dtype, int(largest), int(sizes[""]), training(model, dtype))
 
 
-def _unsplit(model: nn.Module) -> list[str]:
-    """The classes whose modules are never split, as the model and its modules name them."""
-    return sorted({name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()})
-
-
-def training(model: nn.Module, dtype: str) -> Training | None:
+def training(model: nn.Module, dtype: str) -> int | None:
     """Float32 weights and buffers, a gradient and Adam's two moments of each weight that is trained.
 
     In 16 bits it is mixed precision: the weights stay float32, and the forward pass keeps a 16-bit copy of each.
@@ -89,7 +63,7 @@ def training(model: nn.Module, dtype: str) -> Training | None:
     weights = sum(tensor.numel() * tensor.element_size() for tensor in [*model.parameters(), *model.buffers()])
     trained = sum(weight.numel() * weight.element_size() for weight in model.parameters() if weight.requires_grad)
     copies = sum(2 * weight.numel() for weight in model.parameters()) if dtype != "float32" else 0
-    return Training(weights=weights, copies=copies, gradients=trained, moments=2 * trained)
+    return weights + copies + 3 * trained
 
 
 def build(
@@ -99,10 +73,6 @@ def build(
 
     ConfigurationError if it cannot be built: unknown, gated, offline, no such library, code that is not trusted.
     """
-    if not name.strip():
-        raise ConfigurationError(
-            f"the model is empty: give a folder, a {CONFIG}, a name on the Hub or module:function"
-        )
     path = Path(name).expanduser()
     if ":" in name and not path.exists():
         from ..planning.model import from_function
@@ -120,59 +90,32 @@ def build(
     library = library or _library_of(config, name)
     if not is_available(library):
         raise ConfigurationError(f"{name} is a model of {library}, which is not installed: pip install {library}")
-    if library == "timm":
-        return _of_timm(name, path)
-    return _of_transformers(name, path, trust_remote_code, token)
+    try:
+        if library == "timm":
+            return _of_timm(name, path)
+        return _of_transformers(name, path, trust_remote_code, token)
+    # The library, and a model's own code, raise whatever they like.
+    except Exception as error:
+        hint = ". --trust_remote_code runs the model's own code" if "trust_remote_code" in str(error) else ""
+        raise ConfigurationError(f"{library} cannot build {name} from {path}: {_one_line(error)}{hint}") from error
 
 
 def _from_hub(name: str, token: str | None) -> Path:
     """The model's config.json from the Hub, or from the local cache of it."""
     if not is_available("huggingface_hub"):
         raise ConfigurationError(
-            f"{name} is no file or folder here, and models of the Hub need huggingface_hub, which is not installed: "
-            "pip install transformers"
+            f"{name} is not a file or folder here, and models of the Hub need huggingface_hub, which is not "
+            "installed: pip install transformers"
         )
-    from huggingface_hub import constants, errors, hf_hub_download
+    from huggingface_hub import errors, hf_hub_download
 
     try:
-        return Path(hf_hub_download(name, CONFIG, token=token, local_files_only=not _answers(constants.ENDPOINT)))
-    except errors.GatedRepoError:
-        why = "it is gated: accept its terms on the Hub, then sign in with `hf auth login` (or set HF_TOKEN)"
-    except errors.RepositoryNotFoundError:
-        why = "the Hub has no such model, or it is private: check its name; for a private one, `hf auth login`"
-    except errors.LocalEntryNotFoundError:
-        why = "the Hub cannot be reached and the model is not in the local cache: give a folder or a config.json"
-    except errors.EntryNotFoundError:
-        why = f"it has no {CONFIG} on the Hub, so that its architecture is not known"
-    except errors.HFValidationError:
-        why = "there is no such file or folder, and an id of the Hub is NAME or NAMESPACE/NAME"
-    except (errors.HfHubHTTPError, OSError) as error:
-        why = f"its {CONFIG} cannot be read from the Hub: {_one_line(error)}"
-    raise ConfigurationError(f"model {name}: {why}")
-
-
-def _answers(url: str) -> bool:
-    """Whether a server, or the proxy before it, accepts a connection. Without this, huggingface_hub tries for long."""
-    server = urllib.parse.urlsplit(url)
-    proxy = urllib.request.getproxies().get(server.scheme)
-    if proxy and not urllib.request.proxy_bypass(server.hostname or ""):
-        server = urllib.parse.urlsplit(proxy if "://" in proxy else f"http://{proxy}")
-    answered: list[bool] = []
-
-    def connect() -> None:
-        with (
-            contextlib.suppress(OSError),
-            socket.create_connection(
-                (server.hostname or "", server.port or (80 if server.scheme == "http" else 443)), timeout=HUB_TIMEOUT
-            ),
-        ):
-            answered.append(True)
-
-    # A thread, because the timeout of a connection does not limit the look-up of the name.
-    thread = threading.Thread(target=connect, daemon=True)
-    thread.start()
-    thread.join(HUB_TIMEOUT)
-    return bool(answered)
+        return Path(hf_hub_download(name, CONFIG, token=token, etag_timeout=HUB_TIMEOUT))
+    except (errors.HfHubHTTPError, errors.EntryNotFoundError, errors.HFValidationError, OSError) as error:
+        raise ConfigurationError(
+            f"the {CONFIG} of model {name} cannot be read from the Hub ({_one_line(error)}). Check the name, give a "
+            "folder, or sign in with `hf auth login` (or set HF_TOKEN) for a gated or private model"
+        ) from None
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -205,47 +148,28 @@ def _of_transformers(name: str, path: Path, trust_remote_code: bool, token: str 
     local = Path(name).expanduser()
     # The file is at hand; only a model's own code needs more of the Hub.
     source = str(local) if local.exists() else name if trust_remote_code else str(path.parent)
-    try:
-        config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, token=token)
-        config.dtype = torch.float32
-        with torch.device("meta"):
-            model: nn.Module = _transformers_class(config, source, trust_remote_code, token)(config)
-            return model
-    # The library, and a model's own code, raise whatever they like.
-    except Exception as error:
-        hint = ". --trust_remote_code runs the model's own code" if "trust_remote_code" in str(error) else ""
-        raise ConfigurationError(f"transformers cannot build {name} from {path}: {_one_line(error)}{hint}") from error
-
-
-def _transformers_class(config: Any, source: str, trust_remote_code: bool, token: str | None) -> Any:
-    """The class that the configuration names, of the library or of the model's own code; else the base model's."""
-    import transformers
-
-    architectures = config.architectures or []
-    if trust_remote_code:
-        for reference in (getattr(config, "auto_map", None) or {}).values():
-            if isinstance(reference, str) and reference.rpartition(".")[2] in architectures:
-                from transformers.dynamic_module_utils import get_class_from_dynamic_module
-
-                return get_class_from_dynamic_module(reference, source, token=token)
-    for architecture in architectures:
-        found = getattr(transformers, architecture, None)
-        if found is not None:
-            return found
-    return transformers.AutoModel.from_config
+    config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, token=token)
+    config.dtype = torch.float32
+    with torch.device("meta"):
+        for architecture in config.architectures or []:
+            if hasattr(transformers, architecture):
+                model: nn.Module = getattr(transformers, architecture)(config)
+                return model
+        # A model with its own code says there which of the library's automatic classes build it.
+        automatic = getattr(config, "auto_map", None) or {}
+        name_of_class = next((name for name in automatic if name.startswith("AutoModelFor")), "AutoModel")
+        model = getattr(transformers, name_of_class).from_config(config, trust_remote_code=trust_remote_code)
+        return model
 
 
 def _of_timm(name: str, path: Path) -> nn.Module:
     import timm
     import torch
 
-    source = f"local-dir:{path.parent}" if Path(name).expanduser().exists() else f"hf-hub:{name}"
-    try:
-        with torch.device("meta"):
-            model: nn.Module = timm.create_model(source, pretrained=False)
-            return model
-    except Exception as error:
-        raise ConfigurationError(f"timm cannot build {name} from {path}: {_one_line(error)}") from error
+    source = f"local-dir:{path.parent}" if Path(name).expanduser().exists() else add_timm_hub_prefix(name)
+    with torch.device("meta"):
+        model: nn.Module = timm.create_model(source, pretrained=False)
+        return model
 
 
 def _one_line(error: BaseException) -> str:
@@ -256,15 +180,15 @@ def _one_line(error: BaseException) -> str:
 
 def report(name: str, model: nn.Module, found: list[Footprint]) -> str:
     """The tables of the command."""
-    from ..core.objects import convert_bytes
+    from ..core.objects import size_of
 
     count = sum(weight.numel() for weight in model.parameters())
     rows = [
         (
             row.dtype,
-            convert_bytes(row.largest),
-            convert_bytes(row.total),
-            convert_bytes(row.training.total) if row.training else "-",
+            size_of(row.largest),
+            size_of(row.total),
+            size_of(row.training) if row.training else "-",
         )
         for row in found
     ]
@@ -272,22 +196,10 @@ def report(name: str, model: nn.Module, found: list[Footprint]) -> str:
         f"Memory of {name} ({type(model).__name__}, {count:,} parameters)",
         "",
         table(rows, ("dtype", "largest layer", "total size", "training with Adam")),
+        "",
     ]
-    trained = [(row.dtype, row.training) for row in found if row.training]
-    if trained:
-        details = [
-            (dtype, *map(convert_bytes, (part.weights, part.copies, part.gradients, part.moments)))
-            for dtype, part in trained
-        ]
-        headers = ("training", "weights", "16-bit copies", "gradients", "Adam's moments")
-        lines += [
-            "",
-            table(details, headers),
-            "",
-            "Activations come on top: they depend on the batch. `accelerate plan` traces them.",
-        ]
-    else:
-        lines.append("")
+    if any(row.training for row in found):
+        lines.append("Activations come on top: they depend on the batch. `accelerate plan` traces them.")
     if any(not row.training for row in found):
         lines.append("int8 and int4: as if every weight were quantised; layers that stay in 16 bits come on top.")
     return "\n".join(lines)
@@ -301,15 +213,9 @@ def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """
     description = (
         "Estimate the memory that a model needs for loading and for training. It is built from its configuration "
-        "on the meta device: no weights are loaded. 1 KB is 1024 bytes."
+        "on the meta device: no weights are loaded."
     )
-    if subparsers is None:
-        made: argparse.ArgumentParser = Parser(prog="accelerate estimate-memory", description=description)
-    else:
-        made = subparsers.add_parser(
-            "estimate-memory", description=description, allow_abbrev=False, formatter_class=Formatter
-        )
-        made.set_defaults(func=estimate_command)
+    made = command_parser("estimate-memory", description, estimate_command, subparsers)
     made.add_argument(
         "model_name",
         help="Folder with a config.json, the file itself, a name on the Hugging Face Hub, or module:function, which "
@@ -345,7 +251,7 @@ parser = estimate_command_parser
 
 def estimate_command(args: argparse.Namespace) -> None:
     """Run the command with parsed arguments. Exits with 2 if the model cannot be built."""
-    with exit_on(ConfigurationError, command="accelerate estimate-memory"):
+    with exit_on(ConfigurationError):
         model = build(args.model_name, args.library_name, args.trust_remote_code)
     print(report(args.model_name, model, [footprint(model, dtype) for dtype in args.dtypes]))
 
@@ -419,3 +325,20 @@ def gather_data(args: argparse.Namespace) -> list[list[Any]]:
     unquantized = footprint(model, "float32").total
     found = [footprint(model, dtype) for dtype in args.dtypes]
     return [[row.dtype, row.largest, row.total, estimate_training_usage(unquantized, row.dtype)] for row in found]
+
+
+def add_timm_hub_prefix(model_name: str) -> str:
+    """The name of a model of the Hub as `timm.create_model` takes it."""
+    return f"hf-hub:{model_name.removeprefix('hf-hub:')}"
+
+
+def verify_on_hub(repo: str, token: str | None = None) -> Any:
+    """What the Hub knows of a model; "gated" where access has to be granted, "repo" where there is no such model."""
+    from huggingface_hub import errors, model_info
+
+    try:
+        return model_info(repo, token=token)
+    except errors.GatedRepoError:
+        return "gated"
+    except errors.RepositoryNotFoundError:
+        return "repo"

@@ -4,31 +4,33 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import warnings
 from typing import TYPE_CHECKING, Any
 
 from ..config import launch_file
 from ..config.launch_settings import Settings, given, resolve_settings
-from ..core import env
+from ..core import env, messages
 from ..core.errors import ConfigurationError, LaunchError
 from ..core.files import check_writable
 from ..core.lazy import public_names
-from ..core.options import GROUPS
-from ..launchers import capacity
+from ..core.options import GROUPS, options
 from ..launchers.base import Launcher
-from ..launchers.plan import plan, summary
+from ..launchers.plan import plan, shortage_of_cpus, summary
 from ..launchers.registry import choose
 from ..launchers.script import is_entered
 from ..launchers.spec import LaunchSpec, Program
-from ..launchers.variables import without_effect
-from .parser import Formatter, Parser, add_options, coloured_help, has_colour, print_error
+from ..launchers.variables import leave_outer_run, without_effect
+from .parser import add_options, coloured_help, command_parser, has_colour, print_error
 
 DESCRIPTION = (
     "Run a training script on one process, on several processes, or on several machines. The value of an option that "
     "is not given comes from its environment variable, the configuration file, or the default."
 )
 
+# The exit code with which argparse ends a script that does not know one of its arguments.
+WRONG_ARGUMENTS = 2
 # Options of torchrun that have another name here, besides the accepted ones.
 OF_TORCHRUN = {
     "rdzv_endpoint": "use --main_process_ip and --main_process_port",
@@ -61,24 +63,13 @@ class Help(argparse.Action):
 
 
 def launch_command_parser(
-    subparsers: argparse._SubParsersAction[argparse.ArgumentParser] | None = None,
+    subparsers: Any = None,
 ) -> argparse.ArgumentParser:
     """The parser of `accelerate launch`; as a sub-command where `subparsers` is given."""
     usage = "accelerate launch [options] script.py [arguments of the script]"
-    if subparsers is not None:
-        parser: argparse.ArgumentParser = subparsers.add_parser(
-            "launch",
-            description=DESCRIPTION,
-            usage=usage,
-            allow_abbrev=False,
-            formatter_class=Formatter,
-            add_help=False,
-        )
-        parser.set_defaults(func=launch_command)
-    else:
-        parser = Parser(
-            prog="accelerate launch", description=DESCRIPTION, usage=usage, foreign=OF_TORCHRUN, add_help=False
-        )
+    parser = command_parser(
+        "launch", DESCRIPTION, launch_command, subparsers, foreign=OF_TORCHRUN, usage=usage, add_help=False
+    )
     parser.add_argument(
         "-h", "--help", action=Help, nargs="?", metavar="TOPIC", help="Show the usual options, or those of a topic."
     )
@@ -108,7 +99,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
     """Every option of a launch with its origin. ConfigurationError for what cannot be."""
     flags = given(args)
     with warnings.catch_warnings():
-        warnings.showwarning = lambda message, *_: print(f"accelerate launch: warning: {message}", file=sys.stderr)
+        warnings.showwarning = lambda message, *_: print(message, file=sys.stderr)
         return resolve_settings(flags, find_file(flags.get("config_file")))
 
 
@@ -133,21 +124,21 @@ def launch_command(args: argparse.Namespace, in_place: bool = False) -> None:
 
     `in_place`: a lone script may run as this very process; only for a caller that has nothing left to do.
     """
+    leave_outer_run()
     settings = settings_of(args)
     if settings.file is not None and settings.file.is_sagemaker:
-        _launch_on_sagemaker(settings, args)
+        from ..launchers import sagemaker
+        from .config.config_args import load_config_from_file
+
+        sagemaker.launch(load_config_from_file(settings.file.path), args)
         return
     spec, launcher = prepared(settings, Program.of(args), in_place)
     for line in without_effect(type(launcher), settings):
-        print(f"accelerate launch: {line}", file=sys.stderr)
-    try:
-        found = capacity.check(spec, settings["oversubscribe"]) if launcher.uses_this_machine else []
-    except ConfigurationError as error:
-        if not settings["dry_run"]:
-            raise ConfigurationError(settings.located(str(error))) from None
-        found = [str(error)]
-    for line in found if settings["dry_run"] or not settings["quiet"] else ():
-        print(f"accelerate launch: warning: {line}", file=sys.stderr)
+        messages.show(line)
+    if launcher.uses_this_machine and spec.device == "cpu" and (settings["dry_run"] or not settings["quiet"]):
+        warning = shortage_of_cpus(spec.local_processes, spec.threads)
+        if warning is not None:
+            messages.show(warning)
     with settings.locating():
         if spec.log_dir is not None and launcher.uses_this_machine:
             check_writable(spec.log_dir, "log_dir", folder=True)
@@ -157,10 +148,27 @@ def launch_command(args: argparse.Namespace, in_place: bool = False) -> None:
         print(launcher.dry_run())
         return
     if not settings["quiet"]:
-        print(summary(settings, spec), file=sys.stderr)
-    code = launcher.run()
+        messages.show(summary(settings, spec))
+    code: object = 0
+    try:
+        code = launcher.run()
+    except SystemExit as end:  # of a script that runs as this very process
+        code = end.code
+        raise
+    finally:
+        misplaced = [word for word in spec.program.args if word.split("=")[0] in launch_flags()]
+        if code == WRONG_ARGUMENTS and misplaced:
+            messages.show(
+                f"{spec.program.name} got {', '.join(misplaced)}, which are options of the launch. Those that are "
+                f"meant for the launch are given before {spec.program.name}"
+            )
     if code:
         sys.exit(code)
+
+
+def launch_flags() -> set[str]:
+    """All spellings of the options of a launch."""
+    return {flag for option in options().values() for flag in option.spellings}
 
 
 # The API has a function for each kind of launch. Here the arguments determine it.
@@ -186,16 +194,19 @@ def _validate_launch_command(args: argparse.Namespace) -> tuple[argparse.Namespa
     return args, load_config_from_file(str(settings.file.path)), determines
 
 
-def _launch_on_sagemaker(settings: Settings, args: argparse.Namespace) -> None:
-    from ..launchers.sagemaker import launch
-    from .config.config_args import load_config_from_file
+def _convert_nargs_to_dict(nargs: list[str]) -> dict[str, Any]:
+    """A script's `--name value` arguments for a SageMaker job, with numbers as numbers."""
+    from ..launchers.sagemaker import hyperparameters
 
-    assert settings.file is not None
-    launch(load_config_from_file(settings.file.path), args)
+    values = hyperparameters(nargs)
+    for name, value in values.items():
+        with contextlib.suppress(ValueError):
+            values[name] = float(value) if isinstance(value, str) else value
+    return values
 
 
-def main(argv: list[str] | None = None, command: str = "accelerate launch") -> None:
-    """Run `accelerate launch`; its errors begin with `command`."""
+def main(argv: list[str] | None = None) -> None:
+    """Entry point of the command."""
     args = launch_command_parser().parse_args(argv)
     try:
         launch_command(args, in_place=True)
@@ -203,7 +214,7 @@ def main(argv: list[str] | None = None, command: str = "accelerate launch") -> N
         # A script that ran as this very process raised it: its own traceback is the right thing to show.
         if is_entered():
             raise
-        print_error(command, error)
+        print_error(error)
         sys.exit(2 if isinstance(error, ConfigurationError) else 1)
 
 

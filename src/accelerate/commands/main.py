@@ -3,11 +3,18 @@
 
 from __future__ import annotations
 
+import errno
+import functools
 import importlib
 import os
 import sys
+from collections.abc import Callable
 from types import ModuleType
+from typing import TypeAlias
 
+from ..core import messages
+
+Entry: TypeAlias = Callable[[], None]
 # name -> module of this package with `parser()` and `main(arguments)`, and what it is for
 COMMANDS = {
     "checkpoint": ("checkpoint", "list checkpoints and verify their checksums"),
@@ -22,7 +29,7 @@ COMMANDS = {
     "report": ("report", "summarize a recorded run in one file: HTML, Markdown or JSON"),
     "test": ("test", "check that this installation works on this machine"),
     "to-fsdp2": ("to_fsdp2", "convert a configuration file from FSDP1 to FSDP2"),
-    "tpu-config": ("tpu_config", "run setup commands on all workers of a TPU pod"),
+    "tpu-config": ("tpu", "run setup commands on all workers of a TPU pod"),
 }
 
 
@@ -33,18 +40,20 @@ def usage() -> str:
     return (
         "usage: accelerate <command> [arguments]\n\ncommands:\n"
         + "\n".join(lines)
-        + ("\n\n`accelerate <command> -h` shows the arguments of a command, and `accelerate --version` the version.")
+        + "\n\n`accelerate help <command>` shows the arguments of a command, and `accelerate version` the version."
     )
 
 
-def main() -> None:
-    """Entry point of the `accelerate` command."""
-    arguments = sys.argv[1:]
-    if not arguments or arguments[0] in ("-h", "--help"):
+def main(*command: str) -> None:
+    """Entry point of `accelerate`, and with the name of a command that of `accelerate-<command>`."""
+    arguments = [*command, *sys.argv[1:]]
+    if len(arguments) > 1 and arguments[0] == "help":
+        arguments = [arguments[1], "-h"]
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(usage())
         sys.exit(0 if arguments else 2)
     name, rest = arguments[0], arguments[1:]
-    if name in ("-v", "--version"):
+    if name in ("-v", "--version", "version"):
         from ..core.installation import IMPLEMENTATION
         from ..core.version import __version__
 
@@ -52,30 +61,37 @@ def main() -> None:
         return
     if name not in COMMANDS:
         from ..core.errors import suggestion
+        from .parser import print_error
 
-        print(f"accelerate: error: unknown command {name!r}{suggestion(name, COMMANDS)}\n\n{usage()}", file=sys.stderr)
+        print_error(f"unknown command {name!r}{suggestion(name, COMMANDS)}; `accelerate help` lists the commands")
         sys.exit(2)
     try:
-        _command(COMMANDS[name][0]).main(rest)
+        try:
+            _command(COMMANDS[name][0]).main(rest)
+        finally:
+            if not _runs_a_script():
+                sys.stdout.flush()
     except KeyboardInterrupt:
         if _runs_a_script():
             # The script's own traceback and end.
             raise
-        print(f"\naccelerate {name}: interrupted", file=sys.stderr)
+        print(file=sys.stderr)  # the line on which the terminal shows ^C
+        messages.show("interrupted")
         sys.exit(130)
-    except BrokenPipeError:
-        if _runs_a_script():
-            raise
-        # The reader of a pipe has ended (`| head`). Python would fail once more when it flushes at its exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(128 + 13)
     except OSError as error:
-        # A file or folder of the arguments. Without a name it is something else.
-        if _runs_a_script() or error.filename is None:
+        if _runs_a_script():
             raise
         from .parser import print_error
 
-        print_error(f"accelerate {name}", error)
+        if error.filename is None:
+            # The output: its reader has ended (`| head`), or its disk is full. Python would fail again at its exit.
+            if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT):
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            if error.errno == errno.EPIPE:
+                sys.exit(128 + 13)
+        # Else a file or folder of the arguments.
+        print_error(error)
         sys.exit(1)
 
 
@@ -100,6 +116,13 @@ def _runs_a_script() -> bool:
     """Whether `launch` has begun to run a script in this very process."""
     script = sys.modules.get(f"{__package__.rpartition('.')[0]}.launchers.script")
     return script is not None and script.is_entered()
+
+
+# The entry points of commands that have a name of their own.
+launch: Entry = functools.partial(main, "launch")
+config: Entry = functools.partial(main, "config")
+estimate_memory: Entry = functools.partial(main, "estimate-memory")
+merge_weights: Entry = functools.partial(main, "merge-weights")
 
 
 if __name__ == "__main__":

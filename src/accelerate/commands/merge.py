@@ -7,6 +7,7 @@ import time
 
 from ..core.errors import CheckpointError, ConfigurationError
 from ..core.files import user_path
+from ..core.objects import size_of
 from .parser import Parser, exit_on
 
 
@@ -41,12 +42,12 @@ def main(argv: list[str] | None = None) -> None:
     from ..checkpointing.merging import merge
 
     start = time.perf_counter()
-    with exit_on(CheckpointError, ConfigurationError, OSError, command="accelerate merge-weights"):
+    with exit_on(CheckpointError, ConfigurationError, OSError):
         source = user_path(args.checkpoint_directory, "checkpoint_directory")
         output = user_path(args.output_path, "output_path")
         written = merge(source, output, not args.unsafe_serialization, args.remove_checkpoint_dir)
     for file in written:
-        print(f"{file.path}: {file.tensors} tensors, {file.size / 1e6:.1f} MB")
+        print(f"{file.path}: {file.tensors} tensors, {size_of(file.size)}")
     print(f"merged in {time.perf_counter() - start:.1f} s")
     if args.remove_checkpoint_dir:
         print(f"removed {source}")

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 
+from ..core import messages
 from ..core.errors import ConfigurationError
 from .parser import Parser, exit_on
 
@@ -24,7 +26,13 @@ def parser() -> Parser:
         help="Address to listen on, such as 0.0.0.0 for all addresses of this machine. The URL then contains a "
         "secret token. Default: 127.0.0.1, which can be reached from this machine only.",
     )
-    found.add_argument("--tui", action="store_true", help="Show the first run in the terminal instead.")
+    found.add_argument("--tui", action="store_true", help="Show the run in the terminal instead.")
+    found.add_argument(
+        "--json",
+        action="store_true",
+        help="Print the state of the run as an object of JSON instead, in a line for each change until it ends.",
+    )
+    found.add_argument("--once", action="store_true", help="With --json: print the present state, and end.")
     return found
 
 
@@ -32,25 +40,35 @@ def main(arguments: list[str] | None = None) -> None:
     """Entry point of the command. Exits with 1 if a run or the port cannot be used, with 2 for wrong arguments."""
     made = parser()
     options = made.parse_args(arguments)
-    if options.tui and (options.port is not None or options.host is not None or len(options.runs) > 1):
-        made.error("--tui shows one run, and takes neither --port nor --host")
+    if options.tui or options.json:
+        if options.port is not None or options.host is not None or len(options.runs) > 1:
+            made.error(f"{'--tui' if options.tui else '--json'} shows one run, and takes neither --port nor --host")
+        if options.tui and options.json:
+            made.error("--tui and --json exclude each other")
+    if options.once and not options.json:
+        made.error("--once needs --json")
     if options.port is not None and not 0 <= options.port < 65536:
         made.error(f"--port {options.port}: a port is a number from 0 to 65535")
-    with exit_on(ConfigurationError, command="accelerate monitor", code=1):
+    with exit_on(ConfigurationError, code=1):
         from ..monitor.run import open_runs
 
-        runs = open_runs(options.runs)
-        if options.tui:
+        runs = open_runs(options.runs, may_be_absent=True)
+        absent = [str(run.folder) for run in runs if not run.folder.is_dir()]
+        if absent and not options.once:
+            messages.show(f"waiting for {', '.join(absent)} (Ctrl-C ends it)")
+        if options.json or options.tui:
+            from ..monitor.current import print_states
             from ..monitor.terminal import show
 
-            show(runs[0])
+            with contextlib.suppress(KeyboardInterrupt):
+                print_states(runs[0], options.once) if options.json else show(runs[0])
             return
         from ..monitor.server import Server
 
         server = Server(runs, options.host, options.port)
     # A long run is read while the browser opens.
     threading.Thread(target=lambda: [run.refresh() for run in runs], daemon=True).start()
-    print(f"accelerate monitor: {server.url}  (Ctrl-C ends it)", flush=True)
+    print(f"{messages.PREFIX}{server.url}  (Ctrl-C ends it)", flush=True)
     with server:
         try:
             server.serve_forever()

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TextIO
 
 from ..config.launch_settings import GIVEN
+from ..core import messages
 from ..core.errors import ConfigurationError, suggestion
 from ..core.option import Group, Option, as_text
 
@@ -33,14 +34,11 @@ class Formatter(argparse.HelpFormatter):
         names = [
             name for name in action.option_strings if "-" not in name[2:] or "_" not in "".join(action.option_strings)
         ]
-        value = "" if action.nargs == 0 else " " + self._format_args(action, _value_name(action))
-        return ", ".join(names) + value
-
-
-def _value_name(action: argparse.Action) -> str:
-    if action.choices is not None:
-        return _listed([str(choice) for choice in action.choices])
-    return str(action.metavar or "VALUE")
+        value = str(action.metavar or "VALUE")
+        if action.choices is not None:
+            value = _listed([str(choice) for choice in action.choices])
+        values = {None: f" {value}", 0: "", "?": f" [{value}]"}.get(action.nargs, f" {value} ...")
+        return ", ".join(names) + values
 
 
 def _listed(choices: Sequence[str]) -> str:
@@ -65,21 +63,21 @@ def coloured_help(text: str) -> str:
     return re.sub(r"(?m)^  ((?:--?[\w-]+)(?:, --?[\w-]+)*)", "  \x1b[36m\\1\x1b[0m", text)
 
 
-def print_error(command: str, message: object) -> None:
+def print_error(message: object) -> None:
     """Print an error on stderr. For an OSError of a file this is its name and the reason."""
     if isinstance(message, OSError) and message.filename is not None:
         message = f"{message.filename} cannot be read or written: {message.strerror}"
     error = "\x1b[31merror:\x1b[0m" if has_colour(sys.stderr) else "error:"
-    print(f"{command}: {error} {message}", file=sys.stderr)
+    messages.show(f"{error} {message}")
 
 
 @contextlib.contextmanager
-def exit_on(*errors: type[Exception], command: str, code: int = 2) -> Iterator[None]:
+def exit_on(*errors: type[Exception], code: int = 2) -> Iterator[None]:
     """Print an error of these kinds that the block raises, and exit."""
     try:
         yield
     except errors as error:
-        print_error(command, error)
+        print_error(error)
         sys.exit(code)
 
 
@@ -94,9 +92,22 @@ class Parser(argparse.ArgumentParser):
         kwargs.setdefault("formatter_class", Formatter)
         # A script's own arguments come after it; argparse would hold them against our flags' abbreviations.
         kwargs.setdefault("allow_abbrev", False)
-        super().__init__(*args, **kwargs)
+        self.actions: list[argparse.Action] = []
+        self.flags: dict[str, argparse.Action] = {}
         self._words: Sequence[str] = ()
+        super().__init__(*args, **kwargs)
         self.color = False  # argparse of Python 3.14 has its own colours
+
+    def add_argument(self, *args: Any, **kwargs: Any) -> argparse.Action:
+        """Add an argument, as argparse does, and keep it by its flags."""
+        action = super().add_argument(*args, **kwargs)
+        self.record(action)
+        return action
+
+    def record(self, action: argparse.Action) -> None:
+        """Take note of an argument that was added to a group of this parser."""
+        self.actions.append(action)
+        self.flags.update(dict.fromkeys(action.option_strings, action))
 
     def print_help(self, file: Any = None) -> None:
         """Print the help, with colours on a terminal."""
@@ -107,17 +118,32 @@ class Parser(argparse.ArgumentParser):
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse the arguments. For an unknown one, the error suggests the nearest option."""
         self._words = sys.argv[1:] if args is None else list(args)
-        found, extra = self.parse_known_args(self._words, namespace)
+        parsed, extra = self.parse_known_args(self._with_bare_values(), namespace)
         if extra:
             self.error(self._unknown(extra[0]))
-        return found
+        return parsed
 
-    def _parse_optional(self, arg_string: str) -> Any:
-        # `--flag` of an option that may have a value is read as `--flag=VALUE` with its default.
-        action = self._option_string_actions.get(arg_string)
-        if action is not None and action.const is not None and action.nargs is None:
-            arg_string = f"{arg_string}={action.const}"
-        return super()._parse_optional(arg_string)
+    def _with_bare_values(self) -> list[str]:
+        """The words; before the first positional one, `--flag` of an option with a bare value is `--flag=VALUE`.
+
+        So is an option whose value begins with a hyphen and is no option of this parser, which argparse would refuse.
+        """
+        words: list[str] = []
+        remaining = iter(self._words)
+        for word in remaining:
+            action = self.flags.get(word)
+            if action is not None and action.nargs is None and action.const is not None:
+                word = f"{word}={action.const}"
+            words.append(word)
+            if action is not None and action.nargs is None and action.const is None:
+                value = next(remaining, None)
+                if value is not None and value.startswith("-") and value.split("=")[0] not in self.flags:
+                    words[-1] = f"{word}={value}"
+                elif value is not None:
+                    words.append(value)
+            elif not word.startswith("-"):
+                break
+        return [*words, *remaining]
 
     def _unknown(self, word: str) -> str:
         if not word.startswith("-"):
@@ -125,17 +151,10 @@ class Parser(argparse.ArgumentParser):
         flag = word.split("=", 1)[0]
         if instead := self.foreign.get(flag.lstrip("-").replace("-", "_")):
             return f"unknown option {flag}: {instead}"
-        hint = suggestion(flag, self._option_string_actions) or f"; see {self.prog} -h"
-        if any(action.nargs == argparse.REMAINDER for action in self._actions):
+        hint = suggestion(flag, self.flags) or f"; see {self.prog} -h"
+        if any(action.nargs == argparse.REMAINDER for action in self.actions):
             hint += "; the script's own options follow its name"
         return f"unknown option {flag}{hint}"
-
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        try:
-            super()._check_value(action, value)
-        except argparse.ArgumentError as error:
-            error.message += suggestion(value, action.choices or ())
-            raise
 
     def error(self, message: str) -> NoReturn:
         """Print a message and exit with code 2."""
@@ -145,14 +164,32 @@ class Parser(argparse.ArgumentParser):
         if message.startswith("the following arguments are required"):
             # A mistyped option is the cause, if its value or what follows was to be the argument.
             options = (word for word in self._words if word.startswith("--") and word != "--")
-            unknown = next(
-                (word for word in options if word.split("=", 1)[0] not in self._option_string_actions), None
-            )
+            unknown = next((word for word in options if word.split("=", 1)[0] not in self.flags), None)
             message = message if unknown is None else self._unknown(unknown)
+        if choice := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
+            message += suggestion(choice[1], re.findall(r"[\w.-]+", choice[2]))
         if message.endswith("expected one argument"):
             message += "; a value that begins with a hyphen is given as --option=VALUE"
-        print_error(self.prog, message)
+        print_error(message)
         raise SystemExit(2)
+
+
+def command_parser(
+    name: str,
+    description: str,
+    run: Callable[[argparse.Namespace], None],
+    subparsers: Any = None,
+    foreign: Mapping[str, str] = types.MappingProxyType({}),
+    **more: Any,
+) -> argparse.ArgumentParser:
+    """The parser of `accelerate name`; as a sub-command, whose `func` is `run`, where `subparsers` is given."""
+    if subparsers is None:
+        return Parser(prog=f"accelerate {name}", description=description, foreign=foreign, **more)
+    made: argparse.ArgumentParser = subparsers.add_parser(
+        name, description=description, allow_abbrev=False, formatter_class=Formatter, **more
+    )
+    made.set_defaults(func=run)
+    return made
 
 
 def _subject(found: re.Match[str]) -> str:
@@ -183,21 +220,14 @@ def add_options(parser: argparse.ArgumentParser, groups: Sequence[Group]) -> Non
     for group in groups:
         section = parser.add_argument_group(group.title, group.help)
         for option in group.options:
-            _add(section, option)
-
-
-def _add(section: Any, option: Option) -> None:
-    arguments: dict[str, Any] = {
-        "dest": option.name,
-        "action": Store,
-        "default": option.default,
-        "help": _help(option),
-    }
-    if option.kind == "switch":
-        arguments.update(nargs=0, const=True)
-    else:
-        arguments.update(type=_reader(option), metavar=_metavar(option), const=option.bare or None)
-    section.add_argument(*option.spellings, **arguments)
+            values: dict[str, Any] = {"nargs": 0, "const": True}
+            if option.kind != "switch":
+                values = {"type": _reader(option), "metavar": _metavar(option), "const": option.bare or None}
+            action = section.add_argument(
+                *option.spellings, dest=option.name, action=Store, default=option.default, help=_help(option), **values
+            )
+            if isinstance(parser, Parser):
+                parser.record(action)
 
 
 def _metavar(option: Option) -> str:
@@ -244,3 +274,15 @@ def table(rows: Sequence[Sequence[str]], headers: Sequence[str] = ()) -> str:
         ).rstrip()
         for line in lines
     )
+
+
+def listing(data: Mapping[str, Any]) -> str:
+    """A line for each key, those of an inner mapping indented."""
+    lines = []
+    for key, value in data.items():
+        if isinstance(value, dict):
+            lines.append(f"  {key}:")
+            lines += [f"    {name}: {inner}" for name, inner in value.items()]
+        else:
+            lines.append(f"  {key}: {value}")
+    return "\n".join(lines)

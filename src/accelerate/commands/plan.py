@@ -8,29 +8,57 @@ import contextlib
 import math
 import os
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from ..core import messages
 from ..core.errors import ConfigurationError
 from ..core.files import check_writable
-from .parser import Parser, exit_on, table
+from .parser import Formatter, Parser, exit_on, print_error, table
 
 if TYPE_CHECKING:
     from ..planning.estimate import Estimate
-    from ..planning.layouts import PlannedLayout
 
 PRECISIONS = ("no", "bf16", "fp16")
+DESCRIPTION = (
+    "Show in which layouts a training step of a model fits in memory, and how long it takes. A step in each layout is "
+    "traced on fake tensors: only the configuration of the model is downloaded, and no memory is allocated. Estimates "
+    "are intervals."
+)
+EXAMPLES = """examples:
+  accelerate plan ./my-llama --batch 32x2048 --mixed_precision bf16 --machine 8xH100
+  accelerate plan train:make_model --batch 64x3x224x224:float32 --ranks 2
+  accelerate plan ./my-llama --batch 32x2048 --ranks 8 --layout fsdp tp2+fsdp4 --write plan.yaml
+
+names of layouts, in which N and M are numbers of ranks:
+  single              one process
+  ddp                 DistributedDataParallel
+  fsdp, hsdpMxN       FSDP2 over all ranks, or in M replicas of N shards
+  tpN, tpN+fsdpM      tensor parallel, and FSDP2 over the ranks that remain
+  cpN+fsdpM           context parallel; sp instead of cp: sequence parallel
+  ppN, ppN+dpM        pipeline with GPipe's schedule, also with +fsdpM, +hsdp2xM, +tpM
+  ppN+SCHEDULE        another schedule: 1f1b, looped_bfs, interleaved, zero_bubble, zbv
+  epN+fsdpM           experts on different ranks, also with +tpN
+  ...+ckpt            recomputes activations in the backward
+  ...+offload         keeps the shards in host memory
+  ... xK              accumulates K batches; added to layouts that do not fit
+"""
 # Layouts that are traced at once, each by one thread.
 _MOST_PROCESSES = 8
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of `accelerate plan`."""
+
+    class Help(Formatter, argparse.RawDescriptionHelpFormatter):
+        """Keeps the lines of the examples."""
+
     made = Parser(
         prog="accelerate plan",
-        description="Show in which layouts a training step of a model fits in memory, and how long it takes. A step "
-        "in each layout is traced on fake tensors: only the configuration of the model is downloaded, and no memory "
-        "is allocated. Estimates are intervals.",
+        description=textwrap.fill(DESCRIPTION, 78),
+        epilog=EXAMPLES,
+        formatter_class=Help,
     )
     made.add_argument(
         "model",
@@ -59,15 +87,20 @@ def parser() -> argparse.ArgumentParser:
         "--between", type=float, help="With --machine: bandwidth of a device to other machines, in GB/s."
     )
     made.add_argument("--memory", type=float, help="Memory that each rank may use, in GB. Default: the machine's.")
-    made.add_argument("--layouts", nargs="+", help="Layouts to plan, by their names in the table. Default: all.")
+    made.add_argument(
+        "--layout", "--layouts", nargs="+", metavar="NAME", help="Plan these layouts only. Default: all."
+    )
     made.add_argument(
         "--calibrate",
         nargs="+",
         metavar="RUN",
         help="Plan files to which earlier runs have added measurements. They correct the estimates.",
     )
-    made.add_argument("--write", metavar="FILE", help="Write a launch configuration for the fastest layout that fits.")
-    made.add_argument("--layout", help="With --write: the layout to write instead of the fastest one.")
+    made.add_argument(
+        "--write",
+        metavar="FILE",
+        help="Write a launch configuration for the fastest layout that fits, or for the only one of --layout.",
+    )
     made.add_argument("--json", action="store_true", help="Print JSON instead of the table.")
     made.add_argument(
         "--trust_remote_code",
@@ -80,7 +113,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> None:
     """Entry point of the command. Exits with 2 for wrong arguments, and with 1 if nothing fits."""
     args = parser().parse_args(argv)
-    with exit_on(ConfigurationError, command="accelerate plan"):
+    with exit_on(ConfigurationError):
         sys.exit(_run(args))
 
 
@@ -88,7 +121,7 @@ def _run(args: argparse.Namespace) -> int:
     from dataclasses import replace
 
     from ..core.errors import suggestion
-    from ..core.objects import convert_bytes
+    from ..core.objects import size_of
     from ..planning import estimate, experts, layouts, machine, model, report, trace
     from .estimate import build
 
@@ -107,8 +140,6 @@ def _run(args: argparse.Namespace) -> int:
         raise ConfigurationError("--link, --tflops and --between describe a machine: give --machine too")
     else:
         here = machine.found(args.ranks)
-    if args.layout is not None and args.write is None:
-        raise ConfigurationError(f"--layout {args.layout} selects what --write writes: give --write FILE too")
     if args.write is not None:
         check_writable(args.write, "--write")
     if args.memory is not None:
@@ -119,95 +150,113 @@ def _run(args: argparse.Namespace) -> int:
     chosen = layouts.candidates(here.ranks, here.machines, here.device)
     if experts.has_experts(module):
         chosen += layouts.expert_candidates(here.ranks)
-    if args.write and args.layout:
-        _refuse_unselectable(layouts.find(args.layout, chosen))
-    if args.layouts:
-        unknown = [name for name in args.layouts if layouts.find(name, chosen) is None]
+    if args.layout:
+        unknown = [name for name in args.layout if layouts.find(name, chosen) is None]
         if unknown:
             known = [layout.name for layout in chosen]
             raise ConfigurationError(
-                f"--layouts {unknown[0]}: no such layout on {here.ranks} rank{'s' * (here.ranks > 1)}"
+                f"--layout {unknown[0]}: no such layout on {here.ranks} rank{'s' * (here.ranks > 1)}"
                 + (suggestion(unknown[0], known) or f"; there are {', '.join(known)}")
             )
-        chosen = [layout for layout in chosen if layout.name in args.layouts]
+        chosen = [layout for layout in chosen if layout.name in args.layout]
+    if args.write and all(layout.loading for layout in chosen):
+        raise ConfigurationError(
+            f"--layout {chosen[0].name}: no configuration file selects it. Start a script that loads its model with "
+            f"from_pretrained(..., distributed_config={chosen[0].distributed_config}), without another layout"
+        )
     training = trace.PlannedTraining(module, batch, args.mixed_precision, args.optimizer, here.device, here.machines)
-    with _progress(len(chosen)) as show:
-        rows = estimate.plan(training, here, chosen, min(_MOST_PROCESSES, os.cpu_count() or 1), show)
+    rows, interrupted = list["Estimate"](), False
+    with _progress(rows, len(chosen)) as show:
+        try:
+            rows = estimate.plan(training, here, chosen, min(_MOST_PROCESSES, os.cpu_count() or 1), show)
+        except KeyboardInterrupt:
+            interrupted = True
+    if interrupted:
+        rows.sort(key=estimate.order)
+        messages.show(f"interrupted: these are the {len(rows)} layouts that were estimated before")
     fitting = [row for row in rows if row.fits]
-    written = _written(args, rows, fitting)
+    written = None if interrupted else _written(args, rows, fitting)
     if args.json:
         print(report.to_json(rows, training, here))
     else:
         print(
             f"{type(module).__name__}, {model.count(module):,} parameters, batch {batch}, mixed precision "
             f"{args.mixed_precision}, {args.optimizer}\n"
-            f"{here.ranks} x {here.device}, {convert_bytes(here.memory)} each ({here.origin})\n"
+            f"{here.ranks} x {here.device}, {size_of(here.memory)} each ({here.origin})\n"
         )
-        if fitting:
-            print("fits, fastest first:\n" + table(report.table_rows(fitting), report.HEADERS) + "\n")
-        if others := [row for row in rows if row.failure is None and not row.fits]:
-            print("does not fit:\n" + table(report.table_rows(others), report.HEADERS) + "\n")
+        others = [row for row in rows if row.failure is None and not row.fits]
+        unit = report.unit_of(rows)
+        for title, shown in (("fits, fastest first", fitting), ("does not fit", others)):
+            if shown:
+                cells = report.table_rows(shown, unit)
+                print(f"{title}; memory per rank and messages in {unit.name}:\n{table(cells, report.HEADERS)}\n")
         for row in rows:
             if row.failure is None and row.layout.loading:
                 print(
                     f"{row.layout.name}: not by a configuration file (--write), but where the model is loaded: "
                     f"from_pretrained(..., distributed_config={row.layout.distributed_config})"
                 )
-        for row in rows:
-            if row.failure is not None:
-                print(f"not estimated: {row.layout.name}: {row.failure}")
+        for names, failure in report.failures(rows):
+            print(textwrap.fill(f"not estimated: {names}: {failure}", 100, subsequent_indent="    "))
+    defects = [row for row in rows if row.defect is not None]
+    for row in defects:
+        print_error(f"{row.layout.name}: {row.failure}\n{row.defect}")
+    if interrupted:
+        return 130
+    if defects:
+        return 1
     if not any(row.failure is None for row in rows):
         raise ConfigurationError(f"no layout has an estimate. {rows[0].layout.name}: {rows[0].failure}")
     if written is not None:
         path = report.write(args.write, written, training, here)
-        print(
-            f"{args.write}: {written.layout.name}. A run of `accelerate launch --config_file {args.write}` adds its "
-            f"figures to {path}",
-            file=sys.stderr,
+        messages.show(
+            f"wrote {written.layout.name} to {args.write}. A run of `accelerate launch --config_file {args.write}` "
+            f"adds what it measures to {path}"
         )
     elif args.write and fitting:
-        print(
-            f"accelerate plan: {args.write} is not written: a configuration file selects none of the layouts that fit",
-            file=sys.stderr,
-        )
+        messages.show(f"{args.write} is not written: no configuration file selects a layout that fits")
         return 1
     elif missing := report.shortage(rows, here):
-        print(f"accelerate plan: {missing}", file=sys.stderr)
+        messages.show(missing)
     return 0 if fitting else 1
 
 
 @contextlib.contextmanager
-def _progress(layouts: int) -> Iterator[Callable[[int, int], None]]:
-    """A line on the terminal with the number of traced layouts, which is removed at the end; nothing in a file."""
-    shows = sys.stderr.isatty()
+def _progress(rows: list[Estimate], layouts: int) -> Iterator[Callable[[Estimate, int], None]]:
+    """Collect the rows as they come, and show each: in a line of the terminal that is removed at the end, or its own.
 
-    def show(traced: int, known: int) -> None:
-        if shows:
-            # Without a thread that redraws it: processes are forked.
-            print(f"\rtraced {traced} of {known} layouts", end="", file=sys.stderr, flush=True)
+    Yields:
+        A function to call with a new row and the number of layouts that are known so far.
+    """
+    from ..planning.report import in_a_line
 
-    show(0, layouts)
+    def show(text: str) -> None:
+        # Without a thread that redraws it.
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+    def add(row: Estimate, known: int) -> None:
+        rows.append(row)
+        text = f"{len(rows)} of {known} layouts: {in_a_line(row)}"
+        if sys.stderr.isatty():
+            show(f"{messages.PREFIX}{text}")
+        else:
+            messages.show(text)
+
     try:
-        yield show
+        if sys.stderr.isatty():
+            show(f"{messages.PREFIX}0 of {layouts} layouts")
+        yield add
     finally:
-        if shows:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-
-
-def _refuse_unselectable(layout: PlannedLayout | None) -> None:
-    if layout is not None and layout.loading:
-        raise ConfigurationError(
-            f"--layout {layout.name}: no configuration file selects it. Start a script that loads its model with "
-            f"from_pretrained(..., distributed_config={layout.distributed_config}), without another layout"
-        )
+        if sys.stderr.isatty():
+            show("")
 
 
 def _written(args: argparse.Namespace, rows: list[Estimate], fitting: list[Estimate]) -> Estimate | None:
     if args.write is None:
         return None
-    if args.layout is None:
+    if args.layout is None or len(args.layout) > 1:
         return next((row for row in fitting if not row.layout.loading), None)
-    found = next((row for row in rows if row.layout.name == args.layout and row.failure is None), None)
+    found = next((row for row in rows if row.layout.name == args.layout[0] and row.failure is None), None)
     if found is None:
-        raise ConfigurationError(f"--layout {args.layout}: the plan has no estimate of it")
+        raise ConfigurationError(f"--layout {args.layout[0]}: the plan has no estimate of it")
     return found

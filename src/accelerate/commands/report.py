@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import io
-import sys
 from pathlib import Path
 
 from ..core.errors import ConfigurationError
@@ -19,7 +17,7 @@ def parser() -> Parser:
     found = Parser(
         prog="accelerate report",
         description="Summarize a recorded run in one file: where the time went, which ranks were slow, and what to "
-        "try. An HTML report has the charts of `accelerate monitor`, without JavaScript.",
+        "try. An HTML report is the page of `accelerate monitor` with its data inside.",
     )
     found.add_argument("run", metavar="RUN", help="Folder of a run.")
     found.add_argument("-o", "--output", metavar="FILE", help="File to write. Default: print the report.")
@@ -34,7 +32,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser().parse_args(arguments)
     suffix = Path(options.output or "").suffix.lower()
     kind = options.format or FORMATS.get(suffix, "md" if options.output is None else None)
-    with exit_on(ConfigurationError, command="accelerate report"):
+    with exit_on(ConfigurationError):
         if options.output is not None:
             check_writable(options.output, "--output")
         if kind is None:
@@ -42,19 +40,16 @@ def main(arguments: list[str] | None = None) -> None:
                 f"--output={options.output!r} has no known format: end the name in .html, .md or .json, or give "
                 "--format"
             )
-    with exit_on(ConfigurationError, OSError, command="accelerate report", code=1):
+    with exit_on(ConfigurationError, OSError, code=1):
         from ..monitor import report
         from ..monitor.run import open_runs
 
         (run,) = open_runs([options.run])
-        report.read_all(run)
+        run.read_all()
         if run.is_empty:
             raise ConfigurationError("; ".join([f"{run.folder} has no recorded steps", *run.notes()]))
         text = {"html": report.html, "md": report.markdown, "json": report.to_json}[kind](run)
         if options.output is None:
-            if isinstance(sys.stdout, io.TextIOWrapper):
-                # A terminal may lack characters of the report.
-                sys.stdout.reconfigure(errors="replace")
             print(text, end="")
             return
         data = text.encode(errors="replace")

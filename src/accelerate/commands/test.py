@@ -3,38 +3,51 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
+from typing import Any
 
 from ..config.launch_settings import given
 from ..core.errors import LaunchError
 from ..core.option import Group
 from ..core.options import options
 from . import launch
-from .parser import Parser, add_options
+from .parser import add_options, command_parser
 
 SCRIPT = "accelerate.test_utils.scripts.self_check"
 # The options of a launch that are worth giving here.
-TAKEN = ("config_file", "cpu", "num_processes", "mixed_precision", "gpu_ids", "quiet")
+TAKEN = (
+    "config_file", "cpu", "num_processes", "mixed_precision", "gpu_ids", "quiet", "num_machines", "machine_rank",
+    "main_process_ip", "main_process_port", "engine", "slurm_options",
+)  # fmt: skip
 
 
-def parser() -> Parser:
-    """Return the parser of `accelerate test`."""
-    made = Parser(
-        prog="accelerate test",
-        description="Start processes with the present configuration, and check data sharding, collectives, gradient "
-        "accumulation, precision and checkpoints. Prints each check with its result.",
+def test_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+    """Return the parser of `accelerate test`, or add it to `subparsers`."""
+    description = (
+        "Start processes with the present configuration, and check data sharding, collectives, gradient accumulation, "
+        "precision and checkpoints. Prints each check with its result."
     )
+    made = command_parser("test", description, test_command, subparsers)
     add_options(made, [Group("launch", "Options of `accelerate launch`.", tuple(options()[name] for name in TAKEN))])
     return made
 
 
+# The name that every command has.
+parser = test_command_parser
+
+
 def main(argv: list[str] | None = None) -> None:
-    """Run the self-check; its exit code is ours."""
-    args = parser().parse_args(argv)
+    """Entry point of the command."""
+    test_command(test_command_parser().parse_args(argv))
+
+
+def test_command(args: argparse.Namespace) -> None:
+    """Run the self-check with parsed arguments; its exit code is ours."""
     words: list[str] = []
     for name, value in given(args).items():
         words += [options()[name].flag] + ([] if value is True else [str(value)])
-    launch.main([*words, _script()], command="accelerate test")
+    launch.main([*words, _script()])
 
 
 def _script() -> str:

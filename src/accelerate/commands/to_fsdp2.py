@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import Any
 
 from ..config import launch_file
 from ..core.errors import ConfigurationError
 from ..core.files import check_writable
-from .parser import Parser, exit_on
+from .parser import command_parser, exit_on
 
 STRATEGY, RESHARD, STATES = "fsdp_sharding_strategy", "fsdp_reshard_after_forward", "fsdp_state_dict_type"
 # Whether a strategy of version 1 frees the gathered parameters after the forward pass.
@@ -111,12 +112,15 @@ def _states(options: dict[str, Any], changes: list[str]) -> None:
         changes.append(f"note: without {STATES} FSDP1 saves FULL_STATE_DICT, FSDP2 SHARDED_STATE_DICT")
 
 
-def parser() -> Parser:
-    """Return the parser of `accelerate to-fsdp2`."""
-    made = Parser(
-        prog="accelerate to-fsdp2",
-        description="Convert a launch configuration file from FSDP1 to FSDP2, and print each change.",
-    )
+def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:
+    """The keys of a configuration file for FSDP2."""
+    return convert(config)[0]
+
+
+def to_fsdp2_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+    """Return the parser of `accelerate to-fsdp2`, or add it to `subparsers`."""
+    description = "Convert a launch configuration file from FSDP1 to FSDP2, and print each change."
+    made = command_parser("to-fsdp2", description, to_fsdp2_command, subparsers)
     made.add_argument("--config_file", "--config-file", required=True, help="Configuration file to convert.")
     made.add_argument(
         "--output_file", "--output-file", help="File to write. With --overwrite the default is the file to convert."
@@ -125,21 +129,29 @@ def parser() -> Parser:
     return made
 
 
+# The name that every command has.
+parser = to_fsdp2_command_parser
+
+
 def _target(source: Path, output: str | None, overwrite: bool) -> Path:
     if output is None and not overwrite:
         raise ConfigurationError("give --output_file for the result, or --overwrite to write over the file itself")
     target = source if output is None else Path(output).expanduser()
     check_writable(target, "--config_file" if output is None else "--output_file")
     if target.exists() and not overwrite:
-        raise ConfigurationError(f"--output_file {target} is there already: give another one, or --overwrite")
+        raise ConfigurationError(f"--output_file {target} exists already: give another one, or --overwrite")
     return target
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Entry point of the command. Exits with 2 where the file cannot be converted; nothing is written then."""
-    args = parser().parse_args(argv)
+    """Entry point of the command."""
+    to_fsdp2_command(to_fsdp2_command_parser().parse_args(argv))
+
+
+def to_fsdp2_command(args: argparse.Namespace) -> None:
+    """Run the command with parsed arguments. Exits with 2, and writes nothing, where the file cannot be converted."""
     source = Path(args.config_file).expanduser()
-    with exit_on(ConfigurationError, OSError, command="accelerate to-fsdp2"):
+    with exit_on(ConfigurationError, OSError):
         target = _target(source, args.output_file, args.overwrite)
         found = launch_file.read(source)
         try:

@@ -4,14 +4,17 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import numbers
 from collections.abc import Iterable, Mapping
 from enum import Enum
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..core import env
+from ..core.enums import SHORT_DTYPES
 from ..core.errors import ConfigurationError, suggestion
+
+if TYPE_CHECKING:
+    import torch
 
 E = TypeVar("E", bound=Enum)
 
@@ -54,20 +57,6 @@ def integer(field: str, value: Any, least: int = 1) -> int:
     return value
 
 
-def number(field: str, value: Any, least: float = 0) -> float:
-    """A finite number of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value < math.inf:
-        raise ConfigurationError(f"{field}={value!r} must be a number of at least {least}")
-    return value
-
-
-def text(field: str, value: Any) -> str:
-    """A text that is not empty."""
-    if not isinstance(value, str) or not value.strip():
-        raise ConfigurationError(f"{field}={value!r} must be a text that is not empty")
-    return value
-
-
 def texts(field: str, value: Any, what: str = "names") -> list[str]:
     """Several texts, none of them empty; one alone may stand for itself."""
     if isinstance(value, str):
@@ -99,8 +88,15 @@ def member(field: str, value: Any, kind: type[E]) -> E:
         raise ConfigurationError(f"{field}={value!r} is unknown: use one of {known}") from None
 
 
-def function(field: str, value: Any, call: str) -> Any:
-    """Something that can be called; `call` describes it in the message."""
-    if not callable(value):
-        raise ConfigurationError(f"{field}={value!r} cannot be called: give {call}")
+def dtype(field: str, value: Any) -> torch.dtype | None:
+    """A floating-point dtype of torch, given as such or by its name (float16 or fp16); None stays None."""
+    import torch
+
+    if isinstance(value, str):
+        name = value.removeprefix("torch.")
+        value = getattr(torch, SHORT_DTYPES.get(name, name), value)
+    if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
+        raise ConfigurationError(
+            f"{field}={value!r} is not a floating-point dtype: use one of {', '.join(SHORT_DTYPES)}"
+        )
     return value

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -13,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 from ..core import env
 from ..core.errors import ConfigurationError
 from ..core.imports import is_available
+from ..core.messages import warn
 from ..core.retired import explained
 from . import checks
-from .deepspeed_file import HfDeepSpeedConfig, check_sections, check_tree
+from .deepspeed_file import HfDeepSpeedConfig, check_stage
 
 if TYPE_CHECKING:
     import torch
@@ -89,7 +89,7 @@ class DeepSpeedPlugin:
             self.hf_ds_config = HfDeepSpeedConfig(self._config_from_fields())
         else:
             self._take_config(self.hf_ds_config, given)
-        check_tree(self.hf_ds_config)
+        check_stage(self.hf_ds_config)
         # The engine, its user and transformers look at one and the same dict.
         self.deepspeed_config = self.hf_ds_config.config
         self.deepspeed_config["steps_per_print"] = float("inf")
@@ -97,7 +97,7 @@ class DeepSpeedPlugin:
             "zero3_init_flag", self.zero3_init_flag, "ACCELERATE_DEEPSPEED_ZERO3_INIT", self.hf_ds_config.is_zero3()
         )
         if self.zero3_init_flag and not self.hf_ds_config.is_zero3():
-            warnings.warn("DeepSpeed Zero3 Init flag is only applicable for ZeRO Stage 3. Setting it to False.")
+            warn("DeepSpeed Zero3 Init flag is only applicable for ZeRO Stage 3. Setting it to False.")
             self.zero3_init_flag = False
         if self.enable_msamp and "msamp" not in self.deepspeed_config:
             self._enable_msamp()
@@ -118,8 +118,6 @@ class DeepSpeedPlugin:
         for name in ("is_train_batch_min", "enable_msamp"):
             setattr(self, name, checks.truth(name, getattr(self, name)))
         checks.word("msamp_opt_level", self.msamp_opt_level, ("O1", "O2"))
-        if self.transformer_moe_cls_names is not None:
-            checks.text("transformer_moe_cls_names", self.transformer_moe_cls_names)
 
     def _config_from_fields(self) -> dict[str, Any]:
         def offload(device: str | None, path: str | None) -> dict[str, Any]:
@@ -147,7 +145,6 @@ class DeepSpeedPlugin:
         self.hf_ds_config = config
         if "zero_optimization" not in config.config:
             raise ConfigurationError("Please specify the ZeRO optimization config in the DeepSpeed config.")
-        check_sections(config)
         differing = []
         for name, key in _KEYS.items():
             found, requested = config.get_value(key), given.get(name, "auto")
@@ -247,20 +244,12 @@ class DeepSpeedPlugin:
         config = self.deepspeed_config
         wanted = "bf16" if mixed_precision == "fp8" else mixed_precision
         halves = ("fp16", "bf16")
-        for kind, other in (halves, halves[::-1]):
-            if (
-                wanted == kind
-                and self.hf_ds_config.is_true(f"{other}.enabled")
-                and not self.is_auto(f"{other}.enabled")
-            ):
+        for kind in halves:
+            enabled = self.get_value(f"{kind}.enabled")
+            if wanted in halves and enabled not in (None, "auto") and bool(enabled) != (kind == wanted):
                 raise ConfigurationError(
-                    f"`--mixed_precision` arg cannot be set to `{mixed_precision}` when `{other}` is set in the "
-                    "DeepSpeed config file."
-                )
-            if wanted == kind and self.hf_ds_config.is_false(f"{kind}.enabled"):
-                raise ConfigurationError(
-                    f"mixed_precision={mixed_precision!r}, and the DeepSpeed config has {kind}.enabled="
-                    f"{self.hf_ds_config.get_value(f'{kind}.enabled')}: make them agree, or set it to 'auto'"
+                    f"mixed_precision={mixed_precision!r}, and the DeepSpeed config has {kind}.enabled={enabled}: "
+                    "make them agree, or set it to 'auto'"
                 )
         if wanted in halves and wanted not in config:
             config[wanted] = {"enabled": True}

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import functools
-import re
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from ..core import env
 from ..core.constants import FSDP2_STATE_DICT_TYPE, FSDP_AUTO_WRAP_POLICY, FSDP_STATE_DICT_TYPE
 from ..core.errors import ConfigurationError
+from ..core.messages import warn
+from ..core.objects import flat_list
 from ..core.retired import explained
 from . import checks, fsdp_words
 
@@ -77,7 +77,8 @@ class FullyShardedDataParallelPlugin:
         self.policy_is_filled = False
         # Whether the user has chosen what happens after the forward; else it is the default.
         self.reshard_is_given: bool = self.reshard_after_forward is not None or self.sharding_strategy is not None
-        self._resolve_version()
+        version = self.fsdp_version if self.fsdp_version is not None else env.get("FSDP_VERSION", "1")
+        self.fsdp_version = int(checks.word("fsdp_version", str(version), ("1", "2")))
         self._resolve_sharding()
         self._resolve_prefetch()
         self.set_state_dict_type()
@@ -86,17 +87,13 @@ class FullyShardedDataParallelPlugin:
         self.set_cpu_offload()
         self.validate_cpu_offload()
         if isinstance(self.mixed_precision_policy, dict):
-            self._mixed_precision_from_dict(self.mixed_precision_policy)
+            policy = self.mixed_precision_policy.items()
+            dtypes = {key: checks.dtype(f"mixed_precision_policy[{key!r}]", value) for key, value in policy}
+            self.mixed_precision_policy = self._policy_class()(**dtypes)
         elif isinstance(self.mixed_precision_policy, str):
             self.set_mixed_precision(self.mixed_precision_policy, override=True)
         if self.mixed_precision_policy is not None:
             self.validate_mixed_precision_policy()
-
-    def _resolve_version(self) -> None:
-        found = self.fsdp_version if self.fsdp_version is not None else env.get("FSDP_VERSION", "1")
-        if isinstance(found, bool) or found not in (1, 2, "1", "2"):
-            raise ConfigurationError(f"fsdp_version={found!r}: FSDP has the versions 1 and 2")
-        self.fsdp_version = int(found)
 
     def _resolve_sharding(self) -> None:
         if self.fsdp_version == 2:
@@ -118,12 +115,6 @@ class FullyShardedDataParallelPlugin:
             self.sharding_strategy = self.reshard_after_forward
             return
         self.sharding_strategy = fsdp_words.member(ShardingStrategy, self.sharding_strategy, "sharding_strategy")
-        if self.reshard_after_forward not in (None, self.sharding_strategy):
-            former, requested = self.sharding_strategy, self.reshard_after_forward
-            raise ConfigurationError(
-                f"sharding_strategy={getattr(former, 'name', former)} and reshard_after_forward="
-                f"{getattr(requested, 'name', requested)}: FSDP1 has one sharding strategy. Give one of the two fields"
-            )
 
     def _resolve_sharding_2(self) -> None:
         given = [name for name in ("reshard_after_forward", "sharding_strategy") if getattr(self, name) is not None]
@@ -151,7 +142,7 @@ class FullyShardedDataParallelPlugin:
 
         self.backward_prefetch = fsdp_words.member(BackwardPrefetch, requested, "backward_prefetch")
         if self.fsdp_version == 2:
-            warnings.warn("backward_prefetch is an option of FSDP1; FSDP2 always prefetches in the backward. Unset.")
+            warn("backward_prefetch is an option of FSDP1; FSDP2 always prefetches in the backward. It is ignored.")
             self.backward_prefetch = None
 
     def set_state_dict_type(self, state_dict_type: str | StateDictType | None = None) -> None:
@@ -181,43 +172,26 @@ class FullyShardedDataParallelPlugin:
                 )
 
     def _resolve_wrapping(self) -> None:
+        from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+
         policy = self.auto_wrap_policy
         if policy is None:
             policy = env.get("FSDP_AUTO_WRAP_POLICY", "NO_WRAP")
         if isinstance(policy, str):
             word = checks.word("auto_wrap_policy", policy, FSDP_AUTO_WRAP_POLICY)
-            policy = fsdp_words.policy_function(word)
-            if word == "TRANSFORMER_BASED_WRAP" and self.transformer_cls_names_to_wrap is None:
-                self.transformer_cls_names_to_wrap = fsdp_words.names(env.get("FSDP_TRANSFORMER_CLS_TO_WRAP"))
-            if word == "SIZE_BASED_WRAP" and self.min_num_params is None:
-                self.min_num_params = env.get_int("FSDP_MIN_NUM_PARAMS") or 0
-        elif policy is not None:
-            checks.function("auto_wrap_policy", policy, "a word, or a function like torch's policies")
-            word = getattr(policy, "__name__", type(policy).__name__)
+            policy = None
+            if word == "TRANSFORMER_BASED_WRAP":
+                policy = transformer_auto_wrap_policy
+                if self.transformer_cls_names_to_wrap is None:
+                    self.transformer_cls_names_to_wrap = fsdp_words.names(env.get("FSDP_TRANSFORMER_CLS_TO_WRAP"))
+            elif word == "SIZE_BASED_WRAP":
+                policy = size_based_auto_wrap_policy
+                if self.min_num_params is None:
+                    self.min_num_params = env.get_int("FSDP_MIN_NUM_PARAMS") or 0
         self.auto_wrap_policy = policy
-        classes, size = self.transformer_cls_names_to_wrap, self.min_num_params
-        if classes is not None:
-            names = fsdp_words.names(classes) if isinstance(classes, str) else classes
-            self.transformer_cls_names_to_wrap = checks.texts("transformer_cls_names_to_wrap", names, "class names")
-        if size is not None:
-            checks.integer("min_num_params", size, least=0)
-        self._warn_of_idle_words(word)
-
-    def _warn_of_idle_words(self, word: str) -> None:
-        """Warn about fields of other policies, which have no effect under the chosen one."""
-        owners = {"transformer_cls_names_to_wrap": "TRANSFORMER_BASED_WRAP", "min_num_params": "SIZE_BASED_WRAP"}
-        for name, owner in owners.items():
-            is_used = self.auto_wrap_policy is fsdp_words.policy_function(owner)
-            if getattr(self, name) and not is_used:
-                warnings.warn(
-                    f"{name}={getattr(self, name)!r} has no effect with auto_wrap_policy={word}: set auto_wrap_policy="
-                    f"{owner!r}, or leave it out"
-                )
-            if is_used and not self.min_num_params and owner == "SIZE_BASED_WRAP":
-                warnings.warn(
-                    "auto_wrap_policy='SIZE_BASED_WRAP' without min_num_params wraps nothing: the model is one unit, "
-                    "gathered at once. Set min_num_params to the parameters of a unit"
-                )
+        if self.transformer_cls_names_to_wrap is not None:
+            names = flat_list(self.transformer_cls_names_to_wrap)
+            self.transformer_cls_names_to_wrap = flat_list([fsdp_words.names(name) for name in names])
 
     def _resolve_flags(self) -> None:
         self._take_flag("activation_checkpointing")
@@ -231,9 +205,9 @@ class FullyShardedDataParallelPlugin:
             raise ConfigurationError("`activation_checkpointing_offload=True` requires `fsdp_version=2`.")
         if self.ignored_modules is None:
             self.ignored_modules = env.get("FSDP_IGNORED_MODULES")
-        self._check_ignored()
-        if self.param_init_fn is not None:
-            checks.function("param_init_fn", self.param_init_fn, "a function of a module")
+        if self.ignored_modules is not None and not isinstance(self.ignored_modules, str):
+            # An iterator can be read once, and each model reads it.
+            self.ignored_modules = flat_list(self.ignored_modules)
         given = self.cpu_ram_efficient_loading is not None
         self._take_flag("cpu_ram_efficient_loading")
         if given:
@@ -245,8 +219,9 @@ class FullyShardedDataParallelPlugin:
         for name in ("use_orig_params", "sync_module_states", "forward_prefetch"):
             self._take_flag(name)
         if self.cpu_ram_efficient_loading and not self.sync_module_states:
-            warnings.warn(
-                "cpu_ram_efficient_loading leaves the weights on rank 0, which needs sync_module_states: set to True."
+            warn(
+                "cpu_ram_efficient_loading leaves the weights on rank 0, which needs sync_module_states: it is set to "
+                "True."
             )
             self.sync_module_states = True
         if self.sync_module_states and self.param_init_fn is None:
@@ -256,39 +231,16 @@ class FullyShardedDataParallelPlugin:
         """A truth value as it is given, else its variable's."""
         setattr(self, name, checks.truth_or(name, getattr(self, name), f"FSDP_{name.upper()}"))
 
-    def _check_ignored(self) -> None:
-        given = self.ignored_modules
-        if given is None:
-            return
-        if isinstance(given, str):
-            try:
-                re.compile(given)
-            except re.error as error:
-                raise ConfigurationError(f"ignored_modules={given!r} is no regular expression: {error}") from error
-            return
-        from torch import nn
-
-        listed: list[Any] = list(given) if isinstance(given, Iterable) and not isinstance(given, dict) else [given]
-        if wrong := [one for one in listed if not isinstance(one, nn.Module)]:
-            raise ConfigurationError(
-                f"ignored_modules holds {wrong[0]!r}: give modules of the model, or a regular expression of names"
-            )
-        # A generator can be read once, and each model reads it.
-        self.ignored_modules = [given] if isinstance(given, nn.Module) else listed
-
     def _refuse_flags_of_version_1(self) -> None:
-        for name in ("use_orig_params", "sync_module_states", "forward_prefetch"):
-            if getattr(self, name) is not None:
-                self._take_flag(name)
         if self.forward_prefetch:
             raise ConfigurationError("forward_prefetch is an option of FSDP1: leave it None, or set fsdp_version=1")
         given = [name for name in ("use_orig_params", "sync_module_states") if getattr(self, name) is not None]
         if not self.limit_all_gathers:
             given.append("limit_all_gathers")
         if given:
-            warnings.warn(
-                f"{', '.join(given)}: FSDP1's option(s); FSDP2 always keeps the original parameters, makes the ranks' "
-                "weights equal and limits its all-gathers. Unset."
+            warn(
+                f"{', '.join(given)}: for FSDP1 only. FSDP2 always keeps the original parameters, makes the ranks' "
+                "weights equal and limits its all-gathers. It is ignored."
             )
         self.use_orig_params = self.sync_module_states = self.forward_prefetch = None
         self.limit_all_gathers = True
@@ -302,7 +254,7 @@ class FullyShardedDataParallelPlugin:
         if self.auto_wrap_policy is transformer_auto_wrap_policy:
             names = self.transformer_cls_names_to_wrap
             if names is None:
-                names = list(getattr(model, "_no_split_modules", None) or [])
+                names = flat_list(getattr(model, "_no_split_modules", None))
             classes = set()
             for name in names:
                 found = get_module_class_from_name(model, name)
@@ -310,7 +262,7 @@ class FullyShardedDataParallelPlugin:
                     raise ConfigurationError(f"Could not find the transformer layer class {name} in the model.")
                 classes.add(found)
             if not classes:
-                warnings.warn(
+                warn(
                     f"transformer_cls_names_to_wrap names no class, and {type(model).__name__} names none itself "
                     "(_no_split_modules): the model is one unit, gathered at once. Name the class of its blocks."
                 )
@@ -329,42 +281,24 @@ class FullyShardedDataParallelPlugin:
         """
         import torch
 
-        dtypes = {"fp8": torch.bfloat16, "fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-        aliases = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
-        word = aliases.get(mixed_precision, mixed_precision)
-        if word not in dtypes:
-            raise ConfigurationError(f"Invalid mixed precision: {mixed_precision}. Must be one of {list(dtypes)}")
+        word = "bf16" if mixed_precision == "fp8" else mixed_precision
+        dtype = checks.dtype("mixed_precision", word)
         if self.mixed_precision_policy is not None and not override:
             return
-        dtype = dtypes[word]
         if self.fsdp_version == 1:
-            from torch.distributed.fsdp import MixedPrecision
-
-            buffers = torch.float32 if buffer_autocast else dtype
-            self.mixed_precision_policy = MixedPrecision(param_dtype=dtype, reduce_dtype=dtype, buffer_dtype=buffers)
+            last = {"buffer_dtype": torch.float32 if buffer_autocast else dtype}
         else:
-            from torch.distributed.fsdp import MixedPrecisionPolicy
+            last = {"output_dtype": dtype}
+        self.mixed_precision_policy = self._policy_class()(param_dtype=dtype, reduce_dtype=dtype, **last)
 
-            self.mixed_precision_policy = MixedPrecisionPolicy(
-                param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype
-            )
-
-    def _mixed_precision_from_dict(self, given: dict[str, Any]) -> None:
+    def _policy_class(self) -> Any:
         from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
-        kind: Any = MixedPrecision if self.fsdp_version == 1 else MixedPrecisionPolicy
-        keys = ["param_dtype", "reduce_dtype", "buffer_dtype" if self.fsdp_version == 1 else "output_dtype"]
-        if unknown := set(given) - set(keys):
-            raise ConfigurationError(
-                f"Invalid mixed precision policy: {given}. {sorted(unknown)} are not among {keys}"
-            )
-        self.mixed_precision_policy = kind(**{key: fsdp_words.dtype_of(value, key) for key, value in given.items()})
+        return MixedPrecision if self.fsdp_version == 1 else MixedPrecisionPolicy
 
     def validate_mixed_precision_policy(self) -> None:
         """Raises ValueError where the policy is not of this version's class."""
-        from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
-
-        kind = MixedPrecision if self.fsdp_version == 1 else MixedPrecisionPolicy
+        kind = self._policy_class()
         if not isinstance(self.mixed_precision_policy, kind):
             raise ConfigurationError(
                 f"mixed_precision_policy must be an instance of `torch.distributed.fsdp.{kind.__name__}` with "

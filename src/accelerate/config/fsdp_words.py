@@ -3,14 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..core import env
 from ..core.errors import ConfigurationError, suggestion
-
-if TYPE_CHECKING:
-    import torch
 
 # What the words of FSDP1's sharding strategies mean to FSDP2, which knows one switch: reshard after the forward.
 _RESHARD_WORDS = {"FULL_SHARD": True, "SHARD_GRAD_OP": False}
@@ -66,42 +62,6 @@ def reshards(requested: Any, origin: str) -> bool | int:
 def names(text: str | None) -> list[str] | None:
     """Split a comma-separated list of names; None stays None."""
     return None if text is None else [name.strip() for name in text.split(",") if name.strip()]
-
-
-def dtype_of(value: Any, key: str) -> torch.dtype | None:
-    """Return the torch dtype for a dtype or its name; None stays None.
-
-    Raises:
-        ConfigurationError: the value is not a floating-point dtype.
-    """
-    import torch
-
-    words = {
-        "fp16": torch.float16,
-        "float16": torch.float16,
-        "bf16": torch.bfloat16,
-        "bfloat16": torch.bfloat16,
-        "fp32": torch.float32,
-        "float32": torch.float32,
-    }
-    if isinstance(value, str):
-        value = words.get(value.removeprefix("torch."), value)
-    if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
-        raise ConfigurationError(
-            f"mixed_precision_policy[{key!r}]={value!r} is not a dtype to compute in: use one of {list(words)}"
-        )
-    return value
-
-
-def policy_function(word: str) -> Callable[..., Any] | None:
-    """Return torch's wrap policy function for a policy's name, or None if there is none."""
-    from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
-
-    table: dict[str, Callable[..., Any]] = {
-        "TRANSFORMER_BASED_WRAP": transformer_auto_wrap_policy,
-        "SIZE_BASED_WRAP": size_based_auto_wrap_policy,
-    }
-    return table.get(word)
 
 
 def state_dict_configs(kind: str) -> tuple[Any, Any]:

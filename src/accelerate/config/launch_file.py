@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,11 +15,8 @@ from ..core.option import Option, brief
 from .launch_schema import FORMER, FORMER_VALUES, canonical, cluster_keys, sagemaker_keys, sections
 
 SAGEMAKER = "AMAZON_SAGEMAKER"
-# What a file may hold at most; a launch takes a few kilobytes, four levels and no alias.
+# What a file may hold at most; a launch takes a few kilobytes.
 _SIZE = 256 << 10  # bytes
-_DEPTH = 50
-_ALIASES = 100
-_DEEPSPEED_KEYS = ("zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu")
 # distributed_type -> the switch of `accelerate launch` of the same meaning
 SWITCHES = {
     "FSDP": "use_fsdp",
@@ -92,124 +88,34 @@ def _parse(text: str, path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     import yaml
 
     if path.suffix == ".json":
-        try:
-            json.loads(text)
-        except RecursionError:
-            raise ConfigurationError(f"{path}{_deepest(text)}: nested too deep") from None
-        except ValueError as error:
-            raise ConfigurationError(f"{path}: not JSON: {error}") from None
-    kind = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    text = text.replace("\t", " ") if path.suffix == ".json" else text
-    loader: Any = None
+        text = text.replace("\t", " ")  # YAML has JSON's syntax, but no tabs
     try:
-        _check_events(yaml.parse(text, Loader=kind), path)
-        loader = kind(text)
+        loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text)
         node = loader.get_single_node()
         if node is None:
             raise ConfigurationError(f"{path}: the file is empty; `accelerate config` writes one")
         if not isinstance(node, yaml.MappingNode):
             raise ConfigurationError(f"{path}:{node.start_mark.line + 1}: expected `key: value` lines")
-        lines = _lines(node, path)
-        data = loader.construct_document(node)
+        return loader.construct_document(node), _lines(node, path)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
-        hint = ""
-        if mark is not None and any(line.lstrip(" ").startswith("\t") for line in text.splitlines()[mark.line :][:1]):
-            hint = ": indent with spaces, not with tabs"
-        raise ConfigurationError(f"{path}{where}: not YAML: {error.problem or error.context}{hint}") from None
-    except yaml.YAMLError as error:
+        raise ConfigurationError(f"{path}{where}: not YAML: {error.problem or error.context}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigurationError(f"{path}: not YAML: {error}") from None
-    except ConfigurationError:
-        raise
-    except RecursionError:
-        raise ConfigurationError(f"{path}{_deepest(text)}: nested too deep") from None
-    # Tags that do not fit their value (`!!bool x`, `!!timestamp x`) end in whatever the constructor trips over.
-    except (ValueError, TypeError, OverflowError, AttributeError, LookupError) as error:
-        why = str(error) if isinstance(error, (ValueError, OverflowError)) else "its tag does not fit it"
-        raise ConfigurationError(f"{path}{_culprit(loader, node)} cannot be read: {why}") from None
-    return data, lines
 
 
-def _check_events(events: Iterator[Any], path: Path) -> None:
-    """Refuse nesting and aliases beyond what a launch needs, before a tree is built.
-
-    What an alias stands for holds no other alias, so that a short file cannot stand for a very large one.
-    """
-    anchors: list[bool] = []  # of the values around the present one: whether an alias can stand for it
-    aliases = 0
-    for event in events:
-        kind = type(event).__name__
-        where = f"{path}:{event.start_mark.line + 1}"
-        if kind in ("MappingStartEvent", "SequenceStartEvent"):
-            anchors.append(event.anchor is not None)
-        elif kind in ("MappingEndEvent", "SequenceEndEvent"):
-            anchors.pop()
-        elif kind == "AliasEvent":
-            aliases += 1
-            if any(anchors):
-                raise ConfigurationError(f"{where}: the alias *{event.anchor} is inside a value that has an anchor")
-        if len(anchors) > _DEPTH:
-            raise ConfigurationError(f"{where}: nested too deep (over {_DEPTH} levels)")
-        if aliases > _ALIASES:
-            raise ConfigurationError(f"{where}: more than {_ALIASES} aliases (`*name`)")
-
-
-def _culprit(loader: Any, node: Any) -> str:
-    """`:line: key` of the first value of a mapping that cannot be made."""
-    for key, value in node.value:
-        if isinstance(value.value, list) and value.value and isinstance(value.value[0], tuple):
-            inner = _culprit(loader, value)
-            if inner:
-                return inner
-        loader.recursive_objects = {}  # what the failed attempt has left there
-        try:
-            loader.construct_object(value, deep=True)
-        except (ValueError, TypeError, OverflowError, AttributeError, LookupError):
-            return f":{value.start_mark.line + 1}: the value of {_shown(str(key.value))}"
-    return ""
-
-
-def _deepest(text: str) -> str:
-    """`:line` of the line that opens the most brackets."""
-    lines = text.splitlines()
-    opened = [line.count("[") + line.count("{") + line.count("- ") for line in lines]
-    return f":{opened.index(max(opened)) + 1}" if lines else ""
-
-
-def _lines(node: Any, path: Path) -> dict[str, int]:
+def _lines(node: Any, path: Path, prefix: str = "") -> dict[str, int]:
     """Dotted key -> line, two levels deep. A key that stands twice is an error."""
-    found: dict[str, int] = {}
+    lines: dict[str, int] = {}
     for key, value in node.value:
-        name = _key_text(key, path)
-        _note_line(found, name, key, path)
-        if isinstance(value.value, list) and all(isinstance(item, tuple) for item in value.value):
-            for inner, _ in value.value:
-                _note_line(found, f"{name}.{_key_text(inner, path)}", inner, path)
-    return found
-
-
-def _key_text(node: Any, path: Path) -> str:
-    if node.tag not in ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"):
-        what = ascii(node.value) if isinstance(node.value, str) else "a key of several values"
-        raise ConfigurationError(f"{path}:{node.start_mark.line + 1}: {what} is no key: keys are words")
-    return str(node.value)
-
-
-def _note_line(found: dict[str, int], name: str, node: Any, path: Path) -> None:
-    line = node.start_mark.line + 1
-    if name in found:
-        raise ConfigurationError(
-            f"{path}:{line}: the key {_shown(name)} stands a second time; first in line {found[name]}"
-        )
-    found[name] = line
-
-
-def _shown(key: str) -> str:
-    """A key as messages show it: quoted, and what only looks like a letter spelled out, where it is no plain word."""
-    plain = re.fullmatch(r"[A-Za-z0-9_.-]+", key) and not key.endswith(".")
-    text = ascii(key)
-    return key if plain else text if len(text) <= 120 else f"{text[:100]}..."
+        name, line = f"{prefix}{key.value}", key.start_mark.line + 1
+        if name in lines:
+            raise ConfigurationError(f"{path}:{line}: the key {name} is given twice, first on line {lines[name]}")
+        lines[name] = line
+        if not prefix and value.id == "mapping":
+            lines.update(_lines(value, path, f"{name}."))
+    return lines
 
 
 class _Reader:
@@ -231,11 +137,6 @@ class _Reader:
         sagemaker = data.get("compute_environment") == SAGEMAKER
         self.table = sagemaker_keys() if sagemaker else cluster_keys()
         inside = sections(self.table)
-        if foreign := [key for key in data if key in _DEEPSPEED_KEYS]:
-            raise ConfigurationError(
-                f"{self.at(foreign[0])}: {foreign[0]} is a key of DeepSpeed's own configuration: give such a file "
-                "with --deepspeed_config_file"
-            )
         for key, value in data.items():
             if key in inside:
                 self._section(str(key), value)
@@ -262,7 +163,7 @@ class _Reader:
     def _one(self, key: str, value: Any, written: str) -> None:
         name = canonical(key, self.table)
         if name is None:
-            raise ConfigurationError(f"{self.at(written)}: unknown key {_shown(key)}{self._near(key)}")
+            raise ConfigurationError(f"{self.at(written)}: unknown key {key}{self._near(key)}")
         if name == "":
             self.notes.append(f"{self.at(written)}: {key} has no effect any more and was left out")
             return
@@ -277,16 +178,11 @@ class _Reader:
             value = option.convert(None if value == "" else value, where=name)
         except ConfigurationError as error:
             raise ConfigurationError(f"{self.at(written)}: {error}") from None
-        self._store(name, value)
+        section, _, inner = name.rpartition(".")
+        target = self.data.setdefault(section, {}) if section else self.data
+        target[inner] = value
         if value is not None:
             self.values[option.name] = Setting(value, self.at(written))
-
-    def _store(self, name: str, value: Any) -> None:
-        section, dot, inner = name.partition(".")
-        if dot:
-            self.data.setdefault(section, {})[inner] = value
-        else:
-            self.data[name] = value
 
     def _near(self, key: str) -> str:
         section, dot, name = key.partition(".")
@@ -321,8 +217,6 @@ def write(path: str | Path, data: dict[str, Any]) -> Path:
         import yaml
 
         text = yaml.safe_dump(kept)
-        # Readers of YAML 1.1 take a bare no, yes, on, off for a truth value; words that mean themselves are quoted.
-        assert re.search(r"^mixed_precision: no$", text, re.MULTILINE) is None
     with atomic_write(path, "w") as file:
         file.write(text)
     return path

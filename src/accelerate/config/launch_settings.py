@@ -10,7 +10,7 @@ from typing import Any
 
 from ..core import env
 from ..core.errors import ConfigurationError
-from ..core.option import ALWAYS, NEVER, Option, brief
+from ..core.option import ALWAYS, NEVER, SET, Option, brief
 from ..core.options import options
 from .launch_file import SWITCHES, LaunchFile, Setting
 
@@ -45,7 +45,7 @@ class Settings(Mapping[str, Any]):
 
     def applies(self, option: Option) -> bool:
         """Whether the switches and sizes that the option belongs to are on."""
-        return option.when in (ALWAYS, NEVER) or all(map(self._is_on, option.when))
+        return option.when in (ALWAYS, NEVER, SET) or all(map(self._is_on, option.when))
 
     def _is_on(self, name: str) -> bool:
         if name == "fp8":
@@ -130,8 +130,6 @@ def _imply_processes(values: dict[str, Setting]) -> None:
     each, total = values["nproc_per_node"], values["num_processes"]
     if each.value is None:
         return
-    if each.value != "all" and each.value < 1:
-        raise ConfigurationError(f"nproc_per_node={each.value}: at least 1 process is needed")
     if _directness(total) == 2:
         raise ConfigurationError(
             f"nproc_per_node ({each.origin}) and num_processes ({total.origin}) contradict each other: give only one"

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ..core import env
 from ..core.errors import ConfigurationError
+from ..core.messages import warn
 from ..core.retired import explained
 
 # Fields that Megatron-LM knows under another name.
@@ -237,7 +237,7 @@ class MegatronLMPlugin:
             self.train_iters = scheduler.total_num_steps // per_iteration
             if self.train_samples is not None:
                 self.train_samples = None
-                warnings.warn("`train_samples` gives way to `train_iters`, which the scheduler's steps decide.")
+                warn("`train_samples` gives way to `train_iters`, which the scheduler's steps decide.")
         if self.lr_warmup_iters is None:
             self.lr_warmup_iters = scheduler.warmup_num_steps // per_iteration
             self.lr_warmup_samples = 0
@@ -276,11 +276,10 @@ class MegatronLMPlugin:
         """Turn on all that Megatron-LM can log. Raises ImportError where Megatron-LM is not installed."""
         from argparse import ArgumentParser
 
-        from megatron.training.arguments import _add_logging_args
+        from megatron.training.arguments import add_megatron_arguments
 
-        known = vars(_add_logging_args(ArgumentParser()).parse_args([]))
-        for name, value in known.items():
+        for name, value in vars(add_megatron_arguments(ArgumentParser()).parse_args([])).items():
             if name.startswith("log_"):
                 self.megatron_lm_default_args[name] = True
-            else:
+            elif name.startswith(("tensorboard_", "timing_", "wandb_")):
                 self.megatron_lm_default_args.setdefault(name, value)

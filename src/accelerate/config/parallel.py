@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..core import env
@@ -51,31 +51,23 @@ class TorchTensorParallelConfig:
     Fields:
         enable_async_tp: overlap communication with the multiplications.
         sequence_parallel: between the split layers (norms, residual stream) each rank keeps a part of the sequence.
-        loss_parallel: the output layer stays split over the vocabulary, and the loss is computed in shards.
+        loss_parallel: a loss that the model itself computes is computed on logits that stay split over the vocabulary.
         plan: module name, in which `*` stands for one part -> a word (`colwise`, `rowwise`, ...) or a `ParallelStyle`
             of torch. None takes the model's own plan (`_tp_plan`), else one is inferred.
-        random_modules: names of the modules that draw random numbers in training, `*` as in `plan`: between split
-            layers each rank draws its own. None finds them by their types and dropout rates.
     """
 
     enable_async_tp: bool = False
     sequence_parallel: bool = False
     loss_parallel: bool = False
     plan: Mapping[str, Any] | None = None
-    random_modules: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("enable_async_tp", "sequence_parallel", "loss_parallel"):
-            setattr(self, name, checks.truth(name, getattr(self, name)))
+        checks.fields_of(self)
         if self.plan is not None and not (isinstance(self.plan, Mapping) and self.plan):
             raise ConfigurationError(
                 f"plan={self.plan!r}: a tensor-parallel plan maps names of modules to words such as 'colwise'; None "
                 "takes the model's own, or infers one"
             )
-        if strange := [key for key in self.plan or () if not isinstance(key, str)]:
-            raise ConfigurationError(f"plan has the key {strange[0]!r}: modules are given by their names")
-        if self.random_modules is not None:
-            self.random_modules = checks.texts("random_modules", self.random_modules, "names of modules")
         if self.enable_async_tp:
             raise ConfigurationError(
                 "enable_async_tp=True needs symmetric-memory kernels, which this library does not drive: use False"
@@ -95,10 +87,7 @@ class TorchContextParallelConfig:
     def __post_init__(self) -> None:
         if self.cp_comm_strategy is None:
             self.cp_comm_strategy = env.get("PARALLELISM_CONFIG_CP_COMM_STRATEGY", "allgather")
-        if self.cp_comm_strategy not in ("allgather", "alltoall"):
-            raise ConfigurationError(
-                f"Invalid cp_comm_strategy: {self.cp_comm_strategy}. Must be one of 'allgather' or 'alltoall'."
-            )
+        self.cp_comm_strategy = checks.word("cp_comm_strategy", self.cp_comm_strategy, ("allgather", "alltoall"))
 
 
 @explained
@@ -122,11 +111,12 @@ class DeepSpeedSequenceParallelConfig:
     def __post_init__(self) -> None:
         if self.sp_seq_length is None:
             self.sp_seq_length = env.get_int("PARALLELISM_CONFIG_SP_SEQ_LENGTH")
-        if self.sp_seq_length_is_variable is None:
-            self.sp_seq_length_is_variable = env.get_flag("PARALLELISM_CONFIG_SP_SEQ_LENGTH_IS_VARIABLE", True)
         if self.sp_attn_implementation is None:
             self.sp_attn_implementation = env.get("PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION")
-        self.sp_seq_length_is_variable = checks.truth("sp_seq_length_is_variable", self.sp_seq_length_is_variable)
+        variable = "PARALLELISM_CONFIG_SP_SEQ_LENGTH_IS_VARIABLE"
+        self.sp_seq_length_is_variable = checks.truth_or(
+            "sp_seq_length_is_variable", self.sp_seq_length_is_variable, variable, True
+        )
         if self.sp_seq_length is not None:
             checks.integer("sp_seq_length", self.sp_seq_length)
         if not self.sp_seq_length_is_variable and self.sp_seq_length is None:
@@ -135,13 +125,6 @@ class DeepSpeedSequenceParallelConfig:
                 "constructor or the environment variable PARALLELISM_CONFIG_SP_SEQ_LENGTH"
             )
         kind = self.sp_attn_implementation
-        if kind is not None:
-            checks.text("sp_attn_implementation", kind)
-        if kind in ("eager", "flex_attention"):
-            raise ConfigurationError(
-                f"Invalid sp_attn_implementation: {kind}. 'eager' and 'flex_attention' are not supported with "
-                "sequence parallelism."
-            )
         if kind is not None and kind not in SP_ATTENTION and "/" not in kind:
             raise ConfigurationError(
                 f"Invalid sp_attn_implementation: {kind}. Must be one of {list(SP_ATTENTION)} or a hub-hosted flash "
@@ -156,8 +139,8 @@ class PipelineParallelConfig:
 
     Fields:
         schedule: "gpipe" works with any loss. "1f1b", "looped_bfs", "interleaved", "zero_bubble" and "zbv" keep fewer
-            micro-batches at a time or wait less; they need a model that returns its loss, or a `loss_fn`. None takes
-            PARALLELISM_CONFIG_PP_SCHEDULE, else gpipe.
+            micro-batches at a time or wait less; they need a model that returns its loss, or a `loss_fn`, and
+            `loss_reduction` or `num_items`. None takes PARALLELISM_CONFIG_PP_SCHEDULE, else gpipe.
         num_microbatches: number of micro-batches. None takes PARALLELISM_CONFIG_PP_NUM_MICROBATCHES, else one a stage.
         stages_per_rank: stages that each rank has; None: two where the schedule takes any number, else its own.
         split_points: names of the modules at which the second and each later stage begins; None balances.
@@ -165,11 +148,15 @@ class PipelineParallelConfig:
         example_inputs: keyword arguments of the model's forward. It runs once on the first rank, to see in which order
             modules compute, which outputs are used on later stages, and which weights are read and not called. None: a
             model of transformers runs on its dummy inputs, any other is taken to compute in the order of its modules.
-        placement: module name -> "first" or "last", for a module that computes elsewhere than where it is registered
-            (a final norm that stands before the blocks).
         carried: names of modules whose output more than the next block uses (skip connections): it travels on to all
-            later stages. None: the encoder of an encoder-decoder model of transformers.
+            later stages. None: those observed with `example_inputs`, and the encoder of an encoder-decoder model of
+            transformers.
         loss_fn: `loss_fn(output, labels)`. The prepared model then takes `labels=` and returns (loss, output).
+        loss_reduction: how the losses of micro-batches make that of the batch, for all schedules but gpipe: "mean" (a
+            mean over samples, or over equally many items of each sample) or "sum". None takes
+            PARALLELISM_CONFIG_PP_LOSS_REDUCTION.
+        num_items: for a loss that is a mean over unequal numbers of items (labels that are not ignored): a function of
+            the model's inputs that returns the number of items. It is called with the inputs of each micro-batch.
         whole_inputs: names of inputs that every micro-batch gets unsplit although their first dimension could be taken
             for the batch's.
         gather_output: give every rank the full output. False: a model that returns its loss gives that alone, and
@@ -184,9 +171,10 @@ class PipelineParallelConfig:
     split_points: Sequence[str] | None = None
     balance: str = "parameters"
     example_inputs: dict[str, Any] | None = None
-    placement: dict[str, str] = field(default_factory=dict)
     carried: Sequence[str] | None = None
     loss_fn: Callable[..., torch.Tensor] | None = None
+    loss_reduction: str | None = None
+    num_items: Callable[..., int | torch.Tensor] | None = None
     whole_inputs: Sequence[str] = ()
     gather_output: bool = True
 
@@ -207,18 +195,14 @@ class PipelineParallelConfig:
                 f"stages_per_rank={self.stages_per_rank}: under schedule={self.schedule!r} a rank has {required}"
             )
         self.balance = checks.word("balance", self.balance, ("parameters", "time"))
-        if self.example_inputs is not None and not isinstance(self.example_inputs, Mapping):
-            raise ConfigurationError(
-                f"example_inputs={self.example_inputs!r}: give the keyword arguments of the model's forward, a dict"
-            )
         if self.balance == "time" and not self.example_inputs:
             raise ConfigurationError("balance='time' measures the model's forward: give example_inputs")
-        if not isinstance(self.placement, Mapping):
-            raise ConfigurationError(f"placement={self.placement!r}: give a dict, module name -> 'first' or 'last'")
-        if wrong := [f"{name}={end!r}" for name, end in self.placement.items() if end not in ("first", "last")]:
-            raise ConfigurationError(f"placement takes 'first' or 'last', not {', '.join(wrong)}")
-        if self.loss_fn is not None:
-            checks.function("loss_fn", self.loss_fn, "loss_fn(output, labels)")
+        if self.loss_reduction is None:
+            self.loss_reduction = env.get("PARALLELISM_CONFIG_PP_LOSS_REDUCTION")
+        if self.loss_reduction is not None:
+            self.loss_reduction = checks.word("loss_reduction", self.loss_reduction, ("mean", "sum"))
+        if self.num_items is not None and self.loss_reduction == "sum":
+            raise ConfigurationError("num_items is for a loss that is a mean, and loss_reduction='sum': give one")
         self.gather_output = checks.truth("gather_output", self.gather_output)
         if self.split_points is not None:
             self.split_points = checks.texts("split_points", self.split_points, "names of modules")

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..core.errors import ConfigurationError
 from ..core.retired import explained
 from . import checks
 from .base import KwargsHandler
@@ -44,9 +43,6 @@ class GradScalerKwargs(KwargsHandler):
         growth_interval: number of optimizer steps.
         enabled: whether the loss is scaled at all.
 
-    Raises:
-        ConfigurationError: a factor is outside of its range.
-
     Example:
         accelerator = Accelerator(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=1024.0)])
     """
@@ -59,14 +55,6 @@ class GradScalerKwargs(KwargsHandler):
 
     def __post_init__(self) -> None:
         checks.fields_of(self)
-        if self.init_scale <= 0:
-            raise ConfigurationError(f"GradScalerKwargs.init_scale={self.init_scale} must be over 0")
-        if self.growth_interval < 1:
-            raise ConfigurationError(f"GradScalerKwargs.growth_interval={self.growth_interval} must be at least 1")
-        if self.growth_factor <= 1.0:
-            raise ConfigurationError(f"GradScalerKwargs.growth_factor={self.growth_factor} must be over 1")
-        if not 0.0 < self.backoff_factor < 1.0:
-            raise ConfigurationError(f"GradScalerKwargs.backoff_factor={self.backoff_factor} must be between 0 and 1")
 
 
 @explained

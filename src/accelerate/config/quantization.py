@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..core.enums import SHORT_DTYPES, CustomDtype
+from ..core.enums import CustomDtype
 from ..core.errors import ConfigurationError
+from ..core.messages import warn
 from ..core.retired import explained
+from . import checks
 
 
 @explained
@@ -44,48 +45,19 @@ class BnbQuantizationConfig:
     keep_in_fp32_modules: list[str] | None = field(default=None, metadata={"help": "modules kept in fp32"})
 
     def __post_init__(self) -> None:
-        for name in ("load_in_8bit", "load_in_4bit", "bnb_4bit_use_double_quant"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigurationError(f"{name} must be a boolean")
-        if self.load_in_8bit == self.load_in_4bit:
-            both = "True" if self.load_in_8bit else "False"
-            raise ConfigurationError(f"load_in_4bit and load_in_8bit can't be both {both}")
-        if isinstance(self.llm_int8_threshold, bool) or not isinstance(self.llm_int8_threshold, (int, float)):
-            raise ConfigurationError("llm_int8_threshold must be a float or an int")
-        if self.load_in_4bit and self.llm_int8_threshold != 6.0:
-            warnings.warn("llm_int8_threshold can only be used for model loaded in 8bit")
-        if not isinstance(self.bnb_4bit_quant_type, str):
-            raise ConfigurationError("bnb_4bit_quant_type must be a string")
-        if self.bnb_4bit_quant_type not in ("fp4", "nf4"):
-            raise ConfigurationError(
-                f"bnb_4bit_quant_type must be in ['fp4','nf4'] but found {self.bnb_4bit_quant_type}"
-            )
-        for name in ("skip_modules", "keep_in_fp32_modules"):
-            names = getattr(self, name)
-            if names is not None and not (isinstance(names, list) and all(isinstance(part, str) for part in names)):
-                raise ConfigurationError(f"{name} must be a list of strings")
-        self._resolve_dtypes()
-
-    def _resolve_dtypes(self) -> None:
         import torch
 
-        self.bnb_4bit_compute_dtype = _dtype("bnb_4bit_compute_dtype", self.bnb_4bit_compute_dtype)
-        if self.torch_dtype is None:
-            self.torch_dtype = self.bnb_4bit_compute_dtype if self.load_in_4bit else torch.float16
-        else:
-            self.torch_dtype = _dtype("torch_dtype", self.torch_dtype)
+        checks.fields_of(self)
+        if bool(self.load_in_8bit) == bool(self.load_in_4bit):
+            raise ConfigurationError(f"load_in_4bit and load_in_8bit can't be both {self.load_in_8bit}")
+        if self.load_in_4bit and self.llm_int8_threshold != 6.0:
+            warn("llm_int8_threshold can only be used for model loaded in 8bit")
+        self.bnb_4bit_quant_type = checks.word("bnb_4bit_quant_type", self.bnb_4bit_quant_type, ("fp4", "nf4"))
+        for name in ("skip_modules", "keep_in_fp32_modules"):
+            if getattr(self, name) is not None:
+                setattr(self, name, checks.texts(name, getattr(self, name)))
+        self.bnb_4bit_compute_dtype = checks.dtype("bnb_4bit_compute_dtype", self.bnb_4bit_compute_dtype)
+        default = self.bnb_4bit_compute_dtype if self.load_in_4bit else torch.float16
+        self.torch_dtype = checks.dtype("torch_dtype", self.torch_dtype) or default
         # What the quantised weights count as when memory is planned.
         self.target_dtype: Any = CustomDtype.INT4 if self.load_in_4bit else torch.int8
-
-
-def _dtype(name: str, value: Any) -> Any:
-    """A torch dtype from the option `name`: one, or its short name."""
-    import torch
-
-    if isinstance(value, torch.dtype):
-        return value
-    if not isinstance(value, str):
-        raise ConfigurationError(f"{name} must be a string or a torch.dtype")
-    if value not in SHORT_DTYPES:
-        raise ConfigurationError(f"{name} must be in ['fp32','fp16','bf16'] but found {value}")
-    return getattr(torch, SHORT_DTYPES[value])

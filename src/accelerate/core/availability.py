@@ -193,8 +193,9 @@ def is_habana_gaudi1() -> bool:
     """Whether the Gaudi here is of the first generation, which has no fp16."""
     if not is_hpu_available():
         return False
-    experimental = importlib.import_module("habana_frameworks.torch.utils.experimental")
-    return bool(experimental._get_device_type() == experimental.synDeviceType.synDeviceGaudi)
+    import torch
+
+    return str(torch.hpu.get_device_name()).upper() == "GAUDI"  # type: ignore[attr-defined]
 
 
 def _plugin_device(module: str, device: str, count: bool) -> bool:

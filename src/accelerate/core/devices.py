@@ -56,9 +56,11 @@ def select(local_rank: int, local_world_size: int, cpu: bool = False) -> torch.d
         return torch.device("mps", 0)
     present = device_count(kind)
     if local_rank >= present:
+        visible = DEVICES[kind].visible if kind in DEVICES else None
+        note = f" ({visible}={env.get(visible)})" if visible and env.get(visible) else ""
         raise ConfigurationError(
-            f"local rank {local_rank} of {local_world_size} has no device: this machine shows {present} {kind} "
-            f"device(s){_visible_note(kind)}. Start at most {present} processes here, or pass cpu=True."
+            f"local rank {local_rank} of {local_world_size} has no device: this machine has {present} {kind} "
+            f"device(s){note}. Start at most {present} processes here, or pass cpu=True."
         )
     device = torch.device(kind, local_rank)
     torch.accelerator.set_device_index(device)
@@ -72,12 +74,6 @@ def xla_device() -> torch.device | None:
     import torch_xla
 
     return torch.device(torch_xla.device())
-
-
-def _visible_note(kind: str) -> str:
-    name = DEVICES[kind].visible if kind in DEVICES else None
-    text = env.get(name) if name else None
-    return f" ({name}={text})" if text is not None else ""
 
 
 @functools.cache
@@ -97,17 +93,8 @@ def synchronize(device: torch.device) -> None:
 
 
 def generator_module(kind: str) -> Any:
-    """The module that reads and sets the state of the generator of a kind of device.
-
-    Raises ConfigurationError where the backend's module cannot.
-    """
-    module = torch if kind == "cpu" else module_of(kind)
-    if not (hasattr(module, "get_rng_state") and hasattr(module, "set_rng_state")):
-        raise ConfigurationError(
-            f"torch.{kind} has no get_rng_state and set_rng_state: this backend's random numbers cannot be "
-            "synchronized, saved or divided between ranks. Update the backend, or leave out what draws on the device"
-        )
-    return module
+    """The module that reads and sets the state of the generator of a kind of device."""
+    return torch if kind == "cpu" else module_of(kind)
 
 
 def is_initialized(kind: str) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from .errors import ConfigurationError, suggestion
+from .messages import warn
 from .option import as_text as as_text
 from .option import parse_bool as parse_bool
 from .options import checked_variables, row_of, variables
@@ -51,14 +52,6 @@ def get_int(name: str) -> int | None:
     return None if found is None else int(found)
 
 
-def get_float(name: str) -> float | None:
-    """The number in a variable, None where it is unset."""
-    found = value(name)
-    if isinstance(found, str):
-        raise ConfigurationError(f"{name}={found!r} is not a number")
-    return None if found is None else float(found)
-
-
 # The API no longer has it. transformers 4 sets it to "false".
 _IPEX = "ACCELERATE_" + "USE_IPEX"
 
@@ -75,16 +68,9 @@ def check_run() -> None:
     unknown = [name for name in os.environ if name.startswith("ACCELERATE_") and name not in variables()]
     if os.environ.get(_IPEX) == "false":
         unknown.remove(_IPEX)
-    if unknown and os.environ.get("RANK", "0") == "0":
-        _warn_of(unknown)
-
-
-def _warn_of(unknown: Sequence[str]) -> None:
-    import warnings
-
-    for name in unknown:
+    for name in unknown if os.environ.get("RANK", "0") == "0" else ():
         meant = suggestion(name, [known for known in variables() if known.startswith("ACCELERATE_")])
-        warnings.warn(f"nothing reads the environment variable {name}{meant}", stacklevel=3)
+        warn(f"nothing reads the environment variable {name}{meant}")
 
 
 def raw(name: str) -> str | None:
@@ -162,8 +148,6 @@ def convert_dict_to_env_variables(current_env: Mapping[str, Any]) -> list[str]:
     Returns:
         One text for each line, which ends with a line break.
     """
-    import warnings
-
     lines = []
     forbidden = (";", "\n", "<", ">", " ")
     for key, value in current_env.items():
@@ -171,7 +155,7 @@ def convert_dict_to_env_variables(current_env: Mapping[str, Any]) -> list[str]:
         if text and key and not any(char in key + text for char in forbidden):
             lines.append(f"{key}={text}\n")
         else:
-            warnings.warn(f"{key}={text!r} is left out: it holds a character that would break the environment line")
+            warn(f"{key}={text!r} is left out: it holds a character that would break the environment line")
     return lines
 
 
@@ -200,20 +184,29 @@ def patch_environment(**kwargs: Any) -> Iterator[None]:
 
 
 def purge_accelerate_environment(func_or_cls: T) -> T:
-    """Decorator of a function, or of a test class: ACCELERATE_* variables set inside are gone afterwards."""
+    """Decorator of a function, or of a test class: ACCELERATE_* variables set inside are gone afterwards.
+
+    Of a class, and of those derived from it, the methods whose names start with `test` are decorated.
+    """
     import inspect
 
-    if inspect.isclass(func_or_cls):
-        for name in dir(func_or_cls):
-            member = inspect.getattr_static(func_or_cls, name)
-            if not name.startswith("test"):
-                continue
+    if not inspect.isclass(func_or_cls):
+        return _purging(func_or_cls)  # type: ignore[arg-type, return-value]
+    decorated: Any = func_or_cls
+
+    def decorate_tests(cls: type, /, **kwargs: Any) -> None:
+        if cls is not decorated:
+            super(decorated, cls).__init_subclass__(**kwargs)
+        for name in filter(lambda name: name.startswith("test"), dir(cls) if cls is decorated else list(vars(cls))):
+            member = inspect.getattr_static(cls, name)
             if isinstance(member, staticmethod | classmethod):
-                setattr(func_or_cls, name, type(member)(_purging(member.__func__)))
+                setattr(cls, name, type(member)(_purging(member.__func__)))
             elif inspect.isfunction(member):
-                setattr(func_or_cls, name, _purging(member))
-        return func_or_cls
-    return _purging(func_or_cls)  # type: ignore[arg-type, return-value]
+                setattr(cls, name, _purging(member))
+
+    decorate_tests(decorated)
+    decorated.__init_subclass__ = classmethod(decorate_tests)
+    return func_or_cls
 
 
 def _purging(function: Callable[..., Any]) -> Callable[..., Any]:

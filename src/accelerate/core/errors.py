@@ -22,6 +22,10 @@ class PrepareError(AccelerateError, ValueError):
     """An object given to `prepare` cannot be prepared as requested."""
 
 
+class NonFiniteError(AccelerateError, ArithmeticError):
+    """A loss or a gradient is not finite, and `Accelerator(non_finite=...)` ends the run at it."""
+
+
 class DistributedOperationException(AccelerateError):
     """An operation was called with different operands on different ranks, or together with another operation."""
 
@@ -36,6 +40,10 @@ class LaunchError(AccelerateError, RuntimeError):
 
 class CheckpointError(AccelerateError, RuntimeError):
     """A checkpoint could not be written, found, verified or loaded."""
+
+
+class WeightFileError(CheckpointError, ValueError):
+    """A file of weights, or its folder, is not what can be loaded. The API raises ValueError for it."""
 
 
 class MissingCheckpointError(CheckpointError, ValueError):

@@ -45,27 +45,17 @@ def follow_links(path: Path, argument: str) -> Path:
     Raises ConfigurationError for links in a circle, and for a link to something in a folder that does not exist: a
     disk that is not mounted, for example, which must not be replaced by a new folder.
     """
-    try:
-        resolved = Path(os.path.realpath(path))
-        resolved.lstat()
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise ConfigurationError(f"{argument}: {path} is a link that leads back to itself") from None
-        if error.errno != errno.ENOTDIR:
-            raise
-    if resolved.is_symlink():
-        raise ConfigurationError(f"{argument}: {path} is a link that leads back to itself")
     for link in (path, *path.parents):
         if link.is_symlink() and not link.exists():
             target = Path(os.path.realpath(link))
+            if target.is_symlink():
+                raise ConfigurationError(f"{argument}: {link} is a link that refers back to itself")
             if not target.parent.is_dir():
                 raise ConfigurationError(
                     f"{argument}: {link} is a link to {target}, and {target.parent} does not exist: make that folder, "
                     "or fix the link"
                 )
-    return resolved
+    return Path(os.path.realpath(path))
 
 
 def check_writable(path: str | os.PathLike[str], argument: str, folder: bool = False) -> None:
@@ -126,15 +116,6 @@ def atomic_write(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO[
         raise
 
 
-_KINDS = (
-    (stat.S_ISDIR, "a folder"),
-    (stat.S_ISFIFO, "a named pipe"),
-    (stat.S_ISSOCK, "a socket"),
-    (stat.S_ISCHR, "a device"),
-    (stat.S_ISBLK, "a device"),
-)
-
-
 def open_regular(path: str | os.PathLike[str]) -> int:
     """A descriptor for reading a regular file, or one that links lead to.
 
@@ -160,24 +141,18 @@ def require_regular(path: str | os.PathLike[str]) -> int:
 
 def _require_regular(found: os.stat_result, path: str | os.PathLike[str]) -> None:
     if not stat.S_ISREG(found.st_mode):
-        kind = next((name for is_kind, name in _KINDS if is_kind(found.st_mode)), "no file")
-        code = errno.EISDIR if stat.S_ISDIR(found.st_mode) else errno.EINVAL
+        is_folder = stat.S_ISDIR(found.st_mode)
+        code, kind = (errno.EISDIR, "a folder") if is_folder else (errno.EINVAL, "a pipe, socket or device")
         raise OSError(code, f"it is {kind}, not a regular file", os.fspath(path))
 
 
 def read_regular(path: str | os.PathLike[str], limit: int) -> bytes:
     """The content of a regular file. Raises OSError for any other kind, and for one of more than `limit` bytes."""
-    with open(open_regular(path), "rb", buffering=0) as file:
+    with open(open_regular(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
             raise OSError(errno.EFBIG, f"it has {size} bytes; at most {limit} are read", os.fspath(path))
-        pieces, left = [], limit + 1
-        while left > 0 and (part := file.read(min(left, 1 << 20))):
-            pieces.append(part)
-            left -= len(part)
-        if left <= 0:
-            raise OSError(errno.EFBIG, f"it has more than the {limit} bytes that are read", os.fspath(path))
-    return b"".join(pieces)
+        return file.read()
 
 
 def fsync_path(path: str | os.PathLike[str]) -> None:

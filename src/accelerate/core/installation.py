@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import importlib.metadata
 import warnings
 from pathlib import Path
 
+from .messages import PREFIX
 from .version import API_VERSION, __version__
 
 NAME = __name__.partition(".")[0]
@@ -23,53 +22,21 @@ REMEDY = (
 def warn_mixed() -> None:
     """Warn that files of another distribution lie among ours."""
     warnings.warn(
-        f"{FOLDER} contains the files of two distributions named accelerate, so imports may fail or behave wrongly. "
-        f"{REMEDY}. `accelerate env` lists the files.",
+        f"{PREFIX}{FOLDER} contains the files of two distributions named accelerate, so imports may fail or behave "
+        f"wrongly. {REMEDY}.",
         RuntimeWarning,
         stacklevel=2,
     )
 
 
 def problems() -> list[str]:
-    """Compare the package's files with the metadata of the installed distributions. Reads all files of the package.
-
-    Returns:
-        One sentence for each problem, with what to do; an empty list if all files are those of this distribution.
-    """
-    present = list(importlib.metadata.distributions(name=NAME))
-    found = []
-    others = [f"{one.version} in {one.locate_file('')}" for one in present if one.version != __version__]
-    if others:
-        found.append(
-            f"the files in {FOLDER} are version {__version__}, but the metadata, from which client packages read the "
-            f"version, is that of {', '.join(others)}. Install this package again. If it is the other distribution: "
-            f"{REMEDY}"
-        )
-    for one in present:
-        recorded = {file.as_posix(): file for file in one.files or []}
-        if one.version == __version__ and f"{NAME}/__init__.py" in recorded:  # else an editable installation
-            found += _differences(recorded)
-    return found
-
-
-def _differences(recorded: dict[str, importlib.metadata.PackagePath]) -> list[str]:
-    present = {path.relative_to(FOLDER.parent).as_posix() for path in FOLDER.rglob("*.py")}
-    ours = {name for name in recorded if name.startswith(f"{NAME}/") and name.endswith(".py")}
-    changed = sorted(
-        name for name in ours & present if _digest(FOLDER.parent / name) != _recorded_digest(recorded[name])
-    )
-    kinds = (("missing", sorted(ours - present)), ("changed", changed), ("not part of it", sorted(present - ours)))
+    """Compare our version with the metadata of the installed distributions: a sentence for each problem."""
+    installed = importlib.metadata.distributions(name=NAME)
+    others = [f"{one.version} in {one.locate_file('')}" for one in installed if one.version != __version__]
+    if not others:
+        return []
     return [
-        f"{len(names)} files of this installation in {FOLDER} are {kind}: {', '.join(names[:5])}"
-        f"{', ...' if len(names) > 5 else ''}. {REMEDY}"
-        for kind, names in kinds
-        if names
+        f"the files in {FOLDER} are version {__version__}, but the metadata, from which client packages read the "
+        f"version, is that of {', '.join(others)}. Install this package again. If it is the other distribution: "
+        f"{REMEDY}"
     ]
-
-
-def _digest(path: Path) -> str:
-    return base64.urlsafe_b64encode(hashlib.sha256(path.read_bytes()).digest()).decode().rstrip("=")
-
-
-def _recorded_digest(file: importlib.metadata.PackagePath) -> str | None:
-    return file.hash.value if file.hash is not None else None

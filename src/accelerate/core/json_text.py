@@ -21,8 +21,6 @@ class JSONTextError(ValueError):
 
 def decode_text(raw: bytes | bytearray) -> str:
     """UTF-8 text, with or without a mark at its start. Raises JSONTextError for any other encoding."""
-    if raw[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        raise JSONTextError("it is written in UTF-16: save it as UTF-8")
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -56,7 +54,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise JSONTextError(f"the key {twice[:80]!r} stands in it twice")
+        raise JSONTextError(f"the key {twice[:80]!r} appears twice")
     return found
 
 

@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any
@@ -62,10 +63,7 @@ def attach(
         setattr(sys.modules[module], name, value)
         return value
 
-    def listing() -> list[str]:
-        return sorted({*vars(sys.modules[module]), *public})
-
-    return resolve, listing, public
+    return resolve, lambda: sorted({*vars(sys.modules[module]), *public}), public
 
 
 def public_names(module: str) -> Callable[[str], Any]:
@@ -85,7 +83,9 @@ def public_name(module: str, name: str) -> Any:
     """Return what the package or its `utils` exports under this name; AttributeError, in the words of `module`."""
     if name in _DEFINED_IN:
         return getattr(_load(f"{ROOT}.{_DEFINED_IN[name]}"), name)
-    if name.startswith("_") or _is_submodule(module, name):
+    # `from package import submodule` looks for an attribute first, which must not import all modules of `utils`.
+    is_package = "__path__" in vars(sys.modules[module])
+    if name.startswith("_") or (is_package and importlib.util.find_spec(f"{module}.{name}") is not None):
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
     known = [*_DEFINED_IN]
     for package in (ROOT, f"{ROOT}.utils"):
@@ -96,41 +96,29 @@ def public_name(module: str, name: str) -> Any:
     raise _missing(module, name, known)
 
 
-def _missing(module: str, name: str, known: list[str]) -> Exception:
+def _missing(module: str, name: str, known: list[str]) -> AttributeError:
     """The error for a name that does not exist, with our version and the nearest name."""
-    text = f"module {module!r} has no attribute {name!r}"
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__") == __name__:
-        frame = frame.f_back
-    if name.startswith("_") or frame.f_code.co_name == "_handle_fromlist":
-        # `from package import submodule` looks for an attribute first.
-        return AttributeError(text)
-    from opcode import opmap
-
     from .errors import suggestion
     from .version import implemented
 
-    text += f" ({implemented()}{suggestion(name, known, '; did you mean {}?')})"
-    if frame.f_code.co_code[frame.f_lasti] == opmap["IMPORT_FROM"]:
-        # `from module import name` would replace an AttributeError, and its text, by its own ImportError.
-        return ImportError(text, name=module)
-    return AttributeError(text)
+    hint = "" if name.startswith("_") else f" ({implemented()}{suggestion(name, known, '; did you mean {}?')})"
+    return AttributeError(f"module {module!r} has no attribute {name!r}{hint}")
 
 
-def _is_submodule(module: str, name: str) -> bool:
-    """`from package import submodule` looks for an attribute first, which must not import all modules of `utils`."""
-    return "__path__" in vars(sys.modules[module]) and importlib.util.find_spec(f"{module}.{name}") is not None
+# Threads that import modules which import each other may get one that is not complete.
+_IMPORTING = threading.RLock()
 
 
 def _load(module: str) -> ModuleType:
-    """Import a module with the garbage collector disabled.
+    """Import a module with the garbage collector disabled, in one thread at a time.
 
     Imported objects are not garbage, and with torch loaded one collection takes longer than importing this package.
     """
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        return importlib.import_module(module)
-    finally:
-        if collecting:
-            gc.enable()
+    with _IMPORTING:
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            return importlib.import_module(module)
+        finally:
+            if collecting:
+                gc.enable()

@@ -30,10 +30,10 @@ exhausted_hooks: list[Callable[[BaseException], None]] = []
 
 def report_exhausted(error: BaseException) -> None:
     """Call the hooks, once for each error, if it means that memory has run out."""
-    if not isinstance(error, Exception) or getattr(error, "_accelerate_reported", False):
+    if not isinstance(error, Exception) or getattr(error, "accelerate_reported", False):
         return
     if should_reduce_batch_size(error):
-        error._accelerate_reported = True  # type: ignore[attr-defined]
+        error.accelerate_reported = True  # type: ignore[attr-defined]
         for hook in list(exhausted_hooks):
             hook(error)
 

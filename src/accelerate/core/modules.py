@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Properties of a torch module: its children in order, its classes, whether it is compiled or sharded."""
+"""Properties of a torch module: its children in order, its classes, its device, whether it is sharded."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
 
-from .errors import PrepareError
+from .errors import ConfigurationError, PrepareError, suggestion
+from .objects import flat_list
 
 
 def require_module(model: object, function: str) -> None:
@@ -67,18 +69,24 @@ def move_module(model: nn.Module, device: torch.device | str) -> nn.Module:
 
 def moves_in_place(model: nn.Module, device: torch.device | str) -> bool:
     """Whether a parameter can get its data on `device` by an assignment to `data`."""
-    empty = torch.empty(0, device=device)
-    return all(torch._has_compatible_shallow_copy_type(parameter, empty) for parameter in model.parameters())
+    parameter = next(model.parameters(), torch.empty(0)).detach()
+    try:
+        parameter.data = torch.empty(0, dtype=parameter.dtype, device=device)
+    except RuntimeError:
+        return False
+    return True
 
 
 def move_tensor(tensor: torch.Tensor, device: torch.device) -> None:
     """Move a parameter or buffer, which stays the same object; see `move_module`."""
     moved = tensor.detach().to(device)
-    if torch._has_compatible_shallow_copy_type(tensor, moved):
+    try:
         tensor.data = moved
-    else:
-        kept = nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
-        torch.utils.swap_tensors(tensor, kept)
+    except RuntimeError:
+        # A device whose tensors torch counts as another kind.
+        torch.utils.swap_tensors(
+            tensor, nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
+        )
 
 
 def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:
@@ -87,21 +95,23 @@ def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] 
     return next((type(found) for found in module.modules() if type(found).__name__ == name), None)
 
 
-def is_compiled_module(module: nn.Module) -> bool:
-    """Whether `module` is what `torch.compile` returned for one."""
-    # The class is loaded with the compiler; where that is not loaded, nothing is compiled.
-    import sys
+def class_names(model: nn.Module, option: str, classes: Any) -> list[str]:
+    """The names of classes in an option, given as one or in any container.
 
-    frames = sys.modules.get("torch._dynamo.eval_frame")
-    return frames is not None and isinstance(module, frames.OptimizedModule)
+    Names that the model lists itself (`_no_split_modules`) may be those of parts that it does not have, and published
+    lists are for several families of models.
 
-
-def has_compiled_regions(module: nn.Module) -> bool:
-    """Whether submodules of `module` are compiled, as wrapped modules or in place."""
-    require_module(module, "has_compiled_regions")
-    original = getattr(module, "_orig_mod", None) if is_compiled_module(module) else None
-    inner = (child for child in module.modules() if child is not module and child is not original)
-    return any(is_compiled_module(child) or child._compiled_call_impl is not None for child in inner)
+    Raises:
+        ConfigurationError: no module of the model is of one of the classes.
+    """
+    names = flat_list(classes)
+    present = {type(module).__name__ for module in model.modules()}
+    if names and not present.intersection(names):
+        declared = flat_list([getattr(module, "_no_split_modules", None) for module in model.modules()])
+        if not set(declared).issuperset(names):
+            near = suggestion(names[0], present)
+            raise ConfigurationError(f"{option}: no module of {type(model).__name__} is a {' or '.join(names)}{near}")
+    return names
 
 
 def model_has_dtensor(model: nn.Module) -> bool:
@@ -126,3 +136,10 @@ def is_dtensor(parameter: torch.Tensor) -> bool:
 
     tensors = sys.modules.get("torch.distributed.tensor")
     return tensors is not None and isinstance(parameter, tensors.DTensor)
+
+
+def is_wrapper_subclass(tensor: object) -> bool:
+    """Whether a tensor is a subclass that consists of other tensors and tells torch which, as torch.compile needs."""
+    kind = type(tensor)
+    protocol = hasattr(kind, "__tensor_flatten__") and hasattr(kind, "__tensor_unflatten__")
+    return protocol and isinstance(tensor, torch.Tensor)

@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator, Sequence, Set, ValuesView
 from typing import Any
+
+_BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def convert_bytes(size: float) -> str:
@@ -58,7 +61,7 @@ def forwarded(path: str, doc: str, settable: bool = False) -> Any:
 
     def assign(self: Any, value: object) -> None:
         owner, _, name = path.rpartition(".")
-        setattr(recursive_getattr(self, owner), name, value)
+        setattr(recursive_getattr(self, owner) if owner else self, name, value)
 
     return property(operator.attrgetter(path), assign if settable else None, doc=doc)
 
@@ -79,3 +82,35 @@ def spans(numbers: Iterable[int]) -> list[tuple[int, int]]:
         else:
             found.append((number, number))
     return found
+
+
+def flat_list(values: Any) -> list[Any]:
+    """The values of an option as a list: None, one value, or nested lists, tuples, sets and iterators of them."""
+    if values is None:
+        return []
+    if isinstance(values, str) or not isinstance(values, (Sequence, Set, ValuesView, Iterator)):
+        return [values]
+    return [value for container in values for value in flat_list(container)]
+
+
+def is_secret(name: str) -> bool:
+    """Whether a name is that of a token, key or password."""
+    return re.search(r"token(?!iz|s)|secret|password|(access|api)_?key", name, re.IGNORECASE) is not None
+
+
+def masked(data: Any) -> Any:
+    """Nested data with `***` for the value of each name that is a secret's, also in texts NAME=value."""
+    if isinstance(data, dict):
+        return {key: "***" if value and is_secret(str(key)) else masked(value) for key, value in data.items()}
+    if isinstance(data, list):
+        return [masked(item) for item in data]
+    name, equals, _ = data.partition("=") if isinstance(data, str) else ("", "", "")
+    return f"{name}=***" if equals and is_secret(name) else data
+
+
+def size_of(count: float) -> str:
+    """A number of bytes with its unit: `1.50 MiB`."""
+    power = 0
+    while count >= 1024 and power < len(_BINARY_UNITS) - 1:
+        count, power = count / 1024, power + 1
+    return f"{count:.0f} B" if power == 0 else f"{count:.2f} {_BINARY_UNITS[power]}"

@@ -15,6 +15,7 @@ _FALSE = frozenset({"n", "no", "f", "false", "off", "0"})
 
 # Values of `Option.when` that name no switch.
 ALWAYS = ("always",)
+SET = ("set",)
 NEVER = ("never",)
 
 
@@ -52,14 +53,15 @@ class Option(NamedTuple):
         variable: the environment variable that the launcher and the started processes read.
         variable_words: words that only the variable may hold, besides what fits the type.
         when: the switches and sizes that must be on for the variable to be published; without one, the option
-            itself. ALWAYS publishes it in each run, NEVER leaves it to the launcher.
+            itself. SET publishes what was set, also if it is off, ALWAYS also a default. NEVER leaves it to the
+            launcher.
         to_variable: the text of the variable.
         key: where a configuration file holds the value, dotted, if not under the name; "" where a file cannot hold it.
         bare: the value of the flag when it is given without one; a value is then given as --flag=VALUE only, so that
             the next word of a command line is never taken for it.
         flags: the spellings of the flag with underscores, where they are not the name.
         question: the question of `accelerate config`.
-        engine: the only engine that uses it, if it is one's alone.
+        engine: the engine that uses it, or several with "or" between, if it is not for all.
     """
 
     name: str
@@ -108,28 +110,27 @@ class Option(NamedTuple):
         if text in self.variable_words:
             return text
         # OMP_NUM_THREADS may name a number for each nesting level; the first one is this process's.
-        value = self.convert(text.split(",")[0] if self.variable == "OMP_NUM_THREADS" else text, self.variable)
-        # A flag or file may hold numbers of processes that only a check of the entire launch can explain.
-        self._check_limits(value, self.variable)
-        return value
+        return self.convert(text.split(",")[0] if self.variable == "OMP_NUM_THREADS" else text, self.variable)
 
     def convert(self, value: Any, where: str) -> Any:
         """The value in the option's type. ConfigurationError, naming `where`, for one that does not fit."""
         if value is None:
             return None
         if self.kind in ("switch", "truth"):
-            return value if isinstance(value, bool) else parse_bool(_line(value), where)
+            return value if isinstance(value, bool) else parse_bool(str(value), where)
         if self.kind == "list":
             items = value if isinstance(value, (list, tuple)) else [value]
-            return [_passable(self._text(item, where), where) for item in items]
+            return [self._text(item, where) for item in items]
         if self.kind == "count" and isinstance(value, str) and value.strip().lower() == "all":
             return "all"
         if self.kind in ("int", "float", "count"):
             number = self._number(value, where)
-            if self.kind != "count":
-                self._check_limits(number, where)
+            if self.kind == "count" and number == -1:
+                return None  # so files of the API write "not chosen"
+            if self.least is not None and not self.least <= number <= (self.greatest or math.inf):
+                raise ConfigurationError(f"{where}={brief(number)} is out of range: use {self.accepted}")
             return number
-        text = _passable(self._text(value, where), where)
+        text = self._text(value, where)
         if self.check is not None:
             self.check(text, where)
         return text
@@ -140,12 +141,6 @@ class Option(NamedTuple):
         if self.least is None:
             return "a number"
         return f"{self.least} or more" if self.greatest is None else f"{self.least} to {self.greatest}"
-
-    def _check_limits(self, value: Any, where: str) -> None:
-        if self.least is None or isinstance(value, str):
-            return
-        if value < self.least or (self.greatest is not None and value > self.greatest):
-            raise ConfigurationError(f"{where}={brief(value)} is out of range: use {self.accepted}")
 
     def _number(self, value: Any, where: str) -> int | float:
         convert, what = (float, "a number") if self.kind == "float" else (int, "an integer")
@@ -165,10 +160,10 @@ class Option(NamedTuple):
         # YAML reads a bare `no` as False; the options that have a "no" mean that word.
         negative = next((choice for choice in self.choices if choice.lower() == "no"), None)
         if isinstance(value, (list, tuple)) and not self.choices and not any(_is_nested(item) for item in value):
-            value = ",".join(as_text(item) if isinstance(item, bool) else _line(item) for item in value)
+            value = ",".join(as_text(item) for item in value)
         if _is_nested(value):
             raise ConfigurationError(f"{where} must be a single value, not {brief(value)}")
-        text = negative if value is False and negative else _line(value)
+        text = negative if value is False and negative else str(value)
         return self._choice(text, where) if self.choices else text
 
     def _choice(self, text: str, where: str) -> str:
@@ -181,9 +176,9 @@ class Option(NamedTuple):
         choices = [*self.choices, *(self.extra_choices() if self.extra_choices else ())]
         if text in choices:
             return text
-        numbered = len(choices) > 2 and all(map(str.isdigit, choices))
-        listed = f"{choices[0]} to {choices[-1]}" if numbered else ", ".join(choices)
-        raise ConfigurationError(f"{where}={brief(text)} is not one of {listed}{suggestion(text, choices)}")
+        raise ConfigurationError(
+            f"{where}={brief(text)} is not one of {', '.join(choices)}{suggestion(text, choices)}"
+        )
 
 
 class Group(NamedTuple):
@@ -197,30 +192,9 @@ class Group(NamedTuple):
 
 def brief(value: Any) -> str:
     """A value as messages show it, cut where it is long."""
-    try:
-        text = repr(value)
-    except ValueError:  # an integer with more digits than Python likes to write out
-        text = f"a number of {value.bit_length()} bits"
+    text = repr(value)
     return text if len(text) <= 120 else f"{text[:100]}... ({len(text)} characters)"
 
 
 def _is_nested(value: Any) -> bool:
     return isinstance(value, (dict, list, tuple, set))
-
-
-def _line(value: Any) -> str:
-    try:
-        return str(value)
-    except ValueError:  # an integer with more digits than Python likes to write out
-        return brief(value)
-
-
-def _passable(text: str, where: str) -> str:
-    """The text, if a variable or an argument of a process can hold it."""
-    try:
-        fine = "\0" not in text and text.encode() is not None
-    except UnicodeEncodeError:
-        fine = False
-    if not fine:
-        raise ConfigurationError(f"{where}={brief(text)} holds a character that no variable of a process can hold")
-    return text

@@ -16,12 +16,14 @@ from typing import Any
 from .device_kinds import VISIBLE
 from .enums import DynamoBackend, SageMakerDistributedType
 from .errors import ConfigurationError, suggestion
-from .option import ALWAYS, NEVER, Group, Option
+from .option import ALWAYS, NEVER, SET, Group, Option
 from .strategy_options import DEEPSPEED, FP8_OPTIONS, FSDP, MEGATRON, PARALLELISM
 
 PRECISIONS = ("no", "fp16", "bf16", "fp8")
 DYNAMO_BACKENDS = tuple(name.lower() for name in DynamoBackend.list())
 DYNAMO_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+# More processes than that are a typing error.
+MOST_PROCESSES = 1 << 20
 # Engine -> module and class of its launcher in `accelerate.launchers`, imported only when it is chosen.
 LAUNCHERS = {
     "local": ("local", "LocalLauncher"),
@@ -121,6 +123,7 @@ PROCESSES = Group(
             "count",
             "Total number of processes on all machines; 'all' starts one for each accelerator.",
             least=1,
+            greatest=MOST_PROCESSES,
             variable="ACCELERATE_NUM_PROCESSES",
             when=NEVER,
             flags=("--num_processes", "--num_gpus"),
@@ -131,6 +134,7 @@ PROCESSES = Group(
             "count",
             "Number of processes on each machine, as for torchrun. Replaces --num_processes.",
             least=1,
+            greatest=MOST_PROCESSES,
             key="",
         ),
         Option(
@@ -150,24 +154,19 @@ PROCESSES = Group(
             to_variable=lambda value: "1",
             question="Bind processes to the cores near their device?",
         ),
-        Option(
-            "oversubscribe",
-            "switch",
-            "Start the processes even if the free memory of this machine is too small for them.",
-            False,
-            variable="ACCELERATE_OVERSUBSCRIBE",
-            when=NEVER,
-        ),
     ),
     usual=("num_processes",),
 )
 
 
 def _dynamo(name: str, kind: str, help: str, default: Any = False, **more: Any) -> Option:
+    more.setdefault("when", SET)
     variable = f"ACCELERATE_{name.upper()}"
-    return Option(name, kind, help, default, key=f"dynamo_config.{name}", variable=variable, when=ALWAYS, **more)
+    return Option(name, kind, help, default, key=f"dynamo_config.{name}", variable=variable, **more)
 
 
+# Programs find out that `accelerate launch` has started them from the variables of these two options, which
+# therefore are always set: those of the LeRobot family from ACCELERATE_MIXED_PRECISION, Oumi from the other.
 PRECISION = Group(
     "precision",
     "Mixed precision, and 8-bit floats with --mixed_precision fp8.",
@@ -209,6 +208,7 @@ TRAINING = Group(
             # The API's flag spells it so.
             aliases={"torhchxla_trace_once": "torchxla_trace_once"},
             to_variable=lambda value: (value or "no").upper(),
+            when=ALWAYS,
             question="Compile the model with torch.compile?",
         ),
         _dynamo("dynamo_mode", "text", "Mode of torch.compile.", "default", choices=DYNAMO_MODES),
@@ -294,6 +294,8 @@ MACHINES = Group(
             "main_process_port",
             "int",
             "Port of machine 0 to which the processes connect. Default: a free port on one machine, 29500 on several.",
+            least=0,
+            greatest=65535,
             question="Port of machine 0",
             flags=("--main_process_port", "--master_port"),
         ),
@@ -314,18 +316,20 @@ RESILIENCE = Group(
     "resilience",
     "Failures: restarts, time limits and reports.",
     (
-        Option("max_restarts", "int", "How many times all processes are restarted after a failure.", 0),
+        Option("max_restarts", "int", "How many times all processes are restarted after a failure.", 0, least=0),
         Option(
             "monitor_interval",
             "float",
             "With --engine elastic: seconds between two checks of the processes.",
             0.1,
+            least=0,
         ),
         Option(
             "stop_timeout",
             "float",
             "Seconds that processes have to end after SIGTERM, before they are killed.",
             4.0,
+            least=0,
         ),
         Option("error_file", "text", "JSON file to which the first failure of a run is written."),
         Option(
@@ -382,6 +386,7 @@ OUTPUT = Group(
             "Seconds between two lines about the progress of a run, if the output is not a terminal. 0 turns off "
             "these lines, and the panel on a terminal. A single process shows its progress only with this option.",
             60.0,
+            least=0,
         ),
         Option(
             "telemetry",
@@ -451,9 +456,10 @@ TPU = Group(
         Option(
             "env",
             "list",
-            "Environment variable of the pod's workers, NAME=VALUE. May be given several times.",
+            "Environment variable of the workers of a TPU pod or of a Ray cluster, NAME=VALUE; for Ray also NAME, "
+            "with the value that it has here. May be given several times.",
             key="tpu_env",
-            engine="tpu",
+            engine="tpu or ray",
         ),
         Option(
             "main_training_function",
@@ -509,6 +515,10 @@ VARIABLES: tuple[Option, ...] = (
         "float",
         help="Seconds that a rank waits for the others in debug mode. Default: 20.",
     ),
+    _variable(
+        "ACCELERATE_DEVICE_PLACEMENT",
+        help='"lazy": default of `DataLoaderConfiguration(device_placement=...)`.',
+    ),
     _variable("ACCELERATE_EXACT", "truth", help="Default of `Accelerator(exact=...)`."),
     _variable(
         "ACCELERATE_FP8_OVERRIDE_DGRAD", "truth", help="TERecipeKwargs: products of input gradients in high precision."
@@ -537,7 +547,19 @@ VARIABLES: tuple[Option, ...] = (
     _variable("ACCELERATE_STATUS_DIR", help="Set by the launcher: folder in which each rank publishes its state."),
     _variable("ACCELERATE_STRATEGY", help="Default of `Accelerator(strategy=...)`."),
     _variable("ACCELERATE_TORCH_DEVICE", help="Device of the process, instead of the accelerator of its local rank."),
+    _variable(
+        "ACCELERATE_TORCH_INTERNALS_OFF",
+        help="Names of rows of `torch_internals`, with commas, that are turned off to find out what needs them.",
+    ),
+    _variable("ACCELERATE_NON_FINITE", help="Default of `Accelerator(non_finite=...)`: skip, raise or ignore."),
     _variable("ACCELERATE_TRANSFORMS", help="Default of `Accelerator(transforms=...)`: names, with commas."),
+    _variable(
+        "ACCELERATE_TRAINJOB_EPOCHS",
+        "int",
+        least=1,
+        help="Passes over the training loader in the whole run, for the progress that a Kubeflow TrainJob shows. "
+        "Default: it shows that of each pass.",
+    ),
     _variable("ACCELERATE_USE_SAGEMAKER", "truth", help="Set in a SageMaker job."),
     _variable("FORK_LAUNCHED", "truth", help="Set in processes that `notebook_launcher` and `debug_launcher` start."),
     _variable(
@@ -569,8 +591,11 @@ FOREIGN: tuple[Option, ...] = (
     *(_variable(f"SLURM_{word}") for word in ("JOB_ID", "STEP_ID", "JOB_NODELIST", "STEP_NODELIST")),
     _variable("SLURM_STEP_TASKS_PER_NODE"),
     # torch, devices, Ray and DeepSpeed
-    *(_variable(name) for name in (*VISIBLE, "RAY_TMPDIR", "DS_ACCELERATOR")),
-    *(_variable(name) for name in ("GLOO_SOCKET_IFNAME", "TORCH_CPP_LOG_LEVEL", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE")),
+    *(_variable(name) for name in (*VISIBLE, "DS_ACCELERATOR", "RAY_TMPDIR")),
+    *(_variable(name) for name in ("MIXED_PRECISION", "GLOO_SOCKET_IFNAME", "LOGLEVEL", "TORCH_CPP_LOG_LEVEL")),
+    _variable("TORCH_DISABLE_SHARE_RDZV_TCP_STORE"),
+    # Kubeflow Trainer sets them in the pods of a TrainJob
+    *(_variable(f"KUBEFLOW_TRAINER_SERVER_{word}") for word in ("URL", "CA_CERT", "TOKEN")),
     # Trackers and cloud clients
     *(_variable(f"MLFLOW_{word}") for word in ("EXPERIMENT_NAME", "RUN_ID", "TAGS")),
     _variable("MLFLOW_NESTED_RUN", "truth"),

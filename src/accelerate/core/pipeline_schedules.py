@@ -12,7 +12,6 @@ class PipelineSchedule(NamedTuple):
     Fields:
         implementation: the schedule class, as "module:class". None: GPipe's order, which `parallel.pipeline` runs
             itself, with any loss.
-        gloo: the class on gloo, where messages in the two directions do not wait for each other; None: the same.
         stages_per_rank: how many stages each rank must have; None: any number, two by default.
         v_shaped: the last stages run back from the last rank to the first; otherwise ranks take stages in turns.
         splits_backward: computes the gradients of inputs and of weights separately.
@@ -20,7 +19,6 @@ class PipelineSchedule(NamedTuple):
     """
 
     implementation: str | None
-    gloo: str | None = None
     stages_per_rank: int | None = None
     v_shaped: bool = False
     splits_backward: bool = False
@@ -32,9 +30,7 @@ class PipelineSchedule(NamedTuple):
 _TORCH = "torch.distributed.pipelining.schedules"
 PIPELINE_SCHEDULES = {
     "gpipe": PipelineSchedule(None, stages_per_rank=1),
-    "1f1b": PipelineSchedule(
-        f"{_TORCH}:Schedule1F1B", "accelerate.parallel.pipeline.gloo_1f1b:EarlyReceive1F1B", stages_per_rank=1
-    ),
+    "1f1b": PipelineSchedule(f"{_TORCH}:Schedule1F1B", stages_per_rank=1),
     "looped_bfs": PipelineSchedule(f"{_TORCH}:ScheduleLoopedBFS"),
     "interleaved": PipelineSchedule(f"{_TORCH}:ScheduleInterleaved1F1B"),
     "zero_bubble": PipelineSchedule(

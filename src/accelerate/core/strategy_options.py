@@ -387,6 +387,14 @@ PARALLELISM = Group(
             choices=tuple(PIPELINE_SCHEDULES),
         ),
         _parallelism(
+            "pp_loss_reduction",
+            "text",
+            "How the losses of micro-batches make that of the batch, under all schedules but gpipe.",
+            None,
+            "pp",
+            choices=("mean", "sum"),
+        ),
+        _parallelism(
             "pp_num_microbatches", "int", "Number of micro-batches into which a pipeline splits a batch.", None, "pp"
         ),
     ),

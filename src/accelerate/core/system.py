@@ -166,35 +166,23 @@ def physical_cores() -> int:
 def _container_quota() -> int | None:
     """Number of processors that the control groups grant, or None without a limit."""
     quotas = []
-    for folder in _control_groups("cpu"):
+    for folder in _control_groups():
         with contextlib.suppress(OSError, ValueError):
-            if (folder / "cpu.max").exists():
-                granted, period = (folder / "cpu.max").read_text().split()
-            else:
-                granted, period = (
-                    (folder / name).read_text().strip() for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-                )
-            if granted not in ("max", "-1"):
+            granted, period = (folder / "cpu.max").read_text().split()
+            if granted != "max":
                 quotas.append(max(1, int(granted) // int(period)))
     return min(quotas, default=None)
 
 
-def _control_groups(controller: str) -> list[Path]:
-    """The folders of this process's control groups, from its own up to the root, of both versions of the kernel's."""
-    found: list[Path] = []
+def _control_groups() -> list[Path]:
+    """The folders of this process's control groups (version 2), from its own up to the root."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
         return []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and controller not in controllers.split(","):
-            continue
-        mount = CONTROL_GROUPS / controller if controllers else CONTROL_GROUPS
-        # Inside a container the path may be the host's, of which only the root is mounted.
-        inner = [mount / part for part in (Path(path.lstrip("/")), *Path(path.lstrip("/")).parents)]
-        found += [folder for folder in dict.fromkeys([*inner, mount]) if folder.is_dir()]
-    return found
+    own = Path(next((line.split(":", 2)[2] for line in lines if line.startswith("0::")), "/").lstrip("/"))
+    # Inside a container the path may be the host's, of which only the root is mounted.
+    return [folder for folder in (CONTROL_GROUPS / part for part in (own, *own.parents)) if folder.is_dir()]
 
 
 def usable_cpu_count() -> int:
@@ -203,36 +191,19 @@ def usable_cpu_count() -> int:
     return max(1, min(len(usable_cpus()), quota) if quota else len(usable_cpus()))
 
 
-def available_memory() -> int | None:
-    """Bytes that new processes can take without swapping: the machine's and the control groups'. None if unknown."""
-    found = [bytes_free for folder in _control_groups("memory") if (bytes_free := _group_memory(folder)) is not None]
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        found_line = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
-        if found_line:
-            found.append(int(found_line.group(1)) * 1024)
-    if not found:
-        with contextlib.suppress(ImportError, OSError):
-            import psutil
+def available_memory() -> int:
+    """Bytes that new processes can take without swapping: the machine's and the control groups'."""
+    import psutil
 
-            found.append(int(psutil.virtual_memory().available))
-    return min(found, default=None)
-
-
-def _group_memory(folder: Path) -> int | None:
-    """What a control group leaves; cached files that it can drop count as free."""
-    try:
-        if (folder / "memory.max").exists():
-            limit, used, dropped = (folder / "memory.max").read_text().strip(), "memory.current", "inactive_file"
-        else:
-            limit = (folder / "memory.limit_in_bytes").read_text().strip()
-            used, dropped = "memory.usage_in_bytes", "total_inactive_file"
-        # Without a limit the first version has a number near 2**63 there.
-        if limit == "max" or int(limit) >= 2**60:
-            return None
-        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        return max(0, int(limit) - int((folder / used).read_text()) + int(stat.get(dropped, 0)))
-    except (OSError, ValueError):
-        return None
+    present = [int(psutil.virtual_memory().available)]
+    for folder in _control_groups():
+        with contextlib.suppress(OSError, ValueError):
+            limit = int((folder / "memory.max").read_text())  # "max" without a limit
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            # Cached files that the group can drop count as free.
+            used = int((folder / "memory.current").read_text()) - int(stat.get("inactive_file", 0))
+            present.append(max(0, limit - used))
+    return min(present)
 
 
 def find_program(name: str) -> str | None:

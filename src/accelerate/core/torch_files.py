@@ -8,10 +8,8 @@ import pickle
 import struct
 import zipfile
 import zlib
-from typing import Any
 
-from .errors import CheckpointError
-from .files import atomic_write, named_errors, require_regular
+from .files import atomic_write, named_errors
 
 # What torch's reader of plain data raises for files that were changed or cut short.
 READ_ERRORS = (
@@ -31,41 +29,6 @@ READ_ERRORS = (
     struct.error,
     zlib.error,
 )
-
-
-def check_archive(file: Any, name: str | os.PathLike[str] = "the file") -> bool:
-    """Check a file of torch.save (a path, or a file object that errors call `name`) before it is read.
-
-    Returns whether it is a zip archive.
-
-    Raises CheckpointError for a path that is no regular file, and for an archive whose members declare more bytes
-    than the archive has: torch takes the memory first.
-    """
-    name = file if isinstance(file, (str, os.PathLike)) else name
-    try:
-        if isinstance(file, (str, os.PathLike)):
-            size = require_regular(file)
-            is_archive = zipfile.is_zipfile(file)
-        else:
-            before = file.tell()
-            size = file.seek(0, os.SEEK_END)
-            file.seek(before)
-            is_archive = zipfile.is_zipfile(file)
-            file.seek(before)
-        if not is_archive:
-            return False
-        with zipfile.ZipFile(file) as archive:
-            declared = sum(part.file_size for part in archive.infolist())
-        if not isinstance(file, (str, os.PathLike)):
-            file.seek(before)
-    except FileNotFoundError:
-        raise
-    except READ_ERRORS as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise CheckpointError(f"{name} cannot be read: {reason}") from error
-    if declared > size:
-        raise CheckpointError(f"{name} is damaged: its members declare {declared} bytes, the file has {size}")
-    return True
 
 
 def write_file(value: object, path: str | os.PathLike[str]) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from .objects import flat_list
+
 Leaf = Callable[[Any], bool]
 
 
@@ -134,7 +136,7 @@ def send_to_device(
     tensor: Any,
     device: int | str | torch.device,
     non_blocking: bool = False,
-    skip_keys: str | list[str] | None = None,
+    skip_keys: str | Iterable[Any] | None = None,
 ) -> Any:
     """Nested data with every tensor (or object with a `.to` method) moved to `device`.
 
@@ -152,9 +154,7 @@ def send_to_device(
     inner = children(tensor)
     if inner is None:
         return tensor
-    stay: set[Any] = set()
-    if isinstance(tensor, Mapping):
-        stay = {skip_keys} if isinstance(skip_keys, str) else set(skip_keys or ())
+    stay = set(flat_list(skip_keys)) if isinstance(tensor, Mapping) else ()
     moved = {
         key: value if key in stay else send_to_device(value, device, non_blocking, skip_keys)
         for key, value in inner.items()

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from .position import StreamPosition
-from .reuse import separated
 from .rows import has_rows, join_rows, repeat_rows, rows_of, take_rows
-from .steps import ReadPlan, ShardSplit, ShardStep, completed, real_counts, too_short
+from .steps import ReadPlan, ShardSplit, ShardStep, completed, real_counts
 
 SliceFunction = Callable[..., Any]
 
@@ -76,8 +75,6 @@ class BatchAssigner:
         present = next(steps, None)
         while present is not None:
             following = next(steps, None)
-            if following is not None and any(batch is NO_BATCH for batch in present.batches):
-                raise too_short(sum(present.counts or ()), self.cut.shards)
             ahead = following.batches if following is not None else [NO_BATCH] * self.cut.shards
             present.last = [batch is NO_BATCH for batch in ahead]
             present.final = following is None
@@ -86,8 +83,6 @@ class BatchAssigner:
 
     def _assigned(self, batches: Iterator[ShardStep]) -> Iterator[AssignedStep]:
         shards = self.cut.shards
-        if not self.cut.split:
-            batches = _separated(batches)
         while group := list(itertools.islice(batches, 1 if self.cut.split else shards)):
             last = group[-1].last
             if self.drop_last and len(group) < (1 if self.cut.split else shards):
@@ -179,21 +174,6 @@ class BatchAssigner:
             self.slice_fn(joined, cut, process_index=shard, num_processes=self.cut.shards)
             for shard, cut in enumerate(slices)
         ]
-
-
-def _separated(steps: Iterator[ShardStep]) -> Iterator[ShardStep]:
-    """`steps` whose batches stay as they are when the next ones are read, as where a collate function has a buffer."""
-    waiting: list[ShardStep] = []
-
-    def batches() -> Iterator[Any]:
-        for step in steps:
-            waiting.append(step)
-            yield step.data
-
-    for batch in separated(batches()):
-        step = waiting.pop()
-        step.data = batch
-        yield step
 
 
 def _rows(step: ShardStep) -> int | None:

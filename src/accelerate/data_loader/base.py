@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch.utils.data import DataLoader
 
 from ..core.errors import ConfigurationError
 from ..core.imports import is_available
+from ..run.observers import NO_OBSERVERS, RunObservers
 from ..state import GradientState
 
 
@@ -30,17 +30,9 @@ class DataLoaderStateMixin:
     remainder: int = -1
     batch_counts: tuple[int, ...] | None = None
     batch_weight: float = 1.0
-    # Called with the loader before each pass, and when the next batch is requested, after the last one was used.
-    before_pass: tuple[Callable[[Any], None], ...] = ()
-    between_batches: tuple[Callable[[Any], None], ...] = ()
-    # Measures the passes of this loader (`timed` and `timed_source` of a meter); None measures nothing.
-    meter: Any = None
+    # Those of the run that has prepared this loader.
+    observers: RunObservers = NO_OBSERVERS
     _open_passes = 0
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        cls.end_of_dataloader = False
-        cls.remainder = -1
 
     def reset(self) -> None:
         """Clear the attributes of the last batch."""
@@ -101,15 +93,6 @@ class DataLoaderAdapter:
 
     def __len__(self) -> int:
         return len(self.base_dataloader)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position of the base loader, where it is torchdata's `StatefulDataLoader`; another one has none."""
-        state: dict[str, Any] = self.__getattr__("state_dict")()
-        return state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a position of the base loader, where it is torchdata's `StatefulDataLoader`."""
-        self.__getattr__("load_state_dict")(state_dict)
 
     def adjust_state_dict_for_prefetch(self) -> None:
         """Does nothing: the state counts what was yielded, not what was prefetched. Part of the API."""

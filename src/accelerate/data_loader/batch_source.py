@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import sys
@@ -14,11 +15,11 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.datapipes.datapipe import IterDataPipe, MapDataPipe
 
 from ..core.errors import PrepareError
-from .fetch import Fetch, finished, map_fetch
+from .fetch import Fetch, map_fetch, pinned
 from .iterable import IterableDatasetShard, open_stream
-from .order import Order, draw_worker_seed
+from .order import Order, ReplayedOrder, draw_worker_seed
 from .position import StreamPosition, WorkerRandom
-from .reuse import separated
+from .random_states import preserved
 from .samplers import innermost
 from .shard import plan_of
 from .steps import ReadPlan, ShardSplit, ShardStep, is_generator, mark_last
@@ -41,11 +42,7 @@ def is_native(loader: DataLoader[Any]) -> bool:
     """Whether `loader` is iterated by torch's or torchdata's own code, which can be replaced."""
     if isinstance(loader.dataset, (IterDataPipe, MapDataPipe)):
         return False
-    return any(
-        type(loader).__iter__ is kind.__iter__ and type(loader)._get_iterator is kind._get_iterator
-        for kind in (DataLoader, stateful_class())
-        if kind is not None
-    )
+    return any(type(loader).__iter__ is kind.__iter__ for kind in (DataLoader, stateful_class()) if kind is not None)
 
 
 def is_iterable(loader: DataLoader[Any]) -> bool:
@@ -111,51 +108,46 @@ class BatchSource:
         loader: Any = self.loader
         if start.inner is not None:
             loader.dataset.load_state_dict(start.inner[0])
-        stream = order.open(plan.open, plan.opens_lazily)
-        if order.draws_at_start():
+        stream = order.open(plan.open, plan.opens_lazily, start.consumed)
+        if not order.resumes:
             draw_worker_seed(loader.generator)
-        fetch = finished(loader, map_fetch(loader.dataset, loader.collate_fn, loader.batch_sampler is not None))
-        steps = order.paced(plan.read(stream, start.consumed, order.looks_ahead))
+        fetch = pinned(loader, map_fetch(loader.dataset, loader.collate_fn, loader.batch_sampler is not None))
+        steps = plan.read(stream, start.consumed)
         if has_state(loader):
             return _fetched_with_state(steps, fetch, loader.dataset)
         return _fetched(steps, fetch)
 
     def _stream_in_process(self, plan: ReadPlan, order: Order, start: StreamPosition) -> Iterator[ShardStep]:
         loader = self.loader
-        if order.draws_at_start():
+        if not order.resumes:
             draw_worker_seed(loader.generator)
-        fetch = finished(loader, loader.collate_fn)
+        fetch = pinned(loader, loader.collate_fn)
         if start.inner is not None or has_state(loader):
-            order.begun = True
             return _streamed_with_state(loader, plan, start, fetch)
         lazily = is_generator(unwrapped(loader.dataset))
-        stream = order.open(lambda: open_stream(loader.dataset), lazily)
-        if loader.batch_size in (None, 1):
-            # The plain loader copies the samples of larger batches only after it has read all of them.
-            stream = separated(stream)
-        steps = order.paced(plan.read(stream, start.consumed))
-        return _fetched(steps, fetch)
+        stream = order.open(lambda: open_stream(loader.dataset), lazily, start.consumed)
+        return _fetched(plan.read(stream, start.consumed), fetch)
 
     # -- in worker processes
 
     def _metered(self, plan: ReadPlan, order: Order, start: StreamPosition) -> Iterator[ShardStep]:
-        reader = (plan.cut.index, plan.cut.shards)
+        reader = [plan.cut.index, plan.cut.shards]
         start = dataclasses.replace(start, random=self._known_random(start.random, reader))
-        kept = self._kept
         engine, meter = self._with_meter(plan, order, start, in_workers=True)
-        with order.undisturbed():
+        with self._seeded(order):
             batches = iter(engine)
-        if kept is None or meter is not kept[1]:
-            seed = batches._base_seed
-            meter.random = start.random or WorkerRandom(seed, [{} for _ in range(self.workers)], 0, reader)
-            meter.first = meter.random.turn
-        return _metered_batches(batches, meter, start, self.workers)
+        return _metered_batches(batches, meter, start, self.workers, reader)
 
-    def _known_random(self, found: WorkerRandom | None, reader: tuple[int, int]) -> WorkerRandom | None:
+    def _seeded(self, order: Order) -> contextlib.AbstractContextManager[None]:
+        """A context in which torch draws the seed of workers; that of a resumed pass was drawn when it began."""
+        return preserved(("torch",)) if order.resumes else contextlib.nullcontext()
+
+    def _known_random(self, found: WorkerRandom | None, reader: list[int]) -> WorkerRandom | None:
         """The generators with which workers have to start; None where torch's are right, or nothing is known."""
         if found is None and self._kept is not None and self._kept[1].first:
             # Persistent workers of a pass that began with another worker than 0 are started again.
-            found, self._kept = self._kept[1].random, None
+            meter = self._kept[1]
+            found, self._kept = meter.random if meter.random_known else None, None
         return found if found is not None and len(found.states) == self.workers and found.reader == reader else None
 
     def _with_meter(
@@ -175,6 +167,8 @@ class BatchSource:
                 # The seed that torch draws for the workers is not used.
                 changes["generator"] = torch.Generator()
             engine = altered(loader, **changes)
+            meter.random = start.random
+            meter.first = 0 if start.random is None else start.random.turn
             self._kept = (engine, meter) if loader.persistent_workers else None
         meter.arm(plan, order, start.consumed)
         return engine, meter
@@ -198,6 +192,7 @@ class BatchSource:
             self._kept = (engine, key) if loader.persistent_workers else None
         else:
             engine = self._kept[0]
+        assert isinstance(order, ReplayedOrder)
         with order.applied():
             batches = iter(engine)
         return itertools.islice(_streamed_batches(batches, start, self.workers), steps, None)
@@ -208,16 +203,14 @@ class BatchSource:
         loader = self.loader
         begin = max(start.consumed, plan.skip)
         batches: Iterator[Any]
-        if is_iterable(loader):
+        if isinstance(order, ReplayedOrder) and is_iterable(loader):
             with order.applied():
-                batches = separated(iter(loader))
+                batches = iter(loader)
             steps = begin // plan.stride
             return _looking_ahead(itertools.islice(batches, steps, None), plan, steps * plan.stride)
         engine, meter = self._with_meter(plan, order, start)
-        with order.undisturbed():
+        with self._seeded(order):
             batches = iter(engine)
-        if not loader.num_workers:
-            batches = separated(batches)
         if plan.cut.shards > 1:
             batches = _checked_batches(batches, meter, loader)
         return _looking_ahead(batches, plan, begin)
@@ -250,29 +243,27 @@ def _streamed_with_state(
     return mark_last(steps())
 
 
-def _metered_batches(batches: Iterator[Any], meter: Meter, start: StreamPosition, workers: int) -> Iterator[ShardStep]:
+def _metered_batches(
+    batches: Iterator[Any], meter: Meter, start: StreamPosition, workers: int, reader: list[int]
+) -> Iterator[ShardStep]:
     """The batches of a loader whose indices come from `meter`, with the steps that it has recorded."""
-    log, random = meter.log, meter.random
-    inner = list(start.inner or [None] * workers)
+    random, inner = meter.random, list(start.inner or [None] * workers)
     # If the pass is not completed, persistent workers have drawn for batches that nobody has received.
-    meter.random = None
-    for batch, worker, state, moved in batches:
-        step = log.popleft()
+    known, meter.random_known = meter.random_known, False
+    for batch, worker, state, seed, changed in batches:
+        step = meter.log.popleft()
         step.data = batch
+        step.position = place = _as_place(step.position)
         if state is not None:
             inner[worker] = state
-            step.position = place = _as_place(step.position)
             place.inner = list(inner)
-        if random is not None:
-            states = random.states
-            if moved is not None:
-                states = [*states[:worker], {**states[worker], **moved}, *states[worker + 1 :]]
-            random = random._replace(states=states, turn=(worker + 1) % workers)
-            step.position = place = _as_place(step.position)
-            place.random = random
+        if known:
+            states = [{}] * workers if random is None else list(random.states)
+            states[worker] = {**states[worker], **changed}
+            place.random = random = WorkerRandom(seed, states, (worker + 1) % workers, reader)
         del batch
         yield step
-    meter.random = None if random is None else random._replace(turn=0)
+    meter.random, meter.random_known = None if random is None else random._replace(turn=0), known
 
 
 def _as_place(position: StreamPosition | int) -> StreamPosition:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
+from torch.utils.data.datapipes.datapipe import IterDataPipe
 
 from ..core.errors import CheckpointError, ConfigurationError
 from ..state import PartialState
@@ -22,6 +23,7 @@ from .order import Order, draw_worker_seed, is_distributed
 from .position import StreamPosition
 from .shard import check_divisible
 from .steps import ReadPlan, ShardSplit, ShardStep
+from .workers import altered
 
 
 class DataLoaderDispatcher(PreparedLoader):
@@ -132,17 +134,19 @@ class DataLoaderDispatcher(PreparedLoader):
                 )
             return self._source.open(plan, order, start)
         channel = BatchChannel(plan.cut.index)
+        # Opening one is a collective of torch's loader, which shares the seed of its shuffles.
+        is_pipe = isinstance(self.base_dataloader.dataset, IterDataPipe)
         if not self._reads:
-            if order.draws_at_start():
+            if is_pipe:
+                iter(altered(self.base_dataloader, num_workers=0))
+            elif not order.resumes:
                 self._draw_as_reader()
             return _received(channel)
-        order.isolate(shared=False)
         unsplit = dataclasses.replace(plan, cut=ShardSplit(exact=plan.cut.exact))
         # Opened by `_assigned`, so that an error there is reported to the other ranks as well.
-        # Where batches are skipped, only if nothing but generators changes when the order is drawn a second time.
-        begins_later = start.consumed or (plan.skip and order.known)
+        begins_later = start.consumed or (plan.skip and not is_iterable(self.base_dataloader))
         first = None
-        if begins_later and not has_state(self.base_dataloader):
+        if begins_later and not (is_pipe or has_state(self.base_dataloader)):
             first = functools.partial(self._first_step, unsplit, order)
         assigner = BatchAssigner(plan, self.slice_fn, first)
         skipped = 0
@@ -166,7 +170,8 @@ class DataLoaderDispatcher(PreparedLoader):
         draw_worker_seed(None)
         if base.num_workers and not is_iterable(base):
             # Torch requests the first batches from its workers at once.
-            ahead = itertools.islice(base._index_sampler, base.num_workers * (base.prefetch_factor or 2))
+            indices = base.sampler if base.batch_sampler is None else base.batch_sampler
+            ahead = itertools.islice(indices, base.num_workers * (base.prefetch_factor or 2))
             collections.deque(ahead, maxlen=0)
 
 

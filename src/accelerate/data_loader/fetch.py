@@ -3,19 +3,16 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd import profiler
 from torch.utils.data import TensorDataset, default_collate
-from torch.utils.data._utils.pin_memory import pin_memory
+
+from ..core import trees
+from ..core.messages import warn
 
 Fetch = Callable[[Any], Any]
-
-# The name by which torch's profiling tools find the time of loading.
-PROFILE_NAME = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
 
 
 def map_fetch(dataset: Any, collate: Fetch, batched: bool) -> Fetch:
@@ -47,18 +44,14 @@ def _rows_of(tensors: tuple[torch.Tensor, ...]) -> Fetch:
     return fetch
 
 
-def finished(loader: Any, fetch: Fetch) -> Fetch:
-    """`fetch`, followed by pinning where the loader requests it, and recorded in a running profile."""
-    device = pin_device(loader)
-    pinned = fetch if device is None else lambda wanted: pin_memory(fetch(wanted), device)
+def pinned(loader: Any, fetch: Fetch) -> Fetch:
+    """`fetch`, followed by pinning where the loader requests it."""
+    return fetch if pin_device(loader) is None else lambda wanted: pin_memory(fetch(wanted))
 
-    def marked(wanted: Any) -> Any:
-        if profiler._is_profiler_enabled:
-            with profiler.record_function(PROFILE_NAME):
-                return pinned(wanted)
-        return pinned(wanted)
 
-    return marked
+def pin_memory(batch: Any) -> Any:
+    """`batch` with its tensors, and objects with a `pin_memory` of their own, in pinned memory."""
+    return trees.map_leaves(lambda leaf: leaf.pin_memory(), batch, lambda value: hasattr(value, "pin_memory"))
 
 
 def pin_device(loader: Any) -> str | None:
@@ -68,6 +61,6 @@ def pin_device(loader: Any) -> str | None:
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if found is None or found.type == "mps":
         where = "not supported on MPS" if found else "set, but no accelerator is found"
-        warnings.warn(f"pin_memory=True is {where}: memory is not pinned.", stacklevel=2)
+        warn(f"pin_memory=True is {where}: memory is not pinned.")
         return None
     return found.type

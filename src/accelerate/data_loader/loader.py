@@ -5,45 +5,36 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
+import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, SequentialSampler
 
 from ..collectives.rng import synchronize_rng_states
 from ..core.errors import CheckpointError
+from ..run.observers import RunObservers
 from ..runtime import marks
 from ..state import GradientState
 from .base import DataLoaderAdapter, DataLoaderStateMixin
 from .batch_source import BatchSource, is_iterable, is_native, plan_for
-from .generators import Generators, own_generators
 from .iterable import IterableDatasetShard, Remainder
-from .order import History, Order, draws_at_once
+from .order import Order, OwnGenerators, RecordedOrder, ReplayedOrder, is_distributed, is_recorded, is_seeded
 from .position import Position, StreamPosition, total_of
 from .prefetch import feed_for
-from .samplers import SeedableRandomSampler, check_skip, epoch_listeners, get_sampler, with_sampler
+from .random_states import GLOBAL, States, preserved
+from .samplers import SeedableRandomSampler, check_skip, epoch_listeners, get_sampler, tell_epoch, with_sampler
 from .steps import ReadPlan, ShardStep
-from .workers import altered, keeps_state, unwrapped
+from .workers import altered, unwrapped
 
-# Attributes that are not copied or pickled: a copy or another process has its own.
-_PER_PROCESS = frozenset(
-    {
-        "batches_read",
-        "_source",
-        "_feed",
-        "_order",
-        "_history",
-        "_place",
-        "_pending",
-        "_opened",
-        "_open_passes",
-        "_origin",
-        "_successor",
-    }
-    | {"before_pass", "between_batches", "meter"}
-)
+# The attributes that `PreparedLoader.around` takes as arguments.
+_OPTIONS = (
+    "use_stateful_dataloader", "device", "rng_types", "synchronized_generator", "skip_batches", "_drop_last",
+    "_non_blocking", "torch_device_mesh", "iteration", "_seeded",
+)  # fmt: skip
 
 
 class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
@@ -58,10 +49,9 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     batches_read: int = 0
     end_of_dataloader: bool
     remainder: int
+    batch_counts: tuple[int, ...] | None
     batch_weight: float
-    before_pass: tuple[Callable[[Any], None], ...]
-    between_batches: tuple[Callable[[Any], None], ...]
-    meter: Any
+    observers: RunObservers
     _is_accelerate_prepared = True
 
     def __init__(
@@ -126,52 +116,42 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self._non_blocking = _non_blocking
         self.torch_device_mesh = torch_device_mesh
         self.iteration: int = iteration
-        self._ready()
-
-    def _ready(self) -> None:
-        """Set the attributes that every process and every copy has for itself."""
         self._source = BatchSource(self.base_dataloader)
-        self._history = History()
         self._feed = feed_for(self.device, self._non_blocking)
         # The present pass (or the last one, if it was not complete), and its position.
         self._order: Order | None = None
         self._place: StreamPosition | int = 0
+        self._start = 0
         self._pending: Position | None = None
-        # The position that was loaded is that of a pass whose start has drawn its numbers, and nothing of the order.
-        self._opened = False
+        # What passes that were left have read of a stream that goes on where it is: one that is its own iterator.
+        self._yielded = 0
         # A loader that skips the first batches of this one's epoch continues it and has its position.
         self._origin: PreparedLoader | None = None
         self._successor: weakref.ref[PreparedLoader] | None = None
 
     def options(self) -> dict[str, Any]:
         """The arguments with which `around` makes another loader like this one."""
-        return {
-            "use_stateful_dataloader": self.use_stateful_dataloader,
-            "device": self.device,
-            "rng_types": self.rng_types,
-            "synchronized_generator": self.synchronized_generator,
-            "skip_batches": self.skip_batches,
-            "_drop_last": self._drop_last,
-            "_non_blocking": self._non_blocking,
-            "torch_device_mesh": self.torch_device_mesh,
-            "iteration": self.iteration,
-            "_seeded": self._seeded,
-        }
+        return {name: getattr(self, name) for name in _OPTIONS}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        fields = {name: value for name, value in self.__dict__.items() if name not in _PER_PROCESS}
-        return _restored, (type(self), fields)
+        # A copy, also in another process, makes passes of its own.
+        return functools.partial(type(self).around, **self.options()), (self.base_dataloader,)
 
     @property
     def gradient_state(self) -> GradientState:
         """The shared gradient state."""
         return GradientState()
 
+    @property
+    def copy_seconds(self) -> float:
+        """Seconds that this loader has spent so far on copies to the device."""
+        return 0.0 if self._feed is None else self._feed.copy_seconds
+
     # -- one pass
 
     def __iter__(self) -> Iterator[Any]:
-        for call in self.before_pass:
-            call(self)
+        for observer in self.observers.active:
+            observer.before_pass(self)
         resumed, self._pending = self._pending, None
         self._successor = None
         if resumed is not None and resumed.order is not None and self.iteration > resumed.epoch:
@@ -181,62 +161,51 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             self.iteration = resumed.epoch
         if self.rng_types:
             synchronize_rng_states(self.rng_types, self.synchronized_generator)
-        self.set_epoch(self.iteration)
-        order = self._new_order()
-        order.opened, self._opened = self._opened, False
-        start = StreamPosition()
-        if resumed is not None and resumed.order is not None:
-            order.resume(resumed.order, resumed.place)
-            start = resumed.place
-        self._order, self._place = order, start
+        self._inform(self.iteration, overrule=False)
+        self._leave_pass()
+        order = self._new_order(None if resumed is None else resumed.order)
+        start = StreamPosition() if resumed is None else resumed.place
+        self._order, self._place, self._start = order, start, start.consumed
         plan = self.plan()
         steps = self._open(plan, order, start)
-        feed, meter = self._feed, self.meter
-        if feed is not None:
-            steps = feed.ahead(steps if meter is None else meter.timed_source(steps))
-        if meter is not None:
-            steps = meter.timed(self, plan, steps, feed is not None)
+        if self._feed is not None:
+            steps = self._feed.ahead(steps)
         return self._pass(steps, plan, start)
 
-    def _finish_epoch(self, epoch: int, states: dict[str, Any], place: StreamPosition) -> None:
+    def _leave_pass(self) -> None:
+        if isinstance(self._order, ReplayedOrder) and isinstance(unwrapped(self.dataset), Iterator):
+            self._yielded = self._order.lead + self._order.drawn
+        self._order = None
+
+    def _finish_epoch(self, epoch: int, states: States, place: StreamPosition) -> None:
         """Set the generators to the end of a loaded epoch of which no batch is left."""
         following = self.iteration
         self.set_epoch(epoch)
-        order = self._new_order()
-        order.resume(states, place)
-        for _ in self._open(self.plan(), order, place):
+        for _ in self._open(self.plan(), self._new_order(states), place):
             pass
         self.set_epoch(following)
 
     def _open(self, plan: ReadPlan, order: Order, start: StreamPosition) -> Iterator[ShardStep]:
         if start.split is not None:
             return self._open_unsplit(self.base_dataloader, order, start)
-        self._isolate(plan, order)
+        self._share(plan, order)
         return self._source.open(plan, order, start)
 
-    def _first_step(self, plan: ReadPlan, present: Order) -> ShardStep | None:
-        """The first step of the present epoch, read again without an effect on generators and a sampler's state."""
-        order = self._new_order()
-        generators = Generators(order.generators.torchs, order.generators.others)
-        states = generators.capture()
-        place = None if order.stateful is None else copy.deepcopy(order.stateful.state_dict())
-        order.isolate(shared=False)
-        order.resume(present.as_saved(), StreamPosition())
+    def _share(self, plan: ReadPlan, order: Order) -> None:
+        """Let all ranks have rank 0's order: they are shards of it, or read the same samples."""
+        is_common = plan.cut.shards > 1 or self.torch_device_mesh is not None
+        order.shared = is_common and is_distributed() and not order.fixed
+
+    def _first_step(self, plan: ReadPlan, order: Order) -> ShardStep | None:
+        """The first step of the present epoch, read again without an effect on generators."""
         # Not the source of the present pass, whose workers may be persistent.
         source = BatchSource(self.base_dataloader)
-        step = next(source.open(dataclasses.replace(plan, skip=0), order, StreamPosition()), None)
-        generators.restore(states)
-        if place is not None:
-            order.stateful.load_state_dict(place)
+        states = order.own.capture()
+        with preserved():
+            steps = source.open(dataclasses.replace(plan, skip=0), order.repeated(), StreamPosition())
+            step = next(steps, None)
+        order.own.restore(states)
         return step
-
-    def _isolate(self, plan: ReadPlan, order: Order) -> None:
-        cut = plan.cut
-        if shared := cut.shards > 1 or self.torch_device_mesh is not None:
-            # The shards of one order, or ranks that read the same samples, share a stream of random numbers.
-            order.isolate(shared, equal_lengths=cut.shards == 1 or cut.even or cut.exact or plan.drop_last)
-        elif cut.exact:
-            order.isolate(shared=False)
 
     def _open_unsplit(self, base: Any, order: Order, start: StreamPosition) -> Iterator[ShardStep]:
         """The rest of an epoch from one stream, also of an epoch whose shards were read by other processes."""
@@ -252,7 +221,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             start = StreamPosition(start.consumed - read)
         plan = plan_for(base, self.skip_batches)
         plan.skip = max(0, plan.skip - read)
-        self._isolate(plan, order)
+        self._share(plan, order)
         for step in BatchSource(base).open(plan, order, start):
             if split is not None:
                 step.position = StreamPosition(read + _consumed(step.position), split=split)
@@ -260,13 +229,18 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     def _pass(self, steps: Iterator[ShardStep], plan: ReadPlan, start: StreamPosition) -> Iterator[Any]:
         self.begin()
-        complete, self.batches_read = False, 0
+        complete, self.batches_read, cut = False, 0, plan.cut
         marks.begin_pass(self)
+        observers = self.observers
+        for observer in observers.active:
+            observer.begin_pass(self)
         try:
             self.remainder = -1 if self._drop_last else plan.last_size(start.consumed)
             for step in steps:
-                if step.counts is not self.batch_counts and step.counts != self.batch_counts:
-                    self._weigh(step.counts, plan)
+                if step.counts is not self.batch_counts:
+                    self.batch_counts = step.counts
+                    if cut.exact and step.counts is not None:
+                        self.batch_weight = step.counts[cut.index] * cut.shards / (sum(step.counts) or 1)
                 if step.last and not (plan.drop_last or self._drop_last) and step.counts is not None:
                     # What was read, if a sampler yields another number than its length.
                     self.remainder = _last_size(step.counts, plan)
@@ -275,16 +249,29 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
                 self.batches_read += 1
                 # The next batch is read without this one in memory, unless the loop keeps it.
                 batch, step.data = step.data, None
+                for observer in observers.active:
+                    observer.batch(self, batch)
                 yield batch
                 del batch
-                for call in self.between_batches:
-                    call(self)
-            self._order = None
+                for observer in observers.active:
+                    observer.end_batch(self)
+            self._order, self._yielded = None, 0
             complete = True
             self._end_epoch(self.iteration + 1)
         finally:
-            marks.end_pass(self, self.iteration - complete, complete)
-            self.end()
+            # At the end of the interpreter, the globals of modules are gone.
+            if not sys.is_finalizing():
+                marks.end_pass(self, self.iteration - complete, complete)
+                for observer in observers.active:
+                    observer.end_pass(self)
+                self.end()
+
+    @property
+    def batches_skipped_twice(self) -> int:
+        """Batches before the present one, if they are as many as those that a resumed pass left out; else 0."""
+        skipped = self.batches_read - 1
+        is_equal = (_consumed(self._place) - self._start) * skipped == self._start * self.batches_read
+        return skipped if is_equal else 0
 
     def _end_epoch(self, following: int) -> None:
         """Set the next epoch, here and in the loader whose epoch this one completed."""
@@ -292,38 +279,32 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         if self._origin is not None and self._origin.iteration < following:
             self._origin._end_epoch(following)
 
-    def _weigh(self, counts: tuple[int, ...] | None, plan: ReadPlan) -> None:
-        if self.meter is not None:
-            self.meter.take_samples()
-        self.batch_counts = counts
-        if plan.cut.exact and counts is not None:
-            total = sum(counts)
-            self.batch_weight = counts[plan.cut.index] * plan.cut.shards / total if total else 0.0
-
     # -- what is read
 
     def plan(self) -> ReadPlan:
         """The order of the samples, and how it is split, according to the present samplers."""
         return plan_for(self.base_dataloader, self.skip_batches)
 
-    def _new_order(self) -> Order:
-        base = self.base_dataloader
-        sampler, streams = self.get_sampler(), is_iterable(base)
-        plan = self.plan()
-        stream: Any = None if streams else plan.stream
-        found = [getattr(sampler, "generator", None), base.generator, self.synchronized_generator]
-        if streams:
-            found.append(getattr(unwrapped(base.dataset), "generator", None))
-        torchs, others = own_generators(unwrapped(base.dataset)) if streams else own_generators(stream, sampler)
-        known = not streams and draws_at_once(stream, self._has_seeded_sampler)
-        return Order(
-            stream,
-            Generators([one for one in (*found, *torchs) if isinstance(one, torch.Generator)], others, not known),
-            sampler if isinstance(sampler, SeedableRandomSampler) else None,
-            next((one for one in (stream, sampler) if keeps_state(one)), None),
-            known,
-            self._history,
-        )
+    def _new_order(self, states: States | None = None) -> Order:
+        """The order of the next pass; with `states`, the one that a position was saved in."""
+        base, plan = self.base_dataloader, self.plan()
+        own = self._own_generators()
+        if is_iterable(base):
+            return ReplayedOrder(own, GLOBAL, False, states, 0 if base.num_workers else self._yielded)
+        if not is_seeded(plan.stream) or (states is not None and is_recorded(states)):
+            # More elements than twice the dataset, or what the sampler says, are not one epoch.
+            length = max(total_of(plan) or 0, len(base.dataset) if hasattr(base.dataset, "__len__") else 1 << 20)
+            return RecordedOrder(own, plan.stream, 2 * length + 1, states)
+        fixed = type(plan.stream) is SequentialSampler or (own.seedable is not None and own.seedable.seed_agreed)
+        kinds = () if own.seedable is not None or type(plan.stream) is SequentialSampler else ("torch",)
+        return ReplayedOrder(own, kinds, fixed, states)
+
+    def _own_generators(self) -> OwnGenerators:
+        base, sampler = self.base_dataloader, self.get_sampler()
+        holders = (sampler, base, unwrapped(base.dataset) if is_iterable(base) else None)
+        generators = [getattr(holder, "generator", None) for holder in holders]
+        seedable = sampler if isinstance(sampler, SeedableRandomSampler) else None
+        return OwnGenerators([*generators, self.synchronized_generator], seedable)
 
     @property
     def _has_seeded_sampler(self) -> bool:
@@ -375,7 +356,6 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next pass, here and in samplers and a dataset that have `set_epoch`."""
-        self._opened = self._opened and epoch == self.iteration
         self.iteration = epoch
         pending = self._pending
         if pending is not None and epoch not in (pending.epoch, pending.epoch + pending.ended):
@@ -384,10 +364,13 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             self._pending = None
         self._inform(epoch)
 
-    def _inform(self, epoch: int) -> None:
+    def _inform(self, epoch: int, overrule: bool = True) -> None:
         base = self.base_dataloader
-        for listener in epoch_listeners(base.batch_sampler, base.sampler, base.dataset):
-            listener.set_epoch(epoch)
+        dataset = unwrapped(base.dataset)
+        if not hasattr(dataset, "set_epoch"):
+            dataset = base.dataset
+        for listener in epoch_listeners(base.batch_sampler, base.sampler, dataset):
+            tell_epoch(listener, epoch, overrule)
 
     # -- position
 
@@ -397,7 +380,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         After the last batch, while the loop has not ended, a pass that is resumed from the position yields nothing.
 
         Returns:
-            Numbers, strings, lists and byte tensors. They do not depend on the shard or the number of shards.
+            Numbers, strings, lists, bytes and tensors. They do not depend on the shard or the number of shards.
         """
         if self._pending is not None:
             return self._pending.to_dict()
@@ -406,11 +389,9 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             return successor.state_dict()
         plan = self.plan()
         position = Position(self.iteration, plan.unit, total_of(plan), sampler=self._sampler_class)
-        if self._order is None or not (self._order.begun or _consumed(self._place)):
-            # Between epochs, or before the first draw of one.
-            states = position.own = self._new_order().own()
-            if self._opened or (self._order is not None and self._order.opened):
-                states["opened"] = True
+        if self._order is None or not _consumed(self._place):
+            # Between epochs, or before the first batch of one.
+            states = position.own = self._own_generators().capture()
         else:
             place = self._place
             if isinstance(place, int):
@@ -435,13 +416,11 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             continues: whether some of its batches are left out. If none are and the loaded epoch has ended, this
                 loader reads the next one.
         """
-        self.before_pass, self.between_batches, self.meter = origin.before_pass, origin.between_batches, origin.meter
+        self.observers = origin.observers
         self._pending, origin._pending = origin._pending, None
         if self._pending is not None and self._pending.ended:
             self.iteration = self._pending.epoch + (not continues)
-        self._opened, origin._opened = origin._opened, False
         self._origin = origin
-        self._history = origin._history
         origin._successor = weakref.ref(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -454,15 +433,14 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             CheckpointError: this loader cannot continue from the position.
         """
         position = self._checked(state_dict)
-        self._order = None
+        self._leave_pass()
         self._place = 0
         self._successor = None
         self._pending = position if position.in_epoch else None
         self._use_seeded_sampler(bool((position.order or position.own or {}).get("seeded")))
         if position.own is not None:
-            self._new_order().restore_own(position.own)
+            self._own_generators().restore(position.own)
         self.set_epoch(position.epoch)
-        self._opened = bool((position.own or {}).get("opened"))
 
     def leave_ended_epoch(self) -> bool:
         """Let the next pass be that of the next epoch, if the loaded position is after the last batch of one.
@@ -551,13 +529,6 @@ class SkipDataLoader(PreparedLoader):
         self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any
     ) -> None:
         super().__init__(dataset, skip_batches=skip_batches, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
-
-
-def _restored(cls: type[PreparedLoader], fields: dict[str, Any]) -> PreparedLoader:
-    loader = cls.__new__(cls)
-    loader.__dict__.update(fields)
-    loader._ready()
-    return loader
 
 
 def _consumed(place: StreamPosition | int) -> int:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ..core.errors import CheckpointError
-from .generators import as_tensors
 
 FORMAT = 2
 
@@ -39,17 +38,7 @@ class WorkerRandom(NamedTuple):
     seed: int
     states: list[dict[str, Any]]
     turn: int
-    reader: tuple[int, int]
-
-    @classmethod
-    def from_dict(cls, state: dict[str, Any]) -> WorkerRandom:
-        """What `to_dict` has returned."""
-        index, count = state["reader"]
-        return cls(int(state["seed"]), list(state["states"]), int(state["turn"]), (index, count))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Numbers, strings, lists and byte tensors."""
-        return {**self._asdict(), "states": as_tensors(self.states), "reader": list(self.reader)}
+    reader: list[int]
 
 
 @dataclass(slots=True)
@@ -61,7 +50,6 @@ class StreamPosition:
         workers: for an iterable dataset, the samples that each worker has read (one number without workers).
         turn: the worker that yields the next batch.
         inner: the states of a dataset with a `state_dict`, one for each worker.
-        digest: a checksum of what was consumed, where the order cannot be known beforehand.
         split: how much of each shard was read, where each process reads its own shard of the dataset. `consumed`
             beyond that are samples of the remainder, which was then read as one stream.
         random: the generators of the workers of a map-style dataset.
@@ -71,7 +59,6 @@ class StreamPosition:
     workers: tuple[int, ...] | None = None
     turn: int = 0
     inner: list[Any] | None = None
-    digest: int | None = None
     split: SplitProgress | None = None
     random: WorkerRandom | None = None
 
@@ -85,7 +72,7 @@ class Position:
         unit: what `place.consumed` counts.
         total: the length of the order; None where it is not known.
         place: the position in the epoch.
-        order: the states that the epoch's order was drawn from; None between epochs.
+        order: the states that the epoch's order follows from, or its elements; None between epochs.
         own: between epochs, the states of the loader's generators and its sampler's seed.
         sampler: the class of the sampler that draws the order; None for an iterable dataset.
         ended: whether the last batch of the epoch was read, and its pass had not ended.
@@ -106,15 +93,14 @@ class Position:
         return self.order is not None
 
     def to_dict(self) -> dict[str, Any]:
-        """The position as numbers, strings, lists and byte tensors."""
+        """The position as numbers, strings, lists, bytes and tensors of integers."""
         place = self.place
         optional = {
             "workers": None if place.workers is None else list(place.workers),
             "turn": None if place.workers is None else place.turn,
             "inner": place.inner,
-            "digest": place.digest,
             "parts": None if place.split is None else list(place.split),
-            "worker_random": None if place.random is None else place.random.to_dict(),
+            "worker_random": None if place.random is None else place.random._asdict(),
             "order": self.order,
             "own": self.own or None,
             "sampler": self.sampler,
@@ -146,9 +132,8 @@ class Position:
                 workers,
                 state.get("turn", 0),
                 state.get("inner"),
-                state.get("digest"),
                 None if split is None else SplitProgress(*split),
-                None if random is None else WorkerRandom.from_dict(random),
+                None if random is None else WorkerRandom(**random),
             )
             order, own, sampler = (state.get(name) for name in ("order", "own", "sampler"))
             ended = bool(state.get("ended", False))

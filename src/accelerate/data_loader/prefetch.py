@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 import torch
-from torch.utils.data._utils.pin_memory import pin_memory
 
 from ..core import devices, trees
+from .fetch import pin_memory
 from .steps import ShardStep
 
 
@@ -30,11 +31,14 @@ class PlainFeed:
     def __init__(self, device: torch.device, non_blocking: bool) -> None:
         self.device = device
         self.non_blocking = non_blocking
+        self.copy_seconds: float = 0.0  # of the host, so far
 
     def ahead(self, steps: Iterator[ShardStep]) -> Iterator[ShardStep]:
         """The steps with their batches on the device."""
         for step in steps:
+            begin = perf_counter()
             step.data = trees.send_to_device(step.data, self.device, self.non_blocking)
+            self.copy_seconds += perf_counter() - begin
             yield step
 
 
@@ -50,14 +54,17 @@ class DeviceFeed:
         self.module = module
         self.pins = pins
         self.stream: Any = module.Stream(device)
+        self.copy_seconds: float = 0.0  # of the host, so far
 
     def ahead(self, steps: Iterator[ShardStep]) -> Iterator[ShardStep]:
         """The steps with their batches on the device."""
         present = self._started(next(steps, None))
         while present is not None:
+            begin = perf_counter()
             # From here on a source that reuses its buffers may write into them.
             present.done.synchronize()
             present.source = None
+            self.copy_seconds += perf_counter() - begin
             following = self._started(next(steps, None))
             present.done.wait(self.module.current_stream(self.device))
             yield present.step
@@ -66,13 +73,15 @@ class DeviceFeed:
     def _started(self, step: ShardStep | None) -> _Copy | None:
         if step is None:
             return None
+        begin = perf_counter()
         source = step.data
         found = trees.find_device(source)
         if self.pins and found is not None and found.type == "cpu":
-            source = pin_memory(source, self.device.type)
+            source = pin_memory(source)
         self.stream.wait_stream(self.module.current_stream(self.device))
         with self.module.stream(self.stream):
             step.data = trees.send_to_device(source, self.device, non_blocking=True)
+        self.copy_seconds += perf_counter() - begin
         return _Copy(step, source, self.stream.record_event())
 
 

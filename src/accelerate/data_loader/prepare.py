@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -12,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from ..core.errors import PrepareError
 from ..core.imports import is_available
+from ..core.messages import warn
 from ..core.retired import explained
 from ..state import PartialState
 from .base import check_loader, loader_class
@@ -112,9 +112,7 @@ def prepare_data_loader(
     cut = _cut(num_processes, process_index, torch_device_mesh, split_batches, even_batches, exact)
     _check_not_sharded(dataloader, cut)
     if data_seed is not None and not use_seedable_sampler:
-        warnings.warn(
-            "data_seed is the seed of the seedable sampler: it has no effect without use_seedable_sampler=True"
-        )
+        warn("data_seed is the seed of the seedable sampler: it has no effect without use_seedable_sampler=True")
     check_split(dataloader.dataset, cut.shards)
     split = cut.shards > 1 and is_split(dataloader.dataset)
     if split and (dispatch_batches or split_batches or exact):
@@ -144,9 +142,7 @@ def prepare_data_loader(
             base = altered(base, generator=None)
         return DataLoaderDispatcher.around(base, cut=cut, slice_fn=slice_fn_for_dispatch, **options)
     if slice_fn_for_dispatch is not None and cut.shards > 1:
-        warnings.warn(
-            "slice_fn_for_dispatch slices dispatched batches: it has no effect without dispatch_batches=True"
-        )
+        warn("slice_fn_for_dispatch slices dispatched batches: it has no effect without dispatch_batches=True")
     seeded = cut.shards > 1 and not (exact or use_seedable_sampler or is_iterable(base)) and _seed_sampler(base)
     # Each process reads its own shard of the dataset. With `exact`, the order is that of one process.
     reads_shard = cut.shards > 1 and not (cut.split or cut.exact or use_stateful_dataloader)
@@ -205,8 +201,8 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
         if is_iterable(dataloader):
             return SkipDataLoader.around(dataloader, skip_batches=num_batches)
         return _without_first(dataloader, num_batches)
-    for call in dataloader.before_pass:
-        call(dataloader)
+    for observer in dataloader.observers.active:
+        observer.before_pass(dataloader)
     options = dataloader.options()
     base = dataloader.base_dataloader
     if is_iterable(base) or kind is not DataLoaderShard:
@@ -281,7 +277,7 @@ def _with_seedable_sampler(base: Any, data_seed: int | None) -> Any:
     fresh = SeedableRandomSampler(
         sampler.data_source,
         replacement=sampler.replacement,
-        num_samples=sampler._num_samples,
+        num_samples=None if sampler.num_samples == len(sampler.data_source) else sampler.num_samples,
         generator=sampler.generator,
         data_seed=data_seed,
     )

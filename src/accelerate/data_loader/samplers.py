@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -122,15 +123,38 @@ def shuffles_plainly(sampler: Any) -> bool:
 
 def epoch_listeners(*roots: Any) -> list[Any]:
     """The objects with a `set_epoch` among `roots` and the samplers inside them, each once."""
-    found: dict[int, Any] = {}
+    seen: dict[int, Any] = {}
     waiting = list(roots)
-    seen: set[int] = set()
     while waiting:
         candidate = waiting.pop(0)
-        if candidate is None or id(candidate) in seen:
-            continue
-        seen.add(id(candidate))
-        if callable(getattr(candidate, "set_epoch", None)):
-            found[id(candidate)] = candidate
-        waiting += [getattr(candidate, "__dict__", {}).get(name) for name in ("batch_sampler", "sampler")]
-    return list(found.values())
+        if candidate is not None and id(candidate) not in seen:
+            seen[id(candidate)] = candidate
+            waiting += [getattr(candidate, "__dict__", {}).get(name) for name in ("batch_sampler", "sampler")]
+    return [candidate for candidate in seen.values() if callable(getattr(candidate, "set_epoch", None))]
+
+
+# For samplers and datasets that loaders have told an epoch: which one, and how far their user is ahead of the loader.
+_TOLD: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
+
+
+def tell_epoch(listener: Any, epoch: int, overrule: bool = False) -> None:
+    """Call `set_epoch` of a sampler or dataset. If its user has set another epoch, that one stays and counts on.
+
+    Args:
+        listener: the sampler or dataset. What its user sets is seen if it has an attribute `epoch`.
+        epoch: the loader's epoch.
+        overrule: replace the user's epoch.
+    """
+    try:
+        told, ahead = _TOLD.get(listener, (0, 0))
+    except TypeError:  # neither hashable nor weakly referenced
+        listener.set_epoch(epoch)
+        return
+    present = getattr(listener, "epoch", None)
+    if overrule or not isinstance(present, int) or present < 0:
+        ahead = 0
+    elif present != told:
+        ahead = present - epoch
+    if ahead == 0 or present == told:
+        listener.set_epoch(epoch + ahead)
+    _TOLD[listener] = epoch + ahead, ahead

@@ -9,6 +9,9 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from torch.utils.data.datapipes.datapipe import IterDataPipe
+from torch.utils.data.graph_settings import get_all_graph_pipes
+
 from ..collectives import transport
 from ..core.errors import CheckpointError, PrepareError
 from ..runtime.calls import Call
@@ -60,6 +63,11 @@ _BY_RANK: dict[str, Callable[[Any, Any], bool]] = {
     ),
     "litdata": lambda module, dataset: isinstance(
         dataset, (module.StreamingDataset, module.CombinedStreamingDataset, module.ParallelStreamingDataset)
+    ),
+    # Torch's loader gives each rank its part of what passes a `sharding_filter`.
+    "torch.utils.data.graph": lambda module, dataset: (
+        isinstance(dataset, IterDataPipe)
+        and any(hasattr(pipe, "apply_sharding") for pipe in get_all_graph_pipes(module.traverse_dps(dataset)))
     ),
 }
 
@@ -121,7 +129,6 @@ class SplitLoader(DataLoaderShard):
                 self.unsplit, base.batch_size or 1, base.drop_last, shards, self.cut.index, even_batches=self.cut.even
             )
             return self._open_unsplit(altered(base, dataset=shard), order, start)
-        order.isolate(shared=False)
         read = max(read, plan.skip // shards)
         own = dataclasses.replace(plan, cut=ShardSplit(), skip=read)
         steps = self._source.open(own, order, StreamPosition())

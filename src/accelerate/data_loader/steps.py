@@ -5,23 +5,13 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ..core.errors import PrepareError
-from .position import StreamPosition
-from .reuse import own_indices
+import torch
 
-# Iterators over finished sequences: they run no code of a sampler.
-FINISHED: tuple[type, ...] = (
-    type(iter([])),
-    type(iter(())),
-    type(iter(range(0))),
-    type(iter(range(1 << 70))),
-    type(reversed([])),
-)
+from .position import StreamPosition
 
 
 @dataclass(slots=True)
@@ -107,35 +97,16 @@ class ReadPlan:
     def open(self) -> Iterator[Any]:
         """An iterator over the stream. Batches of indices are copied, since some are read before one is used."""
         stream = iter(self.stream)
-        return (
-            stream if self.of_samples or not self.counted or isinstance(stream, FINISHED) else map(own_indices, stream)
-        )
+        return stream if self.of_samples or not self.counted else map(_copied_indices, stream)
 
     @property
     def opens_lazily(self) -> bool:
         """Whether nothing is drawn before the first element is requested, as torch does where it batches samples."""
         return self.of_samples or is_generator(self.stream)
 
-    def read(self, stream: Iterator[Any], start: int = 0, ahead: bool = True) -> Iterator[ShardStep]:
-        """The steps of this shard from a position on, of which the last one is marked.
-
-        Args:
-            stream: an iterator over the order.
-            start: the position in it.
-            ahead: read one step ahead to find the last one. Otherwise the length of the stream determines it, where
-                it has one, and nothing is drawn earlier than in a plain loop.
-
-        Returns:
-            An iterator over the steps.
-        """
-        steps = self.steps(stream, start)
-        if ahead:
-            return mark_last(steps)
-        try:
-            total = self.total()
-        except (TypeError, NotImplementedError):
-            return mark_last(steps)
-        return mark_by_length(steps, total, self.stride if self.drop_last and self.of_samples else 1)
+    def read(self, stream: Iterator[Any], start: int = 0) -> Iterator[ShardStep]:
+        """The steps of this shard from a position on, of which the last one is marked: read one step ahead."""
+        return mark_last(self.steps(stream, start))
 
     def steps(self, stream: Iterator[Any], start: int = 0) -> Iterator[ShardStep]:
         """The steps of this shard from position `start` of `stream` on (never before `skip`)."""
@@ -183,25 +154,11 @@ def mark_last(steps: Iterator[ShardStep]) -> Iterator[ShardStep]:
         present = following
 
 
-def mark_by_length(steps: Iterator[ShardStep], total: int, least: int) -> Iterator[ShardStep]:
-    """`steps` with the last one marked: fewer than `least` of the `total` elements come after it.
-
-    At the supposed end one step is read ahead, since a stream may be longer than its `__len__`.
-    """
-    ended = True
-    for step in steps:
-        assert isinstance(step.position, int)
-        ended = step.last = total - step.position < least
-        if ended and least == 1:
-            yield from mark_last(itertools.chain([step], steps))
-            return
-        yield step
-    if not ended:
-        warnings.warn(
-            f"a sampler has a length of {total} and yields fewer elements: the last batch of the epoch could not be "
-            "marked as such, so an accumulation window may stay open. Correct its __len__.",
-            stacklevel=2,
-        )
+def _copied_indices(batch: Any) -> Any:
+    # A batch sampler may refill one list, or yield an iterator.
+    if isinstance(batch, torch.Tensor):
+        return batch.clone()
+    return list(batch) if isinstance(batch, (list, Iterator)) else batch
 
 
 def is_generator(stream: Any) -> bool:
@@ -290,10 +247,7 @@ def split_steps(
     head = next(stream, None) if start and cut.repeats else None
     _discard(stream, start - (head is not None))
     position = start
-    short: int | None = None
     for batch in stream:
-        if short is not None:
-            raise too_short(short, shards)
         position += 1
         head = batch if head is None else head
         length = len(batch) if size is None else max(size, len(batch))
@@ -303,22 +257,11 @@ def split_steps(
         counts = real_counts(len(batch), part, shards)
         if cut.repeats and len(batch) < part * shards:
             batch = completed(list(batch), part * shards, list(head))
-        elif counts[-1] == 0 and not cut.exact:
-            short = len(batch)
         mine = batch[part * index : part * (index + 1)]
         if len(mine):
             yield ShardStep(mine, counts, position)
         elif cut.exact:
             yield ShardStep(batch[:1], counts, position)
-
-
-def too_short(samples: int, shards: int) -> PrepareError:
-    """The error of a batch that has no samples for some shards, and after which other batches come."""
-    return PrepareError(
-        f"a batch of {samples} samples in the middle of the epoch was split between {shards} processes, some of which "
-        "have no samples of it: with even_batches=False they would be a step ahead from there on. Use "
-        "even_batches=True, Accelerator(exact=True), or a batch sampler without such batches"
-    )
 
 
 def lengths_of(group: list[Any], shards: int) -> tuple[int, ...] | None:

@@ -13,13 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
-from torch.utils.data._utils.worker import _generate_state
 
 from .fetch import Fetch, map_fetch
-from .generators import Generators, States, as_bytes, as_tensors, differing, packed
 from .iterable import IterableDatasetShard, open_stream
 from .order import Order
 from .position import StreamPosition, WorkerRandom
+from .random_states import States, capture, restore
 from .steps import ReadPlan, ShardStep
 
 
@@ -48,26 +47,27 @@ class Meter(Sampler[Any]):
         self.loader = loader
         self.log: deque[ShardStep] = deque()
         self.started: bool = False
-        # The generators of the workers, None while they are unknown, and the worker that read the first batch.
+        # The generators of the workers (None: as torch seeds them), and the worker that read the first batch.
         self.random: WorkerRandom | None = None
+        self.random_known: bool = True
         self.first: int = 0
 
-    def arm(self, plan: ReadPlan, order: Order, start: int) -> None:
+    def arm(self, plan: ReadPlan, order: Order, consumed: int) -> None:
         """Set what the next pass reads."""
-        self.plan: ReadPlan = copy.copy(plan)
-        self.plan.skip = max(plan.skip, start)
+        self.plan = plan
         self.order = order
+        self.consumed = consumed
         self.started = False
 
     def __len__(self) -> int:
-        return len(self.plan)
+        return len(dataclasses.replace(self.plan, skip=max(self.plan.skip, self.consumed)))
 
     def __iter__(self) -> Iterator[Any]:
         log: deque[ShardStep] = deque()
         self.log = log
         self.started = True
-        stream = self.order.open(self.plan.open, self.plan.opens_lazily)
-        return _recorded(self.order.paced(self.plan.read(stream, ahead=self.order.looks_ahead)), log)
+        stream = self.order.open(self.plan.open, self.plan.opens_lazily, self.consumed)
+        return _recorded(self.plan.read(stream, self.consumed), log)
 
 
 def _recorded(steps: Iterator[ShardStep], log: deque[ShardStep]) -> Iterator[Any]:
@@ -79,8 +79,8 @@ def _recorded(steps: Iterator[ShardStep], log: deque[ShardStep]) -> Iterator[Any
 class MapWorker(Dataset[Any]):
     """A map-style dataset in a worker process.
 
-    It returns each batch with the worker's number, the state of the dataset after it (None for one without), and the
-    states of the global random generators that have changed since the worker's last batch.
+    It returns each batch with the worker's number, the state of the dataset after it (None for one without), the seed
+    of all workers, and the states of the global generators that have changed since the worker's last batch.
 
     Args:
         loader: the loader.
@@ -97,43 +97,38 @@ class MapWorker(Dataset[Any]):
         self.collate: Callable[[list[Any]], Any] = loader.collate_fn
         self.batched: bool = loader.batch_sampler is not None
         self.fetch: Fetch | None = None
-        self._generators = Generators()
+        self.seed: int = 0
         self._last: States = {}
 
-    def seed_worker(self, worker: int) -> int | None:
-        """Seed this worker's generators as in the pass that is continued. Returns the seed, if there is one."""
-        seed = None
+    def seed_generators(self, worker: int, base_seed: int) -> int:
+        """Seed this worker's generators as torch does, where a pass is continued with its seed. Returns the seed."""
+        self.seed = base_seed if self.random is None else self.random.seed
         if self.random is not None:
-            seed = self.random.seed + worker
-            random.seed(seed)
-            torch.manual_seed(seed)
-            np.random.seed(_generate_state(self.random.seed, worker))
-        self._last = self._generators.capture()
-        return seed
+            random.seed(self.seed + worker)
+            torch.manual_seed(self.seed + worker)
+            words = [worker, self.seed & 0xFFFFFFFF, self.seed >> 32, 0]
+            np.random.seed(np.random.SeedSequence(words).generate_state(4))
+        self._last = capture()
+        return self.seed + worker
 
-    def restore_worker(self, worker: int) -> None:
+    def restore_generators(self, worker: int) -> None:
         """Set this worker's generators to the states that they had at the position."""
         if self.random is not None:
-            self._generators.restore(as_tensors(self.random.states[worker]))
-            self._last = self._generators.capture()
+            restore(self.random.states[worker])
+            self._last = capture()
 
-    def __getitems__(self, indices: Any) -> tuple[Any, int, Any, States | None]:
+    def __getitems__(self, indices: Any) -> tuple[Any, int, Any, int, States]:
         worker = worker_number()
         if self.fetch is None:
             self.fetch = map_fetch(self.dataset, self.collate, self.batched)
             if self.states is not None and self.states[worker] is not None:
                 self.dataset.load_state_dict(self.states[worker])
         batch = self.fetch(indices)
-        return batch, worker, self.dataset.state_dict() if self.has_state else None, self._moved()
+        before, self._last = self._last, capture()
+        changed = {kind: state for kind, state in self._last.items() if state != before[kind]}
+        return batch, worker, self.dataset.state_dict() if self.has_state else None, self.seed, changed
 
     __getitem__ = __getitems__
-
-    def _moved(self) -> States | None:
-        before, self._last = self._last, self._generators.capture()
-        if self._last is before:
-            return None
-        moved: States = as_bytes(packed({kind: self._last[kind] for kind in differing(before, self._last)}))
-        return moved
 
 
 class StreamWorker(IterableDataset[Any]):
@@ -201,14 +196,15 @@ class WorkerStart:
         info = get_worker_info()
         assert info is not None
         reader: Any = info.dataset
+        base_seed = info.seed - info.id
         rotated = (info.id + reader.turn) % info.num_workers
         # Torch forbids users to change this object.
         object.__setattr__(info, "dataset", unwrapped(reader))
         object.__setattr__(info, "id", rotated)
         draws = isinstance(reader, MapWorker)
-        if draws and (seed := reader.seed_worker(rotated)) is not None:
-            object.__setattr__(info, "seed", seed)
+        if draws:
+            object.__setattr__(info, "seed", reader.seed_generators(rotated, base_seed))
         if self.user_function is not None:
             self.user_function(rotated)
         if draws:
-            reader.restore_worker(rotated)
+            reader.restore_generators(rotated)

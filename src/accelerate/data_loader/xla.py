@@ -43,25 +43,6 @@ class MpDeviceLoaderWrapper(MpDeviceLoader):
             synchronize_rng_states(self._rng_types, self.dataloader.synchronized_generator)
         return super().__iter__()
 
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next pass."""
-        self.dataloader.set_epoch(epoch)
-
-    @property
-    def total_batch_size(self) -> int:
-        """Samples in a step over all shards."""
-        return int(self.dataloader.total_batch_size)
-
-    @property
-    def total_dataset_length(self) -> int:
-        """Samples in the dataset of all shards."""
-        return int(self.dataloader.total_dataset_length)
-
-    @property
-    def batch_sampler(self) -> Any:
-        """The batch sampler of the prepared loader."""
-        return self.dataloader.batch_sampler
-
     def __getattr__(self, name: str) -> Any:
         if name in ("dataloader", "_loader"):
             raise AttributeError(name)

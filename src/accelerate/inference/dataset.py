@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import warnings
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +21,11 @@ from ..core import json_text
 from ..core.errors import ConfigurationError, PrepareError
 from ..core.files import atomic_write, user_path
 from ..core.imports import is_available
+from ..core.messages import warn
 from ..core.modules import move_module
-from ..core.trees import send_to_device
-from ..data_loader.digest import extended
-from ..runtime.agreement import Agreement, default_connection, pauses
+from ..core.trees import children, map_leaves, send_to_device
+from ..runtime.agreement import Agreement, default_connection, first, pauses
+from ..runtime.calls import values_in_words
 from ..state import PartialState
 from ..telemetry.progress import tqdm
 
@@ -104,7 +105,8 @@ def map_dataset(
                 _write_part(folder / _name(number, file_format), rows, number * part_size)
             agreement.exchange("the end", None, timeout, "It may still compute: raise the timeout of map_dataset.")
             bar.update(queue.count(0) - bar.n)
-        numbers = agreement.exchange("files", _numbers(folder, file_format), _START)[0]
+        numbers = _numbers(folder, file_format) if process.is_main_process else None
+        numbers = agreement.exchange("files", numbers, _START, reduce=first)
     finally:
         locks.release()
     return [folder / _name(number, file_format) for number in numbers]
@@ -117,9 +119,8 @@ def _check_arguments(dataset: Any, batch_size: int, part_size: int, file_format:
     if isinstance(dataset, DataLoader | Mapping):
         kind = "its dataset, and batch_size" if isinstance(dataset, DataLoader) else "one of its datasets"
         raise ConfigurationError(f"map_dataset: dataset is a {type(dataset).__name__}: give {kind}")
-    for name, value in (("batch_size", batch_size), ("part_size", part_size)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigurationError(f"map_dataset: {name}={value!r} is not an integer of at least 1")
+    if min(batch_size, part_size) < 1:
+        raise ConfigurationError(f"map_dataset: {batch_size=} and {part_size=} must be at least 1")
     if file_format not in ("jsonl", "parquet"):
         raise ConfigurationError(f"map_dataset: file_format={file_format!r} is neither 'jsonl' nor 'parquet'")
     if file_format == "parquet" and not is_available("pyarrow"):
@@ -140,11 +141,21 @@ def _origin(function: Any, dataset: Any, samples: int | None) -> dict[str, int]:
     """Checksums of the first sample and of the first numbers of each of a model's weights."""
     found = {}
     if samples:
-        found["first sample"] = extended(0, [dataset[0]])
+        found["first sample"] = _checksum(dataset[0])
     if isinstance(function, nn.Module):
         heads = [p.detach().flatten()[:8] for p in function.parameters() if not p.is_meta and type(p) is nn.Parameter]
-        found["model"] = extended(0, [type(function).__qualname__, *(head.tolist() for head in heads)])
+        found["model"] = _checksum([type(function).__qualname__, *heads])
     return found
+
+
+def _checksum(value: Any) -> int:
+    """A checksum of nested data, the same in every process; of other objects only the type is compared."""
+
+    def plain(leaf: Any) -> Any:
+        leaf = leaf.tolist() if hasattr(leaf, "tolist") else leaf
+        return leaf if isinstance(leaf, (str, bytes, int, float, list)) else type(leaf).__qualname__
+
+    return zlib.crc32(repr(map_leaves(plain, value, lambda leaf: children(leaf) is None)).encode())
 
 
 def _open_folder(
@@ -162,14 +173,16 @@ def _open_folder(
             answer["done"] = _claim(folder, plan, origin, locks)
         except (ConfigurationError, FolderInUse, OSError) as error:
             answer["error"] = f"map_dataset: {error}"
-    answers = agreement.exchange("the start", answer, _START)
-    if "error" in answers[0]:
-        raise ConfigurationError(answers[0]["error"])
-    for rank, other in enumerate(answers):
-        if other["plan"] != answers[0]["plan"]:
-            raise ConfigurationError(
-                f"map_dataset: the ranks differ: rank 0 has {answers[0]['plan']}, rank {rank} has {other['plan']}"
-            )
+
+    def compared(answers: dict[int, Any]) -> dict[str, Any]:
+        if any(other["plan"] != plan for other in answers.values()):
+            plans = values_in_words({rank: other["plan"] for rank, other in answers.items()})
+            return {"error": f"map_dataset: the ranks differ: {plans}", **answers[0]}
+        return {"done": [], **answers[0]}
+
+    answer = agreement.exchange("the start", answer, _START, reduce=compared)
+    if "error" in answer:
+        raise ConfigurationError(answer["error"])
     for waited in pauses():
         if (folder / PLAN).is_file():
             break
@@ -179,7 +192,7 @@ def _open_folder(
                 "folder that all processes share"
             )
     size, samples = plan["part_size"], plan["samples"]
-    return {number: size if samples is None else min(size, samples - number * size) for number in answers[0]["done"]}
+    return {number: size if samples is None else min(size, samples - number * size) for number in answer["done"]}
 
 
 def _claim(folder: Path, plan: dict[str, Any], origin: dict[str, int], locks: RunLocks) -> list[int]:
@@ -205,7 +218,7 @@ def _claim(folder: Path, plan: dict[str, Any], origin: dict[str, int], locks: Ru
             raise ConfigurationError(f"{folder} was written with {known}, now it is {plan}: choose another folder")
         others = [what for what, checksum in origin.items() if former.get(what, checksum) != checksum]
         if others and present:
-            warnings.warn(
+            warn(
                 f"map_dataset: {folder} has {len(present)} complete parts of a run with another "
                 f"{' and '.join(others)}. They are kept: choose another folder to compute them again"
             )
@@ -239,7 +252,7 @@ def _json(record: dict[str, Any]) -> str:
         # Raises the same error where it was about something else.
         found = json.loads(json.dumps(record, default=_plain), parse_constant=constants.append)
         if set(constants) - {"NaN"}:
-            warnings.warn(
+            warn(
                 "map_dataset: infinite numbers are written as null, because JSON does not have them: "
                 "file_format='parquet' keeps them"
             )

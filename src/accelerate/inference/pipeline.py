@@ -7,7 +7,6 @@ It runs as pipelines do in training, without a tracer: `parallel.pipeline`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import MethodType
 from typing import Any
 
 import torch
@@ -16,10 +15,10 @@ from torch import nn
 
 from ..core import trees
 from ..core.errors import PrepareError
-from ..core.modules import move_tensor, require_module
+from ..core.modules import class_names, move_tensor, require_module
 from ..core.retired import explained
-from ..parallel.pipeline.dataflow import observe
-from ..parallel.pipeline.microbatch import BatchSplitter, Stage, restrict_outputs
+from ..parallel.pipeline.microbatch import BatchSplitter, Stage, disable_caches
+from ..parallel.pipeline.observe import observe
 from ..parallel.pipeline.p2p import P2PChannel
 from ..parallel.pipeline.runner import Runner
 from ..parallel.pipeline.split import (
@@ -32,7 +31,7 @@ from ..parallel.pipeline.split import (
     last_units,
     module_bytes,
 )
-from ..parallel.pipeline.stage import StagedModel
+from ..parallel.pipeline.stage import Args, Kwargs, StagedModel
 from ..parallel.pipeline.stage_plan import order_conflict
 from ..state import PartialState
 
@@ -80,30 +79,30 @@ def prepare_pippy(
     example = (example_args, dict(example_kwargs or {}))
     if trees.first_leaf(example) is None:
         raise PrepareError("prepare_pippy needs example_args or example_kwargs: a batch of tensors")
-    restrict_outputs(model)
-    points, cut, carried, reads = _cut(
-        model, split_points, no_split_module_classes or (), example, state.num_processes
-    )
-    staged = StagedModel(model, cut.units, state.device, carried=carried, bounds=cut.bounds)
+    disable_caches(model)
+    unsplit = class_names(model, "no_split_module_classes", no_split_module_classes)
+    points, cut, carried, reads = _cut(model, split_points, unsplit, example, state.num_processes)
+    full_forward = model.forward
     start, stop = cut.bounds[state.process_index : state.process_index + 2]
-    modules = [model.get_submodule(name) for name in cut.units]
-    _own_to_device(model, [*modules[:start], *modules[stop:]], reads, state.device)
-    stages = {state.process_index: Stage(state.process_index, modules[start:stop])}
+    units = [model.get_submodule(name) for name in cut.units]
+    kept = {id(parameter) for name, parameter in model.named_parameters() if name in reads}
+    staged = StagedModel(model, cut.units, range(start, stop), state.device, None, carried, cut.bounds, kept)
+    staged.watch(units[start:stop])
+    for tensor in (*model.parameters(), *model.buffers()):
+        move_tensor(tensor, state.device)
+    stages = {state.process_index: Stage(state.process_index, units[start:stop])}
     group = dist.group.WORLD
     assert group is not None
-    channel, splitter = P2PChannel(group, state.device), BatchSplitter(model.forward, (), chunks)
+    channel, splitter = P2PChannel(group, state.device), BatchSplitter(full_forward, (), chunks)
     runner = Runner(staged, cut, stages, range(state.num_processes), channel, splitter)
-    full_forward = model.forward
 
     # The user's module keeps its class, configuration and names; only what runs is another.
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if staged.segment is not None:
-            return full_forward(*args, **kwargs)
+    def forward(args: Args, kwargs: Kwargs) -> object:
         with torch.no_grad():
             args, kwargs = trees.send_to_device((args, kwargs), state.device)
             return runner.forward(runner.new_batch(args, kwargs), on_all_ranks=gather_output)
 
-    model.forward = MethodType(forward, model)
+    staged.replace_forward(forward)
     model.hf_split_points = points  # type: ignore[assignment]
     return model
 
@@ -120,8 +119,8 @@ def _cut(
     check_names(model, points)
     # What has no parameters computes on each stage.
     units = [unit for unit in _refined(model, find_units(model, no_split, nested=not points), points) if unit.size]
-    flow = observe(model, [unit.name for unit in units], *example)
-    order = tuple(flow.called)
+    seen = observe(model, [unit.name for unit in units], *example)
+    order = tuple(dict.fromkeys(seen.calls))
     if requested == "auto":
         points = _balanced(units, order, stages)
     elif len(points) != stages - 1:
@@ -138,11 +137,11 @@ def _cut(
             f"split_points {', '.join(points)} are not in the order in which {type(model).__name__} computes, or "
             "leave a stage empty"
         )
-    carried = flow.carried(order, [*bounds[1:-1], len(order)])
+    carried = seen.used_across(order, [*bounds[1:-1], len(order)])
     cut = StageSplit(order, bounds, len(order))
-    if problem := order_conflict(cut, flow.calls):
+    if problem := order_conflict(cut, seen.calls):
         raise PrepareError(f"{type(model).__name__} cannot be cut at {', '.join(points)}: {problem}")
-    return points, cut, last_units(model, order, carried), set(flow.reads)
+    return points, cut, last_units(model, order, carried), seen.reads
 
 
 def _refined(model: nn.Module, units: Sequence[Unit], points: Sequence[str]) -> list[Unit]:
@@ -166,16 +165,3 @@ def _balanced(units: Sequence[Unit], order: Sequence[str], stages: int) -> list[
         )
     sizes = {unit.name: unit.size for unit in units}
     return [order[place] for place in balance([sizes[name] for name in order], stages)]
-
-
-def _own_to_device(model: nn.Module, absent: Sequence[nn.Module], reads: set[str], device: torch.device) -> None:
-    """Parameters and buffers of all modules but the absent ones go to the device, in place; and those in `reads`."""
-    foreign = {id(module) for unit in absent for module in unit.modules()}
-    for prefix, module in model.named_modules():
-        path = f"{prefix}." if prefix else ""
-        for name, parameter in module._parameters.items():
-            if parameter is not None and (id(module) not in foreign or path + name in reads):
-                move_tensor(parameter, device)
-        for name, buffer in module._buffers.items():
-            if buffer is not None and (id(module) not in foreign or path + name in reads):
-                module._buffers[name] = buffer.to(device)

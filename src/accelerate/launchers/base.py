@@ -8,13 +8,11 @@ import os
 import shlex
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from ..core.errors import ConfigurationError
 from .ports import ReservedPort
 from .spec import LaunchSpec, ProcessSpec
 
@@ -26,13 +24,20 @@ AGENT = ("monitor_interval", "rdzv_id", "role")
 SUPERVISION = ("tee", "log_dir", "error_file", "stop_timeout", "max_restarts")
 
 
+class Interrupted(BaseException):
+    """A signal has ended this launcher's part of a run."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
 class Launcher:
     """One way to start processes. Subclasses override `processes`, and `attempt` or `run` where theirs differ."""
 
     name = "base"
-    # Options that this launcher does not use, and options that belong to it, whatever the script trains with.
+    # Options that this launcher does not use.
     unused: tuple[str, ...] = ()
-    own: tuple[str, ...] = ()
     # Whether the processes run on machines whose devices this one cannot count.
     remote: bool = False
     # Whether the processes of this launch share this machine's processors and memory.
@@ -54,27 +59,6 @@ class Launcher:
         Raises:
             ConfigurationError: this launcher cannot run the launch.
         """
-        config = self.spec.variables.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
-        # Base64 text of a configuration, which is allowed as well, has none of these characters.
-        if config and not self.remote and any(mark in config for mark in "./\\") and not os.path.isfile(config):
-            raise ConfigurationError(f"deepspeed_config_file={config!r} does not exist (from {os.getcwd()})")
-        if config and not self.remote and os.path.isfile(config):
-            from ..core import json_text
-
-            try:
-                json_text.read(config)
-            except (OSError, json_text.JSONTextError) as error:
-                raise ConfigurationError(f"deepspeed_config_file={config!r} cannot be read: {error}") from None
-        self._check()
-
-    def _check(self) -> None:
-        """What this launcher alone requires."""
-
-    def refuse_place(self, reason: str) -> None:
-        """ConfigurationError where the place of this machine is given to an engine that assigns the places."""
-        given = "machine_rank" if self.spec.machine_rank else "main_process_ip" * self.spec.main_process_ip_given
-        if given:
-            raise ConfigurationError(f"{reason}: leave out {given}")
 
     def processes(self, port: int | None = None, attempt: int = 0) -> list[ProcessSpec]:
         """The processes of this machine; `attempt` counts restarts, `port` is that of rank 0."""
@@ -108,11 +92,6 @@ class Launcher:
             lines.append(shlex.join(process.argv))
             lines.append("")
         return "\n".join(lines).rstrip()
-
-
-def print_message(text: str) -> None:
-    """Print a message of the launcher."""
-    print(f"accelerate launch: {text}", file=sys.stderr, flush=True)
 
 
 def _assignment(name: str, text: str) -> str:

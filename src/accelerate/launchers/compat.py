@@ -34,15 +34,12 @@ def _command(args: argparse.Namespace) -> list[str]:
 
 
 def _environment(args: argparse.Namespace, settings: Settings) -> dict[str, str]:
-    found: dict[str, Any] = {**variables(settings)}
-    ids = settings["gpu_ids"]
-    visible = system.accelerators().visible or "CUDA_VISIBLE_DEVICES"
-    if ids and ids != "all":
-        found[visible] = ids
-    threads = settings["num_cpu_threads_per_process"]
-    if threads is not None:
-        found["OMP_NUM_THREADS"] = threads
-    return env.child_environment(found)
+    added: dict[str, Any] = {**variables(settings)}
+    if settings["gpu_ids"] not in (None, "", "all"):
+        added[system.accelerators().visible or "CUDA_VISIBLE_DEVICES"] = settings["gpu_ids"]
+    if settings["num_cpu_threads_per_process"] is not None:
+        added["OMP_NUM_THREADS"] = settings["num_cpu_threads_per_process"]
+    return env.child_environment(added)
 
 
 def prepare_simple_launcher_cmd_env(args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
@@ -72,10 +69,9 @@ def prepare_multi_gpu_env(args: argparse.Namespace) -> dict[str, str]:
     if port is None:
         port = 29500
     elif port == 0:
-        from .ports import ReservedPort
+        from .ports import get_free_port
 
-        with ReservedPort() as reserved:
-            port = reserved.number
+        port = get_free_port()
     if machines > 1:
         args.nnodes, args.node_rank = str(machines), int(args.machine_rank)
         if args.same_network:
@@ -92,7 +88,11 @@ def prepare_deepspeed_cmd_env(args: argparse.Namespace) -> tuple[list[str] | Non
     """The command of DeepSpeed's own starter (None where torch's starter is used) and the environment."""
     settings = _settings(args)
     environment = _environment(args, settings)
-    environment.update({name: text for name, text in _deepspeed_variables(args).items() if text is not None})
+    only_deepspeed = {**given(args), "use_deepspeed": True, "use_fsdp": False, "use_megatron_lm": False}
+    added = variables(resolve_settings(only_deepspeed))
+    if (fields := getattr(args, "deepspeed_fields_from_accelerate_config", None)) is not None:
+        added["ACCELERATE_CONFIG_DS_FIELDS"] = str(fields)
+    environment.update({name: text for name, text in added.items() if text is not None})
     environment["PYTHONPATH"] = python_path()
     machines = args.num_machines or 1
     if machines == 1 or args.deepspeed_multinode_launcher == "standard":
@@ -100,17 +100,6 @@ def prepare_deepspeed_cmd_env(args: argparse.Namespace) -> tuple[list[str] | Non
         return None, environment
     local = int(args.num_processes) // machines
     return starter_command(args, _program(args), local, args.main_process_ip, args.main_process_port), environment
-
-
-def _deepspeed_variables(args: argparse.Namespace) -> dict[str, str | None]:
-    with_deepspeed = resolve_settings(
-        {**given(args), "use_deepspeed": True, "use_fsdp": False, "use_megatron_lm": False}
-    )
-    found = variables(with_deepspeed)
-    fields = getattr(args, "deepspeed_fields_from_accelerate_config", None)
-    if fields is not None:
-        found["ACCELERATE_CONFIG_DS_FIELDS"] = str(fields)
-    return found
 
 
 def prepare_tpu(

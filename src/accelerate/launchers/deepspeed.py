@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from .spec import LaunchSpec, ProcessSpec, Program, check_host
 
 # The file from which DeepSpeed's starter takes the variables of the processes it starts elsewhere.
 ENVIRONMENT_FILE = ".deepspeed_env"
+_INSTEAD = "use --deepspeed_multinode_launcher standard, or put the text into a file"
 
 
 def find_starter() -> str:
@@ -58,15 +60,11 @@ class DeepSpeedLauncher(Launcher):
 
     name = "deepspeed"
     uses_this_machine = False
-    unused: tuple[str, ...] = (*AGENT, "rdzv_conf", "machine_rank", "max_restarts", "mpirun_hostfile")
-    own: tuple[str, ...] = (
-        "deepspeed_hostfile",
-        "deepspeed_multinode_launcher",
-        "deepspeed_exclusion_filter",
-        "deepspeed_inclusion_filter",
-    )
+    reserves_port = False
+    unused: tuple[str, ...] = (*AGENT, "rdzv_conf", "machine_rank", "mpirun_hostfile")
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Check what this engine requires."""
         hostfile = self.spec.deepspeed_hostfile
         if hostfile is None:
             raise ConfigurationError(
@@ -79,11 +77,16 @@ class DeepSpeedLauncher(Launcher):
             words = line.split("#")[0].split()
             if words:
                 check_host(words[0], f"deepspeed_hostfile={hostfile!r}")
-        broken = [name for name, text in self.spec.variables.items() if text and "\n" in text]
-        if broken:
-            raise ConfigurationError(
-                f"{', '.join(broken)} holds a line break, which DeepSpeed's file of variables cannot hold"
-            )
+        if self.spec.deepspeed_multinode_launcher in (None, "pdsh") and self.spec.num_machines > 1:
+            # Shells on the other machines read them; DeepSpeed puts double quotes around words with a space.
+            for word in (self.spec.program.name, *self.spec.program.args):
+                if re.search(r"[$`\\!\n]|%[hun%]" if " " in word else r"[^\w@%+=:,./~^-]|%[hun%]|^$", word):
+                    raise ConfigurationError(
+                        f"DeepSpeed's pdsh launcher does not pass {word!r} on as it is: {_INSTEAD}"
+                    )
+            for name, text in self.spec.variables.items():
+                if re.search(r'["$`\\!]|%[hun%]', text or ""):
+                    raise ConfigurationError(f"DeepSpeed's pdsh launcher does not pass {name}={text!r} on: {_INSTEAD}")
         find_starter()
 
     def processes(self, port: int | None = None, attempt: int = 0) -> list[ProcessSpec]:
@@ -96,14 +99,12 @@ class DeepSpeedLauncher(Launcher):
 
     def run(self) -> int:
         """Run DeepSpeed's launcher. Returns the exit code."""
-        from .supervisor import supervise
-
         (process,) = self.processes()
         # The file has no way to write an empty value.
         values = {name: text for name, text in process.variables.items() if text}
         with atomic_write(ENVIRONMENT_FILE, "w") as file:
             file.writelines(env.convert_dict_to_env_variables(values))
-        return supervise(self.spec, [process]).code
+        return super().run()
 
 
 def python_path() -> str:

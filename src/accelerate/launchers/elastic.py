@@ -1,21 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Machines that join and leave: the rendezvous forms the group, and our supervisor runs each generation of it.
-
-torch's own rendezvous and agent are not used. Measured with torch 2.13 on gloo, two nodes, `keep_alive_interval=1`:
-
-- Where a rank failed on one node, the agent of the other did not notice within 120 s (here: both end within seconds,
-  and both name the rank).
-- Where an agent was killed, its ranks continued to run, and the other node did not notice within 75 s (here: less than
-  10 s).
-- Where a node was lost and the remaining ranks did not communicate, the agent did not notice within 75 s; where they
-  did, it took 10 s and a restart.
-- Restarts: the first of 20 hung with the store that the c10d rendezvous shares by default, because dead processes'
-  addresses stay in it; 20 of 20 succeeded with `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`. Here each generation has a new
-  store.
-- torch's rendezvous compares times of different machines, and counts one as lost whose clock is seconds behind.
-
-`tests/distributed/test_launch_elastic.py` repeats the first one. When torch passes it, this engine can host its agent.
-"""
+"""Machines that join and leave: torch's elastic agent with our supervisor of the ranks. Imports torch only to run."""
 
 from __future__ import annotations
 
@@ -23,33 +7,23 @@ import contextlib
 import os
 import signal
 import socket
+import sys
 from types import FrameType
 
-from ..core import env
-from ..core.errors import ConfigurationError
-from .base import Launcher, handling, print_message
-from .generations import Generation, StoreLost, processes
-from .ports import DEFAULT_PORT
-from .rendezvous import Rendezvous, lost, settings_of
-from .spec import LaunchSpec, ProcessSpec
-from .static import interface_of, resolve_address
-from .supervisor import supervise
+from ..core import env, messages
+from ..core.errors import ConfigurationError, LaunchError
+from .base import Interrupted, Launcher, handling
+from .ports import DEFAULT_PORT, interface_of, resolve_address
+from .spec import RENDEZVOUS_SETTINGS, LaunchSpec
 
-# torch's stores log every connection that ends; the launcher reports what that means for the run.
-LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
-OWN_BACKENDS = ("static", "c10d")
-
-
-class Interrupted(BaseException):
-    """A signal arrived while no rank was running."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
+# Variables of this process alone: its ranks do not get them. The agent and the stores of torch log each event; the
+# launcher reports what that means. Each group of ranks has a store of its own: the store that torch's agent
+# shares by default keeps the addresses of dead processes, and the restarted ranks wait for those.
+QUIET = {"LOGLEVEL": "CRITICAL", "TORCH_CPP_LOG_LEVEL": "FATAL", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 class ElasticLauncher(Launcher):
-    """`nnodes` is a number of machines or a range as 1:4. The rendezvous assigns the ranks."""
+    """`nnodes` is a number of machines or a range as 1:4. torch's rendezvous assigns the ranks."""
 
     name = "elastic"
     unused: tuple[str, ...] = ("mpirun_hostfile",)
@@ -58,108 +32,42 @@ class ElasticLauncher(Launcher):
         alone = spec.num_machines == 1 and not spec.main_process_ip_given
         super().__init__(spec._replace(main_process_port=spec.main_process_port or (0 if alone else DEFAULT_PORT)))
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Check what this engine requires."""
         resolve_address(self.spec.main_process_ip)
         if self.spec.num_machines > 1 and not self.spec.main_process_ip_given and ":" not in self.spec.nnodes:
             raise ConfigurationError(
                 "several machines need --main_process_ip, the address of the machine that holds the rendezvous"
             )
-        if self._is_ours:
-            settings_of(self.spec)
-        elif self.spec.tee != "0" and self.spec.log_dir is None:
-            raise ConfigurationError(
-                f"under --rdzv_backend {self.spec.rdzv_backend} lines are marked only when they are also kept: give "
-                "--log_dir"
-            )
-
-    @property
-    def _is_ours(self) -> bool:
-        """Whether this engine runs the launch; torch's own agent handles other backends and a store in a file."""
-        stored = self.spec.rendezvous_settings().get("store_type", "tcp")
-        return self.spec.rdzv_backend in OWN_BACKENDS and stored == "tcp"
-
-    def processes(self, port: int | None = None, attempt: int = 0) -> list[ProcessSpec]:
-        """Those of the first generation, if all machines join."""
-        return processes(self.spec, 0 if port is None else port, attempt)
 
     def run(self) -> int:
         """Run this machine's share of the launch. Returns the exit code."""
+        if self.spec.num_machines > 1 and not self.spec.main_process_ip_given:
+            messages.show("no --main_process_ip: only launches on this machine can join the run")
         address = _address_towards(self.spec.main_process_ip)
-        variables = dict(self.spec.variables)
+        settings = {name: str(value) for name, value in RENDEZVOUS_SETTINGS.items()} | self.spec.rendezvous_settings()
+        variables = {**self.spec.variables, **{name: env.get(name) for name in QUIET}}
         if env.get("GLOO_SOCKET_IFNAME") is None and (name := interface_of(address)) is not None:
             variables["GLOO_SOCKET_IFNAME"] = name
-        spec = self.spec._replace(variables=variables)
-        if not self._is_ours:
-            from .torch_agent import run_program_elastic
+        env.publish({name: env.get(name, text) for name, text in QUIET.items()})
+        try:
+            with _raising_signals():
+                from .elastic_agent import run_agent
 
-            return run_program_elastic(spec, address)
-        if spec.num_machines > 1 and not spec.main_process_ip_given:
-            print_message("no --main_process_ip: only launches on this machine can join the run")
-        # Set for this process alone: it must not reach the ranks.
-        variables.setdefault(LOG_LEVEL, env.get(LOG_LEVEL))
-        env.publish({LOG_LEVEL: env.get(LOG_LEVEL, "FATAL")})
-        with _raising_signals():
-            return _run(spec._replace(variables=variables), address)
-
-
-def _run(spec: LaunchSpec, address: str) -> int:
-    """Join the rendezvous and run generations until the run is over for this machine. Returns the exit code."""
-    rendezvous: Rendezvous | None = None
-    try:
-        rendezvous = Rendezvous(spec, address)
-        return _run_generations(spec, rendezvous)
-    except Interrupted as error:
-        name = signal.Signals(error.number).name
-        if rendezvous is not None and rendezvous.formed is not None:
-            rendezvous.formed.interrupted(name, 128 + error.number)
-        print_message(f"ended by {name}")
-        return 128 + error.number
-    except StoreLost as error:
-        if rendezvous is None:
-            raise
-        raise StoreLost(lost(rendezvous, str(error))) from error
-    finally:
-        if rendezvous is not None:
-            rendezvous.close()
-
-
-def _run_generations(spec: LaunchSpec, rendezvous: Rendezvous) -> int:
-    restarts = 0
-    while True:
-        formed, launch, port = rendezvous.form(restarts)
-        formed.interval = spec.monitor_interval
-        if formed.number > 1 or ":" in spec.nnodes:
-            _report_group(formed, launch)
-        supervisor = supervise(launch, processes(launch, port, formed.restarts), formed)
-        if supervisor.interrupted:
-            formed.interrupted(supervisor.interrupted, supervisor.code)
-            return supervisor.code
-        end = formed.wait_for_end(supervisor.finished)
-        code = supervisor.code or end.code
-        if end.kind == "finished":
-            return 0
-        if end.kind == "over":
-            return code
-        restarts = formed.restarts + int(formed.uses_restart)
-        if restarts > spec.max_restarts:
-            if end.kind != "failed":
-                print_message(
-                    f"{formed.remaining} of at least {formed.min_machines} machines left, no restart (--max_restarts)"
-                )
-            return code
-        if restarts > formed.restarts:
-            print_message(f"restart {restarts} of {spec.max_restarts}")
-
-
-def _report_group(formed: Generation, launch: LaunchSpec) -> None:
-    names = ", ".join(member.name for member in formed.members)
-    first = formed.position * launch.local_processes
-    last = first + launch.local_processes - 1
-    ranks = f"rank {first}" if last == first else f"ranks {first} to {last}"
-    count = len(formed.members)
-    print_message(
-        f"{count} machine{'s' if count > 1 else ''} in the group: {names}; here {ranks} of {launch.num_processes}"
-    )
+                code = run_agent(self.spec._replace(variables=variables), address, settings)
+        except Interrupted as error:
+            messages.show(f"ended by {signal.Signals(error.number).name}")
+            code = 128 + error.number
+        except LaunchError as error:
+            messages.show(f"error: {error}")
+            code = 1
+        if self.spec.in_place:
+            # A thread of torch in a call of its store aborts the interpreter's exit, or holds it up while the network
+            # is down.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+        return code
 
 
 def _address_towards(host: str) -> str:

@@ -9,17 +9,14 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from ..core.files import atomic_write
 from ..core.objects import spans
 from . import tracebacks
 from .process import Rank
-from .streams import RankEnd
-from .tracebacks import LOST, OWN
+from .tracebacks import LOST, Cause, End, first_failure
 
-# A rank that has ended: supervised here, or reported by another program's task.
-Ended = TypeVar("Ended", Rank, RankEnd)
 _SIGNAL_WORDS = {
     signal.SIGSEGV: "invalid memory access: a defect in native code, an extension or the driver",
     signal.SIGABRT: "native code called abort(), as gloo does when ranks call different collectives",
@@ -59,7 +56,7 @@ class Failure(NamedTuple):
         """The summary for the console."""
         who = f"rank {self.rank}" if self.rank >= 0 else "a rank"
         head, *more = self.cause.splitlines() or [""]
-        lines = [f"accelerate launch: {who} failed: {head}", *(f"    {line}".rstrip() for line in more)]
+        lines = [f"accelerate: {who} failed: {head}", *(f"    {line}".rstrip() for line in more)]
         pid = f"pid {self.pid}" if not self.starter else f"{self.starter} (pid {self.pid})"
         log = f", log {self.log}" if self.log else ""
         lines.append(f"  host {self.host}, {pid}, exit code {exit_code(self.code)}{log}")
@@ -84,55 +81,25 @@ def exit_code(code: int) -> int:
     return code if code >= 0 else 128 - code
 
 
-def report(ranks: Sequence[Rank], first: Rank) -> str:
+def report(ranks: Sequence[Rank], cause: Cause) -> str:
     """The first failure in one text, for the consoles of the other machines."""
-    cause = (
-        early_cause(_others(ranks, first))
-        if first.code == 0
-        else cause_of(first.exit_code, _last_output(first), first.rank)
-    )
-    return f"rank {first.rank} on {first.host} (pid {first.popen.pid}) failed: {cause}"
+    first = next(rank for rank in ranks if rank.rank == cause.end.rank)
+    text = _early(ranks, first) if first.code == 0 else cause_of(cause.end.code, cause.end.output, first.rank)
+    return f"rank {first.rank} on {first.host} (pid {first.popen.pid}) failed: {text}"
 
 
-def blame(rank: Rank) -> int:
-    """How much a failed rank's last output points to another rank: see `tracebacks.blame`."""
-    return tracebacks.blame(_last_output(rank), rank.rank) if rank.exit_code > 0 else OWN
+def find_first(ranks: Sequence[Rank]) -> Cause | None:
+    """The first failure of supervised ranks; None where none failed by itself."""
+    ends = [
+        End(rank.rank, rank.exit_code, rank.failed_at or rank.ended_at or 0.0, _last_output(rank))
+        for rank in ranks
+        if (rank.failed_at is not None if rank.exit_code else rank.code == 0 and not rank.spec.starter)
+    ]
+    return first_failure(ends)
 
 
-def find_first(ranks: Sequence[Rank]) -> Rank | None:
-    """The rank that failed first; None where none did.
-
-    A rank that ended without an error counts as the first where the others failed only because they needed it.
-    """
-    first = _first_failed(ranks)
-    if first is None or (level := blame(first)) == OWN:
-        return first
-    early = sorted(
-        (rank for rank in ranks if rank.code == 0 and not rank.spec.starter), key=lambda rank: rank.ended_at or 0
-    )
-    return _explaining(early, level, _last_output(first), first.rank) or first
-
-
-def _first_failed(ranks: Sequence[Rank]) -> Rank | None:
-    """The first of the failed ranks, those first whose output points to no other rank.
-
-    Ranks that lost the connection may write their tracebacks before the cause ends.
-    """
-    failed = [rank for rank in ranks if rank.exit_code and rank.failed_at is not None]
-    return min(failed, key=lambda rank: (blame(rank), rank.failed_at), default=None)
-
-
-def _explaining(early: Sequence[Ended], level: int, output: str, rank: int) -> Ended | None:
-    """The one of the ranks that ended early, in that order, which explains the last output of a failed rank."""
-    if level != LOST:
-        named = tracebacks.named_ranks(tracebacks.message_of(output, rank))
-        early = [end for end in early if end.rank in named]
-    return next(iter(early), None)
-
-
-def _others(ranks: Sequence[Rank], first: Rank) -> list[int]:
-    """The ranks that had not ended without an error when the first one had."""
-    return [rank.rank for rank in ranks if rank is not first and rank.code != 0]
+def _early(ranks: Sequence[Rank], first: Rank) -> str:
+    return early_cause([rank.rank for rank in ranks if rank is not first and rank.code != 0])
 
 
 def early_cause(others: Sequence[int]) -> str:
@@ -143,12 +110,12 @@ def early_cause(others: Sequence[int]) -> str:
     )
 
 
-def describe(ranks: Sequence[Rank], first: Rank, oom_kills: int) -> Failure:
+def describe(ranks: Sequence[Rank], cause: Cause, oom_kills: int) -> Failure:
     """Everything about the first failure. Removes the delayed tracebacks of all ranks from their streams."""
+    by_number = {rank.rank: rank for rank in ranks}
+    first, source = by_number[cause.end.rank], by_number[cause.source.rank]
     ended_early = first.code == 0
-    # Where the first rank ended without an error, the traceback of a rank that needed it shows where that was.
-    source = (_first_failed(ranks) if ended_early else None) or first
-    output = _last_output(source)
+    output = cause.source.output
     others = {
         rank.rank: _outcome(rank, source, output)
         for rank in ranks
@@ -158,18 +125,14 @@ def describe(ranks: Sequence[Rank], first: Rank, oom_kills: int) -> Failure:
     shown = source.error.last_traceback if source.exit_code > 0 else b""
     delayed = source.error.take_delayed()
     traceback = (delayed or shown).decode(errors="replace")
-    if ended_early:
-        cause = early_cause(_others(ranks, first))
-    else:
-        cause = cause_of(
-            first.exit_code, traceback or first.error.tail.decode(errors="replace"), first.rank, oom_kills
-        )
+    last = traceback or first.error.tail.decode(errors="replace")
+    text = _early(ranks, first) if ended_early else cause_of(first.exit_code, last, first.rank, oom_kills)
     failure = Failure(
         rank=first.rank,
         local_rank=first.spec.local_rank,
         pid=first.popen.pid,
         code=first.exit_code,
-        cause=cause,
+        cause=text,
         host=first.host,
         time=time.time(),
         traceback=traceback,
@@ -185,27 +148,7 @@ def describe(ranks: Sequence[Rank], first: Rank, oom_kills: int) -> Failure:
 
 def end_report(rank: int, code: int) -> str:
     """The line in which a rank started by another program reports its end; code is negative for a signal."""
-    return f"accelerate launch: rank {rank} ended, code {code}\n"
-
-
-def first_cause(ends: Sequence[RankEnd], text: str) -> tuple[RankEnd, str] | None:
-    """Which of the ranks that ended was the first cause, and why; None where none failed.
-
-    Args:
-        ends: in the order of the reports.
-        text: the last output of the ranks before the first failure was reported.
-    """
-    failed = next((end for end in ends if end.code), None)
-    if failed is None:
-        return None
-    # srun labels each line with its task.
-    labelled = re.findall(rf"^{failed.rank}: .*", text, re.MULTILINE)
-    output = "\n".join(labelled) if labelled else text
-    if failed.code > 0 and (level := tracebacks.blame(output, failed.rank)) != OWN:
-        early = [end for end in ends[: ends.index(failed)] if end.code == 0]
-        if (end := _explaining(early, level, output, failed.rank)) is not None:
-            return end, early_cause([failed.rank])
-    return failed, cause_of(failed.code, output, failed.rank)
+    return f"accelerate: rank {rank} ended, code {code}\n"
 
 
 def _of_starter(starter: Rank, failure: Failure) -> Failure:
@@ -216,12 +159,19 @@ def _of_starter(starter: Rank, failure: Failure) -> Failure:
     text = starter.error.before_failure.decode(errors="replace")
     if tracebacks.HEADER in text:
         failure = failure._replace(traceback=text)
-    found = first_cause(ends, text or starter.error.tail.decode(errors="replace"))
-    if found is None:
+    failed = next((end for end in ends if end.code), None)
+    if failed is None:
         return failure
-    (rank, code), cause = found
-    consequence = next(end.code for end in ends if end.code)
-    return failure._replace(rank=rank, code=code, cause=cause, consequence=consequence)
+    # srun labels each line with its task.
+    output = text or starter.error.tail.decode(errors="replace")
+    output = "\n".join(re.findall(rf"^{failed.rank}: .*", output, re.MULTILINE)) or output
+    before = ends[: ends.index(failed) + 1]
+    cause = first_failure([End(end.rank, end.code, number, output) for number, end in enumerate(before)])
+    assert cause is not None
+    if cause.end.code == 0:
+        text = early_cause([failed.rank])
+        return failure._replace(rank=cause.end.rank, code=0, cause=text, consequence=failed.code)
+    return failure._replace(rank=failed.rank, code=failed.code, cause=cause_of(failed.code, output, failed.rank))
 
 
 def _outcome(rank: Rank, first: Rank, output: str) -> str:
@@ -237,7 +187,7 @@ def _outcome(rank: Rank, first: Rank, output: str) -> str:
         return f"ended with exit code {rank.exit_code}"
     if tracebacks.blame(_last_output(rank), rank.rank) == LOST:
         return tracebacks.loss_of(message)
-    if tracebacks.fingerprint(message) == tracebacks.fingerprint(tracebacks.message_of(output, first.rank)):
+    if message == tracebacks.message_of(output, first.rank):
         return "failed with the same error"
     return tracebacks.first_line(message)
 
@@ -247,10 +197,7 @@ def _grouped(others: Mapping[int, str]) -> str:
     by_outcome: dict[str, list[int]] = {}
     for rank, outcome in sorted(others.items()):
         by_outcome.setdefault(outcome, []).append(rank)
-    listed = [f"{_numbered(ranks)}: {outcome}" for outcome, ranks in list(by_outcome.items())[:8]]
-    if len(by_outcome) > 8:
-        listed.append(f"and {sum(len(ranks) for ranks in list(by_outcome.values())[8:])} more")
-    return "; ".join(listed)
+    return "; ".join(f"{_numbered(ranks)}: {outcome}" for outcome, ranks in by_outcome.items())
 
 
 def _numbered(ranks: Sequence[int]) -> str:
@@ -270,7 +217,9 @@ def cause_of(code: int, output: str, rank: int | None = None, oom_kills: int = 0
     """Why a process ended with this code, given its last output. The message of an exception is complete."""
     if code >= 0:
         if message := tracebacks.message_of(output, rank):
-            return message + _remark(output)
+            if "torch/utils/data/dataloader.py" in output and "multiprocessing/connection.py" in output:
+                message += "\nA worker process of the data loader has died: killed for lack of memory, or crashed."
+            return message
         last = next((line.strip() for line in reversed(tracebacks.plain_lines(output, rank)) if line.strip()), "")
         suffix = f"; the last line of its standard error: {tracebacks.first_line(last)}" if last else ""
         return f"it ended with exit code {code}{suffix}"
@@ -283,13 +232,6 @@ def cause_of(code: int, output: str, rank: int | None = None, oom_kills: int = 0
     meaning = next((words for known, words in _SIGNAL_WORDS.items() if known == number), None)
     place = tracebacks.crash_place(output)
     return f"killed by {name}" + (f": {meaning}" if meaning else "") + (f" (at {place})" if place else "")
-
-
-def _remark(output: str) -> str:
-    """What the message of an exception leaves out."""
-    if "torch/utils/data/dataloader.py" in output and "multiprocessing/connection.py" in output:
-        return "\nA worker process of the data loader has died: killed for lack of memory, or crashed."
-    return ""
 
 
 def _signal_name(number: int) -> str:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -19,9 +21,9 @@ from typing import Any, TextIO
 
 from ..core import env
 from ..core.errors import LaunchError
-from . import tracebacks
 from .failure import cause_of, early_cause
 from .process import die_with
+from .tracebacks import Cause, End, first_failure
 
 # Seconds between SIGTERM and SIGKILL.
 STOP_TIMEOUT = 4.0
@@ -57,18 +59,26 @@ def run_functions(
     started: list[tuple[BaseProcess, Connection]] = []
     parent = os.getpid()
     try:
-        for index, own in enumerate(variables):
+        for index, rank_variables in enumerate(variables):
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_child,
-                args=(function, args, dict(own), theirs, parent, marks[index] if marks else "", return_values),
+            mark = marks[index] if marks else ""
+            child = context.Process(
+                target=_child, args=(function, args, rank_variables, theirs, parent, mark, return_values)
             )
-            process.start()
+            child.start()
             theirs.close()
-            started.append((process, ours))
+            started.append((child, ours))
         return _join(started, return_values)
     finally:
-        _end(process for process, _ in started)
+        alive = [process for process, _ in started if process.is_alive()]
+        for process in alive:
+            process.terminate()
+        deadline = time.monotonic() + STOP_TIMEOUT
+        for process in alive:
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+                process.join()
 
 
 def _child(
@@ -87,23 +97,22 @@ def _child(
     forget_parent()
     outputs = [_Lines(sys.stdout, mark), _Lines(sys.stderr, mark)]
     sys.stdout, sys.stderr = outputs
+    result = pickle.dumps(None) if return_value else None
     try:
         value = function(*args)
         # By value: the process ends, and with it memory that it could share.
-        sent = pickle.dumps(value) if return_value else None
+        result = pickle.dumps(value) if return_value else None
     except BaseException as error:
-        code = error.code if isinstance(error, SystemExit) else 1
-        if code not in (None, 0):
-            own = error.__traceback__.tb_next if error.__traceback__ else None
-            report.send((time.monotonic(), "".join(traceback.format_exception(type(error), error, own))))
+        if not isinstance(error, SystemExit) or error.code not in (None, 0):
+            frames = error.__traceback__.tb_next if error.__traceback__ else None
+            report.send((time.monotonic(), "".join(traceback.format_exception(type(error), error, frames))))
             sys.exit(1)
-        sent = pickle.dumps(None) if return_value else None
     finally:
         for output in outputs:
             output.finish()
     finish_forked()
-    if sent is not None:
-        report.send(sent)
+    if result is not None:
+        report.send(result)
 
 
 class _Lines:
@@ -132,11 +141,9 @@ class _Lines:
         """The text with the mark before each line, and before what replaces a line, as progress bars do."""
         if not self._mark:
             return text
-        found = re.sub(r"[\r\n](?=[^\r\n])", lambda end: end[0] + self._mark, text)
-        if self._at_start and text[0] not in "\r\n":
-            found = self._mark + found
-        self._at_start = text[-1] in "\r\n"
-        return found
+        at_start, self._at_start = self._at_start, text[-1] in "\r\n"
+        marked = re.sub(r"[\r\n](?=[^\r\n])", lambda end: end[0] + self._mark, text)
+        return self._mark + marked if at_start and text[0] not in "\r\n" else marked
 
     def writelines(self, lines: Iterable[str]) -> None:
         self.write("".join(lines))
@@ -179,80 +186,46 @@ def finish_forked() -> None:
 
 
 def _join(started: Sequence[tuple[BaseProcess, Connection]], return_values: bool) -> list[Any]:
-    waiting = {process.sentinel: process for process, _ in started}
+    """Wait for all processes, and read what they report. LaunchError for the one that failed first."""
+    running = {process.sentinel: process for process, _ in started}
     # A process that returns much ends only when its value has been read.
-    silent = {connection: rank for rank, (_, connection) in enumerate(started)} if return_values else {}
+    silent = {connection: rank for rank, (_, connection) in enumerate(started)}
     values: dict[int, Any] = {}
-    reports: dict[int, tuple[float, str]] = {}
-    while waiting or silent:
-        for ready in multiprocessing.connection.wait([*silent, *waiting]):
-            if isinstance(ready, Connection):
-                rank = silent.pop(ready)
-                try:
-                    message = ready.recv()
-                except EOFError:
-                    continue
+    errors: dict[int, tuple[float, str]] = {}
+    deadline = math.inf
+    while running:
+        timeout = None if deadline == math.inf else 0.02
+        for ready in multiprocessing.connection.wait([*silent, *running], timeout):
+            if not isinstance(ready, Connection):
+                running.pop(ready).join()  # type: ignore[arg-type]
+                continue
+            rank = silent.pop(ready)
+            with contextlib.suppress(EOFError):
+                message = ready.recv()
                 if isinstance(message, bytes):
                     values[rank] = pickle.loads(message)
                 else:
-                    reports[rank] = message
-                continue
-            process = waiting.pop(ready)  # type: ignore[arg-type]
-            process.join()
-            if process.exitcode:
-                raise _first_failure(started, reports)
-    return [values[rank] for rank in sorted(values)]
+                    errors[rank] = message
+        ends = [
+            End(rank, process.exitcode, *errors.get(rank, (math.inf, "")))
+            for rank, (process, _) in enumerate(started)
+            if process.exitcode is not None
+        ]
+        cause = first_failure(ends)
+        if cause is not None:
+            # The process that failed first may end after others that lost the connection to it.
+            deadline = min(deadline, time.monotonic() + CAUSE_TIMEOUT)
+            if not cause.end.blame or not running or time.monotonic() > deadline:
+                raise _error(cause, started)
+    return [values[rank] for rank in sorted(values)] if return_values else []
 
 
-def _first_failure(
-    started: Sequence[tuple[BaseProcess, Connection]], reports: dict[int, tuple[float, str]]
-) -> LaunchError:
-    """The error of the process that failed first, which may end after others that lost the connection to it."""
-    deadline = time.monotonic() + CAUSE_TIMEOUT
-    while True:
-        for rank, (_, connection) in enumerate(started):
-            if rank not in reports and connection.poll():
-                try:
-                    message = connection.recv()
-                except EOFError:
-                    continue
-                if not isinstance(message, bytes):  # else the value of a rank that ended well
-                    reports[rank] = message
-        level = {rank: tracebacks.blame(words, rank) for rank, (_, words) in reports.items()}
-        killed = [rank for rank, (process, _) in enumerate(started) if (process.exitcode or 0) < 0]
-        early = [rank for rank, (process, _) in enumerate(started) if process.exitcode == 0]
-        if killed or early or tracebacks.OWN in level.values() or time.monotonic() > deadline:
-            break
-        time.sleep(0.02)
-    own = [rank for rank in reports if level[rank] == tracebacks.OWN]
-    if killed and not own:
-        return _error(killed[0], started[killed[0]][0], "")
-    first = min(reports, key=lambda rank: (level[rank], reports[rank][0]), default=None)
-    if first is None:
-        first = next(rank for rank, (process, _) in enumerate(started) if process.exitcode)
-        return _error(first, started[first][0], "")
-    words = reports[first][1]
-    named = tracebacks.named_ranks(tracebacks.message_of(words, first))
-    early = [rank for rank in early if level[first] == tracebacks.LOST or (level[first] and rank in named)]
-    if early:
-        failed = [rank for rank, (process, _) in enumerate(started) if process.exitcode != 0]
-        return _error(early[0], started[early[0]][0], words, early_cause(failed))
-    return _error(first, started[first][0], words)
-
-
-def _error(rank: int, process: BaseProcess, words: str, cause: str | None = None) -> LaunchError:
-    cause = cause or cause_of(process.exitcode or 1, words, rank)
-    message = f"rank {rank} failed: {cause} (host {socket.gethostname()}, pid {process.pid})"
-    return LaunchError(f"{message}\n\n{words}" if words else message)
-
-
-def _end(processes: Iterable[BaseProcess]) -> None:
-    alive = [process for process in processes if process.is_alive()]
-    for process in alive:
-        process.terminate()
-    deadline = time.monotonic() + STOP_TIMEOUT
-    for process in alive:
-        process.join(max(0.0, deadline - time.monotonic()))
-        if process.is_alive():
-            process.kill()
-            process.join()
+def _error(cause: Cause, started: Sequence[tuple[BaseProcess, Connection]]) -> LaunchError:
+    rank, code, _, output = cause.end
+    if code == 0:
+        output = cause.source.output
+        text = early_cause([other for other, (process, _) in enumerate(started) if process.exitcode != 0])
+    else:
+        text = cause_of(code, output, rank)
+    message = f"rank {rank} failed: {text} (host {socket.gethostname()}, pid {started[rank][0].pid})"
+    return LaunchError(f"{message}\n\n{output}" if output else message)

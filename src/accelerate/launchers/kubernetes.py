@@ -9,9 +9,11 @@ from typing import Any
 
 from ..core.device_kinds import DEVICES
 from ..core.errors import ConfigurationError
-from .base import AGENT, SUPERVISION, Launcher
+from .base import Launcher
 from .ports import DEFAULT_PORT
-from .spec import LaunchSpec
+
+# Options that the launches in the pods get, where they differ from their defaults.
+INSIDE = ("num_processes", "num_machines", "role", "tee", "log_dir", "error_file", "stop_timeout", "rdzv_conf")
 
 
 class KubernetesLauncher(Launcher):
@@ -20,12 +22,12 @@ class KubernetesLauncher(Launcher):
     name = "kubernetes"
     remote = True
     uses_this_machine = False
-    unused: tuple[str, ...] = ("monitor_interval", "rdzv_id", "mpirun_hostfile")
+    unused: tuple[str, ...] = ("monitor_interval", "rdzv_id", "mpirun_hostfile", "machine_rank", "main_process_ip")
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Check what this engine requires."""
         if not self.spec.image:
             raise ConfigurationError("the kubernetes engine needs --image, the container image that holds the script")
-        self.refuse_place("in the kubernetes engine the pods get their ranks and addresses")
 
     def run(self) -> int:
         """Raise ConfigurationError: only --dry_run is supported."""
@@ -73,7 +75,11 @@ class KubernetesLauncher(Launcher):
             "name": "train",
             "image": spec.image,
             "command": self._command(),
-            "env": [{"name": name, "value": text} for name, text in sorted(self._variables().items())],
+            "env": [
+                {"name": name, "value": _literal(text)}
+                for name, text in sorted(spec.common_variables().items())
+                if text is not None
+            ],
             "ports": [{"containerPort": self._port}],
         }
         if resource is not None:
@@ -100,28 +106,22 @@ class KubernetesLauncher(Launcher):
             },
         }
 
-    def _variables(self) -> dict[str, str]:
-        variables = self.spec.common_variables()
-        return {name: _literal(text) for name, text in variables.items() if text is not None}
-
     def _command(self) -> list[str]:
         """`accelerate launch` in each pod: the pod's index is the machine's rank, pod 0 has the address."""
         spec = self.spec
-        command = ["accelerate", "launch", "--num_processes", str(spec.num_processes)]
-        command += ["--cpu"] if spec.device == "cpu" else []
+        command = ["accelerate", "launch", *(["--cpu"] if spec.device == "cpu" else [])]
         if spec.num_machines > 1:
-            command += ["--num_machines", str(spec.num_machines), "--machine_rank", "$(JOB_COMPLETION_INDEX)"]
-            command += ["--main_process_ip", f"{self.job_name}-0.{self.job_name}"]
-            command += ["--main_process_port", str(self._port)]
+            command += ["--machine_rank", "$(JOB_COMPLETION_INDEX)"]
+            command += [
+                "--main_process_ip",
+                f"{self.job_name}-0.{self.job_name}",
+                "--main_process_port",
+                str(self._port),
+            ]
         # The job itself restarts pods.
-        for name in (*AGENT, *SUPERVISION, "rdzv_conf"):
-            value = getattr(spec, name)
-            if name not in (*self.unused, "max_restarts") and value != LaunchSpec._field_defaults[name]:
-                command += [f"--{name}", _literal(str(value))]
-        flag = {"script": [], "module": ["-m"], "program": ["--no_python"]}[spec.program.kind]
-        return [*command, *flag, *map(_literal, (spec.program.name, *spec.program.args))]
+        return [*command, *map(_literal, spec.launch_arguments(INSIDE))]
 
 
 def _literal(text: str) -> str:
-    """Kubernetes would put a variable's value where a text holds $(NAME)."""
-    return text.replace("$(", "$$(")
+    """Kubernetes puts a variable's value where a text holds $(NAME), and makes one $ of two."""
+    return text.replace("$", "$$")

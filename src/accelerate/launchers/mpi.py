@@ -84,7 +84,8 @@ class MpiLauncher(Launcher):
         self.reserves_port: bool = not spec.hostfile
         self.uses_this_machine: bool = not spec.hostfile
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Check what this engine requires."""
         find_mpirun()
 
     def processes(self, port: int | None = None, attempt: int = 0) -> list[ProcessSpec]:

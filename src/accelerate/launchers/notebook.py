@@ -3,25 +3,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import string
 import subprocess
 import sys
-import traceback
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..core import env, system
+from ..core.availability import is_torch_xla_available
 from ..core.enums import PrecisionType
 from ..core.errors import ConfigurationError, LaunchError
+from ..core.messages import warn
 from ..core.retired import explained
-from . import capacity
 from .functions import run_functions
-from .ports import ReservedPort
+from .plan import shortage_of_cpus
+from .ports import ReservedPort, is_port_in_use
 from .spec import LaunchSpec, Program
 
 DEFAULT_PORT = "29500"
-_first_touch: list[str] = []
 
 
 class PrepareForLaunch:
@@ -110,17 +110,20 @@ def notebook_launcher(
         raise ConfigurationError(
             f"mixed_precision={mixed_precision!r} is unknown: choose one of {', '.join(PrecisionType.list())}"
         )
-    _check_call(function, args, num_processes=num_processes, num_nodes=num_nodes, node_rank=node_rank)
     published = {"ACCELERATE_MIXED_PRECISION": str(mixed_precision).lower()}
     elastic = bool(max_restarts or rdzv_backend != "static" or rdzv_endpoint)
-    on_tpu = _is_tpu()
+    on_tpu = is_torch_xla_available(check_is_tpu=True)
     if return_values and (elastic or on_tpu):
         raise ConfigurationError(
             "return_values=True: torch's elastic agent (max_restarts, rdzv_backend, rdzv_endpoint) and torch_xla "
             "return no values; have the function write them to files"
         )
     if on_tpu:
-        _run_on_tpu(function, args, published)
+        import torch_xla
+
+        # One process for each core, started by torch_xla itself.
+        env.publish(published)
+        torch_xla.launch(PrepareForLaunch(function, "XLA"), args=tuple(args), start_method="fork")
         return None
     present = system.accelerators()
     if num_processes is None and present.number > 1:
@@ -130,11 +133,14 @@ def notebook_launcher(
     count = 1 if num_processes is None else num_processes
     if count < 1 or num_nodes < 1 or not 0 <= node_rank < num_nodes:
         raise ConfigurationError(
-            f"num_processes={num_processes}, num_nodes={num_nodes}, node_rank={node_rank} is no run"
+            f"num_processes={num_processes}, num_nodes={num_nodes}, node_rank={node_rank} do not describe a run"
         )
     if count == 1 and num_nodes == 1:
         print(f"Launching training on one {present.kind} process.")
-        with env.patch_environment(**_alone(present.kind, published)):
+        if present.kind == "mps":
+            # Operations that the Apple GPU lacks run on the CPU instead of failing.
+            published["PYTORCH_ENABLE_MPS_FALLBACK"] = "1"
+        with env.patch_environment(**published):
             value = function(*args)
         return [value] if return_values else None
     _check_untouched(present.kind)
@@ -161,11 +167,12 @@ def notebook_launcher(
             max_restarts=max_restarts, monitor_interval=monitor_interval, prefix=log_line_prefix_template,
         )  # fmt: skip
         return None
-    with _port(use_port, fixed=num_nodes > 1 or node_rank > 0) as port:
-        number = int(use_port) if num_nodes > 1 else port.number
+    is_free = num_nodes > 1 or str(use_port) != DEFAULT_PORT or not is_port_in_use(use_port)
+    with contextlib.nullcontext() if node_rank else ReservedPort(int(use_port) if is_free else 0) as port:
+        number = port.number if port is not None else int(use_port)
         variables = [spec.process(index, number).variables for index in range(count)]
         try:
-            marks = [_mark(own, log_line_prefix_template) for own in variables]
+            marks = [_mark(process_variables, log_line_prefix_template) for process_variables in variables]
             values = run_functions(function, args, variables, marks, return_values)
         except LaunchError as error:
             # The message contains the traceback of the rank. The cell does not need the launcher's frames too.
@@ -194,7 +201,6 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
     Raises:
         LaunchError: with the traceback of the process that failed first.
     """
-    _check_call(function, args, num_processes=num_processes)
     if num_processes < 1:
         raise ConfigurationError(f"num_processes={num_processes}: at least 1 process is needed")
     _check_capacity(num_processes)
@@ -207,39 +213,10 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
         run_functions(function, args, [spec.process(index, port.number).variables for index in range(num_processes)])
 
 
-def _check_call(function: object, args: object, **numbers: object) -> None:
-    if not callable(function):
-        raise ConfigurationError(f"the first argument is the function to run, not {function!r}")
-    if not isinstance(args, tuple | list):
-        raise ConfigurationError(f"args={args!r}: give the arguments of the function in a tuple, as args=(3,)")
-    for name, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, int | None):
-            raise ConfigurationError(f"{name}={value!r} must be an integer")
-
-
 def _check_capacity(processes: int) -> None:
-    """ConfigurationError where the memory is too small for the processes; a warning where they share processors."""
-    warning = capacity.check_forked(processes)
-    if warning:
-        warnings.warn(warning, stacklevel=4)  # past `explained`
-
-
-def _alone(kind: str, published: dict[str, str]) -> dict[str, str]:
-    variables = dict(published)
-    if kind == "mps":
-        # Operations that the Apple GPU lacks run on the CPU instead of failing.
-        variables["PYTORCH_ENABLE_MPS_FALLBACK"] = "1"
-    return variables
-
-
-def _port(use_port: str, fixed: bool) -> ReservedPort:
-    """Reserve the given port. Where the default one is in use, another is taken."""
-    try:
-        return ReservedPort(int(use_port))
-    except ConfigurationError:
-        if fixed or str(use_port) != DEFAULT_PORT:
-            raise
-        return ReservedPort()
+    """Warn where the processes share processors."""
+    if warning := shortage_of_cpus(processes, None):
+        warn(warning)
 
 
 def _check_untouched(kind: str) -> None:
@@ -259,53 +236,8 @@ def _check_untouched(kind: str) -> None:
     if devices.is_initialized(kind):
         raise LaunchError(
             f"{kind.upper()} was used in this notebook before the launch, and a forked process cannot use it after "
-            f"that. {_who_touched(kind)} Restart the kernel and keep every use of the device inside the launched "
-            "function."
+            "that. Restart the kernel and keep every use of the device inside the launched function."
         )
-
-
-def _who_touched(kind: str) -> str:
-    """Which code used the device first: the recorded stack of CUDA, else the notebook's cells that mention it."""
-    if _first_touch:
-        return f"It was first used here:\n{_first_touch[0]}"
-    history = getattr(sys.modules.get("__main__"), "In", [])
-    cells = [
-        f"  cell {number}: {line.strip()}"
-        for number, cell in enumerate(history)
-        for line in str(cell).splitlines()
-        if f".{kind}" in line or (kind in line and "device" in line) or f'"{kind}' in line or f"'{kind}" in line
-    ]
-    if cells:
-        return "These lines mention it:\n" + "\n".join(cells[:10]) + "\n"
-    return "It happened before the launcher was imported, so the code is not known."
-
-
-def watch_first_touch() -> None:
-    """Have torch record which code creates the CUDA context. Called when this module is imported."""
-    if "torch" not in sys.modules:
-        return
-    import torch
-
-    def note() -> None:
-        frames = [line for line in traceback.format_stack() if "/torch/cuda/" not in line]
-        _first_touch.append("".join(frames[-4:-1]))
-
-    if torch.version.cuda and not torch.cuda.is_initialized():
-        torch.cuda._lazy_call(note)
-
-
-def _is_tpu() -> bool:
-    from ..core.availability import is_torch_xla_available
-
-    return is_torch_xla_available(check_is_tpu=True)
-
-
-def _run_on_tpu(function: Callable[..., Any], args: Sequence[Any], published: dict[str, str]) -> None:
-    """One process for each TPU core, started by torch_xla itself."""
-    import torch_xla
-
-    env.publish(published)
-    torch_xla.launch(PrepareForLaunch(function, "XLA"), args=tuple(args), start_method="fork")
 
 
 def install_xla(upgrade: bool = False) -> None:
@@ -324,17 +256,8 @@ def install_xla(upgrade: bool = False) -> None:
         raise LaunchError("install_xla() found no torch to match: install torch first")
     # torch_xla is released with torch, under the same major and minor number.
     minor = ".".join(version.split(".")[:2])
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        *(["--upgrade"] if upgrade else []),
-        f"torch_xla[tpu]~={minor}.0",
-    ]
+    upgrading = ["--upgrade"] if upgrade else []
+    command = [sys.executable, "-m", "pip", "install", *upgrading, f"torch_xla[tpu]~={minor}.0"]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise LaunchError(f"{' '.join(command)} failed (exit code {done.returncode}):\n{done.stderr.strip()[-1000:]}")
-
-
-watch_first_touch()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from ..config.launch_settings import Settings
@@ -44,30 +45,37 @@ def plan(settings: Settings, program: Program, in_place: bool = False) -> Launch
         **_same_fields(settings),
     )
     spec.check()
+    config = settings["deepspeed_config_file"] if settings["use_deepspeed"] and not remote else None
+    # Base64 text of a configuration, which is allowed as well, has none of these characters.
+    if config and any(mark in config for mark in "./\\") and not os.path.isfile(config):
+        raise ConfigurationError(f"deepspeed_config_file={config!r} does not exist (from {os.getcwd()})")
     if settings["engine"] != "kubernetes":
         # A container has its own file system.
         program.check()
-    if not remote:
-        _check_devices(settings, spec, count)
+    if not remote and device != "cpu" and spec.local_processes > max(count, 1):
+        raise ConfigurationError(
+            f"{settings.shown('num_processes')} requests {spec.local_processes} processes on this machine, which has "
+            f"{count} {device} device{'s' if count != 1 else ''} to use: each process needs one. Request fewer, or "
+            "give --cpu."
+        )
     return spec
 
 
 def _same_fields(settings: Settings) -> dict[str, Any]:
     """The fields of a LaunchSpec that are options of the same name; an option that is not given leaves the default."""
     names = set(LaunchSpec._fields) & set(settings) - {"num_processes", "num_machines", "nnodes"}
-    found = {name: settings[name] for name in names if settings[name] is not None}
+    fields = {name: settings[name] for name in names if settings[name] is not None}
     # These have a key in files and no option.
-    kept = settings.file.data if settings.file else {}
-    if kept.get("tpu_name"):
-        found.setdefault("vm", [kept["tpu_name"]])
-    return {**found, "tpu_zone": kept.get("tpu_zone")}
+    in_file = settings.file.data if settings.file else {}
+    if in_file.get("tpu_name"):
+        fields.setdefault("vm", [in_file["tpu_name"]])
+    return {**fields, "tpu_zone": in_file.get("tpu_zone")}
 
 
 def _requested(settings: Settings) -> int | None:
     """The number of processes that was requested; None where it follows from the devices."""
-    # Files of the API hold -1 for "not chosen".
     requested = settings["num_processes"]
-    return None if requested in (None, "all", -1) else int(requested)
+    return None if requested in (None, "all") else int(requested)
 
 
 def _device_elsewhere(settings: Settings) -> tuple[str, int]:
@@ -86,34 +94,21 @@ def _device_elsewhere(settings: Settings) -> tuple[str, int]:
 def _device(settings: Settings, present: system.Accelerators) -> tuple[str, int]:
     """The device type to run on, and how many of it may be used."""
     if settings["cpu"]:
-        if (
-            _gpu_ids(settings)
-            and settings.origin("cpu") == "flag --cpu"
-            and settings.origin("gpu_ids") == "flag --gpu_ids"
-        ):
-            raise ConfigurationError(
-                "cpu (flag --cpu) and gpu_ids (flag --gpu_ids) contradict each other: give only one"
-            )
         return "cpu", 0
-    if settings["multi_gpu"] and not present.number:
+    ids = _gpu_ids(settings)
+    option = "multi_gpu" if settings["multi_gpu"] else "gpu_ids" if ids else None
+    if option is not None and not present.number:
         raise ConfigurationError(
-            f"{settings.shown('multi_gpu')}: this machine has no accelerator that the installed torch "
+            f"{settings.shown(option)}: this machine has no accelerator that the installed torch "
             f"({system.torch_build().get('version', 'none')}) can use. Give --cpu to run on the CPU."
         )
-    ids = _gpu_ids(settings)
-    if ids and not present.number:
-        raise ConfigurationError(
-            f"{settings.shown('gpu_ids')}: this machine has no accelerator. Leave it out, or give --cpu."
-        )
-    if not ids:
-        return present.kind, present.number
     absent = [item for item in ids if item.isdigit() and int(item) >= present.number]
     if absent:
         raise ConfigurationError(
             f"{settings.shown('gpu_ids')}: there is no device {', '.join(absent)}; this machine has {present.number} "
             f"({present.kind} 0 to {present.number - 1})"
         )
-    return present.kind, len(ids)
+    return present.kind, len(ids) if ids else present.number
 
 
 def _machines(settings: Settings) -> tuple[int, str]:
@@ -148,10 +143,7 @@ def _processes(settings: Settings, count: int, machines: int) -> int:
                 f"to use ({'--cpu is on' if settings['cpu'] else 'this machine has only its CPU'}). Give a number."
             )
         return count * machines
-    # Files of the API hold -1 for "not chosen".
-    if requested is None or (requested == -1 and not settings.origin("num_processes").startswith("flag")):
-        return max(1, count) * machines
-    return int(requested)
+    return max(1, count) * machines if requested is None else int(requested)
 
 
 def _threads(settings: Settings, local_processes: int) -> int | None:
@@ -166,28 +158,41 @@ def _threads(settings: Settings, local_processes: int) -> int | None:
     return max(1, system.physical_cores() // local_processes)
 
 
-def _check_devices(settings: Settings, spec: LaunchSpec, count: int) -> None:
-    if spec.device == "cpu" or spec.local_processes <= max(count, 1):
-        return
-    raise ConfigurationError(
-        f"{settings.shown('num_processes')} requests {spec.local_processes} processes on this machine, which has "
-        f"{count} {spec.device} device{'s' if count != 1 else ''} to use: each process needs one. Request fewer, or "
-        "give --cpu."
-    )
+# What the summary of a launch states, where it was set.
+_SUMMARIZED = (
+    "mixed_precision", "gradient_accumulation_steps", "dynamo_backend",
+    "use_fsdp", "use_deepspeed", "use_megatron_lm", "use_parallelism_config",
+)  # fmt: skip
 
 
 def summary(settings: Settings, spec: LaunchSpec) -> str:
-    """The launch in one line."""
+    """The launch in one line: where it runs, and what was set. What the script itself decides is not known here."""
     plural = "es" if spec.num_processes > 1 else ""
-    engine = settings["engine"]
     where = "what the cluster has" if spec.device == "auto" else spec.device
-    if spec.device not in ("cpu", "auto") and engine != "auto" and launcher_class(engine).remote:
-        where = f"GPUs requested from {engine} (none with --cpu)"
     words = [f"{spec.num_processes} process{plural} on {where}"]
     if spec.num_machines > 1:
         words.append(f"machine {spec.machine_rank} of {spec.num_machines}")
-    words.append(f"mixed precision {settings['mixed_precision'] or 'no'}")
+    for name in _SUMMARIZED:
+        value = settings[name]
+        if settings.chosen(name) and value is not False:
+            words.append(name.removeprefix("use_").replace("_", " ") + ("" if value is True else f" {value}"))
     if spec.threads is not None and spec.num_processes > 1:
         words.append(f"{spec.threads} CPU thread{'s' if spec.threads > 1 else ''} each")
-    source = str(settings.file.path) if settings.file else "no configuration file"
-    return f"accelerate launch: {', '.join(words)} ({source}; `accelerate config show` shows each value's origin)"
+    source = f" ({settings.file.path}; `accelerate config show` shows each origin)" if settings.file else ""
+    return ", ".join(words) + source
+
+
+def shortage_of_cpus(processes: int, threads: int | None) -> str | None:
+    """The warning where processes or their threads share processors; None where they do not."""
+    cpus = system.usable_cpu_count()
+    count = f"{processes} process{'es' if processes > 1 else ''}"
+    shared = f"{cpus} processor{'s' if cpus > 1 else ''}"
+    if processes > cpus:
+        return f"{count} share {shared}: all of them run slower. --num_processes {cpus} uses the processors fully"
+    if threads is not None and processes * threads > cpus:
+        fitting = max(1, cpus // processes)
+        return (
+            f"{count} of {threads} threads share {shared} and slow each other down. "
+            f"--num_cpu_threads_per_process {fitting} fits"
+        )
+    return None

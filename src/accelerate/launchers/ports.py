@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The port of a run's processes, reserved so that no other program takes it before rank 0 listens."""
+"""Ports and addresses of this machine: the port of rank 0 is reserved until it listens."""
 
 from __future__ import annotations
 
@@ -69,6 +69,26 @@ def _lock(port: int) -> socket.socket | None:
         lock.close()
         raise
     return lock
+
+
+def resolve_address(host: str) -> str:
+    """The address of a host; ConfigurationError where it has none."""
+    try:
+        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except socket.gaierror as error:
+        raise ConfigurationError(
+            f"main_process_ip={host!r} does not resolve to an address: {error.strerror}"
+        ) from None
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface with an address, for gloo, which would derive it from the host's name."""
+    import psutil
+
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(item.address.split("%")[0] == address for item in addresses):
+            return str(name)
+    return None
 
 
 def get_free_port() -> int:

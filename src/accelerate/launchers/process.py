@@ -183,19 +183,18 @@ def _channel(number: int) -> tuple[int, int]:
     return os.pipe()
 
 
-def guarded(starter: int) -> list[str]:
-    """The beginning of a command that dies with its starter, for starters with threads (no code runs after a fork)."""
-    return [sys.executable, "-S", "-E", str(Path(__file__).with_name("guard.py")), str(starter)]
-
-
 def die_with(parent: int, cpus: tuple[int, ...] | None = None) -> Callable[[], None] | None:
-    """The first code of a new process (Linux): have the kernel kill it when its launcher dies, bind it to `cpus`."""
+    """The first code of a new process (Linux): have the kernel kill it when its launcher dies, bind it to `cpus`.
+
+    Signals that the starter blocks for itself, as Ray's workers block SIGINT, are not blocked for the process.
+    """
     if sys.platform != "linux":
         return None
     libc = ctypes.CDLL(None, use_errno=True)
 
     def prepare() -> None:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
         if os.getppid() != parent:
             os.kill(os.getpid(), signal.SIGKILL)
         if cpus:

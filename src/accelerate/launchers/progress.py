@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The progress of a run for those who watch it: what the ranks of this machine publish, as figures and as one line."""
+"""The progress of a run, from what the ranks of this machine publish: as words for a line or for a panel."""
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import time
 from collections import deque
 from collections.abc import Mapping
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,30 +23,20 @@ _STALLED_STEPS = 10
 
 
 class Figures(NamedTuple):
-    """What is shown of a run. A number that is not known is NaN.
-
-    Fields:
-        step, epoch, loss: of the rank that has made most steps; the loss is the mean over the ranks.
-        fraction: of the epoch.
-        left: seconds to the end of the epoch.
-        step_rate, sample_rate, token_rate: a second; the last two over all ranks here.
-        memory: bytes of the rank that uses most.
-        checkpoint: name of the last one, empty before the first; age: seconds since it was saved.
-        ranks: the state of each rank, in words.
-    """
+    """What is shown of a run, in words but for the step and the fraction of the epoch (NaN where not known)."""
 
     step: int
-    epoch: int
-    loss: float
     fraction: float
-    left: float
-    step_rate: float
-    sample_rate: float
-    token_rate: float
-    memory: float
-    checkpoint: str
-    age: float
-    ranks: Mapping[int, str]
+    epoch: str
+    left: str
+    measures: list[str]
+    ranks: list[str]
+
+    def line(self) -> str:
+        """The figures in one line of a log; ranks that train as usual are left out."""
+        left = [f"{self.left} in the epoch"] if self.left else []
+        others = [state for state in self.ranks if not state.endswith(" training")]
+        return ", ".join([f"step {self.step}", self.epoch, *self.measures, *left, *others])
 
 
 class Progress:
@@ -58,7 +48,7 @@ class Progress:
     """
 
     def __init__(self, spec: LaunchSpec, folder: Path) -> None:
-        self.where: str = f"machine {spec.machine_rank} of {spec.num_machines}" if spec.num_machines > 1 else ""
+        self.machine: str = f"machine {spec.machine_rank} of {spec.num_machines}" if spec.num_machines > 1 else ""
         self._folder = folder
         self._history: deque[tuple[float, int, float, float]] = deque()
 
@@ -69,94 +59,55 @@ class Progress:
             pids: the process of each rank that runs here.
             ended: the exit code of each rank that has ended.
         """
-        found = dict(statuses(self._folder))
-        if not any(one.step or one.state == EVALUATING for one in found.values()):
+        published = dict(statuses(self._folder))
+        states = published.values()
+        if not any(status.step or status.state == EVALUATING for status in states):
             return None
         now = time.time()
-        first = max(found.values(), key=lambda one: one.step)
-        samples, tokens = (sum(getattr(one, name) for one in found.values()) for name in ("samples", "tokens"))
-        rates = self._rates(now, first.step, samples, tokens)
-        memory = [one.memory for one in found.values() if one.memory == one.memory]
-        memory = memory or [size for pid in pids.values() if (size := _resident(pid))]
-        losses = [one.loss for one in found.values() if one.loss == one.loss]
-        saved = max(found.values(), key=lambda one: one.saved)
+        first = max(states, key=lambda status: status.step)
+        totals = sum(status.samples for status in states), sum(status.tokens for status in states)
+        step_rate, sample_rate, token_rate = self._rates(now, first.step, *totals)
         fraction = first.batch / first.batches if first.batches and first.batch <= first.batches else math.nan
-        return Figures(
-            first.step,
-            first.epoch,
-            sum(losses) / len(losses) if losses else math.nan,
-            fraction,
-            self._left(first, rates[0]),
-            *rates,
-            max(memory, default=math.nan),
-            os.path.basename(saved.checkpoint),
-            now - saved.saved if saved.checkpoint else math.nan,
-            {rank: _words(one, now, rates[0], ended.get(rank)) for rank, one in found.items()},
-        )
+        left = ""
+        if first.batch and first.batches and step_rate > 0 and first.state == TRAINING:
+            steps_per_batch = first.step / (first.batches * first.epoch + first.batch)
+            left = f"{duration((first.batches - first.batch) * steps_per_batch / step_rate)} left"
+        measures = []
+        losses = [status.loss for status in states if not math.isnan(status.loss)]
+        if losses:
+            measures.append(f"loss {sum(losses) / len(losses):.4g}")
+        rates = {"samples/s": sample_rate, "tokens/s": token_rate}
+        if math.isnan(sample_rate) and math.isnan(token_rate):
+            rates = {"steps/s": step_rate}
+        measures += [f"{amount(rate)} {unit}" for unit, rate in rates.items() if not math.isnan(rate)]
+        memory = [status.memory for status in states if not math.isnan(status.memory)]
+        if memory or (memory := [float(size) for pid in pids.values() if (size := _resident(pid))]):
+            measures.append(f"memory {max(memory) / 2**20:,.0f} MiB")
+        saved = max(states, key=lambda status: status.saved)
+        if saved.checkpoint:
+            measures.append(f"saved {os.path.basename(saved.checkpoint)} {duration(now - saved.saved)} ago")
+        share = "" if math.isnan(fraction) else f" ({fraction:.0%})"
+        words = [(rank, _words(status, now, step_rate, ended.get(rank))) for rank, status in published.items()]
+        ranks = []
+        # Neighbours in the same state are shown together.
+        for (state, _), group in groupby(enumerate(words), lambda item: (item[1][1], item[1][0] - item[0])):
+            numbers = [rank for _, (rank, _) in group]
+            ranks.append(f"ranks {numbers[0]}-{numbers[-1]} {state}" if numbers[1:] else f"rank {numbers[0]} {state}")
+        return Figures(first.step, fraction, f"epoch {first.epoch}{share}", left, measures, ranks)
 
     def _rates(self, now: float, step: int, samples: float, tokens: float) -> tuple[float, float, float]:
+        """Steps, samples and tokens a second; NaN where not known."""
         history = self._history
         if history and step < history[-1][1]:
             history.clear()  # the ranks were restarted
         history.append((now, step, samples, tokens))
         while len(history) > 2 and now - history[1][0] >= _WINDOW:
             history.popleft()
-        begin = history[0]
-        seconds = now - begin[0]
-        if seconds < 0.2 or step == begin[1]:
+        began, first_step, first_samples, first_tokens = history[0]
+        seconds = now - began
+        if seconds < 0.2 or step == first_step:
             return math.nan, math.nan, math.nan
-        return (step - begin[1]) / seconds, (samples - begin[2]) / seconds, (tokens - begin[3]) / seconds
-
-    def _left(self, status: Status, rate: float) -> float:
-        """Seconds to the end of the epoch, at the rate of steps."""
-        if not status.batches or not rate > 0 or status.state != TRAINING or not status.batch:
-            return math.nan
-        # Batches for each step since the start of the run.
-        read = status.batches * status.epoch + status.batch
-        return (status.batches - status.batch) * status.step / read / rate
-
-
-def line(figures: Figures, where: str = "") -> str:
-    """The figures in one line of a log."""
-    words = [f"step {figures.step}", epoch_of(figures)]
-    if figures.loss == figures.loss:
-        words.append(f"loss {figures.loss:.4g}")
-    words += rates_of(figures)
-    if figures.left == figures.left:
-        words.append(f"{duration(figures.left)} left in the epoch")
-    if figures.memory == figures.memory:
-        words.append(size_of(figures.memory))
-    if figures.checkpoint:
-        words.append(f"saved {figures.checkpoint} {duration(figures.age)} ago")
-    others = [state for state in ranks_of(figures) if not state.endswith(" training")]
-    return (f"{where}: " if where else "") + ", ".join([*words, *others])
-
-
-def epoch_of(figures: Figures) -> str:
-    """The epoch, and how much of it is done."""
-    share = f" ({figures.fraction:.0%})" if figures.fraction == figures.fraction else ""
-    return f"epoch {figures.epoch}{share}"
-
-
-def rates_of(figures: Figures) -> list[str]:
-    """The rates that are known; steps only where samples are not."""
-    found = [
-        f"{amount(rate)} {unit}/s"
-        for rate, unit in ((figures.sample_rate, "samples"), (figures.token_rate, "tokens"))
-        if rate == rate
-    ]
-    return found or ([f"{amount(figures.step_rate)} steps/s"] if figures.step_rate == figures.step_rate else [])
-
-
-def ranks_of(figures: Figures) -> list[str]:
-    """The states of the ranks; neighbours in the same state together."""
-    found: list[tuple[int, int, str]] = []
-    for rank, words in sorted(figures.ranks.items()):
-        if found and found[-1][1] == rank - 1 and found[-1][2] == words:
-            found[-1] = (found[-1][0], rank, words)
-        else:
-            found.append((rank, rank, words))
-    return [f"rank {low} {words}" if low == high else f"ranks {low}-{high} {words}" for low, high, words in found]
+        return (step - first_step) / seconds, (samples - first_samples) / seconds, (tokens - first_tokens) / seconds
 
 
 def amount(number: float) -> str:
@@ -167,35 +118,25 @@ def amount(number: float) -> str:
     return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
 
 
-def size_of(size: float) -> str:
-    """Bytes with a unit."""
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.3g} {unit}" if size < 1000 else f"{size:.0f} {unit}"
-        size /= 1024
-    return f"{size:.1f} GiB"
-
-
 def duration(seconds: float) -> str:
-    """Seconds in the largest fitting unit, as 4:05 or 2:10:00."""
-    total = max(0, round(seconds))
-    minutes, rest = divmod(total, 60)
+    """Seconds as 4:05 or 2:10:00."""
+    minutes, seconds = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
 def _words(status: Status, now: float, rate: float, code: int | None) -> str:
     if code is not None:
         return "ended" if code == 0 else f"failed ({code})"
     quiet = now - status.time
-    limit = max(_STALLED, _STALLED_STEPS / rate if rate > 0 else _STALLED)
-    if status.state == TRAINING and quiet > limit:
+    if status.state == TRAINING and quiet > max(_STALLED, _STALLED_STEPS / rate if rate > 0 else _STALLED):
         return f"no step for {duration(quiet)}"
     return STATES[status.state]
 
 
 def _resident(pid: int) -> int:
     """Bytes resident of a process; 0 where that is not known."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
+    try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return 0
+    except (OSError, ValueError, IndexError):
+        return 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process on another machine: the worker that starts it there, and the rank that is supervised here."""
+"""A process on a machine of a Ray cluster: the actor that starts it there, and the rank that is supervised here."""
 
 from __future__ import annotations
 
@@ -15,20 +15,25 @@ from pathlib import Path
 from typing import Any
 
 from ..core import env
+from ..core.device_kinds import VISIBLE
 from ..core.errors import LaunchError
 from ..core.imports import version_of
 from ..core.version import __version__
-from .ports import ReservedPort
-from .process import Rank, guarded
+from .ports import ReservedPort, interface_of
+from .process import Rank, die_with
 from .spec import LaunchSpec, ProcessSpec, Program
+from .streams import write_all
 from .supervisor import Supervisor
 
-# Seconds for which a call waits for output.
-READ_WAIT = 10.0
+# Seconds for which a call waits for output, and between two looks at the end of the process.
+READ_WAIT, LOOK = 10.0, 0.2
 # Seconds in which the end of a killed process must be reported.
 GONE_WAIT = 10.0
-CHUNK = 65536
-_ENDED = 0
+
+
+def versions() -> dict[str, str]:
+    """The versions that have to be equal on all machines."""
+    return {"accelerate": __version__, "torch": version_of("torch").base_version}
 
 
 class RayWorker:
@@ -40,16 +45,21 @@ class RayWorker:
     def __init__(self) -> None:
         self._popen: subprocess.Popen[bytes] | None = None
         self._selector = selectors.DefaultSelector()
-        self._started = threading.Event()
-        self._problem: OSError | None = None
         self._port: ReservedPort | None = None
 
     def introduce(self) -> dict[str, Any]:
-        """The machine and its versions."""
+        """The machine of this worker, its place in the cluster, and its versions."""
+        import ray
+
+        context, address = ray.get_runtime_context(), ray.util.get_node_ip_address()
         return {
             "host": socket.gethostname(),
-            "accelerate": __version__,
-            "torch": version_of("torch").base_version,
+            "node": str(context.get_node_id()),
+            "address": str(address),
+            "interface": interface_of(address),
+            "devices": [str(device) for devices in context.get_accelerator_ids().values() for device in devices][:1],
+            "visible": {name: text for name in VISIBLE if (text := env.get(name)) is not None},
+            "versions": versions(),
         }
 
     def reserve_port(self, port: int) -> int:
@@ -63,41 +73,35 @@ class RayWorker:
         Raises:
             LaunchError: the folder or the program is not on this machine.
         """
-        where = Path(folder or ".")
+        host, where = socket.gethostname(), Path(folder or ".")
         if not where.is_dir():
-            raise LaunchError(f"there is no folder {folder} on {socket.gethostname()}")
+            raise LaunchError(f"there is no folder {folder} on {host}")
         if program.kind == "script" and not (where / program.name).exists():
-            raise LaunchError(f"there is no script {program.name} in {where.resolve()} on {socket.gethostname()}")
-        # The kernel treats the end of the starting thread as that of the starter: this thread lives as long as the
-        # process.
-        threading.Thread(target=self._keep, args=(program, variables, where), daemon=True).start()
-        self._started.wait()
-        if self._popen is None:
-            raise LaunchError(f"{program.name} cannot be started on {socket.gethostname()}: {self._problem}")
-        return self._popen.pid
+            raise LaunchError(f"there is no script {program.name} in {where.resolve()} on {host}")
+        problems: list[OSError] = []
+        begun = threading.Event()
 
-    def _keep(self, program: Program, variables: Mapping[str, str | None], where: Path) -> None:
-        try:
-            self._popen = subprocess.Popen(
-                [*guarded(os.getpid()), *program.argv()],
-                cwd=where,
-                env=env.child_environment(variables),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                process_group=0,
-            )
-        except OSError as error:
-            self._problem = error
-            self._started.set()
-            return
+        def run() -> None:
+            try:
+                self._popen = subprocess.Popen(
+                    program.argv(), cwd=where, env=env.child_environment(variables), stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE, stderr=subprocess.PIPE, process_group=0, preexec_fn=die_with(os.getpid()),
+                )  # fmt: skip
+            except OSError as error:
+                problems.append(error)
+            begun.set()
+            if self._popen is not None:
+                self._popen.wait()
+
+        # The kernel kills the process at the end of the thread that has started it: this one waits for the process.
+        threading.Thread(target=run, daemon=True).start()
+        begun.wait()
+        if self._popen is None:
+            raise LaunchError(f"{program.name} cannot be started on {host}: {problems[0]}")
         for number, stream in ((1, self._popen.stdout), (2, self._popen.stderr)):
             assert stream is not None
             self._selector.register(stream, selectors.EVENT_READ, number)
-        with contextlib.suppress(OSError, AttributeError):
-            self._selector.register(os.pidfd_open(self._popen.pid), selectors.EVENT_READ, _ENDED)
-        self._started.set()
-        self._popen.wait()
+        return self._popen.pid
 
     def read(self) -> tuple[list[tuple[int, bytes]], int | None]:
         """Wait for output. Returns pieces of it, each with 1 or 2 for its stream, and the exit code.
@@ -105,28 +109,17 @@ class RayWorker:
         The code is None until the process has ended and all its output has been returned.
         """
         assert self._popen is not None
-        waited = 0.0
-        while waited < READ_WAIT:
+        for _ in range(int(READ_WAIT / LOOK)):
             code = self._popen.returncode
-            pieces = self._take(0.0 if code is not None else 0.2)
+            pieces = []
+            for key, _ in self._selector.select(0.0 if code is not None else LOOK):
+                if data := os.read(key.fd, 65536):
+                    pieces.append((key.data, data))
+                else:
+                    self._selector.unregister(key.fileobj)
             if pieces or code is not None:
                 return pieces, None if pieces else code
-            waited += 0.2
         return [], None
-
-    def _take(self, timeout: float) -> list[tuple[int, bytes]]:
-        pieces = []
-        for key, _ in self._selector.select(timeout):
-            if key.data == _ENDED:
-                self._selector.unregister(key.fileobj)
-                os.close(key.fd)
-                continue
-            data = os.read(key.fd, CHUNK)
-            if data:
-                pieces.append((key.data, data))
-            else:
-                self._selector.unregister(key.fileobj)
-        return pieces
 
     def signal(self, number: int, group: bool) -> None:
         """Send a signal to the process, or to its process group."""
@@ -138,44 +131,25 @@ class RayWorker:
 class RemoteProcess:
     """A process on another machine, as a rank needs it. `send(number, group)` forwards a signal to its worker."""
 
-    def __init__(self, pid: int, host: str, send: Callable[[int, bool], None]) -> None:
+    def __init__(self, pid: int, host: str, send: Callable[[int, bool], object]) -> None:
         self.pid = pid
         self.host = host
         self.send = send
+        # The descriptors that receive the output of the process.
+        self.sinks: dict[int, int] = {}
         self._code: int | None = None
         self._ended = threading.Event()
-        self._sinks: dict[int, int] = {}
-
-    def attach(self, output: int, error: int) -> None:
-        """Set the descriptors that receive the output of the process."""
-        self._sinks = {1: os.dup(output), 2: os.dup(error)}
 
     def take(self, pieces: Sequence[tuple[int, bytes]], code: int | None) -> None:
         """Process what its worker has read."""
         for number, data in pieces:
-            with contextlib.suppress(OSError):
-                while data:
-                    data = data[os.write(self._sinks[number], data) :]
+            write_all(self.sinks[number], data)
         if code is not None:
-            self._end(code)
-
-    def lose(self, why: str) -> None:
-        """Record the loss of the worker, and with it of the process."""
-        message = f"accelerate launch: {self.host} (pid {self.pid}) is lost: {why}\n"
-        self.take([(2, message.encode())], -signal.SIGKILL)
-
-    def _end(self, code: int) -> None:
-        self._code = code
-        self._ended.set()
-        # The end of the streams wakes the supervisor.
-        for sink in self._sinks.values():
-            os.close(sink)
-        self._sinks = {}
-
-    @property
-    def ended(self) -> bool:
-        """Whether the process has ended."""
-        return self._code is not None
+            self._code = code
+            self._ended.set()
+            # The end of the streams wakes the supervisor.
+            for sink in self.sinks.values():
+                os.close(sink)
 
     def poll(self) -> int | None:
         """Return the exit code, or None while the process runs."""
@@ -197,7 +171,7 @@ class RemoteRank(Rank):
         super().__init__(spec, process, folder)
 
     def _start(self, output: int, error: int) -> RemoteProcess:
-        self._remote.attach(output, error)
+        self._remote.sinks = {1: os.dup(output), 2: os.dup(error)}
         return self._remote
 
     @property

@@ -4,17 +4,19 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..config.launch_file import LaunchFile, Setting
 from ..config.launch_settings import Settings, given, resolve_settings
 from ..core import env
 from ..core.enums import SageMakerDistributedType
 from ..core.errors import ConfigurationError, LaunchError
+from ..core.objects import masked
 from ..core.option import brief
 from ..core.options import AWS, options
 from .spec import Program
@@ -27,30 +29,16 @@ DYNAMO = ("dynamo_mode", "dynamo_use_fullgraph", "dynamo_use_dynamic", "dynamo_u
 ABOUT_THE_JOB = (
     "cpu", "gpu_ids", "num_machines", "enable_cpu_affinity", "config_file", "dry_run", "quiet", "module", "no_python",
 )  # fmt: skip
-# Field of the configuration -> option of a launch with the same meaning.
-SAME_AS_OPTION = {
-    "mixed_precision": "mixed_precision",
-    "debug": "debug",
-    "use_cpu": "cpu",
-    "gpu_ids": "gpu_ids",
-    "num_machines": "num_machines",
-    "enable_cpu_affinity": "enable_cpu_affinity",
-}
+# Fields of the configuration that mean what the option of the same name means.
+SAME_AS_OPTION = ("mixed_precision", "debug", "gpu_ids", "num_machines", "enable_cpu_affinity")
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
     """The estimator's arguments, the data channels that `fit` gets, and the AWS variables that the client reads."""
 
     arguments: dict[str, Any]
     inputs: dict[str, str] | None
     client: dict[str, str]
-
-    def shown(self) -> str:
-        """The calls, as Python. Secrets are left out."""
-        lines = [f"export {name}={'***' if 'KEY' in name else text}" for name, text in self.client.items()]
-        lines += ["HuggingFace(", *(f"    {name}={value!r}," for name, value in self.arguments.items())]
-        return "\n".join([*lines, f").fit(inputs={self.inputs!r})"])
 
 
 def launch(config: Any, args: argparse.Namespace) -> None:
@@ -60,36 +48,25 @@ def launch(config: Any, args: argparse.Namespace) -> None:
         ConfigurationError: the job is invalid.
         LaunchError: the client or the job fails.
     """
-    _check_flags(args)
+    used = {*ABOUT_THE_JOB, *(option.name for option in AWS.options)}
+    for name in given(args):
+        if name not in used and not options()[name].is_published:
+            raise ConfigurationError(
+                f"--{name} has no effect on a job of SageMaker: ec2_instance_type, num_machines and distributed_type "
+                "of the configuration file set where its processes run"
+            )
     job = job_of(config, args)
     if not {"entry_point", "source_dir", "git_config"} & set(config.additional_args or {}):
         Program(args.training_script).check()
     settings = _settings(config, args)
     if settings["dry_run"]:
-        print(job.shown())
+        # The calls, as Python. Secrets are left out.
+        for name, text in masked(job.client).items():
+            print(f"export {name}={text}")
+        calls = "".join(f"    {name}={value!r},\n" for name, value in masked(job.arguments).items())
+        print(f"HuggingFace(\n{calls}).fit(inputs={job.inputs!r})")
         return
     env.publish(job.client)
-    estimator = _started(job)
-    if not settings["quiet"]:
-        print(f"You can find your model data at: {estimator.model_data}")
-
-
-def _started(job: Job) -> Any:
-    estimator_of = _client()
-    estimator = None
-    try:
-        estimator = estimator_of(**job.arguments)
-        estimator.fit(inputs=job.inputs)
-    except KeyboardInterrupt:
-        _stop(estimator)
-        raise SystemExit(130) from None
-    except Exception as error:
-        raise LaunchError(f"SageMaker: {type(error).__name__}: {error}") from error
-    return estimator
-
-
-def _client() -> Any:
-    """The estimator of SageMaker's Python client."""
     try:
         from sagemaker.huggingface import HuggingFace
     except ModuleNotFoundError as error:
@@ -98,22 +75,21 @@ def _client() -> Any:
         raise ConfigurationError(
             f"the configuration is for Amazon SageMaker, and the package sagemaker {why}: pip install 'sagemaker<3'"
         ) from None
-    return HuggingFace
-
-
-def _stop(estimator: Any) -> None:
-    """Stop a job whose launch was interrupted, because it would continue to run and cost money."""
-    job = getattr(estimator, "latest_training_job", None)
-    if job is None:
-        return
+    estimator = None
     try:
-        job.stop()
+        estimator = HuggingFace(**job.arguments)
+        estimator.fit(inputs=job.inputs)
+    except KeyboardInterrupt:
+        # The job would continue to run and cost money.
+        job_of_client = getattr(estimator, "latest_training_job", None)
+        if job_of_client is not None:
+            job_of_client.stop()
+            print(f"SageMaker: the stop of job {job_of_client.name} was requested")
+        raise SystemExit(130) from None
     except Exception as error:
-        command = f"aws sagemaker stop-training-job --training-job-name {job.name}"
-        raise LaunchError(
-            f"the job {job.name} could not be stopped and continues to run ({error}); stop it: {command}"
-        ) from error
-    print(f"SageMaker: the stop of job {job.name} was requested")
+        raise LaunchError(f"SageMaker: {type(error).__name__}: {error}") from error
+    if not settings["quiet"]:
+        print(f"You can find your model data at: {estimator.model_data}")
 
 
 def estimator_arguments(config: Any, args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str] | None]:
@@ -132,12 +108,14 @@ def job_of(config: Any, args: argparse.Namespace) -> Job:
     if args.module or args.no_python:
         raise ConfigurationError("SageMaker runs a Python script: --module and --no_python cannot be used with it")
     if script.suffix != ".py":
-        raise ConfigurationError(f"SageMaker runs a Python script; {args.training_script!r} is none")
+        raise ConfigurationError(f"SageMaker runs a Python script; {args.training_script!r} is not one")
     for key in ("ec2_instance_type", "iam_role_name"):
         if not getattr(config, key):
             raise ConfigurationError(f"a job on SageMaker needs {key}: write it into the configuration file")
     settings = _settings(config, args)
     kind = SageMakerDistributedType(getattr(config.distributed_type, "value", config.distributed_type))
+    metrics = _table(config.sagemaker_metrics_file, "sagemaker_metrics_file")
+    channels = _table(config.sagemaker_inputs_file, "sagemaker_inputs_file")
     arguments = {
         "image_uri": config.image_uri,
         "entry_point": script.name,
@@ -153,19 +131,25 @@ def job_of(config: Any, args: argparse.Namespace) -> Job:
         "distribution": DATA_PARALLEL if kind is SageMakerDistributedType.DATA_PARALLEL else None,
         "hyperparameters": hyperparameters(args.training_script_args),
         "environment": _environment(settings, kind),
-        "metric_definitions": _metrics(config.sagemaker_metrics_file),
+        "metric_definitions": None if metrics is None else [{"Name": name, "Regex": regex} for name, regex in metrics],
     }
     more = config.additional_args or {}
     if not isinstance(more, Mapping):
         raise ConfigurationError(f"additional_args must hold `key: value` lines, not {brief(more)}")
     _check_distribution(arguments, kind, more)
-    return Job(_merged(arguments, more), _inputs(config.sagemaker_inputs_file), _client_variables(config, args))
+    inputs = None if channels is None else dict(channels)
+    for key, value in more.items():
+        former = arguments.get(key)
+        # Two distributions in one would be refused by the client.
+        both = isinstance(former, dict) and isinstance(value, Mapping) and key != "distribution"
+        arguments[key] = {**former, **value} if both and former is not None else value
+    return Job(arguments, inputs, _client_variables(config, args))
 
 
 def _settings(config: Any, args: argparse.Namespace) -> Settings:
     """The settings of the processes: flag, then variable, then the configuration."""
     origin = "the SageMaker configuration"
-    given_values = {option: getattr(config, field, None) for field, option in SAME_AS_OPTION.items()}
+    given_values = {name: getattr(config, name, None) for name in SAME_AS_OPTION} | {"cpu": config.use_cpu}
     for key, value in (getattr(config, "dynamo_config", None) or {}).items():
         given_values[key if key.startswith("dynamo_") else f"dynamo_{key}"] = value
     known = options()
@@ -178,17 +162,6 @@ def _settings(config: Any, args: argparse.Namespace) -> Settings:
         if value is not None
     }
     return resolve_settings(given(args), LaunchFile(Path(origin), {}, values))
-
-
-def _check_flags(args: argparse.Namespace) -> None:
-    """ConfigurationError for flags that would have no effect on a job."""
-    used = {*ABOUT_THE_JOB, *(option.name for option in AWS.options)}
-    for name in given(args):
-        if name not in used and not options()[name].is_published:
-            raise ConfigurationError(
-                f"--{name} has no effect on a job of SageMaker: ec2_instance_type, num_machines and distributed_type "
-                "of the configuration file set where its processes run"
-            )
 
 
 def _check_distribution(arguments: dict[str, Any], kind: SageMakerDistributedType, more: Mapping[str, Any]) -> None:
@@ -219,7 +192,7 @@ def _environment(settings: Settings, kind: SageMakerDistributedType) -> dict[str
 
 
 def _client_variables(config: Any, args: argparse.Namespace) -> dict[str, str]:
-    """Which account and region the client uses: keys given as flags, then the profile, then this environment's."""
+    """Which account and region the client uses: keys given as flags, then the profile, then what it finds itself."""
     region = {"AWS_DEFAULT_REGION": config.region}
     key, secret = args.aws_access_key_id, args.aws_secret_access_key
     if (key is None) != (secret is None):
@@ -229,24 +202,7 @@ def _client_variables(config: Any, args: argparse.Namespace) -> dict[str, str]:
         return {"AWS_ACCESS_KEY_ID": key, "AWS_SECRET_ACCESS_KEY": secret, **region}
     if config.profile:
         return {"AWS_PROFILE": config.profile, **region}
-    if env.get("AWS_PROFILE") or (env.get("AWS_ACCESS_KEY_ID") and env.get("AWS_SECRET_ACCESS_KEY")):
-        return region
-    raise ConfigurationError(
-        "SageMaker needs credentials: profile in the configuration file, --aws_access_key_id and "
-        "--aws_secret_access_key, or the variables AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
-    )
-
-
-def _merged(ours: dict[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """Both, one level after the other; what both name is theirs."""
-    merged = dict(ours)
-    for key, value in theirs.items():
-        former = merged.get(key)
-        # Two distributions in one would be refused by the client.
-        if isinstance(former, dict) and isinstance(value, Mapping) and key != "distribution":
-            value = _merged(former, value)
-        merged[key] = value
-    return merged
+    return region
 
 
 def hyperparameters(words: list[str]) -> dict[str, Any]:
@@ -254,27 +210,22 @@ def hyperparameters(words: list[str]) -> dict[str, Any]:
 
     ConfigurationError for what it would not hand to the script as it stands: a flag without a value, a lone word.
     """
-    found: dict[str, Any] = {}
-    at = 0
-    while at < len(words):
-        name, equals, value = words[at].partition("=")
+    parameters: dict[str, Any] = {}
+    remaining = list(words)
+    while remaining:
+        word = remaining.pop(0)
+        name, equals, value = word.partition("=")
         if not _is_name(name):
-            raise ConfigurationError(f"SageMaker passes --name value pairs; {words[at]!r} belongs to no name")
-        at += 1
+            raise ConfigurationError(f"SageMaker passes --name value pairs; {word!r} belongs to no name")
         if not equals:
-            if at == len(words) or _is_name(words[at].partition("=")[0]):
+            if not remaining or _is_name(remaining[0].partition("=")[0]):
                 raise ConfigurationError(f"SageMaker passes --name value pairs: give {name} a value, as `{name} True`")
-            value = words[at]
-            at += 1
-        bare = name.lstrip("-")
-        # Its toolkit writes one dash before a name of one letter and two before any other.
-        if name != ("-" if len(bare) == 1 else "--") + bare:
-            written = ("-" if len(bare) == 1 else "--") + bare
-            raise ConfigurationError(f"SageMaker hands {name} to the script as {written}: let the script take that")
-        if bare in found:
+            value = remaining.pop(0)
+        key = name.lstrip("-")
+        if key in parameters:
             raise ConfigurationError(f"SageMaker passes each name once: {name} is there a second time")
-        found[bare] = _typed(value)
-    return found
+        parameters[key] = _typed(value)
+    return parameters
 
 
 def _is_name(word: str) -> bool:
@@ -283,31 +234,19 @@ def _is_name(word: str) -> bool:
 
 
 def _typed(text: str) -> Any:
-    """The value in its type where the script gets the same text back (1e-4, 007 and true stay text)."""
+    """The value in its type where the script gets the same text back (1e-4, 007, true and inf stay text)."""
     if text in ("True", "False"):
         return text == "True"
-    numbers = (_number(int, text), _number(float, text))
-    return next((value for value in numbers if value is not None and str(value) == text), text)
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            value = kind(text)
+            if str(value) == text and math.isfinite(value):
+                return value
+    return text
 
 
-def _number(kind: Any, text: str) -> Any:
-    try:
-        value = kind(text)
-    except ValueError:
-        return None
-    # JSON, in which the values travel, has neither infinity nor nan.
-    return value if abs(value) < float("inf") else None
-
-
-def _table(path: str | None, key: str, like: tuple[str, str], content: str) -> list[tuple[str, str]] | None:
-    """The rows of a tab-separated file of two columns below its heading line; None without a file.
-
-    Args:
-        path: the file.
-        key: its key in the configuration.
-        like: what the columns hold.
-        content: what the second column looks like, by which a file without a heading is found.
-    """
+def _table(path: str | None, key: str) -> list[tuple[str, str]] | None:
+    """The rows of a tab-separated file of two columns below its heading line; None without a file."""
     if not path:
         return None
     try:
@@ -315,31 +254,11 @@ def _table(path: str | None, key: str, like: tuple[str, str], content: str) -> l
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigurationError(f"{key}: {path} cannot be read: {reason}") from None
-    rows: list[tuple[str, str]] = []
-    for number, line in enumerate(lines, 1):
-        row = [part.strip() for part in line.split("\t")]
-        if not line.strip():
-            continue
-        if len(row) != 2 or not all(row):
-            raise ConfigurationError(
-                f"{key}: {path}:{number}: give {like[0]} and {like[1]}, with one tab between them, not "
-                f"{brief(line.split(chr(9)))}"
-            )
-        rows.append((row[0], row[1]))
-    if rows and re.search(content, rows[0][1]):
-        raise ConfigurationError(f"{key}: {path}:1: the first line must be a heading; it holds {brief(rows[0][1])}")
-    return rows[1:]
-
-
-def _inputs(path: str | None) -> dict[str, str] | None:
-    """The data channels."""
-    like = ("a channel's name", "the place of its data")
-    rows = _table(path, "sagemaker_inputs_file", like, "^[a-z0-9]+://")
-    return None if rows is None else dict(rows)
-
-
-def _metrics(path: str | None) -> list[dict[str, str]] | None:
-    """The names of metrics and their regular expressions."""
-    like = ("a metric's name", "the regular expression of its value")
-    rows = _table(path, "sagemaker_metrics_file", like, r"\(.*\)")
-    return None if rows is None else [{"Name": name, "Regex": regex} for name, regex in rows]
+    rows = []
+    for number, line in enumerate(lines[1:], 2):
+        if line.strip():
+            name, tab, text = line.partition("\t")
+            if not tab or not name.strip() or not text.strip():
+                raise ConfigurationError(f"{key}: {path}:{number}: give two columns with a tab between them")
+            rows.append((name.strip(), text.strip()))
+    return rows

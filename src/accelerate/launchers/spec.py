@@ -4,18 +4,17 @@
 from __future__ import annotations
 
 import argparse
-import errno
-import importlib.util
 import os
 import re
 import shutil
 import sys
+import traceback
 import types
 import warnings
 from collections.abc import Mapping, Sequence
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..core import system
 from ..core.errors import ConfigurationError, suggestion
@@ -51,9 +50,12 @@ class Program(NamedTuple):
         python = python or sys.executable
         # Unbuffered, so that lines of several processes appear complete and in time.
         before = {"script": [python, "-u"], "module": [python, "-u", "-m"], "program": []}[self.kind]
-        # Python would read a name that begins with a hyphen as an option.
-        name = f"./{self.name}" if self.kind == "script" and self.name.startswith("-") else self.name
-        return [*before, name, *self.args]
+        return [*before, *self.words]
+
+    @property
+    def words(self) -> list[str]:
+        """Name and arguments. A script whose name begins with a hyphen is named so that it is not an option."""
+        return [f"./{self.name}" if self.kind == "script" and self.name.startswith("-") else self.name, *self.args]
 
     def check(self) -> None:
         """ConfigurationError where the script, module or program does not exist, or cannot be read or compiled."""
@@ -71,85 +73,42 @@ class Program(NamedTuple):
             raise ConfigurationError(f"there is no program {self.name!r} on the PATH{hint}")
 
     def _check_script(self, path: Path) -> None:
-        if path.is_symlink() and not path.exists():
-            try:
-                path.resolve(strict=True)
-                why = "does not exist"
-            except (OSError, RuntimeError) as error:
-                # Before Python 3.13 a RuntimeError.
-                loops = isinstance(error, RuntimeError) or error.errno == errno.ELOOP
-                why = "leads back to the link" if loops else "does not exist"
-            raise ConfigurationError(
-                f"the script {self.name!r} is a symbolic link to {os.readlink(path)!r}, which {why}"
-            )
         if not path.exists():
             hint = "; a module is started with -m" if "." in self.name and path.suffix != ".py" else ""
-            here = path.parent
-            near = suggestion(path.name, [other.name for other in here.glob("*.py")] if here.is_dir() else [], "{}")
-            hint += f" (did you mean {here / near}?)" if near else ""
+            folder = path.parent
+            scripts = [other.name for other in folder.glob("*.py") if other.exists()] if folder.is_dir() else []
+            if near := suggestion(path.name, scripts, "{}"):
+                hint += f" (did you mean {folder / near}?)"
             raise ConfigurationError(f"there is no script {self.name!r} (from {Path.cwd()}){hint}")
         if not os.access(path, os.R_OK):
             raise ConfigurationError(f"the script {self.name!r} cannot be read: no permission")
         if path.is_dir() and not (path / "__main__.py").is_file():
             raise ConfigurationError(f"{self.name!r} is a folder without a __main__.py: give a script in it")
         if path.suffix == ".py" and path.is_file():
-            _check_syntax(path)
+            try:
+                with warnings.catch_warnings(action="ignore"):
+                    compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
+            except (SyntaxError, ValueError) as error:
+                # One message instead of one from each rank.
+                report = "".join(traceback.format_exception_only(error)).rstrip()
+                raise ConfigurationError(f"the script {self.name!r} cannot be compiled:\n{report}") from None
 
     def _check_module(self) -> None:
         if self.name.endswith(".py") and Path(self.name).is_file():
             raise ConfigurationError(f"{self.name!r} is a script file: leave out -m, or give -m the module's name")
-        found = _find_module(self.name)
-        if found is None:
+        # Only the outermost package: to find what is in it means to import it.
+        if PathFinder.find_spec(self.name.partition(".")[0], [os.getcwd(), *sys.path]) is None:
             raise ConfigurationError(
                 f"there is no module {self.name!r} in {Path.cwd()} or on the import path; a script file is started "
                 "without -m"
             )
-        if found.submodule_search_locations is not None and _find_module(f"{self.name}.__main__") is None:
-            raise ConfigurationError(
-                f"{self.name!r} is a package without a module __main__: give one of its modules, as {self.name}.train"
-            )
-
-
-def _find_module(name: str) -> ModuleSpec | None:
-    """The module that `python -m` would run in this folder. Packages above it are imported only if it is not found."""
-    names, found = name.split("."), None
-    search: Any = [os.getcwd(), *sys.path]
-    try:
-        for end in range(1, len(names) + 1):
-            found = PathFinder.find_spec(".".join(names[:end]), search)
-            if found is None:
-                break
-            search = found.submodule_search_locations or ()
-    except KeyError:  # a namespace package in another one cannot be found without an import
-        found = None
-    if found is not None:
-        return found
-    sys.path.insert(0, os.getcwd())
-    try:
-        return importlib.util.find_spec(name)
-    except Exception:  # an error of a package that is imported
-        return None
-    finally:
-        sys.path.pop(0)
-
-
-def _check_syntax(path: Path) -> None:
-    """ConfigurationError for a script that Python cannot compile: one message instead of one from each rank."""
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
-    except (SyntaxError, ValueError) as error:
-        import traceback
-
-        report = "".join(traceback.format_exception_only(error)).rstrip()
-        raise ConfigurationError(f"the script {str(path)!r} cannot be compiled:\n{report}") from None
 
 
 def check_host(name: str, where: str) -> str:
     """A host's name or address that no program can read as an option or as several words."""
     if not re.fullmatch(r"[A-Za-z0-9_:\[][\w.:%\[\]-]*", name):
         raise ConfigurationError(
-            f"{where}: {name!r} is no name or address of a host: it begins with a letter or digit and contains "
+            f"{where}: {name!r} is not the name or address of a host: it begins with a letter or digit and contains "
             "only letters, digits and . : - _"
         )
     return name
@@ -158,13 +117,10 @@ def check_host(name: str, where: str) -> str:
 def check_variable(name: str) -> str:
     """A variable's name that a shell can export."""
     if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
-        raise ConfigurationError(f"{name!r} is no name of a variable: letters, digits and _ only, no digit first")
+        raise ConfigurationError(f"{name!r} is not the name of a variable: letters, digits and _ only, no digit first")
     return name
 
 
-# Limits above which a value is a typing error.
-MOST_PROCESSES = 65536
-MOST_SECONDS = 1_000_000
 # Numbers of `rdzv_conf`, under the names of torch's rendezvous, of which launches with fixed ranks use the first one.
 # All in seconds but the number of attempts.
 RENDEZVOUS_SETTINGS = {
@@ -216,6 +172,7 @@ class LaunchSpec(NamedTuple):
     """
 
     program: Program
+    config_file: str | None = None
     num_processes: int = 1
     num_machines: int = 1
     machine_rank: int = 0
@@ -271,7 +228,7 @@ class LaunchSpec(NamedTuple):
             rank, local_rank, self.local_processes, self.machine_rank, self.num_machines, self.main_process_ip, port
         )
         variables = self.variables_at(place, attempt)
-        return ProcessSpec(rank, local_rank, tuple(self.program.argv()), variables, self._cpus(local_rank))
+        return ProcessSpec(rank, local_rank, tuple(self.program.argv()), variables, self.cpus_of(local_rank))
 
     def common_variables(self, attempt: int | None = None) -> dict[str, str | None]:
         """The variables of each process, whatever its rank; `attempt` counts restarts (None: it is set elsewhere)."""
@@ -299,7 +256,8 @@ class LaunchSpec(NamedTuple):
             variables["TORCHELASTIC_MAX_RESTARTS"] = str(self.max_restarts)
         return variables
 
-    def _cpus(self, local_rank: int) -> tuple[int, ...] | None:
+    def cpus_of(self, local_rank: int) -> tuple[int, ...] | None:
+        """The processors that a process on the CPU is bound to; None where it may use all."""
         # With an accelerator, each process later binds itself to the processors near its device.
         if not self.cpu_affinity or self.device != "cpu":
             return None
@@ -312,20 +270,28 @@ class LaunchSpec(NamedTuple):
         chosen = dict(part.split(":", 1) for part in self.tee.split(","))
         return int(chosen.get(str(rank), "0"))
 
-    def rendezvous_settings(self) -> dict[str, str]:
-        """The pairs of `rdzv_conf`, written key=value,key=value."""
-        pairs = [part for part in self.rdzv_conf.split(",") if part.strip()]
-        wrong = [part for part in pairs if "=" not in part]
-        if wrong:
-            raise ConfigurationError(f"rdzv_conf={self.rdzv_conf!r}: {wrong[0]!r} is not key=value")
-        return {key.strip(): value.strip() for key, value in (part.split("=", 1) for part in pairs)}
+    def launch_arguments(self, names: Sequence[str]) -> list[str]:
+        """The arguments of an `accelerate launch` elsewhere: those of these options that were set, and the program."""
+        defaults = LaunchSpec(self.program, num_processes=0, num_machines=0)
+        values = {name: getattr(self, name) for name in names}
+        changed = [f"--{name}={value}" for name, value in values.items() if value != getattr(defaults, name)]
+        kind = {"script": [], "module": ["-m"], "program": ["--no_python"]}[self.program.kind]
+        return [*changed, *kind, *self.program.words]
 
-    def known_rendezvous_settings(self) -> dict[str, str]:
-        """`rendezvous_settings`, where torch's agent does not read them. ConfigurationError for an unknown one."""
-        settings, known = self.rendezvous_settings(), (*RENDEZVOUS_SETTINGS, "is_host", "store_type")
-        if unknown := [name for name in settings if name not in known]:
-            near = suggestion(unknown[0], known)
-            raise ConfigurationError(f"rdzv_conf: there is no setting {unknown[0]!r}{near}")
+    def rendezvous_settings(self) -> dict[str, str]:
+        """The pairs of `rdzv_conf`, written key=value,key=value.
+
+        ConfigurationError for one that the rendezvous of this launch does not know.
+        """
+        settings: dict[str, str] = {}
+        known = (*RENDEZVOUS_SETTINGS, "is_host")
+        for part in self.rdzv_conf.split(","):
+            name, equals, value = (word.strip() for word in part.partition("="))
+            if part.strip() and not equals:
+                raise ConfigurationError(f"rdzv_conf={self.rdzv_conf!r}: {part!r} is not key=value")
+            if name and name not in known and self.rdzv_backend in ("static", "c10d"):
+                raise ConfigurationError(f"rdzv_conf: there is no setting {name!r}{suggestion(name, known)}")
+            settings |= {name: value} if name else {}
         return settings
 
     @property
@@ -334,7 +300,7 @@ class LaunchSpec(NamedTuple):
 
         Raises ConfigurationError for one that is not a number above 0, and for an unknown setting.
         """
-        text = self.known_rendezvous_settings().get("join_timeout", str(RENDEZVOUS_SETTINGS["join_timeout"]))
+        text = self.rendezvous_settings().get("join_timeout", str(RENDEZVOUS_SETTINGS["join_timeout"]))
         if not re.fullmatch(r"\d+(\.\d+)?", text) or not float(text):
             raise ConfigurationError(f"rdzv_conf: join_timeout={text!r} is not a number of seconds above 0")
         return float(text)
@@ -342,20 +308,10 @@ class LaunchSpec(NamedTuple):
     def check(self) -> None:
         """ConfigurationError for an invalid launch."""
         self.rendezvous_settings()
-        if self.num_processes < 1:
-            raise ConfigurationError(f"num_processes={self.num_processes}: at least 1 process is needed")
-        if self.num_machines < 1:
-            raise ConfigurationError(f"num_machines={self.num_machines}: at least 1 machine is needed")
         if not 0 <= self.machine_rank < self.num_machines:
             raise ConfigurationError(
                 f"machine_rank={self.machine_rank} is out of range: with num_machines={self.num_machines} it is "
                 f"0 to {self.num_machines - 1}"
-            )
-        if self.max_restarts < 0:
-            raise ConfigurationError(f"max_restarts={self.max_restarts}: it cannot be less than 0")
-        if self.local_processes > MOST_PROCESSES:
-            raise ConfigurationError(
-                f"num_processes={self.num_processes} is more than a machine can run (at most {MOST_PROCESSES} on each)"
             )
         if self.num_processes % self.num_machines:
             raise ConfigurationError(
@@ -363,12 +319,7 @@ class LaunchSpec(NamedTuple):
                 f"by num_machines={self.num_machines}"
             )
         check_host(self.main_process_ip, f"main_process_ip={self.main_process_ip!r}")
-        if not 0 <= self.main_process_port < 65536:
-            raise ConfigurationError(f"main_process_port={self.main_process_port} is no port: ports are 1 to 65535")
-        for name in ("monitor_interval", "stop_timeout", "progress_interval"):
-            if not 0 <= getattr(self, name) <= MOST_SECONDS:
-                raise ConfigurationError(f"{name}={getattr(self, name)} must be from 0 to {MOST_SECONDS} seconds")
         entries = [part.split(":", 1) for part in self.tee.split(",")] if ":" in self.tee else [["0", self.tee]]
         fine = all(len(part) == 2 and part[0].isdigit() and part[1] in ("0", "1", "2", "3") for part in entries)
         if not fine:
-            raise ConfigurationError(f"tee={self.tee!r}: give 0, 1, 2 or 3, or one a rank as '0:3,1:2'")
+            raise ConfigurationError(f"tee={self.tee!r}: give 0, 1, 2 or 3, or one per rank, as in '0:3,1:2'")

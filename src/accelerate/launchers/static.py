@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several machines with fixed ranks: their launchers connect to machine 0, compare options and start together."""
+"""Several machines with fixed ranks: their launchers connect to machine 0, compare options and start together.
+
+The connections stay for the whole run, restarts included: a failure, or the loss of a machine, ends the ranks of all.
+Messages are lines of JSON. Where launchers cannot connect to each other, the ranks start all the same and find each
+other at MASTER_ADDR and MASTER_PORT, as those of any torch program do.
+"""
 
 from __future__ import annotations
 
@@ -7,339 +12,276 @@ import contextlib
 import importlib.metadata
 import json
 import select
-import selectors
 import socket
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from ..core import env
+from ..core import env, messages
 from ..core.errors import ConfigurationError, LaunchError
+from ..core.objects import spans
 from ..core.version import __version__
-from .base import AGENT, Launcher, print_message
-from .ports import DEFAULT_PORT, ReservedPort, any_address
+from .base import AGENT, Launcher
+from .ports import DEFAULT_PORT, ReservedPort, any_address, interface_of, resolve_address
 from .spec import LaunchSpec
 from .supervisor import OtherMachines, Stop, Supervisor, supervise, with_restarts
+from .waiting import Waiting, connect
 
-# Seconds until a waiting machine reports for whom it waits.
-FIRST_NOTICE = 3.0
-PROTOCOL = "accelerate-launch-1"
-# What launchers send to each other, a line of JSON each.
+PROTOCOL = "accelerate-launch-2"
+# Seconds in which machine 0 answers a launcher that has connected.
+REPLY = 6.0
+# Options and versions that must be equal on all machines, and how the user sets them.
+SHARED = {
+    "num_machines": "--num_machines",
+    "num_processes": "--num_processes",
+    "max_restarts": "--max_restarts",
+    "accelerate": "accelerate",
+    "torch": "torch",
+}
 Message = dict[str, Any]
 
 
-class Waiting:
-    """The time of a wait, and when to report it: after FIRST_NOTICE seconds, then at intervals that double."""
-
-    def __init__(self) -> None:
-        self._began = time.monotonic()
-        self._next = FIRST_NOTICE
-
-    @property
-    def seconds(self) -> float:
-        """The time since the beginning of the wait."""
-        return time.monotonic() - self._began
-
-    def is_due(self) -> bool:
-        """Whether to report the wait now."""
-        if self.seconds <= self._next:
-            return False
-        self._next *= 2
-        return True
-
-
-def identity(spec: LaunchSpec, engine: str = "static") -> Message:
-    """What a launcher reports about itself to the others."""
+def identity(spec: LaunchSpec) -> Message:
+    """What a launcher reports about itself to machine 0."""
     try:
         torch = importlib.metadata.version("torch").split("+")[0]
     except importlib.metadata.PackageNotFoundError:
         torch = "none"
-    return {
-        "protocol": PROTOCOL,
-        "engine": engine,
-        "machine": spec.machine_rank,
-        "num_machines": spec.num_machines,
-        "num_processes": spec.num_processes,
-        "host": socket.gethostname(),
-        "accelerate": __version__,
-        "torch": torch,
-    }
+    options = {name: getattr(spec, name) for name in ("num_machines", "num_processes", "max_restarts")}
+    me = {"protocol": PROTOCOL, "machine": spec.machine_rank, "host": socket.gethostname()}
+    return {**me, **options, "accelerate": __version__, "torch": torch}
 
 
-@dataclass
 class Peer:
-    """The connection to another machine's launcher: messages are lines of JSON."""
+    """The connection to another machine's launcher."""
 
-    socket: socket.socket
-    identity: Message = field(default_factory=dict)
-    done: bool = False
-    _buffer: bytes = b""
+    def __init__(self, connection: socket.socket, machine: int = 0, host: str = "") -> None:
+        self.socket = connection
+        self.machine = machine
+        self.host = host
+        self.is_done: bool = False
+        self._buffer = b""
+        _notice_loss(connection)
 
-    @property
-    def name(self) -> str:
-        """The rank and the host of the machine, for messages."""
-        return f"machine {self.identity.get('machine', '?')} ({self.identity.get('host', '?')})"
+    def __str__(self) -> str:
+        return f"machine {self.machine} ({self.host})"
 
     def send(self, message: Message) -> None:
         """Send a message. A lost connection is ignored here, because `receive` reports it."""
         with contextlib.suppress(OSError):
             self.socket.sendall(json.dumps(message).encode() + b"\n")
 
-    def receive(self) -> list[Message] | None:
-        """The messages that have arrived; None when the connection has ended."""
-        try:
-            data = self.socket.recv(65536)
-        except BlockingIOError:
-            return []
-        except OSError:
-            return None
-        if not data:
-            return None
-        *lines, self._buffer = (self._buffer + data).split(b"\n")
-        try:
-            messages = [json.loads(line) for line in lines]
-        except ValueError:
-            return None
-        return messages if all(isinstance(message, dict) for message in messages) else None
-
-
-def disagreement(ours: Message, theirs: Message, present: dict[int, Peer]) -> str | None:
-    """Why a machine that connects cannot take part; None where it can."""
-    if theirs.get("protocol") != PROTOCOL:
-        return "a program that is not a launcher of this version has connected"
-    name = f"machine {theirs['machine']} ({theirs['host']})"
-    for key, flag in (
-        ("engine", "--engine"), ("num_machines", "--num_machines"), ("num_processes", "--num_processes")
-    ):  # fmt: skip
-        if ours[key] != theirs[key]:
-            return f"{name} was started with {flag} {theirs[key]}, machine 0 ({ours['host']}) with {ours[key]}"
-    for key in ("accelerate", "torch"):
-        if ours[key] != theirs[key]:
-            return f"{name} has {key} {theirs[key]}, machine 0 ({ours['host']}) has {ours[key]}: install the same"
-    rank = theirs["machine"]
-    if rank == 0 or rank in present:
-        other = ours["host"] if rank == 0 else present[rank].identity["host"]
-        return f"--machine_rank {rank} was given on two machines: {other} and {theirs['host']}"
-    return None
-
-
-class Host:
-    """Machine 0: listens until every machine has connected."""
-
-    def __init__(self, spec: LaunchSpec) -> None:
-        self.spec = spec
-        self.timeout: float = spec.join_timeout
-        self.identity: Message = identity(spec)
-        self.present: dict[int, Peer] = {}
-        self._unknown: list[Peer] = []
-        self._selector = selectors.DefaultSelector()
-        self._server = listen(spec.main_process_port)
-        self._selector.register(self._server, selectors.EVENT_READ)
-
-    def wait_for_all(self) -> list[Peer]:
-        """Wait for the connections of all other machines and return them.
+    def receive(self, timeout: float = 0.0) -> list[Message]:
+        """The messages that have arrived within `timeout` seconds.
 
         Raises:
-            ConfigurationError: a machine has other options or another version.
-            LaunchError: not all machines have connected in time.
+            OSError: the connection has ended.
+            ValueError: the other side is not a launcher.
         """
-        waiting = Waiting()
-        try:
-            while len(self.present) < self.spec.num_machines - 1:
-                self._step()
-                if waiting.seconds > self.timeout:
-                    raise LaunchError(f"{self._absent()} did not appear at machine 0 within {self.timeout:.0f} s")
-                if waiting.is_due():
-                    self._send_all({"waiting": self._absent()})
-                    print_message(f"waiting for {self._absent()}{self._note()}")
-        except (ConfigurationError, LaunchError) as error:
-            self._send_all({"refused": str(error)})
-            raise
-        finally:
-            self._server.close()
-            self._selector.close()
-        self._send_all({"go": True})
-        return list(self.present.values())
-
-    def _step(self) -> None:
-        for key, _ in self._selector.select(0.2):
-            if key.fileobj is self._server:
-                connection, _ = self._server.accept()
-                peer = Peer(ready(connection))
-                self._unknown.append(peer)
-                self._selector.register(connection, selectors.EVENT_READ, peer)
-            else:
-                self._receive(key.data)
-
-    def _receive(self, peer: Peer) -> None:
-        messages = peer.receive()
-        if messages is None:
-            self._selector.unregister(peer.socket)
-            self.present = {rank: other for rank, other in self.present.items() if other is not peer}
-            return
-        for message in messages:
-            theirs = message.get("hello", {})
-            wrong = disagreement(self.identity, theirs, self.present)
-            if wrong is not None:
-                raise ConfigurationError(wrong)
-            peer.identity = theirs
-            self.present[theirs["machine"]] = peer
-
-    def _send_all(self, message: Message) -> None:
-        for peer in {id(peer): peer for peer in (*self._unknown, *self.present.values())}.values():
-            peer.send(message)
-
-    def _note(self) -> str:
-        """A hint where the others look for machine 0 at an address that this machine does not have."""
-        host = self.spec.main_process_ip
-        if interface_of(resolve_address(host)) is not None:
-            return ""
-        return f"; they connect to {host}, which is not an address of this machine"
-
-    def _absent(self) -> str:
-        absent = [str(rank) for rank in range(1, self.spec.num_machines) if rank not in self.present]
-        return f"machine{'s' if len(absent) > 1 else ''} {', '.join(absent)} of {self.spec.num_machines}"
+        if not select.select([self.socket], [], [], timeout)[0]:
+            return []
+        data = self.socket.recv(65536)
+        if not data:
+            raise ConnectionError("the connection has ended")
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        messages = [json.loads(line) for line in lines]
+        if not all(isinstance(message, dict) for message in messages) or self._buffer[:1] not in (b"", b"{"):
+            raise ValueError("no message of a launcher")
+        return messages
 
 
-def join(spec: LaunchSpec) -> Peer:
-    """Connect to machine 0 and wait until every machine has.
+def _notice_loss(connection: socket.socket) -> None:
+    """Have the kernel notice within seconds that the other machine is gone, also while a message is on its way."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    settings = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 7000}
+    for name, value in settings.items():
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def gather(spec: LaunchSpec) -> list[Peer]:
+    """Machine 0: wait until the launchers of the other machines have connected.
+
+    Returns:
+        Their connections; fewer where machines have not come in time, or are started by another program.
 
     Raises:
-        ConfigurationError: the address is invalid, or machine 0 refuses.
-        LaunchError: machine 0 does not answer in time.
+        ConfigurationError: a machine has other options or another version.
+    """
+    peers: dict[int, Peer] = {}
+    strangers: list[Peer] = []
+    waiting = Waiting()
+    server, address = any_address()
+    try:
+        server.bind((address, spec.main_process_port))
+        server.listen(1024)
+        while len(peers) < spec.num_machines - 1:
+            absent = _listed(set(range(1, spec.num_machines)) - set(peers), spec.num_machines)
+            if waiting.seconds > spec.join_timeout:
+                messages.show(f"{absent} did not connect within {spec.join_timeout:.0f} s: the ranks start without it")
+                break
+            if waiting.is_due():
+                for peer in peers.values():
+                    peer.send({"waiting": absent})
+                is_here = interface_of(resolve_address(spec.main_process_ip)) is not None
+                note = "" if is_here else f"; they connect to {spec.main_process_ip}, no address of this machine"
+                messages.show(f"waiting for {absent}{note}")
+            ready = select.select([server, *(peer.socket for peer in (*strangers, *peers.values()))], [], [], 0.2)[0]
+            if server in ready:
+                strangers.append(Peer(server.accept()[0]))
+            if not _admit(spec, [peer for peer in strangers if peer.socket in ready], strangers, peers):
+                messages.show(
+                    "a program that is not a launcher has connected: the ranks start without waiting further"
+                )
+                break
+            for peer in [peer for peer in peers.values() if peer.socket in ready]:
+                try:
+                    peer.receive()
+                except (OSError, ValueError):
+                    del peers[peer.machine]
+    except ConfigurationError as error:
+        for peer in (*peers.values(), *strangers):
+            peer.send({"refused": str(error)})
+        raise
+    finally:
+        server.close()
+    for peer in peers.values():
+        peer.send({"go": 0})
+    return list(peers.values())
+
+
+def _admit(spec: LaunchSpec, ready: list[Peer], strangers: list[Peer], peers: dict[int, Peer]) -> bool:
+    """Read the first messages of new connections. False where one is not of a launcher."""
+    ours = identity(spec)
+    for peer in ready:
+        try:
+            messages = peer.receive()
+        except OSError:  # it has asked whether anybody listens
+            strangers.remove(peer)
+            continue
+        except ValueError:
+            return False
+        if not messages:
+            continue
+        strangers.remove(peer)
+        theirs = messages[0]
+        if theirs.get("protocol") != PROTOCOL:
+            return False
+        peer.machine, peer.host = theirs["machine"], theirs["host"]
+        for name, shown in SHARED.items():
+            if ours[name] != theirs[name]:
+                strangers.append(peer)
+                raise ConfigurationError(
+                    f"{peer} has {shown} {theirs[name]}, machine 0 ({ours['host']}) has {ours[name]}: "
+                    "all machines need the same"
+                )
+        if peer.machine == 0 or peer.machine in peers:
+            strangers.append(peer)
+            other = ours["host"] if peer.machine == 0 else peers[peer.machine].host
+            raise ConfigurationError(
+                f"--machine_rank {peer.machine} was given on two machines: {other} and {peer.host}"
+            )
+        peers[peer.machine] = peer
+        peer.send({"welcome": True})
+    return True
+
+
+def _listed(machines: set[int], count: int) -> str:
+    names = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in spans(sorted(machines)))
+    return f"machine{'s' if len(machines) > 1 else ''} {names} of {count}"
+
+
+def join(spec: LaunchSpec) -> list[Peer]:
+    """Another machine: connect to machine 0 and wait until all have.
+
+    Returns:
+        The connection to machine 0; none where no launcher answers there.
+
+    Raises:
+        ConfigurationError: machine 0 refuses.
     """
     where = f"machine 0 at {spec.main_process_ip}:{spec.main_process_port}"
     resolve_address(spec.main_process_ip)
-    waiting = Waiting()
-    while True:
-        peer = connect(spec, where, spec.join_timeout, waiting)
-        peer.send({"hello": identity(spec)})
-        if _is_complete(peer, where):
-            return peer
-        # The store of an attempt that is ending answered, or a launcher that was stopped: try again.
-        peer.socket.close()
-        if waiting.is_due():
-            print_message(f"{where} closes the connection: it has another --engine, is not a launcher, or was stopped")
-        time.sleep(0.2)
-
-
-def _is_complete(peer: Peer, where: str) -> bool:
-    """Wait until machine 0 reports that all are there. False where the connection ends before."""
-    # The first message arrives after FIRST_NOTICE seconds at the latest; later ones may take long.
-    if not select.select([peer.socket], [], [], 2 * FIRST_NOTICE)[0]:
-        print_message(f"{where} does not reply: it is not a launcher, or one with another --engine")
-    while True:
-        messages = peer.receive()
-        if messages is None:
-            return False
-        for message in messages:
-            if "refused" in message:
-                raise ConfigurationError(f"{where} refuses: {message['refused']}")
-            if "waiting" in message:
-                print_message(f"{where} waits for {message['waiting']}")
-            if message.get("go"):
-                return True
-
-
-def resolve_address(host: str) -> str:
-    """The address of a host; ConfigurationError where it has none."""
     try:
-        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
-    except socket.gaierror as error:
-        raise ConfigurationError(
-            f"main_process_ip={host!r} does not resolve to an address: {error.strerror}"
-        ) from None
-
-
-def connect(spec: LaunchSpec, where: str, timeout: float, waiting: Waiting | None = None) -> Peer:
-    """Connect to machine 0. LaunchError where it does not answer within `timeout` seconds of waiting."""
-    notice = Waiting()
-    waiting = waiting or notice
-    while True:
-        try:
-            connection = socket.create_connection((spec.main_process_ip, spec.main_process_port), timeout=2.0)
-            connection.settimeout(timeout)
-            return Peer(ready(connection), {"machine": 0, "host": spec.main_process_ip})
-        except OSError as error:
-            if waiting.seconds > timeout:
-                raise LaunchError(f"{where} did not answer within {timeout:.0f} s: {error}") from None
-            if notice.is_due():
-                print_message(f"{where} does not answer yet ({error}): is it started, and is the address right?")
-            time.sleep(0.2)
-
-
-def ready(connection: socket.socket, idle: int = 3, interval: int = 1, attempts: int = 4) -> socket.socket:
-    """Set up a connection so that the loss of the other machine is noticed within seconds.
-
-    Args:
-        connection: to another machine.
-        idle: seconds without a message, after which the kernel probes the other machine.
-        interval: seconds between two probes.
-        attempts: number of probes without an answer, after which the connection counts as lost.
-    """
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (
-        ("TCP_KEEPIDLE", idle), ("TCP_KEEPINTVL", interval), ("TCP_KEEPCNT", attempts),
-        # There are no probes while a message waits for its acknowledgement.
-        ("TCP_USER_TIMEOUT", 1000 * (idle + interval * attempts)),
-    ):  # fmt: skip
-        if hasattr(socket, name):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    return connection
-
-
-def listen(port: int) -> socket.socket:
-    """A server for the connections of other machines."""
-    server, address = any_address()
-    server.bind((address, port))
-    server.listen(128)
-    return server
-
-
-def interface_of(address: str) -> str | None:
-    """The network interface with an address, for gloo, which would derive it from the host's name."""
-    import psutil
-
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(item.address.split("%")[0] == address for item in addresses):
-            return str(name)
-    return None
+        peer = Peer(connect(spec.main_process_ip, spec.main_process_port, spec.join_timeout), 0, spec.main_process_ip)
+        peer.send(identity(spec))
+        timeout = REPLY
+        while received := peer.receive(timeout):
+            for message in received:
+                if "refused" in message:
+                    raise ConfigurationError(f"{where} refuses: {message['refused']}")
+                if "go" in message:
+                    return [peer]
+                if "waiting" in message:
+                    messages.show(f"{where} waits for {message['waiting']}")
+                timeout = spec.join_timeout
+        reason = "does not answer as a launcher does"
+    except ConfigurationError:
+        raise
+    except (LaunchError, OSError, ValueError) as error:
+        reason = str(error)
+    messages.show(
+        f"no connection to the launcher of {where} ({reason}): the ranks start, and connect there themselves"
+    )
+    return []
 
 
 class Link(OtherMachines):
     """The connections to other machines during the run: a failure on one machine stops the ranks of all."""
 
-    def __init__(self, peers: list[Peer]) -> None:
+    def __init__(self, spec: LaunchSpec, peers: list[Peer]) -> None:
+        self.spec = spec
         self.peers = peers
-        for peer in peers:
-            peer.socket.setblocking(False)
+        self.attempt: int = 0
+
+    def start_together(self, attempt: int) -> None:
+        """Before a restart, wait until the ranks of the former attempt have ended on all machines.
+
+        Raises:
+            LaunchError: a machine does not take part in it.
+        """
+        self.attempt = attempt
+        if self.spec.machine_rank:
+            self._send({"ready": attempt})
+        for peer in self.peers:
+            try:
+                while not any(attempt in message.values() for message in peer.receive(self.spec.join_timeout)):
+                    pass
+            except (OSError, ValueError) as error:
+                raise LaunchError(f"no restart: {peer} does not take part in it ({error})") from None
+        if self.spec.machine_rank == 0:
+            self._send({"go": attempt})
 
     def callbacks(self, stop: Stop) -> list[tuple[socket.socket, Callable[[], bool]]]:
-        """Return the sockets that the supervisor watches, each with its callback."""
+        """The sockets that the supervisor watches, each with its callback."""
         return [(peer.socket, partial(self._receive, peer, stop)) for peer in self.peers]
 
     def _receive(self, peer: Peer, stop: Stop) -> bool:
-        messages = peer.receive()
-        if messages is None:
-            if not peer.done:
-                stop(f"{peer.name} is lost: its launcher or its network connection has ended", 1, False)
+        try:
+            messages = peer.receive()
+        except (OSError, ValueError):
+            if not peer.is_done:
+                stop(f"{peer} is lost: its launcher or its network connection has ended", 1, False)
             return False
         for message in messages:
-            peer.done = peer.done or bool(message.get("done"))
-            if "failed" in message:
+            peer.is_done = peer.is_done or "done" in message
+            if message.get("failed") and message["of"] == self.attempt:
                 self._send(message, exclude=peer)
                 stop(message["failed"], message["code"], message["final"])
         return True
 
-    def failed(self, report: str, code: int, final: bool = False) -> None:
+    def failed(self, report: str, code: int) -> None:
         """Report a failure of this machine to the others."""
-        self._send({"failed": report, "code": code, "final": final})
+        self._send({"failed": report, "code": code, "final": False, "of": self.attempt})
+
+    def interrupted(self, name: str, code: int) -> None:
+        """End the run on all machines, because of a signal here."""
+        report = f"machine {self.spec.machine_rank} ({socket.gethostname()}) was ended by {name}"
+        self._send({"failed": report, "code": code, "final": True, "of": self.attempt})
 
     def finished(self) -> list[str]:
-        """Return the names of the machines that have finished."""
-        return [peer.name for peer in self.peers if peer.done]
+        """The names of the machines that have finished."""
+        return [str(peer) for peer in self.peers if peer.is_done]
 
     def close(self) -> None:
         """Report the end of the run here and close the connections."""
@@ -356,15 +298,16 @@ class Link(OtherMachines):
 class StaticLauncher(Launcher):
     """The launchers connect at machine 0's `main_process_ip` and `main_process_port`; then rank 0 listens there."""
 
+    spec: LaunchSpec
     name = "static"
 
     unused: tuple[str, ...] = (*AGENT, "mpirun_hostfile")
 
     def __init__(self, spec: LaunchSpec) -> None:
-        self.spec: LaunchSpec
         super().__init__(spec._replace(main_process_port=spec.main_process_port or DEFAULT_PORT))
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Check what this engine requires."""
         if not self.spec.main_process_ip:
             raise ConfigurationError("several machines need --main_process_ip, the address of machine 0")
         _ = self.spec.join_timeout  # raises for settings that cannot be used
@@ -374,29 +317,25 @@ class StaticLauncher(Launcher):
         """Run this machine's share of the launch, with restarts. Returns the exit code."""
         spec = self.spec
         if not spec.main_process_ip_given:
-            print_message(
+            messages.show(
                 f"no --main_process_ip: machine 0 is expected at {spec.main_process_ip}, so only launches on this "
                 "machine can join"
             )
-        if spec.machine_rank > 0:
-            return with_restarts(spec, lambda number: self._run_once(number, [join(spec)]))
         # Reserved before the launcher listens on it, and until rank 0 does.
-        with ReservedPort(spec.main_process_port):
-            return with_restarts(spec, lambda number: self._run_once(number, Host(spec).wait_for_all()))
+        with contextlib.nullcontext() if spec.machine_rank else ReservedPort(spec.main_process_port):
+            link = Link(spec, join(spec) if spec.machine_rank else gather(spec))
+            try:
+                return with_restarts(spec, partial(self._run_once, link))
+            finally:
+                link.close()
 
-    def _run_once(self, number: int, peers: list[Peer]) -> Supervisor:
-        """Run all processes once, after the launchers have connected."""
-        link = Link(peers)
-        try:
-            self._use_interface(link)
-            return supervise(self.spec, self.processes(attempt=number), link)
-        finally:
-            link.close()
-
-    def _use_interface(self, link: Link) -> None:
-        """Have gloo use the network over which the launchers are connected, unless the user has named one."""
-        if env.get("GLOO_SOCKET_IFNAME") is None and link.peers:
+    def _run_once(self, link: Link, number: int) -> Supervisor:
+        """Run all processes once."""
+        if number:
+            link.start_together(number)
+        elif env.get("GLOO_SOCKET_IFNAME") is None and link.peers:
+            # Have gloo use the network over which the launchers are connected.
             address = link.peers[0].socket.getsockname()[0].removeprefix("::ffff:")
-            name = interface_of(address)
-            if name is not None:
+            if (name := interface_of(address)) is not None:
                 self.spec = self.spec._replace(variables={**self.spec.variables, "GLOO_SOCKET_IFNAME": name})
+        return supervise(self.spec, self.processes(attempt=number), link)

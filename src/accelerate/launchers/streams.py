@@ -3,25 +3,25 @@
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import os
 import re
 import time
 from collections.abc import Callable
-from typing import IO, ClassVar, NamedTuple
+from typing import IO, NamedTuple
 
 TRACEBACK = b"Traceback (most recent call last):"
 # Seconds for which a traceback is delayed: by then it is known whether it ended the process, and which rank caused it.
-# Shorter where only one rank has written one, or where the process continues to print: it has only logged the error.
+# Shorter where the process continues to print: it has only logged the error.
 DELAY = 5.0
-DELAY_SINGLE = 1.5
 DELAY_WHILE_PRINTING = 1.0
 # Seconds for which an incomplete line waits for its end, so that lines of several ranks do not mix.
 LINE_WAIT = 0.1
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Bytes of the most recent output that are kept.
 TAIL = 16384
 # How a rank that another program has started (mpirun, srun) reports its end; srun labels each line with its task.
-_REPORT = b"accelerate launch: rank "
+_REPORT = b"accelerate: rank "
 RANK_END = rb"(?<!\d)(?:\d{1,7}: )?" + _REPORT + rb"(\d+) ended, code (-?\d+)\r?\n"
 _PARTIAL_RANK_END = rb"(?<!\d)(?:\d{1,7}: )?" + _REPORT + rb"[^\n]*\Z"
 
@@ -33,30 +33,17 @@ class RankEnd(NamedTuple):
     code: int
 
 
-class TerminalModes:
-    """Terminal modes that a program has changed and not restored: cursor, alternate screen, mouse, bracketed paste."""
+def write_all(sink: int, data: bytes) -> None:
+    """Write to a descriptor, as far as somebody reads it: a rank continues without its console.
 
-    # Mode -> the letter that changes it: set (h) or reset (l).
-    CHANGED: ClassVar = {b"25": b"l", b"1049": b"h", b"1000": b"h", b"1006": b"h", b"2004": b"h"}
-
-    def __init__(self) -> None:
-        self._changed: dict[bytes, bytes] = {}
-
-    def update(self, data: bytes) -> None:
-        """Record the mode changes in a piece of output."""
-        if b"\x1b[?" not in data:
-            return
-        for mode, letter in re.findall(rb"\x1b\[\?(\d+)([hl])", data):
-            if self.CHANGED.get(mode) == letter:
-                self._changed[mode] = letter
-            else:
-                self._changed.pop(mode, None)
-
-    def restore_sequence(self) -> bytes:
-        """The escape sequence that restores the terminal; empty where nothing is changed."""
-        opposite = {b"h": b"l", b"l": b"h"}
-        back = b"".join(b"\x1b[?" + mode + opposite[letter] for mode, letter in self._changed.items())
-        return back + b"\x1b[0m" if back else b""
+    Raises OSError where the disk of a file is full.
+    """
+    try:
+        while data:
+            data = data[os.write(sink, data) :]
+    except OSError as error:
+        if error.errno in DISK_FULL:
+            raise
 
 
 class Stream:
@@ -84,14 +71,15 @@ class Stream:
         # The last traceback that was shown because the process seemed to survive it, and when it was written.
         self.shown: bytes = b""
         self.shown_since: float | None = None
-        # Called with a traceback before it is shown; what it returns is shown instead.
-        self.before_showing: Callable[[bytes], bytes] | None = None
         self.tail: bytes = b""
         # Ranks that have reported their ends, in that order, and the last output before the first one that failed.
         self.ends: list[RankEnd] = []
         self.before_failure: bytes = b""
+        # Why output could not be written.
+        self.lost: OSError | None = None
         self.open: bool = True
-        self.modes: TerminalModes = TerminalModes()
+        # What writes to the console.
+        self.show: Callable[[int, bytes], None] = write_all
         self.at_line_start: bool = True
         # The rank's other stream on the same console.
         self.other: Stream | None = None
@@ -116,13 +104,11 @@ class Stream:
             # A progress bar on standard error stays before what the rank prints on standard output after it.
             self.other.flush_line()
         if self.log is not None:
-            self.log.write(data)
-            self.log.flush()
-        self.modes.update(data)
-        self._extract_reports(data)
+            self._deliver(write_all, self.log.fileno(), data)
+        self.feed(data)
 
-    def _extract_reports(self, data: bytes) -> None:
-        """Remove the reports of ended ranks from the output and record them."""
+    def feed(self, data: bytes) -> None:
+        """Pass output on, without the reports of ended ranks, which are recorded."""
         data, self._partial_report = self._partial_report + data, b""
         if _REPORT not in data:
             self._process(data)
@@ -169,14 +155,10 @@ class Stream:
         """Whether there is output that `flush_expired` will show."""
         return bool(self.delayed or self._line)
 
-    def flush_expired(self, single: bool = False) -> None:
-        """Show a traceback whose delay has passed: the process only logged it. Likewise an incomplete line.
-
-        Args:
-            single: whether no other rank has a delayed traceback.
-        """
+    def flush_expired(self) -> None:
+        """Show a traceback whose delay has passed: the process only logged it. Likewise an incomplete line."""
         now = time.monotonic()
-        if self.delayed_since is not None and now - self.delayed_since > (DELAY_SINGLE if single else DELAY):
+        if self.delayed_since is not None and now - self.delayed_since > DELAY:
             self.flush()
         elif self._line and now - self._line_since > LINE_WAIT:
             self.flush_line()
@@ -185,10 +167,7 @@ class Stream:
         """Show all pending output."""
         if self.delayed:
             self.shown, self.shown_since = self.delayed, self.delayed_since
-        traceback = self.take_delayed()
-        if traceback and self.before_showing is not None:
-            traceback = self.before_showing(traceback)
-        self._emit(traceback)
+        self._emit(self.take_delayed())
         self.flush_line()
 
     @property
@@ -220,16 +199,12 @@ class Stream:
                 self.log.close()
 
     def finish(self) -> None:
-        """Show all pending output, complete a prefixed line, restore the terminal's modes and close."""
+        """Show all pending output, complete a prefixed line and close."""
         self.flush()
         if self.prefix is not None and not self.at_line_start:
             # The next line on the console is another rank's.
             self._write(b"\n")
         self.close()
-        restore = self.modes.restore_sequence()
-        if restore and os.isatty(self.sink):
-            with contextlib.suppress(OSError):
-                os.write(self.sink, restore)
 
     def _emit(self, data: bytes) -> None:
         """Pass complete lines on. A carriage return also ends a line, for progress bars."""
@@ -251,12 +226,13 @@ class Stream:
         if self.prefix is not None:
             data = self._prefixed(data)
         self.at_line_start = data.endswith(b"\n")
+        self._deliver(self.show, self.sink, data)
+
+    def _deliver(self, write: Callable[[int, bytes], None], sink: int, data: bytes) -> None:
         try:
-            while data:
-                data = data[os.write(self.sink, data) :]
-        except OSError:
-            # Nobody reads the console any more. The rank continues, and its log file is complete.
-            return
+            write(sink, data)
+        except OSError as error:
+            self.lost = error
 
     def _prefixed(self, data: bytes) -> bytes:
         lines = data.splitlines(keepends=True)

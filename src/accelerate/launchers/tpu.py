@@ -31,15 +31,13 @@ class OneCore(PrepareForLaunch):
 
     def __call__(self, index: int, *args: Any) -> Any:
         """Check the number of cores, and run the function on this core."""
-        if self.cores not in (None, 1):
-            import torch_xla.runtime as runtime
+        import torch_xla.runtime as runtime
 
-            present = runtime.world_size()
-            if present != self.cores:
-                raise ConfigurationError(
-                    f"num_processes={self.cores}: this TPU has {present} cores, and torch_xla starts a process on "
-                    "each of them, or on 1"
-                )
+        if self.cores not in (None, 1, runtime.world_size()):
+            raise ConfigurationError(
+                f"num_processes={self.cores}: this TPU has {runtime.world_size()} cores, and torch_xla starts a "
+                "process on each of them, or on 1"
+            )
         return super().__call__(index, *args)
 
 
@@ -60,13 +58,11 @@ class TpuLauncher(Launcher):
         """The launcher of a launch: of this machine's cores, or of a pod."""
         return PodLauncher(spec) if spec.tpu_use_cluster else cls(spec)
 
-    def _check(self) -> None:
-        self._check_presence()
+    def check(self) -> None:
+        """Check that the program has a function to run, and that torch_xla is here where it runs here."""
         if self.spec.program.kind == "program":
             raise ConfigurationError("--tpu runs a function of a script or module: --no_python cannot be used with it")
-
-    def _check_presence(self) -> None:
-        if not is_available("torch_xla"):
+        if not self.spec.tpu_use_cluster and not is_available("torch_xla"):
             raise ConfigurationError("--tpu needs torch_xla, which is not installed: pip install torch_xla[tpu]")
 
     def processes(self, port: int | None = None, attempt: int = 0) -> list[ProcessSpec]:
@@ -109,7 +105,13 @@ class TpuLauncher(Launcher):
 class PodLauncher(TpuLauncher):
     """One gcloud for each TPU VM, which runs `accelerate launch --tpu` on all its workers, in this folder."""
 
-    def _check_presence(self) -> None:
+    reserves_port = False
+    dry_run = Launcher.dry_run
+    run = Launcher.run
+
+    def check(self) -> None:
+        """Check the names of the pods, and that gcloud is here."""
+        super().check()
         if not self.spec.vm:
             raise ConfigurationError("--tpu_cluster: no pod: give --vm, or write tpu_name into the configuration file")
         if not self.spec.tpu_zone:
@@ -117,47 +119,29 @@ class PodLauncher(TpuLauncher):
         for name in (*self.spec.vm, str(self.spec.tpu_zone)):
             check_host(name, "--tpu_cluster")
         for text in self.spec.env:
-            if "=" in text.lstrip("="):
-                check_variable(text.partition("=")[0])
-        wrong = [text for text in self.spec.env if "=" not in text.lstrip("=")]
-        if wrong:
-            raise ConfigurationError(f"--env {wrong[0]}: give NAME=VALUE")
+            if "=" not in text:
+                raise ConfigurationError(f"--env {text}: give NAME=VALUE")
+            check_variable(text.partition("=")[0])
         if shutil.which("gcloud") is None:
             raise ConfigurationError("--tpu_cluster: gcloud is not on the PATH: install the Google Cloud CLI")
 
     def processes(self, port: int | None = None, attempt: int = 0) -> list[ProcessSpec]:
         """Return one gcloud process for each TPU VM."""
         options = ("--command", self._on_worker(), "--worker", "all")
+        ssh, zone = ("gcloud", "compute", "tpus", "tpu-vm", "ssh"), str(self.spec.tpu_zone)
         return [
-            ProcessSpec(
-                number,
-                number,
-                ("gcloud", "compute", "tpus", "tpu-vm", "ssh", name, "--zone", str(self.spec.tpu_zone), *options),
-                {},
-                starter="gcloud",
-            )
+            ProcessSpec(number, number, (*ssh, name, "--zone", zone, *options), {}, starter="gcloud")
             for number, name in enumerate(self.spec.vm)
         ]
 
     def _on_worker(self) -> str:
         """The command line of each worker's shell."""
-        spec, program = self.spec, self.spec.program
+        spec = self.spec
         variables = [f"{name}={text}" for name, text in sorted(spec.variables.items()) if text is not None]
-        cores = [] if spec.requested_processes is None else ["--num_processes", str(spec.requested_processes)]
-        module = ["-m"] if program.kind == "module" else []
         command = [
             *(["sudo"] if spec.tpu_use_sudo else []), "env", *variables, *spec.env,
             "python3", "-m", "accelerate.commands.launch", "--tpu", "--no_tpu_cluster",
-            "--main_training_function", spec.main_training_function, *cores, *module, program.name, *program.args,
+            *([] if spec.requested_processes is None else [f"--num_processes={spec.requested_processes}"]),
+            *spec.launch_arguments(("main_training_function",)),
         ]  # fmt: skip
         return f"cd {shlex.quote(str(Path.cwd()))} && {shlex.join(command)}"
-
-    def dry_run(self) -> str:
-        """What `run` would start: the command for each TPU VM."""
-        return Launcher.dry_run(self)
-
-    def run(self) -> int:
-        """Run the command on all workers. Returns the exit code."""
-        from .supervisor import supervise
-
-        return supervise(self.spec, self.processes()).code

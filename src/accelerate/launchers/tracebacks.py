@@ -1,11 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Analysis of printed tracebacks: the message, the chain of causes, and whether another rank is to blame."""
+"""Which rank's failure ended a run, from the last output of its ranks: the one rule for all launchers.
+
+The rank whose last traceback points to no other rank comes first, then the time of the failure. Where even that
+rank only lost its connection to another, or names it, a rank that ended without an error before is the cause.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from ..core.stacks import user_line
+from ..core.stacks import user_line_of
 
 HEADER = "Traceback (most recent call last):"
 # Patterns are text, which `re` compiles at the first use: most launches never need them.
@@ -14,7 +20,7 @@ _PREFIX = r"^(?:\d+: )?(?:\[rank(\d+)\]: ?)?"
 # Lines that end a message: the next exception of a chain, native logs, output at the exit.
 _END = (
     r"During handling of the above exception, another|The above exception was the direct cause of|"
-    r"\[[WEIF]\d{4} |[WEIF]\d{4} \d\d:|Exception ignored |terminate called |Fatal Python error|accelerate launch: |"
+    r"\[[WEIF]\d{4} |[WEIF]\d{4} \d\d:|Exception ignored |terminate called |Fatal Python error|accelerate: |"
     r"srun: |slurmstepd: |wandb: |\S+\.py:\d+: \w*Warning: |-{20,}$|\*{20,}$"
 )
 _GROUP = r"\s*\+ Exception Group " + re.escape(HEADER)
@@ -145,10 +151,38 @@ def named_ranks(message: str) -> set[int]:
 def crash_place(text: str) -> str:
     """The user's line at which native code ended a process, from the stacks that Python's faulthandler has written."""
     _, found, stacks = text.rpartition("Fatal Python error: ")
-    return user_line(stacks) if found else ""
+    return user_line_of(stacks) if found else ""
 
 
-def fingerprint(text: str) -> str:
-    """Equal for two tracebacks that differ only in prefixes, addresses, ports and process ids."""
-    plain = "\n".join(plain_lines(text)).strip()
-    return re.sub(r"0x[0-9a-fA-F]+|\]:\d+|pid \d+", "#", plain)
+class End(NamedTuple):
+    """The end of a rank: exit code (negative for a signal), time of the traceback or the end, last output."""
+
+    rank: int
+    code: int
+    time: float
+    output: str
+
+    @property
+    def blame(self) -> int:
+        """How much the end points to another rank: OWN, UNCLEAR or LOST."""
+        return blame(self.output, self.rank) if self.code > 0 else OWN
+
+
+class Cause(NamedTuple):
+    """The first failure of a run: the rank that caused it, and the failed rank whose output shows where."""
+
+    end: End
+    source: End
+
+
+def first_failure(ends: Sequence[End]) -> Cause | None:
+    """The first failure among the ends of ranks, those without an error included; None where no rank failed."""
+    failed = [end for end in ends if end.code]
+    if not failed:
+        return None
+    source = min(failed, key=lambda end: (end.blame, end.time))
+    early = sorted((end for end in ends if not end.code and source.blame), key=lambda end: end.time)
+    if source.blame != LOST:
+        named = named_ranks(message_of(source.output, source.rank))
+        early = [end for end in early if end.rank in named]
+    return Cause(early[0] if early else source, source)

@@ -4,27 +4,39 @@
 from __future__ import annotations
 
 from ..config.launch_settings import Settings
+from ..core import env
 from ..core.errors import ConfigurationError
-from ..core.option import ALWAYS, as_text, parse_bool
-from ..core.options import STRATEGY, options
+from ..core.option import ALWAYS, SET, as_text, parse_bool
+from ..core.options import STRATEGY, TORCHRUN, options
 from .base import Launcher
+from .spec import FOREIGN
+
+
+def leave_outer_run() -> None:
+    """In a rank of another launch, remove the variables of its ranks and settings: this launch is another run."""
+    if env.get("LOCAL_RANK") is not None:
+        rows = [option for option in options().values() if option.is_published]
+        names = [*FOREIGN, "ACCELERATE_STATUS_DIR", "ACCELERATE_LAUNCH_TIME"]
+        env.publish(dict.fromkeys([*names, *(row.variable for row in (*rows, *TORCHRUN))]))
 
 
 def variables(settings: Settings) -> dict[str, str | None]:
     """The variables that every process of a run gets, whatever starts it."""
-    found: dict[str, str | None] = {}
+    published: dict[str, str | None] = {}
     for option in options().values():
         if not option.is_published or not settings.applies(option):
             continue
         value = settings[option.name]
         is_off = value is None or (value is False and not option.when)
-        if option.when == ALWAYS or not is_off:
-            found[option.variable] = option.to_variable(value)
+        if option.when == ALWAYS or (settings.chosen(option.name) if option.when == SET else not is_off):
+            published[option.variable] = option.to_variable(value)
     if settings["mixed_precision"] == "fp8":
-        found.update(_fp8_overrides(settings))
+        published.update(_fp8_overrides(settings))
     if settings["use_deepspeed"]:
-        found["ACCELERATE_CONFIG_DS_FIELDS"] = _deepspeed_fields(settings)
-    return found
+        # The DeepSpeed options that a configuration file sets: next to a DeepSpeed JSON file they are a conflict.
+        section = settings.file.data.get("deepspeed_config") if settings.file else None
+        published["ACCELERATE_CONFIG_DS_FIELDS"] = ",".join(section or ())
+    return published
 
 
 def without_effect(launcher: type[Launcher], settings: Settings) -> list[str]:
@@ -36,16 +48,18 @@ def without_effect(launcher: type[Launcher], settings: Settings) -> list[str]:
     ]
     found = [f"{', '.join(unused)}: no effect with the engine {launcher.name}"] if unused else []
     for option in options().values():
-        if option.engine not in ("", launcher.name) and settings.origin(option.name).startswith("flag "):
+        if (
+            option.engine
+            and launcher.name not in option.engine.split(" or ")
+            and settings.origin(option.name).startswith("flag ")
+        ):
             found.append(f"{option.flag}: no effect without --engine {option.engine}")
     off = {option.name: option.flag for option in STRATEGY.options if not settings[option.name]}
     if settings["mixed_precision"] != "fp8":
         off["fp8"] = "--mixed_precision fp8"
     for switch, wanted in off.items():
-        options_of_switch = [
-            option for option in options().values() if switch in option.when and option.name not in launcher.own
-        ]
-        given = [option.flag for option in options_of_switch if settings.origin(option.name).startswith("flag ")]
+        rows = [option for option in options().values() if switch in option.when and switch != f"use_{launcher.name}"]
+        given = [option.flag for option in rows if settings.origin(option.name).startswith("flag ")]
         if given:
             found.append(f"{', '.join(given)}: no effect without {wanted}")
     return found
@@ -62,9 +76,3 @@ def _fp8_overrides(settings: Settings) -> dict[str, str]:
         f"ACCELERATE_FP8_OVERRIDE_{name}": as_text(parse_bool(part, where))
         for name, part in zip(names, words, strict=True)
     }
-
-
-def _deepspeed_fields(settings: Settings) -> str:
-    """The DeepSpeed options that a configuration file sets: next to a DeepSpeed JSON file they are a conflict."""
-    section = settings.file.data.get("deepspeed_config") if settings.file else None
-    return ",".join(section or ())

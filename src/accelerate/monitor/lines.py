@@ -83,14 +83,9 @@ class Series:
 
     def __init__(self) -> None:
         self.steps: array[float] = array("d")
+        """NaN where a value was logged without one."""
         self.times: array[float] = array("d")
         self.values: array[float] = array("d")
-
-    def add(self, step: float, time: float, value: float) -> None:
-        """Append a value. `step` is NaN if it was logged without one."""
-        self.steps.append(step)
-        self.times.append(time)
-        self.values.append(value)
 
     @property
     def last_step(self) -> int:
@@ -100,11 +95,11 @@ class Series:
 
     def points(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """Steps, times and values; of several values for one step the last logged one."""
-        steps, times, values = (np.array(found) for found in (self.steps, self.times, self.values))
+        steps, times, values = map(np.array, (self.steps, self.times, self.values))
         if not np.isnan(steps).any():
             _, last = np.unique(steps[::-1], return_index=True)
-            kept = len(steps) - 1 - last
-            return steps[kept], times[kept], values[kept]
+            last = len(steps) - 1 - last
+            return steps[last], times[last], values[last]
         return steps, times, values
 
 
@@ -114,12 +109,14 @@ def add_values(series: dict[str, Series], record: Mapping[str, Any], prefix: str
     if not isinstance(values, dict):
         return
     at, when = _float(step), _float(time)
-    if not abs(at) < 2**53:
-        at = math.nan
+    at = at if abs(at) < 2**53 else math.nan
     for name, value in values.items():
         number = _SPECIAL.get(value) if isinstance(value, str) else value
         if isinstance(number, int | float):
-            series.setdefault(prefix + name, Series()).add(at, when, _float(number))
+            logged = series.setdefault(prefix + name, Series())
+            logged.steps.append(at)
+            logged.times.append(when)
+            logged.values.append(_float(number))
 
 
 def _float(value: object) -> float:

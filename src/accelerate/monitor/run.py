@@ -15,9 +15,9 @@ from typing import Any
 from ..core.errors import ConfigurationError
 from ..core.files import user_path
 from ..core.objects import spans
-from ..telemetry.records import FOLDER, HEADER_SIZE, VERSION
+from ..telemetry.records import FOLDER, HEADER_SIZE
 from .lines import Series, Tail, add_values, time_of
-from .steps import BLOCK, RankSteps
+from .steps import RankSteps
 
 _STEPS = re.compile(r"rank_(\d+)\.steps")
 _EVENTS = re.compile(r"rank_(\d+)\.events\.jsonl")
@@ -25,8 +25,6 @@ _EVENTS = re.compile(r"rank_(\d+)\.events\.jsonl")
 _SEARCH = 1.0
 # Seconds in which the files of all ranks appear, and the largest number of ranks that is believed.
 _ARRIVAL, _MOST_RANKS = 30.0, 1 << 20
-# Seconds from which on clocks of machines differ: less may be a delay between ranks.
-_CLOCK = 20.0
 # Most events that are kept; the oldest are dropped.
 MOST_EVENTS = 20_000
 
@@ -35,7 +33,7 @@ class Run:
     """The folder of a run.
 
     Args:
-        folder: the folder. It may be empty: the files may appear later.
+        folder: the folder. It may be absent or empty: the files may appear later.
         name: the name to show.
     """
 
@@ -53,14 +51,12 @@ class Run:
         self.work: dict[str, Any] | None = None
         """What training computes, as the run has declared it: `flops` for each `unit`, and `peak` of a device."""
         self._paths: set[str] = set()  # that events name
-        self._bad: dict[Path, tuple[tuple[int, float] | None, str]] = {}
+        self._bad: dict[Path, str] = {}  # files of steps that cannot be read, and why
         self._values: dict[Path, Tail] = {}
         self._tails: dict[Path, tuple[int, Tail]] = {}
-        self._is_gone = False
+        self._was_there = self._is_gone = False
         # Ranks of whom no file is there although others have begun.
         self._missing: list[int] = []
-        # Seconds by which the clocks of ranks are ahead of that of the first one.
-        self._offsets: dict[int, float] = {}
         self._searched = -_SEARCH
         self._refreshed = -1.0
 
@@ -84,12 +80,7 @@ class Run:
     @property
     def last_time(self) -> float | None:
         """Seconds since 1970 of the newest record."""
-        times = [
-            float(rank.last["time"]) - self._offsets.get(number, 0.0)
-            for number, rank in self.ranks.items()
-            if rank.last is not None
-        ]
-        return max(times, default=None)
+        return max((float(rank.last["time"]) for rank in self.ranks.values() if rank.last is not None), default=None)
 
     @property
     def has_ended(self) -> bool:
@@ -102,39 +93,22 @@ class Run:
 
     def notes(self) -> list[str]:
         """What could not be read, one sentence each."""
-        found = [text for _, text in self._bad.values()]
-        found += [rank.note for rank in self.ranks.values() if rank.note]
+        notes = list(self._bad.values())
+        notes += [rank.note for rank in self.ranks.values() if rank.note]
         if self._is_gone:
-            found.append(f"the folder {self.folder} was deleted")
+            notes.append(f"the folder {self.folder} was deleted")
         if self._missing:
             world_size = len(self._missing) + len(self.ranks) + len(self._bad)
-            found.append(
+            notes.append(
                 f"{world_size} ranks have begun, but nothing is recorded of {ranks_text(self._missing)}: "
                 f"{'its file is' if len(self._missing) == 1 else 'their files are'} missing"
             )
-        if self._offsets:
-            number, ahead = max(self._offsets.items(), key=lambda item: abs(item[1]))
-            host = self.ranks[number].header.host if number in self.ranks else ""
-            found.append(
-                f"the clock of {host or f'rank {number}'} is {abs(ahead):,.0f} s {'ahead' if ahead > 0 else 'behind'}"
-                ": all times are those of the first rank"
-            )
-        newer = [number for number, rank in self.ranks.items() if rank.header.version > VERSION]
-        if newer:
-            found.append(
-                f"{ranks_text(newer)} recorded with a newer version of accelerate: update this one to see all of it"
-            )
         for tail in [*self._values.values(), *(tail for _, tail in self._tails.values())]:
             if tail.error:
-                found.append(f"{tail.path} cannot be read: {tail.error}")
+                notes.append(f"{tail.path} cannot be read: {tail.error}")
             if tail.bad:
-                lines = (
-                    "1 line is no JSON object and was"
-                    if tail.bad == 1
-                    else f"{tail.bad} lines are no JSON objects and were"
-                )
-                found.append(f"{tail.path.name}: {lines} left out")
-        return found
+                notes.append(f"{tail.path.name}: {tail.bad} lines that are no JSON objects are left out")
+        return notes
 
     def refresh(self, age: float = 0.0) -> int:
         """Read what is new, unless that was done less than `age` seconds ago.
@@ -165,13 +139,18 @@ class Run:
             self._refreshed = time.monotonic()
             return self.version
 
+    def read_all(self) -> None:
+        """Read to the present end of the files."""
+        while self.version < self.refresh():
+            pass
+
     def _search(self) -> None:
         folder = self.folder / FOLDER
         try:
             names = sorted(os.listdir(folder))
         except OSError:
             names = []
-        self._bad = {path: found for path, found in self._bad.items() if path.name in names}
+        self._bad = {path: note for path, note in self._bad.items() if path.name in names}
         for name in names:
             if (match := _STEPS.fullmatch(name)) and int(match[1]) not in self.ranks:
                 self._open(int(match[1]), folder / name)
@@ -179,19 +158,11 @@ class Run:
                 self._tails[folder / name] = int(match[1]), Tail(folder / name)
         for path in values_files(self.folder):
             self._values.setdefault(path, Tail(path))
-        before = self._is_gone, self._missing, self._offsets
-        self._is_gone, self._missing, self._offsets = not self.folder.is_dir(), self._ranks_missing(), self._clocks()
-        self.version += before != (self._is_gone, self._missing, self._offsets)
-
-    def _clocks(self) -> dict[int, float]:
-        """The clocks that differ. The ranks of a synchronous run end a step at nearly the same time."""
-        ranks = {number: rank for number, rank in sorted(self.ranks.items()) if rank.count}
-        if len(ranks) < 2:
-            return {}
-        last = min(rank.last_step for rank in ranks.values()) // BLOCK * BLOCK
-        times = {number: rank.time_after(last) for number, rank in ranks.items()}
-        first = next(iter(times.values()))
-        return {number: round(time - first) for number, time in times.items() if abs(time - first) >= _CLOCK}
+        before = self._is_gone, self._missing
+        is_there = self.folder.is_dir()
+        self._is_gone, self._missing = self._was_there and not is_there, self._ranks_missing()
+        self._was_there |= is_there
+        self.version += before != (self._is_gone, self._missing)
 
     def _ranks_missing(self) -> list[int]:
         """Ranks without a file, although others have begun some time ago."""
@@ -202,55 +173,45 @@ class Run:
         world_size = min(max(header.world_size for header in headers), _MOST_RANKS)
         return sorted(set(range(world_size)) - set(self.ranks) - bad)
 
-    def _open(self, rank: int, path: Path) -> None:
+    def _open(self, number: int, path: Path) -> None:
         try:
-            state = _state(path)
+            status = path.stat()
             # A new file has no complete header for a moment.
-            if state is not None and state[0] < HEADER_SIZE and time.time() - state[1] < 5:
-                return
-            if state is not None and path in self._bad and self._bad[path][0] == state:
+            if status.st_size < HEADER_SIZE and time.time() - status.st_mtime < 5:
                 return
             if not path.is_file():
-                raise ConfigurationError(f"{path} is no regular file")
-            self.ranks[rank] = RankSteps(path)
+                raise ConfigurationError(f"{path} is not a regular file")
+            self.ranks[number] = RankSteps(path)
             self._bad.pop(path, None)
-        except ConfigurationError as error:
-            self._set_bad(path, state, str(error))
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            self._set_bad(path, None, f"{path} cannot be read: {error.strerror or error}")
+        except (ConfigurationError, OSError) as error:
+            self._leave_out(number, path, error)
 
-    def _set_bad(self, path: Path, state: tuple[int, float] | None, text: str) -> None:
-        """Note a file that cannot be read. It is tried again when its size or time is another than in `state`."""
-        if self._bad.get(path) != (state, text):
-            self._bad[path] = state, text
-            self.version += 1
+    def _leave_out(self, number: int, path: Path, error: Exception) -> None:
+        """Forget a rank whose file cannot be read, and note why. The next search tries again."""
+        self.ranks.pop(number, None)
+        if isinstance(error, FileNotFoundError):
+            return  # the run was deleted, or is about to begin anew
+        note = f"{path} cannot be read: {error.strerror or error}" if isinstance(error, OSError) else str(error)
+        self.version += self._bad.get(path) != note
+        self._bad[path] = note
 
     def _refresh_steps(self) -> bool:
-        def one(item: tuple[int, RankSteps]) -> bool:
+        def refresh(item: tuple[int, RankSteps]) -> bool:
             number, rank = item
             note = rank.note
             try:
                 return rank.refresh() or rank.note != note
-            except FileNotFoundError:
-                # The run was deleted, or is about to begin anew.
-                self.ranks.pop(number, None)
-            except OSError as error:
-                self.ranks.pop(number, None)
-                self._set_bad(rank.path, None, f"{rank.path} cannot be read: {error.strerror or error}")
-            except ConfigurationError as error:
-                self.ranks.pop(number, None)
-                self._set_bad(rank.path, _state(rank.path), str(error))
-            return True
+            except (ConfigurationError, OSError) as error:
+                self._leave_out(number, rank.path, error)
+                return True
 
         # NumPy and the reads release the interpreter lock, which matters for long files.
         items = list(self.ranks.items())
         if any(rank.count == 0 for _, rank in items) and len(items) > 1:
             with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-                changed = list(pool.map(one, items))
+                changed = list(pool.map(refresh, items))
         else:
-            changed = [one(item) for item in items]
+            changed = list(map(refresh, items))
         return any(changed)
 
     def _refresh_events(self, rank: int, tail: Tail) -> bool:
@@ -262,15 +223,11 @@ class Run:
         records = [record for record in records if record.get("event") != "work"]
         if records:
             self.events += [{**record, "event": str(record.get("event", "")), "rank": rank} for record in records]
-            self.events.sort(key=self.time_of)
+            self.events.sort(key=lambda event: event["time"])
             del self.events[:-MOST_EVENTS]
         if records or replaced:
             self._paths = {path for event in self.events if isinstance(path := event.get("path"), str)}
         return bool(records) or replaced
-
-    def time_of(self, event: dict[str, Any]) -> float:
-        """Seconds since 1970 of an event, on the clock of the first rank."""
-        return float(event["time"]) - self._offsets.get(event["rank"], 0.0)
 
     def file(self, name: str) -> Path | None:
         """A file that an event names, if it is a regular file within the folder of the run; else None."""
@@ -296,15 +253,6 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {shown}"
 
 
-def _state(path: Path) -> tuple[int, float] | None:
-    """The size and the time of a file; None if it is gone."""
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_size, status.st_mtime
-
-
 def values_files(folder: Path) -> list[Path]:
     """The files of logged values in the folder of a run, and in the folders in it that are no runs of their own."""
     try:
@@ -316,11 +264,12 @@ def values_files(folder: Path) -> list[Path]:
     return [path for path in (found / "values.jsonl" for found in folders) if path.is_file()]
 
 
-def open_runs(paths: Sequence[str]) -> list[Run]:
+def open_runs(paths: Sequence[str], *, may_be_absent: bool = False) -> list[Run]:
     """Open the folders of runs.
 
     Args:
         paths: the folders. One that is empty may be that of a run that has not begun.
+        may_be_absent: whether a folder may be that of a run that has not begun.
 
     Raises:
         ConfigurationError: a path is no folder, or a folder that is not of a run.
@@ -330,7 +279,8 @@ def open_runs(paths: Sequence[str]) -> list[Run]:
         try:
             _check_folder(folder)
         except FileNotFoundError:
-            raise ConfigurationError(f"there is no folder {folder}") from None
+            if not may_be_absent:
+                raise ConfigurationError(f"there is no folder {folder}") from None
         except NotADirectoryError:
             raise ConfigurationError(f"{folder} is a file: give the folder of a run") from None
         except OSError as error:

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hmac
 import ipaddress
-import json
+import math
 import os
 import re
 import secrets
@@ -22,13 +23,12 @@ from importlib import resources
 from typing import Any, ClassVar
 from urllib.parse import parse_qs, unquote, urlsplit
 
-import numpy as np
-
 from ..core.errors import ConfigurationError
-from ..core.version import __version__
-from .findings import Summary, summarize
+from .current import METRICS_TYPE, metrics
+from .page_data import packed, run_data
 from .run import Run
-from .view import ALL_PHASES, View, heat_rows, view
+from .summary import Summary, summarize
+from .view import view
 
 # The port that is tried first, and how many after it.
 DEFAULT_PORT = 6606
@@ -37,10 +37,10 @@ _PORTS = 100
 # least, and in times of what it took.
 _AGE, _SUMMARY_AGE, _SUMMARY_TIMES = 0.1, 2.0, 10
 _MOST_PIXELS = 4000
+# Connections at the same time, the seconds that a request may take to arrive, and those of a pause where the process
+# has no file descriptor left.
+MOST_CONNECTIONS, REQUEST_SECONDS, PAUSE = 64, 10.0, 1.0
 _MOST_SUMMARIES = 64
-_MOST_EVENTS = 400
-# Equal events of several ranks within as many seconds are shown as one.
-_TOGETHER = 5.0
 
 _PAGE_FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
@@ -48,6 +48,8 @@ _PAGE_FILES = {
     "/charts.js": ("charts.js", "text/javascript; charset=utf-8"),
     "/page.css": ("page.css", "text/css; charset=utf-8"),
 }
+# What needs no token: these files are the same for every run.
+_OPEN_PATHS = ("/page.js", "/charts.js", "/page.css")
 # A Host header: an IPv6 address in brackets or a name, and perhaps a port.
 _HOST = re.compile(r"(?:\[([0-9a-fA-F:.]+)\]|([A-Za-z0-9._-]+))(?::[0-9]*)?")
 _HEADERS = {
@@ -85,6 +87,8 @@ class Server(ThreadingHTTPServer):
             self.address_family: socket.AddressFamily = socket.AF_INET6
         # (run, start, stop) -> the version of the run, until when it is shown while the run grows, and the summary
         self._summaries: dict[tuple[int, int | None, int | None], tuple[int, float, Summary]] = {}
+        # Connection -> when its present request began; infinite while it is answered.
+        self.waiting: dict[Any, float] = {}
         chosen = range(DEFAULT_PORT, DEFAULT_PORT + _PORTS) if port is None else [port]
         for candidate in chosen:
             try:
@@ -111,6 +115,34 @@ class Server(ThreadingHTTPServer):
         socketserver.TCPServer.server_bind(self)
         self.server_name: str = self.host
         self.server_port: int = int(self.server_address[1])
+
+    def get_request(self) -> Any:
+        """Accept a connection, or pause: the loop would otherwise try again at once."""
+        try:
+            return super().get_request()
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                time.sleep(PAUSE)
+            raise
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        """Whether there is a place for a connection."""
+        if len(self.waiting) >= MOST_CONNECTIONS:
+            return False
+        self.waiting[request] = time.monotonic()
+        return True
+
+    def service_actions(self) -> None:
+        """Close the connections whose request has not arrived in time. The loop calls this twice a second."""
+        for connection, begin in list(self.waiting.items()):
+            if time.monotonic() - begin > REQUEST_SECONDS:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection."""
+        self.waiting.pop(request, None)
+        super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore browsers that close a connection; report everything else."""
@@ -144,9 +176,8 @@ class Server(ThreadingHTTPServer):
         version = self._version(versions, start, stop)
         if known == version:
             return None
-        found = [self._describe(at, run, start, stop, pixels) for at, run in enumerate(self.runs)]
-        version = self._version(versions, start, stop)
-        return packed({"version": version, "now": time.time(), "program": __version__, "runs": found})
+        runs = [self._run_data(number, start, stop, pixels) for number in range(len(self.runs))]
+        return packed(self._version(versions, start, stop), runs)
 
     def _version(self, versions: list[int], start: int | None, stop: int | None) -> str:
         """The versions of the runs and of their summaries: one that is out of date is made anew after a while."""
@@ -157,37 +188,13 @@ class Server(ThreadingHTTPServer):
             made.append(old[0] if old and now < old[1] else version)
         return ".".join(map(str, [*versions, *made]))
 
-    def _describe(self, at: int, run: Run, start: int | None, stop: int | None, pixels: int) -> dict[str, Any]:
+    def _run_data(self, number: int, start: int | None, stop: int | None, pixels: int) -> dict[str, Any]:
+        run = self.runs[number]
         with run.lock:
             # Of several runs one may have no step of the range.
             outside = start is not None and start > max(1, run.last_step)
             shown = view(run, run.last_step + 1 if outside else start, stop, pixels)
-            summary = self._summary((at, start, stop), run, None if outside else start)
-            return {
-                "name": run.name,
-                "folder": str(run.folder),
-                "empty": run.is_empty,
-                "ended": run.has_ended,
-                "first": run.first_step,
-                "last": run.last_step,
-                "time": run.last_time,
-                "ranks": [
-                    {"rank": rank, "host": run.ranks[rank].header.host, "device": run.ranks[rank].header.device}
-                    for rank in shown.ranks
-                ],
-                "notes": run.notes(),
-                "events": grouped_events(run),
-                "summary": {
-                    "seconds": summary.seconds,
-                    "throughput": summary.throughput,
-                    "skipped": summary.skipped,
-                    "memory": summary.memory,
-                    "sentences": summary.sentences(),
-                    "advice": summary.advice(),
-                    "slow": [[straggler.rank, straggler.phase] for straggler in summary.stragglers],
-                },
-                **described(shown),
-            }
+            return run_data(run, shown, self._summary((number, start, stop), run, None if outside else start))
 
     def _summary(self, key: tuple[int, int | None, int | None], run: Run, start: int | None) -> Summary:
         now = time.monotonic()
@@ -210,10 +217,15 @@ class Handler(BaseHTTPRequestHandler):
     server_version = "accelerate"
     sys_version = ""
     protocol_version = "HTTP/1.1"
-    timeout: ClassVar[float | None] = 60
+    timeout: ClassVar[float | None] = REQUEST_SECONDS
 
     def do_GET(self) -> None:
         """Answer with a file of the page, with data, or with a file of a run."""
+        self.server.waiting[self.connection] = math.inf
+        self._answer()
+        self.server.waiting[self.connection] = time.monotonic()
+
+    def _answer(self) -> None:
         if "Content-Length" in self.headers or "Transfer-Encoding" in self.headers:
             self.close_connection = True  # what follows is a body, which is not read
         try:
@@ -225,24 +237,23 @@ class Handler(BaseHTTPRequestHandler):
         hosts = self.headers.get_all("Host", [])
         if len(hosts) != 1 or url.netloc or not self.server.accepts_host(hosts[0]):
             self._refuse(HTTPStatus.FORBIDDEN, "This Host name is not one of this machine. Use the address printed.")
-        elif url.path in ("/page.js", "/charts.js", "/page.css"):
-            self._send_page(url.path)
-        elif not self.server.accepts_token(query.get("token", "")):
+        elif url.path not in _OPEN_PATHS and not self.server.accepts_token(query.get("token", "")):
             self._refuse(HTTPStatus.FORBIDDEN, "The token is missing or wrong. Use the full address printed.")
         elif url.path in _PAGE_FILES:
-            self._send_page(url.path)
+            name, kind = _PAGE_FILES[url.path]
+            self._send(resources.files(__package__).joinpath("page", name).read_bytes(), kind)
         elif url.path == "/api/view":
             self._send_view(query)
+        elif url.path == "/metrics":
+            for run in self.server.runs:
+                run.refresh(_AGE)
+            self._send(metrics(self.server.runs).encode(errors="replace"), METRICS_TYPE)
         elif url.path.startswith("/file/"):
             self._send_file(url.path.removeprefix("/file/"))
         else:
             self._refuse(HTTPStatus.NOT_FOUND, "There is no such page.")
 
     do_HEAD = do_GET
-
-    def _send_page(self, path: str) -> None:
-        name, kind = _PAGE_FILES[path]
-        self._send(resources.files(__package__).joinpath("page", name).read_bytes(), kind)
 
     def _send_view(self, query: dict[str, str]) -> None:
         try:
@@ -303,88 +314,3 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Print nothing: the terminal belongs to the user."""
-
-
-def described(shown: View) -> dict[str, Any]:
-    """The arrays of a view under the names that the page knows."""
-    rows, own, seconds, slow = heat_rows(shown)
-    with np.errstate(all="ignore"):
-        weight = np.maximum(shown.weight.sum(axis=0), 1) if len(shown.ranks) else np.ones(len(shown.x))
-        phases = {
-            phase: (np.nan_to_num(shown.phases[phase]) * shown.weight).sum(axis=0) / weight
-            for phase in ALL_PHASES
-            if len(shown.ranks) and not np.isnan(shown.phases[phase]).all()
-        }
-    return {
-        "width": shown.width,
-        "x": shown.x,
-        "unit": shown.unit,
-        "curves": {
-            name: {"mean": curve.mean, "low": curve.low, "high": curve.high} for name, curve in shown.curves.items()
-        },
-        "rows": rows,
-        "own": own,
-        "step": seconds,
-        "slow": slow,
-        "phases": phases,
-        "logged": {
-            name: {"x": found.x, "mean": found.mean, "low": found.low, "high": found.high}
-            for name, found in shown.logged.items()
-        },
-    }
-
-
-def grouped_events(run: Run, most: int = _MOST_EVENTS) -> list[dict[str, Any]]:
-    """The newest events, oldest first. Equal ones of several ranks are one, whose field `ranks` lists these."""
-    found: list[dict[str, Any]] = []
-    for event in sorted(run.events, key=run.time_of)[-8 * most :]:
-        time = run.time_of(event)
-        key = (event["event"], str(event.get("step")), str(event.get("message")))
-        for other in reversed(found[-16:]):
-            if other["key"] == key and time - other["time"] < _TOGETHER and event["rank"] not in other["ranks"]:
-                other["ranks"].append(event["rank"])
-                break
-        else:
-            path = event.get("path")
-            text = {name: str(event[name])[:2000] for name in ("message", "path") if event.get(name) is not None}
-            numbers = {name: event[name] for name in ("step", "seconds", "restart") if _is_number(event.get(name))}
-            is_file = isinstance(path, str) and run.file(path) is not None
-            found.append(
-                {"key": key, "time": time, "event": event["event"][:80], "ranks": [event["rank"]], **text,
-                 **numbers, "file": is_file}
-            )  # fmt: skip
-    for event in found:
-        del event["key"]
-    return found[-most:]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**53
-
-
-def packed(value: dict[str, Any]) -> bytes:
-    """A JSON object in which each array stands for its place in the 4-byte floats that follow.
-
-    The first four bytes are the length of the JSON text. An array is `{"at": first element, "shape": [...]}`.
-    """
-    buffers: list[bytes] = []
-    position = 0
-
-    def plain(value: Any) -> Any:
-        nonlocal position
-        if isinstance(value, np.ndarray):
-            with np.errstate(over="ignore"):
-                buffers.append(value.astype("<f4").tobytes())
-            at, position = position, position + value.size
-            return {"at": at, "shape": value.shape}
-        if isinstance(value, dict):
-            return {name: plain(item) for name, item in value.items()}
-        if isinstance(value, list | tuple):
-            return [plain(item) for item in value]
-        if isinstance(value, float) and not np.isfinite(value):
-            return None
-        return value
-
-    text = json.dumps(plain(value)).encode()
-    text += b" " * (-len(text) % 4)
-    return b"".join([len(text).to_bytes(4, "little"), text, *buffers])

@@ -46,10 +46,9 @@ class Straggler:
 
 def slow_ranks(run: Run, shown: View) -> list[Straggler]:
     """The ranks that were slow in a considerable share of a view, those first that cost most."""
-    found = []
-    middle = (len(shown.ranks) - 1) // 2
+    slow = []
     counts = shown.slow.sum(axis=1)
-    usual = np.sort(counts)[middle] if len(counts) else 0
+    usual = np.sort(counts)[(len(counts) - 1) // 2] if len(counts) else 0
     # Ranks that are slow now and then, each about as often as the others, are a busy machine.
     often = 2 * usual + 4 * math.sqrt(usual)
     for row, at in _rows(shown):
@@ -57,19 +56,19 @@ def slow_ranks(run: Run, shown: View) -> list[Straggler]:
             continue
         is_long = len(at) >= _CONSIDERABLE * _windows(shown) or _seconds(shown, row, at) >= _LEAST_SECONDS
         if is_long and (len(at) > often or _is_slow_between(shown, row, at)):
-            found.append(_straggler(run, shown, row, at))
-    return sorted(found, key=lambda straggler: -straggler.excess * straggler.share)
+            slow.append(_straggler(run, shown, row, at))
+    return sorted(slow, key=lambda straggler: -straggler.excess * straggler.share)
 
 
 def briefly_slow_ranks(run: Run, shown: View) -> list[Straggler]:
     """The ranks that were slow for a short time without interruption, in a view with narrow buckets."""
     need = _SHORT_WIDE if shown.width >= _WIDE else max(_SHORT, math.ceil(_SHORT * WINDOW / shown.width))
-    lengths = {row: _longest(at) for row, at in _rows(shown)}
-    usual = sorted([*map(len, lengths.values()), *[0] * len(shown.ranks)][: len(shown.ranks)])
+    longest = {row: max(np.split(at, np.flatnonzero(np.diff(at) > 1) + 1), key=len) for row, at in _rows(shown)}
+    usual = sorted([*map(len, longest.values()), *[0] * len(shown.ranks)][: len(shown.ranks)])
     often = 3 * usual[(len(usual) - 1) // 2] if usual else 0
     return [
         _straggler(run, shown, row, at)
-        for row, at in lengths.items()
+        for row, at in longest.items()
         if len(at) >= need
         and len(at) > often
         and _seconds(shown, row, at) >= _LEAST_SECONDS
@@ -92,11 +91,6 @@ def _windows(shown: View) -> int:
 def _seconds(shown: View, row: int, at: Array) -> float:
     """How long some steps took."""
     return float(np.nansum(shown.seconds[row, at] * shown.weight[row, at]))
-
-
-def _longest(at: Array) -> Array:
-    """The longest run of ascending numbers without a gap."""
-    return max(np.split(at, np.flatnonzero(np.diff(at) > 1) + 1), key=len)
 
 
 def _above(shown: View, row: int, values: Array) -> Array:
@@ -147,17 +141,14 @@ def _straggler(run: Run, shown: View, row: int, at: Array) -> Straggler:
     fast = others[~shown.slow[others][:, at].any(axis=1)]
     waits = shown.waits[:, at][fast if len(fast) else others].mean(axis=0) - shown.waits[row, at]
     usual = float(np.average(np.nan_to_num(own[row]), weights=weight)) - excess
-    first = int(shown.x[at[0]] - shown.width / 2 + 0.5)
     # The first window of the view ends behind its first step.
-    seen = np.cumsum(shown.weight[row])
-    if at[0] <= np.searchsorted(seen, WINDOW):
-        first = int(shown.x[0] - shown.width / 2 + 0.5)
+    is_first = at[0] <= np.searchsorted(np.cumsum(shown.weight[row]), WINDOW)
     rank = shown.ranks[row]
     return Straggler(
         rank,
         run.ranks[rank].header.host,
-        max(run.first_step, first),
-        min(run.last_step, int(shown.x[at[-1]] + shown.width / 2)),
+        int(shown.first[0 if is_first else at[0]]),
+        int(shown.last[at[-1]]),
         len(at) / _windows(shown),
         excess,
         1 + excess / usual if usual > 0 else math.inf,

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import math
 import os
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -31,8 +29,6 @@ CHUNK = 1 << 14
 RESTARTS = 10_000
 # A record further ahead of the one before it is damaged: blocks for all steps between would not fit in memory.
 MOST_AHEAD = 1 << 24
-# Seconds after which a record that is not complete is no longer being written.
-_WRITTEN = 5.0
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -89,6 +85,19 @@ class Buckets:
         self.skipped[at] += found.skipped
 
 
+@dataclass
+class Segment:
+    """Neighbouring records of a file whose steps ascend."""
+
+    start: int
+    """The number of the first record."""
+    stop: int
+    """The number of the record behind the last."""
+    first: int
+    """The first step."""
+    last: int
+
+
 class RankSteps:
     """The file of steps of one rank. `refresh` reads what is new; `view` reduces a range of steps to buckets.
 
@@ -109,13 +118,12 @@ class RankSteps:
         header, record = read_header(self.path)
         self.header: StepsHeader = header
         self.record = record
-        self.columns: _Columns = _Columns(record)
         self.count: int = 0
         """Records read."""
         self.last: np.void | None = None
         """The newest record."""
         # Ranges of valid records, whose steps ascend. A resumed run repeats steps, and the later record is valid.
-        self._segments: list[list[int]] = []
+        self._segments: list[Segment] = []
         self._blocks = Buckets.empty(0, BLOCK, 0)
         self._size = 0  # blocks in use
         self._mark: tuple[Any, ...] = ()
@@ -128,7 +136,7 @@ class RankSteps:
     @property
     def first_step(self) -> int:
         """The first step that the records cover, 1 if there is none."""
-        return self._segments[0][2] if self._segments else 1
+        return self._segments[0].first if self._segments else 1
 
     def refresh(self) -> bool:
         """Read the records that were written since the last call.
@@ -143,8 +151,7 @@ class RankSteps:
                 # The records were merged, or the file was replaced.
                 self._open_file()
             before, self.note = self.count, None
-            status = os.fstat(file.fileno())
-            available, rest = divmod(status.st_size - HEADER_SIZE, self.record.itemsize)
+            available = (os.fstat(file.fileno()).st_size - HEADER_SIZE) // self.record.itemsize
             # One buffer for all chunks: the kernel zeroes each page of a new one.
             buffer = bytearray(max(0, min(CHUNK, available - self.count)) * self.record.itemsize)
             while self.count < available:
@@ -158,8 +165,6 @@ class RankSteps:
                         where = f"{self.path.name} is damaged at record {self.count}"
                         self.note = f"{where}: it is shown up to step {self.last_step}"
                     break
-            if rest and self.note is None and time.time() - status.st_mtime > _WRITTEN:
-                self.note = f"{self.path.name} ends inside a record: it is shown up to step {self.last_step}"
             if self.count > before:
                 self._mark = self._identify(file)
         return self.count > before
@@ -192,24 +197,23 @@ class RankSteps:
             )
         for start, stop in zip([0, *breaks], [*breaks, len(records)], strict=True):
             first = int(steps[start]) - int(records["steps"][start]) + 1
-            if not self._segments or first <= self._segments[-1][3]:
+            if not self._segments or first <= self._segments[-1].last:
                 self._cut(file, first)
-                self._segments.append([self.count, self.count, first, first])
-            self._segments[-1][1] = self.count + int(stop - start)
-            self._segments[-1][3] = int(steps[stop - 1])
+                self._segments.append(Segment(self.count, self.count, first, first))
+            self._segments[-1].stop = self.count + int(stop - start)
+            self._segments[-1].last = int(steps[stop - 1])
             self._add_blocks(records[start:stop], (steps[start:stop] - 1) // BLOCK)
             self.count += int(stop - start)
         self.last = records[-1].copy()
 
     def _cut(self, file: IO[bytes], step: int) -> None:
         """Forget the records of `step` and of later ones: the run has resumed before it."""
-        while self._segments and self._segments[-1][2] >= step:
+        while self._segments and self._segments[-1].first >= step:
             self._segments.pop()
         if self._segments:
             last = self._segments[-1]
-            if last[3] >= step:
-                last[1] = self._find(file, last, step)
-                last[3] = step - 1
+            if last.last >= step:
+                last.stop, last.last = self._find(file, last, step), step - 1
         first = (step - 1) // BLOCK
         self._reset_blocks(first)
         if self._segments:
@@ -217,12 +221,12 @@ class RankSteps:
             if len(records):
                 self._add_blocks(records, (records["step"].astype(np.int64) - 1) // BLOCK)
 
-    def _find(self, file: IO[bytes], segment: list[int], step: int) -> int:
+    def _find(self, file: IO[bytes], segment: Segment, step: int) -> int:
         """The number of the first record of a segment whose step is at least `step`."""
-        low, high = segment[0], segment[1]
-        if high - low == segment[3] - segment[2] + 1:
+        low, high = segment.start, segment.stop
+        if high - low == segment.last - segment.first + 1:
             # A record for each step, the usual case.
-            return min(max(low + step - segment[2], low), high)
+            return min(max(low + step - segment.first, low), high)
         while low < high:
             middle = (low + high) // 2
             if int(self._read(file, middle, middle + 1)["step"][0]) < step:
@@ -235,7 +239,7 @@ class RankSteps:
         """The valid records of the steps from `start` to `stop`."""
         found = []
         for segment in self._segments:
-            if segment[2] <= stop and segment[3] >= start:
+            if segment.first <= stop and segment.last >= start:
                 found.append(self._read(file, self._find(file, segment, start), self._find(file, segment, stop + 1)))
         return np.concatenate(found) if found else np.empty(0, self.record)
 
@@ -258,7 +262,7 @@ class RankSteps:
             for array, value in zip(self._blocks.arrays(), blocks.arrays(), strict=True):
                 array[: self._size] = value[: self._size]
         self._size = max(self._size, needed)
-        self._blocks.add(*reduced(self.columns, records, ids))
+        self._blocks.add(*reduced(records, ids))
 
     def view(self, start: int, stop: int, width: int) -> Buckets:
         """Reduce the steps from `start` to `stop` to buckets of `width` steps.
@@ -285,7 +289,7 @@ class RankSteps:
         with open(self.path, "rb", buffering=0) as file:
             records = self._records(file, first * width + 1, (first + count) * width)
         if len(records):
-            found.add(*reduced(self.columns, records, (records["step"].astype(np.int64) - 1) // width))
+            found.add(*reduced(records, (records["step"].astype(np.int64) - 1) // width))
         return found
 
     def steps_per_record(self, start: int, stop: int) -> float:
@@ -293,16 +297,11 @@ class RankSteps:
         records = steps = 0
         with open(self.path, "rb", buffering=0) as file:
             for segment in self._segments:
-                first, last = max(segment[2], start), min(segment[3], stop)
+                first, last = max(segment.first, start), min(segment.last, stop)
                 if first <= last:
                     records += self._find(file, segment, last + 1) - self._find(file, segment, first)
                     steps += last - first + 1
         return steps / records if records else 1.0
-
-    def time_after(self, step: int) -> float:
-        """Seconds since 1970, on the clock of this rank, at the end of a step that ends a block; NaN if not known."""
-        at = step // BLOCK - 1 - self._blocks.first
-        return float(self._blocks.time[at]) if 0 <= at < self._size else math.nan
 
     def begins_between(self, first: int, last: int) -> bool:
         """Whether a process made its first step between these."""
@@ -321,40 +320,32 @@ class RankSteps:
         return found
 
 
-class _Columns:
-    """Takes the columns of records as a matrix; without a copy where the file has them side by side."""
-
-    def __init__(self, record: np.dtype[Any]) -> None:
-        self.names: list[str | None] = [name if name in (record.names or ()) else None for name in COLUMNS]
-        fields: Any = record.fields or {}
-        offsets = [fields[name][1] for name in self.names if name and record[name] == np.dtype("<f4")]
-        self.offset: int = offsets[0] if offsets else 0
-        self.contiguous: bool = offsets == [self.offset + 4 * at for at in range(len(COLUMNS))]
-
-    def of(self, records: Array) -> Array:
-        if self.contiguous and records.flags.c_contiguous:
-            strides = (records.dtype.itemsize, 4)
-            shape = (len(records), len(COLUMNS))
-            return np.ndarray(shape, "<f4", records.data.cast("B") if len(records) else b"", self.offset, strides)
-        matrix = np.full((len(records), len(COLUMNS)), np.nan, "f4")
-        for at, name in enumerate(self.names):
-            if name:
-                matrix[:, at] = records[name]
-        return matrix
+def _matrix(records: Array) -> Array:
+    """The columns of records, of shape (records, columns); a view where the file has them side by side."""
+    fields: Any = records.dtype.fields
+    first = fields["seconds"][1]
+    if [fields[name][1] for name in COLUMNS if name in fields] == list(range(first, first + 4 * len(COLUMNS), 4)):
+        strides = (records.dtype.itemsize, 4)
+        return np.ndarray((len(records), len(COLUMNS)), "<f4", records.data.cast("B"), first, strides)
+    matrix = np.full((len(records), len(COLUMNS)), np.nan, "f4")
+    for column, name in enumerate(COLUMNS):
+        if name in fields:
+            matrix[:, column] = records[name]
+    return matrix
 
 
 _PER_RECORD = [COLUMN[name] for name in SUMS]
 
 
 @np.errstate(over="ignore", invalid="ignore")
-def reduced(columns: _Columns, records: Array, ids: Array) -> tuple[Array, Buckets]:
+def reduced(records: Array, ids: Array) -> tuple[Array, Buckets]:
     """Reduce records to one bucket for each number in `ids`, which ascends.
 
     Returns:
         The different numbers, and their buckets.
     """
     # Reductions along rows of a C-contiguous array are several times as fast as down its columns.
-    values, steps = np.ascontiguousarray(columns.of(records).T), records["steps"].astype("f4")
+    values, steps = np.ascontiguousarray(_matrix(records).T), records["steps"].astype("f4")
     starts = np.flatnonzero(np.diff(ids, prepend=ids[0] - 1))
     low, high = np.fmin.reduceat(values, starts, axis=1).T, np.fmax.reduceat(values, starts, axis=1).T
     weighted = values

@@ -14,12 +14,12 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from .findings import STANDS_OUT, Summary, duration, size, summarize
+from .page_data import grouped_events
 from .run import Run
-from .server import grouped_events
+from .sentences import STANDS_OUT, advice, duration, sentences, size
 from .steps import Array
-from .svg import without_peaks
-from .view import ALL_PHASES, Curve, View, heat_rows, view
+from .summary import Summary, summarize
+from .view import ALL_PHASES, View, heat_rows, view
 
 # Seconds between two pictures.
 INTERVAL = 0.5
@@ -61,14 +61,14 @@ def picture(run: Run, width: int = 100) -> RenderableType:
         shown, summary = view(run, pixels=wide), summarize(run)
         curves = view(run, pixels=narrow)
         # What stands out comes first: a small terminal shows no more than the upper part.
-        sentences = summary.sentences()
-        alarms = [text for text in sentences if STANDS_OUT.match(text)]
+        lines = sentences(summary)
+        alarms = [text for text in lines if STANDS_OUT.match(text)]
         renderables: list[RenderableType] = [_title(run, summary), *notes, *(Text(text, "red") for text in alarms)]
         renderables.append(_curves(curves, narrow))
         if shown.ranks:
             renderables += [_ranks(shown, summary, wide), _phases(summary, wide)]
-            others = [text for text in sentences if text not in alarms]
-            renderables.append(Panel(Text("\n".join([*others, *(f"Try: {text}" for text in summary.advice())]))))
+            others = [text for text in lines if text not in alarms]
+            renderables.append(Panel(Text("\n".join([*others, *(f"Try: {text}" for text in advice(summary))]))))
         if found := _events(run):
             renderables.append(found)
     return Group(*renderables)
@@ -87,13 +87,13 @@ def _curves(shown: View, width: int) -> RenderableType:
     found = []
     titles = {
         "loss": "loss",
-        "learning_rate": "learning rate",
+        "learning_rate": "lr",
         "gradient_norm": "gradient norm",
         "throughput": f"{shown.unit}/s",
         "seconds": "s/step",
     }
     values = [(title, shown.curves[name]) for name, title in titles.items() if name in shown.curves]
-    values += [(name, Curve(logged.mean, logged.low, logged.high)) for name, logged in list(shown.logged.items())[:7]]
+    values += list(shown.logged.items())[:7]
     for title, curve in values:
         mean = curve.mean[np.isfinite(curve.mean)]
         if len(mean):
@@ -121,9 +121,8 @@ def _ranks(shown: View, summary: Summary, width: int) -> RenderableType:
     """The heat map, a line for each rank."""
     rows, own, _, slow = heat_rows(shown)
     known = own[np.isfinite(own)]
-    low = float(np.quantile(known, 0.02)) if len(known) else 0.0
-    high = without_peaks(known, float(np.quantile(known, 0.98))) if len(known) else 0.0
-    span = max(high - low, 0.25 * low, 1e-9)
+    low, usual, high = np.quantile(known, (0.02, 0.9, 0.98)).tolist() if len(known) else (0.0, 0.0, 0.0)
+    span = max(min(high, 1.5 * usual) - low, 0.25 * low, 1e-9)
     table = Table.grid(padding=(0, 1))
     order = sorted(range(len(rows)), key=lambda row: (-int(slow[row].sum()), row))[:_MOST_RANKS]
     for row in sorted(order):
@@ -145,7 +144,8 @@ def _phases(summary: Summary, width: int) -> RenderableType:
         share = summary.shares.get(phase, 0)
         if share > 0:
             bar.append("█" * max(1, round(share * width)), _COLORS[phase])
-            legend.append("█ ", _COLORS[phase]).append(f"{phase} {share * 100:.0f} %  ")
+            if share >= 0.005:
+                legend.append("█ ", _COLORS[phase]).append(f"{phase} {share * 100:.0f} %  ")
     return Panel(Group(bar, legend), title="phases of a step", title_align="left")
 
 

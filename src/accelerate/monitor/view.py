@@ -26,21 +26,12 @@ ALL_PHASES = (*PHASES, "other")
 
 @dataclass
 class Curve:
-    """A value at each bucket: arrays of shape (buckets,)."""
+    """Values at buckets or, with `x`, at other steps: arrays of shape (points,)."""
 
     mean: Array
     low: Array
     high: Array
-
-
-@dataclass
-class Logged:
-    """A logged value: arrays of shape (points,)."""
-
-    x: Array
-    mean: Array
-    low: Array
-    high: Array
+    x: Array | None = None
 
 
 @dataclass
@@ -49,8 +40,9 @@ class View:
 
     width: int
     """Steps of a bucket."""
-    x: Array
-    """The middle of each bucket, in steps."""
+    first: Array
+    """The first step of each bucket."""
+    last: Array
     time: Array
     """Seconds since 1970 at the end of each bucket."""
     ranks: list[int]
@@ -69,13 +61,18 @@ class View:
     skipped: Array
     """Skipped steps on any rank."""
     bad_loss: Array
-    """Steps whose loss is not finite, of shape (ranks, buckets); 0 on ranks that know no loss at all."""
+    """Where the loss is not finite, of shape (ranks, buckets)."""
     memory: dict[str, Array]
     """Most bytes for `device` and `host`, of shape (ranks, buckets)."""
     unit: str
     """What the curve of throughput counts per second: tokens, samples or steps."""
-    curves: dict[str, Curve] = field(default_factory=dict)
-    logged: dict[str, Logged] = field(default_factory=dict)
+    curves: dict[str, Curve]
+    logged: dict[str, Curve] = field(default_factory=dict)
+
+    @property
+    def x(self) -> Array:
+        """The middle of each bucket, in steps."""
+        return np.asarray((self.first + self.last) / 2)
 
 
 def bucket_width(steps: int, pixels: int) -> int:
@@ -101,65 +98,82 @@ def view(run: Run, start: int | None = None, stop: int | None = None, pixels: in
     if ranks and (each := run.ranks[ranks[0]].steps_per_record(start, stop)) > 1.1:
         # Records of ranks that cover several steps do not end with the same ones: wide buckets have some of each rank.
         width = max(width, bucket_width(math.ceil(4 * each), 1))
-    found = [run.ranks[number].view(start, stop, width) for number in ranks]
+    ranks_buckets = [run.ranks[number].view(start, stop, width) for number in ranks]
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         # Means of buckets without a value.
         warnings.simplefilter("ignore", RuntimeWarning)
-        shares = [_share(run.ranks[number].header) for number in ranks]
-        shown = _reduced(ranks, found, shares, start, stop, width)
+        shares = [data_share(run.ranks[number].header) for number in ranks]
+        shown = _reduced(ranks, ranks_buckets, shares, start, stop, width)
+        # Buckets are complete, except at the ends of the run.
+        shown.first = np.maximum(shown.first, min(start, run.first_step))
+        shown.last = np.minimum(shown.last, max(stop, run.last_step))
         shown.logged = _logged(run, start, stop, width)
     if run.last_step - run.first_step + 1 < WINDOW:
         shown.slow[:] = False  # too few steps to compare
     return shown
 
 
-def _share(header: StepsHeader) -> float:
+def data_share(header: StepsHeader) -> float:
     """The fraction of the samples of a rank that it alone contributes: several ranks may read the same ones."""
     shards = header.details.get("data_shards")
     return shards / header.world_size if isinstance(shards, int) and 0 < shards <= header.world_size else 1.0
 
 
-def _reduced(ranks: list[int], found: list[Buckets], shares: list[float], start: int, stop: int, width: int) -> View:
-    first = (start - 1) // width
-    count = (stop - 1) // width - first + 1
-    numbers = np.arange(first, first + count)
-    x = (np.maximum(numbers * width + 1, start) + np.minimum((numbers + 1) * width, stop)) / 2
+def _reduced(
+    ranks: list[int], ranks_buckets: list[Buckets], shares: list[float], start: int, stop: int, width: int
+) -> View:
+    numbers = np.arange((start - 1) // width, (stop - 1) // width + 1)
 
     def stacked(values: list[Array]) -> Array:
-        return np.array(values) if values else np.empty((0, count))
+        return np.array(values) if values else np.empty((0, len(numbers)))
 
     def means(name: str) -> Array:
-        return stacked([buckets.mean(name) for buckets in found])
+        return stacked([buckets.mean(name) for buckets in ranks_buckets])
 
-    def ends(name: str, high: bool) -> Array:
-        return stacked([(buckets.high if high else buckets.low)[:, COLUMN[name]] for buckets in found])
+    def lowest(name: str) -> Array:
+        return stacked([buckets.low[:, COLUMN[name]] for buckets in ranks_buckets])
+
+    def highest(name: str) -> Array:
+        return stacked([buckets.high[:, COLUMN[name]] for buckets in ranks_buckets])
 
     seconds = means("seconds")
-    weight = stacked([buckets.weight[:, COLUMN["seconds"]] for buckets in found])
+    weight = stacked([buckets.weight[:, COLUMN["seconds"]] for buckets in ranks_buckets])
     phases = {name: means(name) for name in PHASES}
     waits = np.nan_to_num(phases["communication"]) + _waits_within(seconds, phases)
     own = seconds - waits
     phases["other"] = np.maximum(seconds - sum(np.nan_to_num(values) for values in phases.values()), 0)
-    unit, throughput = _throughput(found, shares, seconds, stacked)
-    shown = View(
-        width, x, _over(np.nanmax, stacked([buckets.time for buckets in found])), ranks, weight, seconds, waits, own,
-        stragglers(own, seconds, weight), phases,
-        _over(np.nanmax, stacked([buckets.skipped for buckets in found])), stacked([_bad_loss(one) for one in found]),
-        {kind: ends(f"{kind}_memory", True) for kind in ("device", "host")}, unit,
-    )  # fmt: skip
-    for name in ("loss", "gradient_norm", "learning_rate"):
-        shown.curves[name] = Curve(
-            _over(np.nanmean, means(name)), _over(np.nanmin, ends(name, False)), _over(np.nanmax, ends(name, True))
-        )
-    longest = np.fmax(ends("seconds", True), ends("longest", True))
-    shown.curves["seconds"] = Curve(
-        _over(np.nanmean, seconds), _over(np.nanmin, ends("seconds", False)), _over(np.nanmax, longest)
+    memory = {kind: highest(f"{kind}_memory") for kind in ("device", "host")}
+    unit, throughput = _throughput(ranks_buckets, shares, seconds, stacked)
+    curves = {
+        name: Curve(_over(np.nanmean, means(name)), _over(np.nanmin, lowest(name)), _over(np.nanmax, highest(name)))
+        for name in ("loss", "gradient_norm", "learning_rate")
+    }
+    longest = np.fmax(highest("seconds"), highest("longest"))
+    curves["throughput"] = Curve(throughput, throughput, throughput)
+    curves["seconds"] = Curve(
+        _over(np.nanmean, seconds), _over(np.nanmin, lowest("seconds")), _over(np.nanmax, longest)
     )
-    shown.curves["throughput"] = Curve(throughput, throughput, throughput)
-    for name in ("device_memory", "host_memory"):
-        high = shown.memory[name.removesuffix("_memory")]
-        shown.curves[name] = Curve(_over(np.nanmean, means(name)), _over(np.nanmin, high), _over(np.nanmax, high))
-    return shown
+    for kind, high in memory.items():
+        mean = _over(np.nanmean, means(f"{kind}_memory"))
+        curves[f"{kind}_memory"] = Curve(mean, _over(np.nanmin, high), _over(np.nanmax, high))
+    return View(
+        width=width,
+        first=numbers * width + 1,
+        last=(numbers + 1) * width,
+        time=_over(np.nanmax, stacked([buckets.time for buckets in ranks_buckets])),
+        ranks=ranks,
+        weight=weight,
+        seconds=seconds,
+        waits=waits,
+        own=own,
+        slow=stragglers(own, seconds, weight),
+        phases=phases,
+        skipped=_over(np.nanmax, stacked([buckets.skipped for buckets in ranks_buckets])),
+        bad_loss=stacked([_bad_loss(buckets) for buckets in ranks_buckets]),
+        memory=memory,
+        unit=unit,
+        curves=curves,
+    )
 
 
 def _waits_within(seconds: Array, phases: dict[str, Array]) -> Array:
@@ -171,19 +185,19 @@ def _waits_within(seconds: Array, phases: dict[str, Array]) -> Array:
     """
     if len(seconds) < 2:
         return np.zeros(seconds.shape)
-    known = {name: np.nan_to_num(values) for name, values in phases.items()}
-    outside = seconds - known["communication"]
-    found = np.zeros(seconds.shape)
+    durations = {name: np.nan_to_num(values) for name, values in phases.items()}
+    outside = seconds - durations["communication"]
+    longest_waits = np.zeros(seconds.shape)
     for names in (("backward",), ("forward", "backward", "optimizer")):
-        inside = np.where(np.isnan(seconds), np.nan, sum(known[name] for name in names))
+        inside = np.where(np.isnan(seconds), np.nan, sum(durations[name] for name in names))
         before = outside - inside
         waits = np.clip(np.nanmax(before, axis=0) - before, 0, inside - np.nanmin(inside, axis=0))
         if "forward" in names:
             # Ranks that wait for each other in the forward end it at the same time.
-            ends = before + known["forward"]
+            ends = before + durations["forward"]
             waits = np.where(_spread(ends) <= 0.5 * _spread(before), waits, 0)
-        found = np.fmax(found, np.nan_to_num(waits))
-    return found
+        longest_waits = np.fmax(longest_waits, np.nan_to_num(waits))
+    return longest_waits
 
 
 def _spread(values: Array) -> Array:
@@ -191,28 +205,30 @@ def _spread(values: Array) -> Array:
 
 
 def _bad_loss(buckets: Buckets) -> Array:
-    """The steps of each bucket whose loss is not finite. Their number is not known from an infinite sum: 1."""
-    known = buckets.weight[:, COLUMN["loss"]]
-    if not known.any():
-        return np.zeros(len(buckets))
+    """Where the loss is not finite: nowhere on ranks that know no loss at all."""
+    steps = buckets.weight[:, COLUMN["loss"]]
     # Steps that are not split into phases have no loss either.
-    missing = buckets.weight[:, COLUMN["optimizer"]] - known
-    infinite = np.isinf(buckets.low[:, COLUMN["loss"]]) | np.isinf(buckets.high[:, COLUMN["loss"]])
-    return np.asarray(np.maximum(np.maximum(missing, 0), infinite))
+    is_missing = buckets.weight[:, COLUMN["optimizer"]] > steps
+    is_infinite = np.isinf(buckets.low[:, COLUMN["loss"]]) | np.isinf(buckets.high[:, COLUMN["loss"]])
+    return np.asarray((is_missing | is_infinite) & steps.any())
 
 
 def _over(function: Any, values: Array) -> Array:
     return np.asarray(function(values, axis=0)) if len(values) else np.full(values.shape[1], np.nan)
 
 
-def _throughput(found: list[Buckets], shares: list[float], seconds: Array, stacked: Any) -> tuple[str, Array]:
+def _throughput(ranks_buckets: list[Buckets], shares: list[float], seconds: Array, stacked: Any) -> tuple[str, Array]:
     """The sum over ranks of what each processes in a second, what several process counted once."""
     for unit in ("tokens", "samples"):
-        at = COLUMN[unit]
-        if any((buckets.weight[:, at] > 0).any() for buckets in found):
-            known = [np.where(buckets.weight[:, at] > 0, buckets.total[:, at], np.nan) for buckets in found]
+        column = COLUMN[unit]
+        if any((buckets.weight[:, column] > 0).any() for buckets in ranks_buckets):
             rates = stacked(
-                [s * k / b.total[:, COLUMN["seconds"]] for s, k, b in zip(shares, known, found, strict=True)]
+                [
+                    share
+                    * np.where(buckets.weight[:, column] > 0, buckets.total[:, column], np.nan)
+                    / buckets.total[:, COLUMN["seconds"]]
+                    for share, buckets in zip(shares, ranks_buckets, strict=True)
+                ]
             )
             break
     else:
@@ -271,10 +287,10 @@ def _summed(values: Array, buckets: int) -> Array:
     return np.asarray(total[:, buckets:] - total[:, :-buckets])
 
 
-def _logged(run: Run, start: int, stop: int, width: int) -> dict[str, Logged]:
+def _logged(run: Run, start: int, stop: int, width: int) -> dict[str, Curve]:
     """The logged values of a range, several in a bucket reduced to one point."""
     reference = next((run.ranks[number] for number in sorted(run.ranks) if run.ranks[number].count), None)
-    found = {}
+    curves = {}
     for name, series in run.series.items():
         steps, times, values = series.points()
         if reference is not None:
@@ -284,21 +300,16 @@ def _logged(run: Run, start: int, stop: int, width: int) -> dict[str, Logged]:
                 steps = reached
         elif np.isnan(steps).any():
             steps = np.arange(len(steps), dtype="f8")
-        inside = (steps >= start - 1) & (steps <= stop + 1)
-        steps, values = steps[inside], values[inside]
+        order = np.argsort(steps, kind="stable")
+        order = order[(steps[order] >= start - 1) & (steps[order] <= stop + 1)]
+        steps, values = steps[order], values[order]
         if not len(steps):
             continue
-        order = np.argsort(steps, kind="stable")
-        steps, values = steps[order], values[order]
         starts = np.flatnonzero(np.diff(steps // width, prepend=-1))
         counts = np.diff(starts, append=len(steps))
-        found[name] = Logged(
-            np.add.reduceat(steps, starts) / counts,
-            np.add.reduceat(values, starts) / counts,
-            np.fmin.reduceat(values, starts),
-            np.fmax.reduceat(values, starts),
-        )
-    return found
+        means, places = np.add.reduceat(values, starts) / counts, np.add.reduceat(steps, starts) / counts
+        curves[name] = Curve(means, np.fmin.reduceat(values, starts), np.fmax.reduceat(values, starts), places)
+    return curves
 
 
 def heat_rows(shown: View) -> tuple[list[tuple[int, int]], Array, Array, Array]:

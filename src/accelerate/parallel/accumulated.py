@@ -8,7 +8,7 @@ A parameter that FSDP2 does not shard has them in `.grad`. For one that it shard
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, NamedTuple, TypedDict
+from typing import NamedTuple, TypedDict
 
 import torch
 from torch import nn
@@ -16,11 +16,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from ..core.errors import CheckpointError
+from ..torch_internals import dtensor
+from ..torch_internals.fsdp2 import module_parameter, shards_of, unsharded_parameter
 from . import materialize
-from .fsdp.units import shards_of
-
-if TYPE_CHECKING:
-    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 # By the name of the place.
 Gradients = dict[str, torch.Tensor]
@@ -37,7 +35,7 @@ class _Place(NamedTuple):
     """A gradient is `owner.attribute`, of the shape and layout of `like`."""
 
     name: str
-    owner: torch.Tensor | FSDPParam
+    owner: object
     attribute: str
     like: torch.Tensor
 
@@ -66,9 +64,9 @@ class AccumulatedGradients:
         if self._known:
             return self._known
         found = [_Place(name, parameter, "grad", parameter) for name, parameter in self._plain]
-        gathered = [(name, sharded) for name, sharded in self._sharded if hasattr(sharded, "_unsharded_param")]
-        for name, sharded in gathered:
-            unsharded = sharded._unsharded_param
+        both = [(name, sharded, unsharded_parameter(sharded)) for name, sharded in self._sharded]
+        gathered = [(name, sharded, unsharded) for name, sharded, unsharded in both if unsharded is not None]
+        for name, sharded, unsharded in gathered:
             found.append(_Place(f"{name} (shard)", sharded.sharded_param, "grad", sharded.sharded_param))
             found.append(_Place(f"{name} (unsharded)", unsharded, "grad", unsharded))
             found.append(_Place(f"{name} (sum)", sharded, "unsharded_accumulated_grad", unsharded))
@@ -143,7 +141,7 @@ def _loaded(name: str, value: torch.Tensor | SavedShard, like: torch.Tensor) -> 
     local = local.to(like.device)
     if isinstance(value, torch.Tensor) or not isinstance(like, DTensor):
         return local
-    return materialize.as_dtensor(local, like, [_placement(text, like) for text in value["placements"]])
+    return dtensor.as_dtensor(local, like, [_placement(text, like) for text in value["placements"]])
 
 
 def _placement(text: str, like: DTensor) -> Placement:
@@ -157,10 +155,3 @@ def _placement(text: str, like: DTensor) -> Placement:
     if kind not in ("S", "P"):
         raise CheckpointError(f"a saved gradient is laid out as {text}, which cannot be put back")
     return Shard(int(inside)) if kind == "S" else Partial(inside)
-
-
-def module_parameter(sharded: FSDPParam) -> nn.Parameter:
-    """The parameter in the module: FSDP2 notices only at the first forward that it was replaced."""
-    place = sharded._module_info
-    found: nn.Parameter = getattr(place.module, place.param_name)
-    return found

@@ -11,17 +11,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    CheckpointImpl,
-    CheckpointWrapper,
-    checkpoint_wrapper,
-    offload_wrapper,
-)
-from torch.utils._python_dispatch import TensorWithFlatten, is_traceable_wrapper_subclass
 
 from ..core.device_kinds import DEVICES
 from ..core.errors import PrepareError
+from ..core.modules import is_wrapper_subclass
 from ..state import PartialState
+from ..torch_internals import checkpoint_wrapper
 
 
 def checkpoint_activations(
@@ -52,12 +47,10 @@ def checkpoint_activations(
     # The children of wrappers are not to be wrapped again.
     inside: set[int] = set()
     for module in modules:
-        wrapped = module
-        if not isinstance(module, CheckpointWrapper):
-            wrapped = checkpoint_wrapper(module, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
+        wrapped = checkpoint_wrapper.recomputed(module)
         inside.add(id(wrapped))
         if offload and device.type != "cpu":
-            wrapped = offload_wrapper(wrapped)
+            wrapped = checkpoint_wrapper.in_host_memory(wrapped)
             inside.add(id(wrapped))
         wrappers[id(module)] = wrapped
     for parent in list(model.modules()):
@@ -152,8 +145,8 @@ class SavedInHostMemory:
         if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
             # The memory of a parameter, and of its views, stays on the device anyway.
             return tensor
-        if is_traceable_wrapper_subclass(tensor):
-            names, context = tensor.__tensor_flatten__()
+        if is_wrapper_subclass(tensor):
+            names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
             pieces = {name: getattr(tensor, name) for name in names}  # a DTensor's mesh is one of them
             pieces = {
                 name: self.pack(part) if isinstance(part, torch.Tensor) else part for name, part in pieces.items()
@@ -165,7 +158,8 @@ class SavedInHostMemory:
         """The saved tensor on its device, when the backward uses it."""
         if isinstance(packed, _Wrapped):
             pieces = {name: self.unpack(part) for name, part in packed.pieces.items()}
-            return packed.kind.__tensor_unflatten__(pieces, packed.context, packed.size, packed.stride)
+            tensor: torch.Tensor = packed.kind.__tensor_unflatten__(pieces, packed.context, packed.size, packed.stride)
+            return tensor
         return self.to_device(packed) if isinstance(packed, _InHostMemory) else packed
 
     def to_host(self, tensor: torch.Tensor) -> _InHostMemory:
@@ -198,7 +192,7 @@ class _InHostMemory:
 class _Wrapped:
     """A tensor that consists of others, such as a DTensor."""
 
-    kind: type[TensorWithFlatten]
+    kind: Any
     pieces: dict[str, Any]
     context: object
     size: torch.Size

@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 from ..config.fsdp import FullyShardedDataParallelPlugin
 from ..core.errors import ConfigurationError
+from ..core.messages import warn
 from ..parallelism_config import ParallelismConfig
 from ..runtime.mesh import describe
 
@@ -100,7 +100,7 @@ def _pipeline(
             f"an fsdp_plugin is given, but {describe(parallelism)} has nothing to shard over: set dp_shard_size"
         )
     if fsdp_plugin is not None and fsdp_plugin.reshard_is_given and fsdp_plugin.reshard_after_forward is not False:
-        warnings.warn(
+        warn(
             f"reshard_after_forward={fsdp_plugin.reshard_after_forward} has no effect with pp_size="
             f"{parallelism.pp_size}: a pipeline keeps the parameters of its stages gathered for all micro-batches. "
             "Use False, or leave it out"

@@ -7,6 +7,7 @@ A model of forty equal layers compiles in the time of one. Source: `torch.compil
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -16,8 +17,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from ..config.training import TorchDynamoPlugin
-from ..core.modules import is_compiled_module, require_module
-from .tensor import random as tensor_random
+from ..core.modules import require_module
+from ..torch_internals.compiled import is_compiled_module, remember_uncompiled
 
 
 class Compile:
@@ -30,7 +31,6 @@ class Compile:
         """The compiled model. One that its user has compiled already is handed back."""
         if is_compiled_module(model):
             return model
-        tensor_random.check_compiles(model)
         arguments = self.options.to_kwargs()
         regional = bool(self.options.use_regional_compilation)
         if isinstance(model, DistributedDataParallel):
@@ -73,14 +73,17 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
     # A copy of the outer module alone: the children are replaced, and the user's module must not see it.
     outer = module.__class__.__new__(module.__class__)
     for name, value in module.__dict__.items():
-        # A replaced `forward` is bound to the copy.
-        is_bound = isinstance(value, MethodType) and value.__self__ is module
-        outer.__dict__[name] = MethodType(value.__func__, outer) if is_bound else value
+        # A replaced `forward`, as one with hooks, is bound to the copy.
+        if isinstance(value, MethodType) and value.__self__ is module:
+            value = MethodType(value.__func__, outer)
+        elif isinstance(value, partial) and value.args[:1] == (module,):
+            value = partial(value.func, outer, *value.args[1:], **value.keywords)
+        outer.__dict__[name] = value
     outer._modules = {
         name: child if child is None else compile_regions(child, **compile_kwargs)
         for name, child in module._modules.items()
     }
-    outer.__dict__["_orig_mod"] = module
+    remember_uncompiled(outer, module)
     return outer
 
 

@@ -1,24 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This rank's gradients in any layout: reduced, multiplied by a number, clamped, unscaled; hooks that they lose."""
+"""This rank's gradients in any layout: reduced, multiplied by a number, clamped, unscaled."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
+import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..core.errors import PrepareError
-
-if TYPE_CHECKING:
-    from .prepared import CommunicationVolume
+from ..torch_internals import foreach
+from .report.volume import CommunicationVolume
 
 _BUCKET = 25 * 1024 * 1024
-_REMEDY = "Change `parameter.grad` after `accelerator.backward` instead, where `accelerator.sync_gradients` is True"
 
 
 class GradientReducer:
@@ -35,6 +31,27 @@ class GradientReducer:
     def communication_volume(self) -> list[CommunicationVolume]:
         """What this sends in an optimizer step."""
         return []
+
+
+class UnreducedGradients(GradientReducer):
+    """Averages gradients that no backward reduces over `group` (None: all), as of parameters FSDP does not shard."""
+
+    def __init__(self, group: dist.ProcessGroup | None, parameters: Iterable[nn.Parameter] = ()) -> None:
+        self.group = group
+        self.parameters: list[nn.Parameter] = list(parameters)
+
+    def communication_volume(self) -> list[CommunicationVolume]:
+        """What averaging sends in an optimizer step."""
+        trained = [parameter for parameter in self.parameters if parameter.requires_grad]
+        found = buckets(map(local, trained))
+        sent = sum(tensor.nbytes for bucket in found for tensor in bucket)
+        what = "all-reduce of gradients of unsharded parameters"
+        return [CommunicationVolume(what, len(found), sent)] if found else []
+
+    def finish(self) -> None:
+        """Average the gradients over the group."""
+        if dist.get_world_size(self.group) > 1:
+            all_reduce(map(local, gradients_of(self.parameters)), self.group, average=True)
 
 
 @contextlib.contextmanager
@@ -80,7 +97,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def all_reduce(gradients: Iterable[torch.Tensor], group: dist.ProcessGroup | None, average: bool) -> None:
-    """Sum or average plain tensors in place over the ranks of a group, in messages of about 25 MB."""
+    """Sum or average plain tensors in place over the ranks of a group, in messages of about 25 MiB."""
     pending = []
     for bucket in buckets(gradients):
         joined = bucket[0].reshape(-1) if len(bucket) == 1 else torch.cat([one.reshape(-1) for one in bucket])
@@ -90,7 +107,7 @@ def all_reduce(gradients: Iterable[torch.Tensor], group: dist.ProcessGroup | Non
         if average:
             joined.div_(dist.get_world_size(group))
         pieces = joined.split([one.numel() for one in bucket])
-        torch._foreach_copy_(bucket, [piece.view_as(one) for piece, one in zip(pieces, bucket, strict=True)])
+        foreach.copy_(bucket, [piece.view_as(one) for piece, one in zip(pieces, bucket, strict=True)])
 
 
 def buckets(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -115,15 +132,25 @@ def multiply(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
     if factor.device.type == "cpu" and factor.item() == 1:
         return
     for (device, dtype), found in by_kind(tensors).items():
-        torch._foreach_mul_(found, factor.to(device=device, dtype=dtype))
+        foreach.mul_(found, factor.to(device=device, dtype=dtype))
 
 
 @torch.no_grad()
 def clip_values(tensors: Iterable[torch.Tensor], limit: float) -> None:
-    """Clamp every element of tensors in place to [-limit, limit], in fused calls."""
-    for found in by_kind(tensors).values():
-        torch._foreach_clamp_min_(found, -limit)
-        torch._foreach_clamp_max_(found, limit)
+    """Clamp every element of tensors in place to [-limit, limit]."""
+    for tensor in tensors:
+        local(tensor).clamp_(-limit, limit)
+
+
+def not_finite(gradients: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """More than 0 if an element of this rank's gradients is not finite: a number on `device`, not waited for."""
+    flag = torch.zeros((), dtype=torch.float32, device=device)
+    plain = (gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients)
+    for listed in by_kind(plain).values():
+        # The largest value is not finite if any is not. A shard without elements has none.
+        if filled := [tensor for tensor in listed if tensor.numel()]:
+            flag += (~torch.isfinite(torch.nn.utils.get_total_norm(filled, math.inf))).to(device)
+    return flag
 
 
 class AgreeingScaler(torch.amp.GradScaler):
@@ -143,42 +170,16 @@ class AgreeingScaler(torch.amp.GradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
-        gradients = gradients_of(parameter for group in optimizer.param_groups for parameter in group["params"])
-        grouped = by_kind(gradient._values() if gradient.is_sparse else gradient for gradient in gradients)
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        for parameter in parameters:
+            if parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.coalesce()
+        grouped = by_kind(p.grad.values() if p.grad.is_sparse else p.grad for p in parameters)
         if not allow_fp16 and any(dtype is torch.float16 for _, dtype in grouped):
             raise ValueError("Attempting to unscale FP16 gradients.")
-        flag = torch.zeros((), dtype=torch.float32, device=self._home)
         for (device, _), listed in grouped.items():
-            found = torch.zeros((), dtype=torch.float32, device=device)
-            torch._amp_foreach_non_finite_check_and_unscale_(listed, found, inv_scale.to(device))
-            flag += found.to(self._home)
+            foreach.mul_(listed, inv_scale.to(device))
+        flag = not_finite([p.grad for p in parameters], self._home)
         # A rank without gradients of this optimizer takes part as well.
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         return {self._home: flag}
-
-
-def refuse_gradient_hooks(model: nn.Module, layout: str) -> None:
-    """Raise PrepareError for parameters with hooks that `layout` would lose with them."""
-    for name, parameter in model.named_parameters():
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise PrepareError(
-                f"{name} of {type(model).__name__} has a gradient hook, and {layout} replaces the parameter by its "
-                f"shard: nothing would call the hook. {_REMEDY}"
-            )
-
-
-def refuse_later_hooks(parameters: Iterable[torch.Tensor], accumulated: bool = False) -> None:
-    """Make `register_hook` of sharded parameters an error: the backward computes gradients of the gathered ones.
-
-    With `accumulated` also `register_post_accumulate_grad_hook`, which FSDP2 calls with the reduced gradients.
-    """
-    names = ("register_hook", "register_post_accumulate_grad_hook") if accumulated else ("register_hook",)
-    for parameter in parameters:
-        vars(parameter).update({name: functools.partial(_refuse, name) for name in names})
-
-
-def _refuse(name: str, hook: object) -> None:
-    raise PrepareError(
-        f"{name} on a parameter that FSDP shards: a backward computes gradients of the gathered parameter, and "
-        f"nothing would call the hook. {_REMEDY}"
-    )

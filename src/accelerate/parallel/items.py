@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 
 from ..core.errors import AccelerateError
+from ..run.observers import RunObserver
 from .base import Strategy
 
 
-class ItemWindow:
+class ItemWindow(RunObserver):
     """Weighs each backward of an accumulation window by its items (tokens, samples).
 
     A loss that is a mean over n items is multiplied by n, so that gradients accumulate sums. At the step that
@@ -44,7 +45,7 @@ class ItemWindow:
         if self.spent:
             raise AccelerateError(
                 "backward(loss, num_items=...) was called twice for one optimizer step: its gradients are a mean over "
-                "the window's items already. Add the losses up and call backward once a batch."
+                "the window's items already. Add the losses up and call backward once per batch."
             )
         items = self._as_count(num_items, loss.device)
         if self.reference is None:
@@ -76,7 +77,7 @@ class ItemWindow:
         self.count, self.reference = state.get("count"), state.get("reference")
         self.spent = False
 
-    def close(self) -> None:
+    def after_step(self, optimizer: Any) -> None:
         """The gradients have been used: a new window begins."""
         self.spent = False
 

@@ -3,32 +3,21 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Placement, distribute_tensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..core.errors import PrepareError
 from ..core.modules import move_tensor, named_bottom_up
 from ..placement.subclasses import inner_tensors
+from ..torch_internals.module_copies import unsharded_copy
+from .unwrap import canonical_name as canonical_name
 
 T = TypeVar("T")
-
-# What wrappers around a module (activation checkpointing, compilation, replication) add to the names below it.
-_WRAPPER_NAMES = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
-
-
-def canonical_name(name: str) -> str:
-    """A parameter's name in the plain model."""
-    return ".".join(word for word in name.split(".") if word not in _WRAPPER_NAMES)
 
 
 def named_parameters(model: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
@@ -45,40 +34,9 @@ def named_tensors(model: nn.Module, remove_duplicate: bool = True) -> Iterator[t
 
 
 def local_shard(full: torch.Tensor, layout: DTensor) -> torch.Tensor:
-    """This rank's shard of `full`, in the layout of a DTensor of the same shape (a view, unless it is packed)."""
-    if is_packed(layout):
-        packed = distribute_tensor(full, layout.device_mesh, layout.placements, src_data_rank=None)
-        return packed.to_local()
-    shape, offset = compute_local_shape_and_global_offset(full.shape, layout.device_mesh, layout.placements)
-    for dimension, (length, start) in enumerate(zip(shape, offset, strict=True)):
-        full = full.narrow(dimension, min(start, full.shape[dimension]), length)
-    return full
-
-
-def as_dtensor(local: torch.Tensor, like: DTensor, placements: Sequence[Placement] | None = None) -> DTensor:
-    """A DTensor of this rank's local tensor, with the shape and mesh of `like`, and its placements or these."""
-    mesh, placements = like.device_mesh, tuple(placements or like.placements)
-    if local.is_meta or local.device.type == mesh.device_type:
-        return DTensor.from_local(local, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
-    # A shard that is offloaded to host memory: `from_local` would move it to the mesh's device.
-    spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(like.shape, like.stride(), local.dtype))
-    return DTensor(local, spec, requires_grad=False)
-
-
-def is_packed(tensor: torch.Tensor) -> bool:
-    """Whether a rank's shard is not one block: fused matrices that are split one by one (packed layers)."""
-    if not isinstance(tensor, DTensor):
-        return False
-    mesh, placements = tensor.device_mesh, tensor.placements
-    for dimension, placement in enumerate(placements):
-        if not isinstance(placement, _StridedShard):
-            continue
-        # FSDP2 over tensor parallelism has the same placement, for one block of a block.
-        inner = range(dimension + 1, mesh.ndim)
-        blocks = math.prod(mesh.size(other) for other in inner if placements[other].is_shard(placement.dim))
-        if blocks != placement.split_factor:
-            return True
-    return False
+    """This rank's shard of `full`, in the layout of a DTensor of the same shape; nothing is sent."""
+    laid_out: DTensor = distribute_tensor(full.detach(), layout.device_mesh, layout.placements, src_data_rank=None)
+    return laid_out.to_local()
 
 
 def where_meta(model: nn.Module) -> str | None:
@@ -134,34 +92,47 @@ def make_equal(tensors: Iterable[torch.Tensor], device: torch.device, group: dis
             local.copy_(buffer)
 
 
-def lay_out(
-    model: nn.Module,
-    device: torch.device,
-    apply: Callable[[bool], None],
-    ranks: dist.ProcessGroup | None = None,
-    home: torch.device | None = None,
-    from_first: bool = False,
-    init: Callable[[nn.Module], object] | None = None,
-) -> None:
-    """Lay a model out by `apply(equal)`, which replaces its tensors, and fill it wherever its weights are.
+class Weights:
+    """The values of a model while a layout replaces its tensors.
 
-    Where every rank of the group has weights, `apply(True)` has to make them equal first. Where only the first has
-    them (`from_first`, or the others built the model without storage) they are spread one tensor at a time, after
-    `apply(False)`; if no rank has any, modules are initialized one by one. Local shards live on `home`.
+    Where every rank of the group has weights, they are left to the layout, which makes them equal. Where only the
+    first has them (`from_first`, or the others built the model without storage), the model has no storage until
+    `fill` spreads them one tensor at a time; if no rank has any, `fill` initializes module by module.
+
+    Fields:
+        are_everywhere: every rank has weights.
     """
-    meta = gather_flags(where_meta(model) is not None, device, ranks)
-    if not any(meta) and (not from_first or any(isinstance(parameter, DTensor) for parameter in model.parameters())):
-        apply(True)
-        return
-    full = dict(named_tensors(model)) if dist.get_rank(ranks) == 0 and not meta[0] else {}
-    # What is shared between modules stays shared.
-    replace_tensors(model, lambda tensor: tensor.to("meta"))
-    apply(False)
-    allocate(model, device, home)
-    if meta[0]:
-        initialise(model, device, ranks, init)
-    else:
-        spread(full, named_tensors(model), device, ranks)
+
+    def __init__(
+        self, model: nn.Module, device: torch.device, ranks: dist.ProcessGroup | None = None, from_first: bool = False
+    ) -> None:
+        self.device = device
+        self.ranks = ranks
+        meta = gather_flags(where_meta(model) is not None, device, ranks)
+        is_sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+        self.are_everywhere: bool = not any(meta) and (not from_first or is_sharded)
+        self.are_nowhere: bool = meta[0]
+        self._full: dict[str, torch.Tensor] = {}
+        if not self.are_everywhere:
+            if dist.get_rank(ranks) == 0 and not self.are_nowhere:
+                self._full = dict(named_tensors(model))
+            # What is shared between modules stays shared.
+            replace_tensors(model, lambda tensor: tensor.to("meta"))
+
+    def fill(
+        self,
+        model: nn.Module,
+        home: torch.device | None = None,
+        init: Callable[[nn.Module], object] | None = None,
+    ) -> None:
+        """Give a model that is laid out its values. Local shards live on `home`."""
+        if self.are_everywhere:
+            return
+        allocate(model, self.device, home)
+        if self.are_nowhere:
+            initialise(model, self.device, self.ranks, init)
+        else:
+            spread(self._full, named_tensors(model), self.device, self.ranks)
 
 
 def allocate(model: nn.Module, device: torch.device, home: torch.device | None = None) -> None:
@@ -174,6 +145,12 @@ def allocate(model: nn.Module, device: torch.device, home: torch.device | None =
         return torch.empty_like(tensor, device=home if isinstance(tensor, DTensor) else device)
 
     replace_tensors(model, empty)
+
+
+def own_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """(attribute, tensor) of the parameters and buffers of a module without its children."""
+    tensors: list[tuple[str, torch.Tensor]] = list(module.named_parameters(recurse=False, remove_duplicate=False))
+    return tensors + list(module.named_buffers(recurse=False, remove_duplicate=False))
 
 
 @torch.no_grad()
@@ -194,10 +171,9 @@ def replace_tensors(model: nn.Module, change: Callable[[torch.Tensor], torch.Ten
         return seen[id(tensor)]
 
     for module in model.modules():
-        for kind in (module._parameters, module._buffers):
-            for name, tensor in kind.items():
-                if tensor is not None:
-                    kind[name] = changed(tensor)  # type: ignore[assignment]
+        for name, tensor in own_tensors(module):
+            if (now := changed(tensor)) is not tensor:
+                setattr(module, name, now)
 
 
 @torch.no_grad()
@@ -269,9 +245,9 @@ def initialise(
     fallback = getattr(model, "_init_weights", None)
     owners: dict[int, nn.Module] = {}
     for name, module in {id(m): (name, m) for name, m in named_bottom_up(model)}.values():
-        if all(tensor is None for tensor in (*module._parameters.values(), *module._buffers.values())):
+        if not own_tensors(module):
             continue
-        shadow = _full_copy(module, device)
+        shadow = unsharded_copy(module, device)
         if init is not None:
             init(shadow)
         else:
@@ -287,44 +263,11 @@ def initialise(
             if fallback is not None:
                 fallback(shadow)
         # A tied tensor is that of the module that stands first, as where a model is built with storage.
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
+        for _, tensor in own_tensors(module):
             owners.setdefault(id(tensor), module)
         inside = {id(submodule) for submodule in module.modules()}
         targets = [(key, tensor) for key, tensor in named_tensors(module) if id(owners[id(tensor)]) in inside]
         spread(dict(named_tensors(shadow)), targets, device, group)
-
-
-@torch.no_grad()
-def _full_copy(module: nn.Module, device: torch.device, fill: bool = False) -> nn.Module:
-    """An unsharded module of the same class and attributes; without `fill` only its children's tensors have values."""
-    kind: type[nn.Module] = type(module)
-    if issubclass(kind, FSDPModule):
-        # fully_shard made (FSDPModule, the module's class) of it, whose constructor runs on every copy.
-        kind = kind.__bases__[1]
-    # The class that a module had before layouts gave it theirs: initialisation may look at it.
-    plain: type[nn.Module] = getattr(kind, "plain_class", kind)
-    shadow = plain.__new__(plain)
-    shadow.__dict__ = dict(module.__dict__)
-    shadow._parameters = {
-        key: None
-        if tensor is None
-        else nn.Parameter(
-            torch.empty(tensor.shape, dtype=tensor.dtype, device=device), requires_grad=tensor.requires_grad
-        )
-        for key, tensor in module._parameters.items()
-    }
-    shadow._buffers = {
-        key: None if tensor is None else torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-        for key, tensor in module._buffers.items()
-    }
-    shadow._modules = {
-        key: None if child is None else _full_copy(child, device, fill=True) for key, child in module._modules.items()
-    }
-    for mine, theirs in ((shadow._parameters, module._parameters), (shadow._buffers, module._buffers)):
-        for key, tensor in theirs.items() if fill else ():
-            if tensor is not None:
-                mine[key].data.copy_(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)  # type: ignore[union-attr]
-    return shadow
 
 
 # -- a model's state without storage: names, shapes and ties, for layouts whose modules do not have them

@@ -51,9 +51,7 @@ def total_norm(
     partial_norms = []
     for (mesh, sharded, kind, dtype), tensors in _by_layout(gradients).items():
         if present := [tensor for tensor in tensors if tensor.numel()]:
-            one: torch.Tensor = torch.linalg.vector_norm(
-                torch.stack(torch._foreach_norm(present, norm_type)), norm_type
-            )
+            one = torch.nn.utils.get_total_norm(present, norm_type)
         else:
             one = torch.zeros((), device=kind, dtype=dtype)
         for dimension in sharded:

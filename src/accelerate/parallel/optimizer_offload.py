@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..core.errors import PrepareError
-from ..core.optimizer_step import replace_step
+from ..torch_internals.optimizer_step import replace_step
 from .optimizer_scope import ELEMENTWISE, is_elementwise
 
 # Bytes of the state that is on the device at a time, of which there are three: coming, in use and leaving.

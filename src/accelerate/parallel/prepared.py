@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -18,72 +17,13 @@ from torch import nn
 
 from ..core.errors import PrepareError
 from ..precision.base import Precision
+from ..torch_internals.compiled import uncompiled
+from . import methods
 from .gradients import GradientReducer
-from .report import memory
-from .unwrap import extract_model_from_parallel
+from .unwrap import canonical_name, extract_model_from_parallel
 
 # {parameter name of the user's model: shape} of each group of an optimizer.
 GroupShapes = list[dict[str, list[int]]]
-
-
-@dataclass(frozen=True)
-class CommunicationVolume:
-    """Messages of one kind that a rank sends in an optimizer step.
-
-    Fields:
-        what: the collective and what it carries.
-        messages: how many; None where another library decides that.
-        sent: their total bytes.
-        unit: what `sent` is counted per, for example " a token".
-        about: an upper bound where `messages` is None; otherwise the number of messages is an estimate.
-    """
-
-    what: str
-    messages: int | None
-    sent: float
-    unit: str = ""
-    about: bool = False
-
-
-@dataclass(frozen=True)
-class Change:
-    """What is different in a traced step.
-
-    Fields:
-        checkpointing: blocks recompute their activations in the backward.
-        reshard: units are resharded after their forward.
-        reduce: each backward of a window reduces gradients.
-        offload: shards are in host memory between their uses.
-        scheduled: a pipeline has the order of 1f1b.
-        microbatches: a pipeline has twice as many micro-batches.
-    """
-
-    checkpointing: bool = False
-    reshard: bool = False
-    reduce: bool = False
-    offload: bool = False
-    scheduled: bool = False
-    microbatches: bool = False
-
-
-class VolumeCounter:
-    """Adds up messages by kind. Those of one kind have one unit."""
-
-    def __init__(self, unit: str = "") -> None:
-        self.unit = unit
-        self._counts: dict[str, tuple[int, float]] = {}
-
-    def add(self, what: str, sent: float, messages: int = 1) -> None:
-        """Count messages of a kind that have so many bytes in all."""
-        before = self._counts.get(what, (0, 0))
-        self._counts[what] = (before[0] + messages, before[1] + sent)
-
-    def volumes(self, about: str | None = None) -> list[CommunicationVolume]:
-        """The messages by kind. The number of those of the kind `about` is an estimate."""
-        return [
-            CommunicationVolume(what, messages, sent, self.unit, what == about)
-            for what, (messages, sent) in self._counts.items()
-        ]
 
 
 class WindowGradients(Protocol):
@@ -112,6 +52,8 @@ class PreparedModel:
     is_partial = False
     # Whether a checkpoint stores this model's state as shards, written by each rank.
     saves_shards = False
+    # Whether it has the adapters of a model only, without the frozen base.
+    is_adapter = False
     # What reduces gradients after a backward.
     reducers: Sequence[GradientReducer] = ()
 
@@ -124,12 +66,17 @@ class PreparedModel:
     @property
     def uncompiled(self) -> nn.Module:
         """The module inside `torch.compile`'s wrapper; `module` where it has none."""
-        inner = getattr(self.module, "_orig_mod", self.module)
-        return inner if isinstance(inner, nn.Module) else self.module
+        plain: nn.Module = uncompiled(self.module)
+        return plain
 
     @property
     def inner(self) -> nn.Module:
         """The module inside the wrappers of this layout; it has the parameters that train."""
+        return self.module
+
+    @property
+    def hooked(self) -> nn.Module:
+        """The model that hooks of `save_state` and `load_state` get: the user's own where a wrapper has it inside."""
         return self.module
 
     @property
@@ -159,6 +106,28 @@ class PreparedModel:
         """Whether `module` is this model, with or without its wrappers."""
         return module is self.module or module is self.inner
 
+    def units(self) -> Iterable[nn.Module]:
+        """The modules that contain the FSDP2 units."""
+        return ()
+
+    # -- other methods than forward
+
+    def add_forward_methods(self, names: Iterable[str]) -> None:
+        """Have methods of the user's model compute as its forward does."""
+        model = extract_model_from_parallel(self.module, keep_torch_compile=False)
+        registered = {name for name in names if hasattr(model, name)}
+        if self.is_partial and methods.is_generator(model):
+            methods.keep_in_step(model)
+            registered.add("generate")
+        for name in registered:
+            self.precision.wrap_method(model, name)
+        self.register_methods(model, registered)
+
+    def register_methods(self, model: nn.Module, names: Iterable[str]) -> None:
+        """Have methods of the user's `model` do what the forward of this layout does around its own."""
+        for name in names if self.uncompiled is not model else ():
+            methods.run_as_forward(self.uncompiled, model, name)
+
     # -- the step
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
@@ -169,71 +138,12 @@ class PreparedModel:
         """The parameters that an optimizer has, also while the module shows unsharded ones."""
         return self.module.parameters()
 
+    def trained_names(self) -> set[str]:
+        """The plain names of the parameters that train, on all ranks."""
+        return {canonical_name(name) for name, p in self.inner.named_parameters() if p.requires_grad}
+
     def reshard(self) -> None:
         """Keep only this rank's shards of the parameters, as between two steps."""
-
-    # -- a traced step
-
-    def blocks(self) -> list[nn.Module]:
-        """The modules whose activations may be recomputed; none if some are already."""
-        recomputes = any(
-            type(module).__name__ == "CheckpointWrapper" or vars(module).get("gradient_checkpointing")
-            for module in self.inner.modules()
-        )
-        return [] if recomputes else self._named_blocks()
-
-    def _named_blocks(self) -> list[nn.Module]:
-        """The modules that the model names."""
-        names = set(getattr(self.inner, "_no_split_modules", None) or ())
-        return [module for module in self.inner.modules() if type(module).__name__ in names]
-
-    def traceable_changes(self) -> dict[Change, str]:
-        """The changes that `traced_copy` can make, with what they are called."""
-        count = len(self.blocks())
-        text = f"recompute the activations of {count} blocks (activation_checkpointing)"
-        return {Change(checkpointing=True): text} if count else {}
-
-    def traced_copy(self, change: Change) -> nn.Module:
-        """A copy of the module on fake tensors on the CPU, with a change; call it in a fake mode.
-
-        The module may be in the middle of a step, and no other rank takes part.
-
-        Raises:
-            PrepareError: one rank cannot trace a step of this layout.
-        """
-        from .activation import checkpoint_activations
-        from .report.ledger import fake_copy
-
-        if self.is_partial:
-            raise PrepareError("one rank has a part of the model, and the others would have to take part")
-        memo: dict[int, Any] = {}
-        copied = fake_copy(self.inner, memo)
-        if change.checkpointing:
-            checkpoint_activations(copied, [memo[id(block)] for block in self.blocks()], torch.device("cpu"))
-        return copied
-
-    def traced_backwards(self, change: Change) -> int:
-        """The backwards after which a traced step has its peak; in an accumulation window there are two."""
-        return 1
-
-    def switch_reduction(self, copied: nn.Module, on: bool) -> None:
-        """Set whether the next backward of a `traced_copy` reduces gradients, where it does so itself."""
-
-    def traced_input(self, given: torch.Tensor) -> torch.Tensor:
-        """What this process computes of an input without values, in the context `tracing`."""
-        return given
-
-    def tracing(self) -> contextlib.AbstractContextManager[None]:
-        """A context for the step of a `traced_copy`."""
-        return contextlib.nullcontext()
-
-    def offloads(self) -> bool:
-        """Whether parameters, gradients and the optimizer's state are in host memory between their uses."""
-        return False
-
-    def less_memory(self) -> str:
-        """What reduces the memory of a step of this layout, for a model of which this process has a part."""
-        return "Less memory: smaller batches with more gradient_accumulation_steps, recomputed activations"
 
     def swappable(self) -> contextlib.AbstractContextManager[None]:
         """A context in which the model's parameters may be replaced by other tensors (master weights)."""
@@ -243,15 +153,33 @@ class PreparedModel:
 
     def state_dict(self) -> dict[str, Any]:
         """The full state under the user's names; where `is_partial` it may be empty on ranks other than 0."""
-        return self.inner.state_dict()
+        state: dict[str, Any] = self.inner.state_dict()
+        for name in list(state):
+            # In its order, and with the versions of modules that torch keeps in it.
+            state[canonical_name(name)] = state.pop(name)
+        return state
+
+    def saved_entries(self) -> Mapping[str, object]:
+        """The entries that a checkpoint stores, with the shapes of the user's model; they need not have storage."""
+        entries: dict[str, object] = self.state_template.state_dict()
+        return entries
 
     def checkpoint_state_dict(self) -> dict[str, Any]:
         """The full state that a checkpoint stores; every rank calls it, rank 0 writes it."""
-        return self.state_dict() if self.is_partial else self.state_template.state_dict()
+        return self.state_dict()
+
+    def about(self) -> dict[str, Any]:
+        """What a checkpoint's manifest has on the model, as JSON, besides its class."""
+        return {}
+
+    def before_load(self) -> None:
+        """Prepare to compare the model with a checkpoint; ranks may communicate."""
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Take a full state; every rank calls it."""
-        self.state_template.load_state_dict(state, strict=strict)
+        names = {canonical_name(name): name for name in self.state_template.state_dict()}
+        named = {names.get(name, name): value for name, value in state.items()}
+        self.state_template.load_state_dict(named, strict=strict)
 
     def accumulated_gradients(self) -> WindowGradients | None:
         """The gradients of an unfinished accumulation window.
@@ -286,48 +214,9 @@ class PreparedModel:
         """Names and shapes in each group; None where the optimizer's own parameters have these shapes."""
         return None
 
-    # -- the report
-
-    def communication_volume(self, backwards: int) -> list[CommunicationVolume] | None:
-        """What this rank sends in an optimizer step of so many backwards; None if that is not known."""
-        return None
-
-    def memory_usage(self, windows: bool, seen: set[int] | None = None) -> dict[str, int]:
-        """Bytes on this rank by the kinds of `report.memory`, without the optimizer's state.
-
-        Args:
-            windows: gradients accumulate over several backwards and are averaged in the last one only.
-            seen: ids of tensors that were counted for another model; extended.
-        """
-        seen = set() if seen is None else seen
-        parameters = list(memory.unseen(self.kept_parameters(), seen))
-        gradients = self.window_gradients() if windows else None
-        if gradients is None:
-            gradients = memory.local_bytes(p for p in parameters if p.requires_grad)
-        return {
-            memory.PARAMETERS: memory.local_bytes(parameters),
-            memory.GRADIENTS: gradients,
-            memory.MASTER_WEIGHTS: memory.local_bytes(memory.unseen(self.master_weights(), seen)),
-        }
-
-    def kept_parameters(self) -> Iterable[torch.Tensor]:
-        """The parameters that this process keeps between two steps, also while it has others for a computation."""
-        return self.module.parameters()
-
-    def window_gradients(self) -> int | None:
-        """Bytes of the unsharded gradients that this rank keeps until a window's last backward, with all others.
-
-        None where gradients have the layout of the parameters.
-        """
-        return None
-
     def master_weights(self) -> Iterable[torch.Tensor]:
         """The fp32 weights that the optimizer steps instead of lower-precision parameters."""
         return self.precision.master_weights(self.module)
-
-    def dtypes(self) -> tuple[str, str]:
-        """(dtype of the computation, dtype in which gradients are averaged), as text for the report."""
-        return self.precision.computes_in, "the parameters' dtype"
 
     def release(self) -> None:
         """Free what other libraries keep for this model."""

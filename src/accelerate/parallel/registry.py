@@ -17,7 +17,7 @@ STRATEGIES: dict[str, tuple[str, str]] = {
     "ddp": ("accelerate.parallel.ddp.strategy", "DataParallel"),
     "xla": ("accelerate.parallel.ddp.strategy", "XlaDataParallel"),
     "fsdp1": ("accelerate.parallel.fsdp.fsdp1", "FullyShardedDataParallel1"),
-    "fsdp2": ("accelerate.parallel.fsdp.fsdp2", "FullyShardedDataParallel"),
+    "fsdp2": ("accelerate.parallel.fsdp.strategy", "FullyShardedDataParallel"),
     "pipeline": ("accelerate.parallel.pipeline.strategy", "PipelineParallel"),
     "deepspeed": ("accelerate.parallel.deepspeed.strategy", "DeepSpeedZero"),
     "tensor": ("accelerate.parallel.tensor.strategy", "TensorParallel"),

@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..core.errors import PrepareError
-from .materialize import as_dtensor, local_shard
+from ..torch_internals.dtensor import as_dtensor
+from .materialize import local_shard
 
 
 class ParameterPlaces:
@@ -21,14 +22,15 @@ class ParameterPlaces:
         self._places = [
             (module, name, parameter)
             for module in model.modules()
-            for name, parameter in module._parameters.items()
-            if parameter is not None
+            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
         ]
 
     def replaced(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
         """(former, present) of each parameter that was replaced."""
-        now = [(former, module._parameters.get(name)) for module, name, former in self._places]
-        return [(former, present) for former, present in now if present is not None and present is not former]
+        now = [(former, getattr(module, name, None)) for module, name, former in self._places]
+        return [
+            (former, present) for former, present in now if isinstance(present, nn.Parameter) and present is not former
+        ]
 
     def shared(self) -> list[list[tuple[nn.Module, str]]]:
         """The places of each parameter that had several."""

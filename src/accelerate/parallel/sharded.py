@@ -15,31 +15,29 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
 
 from ..collectives import rng
 from ..core.devices import kind_of
 from ..core.errors import PrepareError
+from ..core.modules import class_name
 from ..logging import MultiProcessAdapter, get_logger
 from ..parallelism_config import ParallelismConfig
 from ..precision.base import Precision
-from ..precision.fp8 import Float8Precision
 from ..runtime import group, mesh
-from . import gradients, norms
+from ..torch_internals.fsdp2 import replaceable, shards_of, unsharded_parameter
+from . import gradients, methods, norms
 from .accumulated import AccumulatedGradients
 from .base import Bundle, Strategy
 from .context.region import ContextParallel
-from .dtensor_losses import plain_gradients
 from .fsdp import state as fsdp_state
-from .fsdp.copies import support_mixed_lists
-from .fsdp.units import reshard, shard_groups, shards_of
+from .fsdp.units import reshard
 from .gradients import AgreeingScaler, GradientReducer
-from .local_step import step_locally
-from .optimizer_scope import Scope, find_scope, is_elementwise
-from .prepared import Change, CommunicationVolume, PreparedModel
-from .pretrained import require_state_dict
+from .optimizer_step import lay_out_step
+from .prepared import PreparedModel
 from .remap import ParameterPlaces, Replacements, check_trains
-from .report import communication
-from .unsharded_step import step_unsharded
+from .unwrap import require_state_dict
 
 logger: MultiProcessAdapter = get_logger(__name__)
 
@@ -87,6 +85,13 @@ class ShardedModel(PreparedModel):
         """The modules that contain the FSDP2 units."""
         return [self.inner]
 
+    def register_methods(self, model: nn.Module, names: Iterable[str]) -> None:
+        """The outermost FSDP2 unit is gathered for these methods; the others say that it is not."""
+        if isinstance(model, FSDPModule):
+            for name in names:
+                methods.gather_for(model, name)
+            methods.explain_others(model, names)
+
     # -- the step
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
@@ -105,62 +110,8 @@ class ShardedModel(PreparedModel):
     def swappable(self) -> Iterator[None]:
         """FSDP2 ignores replaced parameters in this context."""
         self.reshard()
-        shards = shards_of(self.units())
-        # torch 2.13 reads the modules' parameters again after each `load_state_dict`, and at the first all-gather.
-        for shard in shards:
-            vars(shard)["reset_sharded_param"] = lambda: None
-        try:
+        with replaceable(shards_of(self.units())):
             yield
-        finally:
-            for shard in shards:
-                del vars(shard)["reset_sharded_param"]
-
-    def kept_parameters(self) -> list[torch.Tensor]:
-        """The shards, where a unit is unsharded now."""
-        kept = {
-            id(getattr(shard, "_unsharded_param", shard)): shard.sharded_param for shard in shards_of(self.units())
-        }
-        return [kept.get(id(parameter), parameter) for parameter in self.module.parameters()]
-
-    # -- a traced step
-
-    def _named_blocks(self) -> list[nn.Module]:
-        """The modules of FSDP2's units inside of another; if there is none, the ones that the model names."""
-        from .fsdp import traced
-
-        return traced.inner_units(self.inner) or super()._named_blocks()
-
-    def traceable_changes(self) -> dict[Change, str]:
-        """Also those of FSDP2's units."""
-        from .fsdp import traced
-
-        return {**super().traceable_changes(), **traced.changes(self.inner)}
-
-    def traced_copy(self, change: Change) -> nn.Module:
-        """A copy whose units FSDP2 shards over the same ranks, and whose DTensors have local tensors of this size."""
-        from .fsdp import traced
-
-        return traced.fake_sharded_copy(self.inner, change, self.blocks() if change.checkpointing else ())
-
-    def tracing(self) -> contextlib.AbstractContextManager[None]:
-        """Attention sends what it sent in the last batch with split sequences."""
-        return contextlib.nullcontext() if self.sequence is None else self.sequence.tracing()
-
-    def traced_input(self, given: torch.Tensor) -> torch.Tensor:
-        """The rows of a split sequence that this rank computes."""
-        return given if self.sequence is None else self.sequence.traced_input(given)
-
-    def switch_reduction(self, copied: nn.Module, on: bool) -> None:
-        """Of all units."""
-        for module in copied.modules():
-            if isinstance(module, FSDPModule):
-                module.set_requires_gradient_sync(on, recurse=False)
-
-    def offloads(self) -> bool:
-        """By the policy of FSDP2's units."""
-        from .fsdp import traced
-
-        return traced.offloads(self.inner)
 
     # -- state
 
@@ -189,23 +140,6 @@ class ShardedModel(PreparedModel):
 
     # -- the report
 
-    def communication_volume(self, backwards: int) -> list[CommunicationVolume] | None:
-        """Messages of FSDP2, tensor parallelism and split attention."""
-        attention = [] if self.sequence is None else self.sequence.communication_volume(backwards)
-        model = self.module
-        return [
-            *communication.shard_volume(model, backwards),
-            *communication.tensor_parallel_volume(model, backwards),
-            *attention,
-            *(volume for reducer in self.reducers for volume in reducer.communication_volume()),
-        ]
-
-    def dtypes(self) -> tuple[str, str]:
-        """The dtypes of FSDP2's policy, or else those of the precision."""
-        compute, reduction = communication.shard_dtypes(self.module) or super().dtypes()
-        # Only the precision knows which layers compute in float8.
-        return (self.precision.computes_in if isinstance(self.precision, Float8Precision) else compute), reduction
-
 
 class ShardedStrategy(Strategy):
     """Parameters become DTensors on one mesh; optimizers made before that are re-pointed by identity."""
@@ -214,12 +148,13 @@ class ShardedStrategy(Strategy):
         super().__init__(device, precision)
         # A filter that is there is not added again.
         logging.getLogger(_REDISTRIBUTE_LOG).addFilter(_is_about_layout)
-        support_mixed_lists()
         if not dist.is_initialized():
             group.start_alone(kind_of(device))
         world = dist.get_world_size()
         self.layout: ParallelismConfig = layout or mesh.all_sharded(world)
         self.mesh: dist.DeviceMesh | None = mesh.build_mesh(self.layout, world, device.type)
+        self.tensor_group: dist.ProcessGroup | None = mesh.group_of(self.mesh, "tp")
+        self._data_shard = mesh.data_shard(self.layout, dist.get_rank())
         self.replacements: Replacements = Replacements()
         if precision.scaler is not None:
             precision.scaler = AgreeingScaler(precision.scaler, device)
@@ -230,7 +165,7 @@ class ShardedStrategy(Strategy):
     @property
     def data_shard(self) -> tuple[int, int]:
         """One shard for each data-parallel coordinate of the mesh."""
-        return mesh.data_shard(self.layout, dist.get_rank())
+        return self._data_shard
 
     @property
     def gradient_ranks(self) -> int:
@@ -240,9 +175,8 @@ class ShardedStrategy(Strategy):
 
     def sync_rng_state(self) -> None:
         """Dropout on activations that all tensor-parallel ranks have must drop the same elements on all of them."""
-        ranks = mesh.group_of(self.mesh, "tp")
-        if ranks is not None:
-            rng.sync_rng_state(ranks, self.device)
+        if self.tensor_group is not None:
+            rng.sync_rng_state(self.tensor_group, self.device)
 
     def as_prepared(self, module: nn.Module) -> ShardedModel:
         """A prepared model without FSDP2 units."""
@@ -265,19 +199,19 @@ class ShardedStrategy(Strategy):
             self.replacements.add(places.replaced())
             require_state_dict(prepared.module)
             found.append(prepared)
+            self.prepared.add([prepared])
         for optimizer in bundle.optimizers:
             self.replacements.repoint(optimizer)
             check_trains(optimizer, {id(p) for prepared in found for p in prepared.module.parameters()})
             lay_out_step(optimizer)
-        self.prepared.add(found)
-        kept = [
+        units: list[weakref.ref[FSDPModule]] = [
             weakref.ref(module)
             for prepared in self.prepared
-            for module, _, is_resharded in shard_groups(prepared.inner)
-            if not is_resharded
+            for module in prepared.inner.modules()
+            if isinstance(module, FSDPModule)
         ]
-        for optimizer in bundle.optimizers if kept else ():
-            optimizer.register_step_pre_hook(functools.partial(_reshard_before_step, kept))
+        for optimizer in bundle.optimizers if units else ():
+            optimizer.register_step_pre_hook(functools.partial(_reshard_before_step, units))
         return found
 
     def join(
@@ -294,8 +228,22 @@ class ShardedStrategy(Strategy):
     def backward(self, loss: torch.Tensor, **kwargs: object) -> None:
         """The backward, in which split attention may be recomputed, and the reductions that are left."""
         split = contextlib.nullcontext() if self.sequence is None else self.sequence.recomputing()
-        with split, plain_gradients(loss, self.gradient_group, self.gradient_ranks):
-            super().backward(loss, **kwargs)
+        tensor = self.layout.tp_handler
+        sharded = loss_parallel() if tensor is not None and tensor.loss_parallel else contextlib.nullcontext()
+        if isinstance(loss, DTensor):
+            units = [
+                unit for prepared in self.prepared if isinstance(prepared, ShardedModel) for unit in prepared.units()
+            ]
+            shards = {shard.sharded_param.device_mesh for shard in shards_of(units)}  # type: ignore[attr-defined]
+            if loss.device_mesh in shards:
+                raise _mixed_loss()
+        try:
+            with split, sharded:
+                super().backward(loss, **kwargs)
+        except RuntimeError as error:
+            if isinstance(loss, DTensor) and "mixed torch.Tensor and DTensor" in str(error):
+                raise _mixed_loss() from error
+            raise
         for prepared in self.prepared:
             gradients.finish(prepared.reducers)
 
@@ -313,25 +261,24 @@ class ShardedStrategy(Strategy):
         if not self.precision.cast_parameters(model):
             return
         for shard in shards_of(units or [model]):
-            if hasattr(shard, "_unsharded_param"):
+            if unsharded_parameter(shard) is not None:
                 raise PrepareError(
-                    f"MasterWeightsKwargs: {type(model).__name__} was sharded by hand and has run: its parameters "
+                    f"MasterWeightsKwargs: {class_name(model)} was sharded by hand and has run: its parameters "
                     "cannot be cast any more. Prepare it before its first forward"
                 )
             shard.reset_sharded_param()
 
 
-def _reshard_before_step(kept: Sequence[weakref.ref[FSDPModule]], *_: object) -> None:
-    """Reshard units that stay unsharded after a forward: one between the backward and the step leaves stale values."""
-    for reference in kept:
+def _mixed_loss() -> PrepareError:
+    # torch takes a plain scalar beside a DTensor for one that is the same on all ranks.
+    return PrepareError(
+        "the loss is a DTensor: it adds terms of sharded parameters to a plain tensor, which differs on each rank. "
+        "Gather each term: sum(p.square().sum().full_tensor() for p in model.parameters())"
+    )
+
+
+def _reshard_before_step(units: Sequence[weakref.ref[FSDPModule]], *_: object) -> None:
+    """Reshard what a forward between the backward and the step has gathered: its values would be stale."""
+    for reference in units:
         if (module := reference()) is not None:
             module.reshard()
-
-
-def lay_out_step(optimizer: torch.optim.Optimizer) -> None:
-    """Make the step of an optimizer of DTensors equal to that of a single process."""
-    if is_elementwise(optimizer):
-        step_locally(optimizer)
-    elif find_scope(optimizer) is not Scope.ELEMENT:
-        # Any other may support DTensors itself, as torchao's do.
-        step_unsharded(optimizer)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,11 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core import devices
 from ..core.modules import require_module
+from ..core.objects import flat_list
 from ..core.trees import find_device, send_to_device
 from .module_hooks import (
-    ForwardThreads,
     ModelHook,
     SequentialHook,
     add_hook_to_module,
@@ -25,24 +23,20 @@ from .module_hooks import (
 )
 from .names import Place, join, owner_of
 from .offload import OffloadedWeightsLoader, PrefixedDataset
+from .placeholder import placeholder
 from .sizes import named_module_tensors
 from .streaming import FetchRequest
-from .subclasses import data_address, inner_tensors, stored_bytes
-from .tensors import QUANTIZED, TiedCopies, as_device, register, set_module_tensor_to_device
+from .subclasses import data_address, stored_bytes
+from .tensors import QUANTIZED, TiedCopies, as_device, set_module_tensor_to_device
 from .tied import find_tied_parameters, retie_parameters
 
 Weights = Mapping[str, torch.Tensor]
 
 
-@torch._disable_dynamo
-def _outside_of_graphs(function: Callable[[nn.Module], None], module: nn.Module) -> None:
-    function(module)
-
-
 def _call_untraced(function: Callable[[nn.Module], None], module: nn.Module) -> None:
     """`function(module)`, between the graphs where the model is compiled: no graph can take new parameters."""
     if torch.compiler.is_compiling():
-        _outside_of_graphs(function, module)
+        torch.compiler.disable(function)(module)
     else:
         function(module)
 
@@ -56,8 +50,6 @@ class AlignDevicesHook(ModelHook):
     submodules. With `io_same_device` outputs go back to the device that the inputs came from; `skip_keys` are keyword
     arguments, or keys of a dictionary, that are left where they are. `tied_params_map` holds the copies of tied
     weights that are on a device, by the address of the data, so that one copy serves all.
-
-    Several threads may call the module at a time: the first brings the weights, and the last to end takes them away.
     """
 
     def __init__(
@@ -81,9 +73,6 @@ class AlignDevicesHook(ModelHook):
         self.skip_keys = skip_keys
         self.tied_params_map: TiedCopies | None = tied_params_map
         self.input_device: torch.device | None = None
-        self._input_devices: dict[int, torch.device | None] = {}  # by thread
-        self._threads = ForwardThreads()
-        self._brought_on = 0  # the stream of the accelerator, by its id
         self.original_devices: dict[str, torch.device] = {}
         # Tensors that are not this hook's to move: placed one by one, or tied to one that stays on the device.
         self.resident: set[str] = set()
@@ -124,6 +113,8 @@ class AlignDevicesHook(ModelHook):
         offloaded = [name for name, _ in self.offloaded(module)]
         for name in offloaded:
             set_module_tensor_to_device(module, name, "meta", clear_cache=False)
+            owner, leaf = owner_of(module, name)
+            setattr(owner, leaf, placeholder(getattr(owner, leaf), self, name))
         if self.execution_device is not None:
             stay = set(self.original_devices).difference(offloaded, self.resident)
             for name in (name for name, _ in tensors if name in stay):
@@ -134,8 +125,6 @@ class AlignDevicesHook(ModelHook):
         """Load offloaded weights, and move the inputs to the execution device."""
         if self.io_same_device:
             self.input_device = find_device([args, kwargs])
-            if not torch.compiler.is_compiling():
-                self._input_devices[threading.get_ident()] = self.input_device
         if self.execution_device is not None:
             target = as_device(self.execution_device)
             args = send_to_device(args, target)
@@ -148,21 +137,16 @@ class AlignDevicesHook(ModelHook):
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Release offloaded weights, and move the output to the device of the inputs if `io_same_device` is set."""
         if self.offload:
-            _call_untraced(self._take_away, module)
-        if self.io_same_device:
-            device = self.input_device
-            if not torch.compiler.is_compiling():
-                device = self._input_devices.pop(threading.get_ident(), device)
-            if device is not None:
-                output = send_to_device(output, device, skip_keys=self.skip_keys)
+            _call_untraced(self._release, module)
+        if self.io_same_device and self.input_device is not None:
+            output = send_to_device(output, self.input_device, skip_keys=self.skip_keys)
         return output
 
     def forward_failed(self, module: nn.Module) -> None:
         """Release offloaded weights."""
-        self._input_devices.pop(threading.get_ident(), None)
         if self.offload:
             # Where memory ran out, the weights of the modules that were running would stay in its way.
-            self._take_away(module)
+            self._release(module)
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Return offloaded weights to the devices that they had before."""
@@ -180,36 +164,15 @@ class AlignDevicesHook(ModelHook):
 
     def _bring_all(self, module: nn.Module) -> None:
         offloaded = self.offloaded(module)
-        # Also where another thread has brought the weights: the stream learns the order of the modules from this.
         fetched = self._fetch(offloaded)
-
-        def bring() -> None:
+        try:
             for name, tensor in offloaded:
                 if tensor.is_meta:
                     self._placeholders[name] = tensor
                 self._bring(module, name, fetched.get(name))
-            if (stream := self._current_stream()) is not None:
-                self._brought_on = stream.stream_id
-
-        self._threads.enter(bring, lambda: self._release(module), lambda: self._join(module))
-
-    def _current_stream(self) -> torch.Stream | None:
-        """Return the stream of this thread on the execution device; None where that is no accelerator here."""
-        device = None if self.execution_device is None else as_device(self.execution_device)
-        if device is None or device.type in ("cpu", "meta") or device.type != devices.accelerator_type():
-            return None
-        return torch.accelerator.current_stream(device)
-
-    def _join(self, module: nn.Module) -> None:
-        """Let this thread's stream use the weights that another thread has brought, perhaps on its own stream."""
-        stream = self._current_stream()
-        if stream is None or stream.stream_id == self._brought_on:
-            return
-        # The copies to the device may not have ended, and this stream may be the last to use the memory.
-        torch.accelerator.synchronize(stream.device)
-        for _, tensor in self.offloaded(module):
-            for inner in inner_tensors(tensor).values():
-                inner.record_stream(stream)
+        except BaseException:
+            self._release(module)
+            raise
 
     def _fetch(self, offloaded: list[tuple[str, torch.Tensor]]) -> Mapping[str, torch.Tensor]:
         """Return the weights that were fetched ahead for this forward, and fetch those of the next modules."""
@@ -231,18 +194,14 @@ class AlignDevicesHook(ModelHook):
             )
         return self._stream.fetch(streamed)
 
-    def _take_away(self, module: nn.Module) -> None:
-        self._threads.leave(lambda: self._release(module))
-
     def _release(self, module: nn.Module) -> None:
         """Leave the offloaded weights, and the copies of tied ones that this hook brought."""
-        offloaded = self.offloaded(module)
-        for name, _ in offloaded:
+        for name, _ in self.offloaded(module):
             placeholder = self._placeholders.get(name)
             if placeholder is None:
                 set_module_tensor_to_device(module, name, "meta", clear_cache=False)
             else:
-                register(*owner_of(module, name), placeholder)
+                setattr(*owner_of(module, name), placeholder)
         if type(module).__name__ == "Linear8bitLt":
             # It keeps a second reference to the weights that it computed with.
             state: Any = module.state
@@ -252,15 +211,6 @@ class AlignDevicesHook(ModelHook):
             if copies is not None:
                 copies.pop(device, None)
         self._borrowed = []
-        if self._stream is not None and not any(request.stays() for request in list(self._streamed.values())):
-            self._stream.release(offloaded)
-
-    def _read(self, name: str) -> torch.Tensor:
-        """Return an offloaded weight for one forward."""
-        weights: Any = self.weights_map
-        on_cpu = self.execution_device is not None and as_device(self.execution_device).type == "cpu"
-        value: torch.Tensor = weights.shared(name) if on_cpu and self._stream is not None else weights[name]
-        return value
 
     def _put(self, module: nn.Module, name: str, device: Place) -> None:
         set_module_tensor_to_device(module, name, device, tied_params_map=self.tied_params_map, clear_cache=False)
@@ -275,20 +225,20 @@ class AlignDevicesHook(ModelHook):
 
     def _bring(self, module: nn.Module, name: str, value: torch.Tensor | None) -> None:
         """Put one offloaded weight, read from the weights map if no `value` is given, on the execution device."""
-        assert self.weights_map is not None and self.execution_device is not None
+        assert self.weights_map is not None
         if value is None:
-            value = self._read(name)
+            value = self.weights_map[name]
+        device = value.device if self.execution_device is None else as_device(self.execution_device)
         tied = self.tied_params_map
         if tied:
             # A tied weight that is not there yet is this hook's to take away; one that is serves as it is.
-            target = as_device(self.execution_device)
             copies = tied.get(data_address(value))
-            if copies is not None and target not in copies:
-                self._borrowed.append((data_address(value), target))
+            if copies is not None and device not in copies:
+                self._borrowed.append((data_address(value), device))
         set_module_tensor_to_device(
             module,
             name,
-            self.execution_device,
+            device,
             value=value,
             fp16_statistics=self.scales(name) if value.dtype == torch.int8 else None,
             tied_params_map=tied,
@@ -298,7 +248,7 @@ class AlignDevicesHook(ModelHook):
 
 def _is_preloaded(module: nn.Module, classes: Sequence[str] | None) -> bool:
     # What cannot be called brings nothing: its submodules do so themselves.
-    return classes is not None and type(module).__name__ in classes and has_forward(module)
+    return type(module).__name__ in flat_list(classes) and has_forward(module)
 
 
 def attach_execution_device_hook(
@@ -341,7 +291,9 @@ def attach_align_device_hook(
     """
     require_module(module, "attach_align_device_hook")
     place_all = offload and _is_preloaded(module, preload_module_classes)
-    if place_all or next(named_module_tensors(module), None) is not None:
+    holds = place_all or next(named_module_tensors(module), None) is not None
+    # A module that is in several others gets one hook.
+    if holds and not (offload and offloading_hook(module) is not None):
         prefix = f"{module_name}." if module_name else ""
         hook = AlignDevicesHook(
             execution_device,
@@ -395,7 +347,9 @@ def attach_align_device_hook_on_blocks(
         preload_module_classes,
         {"skip_keys": skip_keys, "tied_params_map": tied_params_map},
     )
-    blocks.attach(module, module_name, outermost=True)
+    # A module with several names comes once, under the first.
+    for name, block in module.named_modules(prefix=module_name):
+        blocks.attach(block, name, outermost=block is module)
 
 
 @dataclass
@@ -423,11 +377,9 @@ class _Blocks:
                     **self.common,
                 )
                 add_hook_to_module(module, hook)
-                attach_execution_device_hook(module, device, **self.common)
+                attach_execution_device_hook(module, device, preload_module_classes=self.preload, **self.common)
         elif not self._attach_to_tensors(module, name, outermost) and outermost:
             add_hook_to_module(module, AlignDevicesHook(device, io_same_device=True, **self.common), append=True)
-        for child_name, child in module.named_children():
-            self.attach(child, join(name, child_name), outermost=False)
 
     def _attach_to_tensors(self, module: nn.Module, name: str, outermost: bool) -> bool:
         """Attach a hook to a module whose own tensors are named one by one; False where none is."""

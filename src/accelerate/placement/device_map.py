@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import logging
-import warnings
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -13,10 +12,11 @@ import torch
 from torch import nn
 
 from ..core.errors import ConfigurationError
-from ..core.modules import require_module
+from ..core.messages import warn
+from ..core.modules import class_names, require_module
 from ..core.retired import explained
 from .memory import get_balanced_memory, get_max_memory
-from .names import DeviceMap, entry_for, is_within, normalized_classes
+from .names import DeviceMap, complete_device_map, entry_for, is_within
 from .sizes import (
     Dtype,
     Measured,
@@ -27,7 +27,7 @@ from .sizes import (
     measure,
     members_of,
 )
-from .tied import check_tied_parameters_in_config, check_tied_parameters_on_same_device
+from .tied import check_tied_parameters_in_config, check_tied_parameters_on_same_device, find_tied_parameters
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -71,15 +71,19 @@ def check_device_map(model: nn.Module, device_map: DeviceMap) -> None:
             f"device_map is {device_map!r}, not a mapping of names to devices: infer_auto_device_map makes one, and "
             "load_checkpoint_and_dispatch takes 'auto'"
         )
-    missing = [name for name in model.state_dict() if entry_for(name, device_map) is None]
-    known = {name for name, _ in model.named_modules()}
+    completed = complete_device_map(model, device_map)
+    missing = [name for name in model.state_dict() if entry_for(name, completed) is None]
+    known = {name for name, _ in model.named_modules(remove_duplicate=False)}
     for kind in (model.named_parameters, model.named_buffers):
         known.update(name for name, _ in kind(remove_duplicate=False))
     unknown = [name for name in device_map if name not in known]
     if unknown:
-        warnings.warn(
-            f"The following device_map keys do not match any submodules in the model: {unknown}", UserWarning
-        )
+        warn(f"The following device_map keys do not match any submodules in the model: {unknown}")
+    for name, place in device_map.items():
+        if str(completed[name]) != str(place):
+            raise ValueError(
+                f"device_map puts {name} on {place!r}; it is a further name of a module that is on {completed[name]!r}"
+            )
     if missing:
         raise ValueError(
             "The device_map provided does not give any device for the following parameters: " + ", ".join(missing)
@@ -130,7 +134,7 @@ def _check_no_disk(
     if not missing:
         return
     modules = [(name, part) for name, part in members_of("", model) if isinstance(part, nn.Module)]
-    largest, layers = get_max_layer_size(modules, sizes, normalized_classes(no_split_module_classes))
+    largest, layers = get_max_layer_size(modules, sizes, no_split_module_classes)
     limits = ", ".join(f"{limit:,.0f} on {place}" for place, limit in get_max_memory(max_memory).items())
     raise ValueError(
         "At least one of the model submodule will be offloaded to disk, please pass along an `offload_folder`. "
@@ -176,9 +180,9 @@ def infer_auto_device_map(
         device_map = infer_auto_device_map(model, max_memory={0: "10GiB", "cpu": "30GiB"})
     """
     require_module(model, "infer_auto_device_map")
-    unsplittable = normalized_classes(no_split_module_classes)
+    unsplittable = class_names(model, "no_split_module_classes", no_split_module_classes)
     measured = measure(model, dtype, special_dtypes, unsplittable)
-    tied = measured.tied
+    tied = find_tied_parameters(model)
     if check_tied_parameters_in_config(model) and not tied:
         logger.warning(
             "The model weights are not tied. Please use the `tie_weights` method before using the `infer_auto_device` "
@@ -189,10 +193,11 @@ def infer_auto_device_map(
         get_max_memory(max_memory),
         unsplittable,
         measured,
+        tied,
         fallback_allocation,
         print if verbose else lambda text: None,
     )
-    device_map: dict[str, Any] = planner.run()
+    device_map = complete_device_map(model, planner.run())
     if not offload_buffers:
         planner.warn_of_buffers(measured.buffers)
     planner.log_empty_devices()
@@ -211,12 +216,13 @@ class _Planner:
         max_memory: dict[Any, Any],
         unsplittable: list[str],
         measured: Measured,
+        tied: list[list[str]],
         fallback: bool,
         log: Any,
     ) -> None:
         self.unsplittable = unsplittable
         self.sizes = measured.sizes
-        self.tied = measured.tied
+        self.tied = tied
         self.layers = measured.layers
         self.fallback = fallback
         self.log = log
@@ -229,7 +235,7 @@ class _Planner:
         self.ahead: list[NamedPart] = members_of("", model)
         self.used: dict[Any, Any] = dict.fromkeys(self.devices, 0)
         self.needed: dict[Any, Any] = {}
-        self.device_map: OrderedDict[str, Any] = OrderedDict()
+        self.device_map: dict[str, Any] = {}
         self.at = 0
         self.largest: Any = 0
         self.largest_names: set[str] = set()  # what is ahead with a layer of that size
@@ -237,7 +243,7 @@ class _Planner:
 
     # --- planning
 
-    def run(self) -> OrderedDict[str, Any]:
+    def run(self) -> dict[str, Any]:
         while self.ahead:
             name, part = self.ahead.pop(0)
             self.log(f"\nTreating module {name}.")
@@ -366,9 +372,9 @@ class _Planner:
         """Warn if the buffers of offloaded modules, which stay on an accelerator, fit on none."""
         stay = sum(sizes[name] for name, device in self.device_map.items() if device in ("cpu", "disk"))
         if stay and self.accelerators and all(self.limits[d] < stay + self.used[d] for d in self.accelerators):
-            warnings.warn(
-                f"Current model requires {stay} bytes of buffer for offloaded layers, which seems does not fit any "
-                "GPU's remaining memory. If you are experiencing a OOM later, please consider using "
+            warn(
+                f"Current model requires {stay} bytes of buffer for offloaded layers, which does not seem to fit any "
+                "GPU's remaining memory. If memory runs out later, use "
                 "offload_buffers=True."
             )
 

@@ -13,10 +13,10 @@ from torch import nn
 
 from ..core.errors import CheckpointError, PrepareError
 from ..core.imports import is_available
-from ..core.modules import move_module
+from ..core.modules import class_names, move_module
 from .align import attach_align_device_hook_on_blocks, offloading_hook, restore_offloaded
 from .module_hooks import guard_moves
-from .names import Place, as_device_map, device_for, is_within, join, owner_of, tensor_at
+from .names import Place, complete_device_map, device_for, entry_for, join, owner_of, tensor_at
 from .offload import INDEX_NAME, OffloadedWeightsLoader, extract_submodules_state_dict, offload_state_dict
 from .sizes import named_module_tensors
 from .subclasses import data_address
@@ -42,14 +42,14 @@ def dispatch(
     force_hooks: bool = False,
 ) -> None:
     """`big_modeling.dispatch_model` for a map that was checked to name every tensor."""
-    places = _apart(model, as_device_map(device_map))
+    class_names(model, "preload_module_classes", preload)
+    completed = complete_device_map(model, device_map)
+    places = _apart(model, completed)
     if any(offloading_hook(module) is not None for module in model.modules()):
         # It was dispatched before: start again from the complete model.
         restore_offloaded(model)
     if main_device is None:
-        main_device = next(
-            (place for place in as_device_map(device_map).values() if place not in ("cpu", "disk")), "cpu"
-        )
+        main_device = next((place for place in completed.values() if place not in ("cpu", "disk")), "cpu")
     kinds = set(places.values())
     if not (len(kinds) > 1 or "disk" in kinds or force_hooks or _is_quantized(model)):
         for place in kinds:
@@ -82,7 +82,7 @@ def dispatch(
         tied_params_map=_tied_copies(model, tied, weights),
     )
     if offloaded_to := [place for place in offloaded if place in places.values()]:
-        logger.warning(
+        logger.info(
             "Some parameters are on the meta device because they were offloaded to the "
             f"{' and '.join(reversed(offloaded_to))}."
         )
@@ -130,20 +130,22 @@ def check_complete(model: nn.Module, weights: Mapping[str, torch.Tensor], offloa
 
 def _apart(model: nn.Module, places: Mapping[str, Any]) -> dict[str, Any]:
     """The same map without an entry inside another: a module with one inside is named by its children and tensors."""
+    split: set[str] = set()
+    for key in places:
+        while key:
+            key = key.rpartition(".")[0]
+            split.add(key)
     result: dict[str, Any] = {}
-
-    def visit(module: nn.Module, name: str, inherited: Any) -> None:
-        place = places.get(name, inherited)
-        if any(key != name and is_within(key, name) for key in places):
-            for leaf, _ in named_module_tensors(module):
-                result[join(name, leaf)] = places.get(join(name, leaf), place)
-            for child_name, child in module.named_children():
-                visit(child, join(name, child_name), place)
+    for name, module in model.named_modules(remove_duplicate=False):
+        if name in split:
+            names = [join(name, leaf) for leaf, _ in named_module_tensors(module)]
         else:
-            result[name] = place
-
-    visit(model, "", None)
-    return {name: place for name, place in result.items() if place is not None}
+            names = [name] if not name or name.rpartition(".")[0] in split else []
+        for part in names:
+            entry = entry_for(part, places)
+            if entry is not None:
+                result[part] = places[entry]
+    return result
 
 
 def check_quantized(model: nn.Module, device: torch.device, training: bool) -> bool:

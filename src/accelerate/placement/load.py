@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -15,10 +15,11 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ..core.errors import CheckpointError, ConfigurationError
+from ..core.errors import CheckpointError, ConfigurationError, WeightFileError
 from ..core.modules import model_has_dtensor, require_module
+from ..core.objects import size_of
 from ..core.retired import explained
-from .names import DeviceMap, Place, as_device_map, device_for, entry_for, tensor_at
+from .names import DeviceMap, Place, complete_device_map, device_for, entry_for, tensor_at
 from .offload import check_folder, load_offloaded_weight, offload_weight, save_offload_index
 from .sizes import as_dtype
 from .tensors import PACKED, as_device, check_devices, main_device, quantize_8bit, set_module_tensor_to_device
@@ -36,10 +37,6 @@ class Quantizer(Protocol):
     def __call__(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         """Return the weight `name`, quantized, on the same device."""
         ...
-
-
-# How many bytes are handed to `load_state_dict` at once: each call visits all modules, each byte takes memory.
-_PORTION = 32 * 2**20
 
 
 def load_state_dict(checkpoint_file: str | os.PathLike[str], device_map: DeviceMap | None = None) -> dict[str, Any]:
@@ -77,7 +74,7 @@ def load_checkpoint_in_model(
 ) -> None:
     """Load a checkpoint into a model, in place. Tie the weights of the model first.
 
-    No more than one tensor of the checkpoint is in memory besides those of the model.
+    Tensors of safetensors files are mapped, and read one by one to their devices.
 
     Args:
         model: the model. With `device_map` it may be on the meta device.
@@ -101,7 +98,8 @@ def load_checkpoint_in_model(
             than in the model. Nothing is loaded.
         ConfigurationError: this machine does not have a device of the map. Nothing is loaded.
         CheckpointError: no weight of the checkpoint belongs to the model, or `strict` or `fill_meta` find a
-            difference.
+            difference. Nothing is loaded if there is a `device_map`.
+        RuntimeError: without `device_map`, torch's: a tensor has another shape than in the model.
     """
     require_module(model, "load_checkpoint_in_model")
     tied = find_tied_parameters(model)
@@ -185,7 +183,7 @@ class _Result:
             others = f" ({len(absent) - 1} more weights are missing in the same way)" if len(absent) > 1 else ""
             raise CheckpointError(
                 f"the index of {checkpoint} names {file} for {name}, and that file does not have it{others}. The "
-                "files are not of one checkpoint: download or save it again. Nothing was loaded."
+                "files are not of one checkpoint: download or save it again"
             )
         if self.unexpected and self.missing and not self.loaded:
             raise CheckpointError(
@@ -214,7 +212,9 @@ class _Result:
 
 def _some(names: set[str]) -> str:
     """The first names."""
-    return ", ".join(sorted(names)[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return ", ".join(name[:100] for name in sorted(names)[:5]) + (
+        f" and {len(names) - 5} more" if len(names) > 5 else ""
+    )
 
 
 def _survey(files: list[str]) -> dict[str, tuple[int, ...] | None]:
@@ -227,24 +227,6 @@ def _survey(files: list[str]) -> dict[str, tuple[int, ...] | None]:
         with open_weights(file) as weights:
             shapes.update(shapes_in(weights))
     return shapes
-
-
-def _check_shapes(model: nn.Module, checkpoint: Any, shapes: Mapping[str, tuple[int, ...] | None]) -> None:
-    """Raise CheckpointError where a tensor of the checkpoint cannot be copied to the one of that name in the model."""
-    rows = []
-    for name, value in model.state_dict().items():
-        if name not in shapes or not isinstance(value, torch.Tensor) or is_lazy(value):
-            continue
-        loads = type(model.get_submodule(name.rpartition(".")[0]))._load_from_state_dict
-        if not loads.__module__.startswith("torch.nn."):
-            continue  # a custom module may accept another shape
-        saved, here = shapes[name], tuple(value.shape)
-        if saved != here and not (here == () and saved == (1,)):  # torch reads the files of before version 0.4
-            rows.append(f"size mismatch for {name}: {saved or 'no tensor'} in the checkpoint, {here} in the model")
-    if rows:
-        raise CheckpointError(
-            f"{checkpoint} does not fit {type(model).__name__}: {'; '.join(rows[:20])}. Nothing was loaded."
-        )
 
 
 class _Casts:
@@ -274,72 +256,25 @@ class _Casts:
 
 
 def _load_unsharded(model: nn.Module, checkpoint: Any, tied: list[list[str]]) -> _Result:
-    """Load into a model that keeps its devices, some modules at a time, by its own `load_state_dict`."""
+    """Load into a model that keeps its devices, file by file, by its own `load_state_dict`."""
     files = checkpoint_files(checkpoint)
-    shapes = _survey(files)
-    by_module = not _loads_custom(model)
-    if by_module:
-        _check_shapes(model, checkpoint, shapes)
     result = _Result(missing=set(model.state_dict()))
-    if by_module:
-        found = _Result(shapes.keys() & result.missing, shapes.keys() - result.missing)
-        found.find_missing(model, tied)
-        found.check_fits(model, checkpoint, fill_meta=False)
-    _leave_meta(model, shapes.keys() & result.missing, tied)
-
-    def flush(part: dict[str, Any]) -> None:
-        if not part:
-            return
-        answer = model.load_state_dict(part, strict=False)
-        result.unexpected.update(answer.unexpected_keys)
-        result.missing.intersection_update(answer.missing_keys)
-        result.loaded.update(part.keys() - answer.unexpected_keys)
-        part.clear()
-
+    for name in result.missing.intersection(_survey(files)):
+        tensor = tensor_at(model, name) if not name.endswith("_extra_state") else None
+        if tensor is not None and tensor.is_meta and not is_lazy(tensor):
+            set_module_tensor_to_device(model, name, "cpu", value=torch.empty_like(tensor, device="cpu"))
+            retie_parameters(model, [group for group in tied if name in group])
     for file in files:
         with open_weights(file) as weights:
-            part: dict[str, Any] = {}
-            for names in _portions(model, weights, by_module):
-                part.update((name, weights[name]) for name in names)
-                if sum(tensor.nbytes for tensor in part.values() if isinstance(tensor, torch.Tensor)) > _PORTION:
-                    flush(part)
-            flush(part)
+            answer = model.load_state_dict(dict(weights), strict=False)
+            result.unexpected.update(answer.unexpected_keys)
+            result.missing.intersection_update(answer.missing_keys)
+            result.loaded.update(weights.keys() - answer.unexpected_keys)
     for group in tied:
         if result.loaded.intersection(group):
             result.missing.difference_update(group)
+    result.check_fits(model, checkpoint, fill_meta=False)
     return result
-
-
-def _leave_meta(model: nn.Module, names: set[str], tied: list[list[str]]) -> None:
-    """Give the weights of these names memory on the CPU if they are on the meta device, tied weights the same."""
-    for tensors in (model.named_parameters, model.named_buffers):
-        for name, tensor in list(tensors(remove_duplicate=False)):
-            if name in names and tensor_at(model, name).is_meta and not is_lazy(tensor):
-                set_module_tensor_to_device(model, name, "cpu", value=torch.empty_like(tensor, device="cpu"))
-                retie_parameters(model, [group for group in tied if name in group])
-
-
-def _loads_custom(model: nn.Module) -> bool:
-    """Whether a module of the model loads more than its own tensors under their own names."""
-    return any(
-        module._load_state_dict_pre_hooks
-        or (type(module)._load_from_state_dict is not nn.Module._load_from_state_dict and any(module.children()))
-        or type(module).load_state_dict is not nn.Module.load_state_dict
-        for module in model.modules()
-    )
-
-
-def _portions(model: nn.Module, weights: Mapping[str, Any], by_module: bool) -> Iterator[list[str]]:
-    """The names in a file, in portions of complete modules where `by_module`; otherwise all at once."""
-    if not by_module or not isinstance(weights, SafetensorsFile):
-        # What torch.load maps stays mapped as long as the state dict lives.
-        yield list(weights)
-        return
-    modules = {name: "" for name, _ in model.named_modules()}
-    groups: dict[str, list[str]] = {}
-    for name in weights:
-        groups.setdefault(entry_for(name, modules) or "", []).append(name)
-    yield from groups.values()
 
 
 def _load_distributed(
@@ -358,9 +293,7 @@ def _load_distributed(
     result = _Result()
     if not broadcast:
         files = checkpoint_files(checkpoint)
-        shapes = _survey(files)
-        if full:
-            _check_shapes(model, checkpoint, shapes)
+        _survey(files)
         for file in files:
             with open_weights(file) as weights:
                 answer = set_model_state_dict(model, dict(weights), options=options)
@@ -393,7 +326,7 @@ def _files_of_rank_0(checkpoint: Any) -> tuple[list[str], str | None]:
             files = checkpoint_files(checkpoint)
             _survey(files)
             answer = [(files, None)]
-        except (ValueError, CheckpointError, OSError) as error:
+        except (CheckpointError, OSError) as error:
             answer = [([], str(error))]
     dist.broadcast_object_list(answer, src=0)
     return answer[0]
@@ -415,7 +348,7 @@ class _Placement:
     copied: int = 0  # bytes written to the offload folder
 
     def __post_init__(self) -> None:
-        self.device_map = as_device_map(self.device_map)
+        self.device_map = complete_device_map(self.model, self.device_map)
         parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         self.known = parameters.union(name for name, _ in self.model.named_buffers(remove_duplicate=False))
         self.to_disk = self.known if self.offload_buffers else parameters
@@ -438,7 +371,7 @@ class _Placement:
             if shape is None:
                 raise CheckpointError(f"{checkpoint}: {name} is not a tensor")
             if shape != old.shape and type(old).__name__ not in PACKED:
-                raise ValueError(
+                raise WeightFileError(
                     f'Trying to set a tensor of shape {torch.Size(shape)} in "{name}" (which has shape {old.shape}), '
                     f"this looks incorrect. {checkpoint} does not fit the model."
                 )
@@ -457,7 +390,7 @@ class _Placement:
                 save_offload_index(self.index, self.folder)
             if self.copied:
                 logger.warning(
-                    f"{self.copied / 1e6:.1f} MB of offloaded weights were copied to {self.folder}: only weights of "
+                    f"{size_of(self.copied)} of offloaded weights were copied to {self.folder}: only weights of "
                     "safetensors files are read where they are, and only in the dtype of the file."
                 )
             if spill_folder is not None:

@@ -13,8 +13,8 @@ from torch import nn
 from ..core import devices
 from ..core.errors import ConfigurationError
 from ..core.modules import require_module
+from ..core.objects import flat_list
 from ..core.retired import explained
-from .names import normalized_classes
 from .sizes import Dtype, compute_module_sizes, convert_file_size_to_int
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -145,7 +145,7 @@ def _largest_block(model: nn.Module, sizes: Mapping[str, int], classes: str | It
 
     All of them count, not the first of each class: in a mixture of experts a dense first block is much the smallest.
     """
-    names = set(normalized_classes(classes))
+    names = set(flat_list(classes))
     return max((sizes[name] for name, module in model.named_modules() if type(module).__name__ in names), default=0)
 
 

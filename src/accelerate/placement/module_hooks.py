@@ -5,9 +5,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import threading
-import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,7 +16,7 @@ from ..core.modules import require_module
 logger: logging.Logger = logging.getLogger(__name__)
 
 # Ways to move a module, by device type where torch has a method for it.
-_MOVES = ("to", *(kind.type for kind in DEVICES.values() if kind.moves_modules))
+MOVES = ("to", *(kind.type for kind in DEVICES.values() if kind.moves_modules))
 
 
 class ModelHook:
@@ -48,64 +45,6 @@ class ModelHook:
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Called once, when the hook is removed; returns the module."""
         return module
-
-
-class _Token:
-    """An object of a thread that lives as long as it."""
-
-
-class _ThisThread(threading.local):
-    def __init__(self) -> None:
-        self._token = _Token()
-        self.reference = weakref.ref(self._token)
-
-
-_this_thread = _ThisThread()
-
-
-class ForwardThreads:
-    """The threads that are in the forward of one module: the first prepares the module, the last undoes that.
-
-    The lock is held for these two only, never during a forward, which may call modules in other threads. A thread
-    counts once: after a `pre_forward` that no `post_forward` follows, the next forward of the thread makes up for it.
-    One that has ended does not count.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._threads: set[weakref.ref[_Token]] = set()
-
-    def __reduce__(self) -> Any:
-        # A copy of a module has its own forwards.
-        return ForwardThreads, ()
-
-    def enter(
-        self, prepare: Callable[[], None], undo: Callable[[], None], join: Callable[[], None] | None = None
-    ) -> None:
-        """Call `prepare`, or `join` if another thread is in the forward; `undo` what fails to be prepared."""
-        thread = _this_thread.reference
-        with self._lock:
-            if self._is_free(thread):
-                try:
-                    prepare()
-                except BaseException:
-                    self._threads.clear()
-                    undo()
-                    raise
-            elif join is not None:
-                join()
-            self._threads.add(thread)
-
-    def leave(self, undo: Callable[[], None]) -> None:
-        """Call `undo` unless another thread is still in the forward."""
-        with self._lock:
-            self._threads.discard(_this_thread.reference)
-            if self._is_free():
-                undo()
-
-    def _is_free(self, thread: weakref.ref[_Token] | None = None) -> bool:
-        """Return whether no other thread is in the forward."""
-        return not self._threads or all(other is thread or other() is None for other in self._threads)
 
 
 class SequentialHook(ModelHook):
@@ -221,14 +160,14 @@ def remove_hook_from_submodules(module: nn.Module) -> None:
 
 def guard_moves(model: nn.Module) -> None:
     """While `model` has a hook, warn when it is moved, and raise RuntimeError if some of it is offloaded."""
-    for name in _MOVES:
+    for name in MOVES:
         if hasattr(model, name):
             move = functools.partial(_guarded_move, model, name)
             setattr(model, name, functools.update_wrapper(move, getattr(model, name)))
 
 
 def _unguard_moves(module: nn.Module) -> None:
-    for name in _MOVES:
+    for name in MOVES:
         if getattr(vars(module).get(name), "func", None) is _guarded_move:
             delattr(module, name)
 

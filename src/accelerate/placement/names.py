@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -38,19 +38,20 @@ def owner_of(module: nn.Module, tensor_name: str) -> tuple[nn.Module, str]:
         raise ValueError(
             f"{type(module).__name__} has no submodule {path!r} to hold {tensor_name!r}: {error}"
         ) from None
-    if leaf not in owner._parameters and leaf not in owner._buffers:
-        near = suggestion(leaf, [*owner._parameters, *owner._buffers])
-        raise ValueError(f"{owner} does not have a parameter or a buffer named {leaf}{near}")
+    value = getattr(owner, leaf, None)
+    if not isinstance(value, torch.Tensor):
+        tensors = dict([*owner.named_parameters(recurse=False), *owner.named_buffers(recurse=False)])
+        raise ValueError(
+            f"{type(owner).__name__} does not have a parameter or a buffer named {leaf}{suggestion(leaf, tensors)}"
+        )
     return owner, leaf
 
 
 def tensor_at(module: nn.Module, tensor_name: str) -> torch.Tensor:
     """The parameter or buffer at a dotted name; one that is registered as None counts as missing."""
     owner, leaf = owner_of(module, tensor_name)
-    found = owner._parameters.get(leaf, owner._buffers.get(leaf))
-    if found is None:
-        raise ValueError(f"{tensor_name} of {type(module).__name__} is registered as None: it holds no tensor")
-    return found
+    tensor: torch.Tensor = getattr(owner, leaf)
+    return tensor
 
 
 def entry_for(name: str, device_map: DeviceMap) -> str | None:
@@ -71,16 +72,27 @@ def device_for(name: str, device_map: DeviceMap) -> Any:
     return device_map[entry]
 
 
-def as_device_map(device_map: DeviceMap) -> dict[str, Any]:
-    """A device map in which the CPU is always the text `"cpu"`, also where it was given as a torch device."""
-    return {
+def complete_device_map(model: nn.Module, device_map: DeviceMap) -> dict[str, Any]:
+    """The map with all names of modules that have several, placed as the first one. The CPU is the text `"cpu"`."""
+    completed = {
         name: "cpu" if isinstance(place, torch.device) and place.type == "cpu" else place
         for name, place in device_map.items()
     }
-
-
-def normalized_classes(classes: str | Iterable[str] | None) -> list[str]:
-    """Names of classes, given as one name, several or None, as a list."""
-    if classes is None:
-        return []
-    return [classes] if isinstance(classes, str) else list(classes)
+    first_names: dict[int, str] = {}
+    further_names: set[str] = set()
+    for name, module in model.named_modules(remove_duplicate=False):
+        source, target = first_names.setdefault(id(module), name), name
+        if source != target:
+            further_names.add(target)
+        if source == target or target.rpartition(".")[0] in further_names:
+            continue
+        if entry_for(source, completed) is None:
+            source, target = target, source
+        entry = entry_for(source, completed)
+        inside = {key: place for key, place in completed.items() if is_within(key, source)}
+        for key, place in (inside or ({source: completed[entry]} if entry is not None else {})).items():
+            name = target + key[len(source) :]
+            entry = entry_for(name, completed)
+            if entry is None or completed[entry] != place:
+                completed[name] = place
+    return completed

@@ -3,20 +3,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..core import json_text
 from ..core.errors import CheckpointError, ConfigurationError
-from ..core.files import atomic_write, open_regular, require_regular
-from .file_pages import are_in_memory, read_file
+from ..core.files import atomic_write, require_regular
+from ..core.modules import is_wrapper_subclass
 from .names import Place, is_within
 from .sizes import as_dtype
 from .streaming import WeightStream
@@ -36,7 +36,7 @@ def offload_weight(weight: torch.Tensor, weight_name: str, offload_folder: Any, 
     """
     if is_quantized_tensor(weight):
         return _offload_quantized(weight, weight_name, offload_folder, index)
-    if is_traceable_wrapper_subclass(weight):
+    if is_wrapper_subclass(weight):
         raise TypeError(
             f"{weight_name} is a {type(weight).__name__}, which holds more than its numbers: only plain tensors and "
             "those of torchao can be written to an offload folder"
@@ -175,23 +175,6 @@ class PrefixedDataset(Mapping[str, torch.Tensor]):
     def __contains__(self, key: object) -> bool:
         return f"{self.prefix}{key}" in self.dataset
 
-    def shared(self, key: str) -> torch.Tensor:
-        """Return a weight for one forward on the CPU: `OffloadedWeightsLoader.shared`."""
-        tensor: torch.Tensor = self.dataset.shared(f"{self.prefix}{key}")
-        return tensor
-
-    def read(self, key: str) -> None:
-        """Read the bytes of a weight in a file: `OffloadedWeightsLoader.read`."""
-        self.dataset.read(f"{self.prefix}{key}")
-
-    def stays(self, key: str) -> bool:
-        """Return whether a weight stays mapped: `OffloadedWeightsLoader.stays`."""
-        return bool(self.dataset.stays(f"{self.prefix}{key}"))
-
-    def is_ready(self, key: str) -> bool:
-        """Return whether a weight is mapped, with its pages in memory: `OffloadedWeightsLoader.is_ready`."""
-        return bool(self.dataset.is_ready(f"{self.prefix}{key}"))
-
     @property
     def stream(self) -> WeightStream | None:
         """What fetches these weights ahead; None if they are in a mapping that has no such stream."""
@@ -231,7 +214,9 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         self.stream: WeightStream = WeightStream()
         self._files = SafetensorsFiles()
         for path in {entry.get("safetensors_file") for entry in self.index.values()} - {None}:
-            self._files.keep(path)
+            # One that cannot be read yet fails where it is needed.
+            with contextlib.suppress(CheckpointError, OSError):
+                self._files.open(path)
 
     def can_stream(self, key: str, device: torch.device, tied: TiedCopies) -> bool:
         """Return whether a weight may be fetched before the module that needs it runs on `device`.
@@ -242,44 +227,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         value = self.state_dict.get(self.aliases.get(key, key))
         return value is None or (device.type != "cpu" and data_address(value) not in tied)
 
-    def shared(self, key: str) -> torch.Tensor:
-        """Return a weight for one forward on the CPU: in a mapping of its file that may stay."""
-        return self._read(key, self._files.shared)
-
-    def read(self, key: str) -> None:
-        """Read the bytes of a weight in a file to the system's cache, where `shared` finds them."""
-        if place := self._entry_in_file(key):
-            return self._files.read(*place)
-        key = self.aliases.get(key, key)
-        if key in self.state_dict or self.save_folder is None:
-            return
-        names = [f"{key}.{inner}" for inner in self.index[key].get("tensors", ())] or [key]
-        for name in names:
-            with open(open_regular(os.path.join(self.save_folder, f"{name}.dat")), "rb", buffering=0) as file:
-                read_file(file.fileno(), 0, os.fstat(file.fileno()).st_size)
-
-    def stays(self, key: str) -> bool:
-        """Return whether the last result of `shared` stays mapped."""
-        place = self._entry_in_file(key)
-        return place is not None and self._files.place(*place) is not None
-
-    def is_ready(self, key: str) -> bool:
-        """Return whether `shared` finds a weight mapped, with its pages in memory."""
-        place = self._entry_in_file(key)
-        mapped = None if place is None else self._files.place(*place)
-        return mapped is not None and are_in_memory(*mapped)
-
-    def _entry_in_file(self, key: str) -> tuple[str, str] | None:
-        """(file, name there) of a weight in a safetensors file; None for others."""
-        key = self.aliases.get(key, key)
-        entry = self.index.get(key, {})
-        file = entry.get("safetensors_file")
-        return None if file is None or key in self.state_dict else (file, entry.get("weight_name", key))
-
     def __getitem__(self, key: str) -> torch.Tensor:
-        return self._read(key, self._files.tensor)
-
-    def _read(self, key: str, from_file: Callable[[str, str], torch.Tensor]) -> torch.Tensor:
         key = self.aliases.get(key, key)
         if key in self.state_dict:
             return self.state_dict[key]
@@ -288,7 +236,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
             if self.save_folder is None:
                 raise CheckpointError(f"the index names {key} as a file of an offload folder, and no folder was given")
             return load_offloaded_weight(os.path.join(self.save_folder, f"{key}.dat"), entry)
-        tensor = from_file(entry["safetensors_file"], entry.get("weight_name", key))
+        tensor = self._files.tensor(entry["safetensors_file"], entry.get("weight_name", key))
         device = None if self.device is None else as_device(self.device)
         return tensor.to(device=device, dtype=as_dtype(entry.get("dtype")))
 

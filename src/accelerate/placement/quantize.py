@@ -43,9 +43,9 @@ def has_4bit_bnb_layers(model: nn.Module) -> bool:
 def require_bitsandbytes(config: BnbQuantizationConfig) -> None:
     """Raise ImportError if the package is missing or too old for `config`."""
     if config.load_in_8bit and not is_8bit_bnb_available():
-        raise ImportError("quantising to 8 bits needs the package bitsandbytes >= 0.37.2: pip install bitsandbytes")
+        raise ImportError("quantizing to 8 bits needs the package bitsandbytes >= 0.37.2: pip install bitsandbytes")
     if config.load_in_4bit and not is_4bit_bnb_available():
-        raise ImportError("quantising to 4 bits needs the package bitsandbytes >= 0.39: pip install bitsandbytes")
+        raise ImportError("quantizing to 4 bits needs the package bitsandbytes >= 0.39: pip install bitsandbytes")
 
 
 def tied_modules(model: nn.Module) -> set[str]:
@@ -167,7 +167,7 @@ def quantized_device_map(
     if offloaded and config.load_in_4bit:
         raise ConfigurationError(
             f"{', '.join(name or 'the entire model' for name in offloaded)} would be offloaded, and 4-bit layers "
-            "cannot be. Give `max_memory` or a device with enough memory for the quantised model, or name these "
+            "cannot be. Give `max_memory` or a device with enough memory for the quantized model, or name these "
             "modules in a `device_map` of your own: they are then kept in `torch_dtype`."
         )
     if offloaded:

@@ -14,7 +14,9 @@ from torch import nn
 
 from ..core.enums import CustomDtype
 from ..core.modules import require_module
-from .names import join, normalized_classes
+from ..core.objects import flat_list
+from ..torch_internals.buffers import non_persistent
+from .names import join
 from .subclasses import is_quantized_tensor, stored_bytes
 
 Dtype = str | torch.dtype | CustomDtype
@@ -37,6 +39,10 @@ def as_dtype(dtype: Dtype | None) -> Any:
     return found
 
 
+# The API's name.
+_get_proper_dtype = as_dtype
+
+
 def dtype_byte_size(dtype: Dtype) -> int | float:
     """Bytes that one value of `dtype` takes; a bool counts as one bit, as does a 4-bit type as half a byte."""
     dtype = as_dtype(dtype)
@@ -56,7 +62,7 @@ def _byte_size(dtype: torch.dtype) -> int | float:
 
 
 def convert_file_size_to_int(size: int | str) -> int:
-    """Bytes of a size written as text: `"5GB"` (10^9), `"5GiB"` (2^30), `"5Gb"` (bits, with a small b); numbers pass.
+    """Bytes of a size written as text: `"5GB"` or `"5gb"` (10^9), `"5GiB"` (2^30), `"5Gb"` (bits); numbers pass.
 
     Raises ValueError for any other text and for a negative size.
     """
@@ -70,7 +76,7 @@ def convert_file_size_to_int(size: int | str) -> int:
         )
     unit = found[2]
     count = int(float(found[1]) * _UNITS[unit.upper()])
-    return count // 8 if unit.endswith("b") and "i" not in unit.lower() else count
+    return count // 8 if unit in ("Kb", "Mb", "Gb") else count
 
 
 def named_module_tensors(
@@ -90,6 +96,29 @@ def named_module_tensors(
             yield name, buffer
 
 
+def compute_module_total_buffer_size(
+    model: nn.Module, dtype: Dtype | None = None, special_dtypes: Mapping[str, Dtype] | None = None
+) -> int:
+    """The bytes of all buffers of a model; the arguments are those of `compute_module_sizes`."""
+    return compute_module_sizes(model, dtype, special_dtypes, buffers_only=True).get("", 0)
+
+
+def get_module_size_with_ties(
+    tied_params: Sequence[str], module_size: int, module_sizes: Mapping[str, int], modules_to_treat: Sequence[Any]
+) -> tuple[int, list[str], list[Any]]:
+    """The bytes of a module together with the modules that have the parameters tied to it, their names, and they.
+
+    Args:
+        tied_params: the names of the tied parameters in other modules.
+        module_size: the bytes of the module, with the tied parameters.
+        module_sizes: the bytes of each module and parameter by name.
+        modules_to_treat: the other modules, with their names.
+    """
+    tied = {name: part for name, part in modules_to_treat if any(f"{p}.".startswith(f"{name}.") for p in tied_params)}
+    extra = sum(module_sizes[name] for name in tied) - sum(module_sizes[name] for name in tied_params)
+    return module_size + extra, list(tied), list(tied.values())
+
+
 def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
     """Return the names of the buffers that are not part of the state dict of `module`.
 
@@ -101,9 +130,7 @@ def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: b
     require_module(module, "get_non_persistent_buffers")
     owners = module.named_modules() if recurse else [("", module)]
     return {
-        f"{prefix}.{name}" if prefix and fqns else name
-        for prefix, owner in owners
-        for name in owner._non_persistent_buffers_set
+        f"{prefix}.{name}" if prefix and fqns else name for prefix, owner in owners for name in non_persistent(owner)
     }
 
 
@@ -140,13 +167,11 @@ class Measured(NamedTuple):
         sizes: name -> bytes of each tensor and module, as `compute_module_sizes` returns them.
         buffers: the same of the buffers alone.
         layers: name of a module -> bytes of the largest layer in it, a layer being as `get_max_layer_size` has it.
-        tied: the names of each parameter that has several, as `find_tied_parameters` returns them.
     """
 
     sizes: dict[str, Any]
     buffers: dict[str, Any]
     layers: dict[str, Any]
-    tied: list[list[str]]
 
 
 def measure(
@@ -155,9 +180,7 @@ def measure(
     special_dtypes: Mapping[str, Dtype] | None = None,
     unsplittable: Sequence[str] = (),
 ) -> Measured:
-    """The sizes, the largest layers and the tied parameters of a model.
-
-    In a separate pass: torch's `named_parameters` and `named_buffers` each take as long as all of it.
+    """The sizes and the largest layers of a model.
 
     Args:
         model: the model.
@@ -167,65 +190,38 @@ def measure(
     """
     wanted = None if dtype is None else dtype_byte_size(dtype)
     special = {name: dtype_byte_size(kind) for name, kind in (special_dtypes or {}).items()}
-    # Bytes of a value by class and dtype; None where the tensor itself has its size.
-    widths: dict[tuple[type, torch.dtype], Any] = {}
-    found = Measured(defaultdict(int), defaultdict(int), {}, [])
-    # The first name of each parameter and buffer, and all names of the parameters that have several.
-    names: dict[int, str] = {}
-    tied: dict[int, list[str]] = {}
-
-    def add(tensors: Mapping[str, torch.Tensor | None], start: str, sizes: dict[str, Any]) -> Any:
-        total: Any = 0
-        for leaf, tensor in tensors.items():
-            if tensor is None:
-                continue
-            name, key = start + leaf, id(tensor)
-            if key in names:
-                if sizes is not found.buffers:
-                    tied.setdefault(key, [names[key]]).append(name)
-                continue
-            names[key] = name
-            kind = (type(tensor), tensor.dtype)
-            if kind not in widths:
-                widths[kind] = None if is_quantized_tensor(tensor) else _stored_width(tensor.dtype, wanted)
-            width = widths[kind]
-            if width is None:
-                size: Any = stored_bytes(tensor)
-            else:
-                size = tensor.numel() * (special.get(name, width) if special else width)
-            sizes[name] = size
-            total += size
-        return total
-
-    def visit(name: str, start: str, module: nn.Module) -> tuple[Any, Any, Any]:
-        """Bytes of a module's tensors, of its buffers alone, and of the largest layer in it."""
-        total = add(module._parameters, start, found.sizes)
-        buffers: Any = add(module._buffers, start, found.buffers) if module._buffers else 0
-        total += buffers
-        largest = None
-        for leaf, child in module._modules.items():
-            if child is None:
-                continue
-            size, of_buffers, layer = visit(start + leaf, f"{start}{leaf}.", child)
-            total += size
-            buffers += of_buffers
-            if largest is None or layer > largest:
-                largest = layer
-        if total:
-            found.sizes[name] += total
-        if buffers:
-            found.buffers[name] += buffers
-        if largest is None or type(module).__name__ in unsplittable:
-            largest = total
-        found.layers[name] = largest
-        return total, buffers, largest
-
-    visit("", "", model)
-    for name, size in found.buffers.items():
-        # Those of the modules are in it.
-        found.sizes.setdefault(name, size)
-    found.tied.extend(sorted(tied[key]) for key in names if key in tied)
-    return found
+    sizes: dict[str, Any] = defaultdict(int)
+    buffers: dict[str, Any] = defaultdict(int)
+    layers: dict[str, Any] = {}
+    counted: set[int] = set()
+    modules = list(model.named_modules(remove_duplicate=False))
+    for path, module in modules:
+        for tensors in (module.named_parameters, module.named_buffers):
+            for leaf, tensor in tensors(recurse=False, remove_duplicate=False):
+                name = join(path, leaf)
+                if id(tensor) in counted:
+                    continue
+                counted.add(id(tensor))
+                if is_quantized_tensor(tensor):
+                    size: Any = stored_bytes(tensor)
+                else:
+                    size = tensor.numel() * special.get(name, _stored_width(tensor.dtype, wanted))
+                sizes[name] = size
+                sizes[path] += size
+                if not isinstance(tensor, nn.Parameter):
+                    buffers[name] = size
+                    buffers[path] += size
+    # From the innermost modules outwards: what is in a module follows it.
+    for path, module in reversed(modules):
+        if path not in layers or type(module).__name__ in unsplittable:
+            layers[path] = sizes.get(path, 0)
+        if path:
+            parent = path.rpartition(".")[0]
+            layers[parent] = max(layers.get(parent, 0), layers[path])
+            for table in (sizes, buffers):
+                if path in table:
+                    table[parent] += table[path]
+    return Measured(sizes, buffers, layers)
 
 
 def _stored_width(dtype: torch.dtype, wanted: float | None) -> int | float:
@@ -266,7 +262,7 @@ def get_max_layer_size(
     Returns:
         (bytes, names of layers).
     """
-    unsplittable = normalized_classes(no_split_module_classes)
+    unsplittable = flat_list(no_split_module_classes)
     largest: int = 0
     names: list[str] = []
     ahead = list(reversed(modules))

@@ -3,43 +3,19 @@
 
 from __future__ import annotations
 
-import threading
+import mmap
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from ..core.device_kinds import DEVICES
-from .file_pages import are_in_memory, map_pages
 from .subclasses import convert_inner, inner_tensors
 
 # A smaller set of weights is read when it is needed: handing it to another thread takes as long as reading it.
 MINIMUM = 2**18  # bytes
-
-
-class WeightSource(Protocol):
-    """Offloaded weights by name."""
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        """Return a weight."""
-        ...
-
-    def shared(self, name: str) -> torch.Tensor:
-        """Return a weight for one forward on the CPU. Its memory may be that of earlier and later calls."""
-        ...
-
-    def read(self, name: str) -> None:
-        """Read the bytes of a weight in a file to the system's cache."""
-        ...
-
-    def stays(self, name: str) -> bool:
-        """Return whether the last result of `shared` stays mapped."""
-        ...
-
-    def is_ready(self, name: str) -> bool:
-        """Return whether `shared` takes no time: the weight is mapped and its pages are in memory."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,18 +31,10 @@ class FetchRequest:
     """
 
     module: int
-    source: WeightSource
+    source: Mapping[str, torch.Tensor]
     names: tuple[str, ...]
     size: int
     device: torch.device
-
-    def is_ready(self) -> bool:
-        """Return whether nothing remains to be fetched ahead."""
-        return self.device.type == "cpu" and all(map(self.source.is_ready, self.names))
-
-    def stays(self) -> bool:
-        """Return whether the weights stay mapped after a forward."""
-        return self.device.type == "cpu" and all(map(self.source.stays, self.names))
 
 
 @dataclass(frozen=True)
@@ -85,33 +53,25 @@ class _Fetched:
         return self.values
 
 
-class _Position(threading.local):
-    """Where one thread is in the forward of a model."""
-
-    def __init__(self) -> None:
-        self.last = (-1, -1)  # the last two modules
-        self.ahead: dict[int, Future[_Fetched]] = {}
-
-
 class WeightStream:
     """Fetches the weights of the modules that run next while the current one computes.
 
     It learns the order in which modules run from the run itself: what followed a pair of modules last time is expected
     to follow it again. A wrong guess costs the time of that fetch; its weights are dropped when the next module
     starts. What is fetched ahead is at most as large as the largest module, or one module if all are larger than what
-    remains, so that two modules are in memory at a time, for each thread that calls the model.
+    remains, so that two modules are in memory at a time.
 
-    On the CPU, weights in files are mapped, and read ahead if they are not in memory. For accelerators
-    they are copied from pinned memory on a stream of their own.
+    On the CPU, the pages of weights in files are read ahead. For accelerators weights are copied from pinned memory on
+    a stream of their own.
     """
 
     def __init__(self) -> None:
         self._requests: dict[int, FetchRequest] = {}
         self._next: dict[tuple[int, int], int] = {}
-        self._position = _Position()
+        self._last = (-1, -1)  # the last two modules
+        self.ahead: dict[int, Future[_Fetched]] = {}
         self._largest = 0
         self._executor: ThreadPoolExecutor | None = None
-        self._lock = threading.Lock()  # for the making of the executor
         self._copies: dict[torch.device, torch.Stream] = {}
 
     def __reduce__(self) -> Any:
@@ -129,29 +89,17 @@ class WeightStream:
         module = request.module
         self._requests[module] = request
         self._largest = max(self._largest, request.size)
-        position = self._position
-        self._next[position.last] = module
-        position.last = (position.last[1], module)
-        ahead = position.ahead
-        present = ahead.pop(module, None)
-        expected = self._expected(position.last)
-        for other in [number for number in ahead if number not in expected]:
-            ahead.pop(other).cancel()
+        self._next[self._last] = module
+        self._last = (self._last[1], module)
+        present = self.ahead.pop(module, None)
+        expected = self._expected(self._last)
+        for other in [number for number in self.ahead if number not in expected]:
+            self.ahead.pop(other).cancel()
         for number in expected:
-            if number not in ahead and not self._requests[number].is_ready():
-                ahead[number] = self._submit(self._fetch, self._requests[number])
-        if present is not None:
-            return present.result().take(request.device)
-        if request.device.type == "cpu" and not request.is_ready():
-            # Reading a file is faster than the page faults of a computation that finds it on the disk.
-            for name in request.names:
-                request.source.read(name)
-        return {}
-
-    def release(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """Drop the last references to tensors in the background: taking away a mapping of a file takes a while."""
-        if self._executor is not None:
-            self._submit(tensors.clear)
+            if number not in self.ahead:
+                self._executor = self._executor or ThreadPoolExecutor(1, "weights")
+                self.ahead[number] = self._executor.submit(self._fetch, self._requests[number])
+        return {} if present is None else present.result().take(request.device)
 
     def _expected(self, last: tuple[int, int]) -> list[int]:
         """The modules that should run after the `last` two, as many as may be fetched ahead."""
@@ -165,25 +113,15 @@ class WeightStream:
             last = (last[1], number)
         return found
 
-    def _submit(self, function: Any, *arguments: Any) -> Future[Any]:
-        if self._executor is None:
-            with self._lock:
-                # One thread: it drops what was used before it fetches what comes.
-                self._executor = self._executor or ThreadPoolExecutor(1, "weights")
-        return self._executor.submit(function, *arguments)
-
     def _fetch(self, request: FetchRequest) -> _Fetched:
         device = request.device
-        if device.type == "cpu":
-            values = {name: request.source.shared(name) for name in request.names}
-            for name, value in values.items():
-                tensors = list(inner_tensors(value).values())
-                if not all(are_in_memory(tensor.data_ptr(), tensor.nbytes) for tensor in tensors):
-                    request.source.read(name)
-                for tensor in tensors:
-                    map_pages(tensor)
-            return _Fetched(values)
         values = {name: request.source[name] for name in request.names}
+        if device.type == "cpu":
+            for value in values.values():
+                for tensor in inner_tensors(value).values():
+                    # A touch of a page of a mapped file reads it, and Linux maps the 16 pages around it.
+                    tensor.detach().reshape(-1).view(torch.uint8)[:: 16 * mmap.PAGESIZE].sum()
+            return _Fetched(values)
         stream = self._copies.get(device)
         if stream is None:
             stream = self._copies[device] = torch.Stream(device=device)

@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transform_subclass
+
+from ..core.modules import is_wrapper_subclass
 
 # An index names classes. Only those of these packages are imported for it.
 _PACKAGES = ("torchao",)
@@ -18,7 +19,7 @@ _PACKAGES = ("torchao",)
 
 def is_quantized_tensor(tensor: object) -> bool:
     """Whether `tensor` is a quantized one of torchao's: a subclass that keeps its data in plain tensors."""
-    return _is_known(type(tensor)) and is_traceable_wrapper_subclass(tensor)
+    return _is_known(type(tensor)) and is_wrapper_subclass(tensor)
 
 
 def _is_known(kind: type) -> bool:
@@ -37,7 +38,9 @@ def convert_inner(tensor: torch.Tensor, function: Callable[[torch.Tensor], torch
     """`function` of a tensor; for a quantized one, the same around `function` of each plain tensor in it."""
     if not is_quantized_tensor(tensor):
         return function(tensor)
-    converted: torch.Tensor = transform_subclass(tensor, lambda _, inner: function(inner))
+    names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    inner = {name: function(getattr(tensor, name)) for name in names}
+    converted: torch.Tensor = type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())  # type: ignore[attr-defined]
     return converted
 
 

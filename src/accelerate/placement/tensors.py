@@ -13,6 +13,7 @@ from ..core import devices
 from ..core.errors import ConfigurationError
 from ..core.modules import require_module
 from .names import Place, owner_of
+from .placeholder import OffloadedParameter
 from .sizes import as_dtype
 from .subclasses import data_address
 
@@ -54,7 +55,7 @@ def as_device(device: Place) -> torch.device:
 
 def check_devices(device_map: Mapping[str, Any]) -> None:
     """Raise ConfigurationError for an entry of a device map that names a device which this machine does not have."""
-    if torch._guards.detect_fake_mode() is not None:
+    if type(torch.empty(0)) is not torch.Tensor:
         return  # tensors without data may be on any device
     kind = devices.accelerator_type()
     for name, place in device_map.items():
@@ -101,15 +102,13 @@ def set_module_tensor_to_device(
     require_module(module, "set_module_tensor_to_device")
     owner, leaf = owner_of(module, tensor_name)
     old = getattr(owner, leaf)
-    if old is None:
-        raise ValueError(f"{tensor_name} of {type(module).__name__} is registered as None: it has no place to be set")
     target = as_device(device)
     source = value if value is not None else old
     copies = _copies_of(source, tied_params_map)
     # One look: the forward of a module that is tied to this one may end in another thread and remove the copy.
     present = None if copies is None else copies.get(target)
     if present is not None:
-        register(owner, leaf, present)
+        setattr(owner, leaf, present)
         return
     if value is None and old.device.type == "meta" and target.type != "meta":
         raise ValueError(f"{tensor_name} is on the meta device, we need a `value` to put in on {device}.")
@@ -122,7 +121,7 @@ def set_module_tensor_to_device(
         else:
             new = _moved(old, target, wanted if old.is_floating_point() else None, non_blocking)
     if new is not old:
-        register(owner, leaf, new)
+        setattr(owner, leaf, new)
     if copies is not None and target.type != "meta":
         copies[target] = new
     if clear_cache and value is None and old.device.type not in ("cpu", "meta") and new.device != old.device:
@@ -134,14 +133,6 @@ def _copies_of(source: Any, tied: TiedCopies | None) -> dict[torch.device, torch
     if not tied or not isinstance(source, torch.Tensor) or source.device.type == "meta":
         return None
     return tied.get(data_address(source))
-
-
-def register(owner: nn.Module, leaf: str, tensor: torch.Tensor) -> None:
-    """Make `tensor` the parameter or buffer `leaf` of its owner, past the checks of `__setattr__`."""
-    if leaf in owner._buffers:
-        owner._buffers[leaf] = tensor
-    else:
-        owner._parameters[leaf] = tensor  # type: ignore[assignment]
 
 
 def _moved(old: torch.Tensor, target: torch.device, dtype: torch.dtype | None, non_blocking: bool) -> torch.Tensor:
@@ -181,19 +172,16 @@ def _parameter_like(old: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
     """A parameter that holds `data`, of the class of `old` and with the attributes that were set on it."""
     trained = old.requires_grad and (data.is_floating_point() or data.is_complex())
     data = data.detach()
-    kind = type(old)
+    kind = nn.Parameter if isinstance(old, OffloadedParameter) else type(old)
     if not issubclass(kind, nn.Parameter):
         # A tensor subclass (a sharded or quantised weight) is a parameter without being of a class derived from it,
         # and its attributes are its data.
         return nn.Parameter(data, requires_grad=trained)
-    if kind is nn.Parameter:
-        new = nn.Parameter(data, requires_grad=trained)
-    else:
-        # Without the constructor of the class, which may require more than the data.
-        new = torch.Tensor._make_subclass(kind, data, trained)
+    # Without the constructor of a derived class, which may require more than the data.
+    new: Any = nn.Parameter(data, trained) if kind is nn.Parameter else data.as_subclass(kind).requires_grad_(trained)
     if attributes := vars(old):
         vars(new).update(attributes)
-    return new
+    return new  # type: ignore[no-any-return]
 
 
 def _quantized_parameter(

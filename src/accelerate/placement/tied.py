@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..core.modules import require_module
 from .names import DeviceMap, device_for, owner_of, tensor_at
@@ -84,14 +85,14 @@ def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
 
     Tensors that share memory share it, also where they are different views of it.
     """
-    local = getattr(tensor, "_local_tensor", tensor)
+    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     if local.device.type == "xla":
-        import torch_xla
+        from safetensors.torch import storage_ptr, storage_size
 
-        return local.device, torch_xla._XLAC._xla_get_tensor_id(local), local.nelement() * local.element_size()
+        return local.device, storage_ptr(local), storage_size(local)
     storage = local.untyped_storage()
     # Nothing on the meta device has an address; the identity of the storage object is used instead.
-    where = storage._cdata if local.device.type == "meta" else storage.data_ptr()
+    where = StorageWeakRef(storage).cdata if local.device.type == "meta" else storage.data_ptr()
     return local.device, where, storage.nbytes()
 
 

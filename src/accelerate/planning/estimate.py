@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..parallel.report.ledger import ACTIVATIONS, GRADIENTS, OPTIMIZER, WEIGHTS, Work
 from .experts import has_experts
 from .layouts import NOT_ESTIMATED, NOT_ESTIMATED_EXPERTS, PlannedLayout
+from .ledger import ACTIVATIONS, GRADIENTS, OPTIMIZER, WEIGHTS, Work
 from .machine import Machine
 from .trace import PlannedTraining, Step, trace_all
 
@@ -48,6 +48,7 @@ class Estimate:
         sent: bytes of the messages of one rank in an optimizer step.
         fits: whether the upper end of `memory` is less than the machine has.
         failure: why there is no estimate; None if there is one.
+        defect: the traceback of a failure of this package.
     """
 
     layout: PlannedLayout
@@ -57,6 +58,7 @@ class Estimate:
     sent: int = 0
     fits: bool = False
     failure: str | None = None
+    defect: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The row as plain data."""
@@ -76,7 +78,7 @@ class Estimate:
 def estimate(layout: PlannedLayout, step: Step, machine: Machine) -> Estimate:
     """The row of one traced step."""
     if step.failure is not None:
-        return Estimate(layout, failure=step.failure)
+        return Estimate(layout, failure=step.failure, defect=step.defect)
     kinds = {kind: round(size * machine.memory_scale) for kind, size in step.memory.items()}
     extra = 0.0
     if layout.offload:
@@ -122,12 +124,12 @@ def plan(
     machine: Machine,
     layouts: Iterable[PlannedLayout],
     processes: int = 1,
-    on_traced: Callable[[int, int], None] | None = None,
+    on_estimate: Callable[[Estimate, int], None] | None = None,
 ) -> list[Estimate]:
     """All rows: layouts that fit, by time; then layouts that do not, by memory; then layouts without an estimate.
 
     A layout that does not fit is tried again with half the batch and twice the batches of a window, until it fits or
-    has one sample. `on_traced` is called with the numbers of layouts that were traced, and that are known so far.
+    has one sample. `on_estimate` is called with each row, and the number of layouts that are known so far.
     """
     rows, waiting = list[Estimate](), list(layouts)
     while waiting:
@@ -135,17 +137,17 @@ def plan(
         for layout, step in trace_all(training, waiting, processes):
             row = estimate(layout, step, machine)
             rows.append(row)
-            if on_traced is not None:
-                on_traced(len(rows), known + len(again))
             if _shrinks(row, training, machine):
                 name = layout.name.removesuffix(f" x{layout.accumulation}")
                 base = next(row.layout for row in rows if row.layout.name == name)
                 again.append(base.accumulated(layout.accumulation * 2))
+            if on_estimate is not None:
+                on_estimate(row, known + len(again))
         waiting = again
     refused = NOT_ESTIMATED | (NOT_ESTIMATED_EXPERTS if has_experts(training.model) else {})
     for name, why in refused.items() if machine.ranks > 1 else ():
         rows.append(Estimate(PlannedLayout(name, machine.ranks), failure=why))
-    return sorted(rows, key=_order)
+    return sorted(rows, key=order)
 
 
 def _shrinks(row: Estimate, training: PlannedTraining, machine: Machine) -> bool:
@@ -157,7 +159,8 @@ def _shrinks(row: Estimate, training: PlannedTraining, machine: Machine) -> bool
     return samples % 2 == 0 and rest < machine.memory
 
 
-def _order(row: Estimate) -> tuple[int, float]:
+def order(row: Estimate) -> tuple[int, float]:
+    """The order of rows in a table."""
     if row.failure is not None:
         return 2, 0.0
     return (0, row.seconds.middle) if row.fits else (1, row.memory.middle)

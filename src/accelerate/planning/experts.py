@@ -13,11 +13,11 @@ from unittest import mock
 
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed.device_mesh import init_device_mesh
 
 from ..core.errors import PrepareError
 from ..parallel.adopted import sharing
+from ..torch_internals import tracing
 
 # The busiest rank's experts are assumed to have up to so many times the tokens of a mean rank.
 UNEVEN = 1.5
@@ -66,14 +66,14 @@ def shard_as_loaded(model: nn.Module, sizes: Mapping[str, int], routing: Routing
             ranks = self.ep_mesh.size()
             sent = [rows // ranks + (rank < rows % ranks) for rank in range(ranks)]
             received = [round(count * routing.load) for count in sent]
-            with mock.patch.object(FakeTensor, "tolist", lambda _: [sent, received]):
+            with mock.patch.object(tracing.FakeTensor, "tolist", lambda _: [sent, received]):
                 return super()._dispatch_tokens(hidden_states, top_k_index, top_k_weights)
 
     EPImplementationInterface.register(_NAME, TracedExchange)
     config = DistributedConfig(**sizes, ep_implementation=_NAME)
     dense = (config.pp_size, config.dp_replicate_size, config.fsdp_size, config.tp_size)
     experts = (config.pp_size, config.dp_replicate_size, config.efsdp_size, config.ep_size)
-    with unset_fake_temporarily():
+    with tracing.with_values():
         meshes = utils.TransformersDeviceMesh(
             init_device_mesh("cpu", dense, mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp")),
             init_device_mesh("cpu", experts, mesh_dim_names=("pp", "dp_replicate", "efsdp", "ep")),
@@ -85,7 +85,7 @@ def shard_as_loaded(model: nn.Module, sizes: Mapping[str, int], routing: Routing
 
 
 def _describe_all_ranks() -> None:
-    """Answer the exchange of `sharing.find_layout`: the other ranks share parameters as the first one does."""
+    """Answer the exchange of `find_layout`: the other ranks share parameters as the first one does."""
 
     def gather(found: list[Any], value: Any, **_: Any) -> None:
         found[:] = [_description_of(rank, value) for rank in range(len(found))]

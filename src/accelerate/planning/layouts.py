@@ -121,6 +121,8 @@ class PlannedLayout:
             if self.pipeline_ranks > 1:
                 sizes["parallelism_config_pp_schedule"] = self.schedule
                 sizes["parallelism_config_pp_num_microbatches"] = self.microbatches
+                if self.schedule != "gpipe":
+                    sizes["parallelism_config_pp_loss_reduction"] = "mean"
             found["parallelism_config"] = sizes
         return found
 

@@ -7,11 +7,10 @@ import functools
 import multiprocessing
 import os
 import re
-import socket
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from ..core import system
 from ..core.device_speeds import PUBLISHED, known_name
 from ..core.errors import ConfigurationError
+from ..launchers.ports import get_free_port
 
 GIB = 1 << 30
 GIGA = 1e9
@@ -67,10 +67,6 @@ class Machine:
     time_scale: float = 1.0
     origin: str = ""
 
-    def to_json(self) -> dict[str, Any]:
-        """All fields as plain data."""
-        return asdict(self)
-
 
 def describe(
     text: str, link: float | None = None, tflops: float | None = None, between: float | None = None
@@ -86,32 +82,31 @@ def describe(
     Raises:
         ConfigurationError: the text is not understood.
     """
-    found = re.fullmatch(r"(?:(\d+)x)?(\d+)x(\d+(?:\.\d+)?(?=gi?b)gi?b|[a-z][a-z0-9]*)", text.strip().lower())
-    if not found or int(found[2]) < 1 or int(found[1] or 1) < 1:
+    parts = re.fullmatch(r"(?:(\d+)x)?(\d+)x(\d+(?:\.\d+)?(?=gi?b)gi?b|[a-z][a-z0-9]*)", text.strip().lower())
+    if not parts or int(parts[2]) < 1 or int(parts[1] or 1) < 1:
         raise ConfigurationError(f"--machine {text!r} is not understood: give {_FORM}")
-    machines, count, what = int(found[1] or 1), int(found[2]), found[3]
+    machines, count, what = int(parts[1] or 1), int(parts[2]), parts[3]
     size = re.fullmatch(r"([\d.]+)g(i?)b", what)
     if not size and what not in PUBLISHED:
         raise ConfigurationError(
             f"--machine {text!r}: the device {what!r} is unknown; known are {', '.join(PUBLISHED)}. Else give its "
             f"memory, as 80GB, with --tflops and --link"
         )
-    known = PUBLISHED[_ASSUMED if size else what]
-    memory = float(size[1]) if size else known.memory
-    speed = (link or known.link * _REACHED) * GIGA
+    published = PUBLISHED[_ASSUMED if size else what]
+    memory = float(size[1]) if size else published.memory
+    speed = (link or published.link * _REACHED) * GIGA
     if machines > 1:
         speed = between * GIGA if between else speed / 10
-    one = (20e-6, speed)
     assumed = f"; speeds assumed: those of {_ASSUMED}" if size and not (tflops and link) else ""
     return Machine(
         ranks=machines * count,
         memory=int(memory * (GIB if size and size[2] else GIGA)),
         device="cuda",
         machines=machines,
-        flops=(tflops or known.tflops * _REACHED) * 1e12,
-        bandwidth=known.bandwidth * GIGA * _REACHED,
+        flops=(tflops or published.tflops * _REACHED) * 1e12,
+        bandwidth=published.bandwidth * GIGA * _REACHED,
         overhead=4e-6,
-        links=dict.fromkeys(_COLLECTIVES, one),
+        links=dict.fromkeys(_COLLECTIVES, (20e-6, speed)),
         overlap=0.8,
         origin=f"described as {text}{assumed}",
     )
@@ -123,13 +118,10 @@ def found(ranks: int | None = None) -> Machine:
         properties = torch.cuda.get_device_properties(0)
         count = ranks or torch.cuda.device_count()
         name = known_name(properties.name)
-        one = describe(f"{count}x{name or f'{properties.total_memory / GIB:.3f}GiB'}")
-        return replace(one, memory=properties.total_memory, origin=f"found: {properties.name}")
+        machine = describe(f"{count}x{name or f'{properties.total_memory / GIB:.3f}GiB'}")
+        return replace(machine, memory=properties.total_memory, origin=f"found: {properties.name}")
     count = ranks or 1
-    available = system.available_memory()
-    if available is None:
-        raise ConfigurationError("the free memory of this machine is not known: describe it with --machine")
-    return replace(measure(count), memory=available // count)
+    return replace(measure(count), memory=system.available_memory() // count)
 
 
 # -- measurement on the CPU
@@ -143,7 +135,7 @@ def measure(ranks: int) -> Machine:
     """A machine of so many processes on this CPU, which compute and communicate at the same time."""
     context: Any = multiprocessing.get_context("spawn")
     results = context.SimpleQueue()
-    port = _free_port()
+    port = get_free_port()
     threads = max(1, (os.cpu_count() or 1) // ranks)
     workers = [context.Process(target=_measure, args=(rank, ranks, port, threads, results)) for rank in range(ranks)]
     for worker in workers:
@@ -169,12 +161,6 @@ def measure(ranks: int) -> Machine:
         links=links,
         origin=f"measured: this CPU with {ranks} processes",
     )
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def _best(run: Callable[[], Any], repeats: int = _REPEATS, inner: int = 1) -> float:
@@ -204,18 +190,14 @@ def _measure(rank: int, ranks: int, port: int, threads: int, results: Any) -> No
     }
     for kind in _COLLECTIVES if ranks > 1 else ():
         small_message, large_message = (_collective(kind, size, ranks, rank) for size in _SIZES)
-        between = functools.partial(_after, lambda: a @ b, small_message)
-        seconds["links"][kind] = [_best(step) for step in (between, small_message, large_message)]
+        # The first one after a product.
+        steps = (functools.partial(lambda message: (a @ b, message()), small_message), small_message, large_message)
+        seconds["links"][kind] = [_best(step) for step in steps]
     dist.barrier()
     if rank == 0:
         results.put(seconds)
     dist.barrier()
     dist.destroy_process_group()
-
-
-def _after(first: Callable[[], Any], then: Callable[[], Any]) -> None:
-    first()
-    then()
 
 
 def _collective(kind: str, size: int, ranks: int, rank: int) -> Callable[[], Any]:

@@ -86,43 +86,23 @@ def from_function(text: str) -> nn.Module:
 
 def _imported(name: str, text: str) -> types.ModuleType:
     """The module of `module:function`, from the current folder or the import path."""
-    path = Path(name)
-    if path.suffix == ".py" or len(path.parts) != 1:
-        dotted = ".".join(path.with_suffix("").parts).strip("./")
-        raise ConfigurationError(f"{text}: {name} is a path: give the module as in an import statement, {dotted}:...")
+    # It stays there for the processes that trace the model.
     sys.path.insert(0, str(Path.cwd()))
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:
-        raise ConfigurationError(f"{text}: {_why_not_imported(name, error)}") from error
-    finally:
-        sys.path.pop(0)
-
-
-def _why_not_imported(name: str, error: BaseException) -> str:
-    if isinstance(error, SystemExit):
-        return f"the module {name} ends the program when it is imported: let it run under if __name__ == '__main__'"
-    missing = error.name if isinstance(error, ModuleNotFoundError) else None
-    if missing is None:
-        return f"the module {name} cannot be imported: {_where(error)}"
-    if missing == name or name.startswith(f"{missing}."):
-        return (
-            f"there is no module {missing} in {Path.cwd()} or on the import path: start the command in the folder of "
-            "its file, or set PYTHONPATH to this folder"
-        )
-    return f"the module {name} imports {missing}, which is not found ({_line_of(error)}): install it"
+        raise ConfigurationError(
+            f"{text}: the module {name} cannot be imported, from {Path.cwd()} or the import path: {_where(error)}"
+        ) from error
 
 
 def _where(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]} ({_line_of(error)})"
-
-
-def _line_of(error: BaseException) -> str:
-    """The last line of a file before an error; an import passes through lines of no file."""
-    if isinstance(error, SyntaxError):
-        return f"{error.filename}:{error.lineno}"
+    """An error with the last line of a file before it; an import passes through lines of no file."""
     lines = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith("<")]
-    return f"{lines[-1].filename}:{lines[-1].lineno}"
+    file, line = lines[-1].filename, lines[-1].lineno
+    if isinstance(error, SyntaxError) and error.filename:
+        file, line = error.filename, error.lineno
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]} ({file}:{line})"
 
 
 def fake_batch(model: nn.Module, batch: BatchShape) -> dict[str, Any]:
@@ -142,3 +122,13 @@ def fake_batch(model: nn.Module, batch: BatchShape) -> dict[str, Any]:
 def count(model: nn.Module) -> int:
     """The number of parameters."""
     return sum(math.prod(parameter.shape) for parameter in model.parameters())
+
+
+def loss_of(outputs: Any) -> torch.Tensor:
+    """The loss among a model's outputs; the mean of its first output if there is none."""
+    loss = outputs.get("loss") if isinstance(outputs, dict) else getattr(outputs, "loss", None)
+    if isinstance(loss, torch.Tensor):
+        return loss
+    while not isinstance(outputs, torch.Tensor):
+        outputs = next(iter(outputs.values() if isinstance(outputs, dict) else outputs))
+    return outputs if outputs.dim() == 0 else outputs.float().mean()

@@ -12,12 +12,14 @@ import torch
 from torch import nn
 
 from ..core.errors import ConfigurationError
-from ..parallel.report.explain import size_of
-from ..parallel.report.ledger import ACTIVATIONS, WEIGHTS, Ledger, fake_copy
+from ..core.modules import class_names
+from ..core.objects import size_of
 from ..placement.device_map import check_device_map, infer_auto_device_map
 from ..placement.memory import get_max_memory
-from ..placement.names import device_for, normalized_classes
+from ..placement.names import device_for
 from ..placement.sizes import Dtype, compute_module_sizes, get_max_layer_size, named_module_tensors
+from ..torch_internals import tracing
+from .ledger import ACTIVATIONS, WEIGHTS, Ledger, fake_copy
 from .model import BatchShape, fake_batch
 
 
@@ -89,7 +91,7 @@ def place(
     """
     if no_split_module_classes is None:
         no_split_module_classes = getattr(model, "_no_split_modules", None)
-    unsplittable = normalized_classes(no_split_module_classes)
+    unsplittable = class_names(model, "no_split_module_classes", no_split_module_classes)
     limits = get_max_memory(dict(max_memory) if max_memory is not None else None)
     computing = [device for device in limits if device not in ("cpu", "disk")] or ["cpu"]
     activations = 0 if batch is None else _activations(model, batch, dtype)
@@ -139,7 +141,9 @@ def _arriving(
     """Bytes of what is kept elsewhere at the time when it runs."""
     sizes = compute_module_sizes(model, dtype=dtype)
     entries: dict[str, Any] = {**dict(model.named_modules()), **dict(named_module_tensors(model, recurse=True))}
-    elsewhere = [(name, entries[name]) for name, device in device_map.items() if device not in computing]
+    elsewhere = [
+        (name, entries[name]) for name, device in device_map.items() if device not in computing and name in entries
+    ]
     largest, _ = get_max_layer_size(elsewhere, sizes, unsplittable)
     buffers = compute_module_sizes(model, dtype=dtype, buffers_only=True)
     return 2 * largest + sum(buffers.get(name, 0) for name, _ in elsewhere)
@@ -179,10 +183,8 @@ def _missing(
 
 def _activations(model: nn.Module, batch: BatchShape, dtype: Dtype | None) -> int:
     """Bytes at the peak of a forward without gradients, besides the weights."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     ledger = Ledger(fake=True)
-    with FakeTensorMode(allow_non_fake_inputs=True), ledger, torch.no_grad():
+    with tracing.fake_mode(), ledger, torch.no_grad():
         copy = fake_copy(model).eval()
         if isinstance(dtype, torch.dtype):
             copy.to(dtype)

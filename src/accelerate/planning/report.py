@@ -5,47 +5,77 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..config import launch_file
 from ..core import json_text
 from ..core.errors import ConfigurationError
 from ..core.files import atomic_write
-from ..parallel.report.explain import size_of
-from ..parallel.report.ledger import KINDS
-from .estimate import Estimate, Interval
+from ..core.objects import size_of
+from .estimate import Estimate
+from .ledger import KINDS
 from .machine import Machine
 from .trace import PlannedTraining
 
-# The titles of the cells.
-HEADERS = ("layout", "memory per rank", *KINDS, "sent", "step")
+# The titles of the cells. "other" is messages and rounding.
+HEADERS = ("layout", "memory", "weights", "grads", "optim", "activ", "other", "sent", "step")
 # Half-widths with one measured run, and the least with several.
 _ONE_RUN, _LEAST = (0.05, 0.2), (0.02, 0.05)
 
 
-def table_rows(rows: Sequence[Estimate]) -> list[tuple[str, ...]]:
-    """The cells of the layouts with an estimate."""
-    return [
-        (
-            row.layout.name,
-            _interval(row.memory, size_of),
-            *(size_of((row.kinds or {})[kind]) for kind in KINDS),
-            size_of(row.sent),
-            _interval(row.seconds, _time),
-        )
-        for row in rows
-        if row.failure is None
-    ]
+class Unit(NamedTuple):
+    """A unit for all bytes of a table."""
+
+    name: str
+    size: int
+
+    def text(self, count: float) -> str:
+        """A number of bytes in this unit, with about three digits."""
+        number = count / self.size
+        return f"{number:.2f}" if number < 10 else f"{number:.1f}" if number < 100 else f"{number:.0f}"
 
 
-def _interval(found: Interval, text: Any) -> str:
-    return f"{text(found.low)} - {text(found.high)}"
+def unit_of(rows: Sequence[Estimate]) -> Unit:
+    """The unit for the memory of these rows."""
+    largest = max((row.memory.high for row in rows if row.failure is None), default=0.0)
+    for unit in (Unit("GiB", 1 << 30), Unit("MiB", 1 << 20)):
+        if largest >= unit.size:
+            return unit
+    return Unit("KiB", 1 << 10)
 
 
-def _time(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
+def table_rows(rows: Sequence[Estimate], unit: Unit) -> list[tuple[str, ...]]:
+    """The cells of layouts with an estimate."""
+    cells = []
+    for row in rows:
+        *kinds, communication, rounding = ((row.kinds or {})[kind] for kind in KINDS)
+        sizes = [unit.text(size) for size in (*row.memory, *kinds, communication + rounding, row.sent)]
+        cells.append((row.layout.name, "-".join(sizes[:2]), *sizes[2:], _time(row)))
+    return cells
+
+
+def _time(row: Estimate) -> str:
+    low, high = row.seconds
+    return f"{low:.2f}-{high:.2f} s" if low >= 1 else f"{low * 1e3:.1f}-{high * 1e3:.1f} ms"
+
+
+def in_a_line(row: Estimate) -> str:
+    """The estimate of a layout in one short line."""
+    if row.failure is not None:
+        return f"{row.layout.name}, not estimated"
+    low, high = row.memory
+    return f"{row.layout.name}, {size_of(low)} to {size_of(high)} per rank, step {_time(row)}"
+
+
+def failures(rows: Sequence[Estimate]) -> list[tuple[str, str]]:
+    """The names of the layouts without an estimate for each reason, and the reason."""
+    names: dict[str, list[str]] = {}
+    for row in rows:
+        if row.failure is not None:
+            names.setdefault(row.failure, []).append(row.layout.name)
+    return [(", ".join(layouts), reason) for reason, layouts in names.items()]
 
 
 def shortage(rows: Sequence[Estimate], machine: Machine) -> str | None:
@@ -70,7 +100,7 @@ def to_json(rows: Sequence[Estimate], training: PlannedTraining, machine: Machin
         "batch": str(training.batch),
         "precision": training.precision,
         "optimizer": training.optimizer,
-        "machine": machine.to_json(),
+        "machine": asdict(machine),
         "layouts": [row.to_json() for row in rows],
     }
     return json.dumps(found, indent=2)
@@ -123,7 +153,7 @@ def _measured(path: Path) -> dict[str, Any]:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigurationError(f"--calibrate {path}: it cannot be read: {reason}") from None
     if not isinstance(found, dict) or "step_seconds" not in found or "device" not in found:
-        raise ConfigurationError(f"--calibrate {path}: it is no plan that `accelerate plan --write` wrote")
+        raise ConfigurationError(f"--calibrate {path}: it is not a plan that `accelerate plan --write` wrote")
     if "measured" not in found:
         raise ConfigurationError(
             f"--calibrate {path}: no run has measured this plan yet. Start one with `accelerate launch "

@@ -3,8 +3,7 @@
 
 Each stage is traced in its own process, with the pipeline's own code. Tensors are not sent. The descriptions of
 what passes between stages are, through a file. Where a pipeline looks at values, a trace takes the common answer: all
-ranks have the same inputs, blocks and what follows them compute each sample by itself, and the loss is a mean over
-samples.
+ranks have the same inputs.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from collections import Counter
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -23,7 +23,9 @@ from ..parallel import materialize
 from ..parallel.pipeline import microbatch, schedules, stage_plan
 from ..parallel.pipeline.model import StageRandom, TiedParameters
 from ..parallel.pipeline.p2p import P2PChannel
+from ..parallel.pipeline.remote_tensor import RemoteTensor
 from ..parallel.pipeline.split import computing_units
+from ..torch_internals import pipelining
 
 # A stage waits so long for another one to be prepared or to compute on fake tensors (seconds).
 _LIMIT = 600
@@ -78,7 +80,7 @@ class StageObjects:
         return [self._get(f"{key}/{stage}") for stage in range(self._stages)]
 
 
-def prepare_stage(objects: StageObjects, model: nn.Module, device: str, scheduled: bool) -> None:
+def prepare_stage(objects: StageObjects, model: nn.Module, scheduled: bool) -> None:
     """Have this process, a stage of a traced pipeline, send objects only, and answer what depends on values.
 
     It cannot be undone. `model` is on the meta device. `scheduled`: one of torch's schedules runs its batches.
@@ -99,42 +101,24 @@ def prepare_stage(objects: StageObjects, model: nn.Module, device: str, schedule
         (P2PChannel, "receive_object", lambda _, sender: objects.receive(sender)),
         (P2PChannel, "broadcast_object", lambda _, value, source: objects.broadcast(value, source)),
         # The order of calls was observed on the model itself: fake tensors of two modes cannot meet.
-        (stage_plan, "_observe_dummies", lambda *_: flow),
+        (stage_plan, "observe_dummies", lambda *_: flow),
+        # A fake tensor cannot be of another class, and has no values anyway.
+        (RemoteTensor, "of", staticmethod(lambda shape, dtype, device, _: torch.zeros((), dtype=dtype).expand(shape))),
         # Values.
         (materialize, "gather_flags", lambda flag, *_: [flag]),
         (microbatch.MicroBatches, "digest", lambda _: ""),
-        (microbatch, "holds_nan", lambda _: False),
-        (microbatch, "outputs_match", lambda *_: True),
-        (schedules, "matching_rules", lambda *_: ["samples"]),
         (schedules, "multiply", lambda *_: None),
         (TiedParameters, "_any_used", lambda *_: True),
         (StageRandom, "seeded", lambda _: contextlib.nullcontext()),
     ):
         setattr(owner, name, replaced)
     if scheduled:
-        _skip_vote()
-    if device == "cpu":
-        # The group of a trace is not gloo's, and a run's is.
-        schedules._is_gloo = lambda *_: True
-
-
-def _skip_vote() -> None:
-    """Without a vote of all stages (torch 2.13), which reads a tensor: the shapes of all of them are known."""
-    # It takes long to import.
-    from torch.distributed.pipelining import schedules as of_torch
-    from torch.distributed.pipelining import stage as stages_of_torch
-
-    def no_vote(self: Any, stages: Any, *_: Any) -> None:
-        for stage in stages:
-            stage._inference_mode = stages_of_torch.InferenceMode.STATIC
-
-    if hasattr(of_torch._PipelineSchedule, "_warmup_p2p"):
-        of_torch._PipelineSchedule._warmup_p2p = no_vote  # type: ignore
+        pipelining.skip_vote()
 
 
 def _observed(model: nn.Module) -> Any:
-    if not stage_plan._is_transformers_model(model):
+    if not hasattr(model, "dummy_inputs"):
         return None
     model = copy.deepcopy(model)
-    microbatch.restrict_outputs(model)
-    return stage_plan._observe_dummies(model, [unit.name for unit in computing_units(model)])
+    microbatch.disable_caches(model)
+    return stage_plan.observe_dummies(model, [unit.name for unit in computing_units(model)])

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import multiprocessing
+import signal
 import tempfile
 import traceback
 import warnings
@@ -18,12 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-    UnsupportedOperatorException,
-)
 
 from ..accelerator import Accelerator
 from ..config import launch_file
@@ -32,9 +27,11 @@ from ..core import env
 from ..core.errors import AccelerateError
 from ..launchers.variables import variables
 from ..parallel.context.attention import ShardRandom
-from ..parallel.report.ledger import GRADIENTS, KINDS, MESSAGES, OPTIMIZER, WEIGHTS, Ledger, Work, fake_copy, loss_of
+from ..run.first_step import FirstStepCheck
+from ..torch_internals import tracing
 from .layouts import PlannedLayout
-from .model import BatchShape, fake_batch
+from .ledger import GRADIENTS, KINDS, MESSAGES, OPTIMIZER, WEIGHTS, Ledger, Work, fake_copy
+from .model import BatchShape, fake_batch, loss_of
 
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {}),
@@ -44,7 +41,6 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "adagrad": (torch.optim.Adagrad, {}),
     "rmsprop": (torch.optim.RMSprop, {}),
 }
-_NEEDS_DATA = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 # Of DDP, for models that are larger: the first bucket is smaller, to start earlier.
 _BUCKET = 25 << 20
 # A process that traces one layout must end in this time (seconds).
@@ -63,6 +59,7 @@ class Step:
         uneven: half-width of the interval in which the memory of ranks with different numbers of tokens lies, as a
             fraction.
         failure: why the layout has no estimate; None if it has one.
+        defect: the traceback of a failure that is neither a refusal nor the model's: one of this package.
     """
 
     memory: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
@@ -70,6 +67,7 @@ class Step:
     waiting: float = 0.0
     uneven: float = 0.0
     failure: str | None = None
+    defect: str | None = None
 
     @property
     def total(self) -> int:
@@ -105,11 +103,14 @@ class PlannedTraining:
 def trace_all(
     training: PlannedTraining, layouts: Iterable[PlannedLayout], processes: int = 1
 ) -> Iterator[tuple[PlannedLayout, Step]]:
-    """Trace each layout in a separate process (a pipeline in one a stage), `processes` at a time; in their order."""
-    # A forked process has the model and the imported packages already; CUDA does not survive a fork.
-    forks = "fork" in multiprocessing.get_all_start_methods() and not torch.cuda.is_initialized()
-    method = "fork" if forks else "spawn"
-    context: Any = multiprocessing.get_context(method)
+    """Trace each layout in a separate process (a pipeline in one a stage), `processes` at a time; in their order.
+
+    The processes are forks of a fresh interpreter that has imported what they need. A fork of this process would have
+    the threads of its autograd, which torch refuses from version 2.14 on.
+    """
+    methods = multiprocessing.get_all_start_methods()
+    context: Any = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
+    context.set_forkserver_preload([__name__, type(training.model).__module__])
     waiting, running = list(layouts), list[tuple[PlannedLayout, dict[Connection, Any]]]()
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -140,15 +141,22 @@ def _received_from_all(children: Mapping[Connection, Any], layout: PlannedLayout
     """The step of the rank that needs most; of a pipeline, with the work of the stage that computes most."""
     steps, left = list[Step](), dict(children)
     while left:
-        ready: Any = wait(list(left), _LIMIT) or list(left)
+        ready: Any = wait(list(left), _LIMIT)
+        if not ready:
+            step = _defect(f"the trace did not end in {_LIMIT:g} s")
         for receiver in ready:
-            step = _received(left.pop(receiver), receiver, 0)
-            if step.failure is not None:
-                # The other stages wait for this one.
-                for child in left.values():
-                    child.kill()
-                return step
+            child = left.pop(receiver)
+            try:
+                step = receiver.recv()
+            except EOFError:
+                child.join()
+                step = _defect(f"the process of the trace ended with code {child.exitcode}")
             steps.append(step)
+        if step.failure is not None:
+            # The other stages wait for this one.
+            for child in left.values():
+                child.kill()
+            return step
     largest = max(steps, key=lambda step: step.total)
     computed = [max(1, sum(step.work[-1].flops.values())) for step in steps]
     most = max(computed)
@@ -158,31 +166,24 @@ def _received_from_all(children: Mapping[Connection, Any], layout: PlannedLayout
     return replace(largest, work=steps[computed.index(most)].work, waiting=waiting)
 
 
-def _received(child: Any, receiver: Connection, limit: float = _LIMIT) -> Step:
-    try:
-        if not receiver.poll(limit):
-            child.kill()
-            return Step(failure=f"its trace did not end in {_LIMIT:g} s")
-        step: Step = receiver.recv()
-    except EOFError:
-        child.join()
-        return Step(failure=f"the process of its trace ended with code {child.exitcode}")
-    child.join()
-    return step
+def _defect(what: str, details: str | None = None) -> Step:
+    return Step(failure=f"a defect of accelerate plan: {what}", defect=details or what)
 
 
 def _in_child(
     training: PlannedTraining, layout: PlannedLayout, sender: Connection, stage: int = 0, path: str = ""
 ) -> None:
-    # Warnings of libraries about fake tensors do not concern a plan; torch logs an error that is caught here.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one ends it
+    # Warnings about fake tensors, or of a run in this layout, do not concern a plan; torch logs an error that is
+    # caught here.
     warnings.simplefilter("ignore")
-    logging.getLogger("torch._subclasses.fake_tensor").disabled = True
+    logging.disable(logging.ERROR)
     try:
         step = trace_step(training, layout, stage, path)
     except AccelerateError as error:
         step = Step(failure=str(error))
     except Exception as error:
-        step = Step(failure=_explained(error, training.model))
+        step = _failed(error)
     sender.send(step)
     sender.close()
 
@@ -198,21 +199,21 @@ def trace_step(training: PlannedTraining, layout: PlannedLayout, stage: int = 0,
     micro = min(layout.accumulation, 2)
     env.publish({**launch_variables(training.configuration(layout)), "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": micro})
     if not layout.replicated and layout.ranks > 1:
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-
+        # It sends nothing.
         rank = stage * (layout.ranks // layout.pipeline_ranks)
-        dist.init_process_group("fake", rank=rank, world_size=layout.ranks, store=FakeStore())
+        dist.init_process_group("fake", rank=rank, world_size=layout.ranks)
     if layout.pipeline_ranks > 1:
         from .stages import StageObjects, prepare_stage
 
         objects = StageObjects(path, stage, layout.pipeline_ranks)
-        prepare_stage(objects, training.model, training.device, layout.schedule != "gpipe")
+        prepare_stage(objects, training.model, layout.schedule != "gpipe")
     # The step of a replica is that of a single process, with the messages that DDP adds.
     accelerator = Accelerator(cpu=True, device_placement=False)
+    FirstStepCheck.close_all()  # values that they look at do not exist here
     ledger, found = Ledger(fake=True), list[tuple[dict[str, int], list[Work]]]()
     # Random states have no values here.
     ShardRandom.seeded = lambda self: contextlib.nullcontext()  # type: ignore
-    with FakeTensorMode(allow_non_fake_inputs=True), ledger:
+    with tracing.fake_mode(), ledger:
         model = fake_copy(training.model).train()
         # The tokens of this rank's experts, as a multiple of those of other ranks; the first step is not measured.
         loads: list[float] = [1.0, 1.0]
@@ -270,14 +271,20 @@ def _batch(accelerator: Accelerator, model: nn.Module, optimizer: Any, batch: di
         optimizer.zero_grad()
 
 
-def _explained(error: BaseException, model: nn.Module) -> str:
-    """Where in the model a trace has ended, and why."""
-    where = "the model"
+def _failed(error: BaseException) -> Step:
+    """Where in the model a trace has ended, and why. Where the last line outside of torch is ours, it is a defect."""
+    text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    where, is_ours = "", True
     for frame, line in traceback.walk_tb(error.__traceback__):
         module, file = frame.f_locals.get("self"), frame.f_code.co_filename
-        if isinstance(module, nn.Module) and "/torch/" not in file and "/accelerate/" not in file:
-            where = f"{type(module).__name__} ({file}:{line})"
-    if isinstance(error, _NEEDS_DATA):
-        return f"{where} needs real data: {error}. Compute it without .item(), .tolist() or boolean indexing"
-    text = " ".join(str(error).split())
-    return f"{where}: {type(error).__name__}: {text[:300]}"
+        if "/accelerate/" in file:
+            is_ours = True
+        elif isinstance(module, nn.Module) and "/torch/" not in file:
+            where, is_ours = f"{type(module).__name__} ({file}:{line})", False
+    if isinstance(error, tracing.NEEDS_VALUES) and where:
+        return Step(
+            failure=f"{where} needs real data: {error}. Compute it without .item(), .tolist() or boolean indexing"
+        )
+    if is_ours:
+        return _defect(text, "".join(traceback.format_exception(error)))
+    return Step(failure=f"{where}: {text}")

@@ -18,6 +18,7 @@ from ..core.errors import PrepareError
 from ..core.trees import convert_to_fp32
 from ..state import AcceleratorState
 from .base import Precision
+from .modules import computing_in, find_regions
 
 if TYPE_CHECKING:
     from ..config.precision import AutocastKwargs, GradScalerKwargs
@@ -48,11 +49,30 @@ class MixedPrecision(Precision):
     def wrap_forward(self, model: torch.nn.Module) -> torch.nn.Module:
         """Autocast around the model's forward. The original stays at `model._original_forward`."""
         restore_forward(model)
-        forward = model.forward
-        model._original_forward = forward  # type: ignore[assignment]
-        wrapped = convert_outputs_to_fp32(_under_autocast(self, getattr(forward, "__func__", forward)))
-        model.forward = types.MethodType(wrapped, model) if hasattr(forward, "__func__") else wrapped
+        for module, dtype in find_regions(model, self.modules).items():
+            _replace_forward(module, functools.partial(computing_in, dtype, self.device_type, module))
+            module.policy_dtype = dtype  # type: ignore[assignment]
+        _replace_forward(model, lambda forward: convert_outputs_to_fp32(_under_autocast(self, forward)))
         return model
+
+    def wrap_method(self, model: torch.nn.Module, name: str) -> None:
+        """Autocast around a method of the model."""
+        method = getattr(model, name)
+        wrapped = convert_outputs_to_fp32(_under_autocast(self, getattr(method, "__func__", method)))
+        setattr(model, name, types.MethodType(wrapped, model) if hasattr(method, "__func__") else wrapped)
+
+
+def _replace_forward(module: torch.nn.Module, wrap: Callable[[Any], Any]) -> None:
+    """Put `wrap(forward)` in the place of a module's forward, such that it is that of a copy in a copied module."""
+    forward = module.forward
+    module._original_forward = forward  # type: ignore[assignment]
+    if isinstance(forward, functools.partial) and forward.args == (module,):
+        # A hook's: a copy of the module can be made the argument instead.
+        hooked = functools.partial(wrap(forward.func), module)
+        module.forward = functools.update_wrapper(hooked, forward)
+        return
+    wrapped = wrap(getattr(forward, "__func__", forward))
+    module.forward = types.MethodType(wrapped, module) if hasattr(forward, "__func__") else wrapped
 
 
 def _under_autocast(precision: MixedPrecision, forward: Any) -> Any:
@@ -130,13 +150,16 @@ class ConvertOutputsToFp32:
 
 def restore_forward(model: torch.nn.Module) -> torch.nn.Module:
     """Undo `wrap_forward`, also where something else has wrapped the forward since (a hook, another wrapper)."""
-    original = model.__dict__.pop("_original_forward", None)
-    if original is None:
-        return model
-    if getattr(original, "__self__", None) is model and original.__func__ is type(model).forward:
-        model.__dict__.pop("forward", None)
-    else:
-        model.forward = original
+    for module in model.modules():
+        if module is not model and module.__dict__.pop("policy_dtype", None) is None:
+            continue
+        original = module.__dict__.pop("_original_forward", None)
+        if original is None:
+            continue
+        if getattr(original, "__self__", None) is module and original.__func__ is type(module).forward:
+            module.__dict__.pop("forward", None)
+        else:
+            module.forward = original
     return model
 
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +23,8 @@ class Precision:
     name = "no"
     scaler: torch.amp.GradScaler | None = None
     native_amp = False
+    # What modules compute in that do not compute as the rest of a model.
+    modules: Mapping[str, torch.dtype] = {}
     # As text, for `explain`.
     computes_in = "the parameters' dtype"
 
@@ -36,6 +38,9 @@ class Precision:
     def wrap_forward(self, model: torch.nn.Module) -> torch.nn.Module:
         """The model, computing its forward in this precision."""
         return model
+
+    def wrap_method(self, model: torch.nn.Module, name: str) -> None:
+        """Have a method of a model compute in this precision, as its forward does."""
 
     def cast_parameters(self, model: torch.nn.Module) -> bool:
         """Cast the parameters of a model that is laid out, before its first forward; whether some were cast."""

@@ -15,7 +15,8 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..core.errors import PrepareError
-from ..core.optimizer_step import replace_step
+from ..torch_internals import foreach
+from ..torch_internals.optimizer_step import replace_step
 from .amp import MixedPrecision
 
 _CAST_FROM = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -52,7 +53,7 @@ class MasterPrecision(MixedPrecision):
                 present = nn.Parameter(cast, requires_grad=parameter.requires_grad)
                 present.__dict__.update(parameter.__dict__)
                 for module, name in owners:
-                    module._parameters[name] = present
+                    setattr(module, name, present)
                 parameter = present
             else:
                 parameter.data = cast
@@ -65,8 +66,8 @@ class MasterPrecision(MixedPrecision):
 
     def master_weights(self, model: nn.Module) -> list[torch.Tensor]:
         """The master weights of a model."""
-        found = [self._master_of.get(parameter) for parameter in model.parameters()]
-        return [master for master in found if master is not None]
+        masters = (self._master_of.get(parameter) for parameter in model.parameters())
+        return [master for master in masters if master is not None]
 
     def find(self, parameter: nn.Parameter) -> tuple[bool, nn.Parameter | None]:
         """(whether a parameter was cast, its master weight or None if it has been frozen so far)."""
@@ -112,29 +113,28 @@ class MasterPrecision(MixedPrecision):
         ]
         pairs = list({id(parameter): (parameter, master) for _, _, parameter, master in places}.values())
         refresh(pairs)
-        attached = [(found, one) for one in optimizers if (found := master_step_of(one)) is not None]
-        for found, optimizer in attached:
-            found.enter(optimizer)
+        attached = [(step, optimizer) for optimizer in optimizers if (step := master_step_of(optimizer)) is not None]
+        for master_step, optimizer in attached:
+            master_step.enter(optimizer)
         for module, name, _, master in places:
-            module._parameters[name] = master
+            setattr(module, name, master)
         try:
             yield
         finally:
             for module, name, parameter, _ in places:
-                module._parameters[name] = parameter
+                setattr(module, name, parameter)
             copy_back(pairs)
-            for found, optimizer in attached:
-                found.leave(optimizer)
+            for master_step, optimizer in attached:
+                master_step.leave(optimizer)
 
 
 def _places(model: nn.Module) -> list[tuple[nn.Parameter, list[tuple[nn.Module, str]]]]:
     """Each parameter of a model, with the modules and names that refer to it."""
-    found: dict[int, tuple[nn.Parameter, list[tuple[nn.Module, str]]]] = {}
+    owners: dict[int, tuple[nn.Parameter, list[tuple[nn.Module, str]]]] = {}
     for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                found.setdefault(id(parameter), (parameter, []))[1].append((module, name))
-    return list(found.values())
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            owners.setdefault(id(parameter), (parameter, []))[1].append((module, name))
+    return list(owners.values())
 
 
 def _can_be_cast(parameter: nn.Parameter) -> bool:
@@ -361,8 +361,7 @@ def hand_over(pairs: Pairs) -> None:
     rows = [(master, parameter.grad) for parameter, master in pairs if parameter.grad is not None]
     gradients = [_local(_placed_as(gradient, master)) for master, gradient in rows]
     wide = [torch.empty_like(gradient, dtype=torch.float32) for gradient in gradients]
-    if wide:
-        torch._foreach_copy_(wide, gradients)
+    foreach.copy_(wide, gradients)
     for (master, _), gradient in zip(rows, wide, strict=True):
         master.grad = _laid_out(gradient, master)
 
@@ -370,13 +369,12 @@ def hand_over(pairs: Pairs) -> None:
 @torch.no_grad()
 def copy_back(pairs: Pairs) -> None:
     """Round the master weights into the parameters."""
-    if pairs:
-        torch._foreach_copy_([_local(parameter) for parameter, _ in pairs], [_local(master) for _, master in pairs])
+    foreach.copy_([_local(parameter) for parameter, _ in pairs], [_local(master) for _, master in pairs])
 
 
 def _local(tensor: Any) -> torch.Tensor:
-    """The local tensor of a DTensor; a plain tensor itself."""
-    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    """The local tensor of a DTensor; a plain tensor itself. Call it under `no_grad`: it shares memory."""
+    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local
 
 
@@ -392,7 +390,9 @@ def _laid_out(local: torch.Tensor, master: Any) -> torch.Tensor:
         return local
     if local.device.type != master.device_mesh.device_type:
         # A shard that is offloaded to host memory: `from_local` would move it to the mesh's device.
-        return type(master.data)(local, master._spec, requires_grad=False)  # type: ignore[no-any-return]
+        offloaded: torch.Tensor = torch.empty_like(master)
+        _local(offloaded).copy_(local)
+        return offloaded
     made: torch.Tensor = type(master.data).from_local(
         local, master.device_mesh, master.placements, run_check=False, shape=master.shape, stride=master.stride()
     )

@@ -3,32 +3,43 @@
 
 The store is used, not a collective. It works from a background thread, while another rank is in a collective or in
 another call, and a rank that does not come is named instead of waited for.
+
+It is made for a thousand ranks. A rank gives its value, and then looks for the outcome at intervals that grow with its
+wait. The last rank that comes reduces the values to the outcome, which is small. If a rank does not come, the first
+rank of the round decides at the limit; if that is missing too, the second one does.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from ..core.errors import CheckpointError
+from ..core.errors import AccelerateError, CheckpointError
 from . import marks
-from .calls import ranks_in_words
+from .calls import ranks_in_words, values_in_words
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-# Seconds: until a wait is logged; until another rank decides where the first one has not come; until the first look
-# for ranks that have ended.
+# Seconds until a wait is logged.
 _PATIENCE = 5.0
-_STAND_IN = 0.5
-_FIRST_LOOK = 0.5
+# Seconds until the first look for ranks that have ended (others may just be coming), and at most between two looks.
+_GRACE, _ENDED_LOOK = 0.5, 10.0
+# Seconds after the limit until the second rank decides where the first one has not, and until the others give up.
+_SUCCESSION = 0.5
+# Seconds between two looks for the outcome: at first for each rank of the round, since the store serves one after the
+# other; later this share of the time waited; at most.
+_FIRST_LOOK, _SHARE, _LONGEST = 5e-5, 0.1, 1.0
+
+Reduce = Callable[[dict[int, Any]], Any]
 
 
 class Process(Protocol):
@@ -45,6 +56,15 @@ class Process(Protocol):
     @property
     def local_process_index(self) -> int:
         """The rank on this machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class OneProcess:
+    """A process that takes part in what it does alone."""
+
+    process_index: int = 0
+    num_processes: int = 1
+    local_process_index: int = 0
 
 
 class StoreLostError(RuntimeError):
@@ -64,31 +84,31 @@ class Connection:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What an exchange came to. It is the same on every rank that takes part, also on one that comes later.
+    """What a round came to. It is the same on every rank that takes part, also on one that comes later.
 
     Fields:
-        values: the values of the ranks that came, by rank.
-        absent: the ranks that did not come.
-        ended: those of `absent` whose process has ended.
-        refused: why a rank refused to take part; None where none did.
-        waited: the seconds after which the others stopped waiting for `absent`.
+        result: what the reduction has made of the values; None if ranks are absent, or one has refused.
+        absent: the ranks that did not come, as "ranks 3, 5-7"; empty if all came.
+        ended: those of `absent` whose process has left the run.
+        refused: why a rank refused to take part, or why the values cannot be reduced; None if all is well.
+        waited: the seconds after which the others stopped waiting.
     """
 
-    values: dict[int, Any]
-    absent: list[int] = field(default_factory=list)
-    ended: list[int] = field(default_factory=list)
+    result: Any = None
+    absent: str = ""
+    ended: str = ""
     refused: str | None = None
     waited: float = 0.0
 
 
 class Round:
-    """One round of an agreement: each rank puts a value, and the first outcome that a rank writes counts for all.
+    """One round of an agreement: each rank gives a value, and the first outcome that a rank writes counts for all.
 
     Every rank makes the same rounds of one name in the same order.
 
     Args:
         name: what is agreed on, as part of a key.
-        ranks: the ranks that take part, by default all. The first of them decides.
+        ranks: the ranks that take part, by default all.
         rank: this process's rank.
         connection: by default that of the default process group.
     """
@@ -102,7 +122,7 @@ class Round:
     ) -> None:
         connection = default_connection() if connection is None else connection
         self.store: dist.Store = connection.store
-        self.ranks: range | Sequence[int] = range(dist.get_world_size()) if ranks is None else ranks
+        self.ranks: Sequence[int] = range(dist.get_world_size()) if ranks is None else ranks
         self.rank: int = dist.get_rank() if rank is None else rank
         self._name = name
         self.number: int = connection.rounds.get(name, 0)
@@ -110,95 +130,153 @@ class Round:
 
     def key(self, what: object, back: int = 0) -> str:
         """The key of a rank's value, or of something else, in this round or one before."""
-        return f"accelerate/{self._name}/{self.number - back}/{what}"
+        return f"agree/{self._name}/{self.number - back}/{what}"
 
-    def exchange(self, subject: str, value: object, timeout: float) -> Outcome:
-        """Wait up to `timeout` seconds for the values (plain JSON data) of all ranks.
+    def exchange(
+        self,
+        subject: str,
+        value: object,
+        timeout: float,
+        reduce: Reduce | None = None,
+        explain: Callable[[list[int], list[int]], Any] | None = None,
+    ) -> Outcome:
+        """Give a value (plain JSON data) and wait up to `timeout` seconds for those of all ranks.
 
-        Raises StoreLostError where the store is gone.
+        Args:
+            subject: what is agreed on, for the log.
+            value: this rank's value. `values` reads it on another rank until that one's next round.
+            timeout: seconds.
+            reduce: makes the result (small JSON data) of {rank: value}. Called on one rank, once all have come. Its
+                error is the round's `refused`.
+            explain: makes the result if ranks are absent, of these and of those that have ended. Called on one rank.
+
+        Raises:
+            StoreLostError: the store is gone.
         """
-
-        def judge(waited: float) -> Any:
-            if self.is_complete():
-                return {"values": list(self.values().items())}
-            absent = self.absent() if waited > min(timeout, _FIRST_LOOK) else []
-            ended = self.ended(absent)
-            if not ended and waited <= timeout:
-                return None
-            return {"values": list(self.values().items()), "absent": absent, "ended": ended, "waited": waited}
-
-        found = self.decide(subject, value, timeout, judge)
-        return Outcome(**{**found, "values": dict(found.get("values", []))})
-
-    def decide(self, subject: str, value: object, timeout: float, judge: Callable[[float], Any]) -> Any:
-        """Put this rank's value and return the outcome of the round.
-
-        `judge` takes the seconds waited so far and returns an outcome (plain JSON data), or None as long as there is
-        none. The first rank calls it. The others do where that rank has not come, or does not decide in time.
-        """
-        first, logged = self.ranks[0], False
         try:
-            self.put(value)
-            for waited in pauses():
-                if self.store.check([self.key("outcome")]):
-                    return json.loads(self.store.get(self.key("outcome")))
-                stands_in = waited > 2 * timeout or (waited > _STAND_IN and not self.store.check([self.key(first)]))
-                if (self.rank == first or stands_in) and (found := judge(waited)) is not None:
-                    return self.fix(found)
-                if waited > _PATIENCE and not logged:
-                    logged = True
-                    logger.warning(
-                        "rank %d waits in `%s` for %s, up to %.0f s more",
-                        self.rank, subject, ranks_in_words(self.absent() or [first]), max(0.0, timeout - waited),
-                    )  # fmt: skip
+            came = self.put(value)
+            for _ in self.waits(subject, timeout, reduce, explain, is_last=came == len(self.ranks)):
+                pass
+            return self.outcome()
         except (RuntimeError, ConnectionError) as error:
             raise StoreLostError(str(error)) from error
-        raise AssertionError("unreachable")
 
-    def put(self, value: object) -> None:
-        """Give this rank's value."""
+    def put(self, value: object) -> int:
+        """Give this rank's value. Returns how many ranks have come."""
         self.store.set(self.key(self.rank), json.dumps(value))
         if self.number > 1:
             # Whoever has given a value in the round before this one has left the one before that.
             self.store.delete_key(self.key(self.rank, back=2))
+        return int(self.store.add(self.key("came"), 1))
 
-    def fix(self, outcome: object) -> Any:
-        """Write an outcome. Returns the valid one: this one, or an earlier one of another rank."""
-        fixed = json.loads(self.store.compare_set(self.key("outcome"), "", json.dumps(outcome)))
-        if self.number and self.rank == self.ranks[0] and self.is_complete():
+    def waits(
+        self,
+        subject: str,
+        timeout: float,
+        reduce: Reduce | None = None,
+        explain: Callable[[list[int], list[int]], Any] | None = None,
+        is_last: bool = False,
+    ) -> Iterator[float]:
+        """Yield the seconds waited until there is an outcome. This rank makes it where that is its part."""
+        position = self.ranks.index(self.rank)
+        limit = timeout + _SUCCESSION * min(position, 2)
+        logged, next_look = False, _GRACE
+        for waited in pauses(len(self.ranks), limit):
+            if self.store.check([self.key("outcome")]):
+                return
+            if is_last:
+                self._conclude(reduce)
+                return
+            if position < 2 and not logged and waited > _PATIENCE:
+                logged = True
+                absent = self.absent()
+                if absent and (position == 0 or self.ranks[0] in absent):
+                    # The first rank reports it, or the second one if the first has not come.
+                    log_wait(subject, self.rank, absent, timeout - waited)
+            absent, ended = [], []
+            if position < 2 and waited > next_look:
+                next_look = min(2 * waited, waited + _ENDED_LOOK)
+                absent = self.absent()
+                states = {rank: marks.state_of(rank, self.store) for rank in absent}
+                ended = [rank for rank, state in states.items() if state and not state.startswith("is stopped")]
+            if ended or waited >= limit:
+                if position > 1:
+                    # Neither the first rank nor the second one has decided. Counting the others is not for each rank.
+                    absent = self.absent(self.ranks[:2]) or list(self.ranks[:2])
+                elif not ended:
+                    absent = self.absent()
+                if absent:
+                    result = explain(absent, ended) if explain else None
+                    words = {"absent": ranks_in_words(absent), "ended": ranks_in_words(ended) if ended else ""}
+                    self.settle({"result": result, **words, "waited": waited})
+                else:
+                    self._conclude(reduce)
+                return
+            yield waited
+
+    def _conclude(self, reduce: Reduce | None) -> None:
+        """Reduce the values of all ranks to an outcome."""
+        outcome: dict[str, Any]
+        try:
+            outcome = {"result": None if reduce is None else reduce(self.values(self.ranks))}
+        except dist.DistError:
+            raise
+        except Exception as error:
+            # The other ranks wait for the outcome.
+            text = str(error)
+            outcome = {"refused": text if isinstance(error, AccelerateError) else f"{type(error).__name__}: {text}"}
+        self.settle(outcome)
+        if self.number:
+            # All ranks are in this round, so none looks at the one before.
             self.store.delete_key(self.key("outcome", back=1))
-        return fixed
+            self.store.delete_key(self.key("came", back=1))
 
-    def is_complete(self) -> bool:
-        """Whether all ranks have come."""
-        return bool(self.store.check([self.key(rank) for rank in self.ranks]))
+    def settle(self, outcome: Mapping[str, Any]) -> None:
+        """Write an outcome, in fields of `Outcome`. Nothing happens where there is one."""
+        self.store.compare_set(self.key("outcome"), "", json.dumps(outcome))
 
-    def values(self) -> dict[int, Any]:
-        """The values of the ranks that have come."""
-        present = self.ranks
-        if not self.is_complete():
-            present = [rank for rank in self.ranks if self.store.check([self.key(rank)])]
-        if not present:
-            return {}
-        found = self.store.multi_get([self.key(rank) for rank in present])
-        return {rank: json.loads(value) for rank, value in zip(present, found, strict=True)}
+    def outcome(self) -> Outcome:
+        """The outcome. There must be one."""
+        return Outcome(**json.loads(self.store.get(self.key("outcome"))))
+
+    def values(self, ranks: Sequence[int]) -> dict[int, Any]:
+        """The values of ranks that have come. Each one asked for is sent to this rank: ask for few, or on one rank."""
+        texts = self.store.multi_get([self.key(rank) for rank in ranks])
+        return {rank: json.loads(text) for rank, text in zip(ranks, texts, strict=True)}
 
     def former_value(self, rank: int) -> Any:
         """What a rank that is not in this round yet gave in the one before; None where there is nothing."""
         key = self.key(rank, back=1)
         return json.loads(self.store.get(key)) if self.store.check([key]) else None
 
-    def absent(self) -> list[int]:
-        """The ranks that have not come."""
-        return [rank for rank in self.ranks if not self.store.check([self.key(rank)])]
+    def absent(self, ranks: Sequence[int] | None = None) -> list[int]:
+        """Those of `ranks` (by default, of all) that have not come, found by halves."""
+        ranks = self.ranks if ranks is None else ranks
+        if self.store.check([self.key(rank) for rank in ranks]):
+            return []
+        if len(ranks) == 1:
+            return list(ranks)
+        middle = len(ranks) // 2
+        return self.absent(ranks[:middle]) + self.absent(ranks[middle:])
 
-    def ended(self, ranks: Sequence[int]) -> list[int]:
-        """Those of `ranks` whose process has left the run, as the store has it, or was killed on this machine."""
-        return [rank for rank in ranks if self.store.check([f"accelerate/{marks.LEFT}/{rank}"]) or self._is_gone(rank)]
 
-    def _is_gone(self, rank: int) -> bool:
-        key = f"accelerate/{marks.PROCESS}/{rank}"
-        return self.store.check([key]) and marks.is_gone(json.loads(self.store.get(key)))
+def arrivals(name: str, connection: Connection, ranks: Sequence[int]) -> dict[int, Any]:
+    """The value of the first of `ranks` that has come to the next round of a name, in which this rank is not yet."""
+    store, key = connection.store, f"agree/{name}/{connection.rounds.get(name, 0)}"
+    if not store.add(f"{key}/came", 0):
+        return {}
+    rank = next(rank for rank in ranks if store.check([f"{key}/{rank}"]))
+    return {rank: json.loads(store.get(f"{key}/{rank}"))}
+
+
+def log_wait(subject: str, rank: int, absent: Iterable[int], left: float) -> None:
+    """Log for whom a rank waits."""
+    logger.warning("rank %d waits in `%s` for %s, up to %.0f s more", rank, subject, ranks_in_words(absent), left)
+
+
+def first(values: Mapping[int, Any]) -> Any:
+    """A reduction: the value of the first rank."""
+    return values[min(values)]
 
 
 class Agreement:
@@ -212,42 +290,64 @@ class Agreement:
         self.world: int = process.num_processes
         self.name = name
         self._connection = default_connection() if self.world > 1 else None
+        self._round: Round | None = None
+        self._value: Any = None
 
-    def _round(self) -> Round:
+    def _next(self) -> Round:
         return Round(self.name, range(self.world), self.rank, self._connection)
 
-    def exchange(self, subject: str, value: object, timeout: float, absent: str = "") -> list[Any]:
-        """Every rank's `value` (plain JSON data), in rank order, once all have come.
+    def exchange(
+        self, subject: str, value: object, timeout: float, absent: str = "", reduce: Reduce | None = None
+    ) -> Any:
+        """Give this rank's `value` (plain JSON data); return the same result on every rank, once all have come.
 
         Args:
             subject: what is being agreed on. It must be the same on all ranks.
             value: this rank's value.
             timeout: seconds to wait for the others.
             absent: what the absence of a rank may mean, for the message.
+            reduce: makes the result of {rank: value}. One rank calls it, and all get what it returns, so this must be
+                plain JSON data whose size does not grow with the number of ranks. Its error is raised on all ranks.
 
         Raises:
-            CheckpointError: on every rank that came, where one has not within `timeout` or has refused.
+            CheckpointError: on every rank that came, where one has not within `timeout`, has refused, is in another
+                exchange, or where `reduce` raises.
         """
+        self._value = value
         if self._connection is None:
-            return [value]
+            return None if reduce is None else reduce({self.rank: value})
+
+        def reduced(rows: dict[int, Any]) -> Any:
+            if any(row[0] != subject for row in rows.values()):
+                subjects = values_in_words({rank: row[0] for rank, row in rows.items()})
+                raise CheckpointError(f"the ranks do different things at the same time: {subjects}")
+            return None if reduce is None else reduce({rank: row[1] for rank, row in rows.items()})
+
+        self._round = self._next()
         try:
-            outcome = self._round().exchange(subject, {"subject": subject, "value": value}, timeout)
+            outcome = self._round.exchange(subject, [subject, value], timeout, reduced)
         except StoreLostError as error:
             raise CheckpointError(
                 f"rank {self.rank}: the other ranks cannot be reached ({subject}): {error}. "
-                "The process that keeps the store (rank 0, or the launcher) may have ended."
+                "The process that hosts the store (rank 0, or the launcher) may have ended."
             ) from error
         if outcome.refused is not None:
             raise CheckpointError(outcome.refused)
         if outcome.absent:
-            ranks = ranks_in_words(outcome.ended or outcome.absent)
-            why = " and has ended" if outcome.ended else f" within {outcome.waited:.0f} s"
-            raise CheckpointError(f"rank {self.rank}: {ranks} did not come to `{subject}`{why}. {absent}".rstrip())
-        rows = outcome.values.values()
-        if len({row["subject"] for row in rows}) > 1:
-            calls = "; ".join(f"rank {rank}: {row['subject']}" for rank, row in outcome.values.items())
-            raise CheckpointError(f"the ranks do different things at the same time: {calls}")
-        return [row["value"] for row in rows]
+            which = outcome.ended or outcome.absent
+            has_ended = f" and {'have' if which.startswith('ranks') else 'has'} ended"
+            why = has_ended if outcome.ended else f" within {outcome.waited:.0f} s"
+            raise CheckpointError(f"rank {self.rank}: {which} did not come to `{subject}`{why}. {absent}".rstrip())
+        return outcome.result
+
+    def values(self, ranks: Sequence[int]) -> dict[int, Any]:
+        """The values that `ranks` have given in the last exchange, to be read before the next one.
+
+        They are sent to the rank that calls this: for the one that needs all of them, and for a few elsewhere.
+        """
+        if self._round is None:
+            return {self.rank: self._value}
+        return {rank: row[1] for rank, row in self._round.values(ranks).items()}
 
     def refuse(self, text: str) -> None:
         """Leave an error as the outcome of the next exchange, in which this rank takes no part: the others raise it.
@@ -257,13 +357,13 @@ class Agreement:
         if self._connection is None:
             return
         try:
-            self._round().fix({"refused": text})
+            self._next().settle({"refused": text})
         except dist.DistError as error:
             logger.warning("rank %d: the other ranks cannot be reached to report an error: %s", self.rank, error)
 
 
-# By the group's own store, which must not be kept: rank 0's hosts the server, and the next group needs a new one.
-_CONNECTIONS: weakref.WeakKeyDictionary[dist.Store, Connection] = weakref.WeakKeyDictionary()
+# By the group. A store must not be kept: rank 0's hosts the server, and the next group needs a new one.
+_CONNECTIONS: weakref.WeakKeyDictionary[dist.ProcessGroup, Connection] = weakref.WeakKeyDictionary()
 # The hang watch connects in its own thread. Two connections would count the rounds of this rank twice.
 _CONNECTING = threading.Lock()
 
@@ -274,20 +374,26 @@ def default_connection() -> Connection:
     Made once a group: connecting takes milliseconds, and every now and then five seconds (torch 2.13 tries again
     after that time where the first try met a busy server). Threads share it: each of our operations is short.
     """
-    default: Any = dist.distributed_c10d._get_default_store()
+    group = dist.group.WORLD
+    if group is None:
+        raise ValueError("the default process group is not initialized")
     with _CONNECTING:
-        if default not in _CONNECTIONS:
-            _CONNECTIONS[default] = Connection(default.clone())
-        return _CONNECTIONS[default]
+        if group not in _CONNECTIONS:
+            # The stubs of a store lack `clone`.
+            store: Any = group.get_group_store()
+            _CONNECTIONS[group] = Connection(store.clone())
+        return _CONNECTIONS[group]
 
 
-def pauses() -> Iterator[float]:
-    """The seconds waited so far, with a sleep in between that grows to 10 ms.
+def pauses(ranks: int = 2, limit: float = math.inf) -> Iterator[float]:
+    """The seconds waited so far, with a sleep in between that grows with them; one sleep ends at `limit`.
 
-    A store's own `wait` with a time limit writes a warning each time that the limit passes.
+    `ranks` is the number of ranks that wait at the same time. A store's own `wait` with a time limit writes a warning
+    each time that the limit passes, and holds up signals.
     """
-    begin, pause = time.monotonic(), 5e-5
+    begin = time.monotonic()
     while True:
-        yield time.monotonic() - begin
-        time.sleep(pause)
-        pause = min(1.5 * pause, 0.01)
+        waited = time.monotonic() - begin
+        yield waited
+        pause = min(max(_FIRST_LOOK * ranks, _SHARE * waited), _LONGEST)
+        time.sleep(min(pause, limit - waited) if waited < limit else pause)

@@ -3,22 +3,20 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping
-from types import EllipsisType, FrameType
+from types import EllipsisType
 from typing import Any, NamedTuple
 
 import torch
 
 from ..core import trees
 from ..core.objects import spans
+from ..core.stacks import user_line
 
 # What is compared, in this order: the first difference is reported.
 ASPECTS = ("operation", "options", "structure", "dtypes", "dimensions", "shapes")
 # How many tensors of a call are listed in a message.
 LISTED = 4
-# What the names of modules begin with that are not the user's. contextlib enters `main_process_first`, for example.
-_PACKAGES = (__name__.partition(".")[0] + ".", "torch.", "contextlib", "functools")
 
 
 class Call(NamedTuple):
@@ -96,20 +94,6 @@ def _outline(data: object) -> str:
     return f"{type(data).__qualname__}({', '.join(name + ': ' + _outline(value) for name, value in children)})"
 
 
-def user_frame(frame: FrameType | None = None) -> FrameType:
-    """The innermost frame outside this package and torch, in the stack of `frame` (by default, of the caller)."""
-    frame = sys._getframe(1) if frame is None else frame
-    while (outer := frame.f_back) is not None and frame.f_globals.get("__name__", "").startswith(_PACKAGES):
-        frame = outer
-    return frame
-
-
-def user_line(frame: FrameType | None = None) -> str:
-    """The place outside this package and torch that called into them, in the stack of `frame`."""
-    frame = user_frame(frame)
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-
-
 def difference(found: dict[int, dict[str, Any]]) -> str | None:
     """What the ranks that have shown their records differ in, or None."""
     for aspect in ASPECTS:
@@ -164,6 +148,21 @@ def _minority(texts: dict[int, str]) -> str:
     most = max(sides.values(), key=len)
     odd = [rank for rank in texts if rank not in most]
     return f"{ranks_in_words(odd)} differ{'s' if len(odd) == 1 else ''} from {ranks_in_words(most)}"
+
+
+def values_in_words(values: Mapping[int, object], limit: int = 8) -> str:
+    """The values of ranks, each once: `ranks 0, 2: save; rank 1: load`; of very many the first ones."""
+    groups = by_text(values)
+    shown = [f"{ranks}: {text}" for ranks, text in groups[:limit]]
+    return "; ".join(shown) + (f"; and {len(groups) - limit} more" if len(groups) > limit else "")
+
+
+def by_text(values: Mapping[int, object]) -> list[tuple[str, str]]:
+    """The ranks of each value, in words, and the value as text."""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in values.items():
+        ranks.setdefault(str(value), []).append(rank)
+    return [(ranks_in_words(members), text) for text, members in ranks.items()]
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:

@@ -12,19 +12,15 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import time
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import AllToAllOptions
 
 from ..core.errors import DistributedOperationException
 from . import communication
 from .calls import Call, mismatch, record
-from .ledger import LEDGER
 
 SIGNATURE = 8
 # The signature, and the number of content bytes that this rank has (in this message, or in the one after it).
@@ -34,7 +30,6 @@ LARGEST = 64 << 10
 LARGEST_OVER_ALL = 4 << 20
 
 _DISAGREE = b"\xffdiffer\xff"
-_options = AllToAllOptions()
 
 
 @functools.lru_cache(maxsize=512)
@@ -49,12 +44,11 @@ class Channel:
     `slots[rank]` is the last message of that rank: header and content. This rank writes to its own slot.
     """
 
-    def __init__(self, rank: int, world: int, serves_all: bool, name: str) -> None:
+    def __init__(self, rank: int, world: int, serves_all: bool) -> None:
         self.rank = rank
         self.world = world
         # gloo sends tensors of all devices, and not only those on the CPU.
         self.serves_all = serves_all
-        self.name = name
         self.capacity: int = min(LARGEST, LARGEST_OVER_ALL // world) & ~15
         stride = HEADER + self.capacity
         # Tensors made in inference mode could not be written to outside of it.
@@ -71,6 +65,7 @@ class Channel:
             self._splits[rank - 1] += stride
         self._received = row if rank else row[stride:]
         self.memory: dict[Any, Any] = {}
+        self._options = dist.distributed_c10d.AllToAllOptions()
 
     def swap(self, group: dist.ProcessGroup, header: bytes, sent: torch.Tensor, splits: list[int], call: Call) -> None:
         """Send each other rank its split of `sent` (header and content), and receive theirs into `slots`.
@@ -78,8 +73,7 @@ class Channel:
         Raises DistributedOperationException, the same on every rank, where the ranks' signatures differ;
         CommunicationError where another rank is gone or does not come within the group's timeout.
         """
-        work = group.alltoall_base(self._received, sent, self._splits, splits, _options)
-        self._wait(work, call)
+        self._send(group, sent, splits, call)
         own = header[:SIGNATURE]
         for found in self._headers:
             if found != own:
@@ -100,13 +94,12 @@ class Channel:
 
     def agree(self, group: dist.ProcessGroup, sign: bytes, call: Call) -> None:
         """Return when every rank is about to make the same call. A message without content."""
-        header, sent, splits = self.memory.get(sign) or self._header_alone(sign)
-        self.swap(group, header, sent, splits, call)
-
-    def _header_alone(self, sign: bytes) -> tuple[bytes, torch.Tensor, list[int]]:
-        header = sign + bytes(HEADER - SIGNATURE)
-        found: tuple[bytes, torch.Tensor, list[int]] = self.remember(sign, (header, *self._message(header)))
-        return found
+        message: tuple[bytes, torch.Tensor, list[int]] | None = self.memory.get(sign)
+        if message is None:
+            header = sign + bytes(HEADER - SIGNATURE)
+            message = header, *self._message(header)
+            self.remember(sign, message)
+        self.swap(group, *message, call)
 
     def splits(self, size: int) -> list[int]:
         """Return the split sizes of an all-to-all that sends `size` bytes to each other rank."""
@@ -133,15 +126,10 @@ class Channel:
         """What every rank has sent, equally long: shape `[ranks, length]`. A view, overwritten by the next message."""
         return self.slots[:, HEADER : HEADER + length]
 
-    def _wait(self, work: Any, call: Call) -> None:
-        entry = LEDGER.enter(call, self.name)
-        try:
+    def _send(self, group: dist.ProcessGroup, sent: torch.Tensor, splits: list[int], call: Call) -> None:
+        work = group.alltoall_base(self._received, sent, self._splits, splits, self._options)
+        with communication.Collective(call):
             work.wait()
-        except RuntimeError as error:
-            communication.raise_lost(error, _words(call))
-            raise
-        finally:
-            entry.left = time.monotonic()
 
     def _complain(self, group: dist.ProcessGroup, call: Call) -> None:
         """Raise an error for calls that differ. Every rank has detected it, so all exchange their calls first."""
@@ -153,18 +141,14 @@ class Channel:
             text = json.dumps(mine).encode()
         header = _DISAGREE + len(text).to_bytes(HEADER - SIGNATURE, "little", signed=True)
         sent, splits = self._message(header, text)
-        work = group.alltoall_base(self._received, sent, self._splits, splits, _options)
-        self._wait(work, call)
+        self._send(group, sent, splits, call)
         members = dist.get_process_group_ranks(group)
         found = {members[peer]: json.loads(bytes(self.content(peer))) for peer in range(self.world)}
         raise DistributedOperationException(mismatch(dict(sorted(found.items()))))
 
 
-def _words(call: Call) -> str:
-    return f"`{call.operation}`"
-
-
 _channels: weakref.WeakKeyDictionary[dist.ProcessGroup, Channel | None] = weakref.WeakKeyDictionary()
+_backends: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, str]] = weakref.WeakKeyDictionary()
 
 
 def channel_of(group: dist.ProcessGroup) -> Channel | None:
@@ -173,17 +157,20 @@ def channel_of(group: dist.ProcessGroup) -> Channel | None:
         return _channels[group]
     except KeyError:
         found = None
-        backends = _backends(group) if group.size() > 1 else {}
+        backends = backends_of(group) if group.size() > 1 else {}
         if backends.get("cpu") == "gloo":
-            found = Channel(group.rank(), group.size(), set(backends.values()) == {"gloo"}, group.group_name)
+            found = Channel(group.rank(), group.size(), set(backends.values()) == {"gloo"})
         _channels[group] = found
         return found
 
 
-def _backends(group: dist.ProcessGroup) -> dict[str, str]:
-    """Type of device -> the backend that serves it."""
-    kinds: Sequence[torch.device] = group._device_types
-    return {device.type: group._get_backend(device).name() for device in kinds}
+def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
+    """Type of device -> the backend that serves it, of a group."""
+    backends = _backends.get(group)
+    if backends is None:
+        pairs: Any = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
+        backends = _backends[group] = dict(pairs)
+    return backends
 
 
 def barrier(operation: str, device: torch.device, backend: str | None, error: str = "") -> None:
@@ -191,21 +178,15 @@ def barrier(operation: str, device: torch.device, backend: str | None, error: st
 
     On gloo the call is checked against what the others call. Elsewhere it is torch's own barrier.
     """
-    group = dist.distributed_c10d._get_default_group()
+    group = dist.group.WORLD
+    assert group is not None
     channel = channel_of(group)
     on_cpu = device.type in ("cpu", "mps") or backend == "gloo"
-    try:
-        if channel is None or not on_cpu:
-            entry = LEDGER.enter(Call(operation), group.group_name)
-            try:
-                dist.barrier(device_ids=None if on_cpu else [device.index])
-            finally:
-                entry.left = time.monotonic()
-            return
-    except RuntimeError as lost:
-        communication.raise_lost(lost, f"`{operation}`")
-        raise
     call = Call(operation)
+    if channel is None or not on_cpu:
+        with communication.Collective(call):
+            dist.barrier(device_ids=None if on_cpu else [device.index])
+        return
     channel.swap_bytes(group, signature(operation), content := error.encode()[: channel.capacity], len(content), call)
     for rank in range(channel.world):
         if rank != channel.rank and channel.length(rank):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from typing import Any
@@ -10,9 +11,10 @@ from typing import Any
 import torch.distributed as dist
 
 from ..core.errors import AccelerateError, CommunicationError
+from ..core.stacks import user_line
 from . import hang_watch, marks
-from .calls import ranks_in_words, user_line
-from .hang_report import SAME_CALLS, status_line
+from .agreement import pauses
+from .calls import Call, ranks_in_words
 from .ledger import LEDGER
 
 # The messages of gloo, NCCL and the store for a rank that is gone or has not come.
@@ -25,14 +27,31 @@ _LOST = re.compile(
 _CLOSED = re.compile(
     r"Connection (closed|reset) by peer|Broken pipe|Socket closed|remote process exited", re.IGNORECASE
 )
-# Seconds to wait for the marks of ranks that have closed the connection or wait elsewhere.
-GRACE = 1.0
+# Seconds to wait for a cause, and for the rank that asks those without a word.
+GRACE, PATIENCE = 1.0, 5.0
 
 UNEVEN = (
     "Uneven batches? Ranks that read different numbers of batches cannot train together. Keep `even_batches=True` "
     "(the default), wrap the loop in `accelerator.join_uneven_inputs([model])` (DDP), or use "
     "`Accelerator(exact=True)`. A `break`, or an exception that is caught on one rank only, has the same effect."
 )
+
+
+class Collective:
+    """A block in which this rank waits for others: in the ledger, and CommunicationError where one is gone."""
+
+    # Not a generator of contextlib: that takes longer than the entry in the ledger.
+    def __init__(self, call: Call) -> None:
+        self._entry = LEDGER.enter(call)
+
+    def __enter__(self) -> None:
+        """Nothing: the entry is made."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """The collective has ended."""
+        self._entry.left = time.monotonic()
+        if isinstance(error, RuntimeError):
+            raise_lost(error, f"`{self._entry.operation}`")
 
 
 def is_lost(error: BaseException) -> bool:
@@ -45,44 +64,26 @@ def is_lost(error: BaseException) -> bool:
 
 def raise_lost(error: BaseException, operation: str) -> None:
     """Raise CommunicationError from a backend's error about another rank; return for any other error."""
-    if isinstance(error, AccelerateError) or not is_lost(error) or not _several():
+    if isinstance(error, AccelerateError) or not is_lost(error):
         return
-    raise CommunicationError(explanation(operation, error)) from error
-
-
-def _several() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise CommunicationError(explanation(operation, error)) from error
 
 
 def explanation(operation: str, error: BaseException | None = None, at: str | None = None) -> str:
-    """A message: where this rank is, what the other ranks' marks report, and a remedy. Leaves this rank's mark."""
-    me, world = dist.get_rank(), dist.get_world_size()
+    """A message: where this rank is, what has become of the others, and a remedy. The other ranks can read it."""
+    me = dist.get_rank()
     at = at or user_line()
-    marks.publish(marks.WAITING, marks.where(operation, at))
-    others = [rank for rank in range(world) if rank != me]
-    begin = time.monotonic()
-    while True:
-        found = _marks(others)
-        if found is None or all(_has_mark(found, rank) for rank in others) or time.monotonic() - begin > GRACE:
-            break
-        time.sleep(0.02)
-    gone = [] if found is None else [rank for rank in others if _is_gone(found, rank)]
-    if gone:
-        # Its process may have left marks after they were read.
-        found = _marks(others)
-    marks.publish(marks.READY, True)
     place = marks.own_place()
     head = f"rank {me}: {'another rank is not in' if error is None else 'the connection to another rank failed in'} "
-    head += f"{operation} (at {at}{f', in {place}' if place else ''})"
-    lines = [f"{head}."]
+    lines = [f"{head}{operation} (at {at}{f', in {place}' if place else ''})."]
+    marks.post(marks.LOST, marks.LOST, operation=operation, at=at)
     closed = error is not None and _CLOSED.search(str(error)) is not None
-    lines += [f"  - {line}" for line in _reports(found, others, closed)]
-    unable = [] if found is None else [rank for rank in others if _is_stopped(found, rank) or _is_gone(found, rank)]
-    if found is not None and not _has_failed(found) and not unable:
-        if _is_uneven(found):
-            lines.append(UNEVEN)
-        elif not closed or found[marks.LEFT]:
-            lines.append(SAME_CALLS)
+    try:
+        lines += _what_is_known(me, closed)
+    except (RuntimeError, ValueError):
+        lines.append("  - the store of the run is gone: the process that hosts it (rank 0, or the launcher) has ended")
+    marks.done()
     if before := LEDGER.ended(hang_watch.BEFORE):
         lines.append(f"The last collectives of rank {me} before it: {', '.join(before)}")
     if error is not None:
@@ -91,97 +92,70 @@ def explanation(operation: str, error: BaseException | None = None, at: str | No
     return "\n".join(lines)
 
 
-def _marks(others: list[int]) -> dict[str, dict[int, Any]] | None:
-    # A rank that has failed leaves that mark before the one that it has left, so that is read after it.
-    kinds = (marks.LEFT, marks.FAILED, marks.READ, marks.WAITING, marks.PROCESS)
-    found = {kind: marks.read(kind, others) for kind in kinds}
-    return None if None in found.values() else found  # type: ignore[return-value]
-
-
-def _has_mark(found: dict[str, dict[int, Any]], rank: int) -> bool:
-    return _has_reported(found, rank) or _is_gone(found, rank)
-
-
-def _has_reported(found: dict[str, dict[int, Any]], rank: int) -> bool:
-    """Whether a rank has left a mark of its end, or of where it is."""
-    return any(rank in found[kind] for kind in (marks.FAILED, marks.LEFT, marks.WAITING))
-
-
-def _is_gone(found: dict[str, dict[int, Any]], rank: int) -> bool:
-    """Whether a rank's process is gone without a mark of why."""
-    return not _has_reported(found, rank) and marks.is_gone(found[marks.PROCESS].get(rank))
-
-
-def _is_stopped(found: dict[str, dict[int, Any]], rank: int) -> bool:
-    return not _has_reported(found, rank) and marks.is_stopped(found[marks.PROCESS].get(rank))
-
-
-def _reports(found: dict[str, dict[int, Any]] | None, others: list[int], closed: bool) -> list[str]:
-    if found is None:
-        return ["the store of the run is gone: the process that hosts it (rank 0, or the launcher) has ended"]
-    lines, silent = [], []
-    # A closed connection usually means that a rank without a mark is gone, and cannot answer.
-    unknown = [] if closed else [rank for rank in others if not _has_mark(found, rank)]
-    places = hang_watch.request(unknown) if unknown else {}
-    for rank in others:
-        failed, waiting = found[marks.FAILED].get(rank), found[marks.WAITING].get(rank)
-        if failed is not None and not failed["secondary"]:
-            line = f"rank {rank} failed: {failed['error']} (at {failed['at']})"
-        elif waiting is not None:
-            line = f"rank {rank} is in {waiting['operation']} (at {waiting['at']})"
-            if waiting["place"]:
-                lines.append(f"{line}, in {waiting['place']}")
-                continue
-        elif rank in found[marks.LEFT]:
-            line = f"rank {rank} has finished: its script has ended"
-        elif _is_gone(found, rank):
-            lines.append(f"rank {rank} was killed (out of memory?) or crashed: its process is gone")
-            continue
-        elif _is_stopped(found, rank):
-            lines.append(f"rank {rank} is stopped (process {found[marks.PROCESS][rank][1]}): SIGSTOP, or a debugger")
-            continue
-        elif rank in places:
-            line = f"rank {rank} {status_line(places[rank])}"
-        elif rank in found[marks.READ]:
-            line = f"rank {rank} is elsewhere"
-        else:
-            silent.append(rank)
-            continue
-        lines.append(line + _data(found[marks.READ].get(rank)))
-    if silent:
-        known = closed and (found[marks.LEFT] or found[marks.FAILED])
-        unanswered = "stopped, in a call that holds the interpreter lock, or on a machine that cannot be reached"
-        crashed = "still at work" if known else "killed (out of memory?) or crashed, or still at work"
-        state = crashed if closed else unanswered
-        lines.append(f"{ranks_in_words(silent)}: no word from {'it' if len(silent) == 1 else 'them'}; {state}")
+def _what_is_known(me: int, closed: bool) -> list[str]:
+    """What the other ranks have left in the store, and a remedy."""
+    world, processes = dist.get_world_size(), marks.neighbours()
+    for waited in pauses(world, GRACE):
+        marks.post_killed(processes)
+        if marks.count(marks.CAUSES) or marks.count(marks.LOST) >= world or waited >= GRACE:
+            break
+    causes = marks.entries(marks.CAUSES)
+    others = {entry["rank"]: entry for entry in marks.entries(marks.LOST) if entry["rank"] != me}
+    lines = [_in_words(entry) for entry in (*causes, *others.values())]
+    unable = any(entry["kind"] != marks.ENDED for entry in causes)
+    if not causes and marks.count(marks.LOST) < world:
+        silent = _silent(world, closed)
+        lines += silent["lines"]
+        unable = silent["unable"]
+    lines = [f"  - {line}" for line in lines]
+    if not unable:
+        own, here = marks.batches_read(), marks.own_place()
+        # In different calls amid their loaders, one is ahead because of that.
+        uneven = [entry for entry in others.values() if entry["total"] != own and not (entry["place"] and here)]
+        uneven += [entry for entry in causes if here or entry["total"] != own]
+        if uneven:
+            lines.append(UNEVEN)
+        elif causes or not closed:
+            lines.append(hang_watch.SAME_CALLS)
     return lines
 
 
-def _data(mark: Any) -> str:
-    if mark is None:
-        return ""
-    batches = f"{mark['batches']} batch{'es' if mark['batches'] != 1 else ''}"
-    if mark["complete"]:
-        return f"; its loader ended epoch {mark['epoch']} after {batches}"
-    return f"; it left the loop over its loader in epoch {mark['epoch']} after {batches}"
+# What has become of a rank, from an entry of the store.
+_FATES = {
+    marks.KILLED: marks.WAS_KILLED,
+    marks.FAILED: "failed: {error} (at {at})",
+    marks.ENDED: "has finished: its script has ended",
+    marks.LOST: "is in {operation} (at {at})",
+}
 
 
-def _has_failed(found: dict[str, dict[int, Any]]) -> bool:
-    return any(not mark["secondary"] for mark in found[marks.FAILED].values())
+def _in_words(entry: dict[str, Any]) -> str:
+    line = f"rank {entry['rank']} {_FATES[entry['kind']].format(**entry)}"
+    if entry["kind"] == marks.LOST and entry["place"]:
+        return f"{line}, in {entry['place']}"
+    return f"{line}; {entry['last_pass']}" if entry.get("last_pass") else line
 
 
-def _is_uneven(found: dict[str, dict[int, Any]]) -> bool:
-    """Whether another rank has read another number of batches, or has ended while this one is in its loop."""
-    own = marks.batches_read()
-    # A rank that has ended with an error, as this one is about to, has not run out of batches.
-    left = [rank for rank in found[marks.LEFT] if rank not in found[marks.FAILED]]
-    if marks.own_place() and left:
-        return True
-    totals = {rank: mark["total"] for rank, mark in found[marks.READ].items()}
-    for rank, mark in found[marks.WAITING].items():
-        totals[rank] = mark["total"]
-        if mark["reading"] and marks.is_reading():
-            # In different calls amid their loaders, one is ahead because of that. An error leaves the loop, too.
-            del totals[rank]
-    stopped = [rank for rank in left if rank not in totals]
-    return any(total != own for total in totals.values()) or bool(stopped and own)
+def _silent(world: int, closed: bool) -> dict[str, Any]:
+    """What is known of the ranks that have left no word. One rank finds out, for all."""
+    store, me, key = marks.run_store(), str(dist.get_rank()), "accelerate/silent/lines"
+    if store.compare_set("accelerate/silent", "", me).decode() == me:
+        posted = {entry["rank"] for entry in marks.entries(marks.LOST, most=2 * world)}
+        silent = [rank for rank in range(world) if rank not in posted]
+        states = {rank: state for rank in silent if (state := marks.state_of(rank, store))}
+        # A closed connection usually means that a rank without a word is gone, and cannot answer.
+        places = {} if closed else hang_watch.request([rank for rank in silent if rank not in states])
+        states |= {rank: hang_watch.status_line(status) for rank, status in places.items()}
+        lines = [f"rank {rank} {state}" for rank, state in states.items()]
+        if unknown := [rank for rank in silent if rank not in states]:
+            why = "killed (out of memory?) or crashed, or still at work" if closed else "stopped, or cannot be reached"
+            lines.append(f"{ranks_in_words(unknown)}: no word from {'it' if len(unknown) == 1 else 'them'}; {why}")
+        unable = any(states[rank] != marks.HAS_ENDED for rank in states if rank not in places)
+        store.set(key, json.dumps({"lines": lines, "unable": unable}))
+    for waited in pauses(world, PATIENCE):
+        if store.check([key]):
+            found: dict[str, Any] = json.loads(store.get(key))
+            return found
+        if waited >= PATIENCE:
+            break
+    return {"lines": [], "unable": False}

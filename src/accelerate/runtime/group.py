@@ -12,6 +12,7 @@ import importlib
 import sys
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -24,12 +25,14 @@ from torch.nn.parallel import DistributedDataParallel
 from ..core import env
 from ..core.device_kinds import DeviceKind
 from ..core.errors import CommunicationError, ConfigurationError
+from ..core.stacks import is_users
+from ..torch_internals import process_group
 from . import communication, hang_watch, marks, smddp, xla
-from .place import is_users
+from .agreement import pauses
 from .topology import Topology
 
-# How long a rank that ends waits for the others before it closes its connections under them.
-FAREWELL = timedelta(seconds=30)
+# Seconds for which rank 0, which may host the store, waits for the others at its end.
+FAREWELL = 30.0
 # Seconds in which the group's idle threads get the interpreter lock before it is gone.
 LOCK_HANDOVER = 0.02
 # Seconds for which a failed process that hosts the run's store keeps it for the others.
@@ -44,6 +47,10 @@ class _Exit:
 
     armed = False
     owner = False
+    # The run's store, once this rank has reported that it leaves, and the number of ranks that it keeps it for.
+    store: Any = None
+    waits_for = 0
+    timeout: timedelta | None = None  # of the default group; None: torch's default
     failed = False
     interruptions = 0
     previous_hook: Any = None
@@ -60,7 +67,8 @@ def start(
     Raises ConfigurationError where the main address is missing or the backend is not in this torch.
     """
     if not dist.is_initialized():
-        _check_address(topology, init_method)
+        if init_method is None:
+            _check_address(topology)
         if backend == "xla":
             xla.register_backend()
         if backend == smddp.BACKEND:
@@ -69,29 +77,21 @@ def start(
             raise ConfigurationError(
                 f"rank {topology.rank}: the collective backend {backend!r} is not in this build of torch"
             )
-        if timeout is None and (seconds := env.get_float("ACCELERATE_COLLECTIVE_TIMEOUT")) is not None:
-            timeout = _limit_collectives(seconds)
-        arguments: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
-        if init_method is not None:
-            arguments["init_method"] = init_method
-        else:
+        if timeout is None and (seconds := env.value("ACCELERATE_COLLECTIVE_TIMEOUT")) is not None:
+            timeout = timedelta(seconds=seconds)
+            # Groups that are made later take torch's defaults.
+            for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+                setattr(dist.distributed_c10d, name, timeout)
+        if init_method is None:
             # Slurm and MPI do not set torch's variables for the address.
             env.publish({"MASTER_ADDR": topology.master_addr, "MASTER_PORT": topology.master_port})
         _keep_out_of_defaults()
-        dist.init_process_group(backend=backend, rank=topology.rank, world_size=topology.world_size, **arguments)
-        _Exit.owner = True
+        dist.init_process_group(backend, init_method, timeout, rank=topology.rank, world_size=topology.world_size)
+        _Exit.owner, _Exit.timeout, _Exit.store = True, timeout, None
     _arm()
-    marks.publish_process()
-    hang_watch.start()
+    marks.start()
+    hang_watch.start(_Exit.timeout)
     return str(dist.get_backend())
-
-
-def _limit_collectives(seconds: float) -> timedelta:
-    """The timeout of the default group. Groups that are made later take torch's default instead, so it is set too."""
-    limit = timedelta(seconds=seconds)
-    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
-        setattr(dist.distributed_c10d, name, limit)
-    return limit
 
 
 def with_host(kind: DeviceKind) -> str:
@@ -117,23 +117,14 @@ def _keep_out_of_defaults() -> None:
     importlib.import_module("torch.distributed.nn.functional")
 
 
-_INHERITED = " If this shell has only inherited these variables, run it with `accelerate launch --num_processes 1`."
-
-
-def _check_address(topology: Topology, init_method: str | None) -> None:
-    if init_method is not None:
-        return
-    absent = [
-        name
-        for name, value in (("MASTER_ADDR", topology.master_addr), ("MASTER_PORT", topology.master_port))
-        if value is None
-    ]
+def _check_address(topology: Topology) -> None:
+    absent = [name for name in ("MASTER_ADDR", "MASTER_PORT") if getattr(topology, name.lower()) is None]
     if absent:
         raise ConfigurationError(
             f"rank {topology.rank} of {topology.world_size} ({topology.launcher}) cannot find the others: "
             f"{' and '.join(absent)} {'is' if len(absent) == 1 else 'are'} not set. Set the address and a free port "
-            "of rank 0's machine on every rank, or start the script with `accelerate launch` or torchrun."
-            + (_INHERITED if topology.launcher != "torchrun" else "")
+            "of rank 0's machine on every rank, or start the script with `accelerate launch` or torchrun; with "
+            "--num_processes 1 `accelerate launch` ignores variables that this shell has only inherited."
         )
 
 
@@ -148,13 +139,12 @@ def stop(group: dist.ProcessGroup | None = None) -> None:
         return
     if group in (None, dist.group.WORLD):
         hang_watch.stop()
+        if _Exit.owner:
+            _report_leaving()
     # A worker thread of gloo drops its last work while it has the lock of the group's queue, and may need the
     # interpreter lock for that (torch 2.13). The group's destructor takes them in the other order: a deadlock, unless
     # the threads are idle by then. torch does not report whether they are.
-    backends = dist.distributed_c10d._world.pg_backend_config
-    closing = backends.values() if group in (None, dist.group.WORLD) else [backends.get(group, "")]
-    if any("gloo" in backend for backend in closing):
-        time.sleep(LOCK_HANDOVER)
+    time.sleep(LOCK_HANDOVER)
     dist.destroy_process_group(group)
     if group is None:
         _Exit.owner = False
@@ -174,17 +164,15 @@ def interrupt() -> Callable[[], None]:
     Raises:
         RuntimeError: there are other groups than the default one, which could not be recreated.
     """
-    world = dist.distributed_c10d._world
-    if len(world.pg_map) > 1:
+    if len(process_group.all_groups()) > 1:
         raise RuntimeError(
             f"rank {dist.get_rank()} has left a collective that others may wait in, and the process group cannot be "
             "recreated, since the run has other groups as well. Start the run again"
         )
     old: Any = dist.group.WORLD
     backend, rank, size = dist.get_backend(), dist.get_rank(), dist.get_world_size()
-    timeout = old._get_backend(old._device_types[0]).options._timeout
     _Exit.interruptions += 1
-    store = dist.PrefixStore(f"group_{_Exit.interruptions}", dist.distributed_c10d._get_default_store())
+    store = dist.PrefixStore(f"group_{_Exit.interruptions}", old.get_group_store())
     owner = _Exit.owner
     if backend != "gloo":
         # Only gloo's connections close with the group; the kernels of others wait for their abort.
@@ -194,11 +182,10 @@ def interrupt() -> Callable[[], None]:
     stop()
 
     def join() -> None:
-        dist.init_process_group(backend=backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        dist.init_process_group(backend=backend, store=store, rank=rank, world_size=size, timeout=_Exit.timeout)
         _Exit.owner = owner
-        marks.publish_process()
-        hang_watch.start()
-        marks.withdraw(marks.WAITING)
+        marks.start()
+        hang_watch.start(_Exit.timeout)
 
     return join
 
@@ -230,29 +217,28 @@ def _arm() -> None:
 def _note_failure(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Before the traceback is printed: report the error to the other ranks, and add what is known of a lost rank."""
     _Exit.failed = True
+    if isinstance(error, AttributeError) and isinstance(error.obj, DistributedDataParallel):
+        error.add_note(
+            f"The model is inside of DistributedDataParallel: use accelerator.unwrap_model(model).{error.name}"
+        )
     try:
-        if is_running() and dist.get_world_size() > 1:
-            _share_failure(kind, error, trace)
+        # A CommunicationError has been shared where it was raised.
+        if is_running() and dist.get_world_size() > 1 and not isinstance(error, CommunicationError):
+            _share_failure(error, trace)
     finally:
         _Exit.previous_hook(kind, error, trace)
 
 
-def _share_failure(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    secondary = isinstance(error, CommunicationError) or communication.is_lost(error)
-    if secondary and not isinstance(error, CommunicationError):
-        error.add_note(communication.explanation("a collective of torch", error, at=_line(trace)))
-    lines = f"{kind.__name__}: {error}".splitlines()
-    marks.publish(marks.FAILED, {"error": lines[0][:500], "at": _line(trace), "secondary": secondary})
-
-
-def _line(trace: TracebackType | None) -> str:
-    """The innermost line of a traceback that is in no installed package: the user's own."""
-    lines, own = [], []
-    while trace is not None:
-        lines.append(f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}")
-        own += lines[-1:] if is_users(trace.tb_frame) else []
-        trace = trace.tb_next
-    return (own or lines or ["unknown"])[-1]
+def _share_failure(error: BaseException, trace: TracebackType | None) -> None:
+    frames = traceback.extract_tb(trace)
+    # The innermost line of the user's own code; an error without a traceback has none.
+    lines = [f"{frame.filename}:{frame.lineno}" for frame in frames if is_users(frame.filename)]
+    at = lines[-1] if lines else "a line of a library"
+    if communication.is_lost(error):
+        error.add_note(communication.explanation("a collective of torch", error, at=at))
+    else:
+        text = f"{type(error).__name__}: {error}".splitlines()[0][:500]
+        marks.post(marks.CAUSES, marks.FAILED, error=text, at=at)
 
 
 def leave() -> None:
@@ -265,35 +251,15 @@ def leave() -> None:
     runtime aborts the process. So this releases the lock until the idle threads are done. After a run without errors
     the ranks first report that they leave, and rank 0, which may host the store, leaves last.
     """
-    hang_watch.stop()
+    failed = _has_failed()
+    hang_watch.stop(failed)
     if is_running() and _Exit.owner:
-        _part(failed=_has_failed())
+        _part(failed)
+    elif _Exit.store is not None and not failed:
+        # `end_training` has left the group, and others may be on their way to it.
+        _await_others(FAREWELL)
     # The threads only wait for the lock, which a blocking call releases.
     time.sleep(LOCK_HANDOVER)
-
-
-def _hosted_store() -> dist.Store | None:
-    """The run's store if this process hosts it; else None."""
-    if dist.get_rank() or dist.get_world_size() == 1 or env.get_flag("TORCHELASTIC_USE_AGENT_STORE"):
-        return None
-    return dist.distributed_c10d._get_default_store()
-
-
-def _linger(store: dist.Store, others: list[int]) -> None:
-    """Wait a moment for the other ranks to leave, or to read why their collectives fail."""
-    deadline = time.monotonic() + LINGER
-    try:
-        while time.monotonic() < deadline:
-            others = [
-                rank
-                for rank in others
-                if not any(store.check([f"accelerate/{kind}/{rank}"]) for kind in (marks.LEFT, marks.READY))
-            ]
-            if not others:
-                return
-            time.sleep(0.02)
-    except (RuntimeError, ValueError):
-        return
 
 
 def _has_failed() -> bool:
@@ -304,24 +270,36 @@ def _has_failed() -> bool:
     return _Exit.failed or (getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1"))
 
 
-def _part(failed: bool) -> None:
-    """Report that this rank leaves, and close the group. Rank 0 keeps the store until the others have left."""
-    store = dist.distributed_c10d._get_default_store()
-    rank, world = dist.get_rank(), dist.get_world_size()
-    marks.publish(marks.LEFT, None)
-    others = [other for other in range(world) if other != rank]
-    hosted = _hosted_store()
-    # Before the wait, so that a rank in a collective with this one gets an error at once.
-    closed = _close(failed)
-    if failed or not closed:
-        # Keep the store while the other ranks read why their collectives fail.
-        if hosted is not None:
-            with contextlib.suppress(RuntimeError):
-                hang_watch.announce_end(hosted)
-            _linger(hosted, others)
-    elif rank == 0:
+def _report_leaving() -> None:
+    """Report that this rank leaves, once. Rank 0, which may host the store, keeps it."""
+    if _Exit.store is None:
+        group: Any = dist.group.WORLD
+        _Exit.store = group.get_group_store()
+        _Exit.waits_for = 0 if group.rank() else group.size() - 1
+        marks.leave()
+
+
+def _await_others(limit: float) -> None:
+    """Keep the store until the other ranks need it no longer, on rank 0."""
+    if _Exit.waits_for:
         with contextlib.suppress(RuntimeError, ValueError):
-            store.wait([f"accelerate/left/{other}" for other in others], FAREWELL)
+            for waited in pauses(_Exit.waits_for + 1, limit):
+                if _Exit.store.add("accelerate/done", 0) >= _Exit.waits_for or waited >= limit:
+                    return
+
+
+def _part(failed: bool) -> None:
+    """Report that this rank leaves, and close the group. Rank 0 keeps the store until the others need it no longer."""
+    _report_leaving()
+    # Before the wait, so that a rank in a collective with this one gets an error at once.
+    failed = not _close(failed) or failed
+    if not failed:
+        _await_others(FAREWELL)
+    elif _Exit.waits_for and not env.get_flag("TORCHELASTIC_USE_AGENT_STORE"):
+        # The other ranks read why their collectives fail, from the store that this process hosts.
+        with contextlib.suppress(RuntimeError, ValueError):
+            hang_watch.announce_end(_Exit.store)
+        _await_others(LINGER)
 
 
 def _close(failed: bool) -> bool:
@@ -337,7 +315,7 @@ def _close(failed: bool) -> bool:
             stop()
         return True
     _disarm_modules()
-    groups = [weakref.ref(group) for group in dist.distributed_c10d._world.pg_map]
+    groups = [weakref.ref(group) for group in process_group.all_groups()]
     closer = threading.Thread(target=stop, name="accelerate-close", daemon=True)
     try:
         closer.start()
@@ -363,6 +341,6 @@ def _abandon() -> None:
     So the groups are never freed (what was made with them keeps them as long as the process lives anyway); the
     connections close with the process.
     """
-    for group in list(dist.distributed_c10d._world.pg_map):
+    for group in process_group.all_groups():
         _never_free(group)
     stop()

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A thread of each rank that notices when the run stands still, and reports where every rank is.
+"""A thread of each rank that notices when the run stands still, and reports who has not come to which collective.
 
-Nothing here is on the path of a step. The thread sleeps. It looks at the main thread's stack and CPU time, the ledger
-and the batches read; if they show no progress for the limit, it requests the place of every rank through the store.
-Each rank's thread answers, whatever its main thread does. One rank prints the report.
+Nothing here is on the path of a step. The thread sleeps. It looks at the ledger and the batches read; if they show no
+progress for the limit, it asks all ranks through the store where they are. Each rank's thread answers, whatever its
+main thread does. One rank prints the report, if some ranks wait in a collective for one that neither a debugger nor
+a child process at work explains; an agreement has a limit and messages of its own. The stacks are faulthandler's
+(`stacks.py`), written without a signal, which would interrupt what the main thread does.
 
 Ranks that wait in different collectives of the same number will wait for ever. Each rank that has waited for a moment
 leaves its collective in the store, where the next one compares, so that this is reported long before the limit.
@@ -11,118 +13,93 @@ leaves its collective in the store, where the next one compares, so that this is
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
-import math
 import threading
 import time
-from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
+from typing import Any, ClassVar
 
+import psutil
 import torch.distributed as dist
 
 from ..core import env
-from . import hang_files, locked, marks
-from .agreement import default_connection
-from .hang_report import ACTIVE, FILES, HAS_ENDED, IDLE, MOVES, THREADS, WAITS, Status, explain
-from .ledger import LEDGER, in_words
-from .pending import KEPT, Recorded, compared, newest, recorded
-from .place import StackPlace, place_of
+from ..torch_internals.flight_recorder import Recorded, newest, recorded
+from . import marks, stacks
+from .agreement import default_connection, pauses
+from .calls import by_text, ranks_in_words
+from .ledger import LEDGER
+from .passing import Answers, begin_answers
 
 logger: logging.Logger = logging.getLogger(__name__)
+
+# Where a rank is, as plain JSON data; `HangWatch.status` describes the fields.
+Status = dict[str, Any]
 
 # Seconds without progress until the first report (ACCELERATE_HANG_REPORT). The next one comes after twice the time.
 # With the time for the answers, the default report is out within a minute.
 LIMIT = 50.0
-# Seconds between two looks: a share of the limit, at most.
-INTERVAL = 1.0
-LOOKS = 8
-# Looks without progress until the collectives of the ranks are compared, and then until another rank than 0 reports.
+# Seconds between two looks: at most, in debug mode (ranks wait for an answer), and as a share of the limit.
+INTERVAL, DEBUG_INTERVAL, LOOKS = 1.0, 0.25, 8
+# Looks without progress until the collectives are compared, and for which another rank than 0 leaves a report to it.
 COMPARED_AFTER, PATIENCE = 2, 2
+# Seconds between two looks for questions of rank 0 (`passing.py`), and how many of them the store serves in a second.
+GLANCE, GLANCES = 0.2, 500.0
 # If a look is so many seconds late, this process was stopped, or in a call that holds the interpreter lock.
 ABSENCE = 3.0
-# In debug mode ranks wait for an answer.
-DEBUG_INTERVAL = 0.25
 # Seconds in which the thread ends when the process leaves the run.
 STOP = 2.0
-# Collectives before the last one that a report lists.
-BEFORE = 3
-# Shares of the time on a CPU or waiting for one: below the first a thread does nothing, above the second it computes.
-QUIET, BUSY = 0.05, 0.3
-# A thread sleeps in a loop if it has been woken up between so many looks, and this share of them. One that waits for
-# the workers of a data loader wakes up every 5 seconds.
-WOKEN, OFTEN = 3, 0.25
-# Bytes a second of a process that reads or writes files.
-TRANSFERS = 1 << 20
+# Collectives that a rank lists, of this package before the last one and of torch, and compares while it waits.
+BEFORE, LISTED, COMPARED = 3, 16, 3
+# Share of the time on a CPU below which child processes do nothing.
+QUIET = 0.05
 # The number of a request by which the process that hosts the store announces that it leaves.
 CLOSING = 1 << 40
+# Collectives of torch in which every rank passes tensors of the same shape.
+SAME_SHAPES = ("all_reduce", "broadcast", "reduce", "_all_gather_base", "reduce_scatter")
+SAME_CALLS = (
+    "Every rank must call the same collectives in the same order (gather, reduce, wait_for_everyone, backward, "
+    "save_state, ...): look for one under an `if`, after a `break` or in a `try` that only some ranks reach. "
+    "With ACCELERATE_DEBUG_MODE=1 every call is compared, and the first that differs is an error."
+)
 
 # Called with the text of each report on the rank that prints it.
 on_report: list[Callable[[str], None]] = []
 
 
-class Usage(NamedTuple):
-    """What a thread and its process have done so far.
-
-    Fields:
-        thread: seconds in which the thread was on a CPU, or ready while another had the core.
-        process: seconds in which any thread of the process was on a CPU.
-        wakes: how often the thread was given a CPU.
-        bytes: that the process has read from and written to files.
-    """
-
-    thread: float
-    process: float
-    wakes: int
-    bytes: int
-
-
-class _Watch:
-    """The watch of this process."""
-
-    running: ClassVar[HangWatch | None] = None
-
-
-def start(limit: float | None = None) -> None:
-    """Watch the thread that calls this, until `stop`. Needs the default process group."""
+def start(timeout: timedelta | None = None) -> None:
+    """Watch the thread that calls this, until `stop`. `timeout`: of the default process group."""
     stop()
     if dist.get_world_size() == 1:
         return
-    if limit is None:
-        found = env.get_float("ACCELERATE_HANG_REPORT")
-        # Before the run ends, whoever has set its timeout.
-        limit = min(LIMIT if found is None else found, _timeout() / 2)
-    if limit > 0 or env.get_flag("ACCELERATE_DEBUG_MODE"):
-        locked.prepare()
-        _Watch.running = HangWatch(threading.get_ident(), limit)
+    requested = env.value("ACCELERATE_HANG_REPORT")
+    limit = LIMIT if requested is None else requested
+    if timeout is not None:
+        # Before the run ends.
+        limit = min(limit, timeout.total_seconds() / 2)
+    HangWatch.running = HangWatch(threading.get_ident(), limit)
 
 
-def stop() -> None:
-    """End the watch. At the exit no thread may be in a call of torch."""
-    watch, _Watch.running = _Watch.running, None
+def stop(has_failed: bool = False) -> None:
+    """End the watch, and remove its files unless the run has failed. At the exit no thread may be in torch."""
+    watch, HangWatch.running = HangWatch.running, None
     if watch is not None:
         watch.stop()
+        if not has_failed and not marks.has_failed():
+            stacks.remove(watch.folder, watch.rank)
 
 
 def request(ranks: Iterable[int]) -> dict[int, Status]:
     """The status of `ranks`; one that does not answer is left out."""
-    watch = _Watch.running
-    return {} if watch is None else watch.request(ranks)
+    watch = HangWatch.running
+    return {} if watch is None else watch.request(list(ranks))
 
 
 def announce_end(store: Any) -> None:
     """End the watches of all ranks, since the process that hosts the store leaves: torch logs each lost connection."""
     store.add("accelerate/where", CLOSING)
-
-
-def _timeout() -> float:
-    """Seconds after which a collective of the default group fails; infinite where it is not known."""
-    group: Any = dist.group.WORLD
-    try:
-        return float(group._get_backend(group._device_types[0]).options._timeout.total_seconds())
-    except (AttributeError, IndexError, RuntimeError):
-        # Groups of a backend that Python has registered list no devices.
-        return math.inf
 
 
 class HangWatch:
@@ -133,38 +110,32 @@ class HangWatch:
         limit: seconds without progress until a report; 0: only answer the requests of other ranks.
     """
 
+    running: ClassVar[HangWatch | None] = None  # the one of this process
+
     def __init__(self, thread: int, limit: float) -> None:
         self.rank: int = dist.get_rank()
         self.world: int = dist.get_world_size()
         self.limit = limit
-        self._on_device = dist.get_backend() != "gloo"
         self.interval: float = min(INTERVAL, limit / LOOKS or INTERVAL)
         if env.get_flag("ACCELERATE_DEBUG_MODE"):
             self.interval = min(self.interval, DEBUG_INTERVAL)
         self._watched = thread
         self._ended = threading.Event()
         self._store: Any = None
-        self._answered = 0
-        self._reports = 0
-        # When the last progress was seen, and what had been done by then; and when a report is next due.
-        self._sign: Any = None
-        self._place: StackPlace | None = None
-        self._since = self._last = time.monotonic()
-        self._schedule = f"/proc/self/task/{threading.get_native_id()}/schedstat"
-        self._begin = self._last_usage = self._usage()
-        self._share = self._process_share = self._rate = 0.0
-        # Looks since the last progress, and those of them before which the thread was woken up.
-        self._looks = self._woken = 0
-        self._due = limit
-        self._newest: Any = None
-        # The keys under which this rank has left its collectives for comparison; None before it has.
-        self._compared: list[str] | None = None
-        # The mismatches found in the run before this stand-still; None where one of it has been reported.
+        self._answered = self._reports = 0
+        # Seconds of the last stand-still that this rank has reported.
+        self._reported = 0.0
+        self._signs: tuple[int, int] | None = None
+        # Since when there was no progress, and the time on a CPU by then; and when a report is due.
+        self._since, self._cpu, self._due = 0.0, 0.0, limit
+        # The last collectives of torch; None until they are compared. And the mismatches found before.
+        self._newest: dict[str, int] | None = None
         self._mismatches: int | None = None
-        # Looks for which this rank leaves the report of a mismatch to rank 0.
         self._patience = 0
-        # Seconds of the stand-still that this rank has reported, and of one that seems to be over.
-        self._reported_after = self._over = 0.0
+        self._children = 0.0  # seconds that child processes had on a CPU when the stand-still began
+        self.folder: str = ""  # with the file of this rank, once it was written
+        self._progress()
+        self._run_number = begin_answers(self.rank)
         self._thread = threading.Thread(target=self._run, name="accelerate-hang-watch", daemon=True)
         self._thread.start()
 
@@ -174,96 +145,70 @@ class HangWatch:
         # A process that was forked does not have it.
         if self._thread.is_alive():
             self._thread.join(STOP)
-            if self._reported_after or self._over:
-                self._over = self._over or time.monotonic() - self._since
-                self._note_recovery()
+            self._progress()
 
     def _run(self) -> None:
-        begin = time.monotonic()
-        while not self._ended.wait(self.interval):
-            if time.monotonic() - begin > self.interval + ABSENCE:
-                self._progress(time.monotonic())
-            try:
-                self._look()
-            except (RuntimeError, ValueError, ConnectionError):
-                # The store is gone, or the group: the run is at its end.
-                return
-            begin = time.monotonic()
-
-    def _usage(self) -> Usage:
-        process = time.process_time()
-        try:
-            # Nanoseconds on a CPU, nanoseconds of waiting for one, times that it was given one (Linux).
-            with open(self._schedule, "rb") as file:
-                ran, waited, wakes = map(int, file.read().split())
-        except (OSError, ValueError):
-            return Usage(process, process, 0, 0)
-        return Usage((ran + waited) / 1e9, process, wakes, _transferred())
-
-    def _look(self) -> None:
-        if self._store is None:
+        glance = min(self.interval, max(GLANCE, self.world / GLANCES))
+        # The store is gone, or the group, where these are raised: the run is at its end.
+        with contextlib.suppress(RuntimeError, ValueError, ConnectionError):
             # A separate connection: calls on one connection wait for each other.
             self._store = default_connection().store
-        now, used = time.monotonic(), self._usage()
-        seconds = max(now - self._last, 1e-3)
-        self._rate = (used.bytes - self._last_usage.bytes) / seconds
-        self._share = (used.thread - self._last_usage.thread) / seconds
-        self._process_share = (used.process - self._last_usage.process) / seconds
-        self._looks += 1
-        self._woken += used.wakes > self._last_usage.wakes
-        self._last, self._last_usage = now, used
-        if self._over:
-            self._note_recovery()
+            answers = Answers(self._store, self.rank, self._run_number)
+            begin = time.monotonic()
+            while not self._ended.wait(glance):
+                answers.look()
+                now = time.monotonic()
+                if now - begin > self.interval + ABSENCE:
+                    self._progress()
+                if now - begin >= self.interval:
+                    self._look()
+                    begin = time.monotonic()
+            answers.end()
+
+    def _look(self) -> None:
         self._answer()
         if not self.limit or self._moves():
             return
-        stood = now - self._since
-        if self._newest is None and stood > self.limit / 2:
-            self._newest = newest(recorded())
+        stood = time.monotonic() - self._since
         if stood > COMPARED_AFTER * self.interval:
             self._compare()
         # Rank 0 comes first, so that its output has the report where it stands itself.
         if stood > self._due + (2 * self.interval if self.rank else 0.0):
-            self._note_reports(stood)
-            if stood > self._due:
-                self._check(stood)
+            reports = int(self._store.add("accelerate/hang_reports", 0))
+            if newest(recorded()) != self._newest:
+                # Collectives of torch in a loop without any of this package.
+                self._progress()
+            elif reports > self._reports:
+                # Another rank has reported since.
+                self._reports, self._due = reports, 2 * max(stood, self.limit)
+            else:
+                self._report()
 
     def _moves(self) -> bool:
-        """Whether the watched thread has made progress since the last call."""
-        self._place = place_of(self._watched)
-        sign = (LEDGER.count, marks.batches_read(), None if self._place is None else self._place.mark)
-        if sign == self._sign:
-            return False
-        self._sign = sign
-        self._progress(time.monotonic())
-        return True
+        """Whether this rank has made progress since the last call."""
+        signs, before = (LEDGER.count, marks.batches_read()), self._signs
+        self._signs = signs
+        if signs != before:
+            self._progress()
+        return signs != before
 
-    def _progress(self, now: float) -> None:
-        if self._reported_after:
-            # Reported at the next look: an error that ends the run is progress at first.
-            self._over, self._reported_after = now - self._since, 0.0
-        for key in self._compared or ():
-            self._store.delete_key(key)
-        self._since, self._begin, self._newest, self._due = now, self._last_usage, None, self.limit
-        self._compared = None
-        self._looks = self._woken = 0
-
-    def _note_recovery(self) -> None:
-        seconds, self._over, self._reported_after = self._over, 0.0, 0.0
-        if not marks.has_published(marks.WAITING) and not marks.has_published(marks.FAILED):
-            logger.warning("The run continues after %.0f s.", seconds)
+    def _progress(self) -> None:
+        if self._reported and not marks.has_failed():
+            logger.warning("The run continues after %.0f s.", time.monotonic() - self._since)
+        self._since, self._cpu, self._due, self._reported = time.monotonic(), time.process_time(), self.limit, 0.0
+        self._newest = self._mismatches = None
 
     def _compare(self) -> None:
         """Compare the collectives in which the ranks wait, once; report if they differ, here or on other ranks."""
-        if self._compared is None:
-            self._compared, differs = [], False
+        if self._newest is None:
             self._reports = int(self._store.add("accelerate/hang_reports", 0))
             self._mismatches = int(self._store.add("accelerate/mismatches", 0))
             self._patience = PATIENCE if self.rank else 0
-            for name, text in compared(recorded()).items():
-                key = f"accelerate/compared/{name}"
-                self._compared.append(key)
-                differs |= self._store.compare_set(key, "", text).decode() != text
+            self._children = _children_cpu()
+            calls = recorded()
+            self._newest, differs = newest(calls), False
+            for name, text in compared(calls).items():
+                differs |= self._store.compare_set(f"accelerate/compared/{name}", "", text).decode() != text
             if differs:
                 self._store.add("accelerate/mismatches", 1)
         if self._mismatches is None or int(self._store.add("accelerate/mismatches", 0)) == self._mismatches:
@@ -275,173 +220,199 @@ class HangWatch:
         if int(self._store.add("accelerate/hang_reports", 0)) == self._reports:
             self._report()
 
-    def _check(self, stood: float) -> None:
-        """Report if this process is in a collective, or does nothing, for as long as it has made no progress."""
-        entry, calls = LEDGER.last(), recorded()
-        inside = entry is not None and entry.left is None
-        if not inside and newest(calls) != self._newest:
-            # Torch's collectives are new ones: the looks have met the same line of a loop.
-            self._progress(self._last)
-            return
-        waits = self._place is not None and (self._place.waits or self._place.is_distributed)
-        quiet = (self._last_usage.thread - self._begin.thread) / stood < QUIET
-        if inside or waits or quiet or _is_stuck(calls, stood / 2):
-            self._report()
-        else:
-            # It computes. Reading the recorder takes milliseconds.
-            self._due = stood + self.limit / 4
-
     # -- questions and answers
 
     def _answer(self) -> None:
-        """Answer the last request of another rank."""
+        """Answer the last request of any rank."""
         number = int(self._store.add("accelerate/where", 0))
         if number >= CLOSING:
             self._ended.set()
         elif number > self._answered:
             self._answered = number
-            status = self.status()
-            self._store.set(f"accelerate/where/{number}/{self.rank}", json.dumps(status))
-            if self._store.check(["accelerate/hang_folder"]):
-                hang_files.write(self._store.get("accelerate/hang_folder").decode(), self.rank, self._watched)
+            text = stacks.dump()
+            # The file first: it is there when the report is out.
+            self.folder = stacks.write(self._store, self.rank, [*_collectives(), text]) or self.folder
+            self._store.set(f"accelerate/where/{number}/{self.rank}", json.dumps(self._status(text)))
 
-    def request(self, ranks: Iterable[int]) -> dict[int, Status]:
+    def request(self, ranks: list[int]) -> dict[int, Status]:
         """The status of `ranks`; one that does not answer is left out. Raises RuntimeError if the store is gone."""
         store = self._store or default_connection().store
         number = int(store.add("accelerate/where", 1))
         keys = {rank: f"accelerate/where/{number}/{rank}" for rank in ranks}
-        found: dict[int, Status] = {}
-        deadline = time.monotonic() + 2 * self.interval + 1.0
-        watches = threading.current_thread() is self._thread
-        if watches:
-            self._answered = number
-        while time.monotonic() < deadline:
-            for rank, key in keys.items():
-                if rank == self.rank:
-                    found[rank] = self.status()
-                elif rank not in found and store.check([key]):
-                    found[rank] = json.loads(store.get(key))
-                    store.delete_key(key)
-            if len(found) == len(keys) or self._ended.is_set():
-                break
-            if watches:
-                # Another rank may send a request meanwhile.
+        limit = 2 * self.interval + 1.0
+        for waited in pauses(self.world, limit):
+            if threading.current_thread() is self._thread:
                 self._answer()
-            time.sleep(0.02)
-        return dict(sorted(found.items()))
-
-    def _note_reports(self, stood: float) -> None:
-        """If another rank has reported since, this rank's next report is due later."""
-        reports = int(self._store.add("accelerate/hang_reports", 0))
-        if reports > self._reports:
-            self._reports = reports
-            self._due = 2 * max(stood, self.limit)
+            if store.check(list(keys.values())) or waited >= limit or self._ended.is_set():
+                break
+        return {rank: json.loads(store.get(key)) for rank, key in keys.items() if store.check([key])}
 
     def _report(self) -> None:
         """Ask all ranks, and print what follows, unless another rank does."""
         mine, since = str(self.rank), self._since
         if self._store.compare_set(f"accelerate/hang_report/{self._reports}", "", mine).decode() != mine:
             return
-        everyone = range(self.world)
-        folder = hang_files.folder(self._store)
-        found = self.request(everyone)
-        if folder:
-            hang_files.write(folder, self.rank, self._watched)
+        folder = stacks.folder(self._store)
+        statuses = self.request(list(range(self.world)))
         self._reports = int(self._store.add("accelerate/hang_reports", 1))
         # While the ranks answered, this one may have moved on, or the run may have ended.
         if self._ended.is_set() or self._moves() or self._since != since:
             return
         stood = time.monotonic() - since
         self._due = 2 * max(stood, self.limit)
-        text = explain(found, self.world, self._absence(found))
+        absent = [rank for rank in range(self.world) if rank not in statuses]
+        text = explain(statuses, {rank: marks.state_of(rank, self._store) for rank in absent})
         if text is None:
             return
         if folder:
             text += f"\nThe stacks and the last collectives of each rank: {folder} (on its machine)"
-        self._reported_after = stood
+        self._reported = stood
         logger.warning("%s", text)
         for call in on_report:
             call(text)
 
-    def _absence(self, found: dict[int, Status]) -> dict[int, str]:
-        """Why ranks do not answer, as far as it is known."""
-        absent = [rank for rank in range(self.world) if rank not in found]
-        store = self._store
-        left = {rank for kind in (marks.LEFT, marks.FAILED) for rank in marks.read(kind, absent, store) or ()}
-        words, stacks = {}, marks.read(marks.STACKS, absent, store) or {}
-        for rank, process in (marks.read(marks.PROCESS, absent, store) or {}).items():
-            if rank in left:
-                words[rank] = HAS_ENDED
-            elif marks.is_gone(process):
-                words[rank] = "was killed or crashed: its process is gone"
-            elif marks.is_stopped(process):
-                words[rank] = f"is stopped (process {process[1]}): SIGSTOP, or a debugger"
-            elif line := locked.line_of(process, stacks.get(rank)):
-                words[rank] = f"is in a call that holds the interpreter lock ({line})"
-        return words | dict.fromkeys(left, HAS_ENDED)
-
-    # -- what this process does
-
-    def status(self) -> Status:
+    def _status(self, text: str) -> Status:
         """Where this process is, in plain JSON data.
 
-        state: WAITS in a collective or an agreement, MOVES, FILES, ACTIVE, THREADS, or IDLE. at, calls, within: as in
-        `StackPlace`.
-        seconds: since the last progress. call, before: the last collective of this package, and those before it.
+        line, within, calls: as in `StackPlace`. is_busy: in a debugger, or a child process computes.
+        seconds: since the last progress; cpu: those of them on a CPU.
+        call, before: the collective of this package in which it is, and those before it.
         pending, recent, last: torch's collectives, and the number of the last one in each group.
         """
-        self._moves()
-        place = self._place
-        now = time.monotonic()
-        entry = LEDGER.last()
-        calls = recorded()
-        waiting = [one for one in calls if one.is_pending]
-        inside = entry is not None and entry.left is None
-        moved = now - self._since < 2 * self.interval
-        agrees = place is not None and (place.waits or (place.is_distributed and not moved))
-        # A wait for NCCL may keep a core busy.
-        stuck = _is_stuck(waiting, 2 * self.interval) and (self._share < BUSY or self._on_device)
-        state = WAITS if inside or agrees or (stuck and not moved) else self._activity(moved)
-        status: Status = {
-            "state": state,
-            "at": "no line: its main thread has ended" if place is None else place.at,
-            "calls": "" if place is None else place.calls,
-            "within": "" if place is None else place.within,
-            "seconds": now - self._since,
-            "call": None,
+        entry, calls = LEDGER.current(), recorded()
+        seconds = time.monotonic() - self._since
+        # One that was begun a moment ago is under way.
+        stuck = seconds > 2 * self.interval
+        pending = [call for call in calls if call.is_pending and stuck and call.age > 2 * self.interval]
+        return {
+            **stacks.place_in(text, self._watched)._asdict(),
+            "is_busy": stacks.has_debugger(text, self._watched) or _children_cpu() - self._children > QUIET * seconds,
+            "seconds": seconds,
+            "cpu": time.process_time() - self._cpu,
+            "call": entry and {"operation": entry.operation, "data": entry.data_in_words(), "at": entry.place()},
             "before": LEDGER.ended(BEFORE),
-            "pending": [one._asdict() for one in waiting[:KEPT]],
+            "pending": [call._asdict() for call in pending[:LISTED]],
+            "recent": [call._asdict() for call in calls[-LISTED:]],
             "last": newest(calls),
-            "recent": [one._asdict() for one in calls[-KEPT:]],
         }
-        if entry is not None:
-            status["call"] = {
-                "operation": entry.operation,
-                "data": in_words(entry.data),
-                "at": f"{entry.file}:{entry.line}",
-                "inside": inside,
-            }
-        return status
-
-    def _activity(self, moved: bool) -> str:
-        """What the watched thread does outside of collectives."""
-        if moved or self._share > BUSY:
-            return MOVES
-        if self._rate > TRANSFERS:
-            return FILES
-        if self._process_share > BUSY:
-            return THREADS
-        return ACTIVE if self._woken >= max(WOKEN, OFTEN * self._looks) else IDLE
 
 
-def _transferred() -> int:
-    """Bytes that this process has read from and written to files (Linux)."""
-    try:
-        with open("/proc/self/io", "rb") as file:
-            return sum(int(line.split()[1]) for line in file if line.startswith((b"rchar", b"wchar")))
-    except (OSError, ValueError):
-        return 0
+def _children_cpu() -> float:
+    """Seconds on a CPU of the processes that this one has started, and that still run."""
+    total = 0.0
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            total += sum(child.cpu_times()[:2])
+    return total
 
 
-def _is_stuck(calls: list[Recorded], seconds: float) -> bool:
-    return any(one.is_pending and one.age > seconds for one in calls)
+def _collectives() -> list[str]:
+    """The last collectives of this process, for its file."""
+    now = time.monotonic()
+    lines = ["", "Collectives of accelerate, the last one at the end: operation, data, line, when it began"]
+    for entry in list(LEDGER.entries)[-LISTED:]:
+        age = f"{now - entry.entered:.1f} s ago, {'not ' * (entry.left is None)}ended"
+        lines.append(f"  {entry.operation} {entry.data_in_words()}  {entry.place()}  {age}")
+    lines += ["", "Collectives of torch (the flight recorder): group, number, operation, data, when it began"]
+    for call in recorded()[-LISTED:]:
+        what = f"{'message ' * call.is_p2p}{call.number}  {call.operation} {call.data}"
+        lines.append(f"  {call.group}  {what}  {call.age:.1f} s ago, {'not ' * call.is_pending}ended")
+    return [*lines, ""]
+
+
+def compared(calls: list[Recorded]) -> dict[str, str]:
+    """What every rank of a group does in its last collectives, up to the oldest that has not ended: name -> text."""
+    texts: dict[str, str] = {}
+    for group in {call.group for call in calls}:
+        begun = [call for call in calls if call.group == group and not call.is_p2p]
+        waits = next((index for index, call in enumerate(begun) if call.is_pending), len(begun) - 1)
+        for call in begun[max(0, waits + 1 - COMPARED) : waits + 1]:
+            same = call.operation in SAME_SHAPES
+            texts[f"{group}/{call.number}"] = f"{call.operation} of {call.data}" if same else call.operation
+    return texts
+
+
+# -- the text of a report
+
+
+def explain(statuses: Mapping[int, Status], absent: Mapping[int, str]) -> str | None:
+    """Explain a stand-still.
+
+    Args:
+        statuses: those of the ranks that have answered.
+        absent: the other ranks, and why they do not answer, as "has ended"; empty where that is not known.
+
+    Returns:
+        The text; None where no rank waits for another, or for one whose debugger or child process is at work.
+    """
+    waiting = {rank: text for rank, status in statuses.items() if (text := _waiting(status))}
+    elsewhere = {rank: status for rank, status in statuses.items() if rank not in waiting}
+    if not waiting or any(status["is_busy"] for status in elsewhere.values()):
+        return None
+    seconds = f"{max(statuses[rank]['seconds'] for rank in waiting):.0f} s"
+    silent = [rank for rank, why in absent.items() if not why]
+    why_silent = "stopped, killed, or in a call that holds the interpreter lock"
+    clauses = [f"no answer from {ranks_in_words(silent)} ({why_silent})"] if silent else []
+    clauses += [f"rank {rank} {why}" for rank, why in absent.items() if why][:LISTED]
+    clauses += [f"rank {rank} {_elsewhere(status)}" for rank, status in elsewhere.items()][:LISTED]
+    waits = [f"{ranks} wait{'s' * ranks.startswith('rank ')} in {text}" for ranks, text in by_text(waiting)]
+    begin = "The run has waited" if elsewhere and not absent else "The run stands still for"
+    lines = [f"{begin} {seconds}: {'; '.join(clauses + waits)}."]
+    differing = _differences(statuses, waiting)
+    before = {rank: ", ".join(status["before"]) for rank, status in statuses.items() if differing or rank in elsewhere}
+    lines += [f"  - {line}" for line in differing]
+    lines += [f"  - before, on {ranks}: {text}" for ranks, text in by_text(before) if text]
+    if differing or (not clauses and len(waits) > 1) or marks.HAS_ENDED in absent.values():
+        lines.append(SAME_CALLS)
+    elif not clauses:
+        lines.append("The ranks agree on what they do. Look at the network, and at the devices and their logs.")
+    return "\n".join(lines)
+
+
+def status_line(status: Status) -> str:
+    """Where one rank is, for a line of another message."""
+    text = _waiting(status)
+    return f"waits in {text}" if text else _elsewhere(status)
+
+
+def _waiting(status: Status) -> str:
+    """The collective in which a rank waits, and the user's line; empty if it is elsewhere."""
+    if status["call"]:
+        return f"`{status['call']['operation']}` ({status['call']['at']})"
+    if not status["pending"]:
+        return ""
+    operation, calls = status["pending"][0]["operation"], status["calls"]
+    return f"{operation}{f' of `{calls}`' if calls else ''} ({status['line']})"
+
+
+def _elsewhere(status: Status) -> str:
+    does = f"`{status['calls'] or status['within']}` ({status['line']})" if status["calls"] or status["within"] else ""
+    return f"is in {does or status['line']}, with {status['cpu']:.1f} s of CPU time in {status['seconds']:.0f} s"
+
+
+def _differences(statuses: Mapping[int, Status], waiting: Iterable[int]) -> list[str]:
+    """What differs in the collectives of the same number in a process group, at the oldest that a rank waits in."""
+    oldest: dict[str, int] = {}
+    for rank in waiting:
+        for call in statuses[rank]["pending"]:
+            if not call["is_p2p"]:
+                oldest[call["group"]] = min(call["number"], oldest.get(call["group"], call["number"]))
+    lines = []
+    for group, number in sorted(oldest.items()):
+        what = f"collective {number} of the process group {group}"
+        operations, texts = set(), {}
+        for rank, status in statuses.items():
+            for call in (*status["pending"], *status["recent"]):
+                if (call["group"], call["number"], call["is_p2p"]) == (group, number, False):
+                    operations.add(call["operation"])
+                    # The call of this package that sends it says more.
+                    known = status["call"] if status["last"].get(group) == number else None
+                    shown = known or call
+                    texts[rank] = f"{shown['operation']} of {shown['data']}" if shown["data"] else shown["operation"]
+        if len(operations) > 1 or (operations <= set(SAME_SHAPES) and len(set(texts.values())) > 1):
+            shown_texts = [f"{text} on {ranks}" for ranks, text in by_text(texts)]
+            lines.append(f"{what} differs: {', '.join(shown_texts)}")
+        behind = [rank for rank in waiting if statuses[rank]["last"].get(group, number) < number]
+        if behind and texts:
+            lines.append(f"{ranks_in_words(behind)} did not begin {what} ({next(iter(texts.values()))})")
+    return lines

@@ -1,171 +1,190 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each rank leaves in the run's store for the others to read when a collective fails: where it is, how it ended.
+"""What each rank leaves in the run's store for the others to read when a collective fails: how it ended, where it is.
 
-Nothing here is on the path of a step: marks are written at the end of a pass over a loader, on an error and at the
-exit. They are read only when something went wrong. A store that is gone is no error here: there is nothing to read.
+The reasons why others fail (a rank has ended, has failed, was killed) are in one list, whose first entries every rank
+reads; ranks that have lost a connection are in another one. So a rank reads as much in a run of a thousand ranks as in
+one of eight. Nothing here is on the path of a step. A store that is gone is no error here: there is nothing to read.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch.distributed as dist
 
-from ..core import system
-from ..core.system import machine_identity, process_start
+from ..core.system import is_stopped, machine_identity, process_start
 
-FAILED = "failed"  # an error that nobody caught: {"error", "at", "secondary"}
-LEFT = "left"  # the process has come to its end
-READ = "read"  # the last pass over a loader: {"epoch", "batches", "complete", "total"}
-STACKS = "stacks"  # the descriptor of the file to which the process writes its stacks: see `locked.py`
-PROCESS = "process"  # [machine, process id, start], for ranks of the same machine
-READY = "ready"  # this rank has read the marks that it needs: whoever hosts the store may go
-WAITING = "waiting"  # in a collective that does not end: as `where` makes it
-
-
-# The kinds of marks that this process has left.
-_published: set[str] = set()
+# The lists, and the kinds of causes.
+CAUSES, LOST = "causes", "lost"
+ENDED, FAILED, KILLED = "ended", "failed", "killed"
+# Entries of a list that a rank reads.
+LISTED = 8
+HAS_ENDED = "has ended"
+WAS_KILLED = "was killed (out of memory?) or crashed: its process is gone"
 
 
-class _Store:
-    """The store whose connection is lost, if any: torch logs the frames of each further call that fails."""
+class _Mine:
+    """What this process has left in the store of its group, and what it has read from prepared loaders."""
 
-    lost: Any = None
+    lost_store: Any = None  # torch logs the frames of each further call on a connection that is lost
+    has_failed = is_done = False
+    passes: ClassVar[list[Any]] = []  # the loaders whose pass is under way, the innermost last
+    total = 0
+    # Where the last pass was left, in words; None if it was read to its end. And how it ended.
+    left: str | None = None
+    last_pass: str | None = None
 
 
-def _store() -> Any:
+class Tolerant(contextlib.AbstractContextManager[None]):
+    """A block that uses the run's store; it ends where the store is gone, or there is none."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        """Note that the store is gone."""
+        if isinstance(error, dist.DistNetworkError) and dist.group.WORLD is not None:
+            _Mine.lost_store = dist.group.WORLD.get_group_store()
+        return isinstance(error, (RuntimeError, ValueError))
+
+
+def run_store() -> Any:
     """The run's store. Raises RuntimeError where it is gone, ValueError where there is no group."""
-    store = dist.distributed_c10d._get_default_store()
-    if store is _Store.lost:
+    if dist.group.WORLD is None:
+        raise ValueError("the default process group is not initialized")
+    store = dist.group.WORLD.get_group_store()
+    if store is _Mine.lost_store:
         raise RuntimeError("the store of the run is gone")
     return store
 
 
-def _note_loss(error: Exception) -> None:
-    if isinstance(error, dist.DistNetworkError):
-        _Store.lost = dist.distributed_c10d._get_default_store()
+def start() -> None:
+    """Begin in the store of a new group: this rank's process, for the other ranks of its machine."""
+    _Mine.has_failed = _Mine.is_done = False
+    started = process_start(os.getpid())
+    if started is not None:
+        with Tolerant():
+            process = json.dumps([machine_identity(), os.getpid(), started])
+            run_store().set(f"accelerate/process/{dist.get_rank()}", process)
+            run_store().append(f"accelerate/machine/{machine_identity()}", f"{dist.get_rank()} ")
 
 
-class _Reading:
-    """What this process has read from prepared loaders. `open`: those whose pass is under way, the innermost last."""
-
-    open: ClassVar[list[Any]] = []
-    total = 0
-    # Where the last pass was left, in words; None where it was read to its end.
-    left: str | None = None
-
-
-def has_published(kind: str) -> bool:
-    """Whether this process has left a mark of a kind, and not withdrawn it."""
-    return kind in _published
-
-
-def publish(kind: str, value: object) -> None:
-    """Leave this rank's mark of a kind. Nothing happens where there is no group, or its store is gone."""
-    _published.add(kind)
-    try:
-        _store().set(f"accelerate/{kind}/{dist.get_rank()}", json.dumps(value))
-    except (RuntimeError, ValueError) as error:
-        _note_loss(error)
+def post(name: str, kind: str, rank: int | None = None, **facts: Any) -> None:
+    """Add an entry to a list: what has become of a rank, by default of this one, with what it has read."""
+    if rank is None:
+        _Mine.has_failed = _Mine.has_failed or kind != ENDED
+        facts |= {"total": batches_read(), "place": own_place(), "last_pass": _Mine.last_pass}
+    with Tolerant():
+        store = run_store()
+        entry = {"kind": kind, "rank": dist.get_rank() if rank is None else rank, **facts}
+        store.set(f"accelerate/{name}/{store.add(f'accelerate/{name}/begun', 1)}", json.dumps(entry))
+        # Whoever sees that it counts can read it.
+        store.add(f"accelerate/{name}", 1)
 
 
-def withdraw(kind: str) -> None:
-    """Remove this rank's mark."""
-    _published.discard(kind)
-    try:
-        _store().delete_key(f"accelerate/{kind}/{dist.get_rank()}")
-    except (RuntimeError, ValueError) as error:
-        _note_loss(error)
+def count(name: str) -> int:
+    """The number of entries of a list."""
+    return int(run_store().add(f"accelerate/{name}", 0))
+
+
+def entries(name: str, most: int = LISTED) -> list[dict[str, Any]]:
+    """The first entries of a list."""
+    keys = [f"accelerate/{name}/{number}" for number in range(1, min(count(f"{name}/begun"), most) + 1)]
+    return [json.loads(run_store().get(key)) for key in keys if run_store().check([key])]
+
+
+def neighbours() -> dict[int, Any]:
+    """The processes of the ranks of this machine; empty where they are not known."""
+    store, key = run_store(), f"accelerate/machine/{machine_identity()}"
+    ranks = store.get(key).decode().split() if store.check([key]) else []
+    return {int(rank): json.loads(store.get(f"accelerate/process/{rank}")) for rank in ranks}
+
+
+def post_killed(processes: dict[int, Any]) -> None:
+    """Add the ranks of `neighbours` whose process is gone, without a word, to the causes."""
+    for rank, process in processes.items():
+        keys = [f"accelerate/left/{rank}", f"accelerate/killed/{rank}"]
+        if _is_gone(process) and not run_store().check(keys[:1]) and run_store().add(keys[1], 1) == 1:
+            post(CAUSES, KILLED, rank)
+
+
+def _is_gone(process: Any) -> bool:
+    machine, pid, started = process
+    return bool(machine == machine_identity() and process_start(pid) != started)
+
+
+def state_of(rank: int, store: Any) -> str:
+    """Why a rank does not come or answer, as "has ended"; empty where it is not known, as of other machines."""
+    if store.check([f"accelerate/left/{rank}"]):
+        return HAS_ENDED
+    key = f"accelerate/process/{rank}"
+    if store.check([key]):
+        process = json.loads(store.get(key))
+        if _is_gone(process):
+            return WAS_KILLED
+        if process[0] == machine_identity() and is_stopped(process[1]):
+            return f"is stopped (process {process[1]}): SIGSTOP, or a debugger"
+    return ""
+
+
+def leave() -> None:
+    """Leave the run: this process has come to its end."""
+    with Tolerant():
+        if not _Mine.has_failed:
+            post(CAUSES, ENDED)
+        run_store().set(f"accelerate/left/{dist.get_rank()}", "")
+        done()
+
+
+def done() -> None:
+    """This rank needs the store no longer: whoever hosts it may go."""
+    if not _Mine.is_done and dist.get_rank():
+        _Mine.is_done = True
+        with Tolerant():
+            run_store().add("accelerate/done", 1)
+
+
+def has_failed() -> bool:
+    """Whether this rank has posted a failure of its own, or a connection that it has lost."""
+    return _Mine.has_failed
 
 
 def is_first(subject: str) -> bool:
     """Whether no other rank of this machine has called this for a subject: one of them reports for all."""
-    try:
-        return bool(_store().add(f"accelerate/first/{machine_identity()}/{subject}", 1) == 1)
-    except (RuntimeError, ValueError) as error:
-        _note_loss(error)
-        return True
-
-
-def publish_process() -> None:
-    """Leave this rank's mark of its process."""
-    started = process_start(os.getpid())
-    if started is not None:
-        publish(PROCESS, [machine_identity(), os.getpid(), started])
-
-
-def is_gone(mark: Any) -> bool:
-    """Whether the process of a mark is known to be gone. Of processes on other machines it is not."""
-    if mark is None:
-        return False
-    machine, pid, started = mark
-    return bool(machine == machine_identity() and process_start(pid) != started)
-
-
-def is_here(mark: Any) -> bool:
-    """Whether the process of a mark runs on this machine."""
-    return mark is not None and mark[0] == machine_identity() and process_start(mark[1]) == mark[2]
-
-
-def is_stopped(mark: Any) -> bool:
-    """Whether the process of a mark is stopped. Of processes on other machines it is not known."""
-    return mark is not None and mark[0] == machine_identity() and system.is_stopped(mark[1])
-
-
-def read(kind: str, ranks: Iterable[int], store: Any = None) -> dict[int, Any] | None:
-    """The marks of a kind that `ranks` have left; None where the store is gone. `store`: another connection to it."""
-    found = {}
-    try:
-        store = store or _store()
-        for rank in ranks:
-            key = f"accelerate/{kind}/{rank}"
-            if store.check([key]):
-                found[rank] = json.loads(store.get(key) or "null")
-    except (RuntimeError, ValueError) as error:
-        _note_loss(error)
-        return None
-    return found
+    with Tolerant():
+        return bool(run_store().add(f"accelerate/first/{machine_identity()}/{subject}", 1) == 1)
+    return True
 
 
 def begin_pass(loader: object) -> None:
     """A pass over a prepared loader begins. Its `batches_read` counts."""
-    _Reading.open.append(loader)
+    _Mine.passes.append(loader)
 
 
 def end_pass(loader: Any, epoch: int, complete: bool) -> None:
-    """A pass has ended, `complete` or left before; the other ranks can read where."""
-    if loader in _Reading.open:
-        _Reading.open.remove(loader)
-    _Reading.left = None if complete else f"batch {loader.batches_read} of epoch {epoch}"
-    _Reading.total += loader.batches_read
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        mark = {"epoch": epoch, "batches": loader.batches_read, "complete": complete, "total": _Reading.total}
-        publish(READ, mark)
+    """A pass has ended, `complete` or left before."""
+    if loader in _Mine.passes:
+        _Mine.passes.remove(loader)
+    _Mine.left = None if complete else f"batch {loader.batches_read} of epoch {epoch}"
+    _Mine.total += loader.batches_read
+    how = "its loader ended" if complete else "it left the loop over its loader in"
+    _Mine.last_pass = f"{how} epoch {epoch} after {loader.batches_read} batch{'es' * (loader.batches_read != 1)}"
 
 
 def batches_read() -> int:
     """Batches that this process has read from prepared loaders in all."""
-    total: int = _Reading.total + sum(loader.batches_read for loader in _Reading.open)
+    total: int = _Mine.total + sum(loader.batches_read for loader in _Mine.passes)
     return total
-
-
-def is_reading() -> bool:
-    """Whether this process is in a pass over a prepared loader."""
-    return bool(_Reading.open)
 
 
 def own_place() -> str | None:
     """Where this process is in its data, or where an error or `break` left it; None after a complete pass."""
-    if not _Reading.open:
-        return _Reading.left
-    loader = _Reading.open[-1]
+    if not _Mine.passes:
+        return _Mine.left
+    loader = _Mine.passes[-1]
     return f"batch {loader.batches_read} of epoch {loader.iteration}"
 
 
-def where(operation: str, at: str) -> dict[str, Any]:
-    """The mark of a process that waits in an operation."""
-    place = {"total": batches_read(), "place": own_place(), "reading": is_reading()}
-    return {"operation": operation, "at": at, **place}
+def outer_batch() -> list[int] | None:
+    """The epoch and batch of the outermost pass under way, to compare with other ranks; None outside of passes."""
+    return [_Mine.passes[0].iteration, _Mine.passes[0].batches_read] if _Mine.passes else None

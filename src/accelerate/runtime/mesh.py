@@ -63,20 +63,13 @@ def fsdp_mesh(config: ParallelismConfig, mesh: DeviceMesh | None, device: torch.
         from torch.distributed.device_mesh import init_device_mesh
 
         return init_device_mesh(device.type, (1,), mesh_dim_names=("dp_shard_cp",))
-    if not config.dp_replicate_enabled:
-        found = _flattened(mesh, "dp_shard_cp" if config.cp_enabled or config.sp_enabled else "dp_shard")
-        if found is None:
-            raise ConfigurationError(
-                f"{describe(config)}: FSDP has nothing to shard over. Give dp_shard_size, cp_size or sp_size above 1."
-            )
-        return found
-    if not config.cp_enabled and not config.sp_enabled:
-        if "dp_shard" not in (mesh.mesh_dim_names or ()):
-            raise ConfigurationError(
-                f"{describe(config)}: FSDP has nothing to shard over. Give dp_shard_size above 1, or train with DDP."
-            )
-        return mesh["dp_replicate", "dp_shard"]
-    return _slice(mesh, ("dp_replicate", "dp_shard_cp"))
+    shards = "dp_shard_cp" if config.cp_enabled or config.sp_enabled else "dp_shard"
+    if (found := _flattened(mesh, shards)) is None:
+        raise ConfigurationError(
+            f"{describe(config)}: FSDP has nothing to shard over. Give dp_shard_size, cp_size or sp_size above 1, or "
+            "train with DDP."
+        )
+    return _slice(mesh, ("dp_replicate", shards)) if config.dp_replicate_enabled else found
 
 
 def describe(config: ParallelismConfig) -> str:

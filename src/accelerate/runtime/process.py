@@ -35,8 +35,8 @@ def goes_first(is_first: bool, wait: Callable[[str], None]) -> Iterator[None]:
         yield
     except BaseException as error:
         # Processes that wait for an outer block have this error from an inner one, and do not wait again.
-        if is_first and not getattr(error, "_other_processes_raise", False):
-            error._other_processes_raise = True  # type: ignore[attr-defined]
+        if is_first and not getattr(error, "is_raised_on_all", False):
+            error.is_raised_on_all = True  # type: ignore[attr-defined]
             wait(f"{type(error).__name__}: {error}")
         raise
     if is_first:

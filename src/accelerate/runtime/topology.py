@@ -70,7 +70,7 @@ class Topology(NamedTuple):
 def _read(source: RankVariables, rank: int, world_size: int) -> Topology:
     if not 0 <= rank < world_size:
         raise ConfigurationError(
-            f"{source.rank}={rank} is no rank of {source.world_size}={world_size}: ranks are 0 to {world_size - 1}"
+            f"{source.rank}={rank} is not a rank of {source.world_size}={world_size}: ranks are 0 to {world_size - 1}"
         )
     local_rank = env.get_int(source.local_rank)
     local_world_size = env.get_int(source.local_world_size) if source.local_world_size else _slurm_tasks_here()

@@ -1,20 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values of a step that are on a device: copied to the host without waiting for the device, and read later."""
+"""Loss and gradient norm of a step: numbers on the host, and copies of those that a device still computes."""
 
 from __future__ import annotations
 
-import functools
 import math
-from collections import deque
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from ..core import devices
-
-_SLOTS = 256
-_UNKNOWN = (math.nan, math.nan)
 
 
 def scalar(value: Any) -> float | torch.Tensor | None:
@@ -22,54 +16,44 @@ def scalar(value: Any) -> float | torch.Tensor | None:
     if type(value) is torch.Tensor:
         if value.numel() != 1 or value.is_meta:
             return None
-        return float(value.item()) if value.device.type == "cpu" else value.detach()
+        return float(value.item()) if value.is_cpu else value.detach().reshape(())
     return float(value) if isinstance(value, (int, float)) else None
 
 
+def mean(values: list[float | torch.Tensor | None]) -> float | torch.Tensor | None:
+    """The mean of the losses of a step; None where one is not known."""
+    numbers = [value for value in values if isinstance(value, float)]
+    if len(numbers) == len(values) > 0:
+        return numbers[0] if len(numbers) == 1 else sum(numbers) / len(numbers)
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    return torch.stack([value.float() for value in tensors]).mean() if len(tensors) == len(values) > 0 else None
+
+
 class DeviceValues:
-    """Copies scalars to pinned memory.
+    """Copies numbers of a step from a device to the host without waiting for them.
 
     Args:
-        device: of the run, one with streams and events.
+        device: of the run. If it has no streams, its numbers are not known: to read them would wait.
+        values: numbers, and tensors of one element.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._module: Any = devices.module_of(device)
-        self._rows = torch.empty(_SLOTS, 2, dtype=torch.float32, pin_memory=devices.kind_of(device).pin_memory)
-        self._free: deque[int] = deque(range(_SLOTS))
+    def __init__(self, device: torch.device, *values: float | torch.Tensor | None) -> None:
+        module: Any = devices.module_of(device)
+        self._done: Any = None
+        if hasattr(module, "current_stream"):
+            # Such a copy goes to pinned memory.
+            copied = [one.to("cpu", non_blocking=True) if isinstance(one, torch.Tensor) else one for one in values]
+            self._values: list[Any] = copied
+            self._done = module.current_stream(device).record_event()
+        else:
+            self._values = [None if isinstance(one, torch.Tensor) else one for one in values]
 
-    def copy(self, values: Sequence[Any]) -> Callable[[bool], tuple[float, ...] | None]:
-        """Start to copy loss and norm; what is a float already is kept.
+    def is_ready(self) -> bool:
+        """Whether all are on the host."""
+        return self._done is None or bool(self._done.query())
 
-        Returns:
-            A function that returns the two numbers, or None while the device computes them; with True it waits.
-        """
-        if not self._free:
-            return lambda wait: _UNKNOWN
-        slot = self._free.popleft()
-        row = self._rows[slot]
-        for place, value in enumerate(values):
-            if isinstance(value, torch.Tensor):
-                row[place].copy_(value.reshape(()), non_blocking=True)
-            else:
-                row[place] = value
-        done = self._module.current_stream(self._device).record_event()
-        return functools.partial(self._read, slot, done)
-
-    def _read(self, slot: int, done: Any, wait: bool) -> tuple[float, ...] | None:
-        if wait:
-            done.synchronize()
-        elif not done.query():
-            return None
-        found = tuple(self._rows[slot].tolist())
-        self._free.append(slot)
-        return found
-
-
-def device_values(device: torch.device) -> DeviceValues | None:
-    """For a device with streams and events; None for others, whose values are then not known."""
-    if device.type in ("cpu", "meta"):
-        return None
-    module = devices.module_of(device)
-    return DeviceValues(device) if hasattr(module, "Stream") and hasattr(module, "current_stream") else None
+    def read(self) -> list[float]:
+        """The numbers, after waiting for them; NaN for None."""
+        if self._done is not None:
+            self._done.synchronize()
+        return [math.nan if value is None else float(value) for value in self._values]

@@ -38,7 +38,7 @@ def profile(options: ProfileKwargs | None, rank: int, wait: Callable[[], None]) 
         os.makedirs(folder, exist_ok=True)
     except OSError as error:
         raise ConfigurationError(
-            f"ProfileKwargs.output_trace_dir={folder!r} cannot be made: {error.strerror or error}"
+            f"ProfileKwargs.output_trace_dir={folder!r} cannot be created: {error.strerror or error}"
         ) from error
     path = os.path.join(folder, PROFILE_PATTERN_NAME.format(suffix=rank))
     ready = _TraceFile(path, options.on_trace_ready)

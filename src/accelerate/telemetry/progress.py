@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..core.imports import is_available
 from ..data_loader.loader import PreparedLoader
 from ..state import PartialState
 
@@ -26,8 +25,6 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
     """
     if args and isinstance(args[0], bool):
         raise ValueError("tqdm's first argument is the iterable; pass main_process_only=True or False by name")
-    if not is_available("tqdm"):
-        raise ImportError("the progress bar needs the package tqdm: pip install tqdm")
     from tqdm.auto import tqdm as bar
 
     if main_process_only and not kwargs.get("disable", False):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a run is recorded, and into which folder; the meter of an `Accelerator`."""
+"""Whether a run is recorded, and into which folder; the recorder and the profile of an `Accelerator`."""
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import math
 import os
 import socket
@@ -15,16 +15,14 @@ from typing import Any
 import torch
 
 from ..config.training import ProjectConfiguration
-from ..core import devices, env
+from ..core import devices, env, messages
 from ..core.device_speeds import PUBLISHED, known_name
 from ..core.errors import ConfigurationError
 from ..core.files import user_path
 from ..core.option import parse_bool
-from ..runtime.agreement import Agreement
+from ..runtime.agreement import Agreement, first
 from ..state import PartialState
-from .memory_dump import dump_memory
-from .meter import StepMeter, memory_reader
-from .recorder import StepRecorder
+from .recorder import RunRecorder
 from .status import open_status
 from .step_profile import StepProfile
 from .writer import TelemetryWriter
@@ -33,10 +31,10 @@ from .writer import TelemetryWriter
 _ARRIVAL = 120.0
 
 
-def start_meter(
+def start_recorder(
     telemetry: bool | str | os.PathLike[str] | None, project: ProjectConfiguration, shards: int
-) -> StepMeter | None:
-    """The meter of a run; None where nothing is recorded and no launcher shows its state.
+) -> RunRecorder | None:
+    """The recorder of a run; None where nothing is recorded, and neither a launcher nor a TrainJob shows its state.
 
     Args:
         telemetry: the argument of `Accelerator`.
@@ -46,36 +44,34 @@ def start_meter(
     state = PartialState()
     rank = state.process_index
     status = open_status(env.get("ACCELERATE_STATUS_DIR"), rank)
+    if rank == 0 and (url := env.get("KUBEFLOW_TRAINER_SERVER_URL")):
+        from .job_status import JobStatus
+
+        status = JobStatus(url, status)
     folder = run_folder(telemetry, project)
-    share = shards / state.num_processes
-    if folder is None:
-        return None if status is None else StepMeter(status, state.device, share)
-    details: dict[str, Any] = {
-        "world_size": state.num_processes,
-        "data_shards": shards,
-        "host": socket.gethostname(),
-        "device": str(state.device),
-        "started": time.time(),
-    }
-    writer = TelemetryWriter.shared(
-        folder,
-        rank,
-        device_memory=memory_reader(state.device),
-        dump_memory=functools.partial(dump_memory, state.device),
-        **details,
-    )
-    return StepRecorder(writer, status, state.device, share, waits=state.num_processes > 1)
+    writer = None
+    if folder is not None:
+        writer = TelemetryWriter.shared(
+            folder,
+            rank,
+            world_size=state.num_processes,
+            data_shards=shards,
+            host=socket.gethostname(),
+            device=str(state.device),
+            started=time.time(),
+        )
+    if writer is None and status is None:
+        return None
+    return RunRecorder(state.device, shards / state.num_processes, writer, status)
 
 
 def declared_work(
     per_token: float | None, per_sample: float | None, peak: float | None, device: torch.device
 ) -> dict[str, Any]:
     """The fields of the event that states what training computes; see `Accelerator.record_work`."""
-    given = {"token": per_token, "sample": per_sample}
-    found = [(unit, flops) for unit, flops in given.items() if flops is not None]
-    if len(found) != 1:
+    if (per_token is None) == (per_sample is None):
         raise ConfigurationError("record_work takes one of flops_per_token and flops_per_sample")
-    (unit, flops), *_ = found
+    unit, flops = ("token", per_token) if per_sample is None else ("sample", per_sample)
     for name, value in ((f"flops_per_{unit}", flops), ("peak", peak)):
         if value is not None and not (isinstance(value, int | float) and 0 < value < math.inf):
             raise ConfigurationError(f"record_work({name}={value!r}): it is a positive number")
@@ -89,7 +85,9 @@ def declared_work(
 def run_folder(telemetry: bool | str | os.PathLike[str] | None, project: ProjectConfiguration) -> Path | None:
     """The folder of the run; None where it is not recorded."""
     if telemetry is None:
-        telemetry = _of_variable(env.get("ACCELERATE_TELEMETRY"))
+        telemetry = env.get("ACCELERATE_TELEMETRY") or False
+        with contextlib.suppress(ConfigurationError):  # a folder of any name that is no truth value
+            telemetry = parse_bool(telemetry) if isinstance(telemetry, str) else telemetry
     if isinstance(telemetry, bool):
         if not telemetry:
             return None
@@ -100,13 +98,13 @@ def run_folder(telemetry: bool | str | os.PathLike[str] | None, project: Project
     return user_path(telemetry, "telemetry")
 
 
-def start_profile(project: ProjectConfiguration, meter: StepMeter | None) -> StepProfile | None:
+def start_profile(project: ProjectConfiguration, recorder: RunRecorder | None) -> StepProfile | None:
     """The profile of the steps that ACCELERATE_PROFILE requests of this rank; None where it requests none."""
     text = env.get("ACCELERATE_PROFILE")
     if not text:
         return None
     # Every rank takes part in the choice of the folder.
-    folder = (None if meter is None else meter.folder) or run_folder(True, project)
+    folder = (None if recorder is None else recorder.folder) or run_folder(True, project)
     assert folder is not None
     state = PartialState()
     rank = state.process_index
@@ -114,7 +112,7 @@ def start_profile(project: ProjectConfiguration, meter: StepMeter | None) -> Ste
     chosen = {int(one) for one in ranks[0].split(",")} if ranks else {rank}
     if (absent := sorted(one for one in chosen if one >= state.num_processes)) and state.is_main_process:
         processes = "1 process" if state.num_processes == 1 else f"{state.num_processes} processes"
-        _print(f"--profile={text}: there is no rank {', '.join(map(str, absent))} in this run of {processes}")
+        messages.show(f"--profile={text}: there is no rank {', '.join(map(str, absent))} in this run of {processes}")
     if rank not in chosen:
         return None
 
@@ -123,25 +121,11 @@ def start_profile(project: ProjectConfiguration, meter: StepMeter | None) -> Ste
             message = f"nothing is profiled on rank {rank}: the run has ended after {step} steps, before step {first}"
         else:
             message = f"steps {first} to {step} of rank {rank} are profiled in {path}"
-        if meter is not None:
-            meter.event("profile", message=message, **({} if path is None else {"path": str(path)}))
-        _print(message)
+        if recorder is not None:
+            recorder.event("profile", message=message, **({} if path is None else {"path": str(path)}))
+        messages.show(message)
 
     return StepProfile(folder.absolute() / "profile" / f"rank_{rank:05d}.json", int(first), int(last), ended)
-
-
-def _print(message: str) -> None:
-    print(f"accelerate: {message}", file=sys.stderr, flush=True)
-
-
-def _of_variable(text: str | None) -> bool | str:
-    """A truth value, or a folder of any other name."""
-    if not text:
-        return False
-    try:
-        return parse_bool(text)
-    except ConfigurationError:
-        return text
 
 
 def _folder_of_start() -> Path:
@@ -152,5 +136,5 @@ def _folder_of_start() -> Path:
     state = PartialState()
     if state.num_processes > 1:
         hint = "Make the Accelerator on every process, with the same `telemetry`."
-        name = Agreement(state, "telemetry").exchange("telemetry", name, _ARRIVAL, hint)[0]
+        name = Agreement(state, "telemetry").exchange("telemetry", name, _ARRIVAL, hint, first)
     return Path("runs").absolute() / name

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import shutil
 import struct
 import sys
 import time
@@ -20,7 +21,7 @@ _STEP = struct.Struct("<IIQdIIIfddf")
 _CHECKPOINT = struct.Struct("<dH")
 _CHECKPOINT_AT = 128
 _PATH_AT = _CHECKPOINT_AT + _CHECKPOINT.size
-_SIZE = 1024
+SIZE = 1024  # bytes of a file
 _MAGIC = 0x41435331
 
 
@@ -59,8 +60,8 @@ class StatusFile:
 
     def __init__(self, path: Path) -> None:
         with open(path, "xb+") as file:
-            file.truncate(_SIZE)
-            self._map = mmap.mmap(file.fileno(), _SIZE)
+            file.truncate(SIZE)
+            self._map = mmap.mmap(file.fileno(), SIZE)
 
     def write(self, *fields: float) -> None:
         """Publish the first ten fields of `Status`: those before the checkpoint."""
@@ -68,23 +69,46 @@ class StatusFile:
 
     def write_checkpoint(self, path: str, time: float) -> None:
         """Publish the checkpoint that was saved last."""
-        text = path.encode(errors="surrogateescape")[-(_SIZE - _PATH_AT) :]
+        text = path.encode(errors="surrogateescape")[-(SIZE - _PATH_AT) :]
         self._map[_PATH_AT : _PATH_AT + len(text)] = text
         _CHECKPOINT.pack_into(self._map, _CHECKPOINT_AT, time, len(text))
 
 
 def new_folder() -> str | None:
-    """A new folder for these files that only this user can read; in memory where that is possible."""
+    """A new folder for these files that only this user can read; in memory where that is possible.
+
+    This process locks it until it ends. The folders of launchers that were killed, which have no lock, are removed.
+    """
     if sys.platform != "linux":
         import tempfile
 
         return tempfile.mkdtemp(prefix="accelerate-")
     for root in ("/dev/shm", "/tmp"):
-        path = f"{root}/accelerate-{os.getpid()}-{time.monotonic_ns():x}"
+        for left in Path(root).glob("accelerate-launch-*"):
+            with contextlib.suppress(OSError):
+                descriptor = _locked(left)
+                if os.fstat(descriptor).st_uid == os.geteuid():
+                    shutil.rmtree(left)
+                os.close(descriptor)
+        path = f"{root}/accelerate-launch-{os.getpid()}-{time.monotonic_ns():x}"
         with contextlib.suppress(OSError):
             os.mkdir(path, 0o700)
+            _locked(Path(path))
             return path
     return None
+
+
+def _locked(folder: Path) -> int:
+    """The descriptor of a folder, locked as long as it is open. OSError where another process has the lock."""
+    import fcntl
+
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def status_file(folder: Path, rank: int) -> Path:
@@ -105,10 +129,10 @@ def read_status(path: Path) -> Status | None:
     """What a rank has published last; None where it has not begun."""
     try:
         with open(path, "rb") as file:
-            data = file.read(_SIZE)
+            data = file.read(SIZE)
     except OSError:
         return None
-    if len(data) < _SIZE:
+    if len(data) < SIZE:
         return None
     magic, state, step, time, epoch, batch, batches, loss, samples, tokens, memory = _STEP.unpack_from(data)
     if magic != _MAGIC or state >= len(STATES):

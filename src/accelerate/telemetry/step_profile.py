@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import atexit
 import os
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..run.observers import RunObserver
 
-class StepProfile:
+
+class StepProfile(RunObserver):
     """Profiles the steps `first` to `last` of this process, and writes a trace.
 
     Args:
@@ -27,10 +30,17 @@ class StepProfile:
         self._path = path
         self._first, self._last = first, last
         self._ended = ended
+        self._optimizer: weakref.ref[Any] | None = None
         self._steps = 0
         self._profiler: Any = None
         self._pid = os.getpid()
         atexit.register(self.close)
+
+    def after_prepare(self, prepared: Any) -> None:
+        """Count the steps of the first optimizer."""
+        if self._optimizer is None and isinstance(prepared, torch.optim.Optimizer):
+            self._optimizer = weakref.ref(prepared)
+            self.begin()
 
     def begin(self) -> None:
         """Start before the first step, if that is recorded."""
@@ -38,8 +48,10 @@ class StepProfile:
             self._profiler = torch.profiler.profile()
             self._profiler.start()
 
-    def after_step(self) -> None:
-        """Called after each optimizer step; does nothing once the trace is written."""
+    def after_step(self, optimizer: Any) -> None:
+        """Begin or end the trace; does nothing once it is written."""
+        if self._optimizer is None or self._optimizer() is not optimizer:
+            return
         self._steps += 1
         if self._steps == self._last and self._profiler is not None:
             self.close()
@@ -51,16 +63,15 @@ class StepProfile:
         atexit.unregister(self.close)
         if self._pid != os.getpid() or self._first > self._last:
             return
-        if self._profiler is not None and self._steps >= self._first:
+        path = None
+        if self._profiler is not None:
             self._profiler.stop()
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            partial = f"{self._path}.partial"
-            self._profiler.export_chrome_trace(partial)
-            os.replace(partial, self._path)
-            self._ended(self._steps, self._path)
-        else:
-            if self._profiler is not None:
-                self._profiler.stop()
-            self._ended(self._steps, None)
+            if self._steps >= self._first:
+                path = self._path
+                path.parent.mkdir(parents=True, exist_ok=True)
+                partial = f"{path}.partial"
+                self._profiler.export_chrome_trace(partial)
+                os.replace(partial, path)
+        self._ended(self._steps, path)
         self._profiler = None
         self._last = 0  # done

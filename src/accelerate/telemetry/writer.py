@@ -7,23 +7,21 @@ import atexit
 import contextlib
 import json
 import logging
-import math
 import os
 import struct
 import threading
 import time
-import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-import psutil
 
-from ..core import env, memory
+from ..core import env
 from ..core.errors import ConfigurationError
 from ..runtime import hang_watch, marks
+from .device_values import DeviceValues
 from .records import (
     HEADER_SIZE,
     STEP,
@@ -35,23 +33,14 @@ from .records import (
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-# Seconds between two writes, which is what a killed process loses, and between two looks at the memory.
+# Seconds between two writes, which is what a killed process loses.
 INTERVAL = 0.2
-_MEMORY_INTERVAL = 1.0
 # Steps at which the older half of a file is merged pairwise, and most records that wait for a slow disk.
 MOST_RECORDS = 1 << 18
 _MOST_WAITING = 1 << 16
 _ROW = struct.Struct("<d4I16f")
 assert _ROW.size == STEP.itemsize
-
-# What steps leave: the moment on the clock of `perf_counter`, step, steps, epoch, flags, seconds, the phases, longest,
-# samples, tokens, loss, learning rate, and what is read later: None, the gradient norm on the host, or a function that
-# returns loss and norm, which are on a device: None while they are not here, unless its argument is True.
-Step = tuple[Any, ...]
-# The place of the optimizer's seconds in it, less the moment.
-_OPTIMIZER = 10
-# Samples or tokens of a step in which none were counted: no sum of counts is negative.
-NONE_READ = -0.0
+_LOSS, _NORM = (list(STEP.fields or ()).index(name) for name in ("loss", "gradient_norm"))
 
 
 class TelemetryWriter:
@@ -61,47 +50,24 @@ class TelemetryWriter:
         folder: of the run.
         rank: of this process.
         details: of the header, and `world_size`.
-        device_memory: returns the bytes allocated on the device; None for the CPU.
-        dump_memory: called with the folder and the rank when memory has run out; see `memory_dump`.
     """
 
     _open: ClassVar[dict[Path, TelemetryWriter]] = {}
 
-    def __init__(
-        self,
-        folder: Path,
-        rank: int,
-        device_memory: Callable[[], float] | None = None,
-        dump_memory: Callable[[Path, int], dict[str, Path]] | None = None,
-        **details: Any,
-    ) -> None:
+    def __init__(self, folder: Path, rank: int, **details: Any) -> None:
         self.folder = folder
         self._rank = rank
-        self._dump_memory = dump_memory
         self._steps_path = steps_file(folder, rank)
         self._events_path = events_file(folder, rank)
         self._header = header_bytes(rank, **details)
-        self._device_memory = device_memory
-        self._records: deque[Step] = deque(maxlen=_MOST_WAITING)
-        self._held: Step | None = None  # the oldest, while the device computes its values
+        self._records: deque[tuple[list[float], DeviceValues | None]] = deque(maxlen=_MOST_WAITING)
         self._events: deque[dict[str, Any]] = deque(maxlen=_MOST_WAITING)
-        self.append: Callable[[Step], None] = self._records.append
-        # Called at each interval, and before this is closed.
-        self.before_write: list[weakref.WeakMethod[Callable[[], None]]] = []
-        self.before_close: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._users = 0
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._steps = self._events_fd = -1
         self._count = 0
-        # Of the records so far, for those who publish them: samples and tokens of all, the loss of the last.
-        self.samples: float = math.nan
-        self.tokens: float = math.nan
-        self.loss: float = math.nan
-        self.memory: tuple[float, float] = (math.nan, math.nan)  # bytes on the device and on the host
-        self._memory_at = -math.inf
-        self._memory_info = psutil.Process().memory_info
         self._start()
 
     @classmethod
@@ -119,22 +85,18 @@ class TelemetryWriter:
         """Whether nothing more is written."""
         return self._stop.is_set()
 
+    def append(self, record: list[float], values: DeviceValues | None = None) -> None:
+        """Write the fields of `STEP`. `values`: loss and gradient norm, if a device still computes them."""
+        if not self.closed:
+            self._records.append((record, values))
+
     def event(self, name: str, **fields: Any) -> None:
         """Record an event that happens now."""
-        self._events.append({"time": time.time(), "event": name, **fields})
+        if not self.closed:
+            self._events.append({"time": time.time(), "event": name, **fields})
 
     def _hang(self, message: str) -> None:
         self.event("hang", message=message)
-
-    def _out_of_memory(self, error: BaseException) -> None:
-        self.event("out_of_memory", message=(str(error).splitlines() or [type(error).__name__])[0][:500])
-        if self._dump_memory is not None:
-            try:
-                for name, path in self._dump_memory(self.folder, self._rank).items():
-                    self.event("out_of_memory", message=f"{name} of rank {self._rank}", path=str(path))
-            except Exception as failure:
-                # What an allocator reports differs between devices and versions of torch.
-                self.event("warning", message=f"the memory of rank {self._rank} cannot be written: {failure!r}"[:500])
 
     def release(self) -> None:
         """Write everything and close the files, when the last user releases them."""
@@ -146,15 +108,12 @@ class TelemetryWriter:
         """Write everything and close the files."""
         if self.closed or self._pid != os.getpid():
             return
-        _call(self.before_close)
-        self._stop.set()
         atexit.unregister(self.close)
         hang_watch.on_report.remove(self._hang)
-        memory.exhausted_hooks.remove(self._out_of_memory)
         self.event("end", **self._process())
+        self._stop.set()
         self.flush(wait=True)
         with self._lock:
-            self.append = _discard
             for descriptor in (self._steps, self._events_fd):
                 if descriptor >= 0:
                     os.close(descriptor)
@@ -186,7 +145,6 @@ class TelemetryWriter:
             return
         self.event("start", **self._process())
         hang_watch.on_report.append(self._hang)
-        memory.exhausted_hooks.append(self._out_of_memory)
         threading.Thread(target=self._run, name="accelerate-telemetry", daemon=True).start()
         atexit.register(self.close)
 
@@ -207,7 +165,7 @@ class TelemetryWriter:
         self._steps = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         size = os.fstat(self._steps).st_size
         if not size:
-            _write_all(self._steps, self._header)
+            _append(self._steps, self._header)
             size = HEADER_SIZE
         self._count, rest = divmod(size - HEADER_SIZE, STEP.itemsize)
         if rest:
@@ -215,54 +173,23 @@ class TelemetryWriter:
 
     def _run(self) -> None:
         while not self._stop.wait(INTERVAL):
-            _call(self.before_write)
             self.flush()
 
     def _write_records(self, wait: bool) -> None:
-        if not self._records and self._held is None:
-            return
-        self._measure_memory()
-        if rows := self._take(wait):
-            self._append_rows(b"".join(rows), len(rows))
+        rows = []
+        while self._records:
+            record, values = self._records[0]
+            if values is not None:
+                if not (wait or values.is_ready()):
+                    break
+                record[_LOSS], record[_NORM] = values.read()
+            self._records.popleft()
+            rows.append(_packed(record))
+        if rows:
+            _append(self._steps, b"".join(rows))
+            self._count += len(rows)
         if self._count >= MOST_RECORDS:
             self._merge()
-
-    def _take(self, wait: bool) -> list[bytes]:
-        """The records that wait, up to the first whose values are not here."""
-        # Without arrays: this is a few records each time, for which the step waits.
-        rows = []
-        clock = time.time() - time.perf_counter()
-        while self._held is not None or self._records:
-            found = self._held or self._records.popleft()
-            self._held = None
-            now, *fields, samples, tokens, loss, rate, late = found
-            norm = math.nan
-            if callable(late):
-                values = late(wait)
-                if values is None:
-                    self._held = found
-                    break
-                loss = values[0] if loss != loss else loss
-                norm = values[1]
-            elif late is not None:
-                norm = float(late)
-            self.samples, samples = _added(self.samples, samples)
-            self.tokens, tokens = _added(self.tokens, tokens)
-            row = _packed(now + clock, *fields, samples, tokens, loss, norm, rate, *self.memory)
-            rows.append(row)
-            # Records in which no step is split into phases have no loss.
-            if fields[_OPTIMIZER] == fields[_OPTIMIZER]:
-                self.loss = float(loss)
-        return rows
-
-    def _append_rows(self, data: bytes, count: int) -> None:
-        try:
-            _write_all(self._steps, data)
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.ftruncate(self._steps, HEADER_SIZE + self._count * STEP.itemsize)
-            raise
-        self._count += count
 
     def _merge(self) -> None:
         """Merge the older half of the records pairwise, and replace the file."""
@@ -285,31 +212,13 @@ class TelemetryWriter:
         while self._events:
             lines.append(json.dumps(self._events.popleft(), default=str) + "\n")
         if lines:
-            size = os.fstat(self._events_fd).st_size
-            try:
-                _write_all(self._events_fd, "".join(lines).encode())
-            except OSError:
-                with contextlib.suppress(OSError):
-                    os.ftruncate(self._events_fd, size)
-                raise
-
-    def _measure_memory(self) -> None:
-        now = time.monotonic()
-        if now - self._memory_at < _MEMORY_INTERVAL:
-            return
-        self._memory_at = now
-        device = math.nan if self._device_memory is None else self._device_memory()
-        self.memory = (device, float(self._memory_info().rss))
+            _append(self._events_fd, "".join(lines).encode())
 
     def _fail(self, error: OSError) -> None:
         """Stop the recording: training is worth more."""
         self._stop.set()
-        self.append = _discard
         self._records.clear()
-        self._events = deque(maxlen=0)
-        self.samples = math.nan
-        self.tokens = math.nan
-        self.loss = math.nan
+        self._events.clear()
         for descriptor in (self._steps, self._events_fd):
             if descriptor >= 0:
                 os.close(descriptor)
@@ -343,36 +252,24 @@ def merged(rows: np.ndarray[Any, np.dtype[Any]]) -> np.ndarray[Any, np.dtype[Any
     return np.concatenate([*pieces, rows[len(paired) * 2 :]])
 
 
-def _call(references: list[weakref.WeakMethod[Callable[[], None]]]) -> None:
-    for reference in references:
-        if (call := reference()) is not None:
-            call()
-
-
-def _added(total: float, counted: float) -> tuple[float, float]:
-    """The total with what a record has counted, and that number, which is NaN if nothing was counted."""
-    if counted == 0 and math.copysign(1.0, counted) < 0:
-        return total, math.nan
-    if counted != counted:
-        return total, counted
-    return (counted if total != total else total + counted), counted
-
-
-def _packed(*fields: float) -> bytes:
+def _packed(record: Sequence[float]) -> bytes:
     """A row. A number too large for single precision is infinite."""
     try:
-        return _ROW.pack(*fields)
+        return _ROW.pack(*record)
     except OverflowError:
-        return _ROW.pack(*fields[:5], *np.asarray(fields[5:], "f4").tolist())
+        return _ROW.pack(*record[:5], *np.asarray(record[5:], "f4").tolist())
 
 
-def _discard(record: Step) -> None:
-    pass
-
-
-def _write_all(descriptor: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(descriptor, data) :]
+def _append(descriptor: int, data: bytes) -> None:
+    """Write all of the data, or nothing where the disk is full."""
+    size = os.fstat(descriptor).st_size
+    try:
+        while data:
+            data = data[os.write(descriptor, data) :]
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.ftruncate(descriptor, size)
+        raise
 
 
 def _drop_incomplete_line(descriptor: int) -> None:

@@ -48,22 +48,23 @@ def _one(*kinds: str) -> Callable[[], bool]:
     return lambda: (not kinds or torch_device in kinds) and torch_device != "cpu" and device_count == 1
 
 
+def __getattr__(name: str) -> Decorator:
+    """`require_X` for each package and kind of device X that `accelerate.utils` has an `is_X_available` for."""
+    needed = name.removeprefix("require_")
+    available = getattr(have, f"is_{needed}_available", None)
+    if needed == name or available is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    decorator: Decorator = globals().setdefault(name, _only_if(available, needed))
+    return decorator
+
+
 # Devices
 require_cpu: Decorator = _only_if(_here("cpu"), "a machine without an accelerator")
 require_non_cpu: Decorator = _only_if(lambda: torch_device != "cpu", "an accelerator")
-require_cuda: Decorator = _only_if(_here("cuda"), "a GPU")
 require_cuda_or_hpu: Decorator = _only_if(_here("cuda", "hpu"), "a GPU or HPU")
 require_cuda_or_xpu: Decorator = _only_if(_here("cuda", "xpu"), "a GPU or XPU")
-require_xpu: Decorator = _only_if(_here("xpu"), "an XPU")
 require_non_xpu: Decorator = _only_if(lambda: torch_device != "xpu", "a device other than an XPU")
-require_hpu: Decorator = _only_if(_here("hpu"), "an HPU")
 require_non_hpu: Decorator = _only_if(lambda: torch_device != "hpu", "a device other than an HPU")
-require_mlu: Decorator = _only_if(_here("mlu"), "an MLU")
-require_sdaa: Decorator = _only_if(_here("sdaa"), "an SDAA device")
-require_musa: Decorator = _only_if(_here("musa"), "a MUSA device")
-require_npu: Decorator = _only_if(_here("npu"), "an NPU")
-require_neuron: Decorator = _only_if(_here("neuron"), "a Neuron device")
-require_mps: Decorator = _only_if(_here("mps"), "an MPS device")
 require_tpu: Decorator = _only_if(lambda: have.is_torch_xla_available(check_is_tpu=True), "a TPU")
 require_non_torch_xla: Decorator = _only_if(lambda: not have.is_torch_xla_available(), "no torch_xla")
 require_single_device: Decorator = _only_if(_one(), "a single accelerator")
@@ -75,42 +76,9 @@ require_multi_xpu: Decorator = _only_if(_many("xpu"), "several XPUs")
 require_multi_gpu_or_xpu: Decorator = _only_if(_many("cuda", "xpu"), "several GPUs or XPUs")
 
 # Precisions and modules of torch
-require_fp16: Decorator = _only_if(have.is_fp16_available, "a device with fp16")
-require_fp8: Decorator = _only_if(have.is_fp8_available, "a package for fp8")
-require_pippy: Decorator = _only_if(have.is_pippy_available, "torch's pipeline stages")
 require_fsdp2: Decorator = _only_if(lambda: is_torch_version(">=", "2.5.0"), "torch with fully_shard")
 require_tp: Decorator = _only_if(lambda: is_torch_version(">=", "2.3.0"), "torch with tensor parallelism")
 
-# Packages
-require_aim: Decorator = _only_if(have.is_aim_available, "aim")
-require_bnb: Decorator = _only_if(have.is_bnb_available, "bitsandbytes")
-require_clearml: Decorator = _only_if(have.is_clearml_available, "clearml")
-require_comet_ml: Decorator = _only_if(have.is_comet_ml_available, "comet_ml")
-require_datasets: Decorator = _only_if(have.is_datasets_available, "datasets")
-require_deepspeed: Decorator = _only_if(have.is_deepspeed_available, "DeepSpeed")
-require_dvclive: Decorator = _only_if(have.is_dvclive_available, "dvclive")
-require_import_timer: Decorator = _only_if(have.is_import_timer_available, "import_timer")
-require_matplotlib: Decorator = _only_if(have.is_matplotlib_available, "matplotlib")
-require_mlflow: Decorator = _only_if(have.is_mlflow_available, "mlflow")
-require_pandas: Decorator = _only_if(have.is_pandas_available, "pandas")
-require_peft: Decorator = _only_if(have.is_peft_available, "peft")
-require_schedulefree: Decorator = _only_if(have.is_schedulefree_available, "schedulefree")
-require_swanlab: Decorator = _only_if(have.is_swanlab_available, "swanlab")
-require_tensorboard: Decorator = _only_if(have.is_tensorboard_available, "tensorboard")
-require_timm: Decorator = _only_if(have.is_timm_available, "timm")
-require_torchao: Decorator = _only_if(have.is_torchao_available, "torchao")
-require_torchdata_stateful_dataloader: Decorator = _only_if(
-    have.is_torchdata_stateful_dataloader_available, "torchdata with StatefulDataLoader"
-)
-require_torchvision: Decorator = _only_if(have.is_torchvision_available, "torchvision")
-require_trackio: Decorator = _only_if(have.is_trackio_available, "trackio")
-require_transformer_engine: Decorator = _only_if(have.is_transformer_engine_available, "transformer_engine")
-require_transformer_engine_mxfp8: Decorator = _only_if(
-    have.is_transformer_engine_mxfp8_available, "transformer_engine 2.1"
-)
-require_transformers: Decorator = _only_if(have.is_transformers_available, "transformers")
-require_triton: Decorator = _only_if(have.is_triton_available, "triton")
-require_wandb: Decorator = _only_if(have.is_wandb_available, "wandb")
 require_huggingface_suite: Decorator = _only_if(
     lambda: have.is_transformers_available() and have.is_datasets_available(), "transformers and datasets"
 )

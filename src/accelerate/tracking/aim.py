@@ -26,15 +26,11 @@ class AimTracker(ClientTracker):
     _resume_argument = "run_hash"
     # A run writes to a database on this machine. That threads may share it is not documented.
     background = False
+    writer = ClientTracker.tracker  # the `aim.Run`
 
     def __init__(self, run_name: str, logging_dir: str | os.PathLike[str] | None = ".", **kwargs: Any) -> None:
         super().__init__(run_name, **kwargs)
         self.aim_repo_path = logging_dir
-
-    @property
-    def writer(self) -> Any:
-        """The `aim.Run`."""
-        return self.tracker
 
     def _open(self) -> Any:
         run = importlib.import_module("aim").Run(repo=self.aim_repo_path, **self.init_kwargs)

@@ -25,15 +25,11 @@ class ClearMLTracker(ClientTracker):
     name = "clearml"
     _run_key_attribute = "id"
     _resume_argument = "continue_last_task"
+    task = ClientTracker.tracker  # the `clearml.Task`
 
     def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
         super().__init__(run_name, **kwargs)
         self._owns_task = True
-
-    @property
-    def task(self) -> Any:
-        """The `clearml.Task`."""
-        return self.tracker
 
     def _open(self) -> Any:
         task_class = importlib.import_module("clearml").Task

@@ -22,14 +22,7 @@ class CometMLTracker(ClientTracker):
     name = "comet_ml"
     _run_key_attribute = "id"
     _resume_argument = "experiment_key"
-
-    def __init__(self, run_name: str, **kwargs: Any) -> None:
-        super().__init__(run_name, **kwargs)
-
-    @property
-    def writer(self) -> Any:
-        """The Comet experiment."""
-        return self.tracker
+    writer = ClientTracker.tracker  # the Comet experiment
 
     def _open(self) -> Any:
         return importlib.import_module("comet_ml").start(**{"project_name": self.run_name, **self.init_kwargs})

@@ -21,15 +21,11 @@ class DVCLiveTracker(ClientTracker):
     name = "dvclive"
     # `log` is three calls that share the state of one object without a lock, and scripts call the same object.
     background = False
+    live = ClientTracker.tracker  # the `dvclive.Live`
 
     def __init__(self, run_name: str | None = None, live: Any = None, **kwargs: Any) -> None:
         super().__init__(run_name, **kwargs)
         self._live = live
-
-    @property
-    def live(self) -> Any:
-        """The `dvclive.Live`."""
-        return self.tracker
 
     def _open(self) -> Any:
         return self._live if self._live is not None else importlib.import_module("dvclive").Live(**self.init_kwargs)

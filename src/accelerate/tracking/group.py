@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import atexit
+import multiprocessing.util
 import os
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..runtime.calls import user_line
+from ..core.stacks import user_line
 from ..state import PartialState
 from .background import END_LIMIT, BackgroundLog, NotCopiedError, log_later, snapshot
 from .base import ClientTracker, GeneralTracker, checked, logger
@@ -24,7 +24,8 @@ def _finish_open() -> None:
     # A child of multiprocessing, such as a rank of `notebook_launcher`, runs no `atexit` function, with which client
     # packages close their runs.
     in_child = multiprocessing.parent_process() is not None
-    for group, process in list(_open.items()):
+    while _open:
+        group, process = _open.popitem()
         if process == os.getpid():
             group.drain(END_LIMIT)
             _each(group._all, lambda tracker: tracker.finish() if in_child else tracker.finish_at_exit())
@@ -40,10 +41,6 @@ def _each(trackers: list[GeneralTracker], finish: Callable[[GeneralTracker], Non
             logger.error("the tracker %s failed at its end, the last values may be lost: %r", tracker.name, error)
             errors.append(error)
     return errors
-
-
-# Unlike `atexit`, this also runs in children of multiprocessing, and while thread pools still accept work.
-threading._register_atexit(_finish_open)  # type: ignore[attr-defined]
 
 
 class TrackerGroup:
@@ -88,6 +85,11 @@ class TrackerGroup:
             except OSError as error:
                 logger.warning("the values of this run are not written to its project folder: %s", error)
         _open[self] = os.getpid()
+        # Before the functions of the client packages, which were registered earlier.
+        if multiprocessing.parent_process() is None:
+            atexit.register(_finish_open)
+        else:
+            multiprocessing.util.Finalize(None, _finish_open, exitpriority=0)
         self._background = BackgroundLog.shared() if background else None
         for tracker in self._all:
             if isinstance(tracker, ClientTracker):

@@ -32,9 +32,6 @@ class LocalTracker(ClientTracker):
     Args:
         run_name: the name of the run's folder.
         logging_dir: the folder of all runs.
-
-    Raises:
-        ConfigurationError: `logging_dir` is None.
     """
 
     name = "local"
@@ -43,11 +40,6 @@ class LocalTracker(ClientTracker):
     background = False
 
     def __init__(self, run_name: str, logging_dir: str | os.PathLike[str]) -> None:
-        if logging_dir is None:
-            raise ConfigurationError(
-                "the local tracker needs a folder: give the Accelerator `project_dir`, or `project_config` with a "
-                "`logging_dir`"
-            )
         super().__init__(run_name)
         self.folder: Path = Path(logging_dir, run_name)
         self._is_delayed = False

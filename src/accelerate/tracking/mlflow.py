@@ -33,6 +33,7 @@ class MLflowTracker(ClientTracker):
     name = "mlflow"
     _run_key_attribute = "info.run_id"
     _resume_argument = "run_id"
+    active_run = ClientTracker.tracker  # the `mlflow.ActiveRun`
 
     def __init__(
         self,
@@ -51,11 +52,6 @@ class MLflowTracker(ClientTracker):
         self.tags: dict[str, Any] | None = _tags(env.get("MLFLOW_TAGS"), "MLFLOW_TAGS") or _tags(tags, "tags")
         self.nested_run: bool = env.get_flag("MLFLOW_NESTED_RUN", bool(nested_run))
         self.description = description
-
-    @property
-    def active_run(self) -> Any:
-        """The `mlflow.ActiveRun`."""
-        return self.tracker
 
     def _open(self) -> Any:
         mlflow = importlib.import_module("mlflow")

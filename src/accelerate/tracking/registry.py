@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import importlib
 import os
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
 from ..core.enums import LoggerType
 from ..core.errors import ConfigurationError, suggestion
 from ..core.imports import is_available
+from ..core.messages import warn
 from ..state import PartialState
 from .base import GeneralTracker, checked, logger
 from .local import LocalTracker
@@ -42,18 +42,11 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
     name = getattr(tracker_class, "name", None)
     if not isinstance(name, str) or not name:
         raise ConfigurationError(f"the tracker class {tracker_class.__name__} needs a `name`: a non-empty string")
-    if not hasattr(tracker_class, "requires_logging_directory"):
-        raise ConfigurationError(
-            f"the tracker class {tracker_class.__name__} needs the class attribute `requires_logging_directory`: True "
-            "if its constructor takes `logging_dir`, else False"
-        )
     if name == LoggerType.ALL.value:
         raise ConfigurationError("a tracker cannot be named 'all': that requests every installed tracker")
     former = LOGGER_TYPE_TO_CLASS.get(name)
     if former is not None:
-        warnings.warn(
-            f"the tracker name {name!r} stood for {former.__name__}; it now stands for {tracker_class.__name__}"
-        )
+        warn(f"the tracker name {name!r} stood for {former.__name__}; it now stands for {tracker_class.__name__}")
     LOGGER_TYPE_TO_CLASS[name] = tracker_class
 
 
@@ -136,7 +129,7 @@ def _unknown(item: Any) -> str:
             f"log_with holds the class {item.__name__}: give an object of it, or register the class and give its name."
         )
     else:
-        problem = f"log_with holds {item!r}, which is no tracker{suggestion(item, choices)}."
+        problem = f"log_with holds {item!r}, which is not a tracker{suggestion(item, choices)}."
     return f"{problem} Choose among {', '.join(choices)}, or give an object of a GeneralTracker subclass"
 
 
@@ -169,7 +162,7 @@ def start_trackers(
     for name in options:
         if name not in known:
             raise ConfigurationError(
-                f"init_trackers(init_kwargs=...) names {name!r}, which is no tracker"
+                f"init_trackers(init_kwargs=...) names {name!r}, which is not a tracker"
                 + (suggestion(name, known) or f"; the trackers are {', '.join(sorted(known))}")
             )
     for name, run_key in (run_keys or {}).items():

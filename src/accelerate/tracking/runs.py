@@ -19,14 +19,7 @@ class RunTracker(ClientTracker):
     """
 
     main_process_only = False
-
-    def __init__(self, run_name: str, **kwargs: Any) -> None:
-        super().__init__(run_name, **kwargs)
-
-    @property
-    def run(self) -> Any:
-        """The run object of the package."""
-        return self.tracker
+    run = ClientTracker.tracker  # the run object of the package
 
     @property
     def _package(self) -> Any:

@@ -11,7 +11,6 @@ from typing import Any
 
 import yaml
 
-from ..core.errors import ConfigurationError
 from ..core.files import atomic_write
 from ..core.imports import is_available
 from .base import ClientTracker, checked, on_main_process
@@ -27,27 +26,15 @@ class TensorBoardTracker(ClientTracker):
         run_name: the name of the run's folder.
         logging_dir: the folder of all runs.
         kwargs: passed to `torch.utils.tensorboard.SummaryWriter`.
-
-    Raises:
-        ConfigurationError: `logging_dir` is None.
     """
 
     name = "tensorboard"
     requires_logging_directory = True
+    writer = ClientTracker.tracker  # the `SummaryWriter`
 
     def __init__(self, run_name: str, logging_dir: str | os.PathLike[str], **kwargs: Any) -> None:
-        if logging_dir is None:
-            raise ConfigurationError(
-                "the tensorboard tracker needs a folder: give the Accelerator `project_dir`, or `project_config` with "
-                "a `logging_dir`"
-            )
         super().__init__(run_name, **kwargs)
         self.logging_dir: str = os.path.join(logging_dir, run_name)
-
-    @property
-    def writer(self) -> Any:
-        """The `SummaryWriter`."""
-        return self.tracker
 
     def _open(self) -> Any:
         home = "torch.utils.tensorboard" if is_available("tensorboard") else "tensorboardX"

@@ -40,14 +40,11 @@ def text(value: Any) -> str:
 
 def plain(values: Mapping[str, Any]) -> dict[str, Any]:
     """Convert the numbers of possibly nested mappings to Python numbers; other values are returned unchanged."""
-    return {key: _plain(value) for key, value in values.items()}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return plain(value)
-    found = number(value)
-    return value if found is None else found
+    converted = {}
+    for key, value in values.items():
+        scalar = plain(value) if isinstance(value, Mapping) else number(value)
+        converted[key] = value if scalar is None else scalar
+    return converted
 
 
 def flat(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

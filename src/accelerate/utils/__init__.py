@@ -1,33 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The names of the modules of `accelerate.utils`, in one place. No other package of accelerate imports them."""
 
+import importlib
+
 from ..core.lazy import attach
-from . import (
-    ao,
-    bnb,
-    constants,
-    dataclasses,
-    deepspeed,
-    environment,
-    fsdp_utils,
-    imports,
-    launch,
-    megatron_lm,
-    memory,
-    modeling,
-    offload,
-    operations,
-    other,
-    random,
-    torch_xla,
-    transformer_engine,
-    versions,
-)
-from . import tqdm as _tqdm
+from . import megatron_lm
 
 _MODULES = (
-    ao, bnb, constants, dataclasses, deepspeed, environment, fsdp_utils, imports, launch, memory,
-    modeling, offload, operations, other, random, torch_xla, transformer_engine, versions, _tqdm,
+    "ao", "bnb", "constants", "dataclasses", "deepspeed", "environment", "fsdp_utils", "imports", "launch", "memory",
+    "modeling", "offload", "operations", "other", "random", "torch_xla", "transformer_engine", "versions", "tqdm",
 )  # fmt: skip
 
 EXPORTS: dict[str, list[str]] = {
@@ -36,7 +17,7 @@ EXPORTS: dict[str, list[str]] = {
     "parallel.placeholders": list(megatron_lm.SHARED),
 }
 for _module in _MODULES:
-    for _home, _names in _module.EXPORTS.items():
+    for _home, _names in importlib.import_module(f"{__name__}.{_module}").EXPORTS.items():
         EXPORTS.setdefault(_home, []).extend(_names)
 
 # `accelerate.utils.tqdm` is the function, not the module with the same name.

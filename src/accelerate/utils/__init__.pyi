@@ -5,6 +5,8 @@ from . import megatron_lm as megatron_lm
 from . import rich as rich
 from ..big_modeling import SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING as SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING
 from ..checkpointing.merging import merge_fsdp_weights as merge_fsdp_weights
+from ..checkpointing.sharded_api import _get_model_state_dict as _get_model_state_dict
+from ..checkpointing.sharded_api import _set_model_state_dict as _set_model_state_dict
 from ..checkpointing.sharded_api import load_fsdp_model as load_fsdp_model
 from ..checkpointing.sharded_api import load_fsdp_optimizer as load_fsdp_optimizer
 from ..checkpointing.sharded_api import save_fsdp_model as save_fsdp_model
@@ -195,8 +197,6 @@ from ..core.memory import should_reduce_batch_size as should_reduce_batch_size
 from ..core.modules import get_model_tp_size as get_model_tp_size
 from ..core.modules import get_module_children_bottom_up as get_module_children_bottom_up
 from ..core.modules import get_module_class_from_name as get_module_class_from_name
-from ..core.modules import has_compiled_regions as has_compiled_regions
-from ..core.modules import is_compiled_module as is_compiled_module
 from ..core.modules import model_has_dtensor as model_has_dtensor
 from ..core.objects import convert_bytes as convert_bytes
 from ..core.objects import get_pretty_name as get_pretty_name
@@ -232,15 +232,16 @@ from ..parallel.deepspeed.engine import DeepSpeedOptimizerWrapper as DeepSpeedOp
 from ..parallel.deepspeed.engine import DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper
 from ..parallel.deepspeed.engine import map_pytorch_optim_to_deepspeed as map_pytorch_optim_to_deepspeed
 from ..parallel.deepspeed.state import GatheredParameters as GatheredParameters
-from ..parallel.fsdp.fsdp2 import disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading
-from ..parallel.fsdp.fsdp2 import enable_fsdp_ram_efficient_loading as enable_fsdp_ram_efficient_loading
-from ..parallel.fsdp.fsdp2 import ensure_weights_retied as ensure_weights_retied
-from ..parallel.fsdp.fsdp2 import fsdp2_apply_ac as fsdp2_apply_ac
-from ..parallel.fsdp.fsdp2 import fsdp2_canonicalize_names as fsdp2_canonicalize_names
-from ..parallel.fsdp.fsdp2 import fsdp2_load_full_state_dict as fsdp2_load_full_state_dict
-from ..parallel.fsdp.fsdp2 import fsdp2_prepare_model as fsdp2_prepare_model
-from ..parallel.fsdp.fsdp2 import fsdp2_switch_optimizer_parameters as fsdp2_switch_optimizer_parameters
-from ..parallel.fsdp.fsdp2 import get_fsdp2_grad_scaler as get_fsdp2_grad_scaler
+from ..parallel.fsdp.by_hand import disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading
+from ..parallel.fsdp.by_hand import enable_fsdp_ram_efficient_loading as enable_fsdp_ram_efficient_loading
+from ..parallel.fsdp.by_hand import ensure_weights_retied as ensure_weights_retied
+from ..parallel.fsdp.by_hand import fsdp2_apply_ac as fsdp2_apply_ac
+from ..parallel.fsdp.by_hand import fsdp2_canonicalize_names as fsdp2_canonicalize_names
+from ..parallel.fsdp.by_hand import fsdp2_load_full_state_dict as fsdp2_load_full_state_dict
+from ..parallel.fsdp.by_hand import fsdp2_prepare_auto_wrap_policy as fsdp2_prepare_auto_wrap_policy
+from ..parallel.fsdp.by_hand import fsdp2_prepare_model as fsdp2_prepare_model
+from ..parallel.fsdp.by_hand import fsdp2_switch_optimizer_parameters as fsdp2_switch_optimizer_parameters
+from ..parallel.fsdp.by_hand import get_fsdp2_grad_scaler as get_fsdp2_grad_scaler
 from ..parallel.fsdp.units import get_parameters_from_modules as get_parameters_from_modules
 from ..parallel.placeholders import AbstractTrainStep as AbstractTrainStep
 from ..parallel.placeholders import BertTrainStep as BertTrainStep
@@ -277,11 +278,14 @@ from ..placement.quantize import get_keys_to_not_convert as get_keys_to_not_conv
 from ..placement.quantize import has_4bit_bnb_layers as has_4bit_bnb_layers
 from ..placement.quantize import load_and_quantize_model as load_and_quantize_model
 from ..placement.quantize import replace_with_bnb_layers as replace_with_bnb_layers
+from ..placement.sizes import _get_proper_dtype as _get_proper_dtype
 from ..placement.sizes import calculate_maximum_sizes as calculate_maximum_sizes
 from ..placement.sizes import compute_module_sizes as compute_module_sizes
+from ..placement.sizes import compute_module_total_buffer_size as compute_module_total_buffer_size
 from ..placement.sizes import convert_file_size_to_int as convert_file_size_to_int
 from ..placement.sizes import dtype_byte_size as dtype_byte_size
 from ..placement.sizes import get_max_layer_size as get_max_layer_size
+from ..placement.sizes import get_module_size_with_ties as get_module_size_with_ties
 from ..placement.sizes import get_non_persistent_buffers as get_non_persistent_buffers
 from ..placement.sizes import named_module_tensors as named_module_tensors
 from ..placement.tensors import set_module_tensor_to_device as set_module_tensor_to_device
@@ -314,5 +318,7 @@ from ..runtime.hardware import override_numa_affinity as override_numa_affinity
 from ..runtime.hardware import set_numa_affinity as set_numa_affinity
 from ..state import wait_for_everyone as wait_for_everyone
 from ..telemetry.progress import tqdm as tqdm
+from ..torch_internals.compiled import has_compiled_regions as has_compiled_regions
+from ..torch_internals.compiled import is_compiled_module as is_compiled_module
 
 EXPORTS: dict[str, list[str]]

@@ -14,11 +14,14 @@ from ..placement.load import load_offloaded_weights as load_offloaded_weights
 from ..placement.load import load_state_dict as load_state_dict
 from ..placement.memory import get_balanced_memory as get_balanced_memory
 from ..placement.memory import get_max_memory as get_max_memory
+from ..placement.sizes import _get_proper_dtype as _get_proper_dtype
 from ..placement.sizes import calculate_maximum_sizes as calculate_maximum_sizes
 from ..placement.sizes import compute_module_sizes as compute_module_sizes
+from ..placement.sizes import compute_module_total_buffer_size as compute_module_total_buffer_size
 from ..placement.sizes import convert_file_size_to_int as convert_file_size_to_int
 from ..placement.sizes import dtype_byte_size as dtype_byte_size
 from ..placement.sizes import get_max_layer_size as get_max_layer_size
+from ..placement.sizes import get_module_size_with_ties as get_module_size_with_ties
 from ..placement.sizes import get_non_persistent_buffers as get_non_persistent_buffers
 from ..placement.sizes import named_module_tensors as named_module_tensors
 from ..placement.tensors import set_module_tensor_to_device as set_module_tensor_to_device

@@ -8,8 +8,6 @@ EXPORTS = {
     "core.modules": [
         "get_model_tp_size",
         "get_module_children_bottom_up",
-        "has_compiled_regions",
-        "is_compiled_module",
         "model_has_dtensor",
     ],
     "core.objects": ["convert_bytes", "get_pretty_name", "merge_dicts", "recursive_getattr"],
@@ -19,6 +17,7 @@ EXPORTS = {
     "placement.tied": ["clean_state_dict_for_safetensors"],
     "runtime.hardware": ["check_os_kernel"],
     "state": ["wait_for_everyone"],
+    "torch_internals.compiled": ["has_compiled_regions", "is_compiled_module"],
 }
 
 __getattr__, __dir__, __all__ = attach(__name__, EXPORTS)

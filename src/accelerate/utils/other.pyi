@@ -5,8 +5,6 @@ from ..checkpointing.weights import load as load
 from ..checkpointing.weights import save as save
 from ..core.modules import get_model_tp_size as get_model_tp_size
 from ..core.modules import get_module_children_bottom_up as get_module_children_bottom_up
-from ..core.modules import has_compiled_regions as has_compiled_regions
-from ..core.modules import is_compiled_module as is_compiled_module
 from ..core.modules import model_has_dtensor as model_has_dtensor
 from ..core.objects import convert_bytes as convert_bytes
 from ..core.objects import get_pretty_name as get_pretty_name
@@ -21,5 +19,7 @@ from ..parallel.unwrap import extract_model_from_parallel as extract_model_from_
 from ..placement.tied import clean_state_dict_for_safetensors as clean_state_dict_for_safetensors
 from ..runtime.hardware import check_os_kernel as check_os_kernel
 from ..state import wait_for_everyone as wait_for_everyone
+from ..torch_internals.compiled import has_compiled_regions as has_compiled_regions
+from ..torch_internals.compiled import is_compiled_module as is_compiled_module
 
 EXPORTS: dict[str, list[str]]

@@ -38,7 +38,7 @@ def main(folder: Path) -> None:
     rank, world = accelerator.process_index, accelerator.num_processes
     print(f"rank {rank} of {world} begins at step {step}", flush=True)
     for x, y in loader:
-        while step >= int((folder / "limit").read_text()):
+        while step >= int((folder / "limit").read_text() or 0):
             time.sleep(0.02)
         loss = torch.nn.functional.mse_loss(net(x), y)
         accelerator.backward(loss)

@@ -27,7 +27,7 @@ data = TensorDataset(x, x.sum(1, keepdim=True).sin())
 loader = DataLoader(data, batch_size=2, shuffle=True)
 model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
 
-start = accelerator.resume()
+start = accelerator.resume(exit_code=int(sys.argv[3]) if len(sys.argv) > 3 else None)
 batches = 0
 for _epoch in range(start.epoch if start else 0, 3):
     for inputs, targets in loader:

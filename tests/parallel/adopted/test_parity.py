@@ -2,7 +2,6 @@
 """Models that are sharded before `prepare`, in one loop, against the plain loop in float64, to 1e-8."""
 
 import itertools
-import logging
 
 import pytest
 import torch
@@ -281,7 +280,7 @@ REFUSED = {
         by_units,
         "DistributedDataParallelKwargs",
     ),
-    "fp8": ({"mixed_precision": "fp8"}, by_units, "mixed_precision='fp8' replaces layers"),
+    "fp8": ({"mixed_precision": "fp8"}, by_units, "requests mixed_precision='fp8', which starts"),
 }
 
 
@@ -313,20 +312,6 @@ def test_two_optimizers_before_and_after_their_model():
 
 
 @on_ranks(2)
-def test_an_optimizer_without_its_model_is_reported():
-    accelerator, model = fresh(), Model()
-    by_layers(model, world())
-    optimizer = accelerator.prepare(make_optimizer(model))
-    accelerator.backward(model(torch.zeros(1, LENGTH, dtype=torch.long)).square().sum())
-    records, handler = [], logging.Handler()
-    handler.emit = records.append
-    logging.getLogger("accelerate.first_step").addHandler(handler)
-    optimizer.step()
-    found = ["no model was given to prepare" in record.getMessage() for record in records]
-    assert any(found) == accelerator.is_main_process
-
-
-@on_ranks(2)
 def test_refusals():
     for options, shard, text in REFUSED.values():
         sizes = options.get("parallelism_config")
@@ -338,9 +323,7 @@ def test_refusals():
     accelerator, model = fresh(), Model()
     accelerator.prepare(DataLoader(rows(), BATCH))
     by_layers(model, world())
-    with pytest.raises(
-        PrepareError, match="a loader was prepared for 2 data shards, and Model, sharded already, has 1"
-    ):
+    with pytest.raises(PrepareError, match="was prepared for 2 data shards, and Model, sharded already, has 1"):
         accelerator.prepare(model)
     with torch.device("meta"):
         model = Model()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ring, all-gather and all-to-all attention against torch's own, whole one, forward and back."""
+"""Attention with gathered keys and with exchanged heads against torch's own, whole one, forward and back."""
 
 import contextlib
 import functools
@@ -14,16 +14,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from accelerate.collectives import transport
 from accelerate.core.errors import ConfigurationError
+from accelerate.parallel.context import attention as attention_module
 from accelerate.parallel.context import exchange as exchange_module
-from accelerate.parallel.context.attention import (
-    AttentionCall,
-    ContextAttention,
-    SequenceAttention,
-    split_rows,
-    spread_inputs,
-)
-from accelerate.parallel.context.blocks import Block
-from accelerate.parallel.context.exchange import Exchange, ExchangedAttention, Gather, Ring
+from accelerate.parallel.context.attention import AttentionCall, ContextAttention, SequenceAttention, ShardRandom
+from accelerate.parallel.context.exchange import split_rows, spread_inputs
 from accelerate.parallel.context.shard import SequenceLayout
 from accelerate.state import PartialState
 
@@ -69,34 +63,54 @@ def compare(what, layout, attention, inputs, reference, tolerance):
         assert difference <= tolerance, f"{what}: {name} is off by {difference}"
 
 
+def method_of(name, group, world, rank):
+    layout = SequenceLayout("sp_size" if name == "heads" else "cp_size", world, rank, balanced=name != "heads")
+    random = ShardRandom(rank, "cpu")
+    if name == "heads":
+        return SequenceAttention(group, layout, random)
+    return ContextAttention(group, layout, random, all_to_all=name == "all to all")
+
+
+METHODS = ("gather", "all to all", "heads")
+
+
+def keep_of_ranks(layout, keep):
+    layouts = [SequenceLayout(layout.size, layout.ranks, r, layout.balanced) for r in range(layout.ranks)]
+    return torch.stack([of_rank.take(keep, 1) for of_rank in layouts])
+
+
 @everywhere
 @pytest.mark.parametrize("padded", [False, True], ids=["all", "padded"])
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)], ids=str)
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "not causal"])
-@pytest.mark.parametrize("way", [Ring, Gather])
-def test_exchanges(way, causal, heads, padded):
-    group, world, rank = here()
-    layout = SequenceLayout("cp_size", world, rank, balanced=True)
+@pytest.mark.parametrize("method", ["gather", "all to all"])
+def test_keys_of_all_ranks(method, causal, heads, padded):
+    attention = method_of(method, *here())
+    layout = attention.layout
     keep = torch.rand(BATCH, ROWS, generator=torch.Generator().manual_seed(5), dtype=torch.float64) > 0.4
-    keep[0, :3], keep[1] = False, False  # rows that see nothing, and a sample that sees nothing
-    own_keep = torch.stack([
-        SequenceLayout("cp_size", world, r, balanced=True).take(keep, 1) for r in range(world)
-    ])  # fmt: skip
-    seen = keep if padded else None
-    exchange = Exchange(way, group, layout, Block(SCALE, causal), own_keep if padded else None)
-
-    def attention(*qkv):
-        return ExchangedAttention.apply(*qkv, exchange)
-
+    keep[0, :3] = False  # rows that see nothing
+    call = AttentionCall(None, 0.0, causal, SCALE, keep_of_ranks(layout, keep) if padded else None)
+    attend = functools.partial(attention, call=call)
     inputs = whole_inputs(*heads, torch.float64)
-    compare("float64", layout, attention, inputs, expected(inputs, causal, seen), 1e-10)
+    compare("float64", layout, attend, inputs, expected(inputs, causal, keep if padded else None), 1e-10)
     if padded or heads != (4, 2):
         return
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 6e-2)):
         inputs = whole_inputs(*heads, dtype)
-        compare(str(dtype), layout, attention, inputs, expected(inputs, causal), tolerance)
+        compare(str(dtype), layout, attend, inputs, expected(inputs, causal), tolerance)
     inputs = whole_inputs(*heads, torch.float64, width=5)
-    compare("narrow values", layout, attention, inputs, expected(inputs, causal), 1e-10)
+    compare("narrow values", layout, attend, inputs, expected(inputs, causal), 1e-10)
+
+
+@everywhere
+def test_causal_attention_computes_no_more_than_half():
+    attention = method_of("gather", *here())
+    own = [attention.layout.take(tensor, 2) for tensor in whole_inputs(4, 4, torch.float64)[:3]]
+    with mock.patch.object(attention_module, "plain_attention", side_effect=F.scaled_dot_product_attention) as attend:
+        attention(*own, AttentionCall(None, 0.0, True, None))
+    computed = sum(call.args[0].shape[2] * call.args[1].shape[2] for call in attend.call_args_list)
+    chunk = ROWS // attention.layout.multiple
+    assert computed == chunk * chunk * (attention.layout.multiple + 1)
 
 
 @everywhere
@@ -141,7 +155,7 @@ def masks():
     plain = hidden.clone()
     hidden[:, :, 4] -= 1e6  # a row from which as much is taken everywhere
     yield "large numbers", hidden, plain
-    # Rows in which nothing of the scores is left, or a part of it: what torch gives, to the rounding of a score.
+    # Rows in which nothing of the scores is left, or a part of it: what torch gives.
     empty = torch.zeros(BATCH, 1, ROWS, ROWS, dtype=torch.float64).masked_fill(~causal, torch.finfo(torch.float64).min)
     empty[0, :, :3] = torch.finfo(torch.float64).min
     empty[1, :, 5:9] = -1e15
@@ -149,26 +163,12 @@ def masks():
     yield "everything", torch.ones(1, ROWS, ROWS, dtype=torch.bool), None
 
 
-METHODS = {
-    "ring": lambda group, world, rank: ContextAttention(
-        group, SequenceLayout("cp_size", world, rank, balanced=True), rotate=True
-    ),
-    "gather": lambda group, world, rank: ContextAttention(
-        group, SequenceLayout("cp_size", world, rank, balanced=True), rotate=False
-    ),
-    "heads": lambda group, world, rank: SequenceAttention(
-        group, SequenceLayout("sp_size", world, rank, balanced=False)
-    ),
-}
-
-
 @everywhere
 @pytest.mark.parametrize("what", [what for what, _, _ in masks()])
 @pytest.mark.parametrize("method", METHODS)
 def test_masks(method, what):
     """A mask over all rows, and over this rank's rows; with what is padding beside it."""
-    group, world, rank = here()
-    method = METHODS[method](group, world, rank)
+    method = method_of(method, *here())
     layout = method.layout
     keep = torch.rand(BATCH, ROWS, generator=torch.Generator().manual_seed(5)) > 0.2
     inputs = whole_inputs(4, 4, torch.float64)
@@ -183,9 +183,7 @@ def test_masks(method, what):
             reference = expected(inputs, False, mask=plain)
             compare(f"{own}", layout, functools.partial(method, call=call), inputs, reference, 1e-10)
         if own and plain.dtype == torch.bool:
-            call.keep = torch.stack(
-                [SequenceLayout(layout.size, world, r, layout.balanced).take(keep, 1) for r in range(world)]
-            )
+            call.keep = keep_of_ranks(layout, keep)
             reference = expected(inputs, False, mask=plain & keep[:, None, None])
             compare("padded", layout, functools.partial(method, call=call), inputs, reference, 1e-10)
 
@@ -194,7 +192,7 @@ def test_masks(method, what):
 @pytest.mark.parametrize("what", ["window", "bias of heads"])
 @pytest.mark.parametrize("method", METHODS)
 def test_masks_in_bfloat16(method, what):
-    method = METHODS[method](*here())
+    method = method_of(method, *here())
     mask = next(mask for name, mask, _ in masks() if name == what)
     half = [tensor.to(torch.bfloat16) for tensor in whole_inputs(4, 2, torch.float64)]
     call = AttentionCall(mask if mask.dtype == torch.bool else mask.to(torch.bfloat16), 0.0, False, SCALE)
@@ -202,33 +200,14 @@ def test_masks_in_bfloat16(method, what):
     compare("bfloat16", method.layout, lambda *qkv: method(*qkv, call), half, reference, 6e-2)
 
 
-def windowed(method):
-    group, world, rank = here()
-    method = METHODS[method](group, world, rank)
-    own = [method.layout.take(tensor, 2) for tensor in whole_inputs(4, 4, torch.float64)[:3]]
-    return method, own, world, next(masks())[1]
-
-
-@everywhere
-@pytest.mark.parametrize("method", ["ring", "gather"])
-def test_chunks_that_a_window_hides_are_not_computed_on(method):
-    method, own, world, window = windowed(method)
-    with mock.patch.object(exchange_module, "attend", side_effect=exchange_module.attend) as attend:
-        method(*own, AttentionCall(window, 0.0, False, None))
-    computed = sum(call.args[0].shape[2] * call.args[1].shape[2] for call in attend.call_args_list)
-    chunk = ROWS // (2 * world)
-    # Of its own two chunks and of the one before each; of five keys more before the second where chunks are short.
-    assert computed <= 2 * chunk * chunk * (2 + (chunk < 4)), (computed, chunk)
-
-
 @everywhere
 def test_masks_that_do_not_fit_are_refused():
-    method, own, _, window = windowed("ring")
+    method, window = method_of("gather", *here()), next(masks())[1]
+    own = [method.layout.take(tensor, 2) for tensor in whole_inputs(4, 4, torch.float64)[:3]]
     for mask, why in (
         (torch.ones(ROWS, ROWS - 1, dtype=torch.bool), f"the sequence has {ROWS} rows"),
         (window.to(torch.int64), "torch.int64"),
         (window.expand(3, 1, ROWS, ROWS), "does not broadcast"),
-        (torch.zeros(ROWS, ROWS, requires_grad=True), "requires a gradient"),
     ):
         with pytest.raises(ConfigurationError, match=why) as caught:
             method(*own, AttentionCall(mask, 0.0, False, None))
@@ -241,12 +220,7 @@ def test_what_is_said_to_be_sent_is_what_is_sent(method):
     group, world, rank = here()
     inputs = [tensor.requires_grad_() for tensor in whole_inputs(4, 2, torch.bfloat16)[:3]]
     found = []
-    send, gather = dist.batch_isend_irecv, transport.all_gather
-    scatter, swap = exchange_module._reduce_scatter, transport.exchange
-
-    def sends(operations):
-        found.append(operations[0].tensor.nbytes)
-        return send(operations)
+    gather, scatter, swap = transport.all_gather, exchange_module._reduce_scatter, transport.exchange
 
     def gathers(row, of):
         found.append(row.nbytes * (world - 1))
@@ -261,9 +235,8 @@ def test_what_is_said_to_be_sent_is_what_is_sent(method):
         found.append(parts.nbytes * (world - 1) // world)
         return swap(out, parts, of)
 
-    attention = METHODS[method](group, world, rank)
+    attention = method_of(method, group, world, rank)
     with (
-        mock.patch.object(dist, "batch_isend_irecv", sends),
         mock.patch.object(transport, "all_gather", gathers),
         mock.patch.object(exchange_module, "_reduce_scatter", scatters),
         mock.patch.object(transport, "exchange", swaps),

@@ -202,7 +202,7 @@ def test_random(size):
     """Dropout differs along the sequence, is the same when it is computed again, and moves nothing else apart."""
     sizes = {size: 2}
     accelerator = start(**sizes)
-    model = accelerator.prepare(Dropping(0.5 if "sp_size" in sizes else 0.0))
+    model = accelerator.prepare(Dropping(0.5))
     plain = accelerator.unwrap_model(model)
 
     def forward():

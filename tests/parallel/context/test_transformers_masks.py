@@ -76,9 +76,6 @@ def test_what_cannot_be_known_is_refused():
     with pytest.raises(ConfigurationError, match="Give position_ids"):
         search(torch.arange(ROWS)[None])
     assert search(torch.arange(LENGTH)[None]) is None  # not of this rank's rows
-    blocks = masking.or_masks(masking.causal_mask_function, masking.blockwise_overlay(torch.zeros(2, ROWS)))
-    with pytest.raises(ConfigurationError, match=r"from a tensor of shape \(2, 8\) under cp_size=2"):
-        build(region(), blocks, allow_is_causal_skip=False)
     with pytest.raises(ConfigurationError, match="give attention_mask to the model"):
         build(region(), attention_mask=torch.eye(ROWS)[:2].bool())
     assert build(region(), attention_mask=torch.ones(2, ROWS).bool()) is None

@@ -192,3 +192,18 @@ def test_the_precision_is_the_files_and_what_contradicts_the_file_is_refused():
         listed = [model, make_optimizer(model), loader][:objects] if objects > 1 else [model, loader]
         with pytest.raises(ValueError, match=message):
             accelerator.prepare(*listed)
+
+
+@on_engine_ranks(2)
+@pytest.mark.parametrize("check", [None, True])
+def test_bf16_gradients_that_overflow_skip_the_step_where_the_file_says_so(check):
+    bf16 = {"enabled": True, **({} if check is None else {"check_grad_overflow": check})}
+    accelerator = fresh(DeepSpeedPlugin(hf_ds_config=config(1, bf16=bf16)))
+    model = nn.Linear(5, 5)
+    loader = DataLoader(data(0), batch_size=2)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
+    x, y = (item.bfloat16() for item in next(iter(loader)))
+    accelerator.backward(nn.functional.mse_loss(model(x), y) * float("inf"))
+    optimizer.step()
+    assert optimizer.step_was_skipped is (check is True)
+    assert torch.isfinite(model.module.weight).all().item() is (check is True)

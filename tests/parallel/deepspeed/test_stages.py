@@ -8,7 +8,9 @@ from torch import nn
 
 from accelerate.config.deepspeed import DeepSpeedPlugin
 from accelerate.core.errors import PrepareError
+from accelerate.parallel.deepspeed import requirements
 from accelerate.parallel.deepspeed.engine import DeepSpeedEngineWrapper, start_engine
+from accelerate.parallel.deepspeed.requirements import EngineRequest
 from accelerate.parallel.placeholders import DummyOptim, DummyScheduler
 from accelerate.state import PartialState
 
@@ -89,6 +91,4 @@ def test_matches_single_process(stage):
 
 def test_a_placeholder_without_a_config_is_refused():
     with pytest.raises(PrepareError, match="DummyOptim stands for"):
-        start_engine(
-            DeepSpeedPlugin(), make(), DummyOptim([]), micro_batch_size=1, gradient_accumulation_steps=1, world_size=2
-        )
+        requirements.check(EngineRequest(DeepSpeedPlugin(), [make()], [DummyOptim([])], [], [1]))

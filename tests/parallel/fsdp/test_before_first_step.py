@@ -27,10 +27,8 @@ def make_run(batch_size):
     [
         {"fsdp_version": 2, "state_dict_type": "SHARDED_STATE_DICT"},
         {"fsdp_version": 2, "state_dict_type": "FULL_STATE_DICT"},
-        {"fsdp_version": 1, "state_dict_type": "SHARDED_STATE_DICT", "use_orig_params": False},
-        {"fsdp_version": 1, "state_dict_type": "FULL_STATE_DICT", "use_orig_params": False},
     ],
-    ids=["fsdp2 sharded", "fsdp2", "fsdp1 sharded", "fsdp1"],
+    ids=["fsdp2 sharded", "fsdp2"],
 )
 def test_equals_one_process(options, tmp_path):
     expected, plain, loader = make_run(4)

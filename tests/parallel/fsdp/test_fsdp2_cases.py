@@ -2,6 +2,7 @@
 """FSDP2: adapters over a frozen model, fp16 with an overflow in one rank's shard, one plugin for two runs."""
 
 import copy
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -302,13 +303,18 @@ def test_parameters_of_several_dtypes_in_a_unit():
 
 
 @on_ranks(2)
-def test_a_module_in_two_models_is_refused():
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("version, policy", [(1, "NO_WRAP"), (1, "SIZE_BASED_WRAP"), (2, "SIZE_BASED_WRAP")])
+def test_a_module_in_two_models_is_refused(version, policy, at_once):
     PartialState(cpu=True)
-    accelerator = fresh(Plugin(fsdp_version=2, auto_wrap_policy="NO_WRAP"))
+    accelerator = fresh(Plugin(fsdp_version=version, auto_wrap_policy=policy, min_num_params=1, use_orig_params=True))
     one, two = Adapted(), Adapted()
     two.base = one.base
-    with pytest.raises(PrepareError, match=r"base.weight is a parameter of another model too"):
-        accelerator.prepare(one, two)
+    models = [one, two] if at_once else [two]
+    if not at_once:
+        accelerator.prepare(one)
+    with pytest.raises(PrepareError, match=r"base\..*weight is a parameter of another model too"):
+        accelerator.prepare(*models)
 
 
 class Historic(torch.optim.SGD):
@@ -343,3 +349,28 @@ def test_a_state_that_has_no_shards_is_named_with_what_saves_it(tmp_path):
         accelerator.load_state(tmp_path / kind)
         assert isinstance(next(model.parameters()), DTensor)
         assert [state["history"] for state in optimizer.optimizer.state.values()] == wanted
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("calls", [1, 2])
+@pytest.mark.parametrize("options", [{"fsdp_version": 1, "use_orig_params": False}, {"fsdp_version": 2}], ids=str)
+def test_a_layer_of_two_models(options, calls):
+    accelerator = Accelerator(cpu=True, fsdp_plugin=Plugin(auto_wrap_policy="NO_WRAP", **options))
+    body = nn.Linear(4, 4)
+    first, second = nn.Sequential(body, nn.Linear(4, 2)), nn.Sequential(body, nn.ReLU())
+    with pytest.raises(PrepareError, match=r"0(\.weight)? is a (layer|parameter) of another model too"):
+        if calls == 1:
+            accelerator.prepare(first, second)
+        else:
+            accelerator.prepare(first)
+            accelerator.prepare(second)
+
+
+@on_ranks(2)
+def test_a_replaced_is_fsdp2_is_reported():
+    with patch.object(AcceleratorState, "is_fsdp2", True), patch("accelerate.run.resolve.get_logger") as get_logger:
+        Accelerator(cpu=True, fsdp_plugin=Plugin(fsdp_version=2))
+        get_logger().warning.assert_not_called()
+        AcceleratorState._reset_state()
+        Accelerator(cpu=True, fsdp_plugin=Plugin(fsdp_version=1))
+        assert "fsdp_version=1" in str(get_logger().warning.call_args)

@@ -2,7 +2,6 @@
 """A pipeline of two ranks: precision, evaluation, weights, losses, order of execution, refusals."""
 
 import copy
-from unittest import mock
 
 import pytest
 import torch
@@ -181,7 +180,7 @@ def test_losses():
         def forward(self, tokens):
             return self.inner(tokens)
 
-    options = Options(schedule="1f1b", num_microbatches=4, loss_fn=loss_fn)
+    options = Options(schedule="1f1b", num_microbatches=4, loss_fn=loss_fn, loss_reduction="mean")
     run, model, _ = prepared(Silent(dist.get_rank()), options)
     for _ in range(3):
         loss, logits = model(TOKENS, labels=LABELS)
@@ -196,12 +195,6 @@ def test_losses():
     loss, logits = model(TOKENS, labels=LABELS)
     with pytest.raises(AccelerateError, match="use schedule='gpipe'"):
         run.backward(loss + logits.square().mean())
-    run, model, _ = prepared(own(dist.get_rank()), Options(schedule="1f1b", num_microbatches=4))
-    said = []
-    with mock.patch("accelerate.parallel.pipeline.schedules.logger.warning", lambda text, *_: said.append(text)):
-        for _ in range(2):
-            run.backward(loss_fn(model(TOKENS), LABELS))
-    assert [text.endswith("or prepare a loss_fn.") for text in said] == [True] * (dist.get_rank() == 0), said
     run, model, _ = prepared(own(dist.get_rank()), Options(num_microbatches=2, gather_output=False))
     loss, nothing = model(TOKENS, labels=LABELS)
     assert nothing is None and abs(loss - loss_fn(own()(TOKENS), LABELS)) < 1e-10
@@ -255,15 +248,15 @@ def test_random():
 def refusals():
     """What is prepared, the options, what the error has in it, what is done with the model, other objects."""
     four, x = Options(num_microbatches=4), torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
-    early = Options(schedule="1f1b", num_microbatches=3)
+    early = Options(schedule="1f1b", num_microbatches=3, loss_reduction="mean")
     # A rank that has failed has a later stage too, which is told by ranks that send no more.
-    turns = Options(schedule="interleaved", stages_per_rank=2, num_microbatches=4)
+    turns = Options(schedule="interleaved", stages_per_rank=2, num_microbatches=4, loss_reduction="mean")
     inputs = Options(balance="time", example_inputs={"y": x})
-    one, mask = Options(schedule="1f1b", num_microbatches=1), Options(whole_inputs=["mask"])
+    one, mask = Options(schedule="1f1b", num_microbatches=1, loss_reduction="mean"), Options(whole_inputs=["mask"])
     foreign = torch.optim.SGD([nn.Parameter(torch.ones(1))])
 
-    fits = "This fits: PipelineParallelConfig(example_inputs={...})"
-    skipped = f"uses the output of embed, which only stage 0 has. {fits}"
+    inside = Options(schedule="1f1b", num_microbatches=4, loss_reduction="mean")
+    skipped = "uses the output of embed, which only stage 0 has. Name 'embed'"
 
     def forward(model):
         return model(x)
@@ -278,7 +271,9 @@ def refusals():
         "division": (own, early, "num_microbatches=3", lambda model: model(TOKENS, labels=LABELS)),
         "microbatches": (own, one, "num_microbatches=1"),
         "skip": (lambda: Chain(skip=True).eval(), four, skipped, forward),
-        "order": (lambda: Chain(norm_first=True).eval(), four, fits, forward),
+        "order": (lambda: Chain(norm_first=True).eval(), four, "example_inputs", forward),
+        "no reduction": (own, Options(schedule="1f1b", num_microbatches=4), 'loss_reduction="mean"'),
+        "no loss": (Chain, inside, "call it with labels", forward),
         "other samples": (Chain, four, "given other inputs", with_other_samples),
         "other samples, in turns": (Chain, turns, "given other inputs", with_other_samples),
         "statistics": (lambda: Chain(batch_norm=True), four, "BatchNorm1d"),
@@ -299,17 +294,15 @@ def test_refusals(what):
 
 
 @on_ranks(2)
-def test_a_block_that_runs_elsewhere_is_placed_by_hand_or_by_time():
+def test_stages_balanced_by_time_in_the_order_observed():
     PartialState(cpu=True)
     x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
     torch.manual_seed(0)
     plain = Chain(norm_first=True).eval()
     torch.manual_seed(0)
-    _, model, _ = prepared(Chain(norm_first=True).eval(), Options(num_microbatches=4, placement={"norm": "last"}))
+    options = Options(num_microbatches=2, balance="time", example_inputs={"x": x})
+    run, model, _ = prepared(Chain(norm_first=True).eval(), options)
     torch.testing.assert_close(model(x), plain(x), rtol=0, atol=1e-12)
-    torch.manual_seed(0)
-    options = Options(num_microbatches=2, balance="time", example_inputs={"x": x}, split_points=None)
-    run, model, _ = prepared(Chain().eval(), options)
     assert len(set(everyones(run.prepared_model(model).stages.schedules.runner.cut.bounds))) == 1
 
 

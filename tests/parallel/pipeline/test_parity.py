@@ -15,6 +15,7 @@ from pipelines import (
     accelerator,
     batches,
     check_run,
+    counted,
     loss_of,
     of_transformers,
     own,
@@ -25,16 +26,14 @@ from pipelines import (
 )  # fmt: skip
 from rank_pool import on_ranks
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import Schedule1F1B, schedules
 
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin as Plugin
 from accelerate.config.parallel import PipelineParallelConfig as Options
 from accelerate.core.imports import is_torch_version
 from accelerate.core.pipeline_schedules import PIPELINE_SCHEDULES
-from accelerate.parallel.fsdp.units import groups as groups_of
-from accelerate.parallel.pipeline.gloo_1f1b import EarlyReceive1F1B
 from accelerate.state import PartialState
+from accelerate.torch_internals.fsdp2 import shard_groups
 
 PRELOADED = ("transformers.models.llama.modeling_llama",)
 pytestmark = pytest.mark.usefixtures("float64")
@@ -45,19 +44,24 @@ SPLIT_BACKWARD = tuple(
     if row.splits_backward and is_torch_version(">=", row.minimum_torch)
 )
 INSIDE = {"inside": True, "padded": True, "steps": 4}
-HALF, EARLY = Options(num_microbatches=2), Options(schedule="1f1b", num_microbatches=2)
+HALF, EARLY = Options(num_microbatches=2), Options(schedule="1f1b", num_microbatches=2, num_items=counted)
+# Its loss leaves the first label of each sample out.
+SHIFTED = dataclasses.replace(EARLY, num_items=lambda tokens, labels: counted(tokens, labels[:, 1:]))
 UNITS = Plugin(fsdp_version=2, auto_wrap_policy="TRANSFORMER_BASED_WRAP", transformer_cls_names_to_wrap=["Block"])
 
 # The model, the pipeline, the rest of the run; the loss inside of the model goes through a schedule.
 TWO = {
     "gpipe": (own, Options(num_microbatches=4), {}),
-    "1f1b": (own, Options(schedule="1f1b", num_microbatches=4), {"inside": True}),
-    "1f1b, padded": (own, Options(schedule="1f1b", num_microbatches=4), INSIDE),
-    "interleaved, padded": (own, Options(schedule="interleaved", num_microbatches=4), INSIDE),
-    **{f"{name}, padded": (own, Options(schedule=name, num_microbatches=4), INSIDE) for name in SPLIT_BACKWARD},
+    "1f1b": (own, Options(schedule="1f1b", num_microbatches=4, loss_reduction="mean"), {"inside": True}),
+    "1f1b, padded": (own, Options(schedule="1f1b", num_microbatches=4, num_items=counted), INSIDE),
+    "interleaved, padded": (own, Options(schedule="interleaved", num_microbatches=4, num_items=counted), INSIDE),
+    **{
+        f"{name}, padded": (own, Options(schedule=name, num_microbatches=4, num_items=counted), INSIDE)
+        for name in SPLIT_BACKWARD
+    },
     "transformers": (of_transformers, Options(num_microbatches=3), {"steps": 4}),
     # Its loss is in float32, whatever the model is in.
-    "transformers, 1f1b": (of_transformers, EARLY, {**INSIDE, "tolerance": 1e-4}),
+    "transformers, 1f1b": (of_transformers, SHIFTED, {**INSIDE, "tolerance": 1e-4}),
 }
 
 
@@ -68,17 +72,7 @@ def test_two_stages(what):
     make, options, others = TWO[what]
     run, model, *_ = check_run(make, options, pp_size=2, **others)
     if others.get("inside"):
-        runs_in_schedule(run, model, EarlyReceive1F1B if what == "1f1b" else None)
-
-
-@on_ranks(2)
-def test_1f1b_in_the_order_of_other_backends():
-    """What every backend but gloo runs."""
-    PartialState(cpu=True)
-    with mock.patch("accelerate.parallel.pipeline.schedules._is_gloo", lambda *_: False):
-        options = Options(schedule="1f1b", num_microbatches=4)
-        run, model, *_ = check_run(own, options, inside=True, steps=4, pp_size=2)
-        runs_in_schedule(run, model, Schedule1F1B)
+        runs_in_schedule(run, model, Schedule1F1B if what == "1f1b" else None)
 
 
 @pytest.mark.skipif(not SPLIT_BACKWARD, reason="torch before 2.13 computes wrong gradients")
@@ -88,7 +82,7 @@ def test_a_schedule_is_one_row():
     PartialState(cpu=True)
     row = PIPELINE_SCHEDULES["zbv"]._replace(implementation=f"{schedules.__name__}:ScheduleDualPipeV")
     with mock.patch.dict(PIPELINE_SCHEDULES, {"dual_pipe_v": row}):
-        options = Options(schedule="dual_pipe_v", num_microbatches=8)
+        options = Options(schedule="dual_pipe_v", num_microbatches=8, loss_reduction="mean")
         run, model, *_ = check_run(own, options, inside=True, steps=4, pp_size=2)
         runs_in_schedule(run, model, schedules.ScheduleDualPipeV)
 
@@ -97,7 +91,7 @@ def test_a_schedule_is_one_row():
 @on_ranks(2)
 def test_schedules_that_split_the_backward_are_refused_before_torch_2_13():
     PartialState(cpu=True)
-    refused(own, Options(schedule="zero_bubble", num_microbatches=4), "needs torch 2.13")
+    refused(own, Options(schedule="zero_bubble", num_microbatches=4, loss_reduction="mean"), "later torch")
 
 
 FOUR = {
@@ -119,7 +113,7 @@ FOUR = {
     # Both ends of the model on one rank, in two stages.
     **{
         f"fsdp, {name}, tied": (
-            tied, Options(schedule=name, num_microbatches=4),
+            tied, Options(schedule=name, num_microbatches=4, num_items=counted),
             {"dp_shard_size": 2, "plugin": UNITS, "steps": 3, "inside": True},
         )
         for name in SPLIT_BACKWARD[1:]
@@ -152,12 +146,11 @@ def test_composed(what):
 def test_schedules_with_fsdp(schedule):
     """A window gathers and reduces each unit of FSDP once, however many batches it has."""
     PartialState(cpu=True)
-    options = Options(schedule=schedule, num_microbatches=4 if schedule == "zbv" else 2)
+    options = Options(schedule=schedule, num_microbatches=4 if schedule == "zbv" else 2, loss_reduction="mean")
     run, model, *_ = check_run(own, options, 3, inside=True, plugin=UNITS, pp_size=2, dp_shard_size=2)
     runs_in_schedule(run, model)
-    units = [unit for stage in run.prepared_model(model).stages.modules.values() for unit in stage.modules()]
-    sharded = [unit._get_fsdp_state() for unit in units if isinstance(unit, FSDPModule)]
-    groups = sum(len(groups_of(state)) for state in sharded)
+    stages = run.prepared_model(model).stages.modules.values()
+    groups = sum(1 for stage in stages for _ in shard_groups(stage))
     with Messages() as sent:
         for number, (tokens, labels) in enumerate(batches(2, False)):
             with contextlib.nullcontext() if number == 3 else run.no_sync(model):

@@ -29,9 +29,17 @@ LAYOUTS = {
     "pp x dp": ({"pp_size": 2, "dp_replicate_size": 2}, {}, True),
     "pp x fsdp, 1f1b": ({"pp_size": 2, "dp_shard_size": 2}, {"schedule": "1f1b"}, False),
     # torch before 2.13 has no zbv that is right.
-    "pp x fsdp, two a rank, bf16": ({"pp_size": 2, "dp_shard_size": 2}, {"schedule": TWO_A_RANK}, False),
+    "pp x fsdp, two a rank, bf16": (
+        {"pp_size": 2, "dp_shard_size": 2},
+        {"schedule": TWO_A_RANK},
+        False,
+    ),
     "pp x fsdp": ({"pp_size": 2, "dp_shard_size": 2}, {}, False),
-    "pp x tp, interleaved": ({"pp_size": 2, "tp_size": 2, "tp_handler": PLAN}, {"schedule": "interleaved"}, False),
+    "pp x tp, interleaved": (
+        {"pp_size": 2, "tp_size": 2, "tp_handler": PLAN},
+        {"schedule": "interleaved"},
+        False,
+    ),
     "fsdp x tp": ({"dp_shard_size": 2, "tp_size": 2, "tp_handler": PLAN}, {}, True),
     "fsdp, bf16": ({"dp_shard_size": 4}, {}, False),
 }
@@ -68,7 +76,7 @@ def start(layout, seed):
     sizes, options, _ = LAYOUTS[layout]
     plugin = Plugin(fsdp_version=2, **UNITS) if "fsdp" in layout else None
     precision = "bf16" if "bf16" in layout else None
-    run = accelerator(Options(num_microbatches=4, **options), plugin, precision, **sizes)
+    run = accelerator(Options(num_microbatches=4, loss_reduction="mean", **options), plugin, precision, **sizes)
     torch.manual_seed(seed)
     model = Model().float() if precision else Model()
     return run, *run.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.05))

@@ -68,8 +68,6 @@ def test_a_model_is_cut_at_its_blocks() -> None:
     assert heavy.bounds == (0, 4, 7)
     named = cut_model(Model(), 3, ["body.blocks.1", "head.0"])
     assert named.bounds == (0, 2, 5, 7) and named.tail == 5
-    placed = cut_model(Model(), 2, placement={"embed": "last"})
-    assert placed.units[-1] == "embed" and placed.units[0] == "body.blocks.0"
 
 
 def test_what_cannot_be_cut_is_refused() -> None:
@@ -84,8 +82,6 @@ def test_what_cannot_be_cut_is_refused() -> None:
             cut_model(Model(), stages, points)
     with pytest.raises(PrepareError, match=r"has 4 blocks \(body\.blocks\.0.*\) and 5 stages"):
         cut_model(Model(), 5)
-    with pytest.raises(PrepareError, match="placement names neck"):
-        cut_model(Model(), 2, placement={"neck": "last"})
 
 
 def test_units_are_measured_in_time() -> None:
@@ -114,7 +110,8 @@ def test_units_are_measured_in_time() -> None:
         ({"schedule": "zbv", "stages_per_rank": 3}, "stages_per_rank=3"),
         ({"balance": "memory"}, "balance='memory'"),
         ({"balance": "time"}, "example_inputs"),
-        ({"placement": {"norm": "middle"}}, "norm='middle'"),
+        ({"loss_reduction": "max"}, "loss_reduction='max'"),
+        ({"loss_reduction": "sum", "num_items": len}, "num_items"),
     ],
 )
 def test_options_that_cannot_be_are_refused(options, named) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from accelerate.config.parallel import TorchTensorParallelConfig
 from accelerate.parallel.base import Bundle
 from accelerate.parallel.ddp.strategy import DataParallel
+from accelerate.parallel.report.models import communication_volume
 from accelerate.parallel.tensor.strategy import TensorParallel
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.precision.base import Precision
@@ -68,7 +69,7 @@ def ours(strategy):
         model.zero_grad()
 
     # What the layout says of itself. Some numbers are known after a backward only.
-    window.told = sum(volume.messages or 0 for volume in prepared.communication_volume(BATCHES))
+    window.told = sum(volume.messages or 0 for volume in communication_volume(prepared, BATCHES))
     return window
 
 

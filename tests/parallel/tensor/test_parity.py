@@ -14,7 +14,7 @@ from accelerate.config.fsdp import FullyShardedDataParallelPlugin as Plugin
 from accelerate.config.parallel import TorchTensorParallelConfig
 from accelerate.core.errors import PrepareError
 from accelerate.parallel.base import Bundle
-from accelerate.parallel.fsdp.fsdp2 import FullyShardedDataParallel
+from accelerate.parallel.fsdp.strategy import FullyShardedDataParallel
 from accelerate.parallel.tensor.strategy import TensorParallel
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.precision.base import Precision

@@ -10,9 +10,13 @@ from typing import Any
 
 from ...config import launch_file
 from ...config.launch_settings import Settings
+from ...core import messages
 from ...core.errors import ConfigurationError, suggestion
 from ...core.files import check_writable
+from ...core.objects import is_secret
 from ...core.options import PRECISIONS, options
+from ...launchers.plan import plan
+from ...launchers.spec import Program
 from ..parser import Parser, print_error, table
 from . import config_args, questions
 from .config_args import ClusterConfig, SageMakerConfig, load_config_from_file
@@ -20,16 +24,23 @@ from .default import write_basic_config
 
 __all__ = ["ClusterConfig", "SageMakerConfig", "default_config_file", "load_config_from_file", "write_basic_config"]
 
-SECRET = ("aws_secret_access_key",)
+# The switch of a layout, and the words of `show` for it.
+_LAYOUTS = {
+    "use_fsdp": "FSDP",
+    "use_deepspeed": "DeepSpeed",
+    "use_megatron_lm": "Megatron-LM",
+    "use_parallelism_config": "the sizes of parallelism_config",
+}
 ACTIONS = ("default", "update", "show", "explain")
 HELP = """usage: accelerate config [--config_file FILE]           answer questions and write a configuration
        accelerate config default [--config_file FILE] [--mixed_precision no|fp16|bf16|fp8]
                                                         write one for this machine, without questions
        accelerate config update [--config_file FILE]    rewrite an older file with the present keys
        accelerate config show [NAME ...] [--all] [launch options]
-                                                        show the value of each option that is set, and its origin: a
-                                                        flag, a variable, a line of the file or the default. NAME:
-                                                        show only these options. --all: show all options.
+                                                        show where a launch runs and in which layout, and the value
+                                                        of each option that is set, with its origin: a flag, a
+                                                        variable, a line of the file or the default. NAME: show only
+                                                        these options. --all: show all options.
                                                         `explain` is another name of `show`
 
 The default file is default_config.yaml in $HF_HOME/accelerate, or $XDG_CACHE_HOME/huggingface/accelerate, or
@@ -52,10 +63,11 @@ def main(argv: list[str] | None = None) -> None:
     try:
         _run(action, arguments)
     except ConfigurationError as error:
-        print_error("accelerate config", error)
+        print_error(error)
         sys.exit(2)
     except KeyboardInterrupt:
-        print("\naccelerate config: interrupted, nothing was written", file=sys.stderr)
+        print(file=sys.stderr)
+        messages.show("interrupted, nothing was written")
         sys.exit(130)
 
 
@@ -110,21 +122,40 @@ def _update(named: str | None) -> None:
 
 
 def explain(settings: Settings, everything: bool = False, names: Sequence[str] = ()) -> str:
-    """A table of name, value and origin. Without `everything` it leaves out what nobody set and what is off.
+    """A table of name, value and origin. Without `everything` it has what a launch does, and what was set.
 
     Args:
         settings: of a launch.
         everything: show all options.
         names: show these options only, including unset ones.
     """
-    rows = []
+    rows = [] if everything or names else _effects(settings)
+    described = {*_LAYOUTS, *(name for name, _, _ in rows)}
     for option in [options()[name] for name in names] or options().values():
         value = settings[option.name]
-        is_used = settings.applies(option) and value not in (None, False, "")
-        if everything or names or settings.chosen(option.name) or is_used:
-            shown = "(hidden)" if option.name in SECRET and value else "not set" if value is None else str(value)
+        if everything or names or (settings.chosen(option.name) and option.name not in described):
+            shown = "(hidden)" if is_secret(option.name) and value else "not set" if value is None else str(value)
             rows.append((option.name, shown, settings.origin(option.name)))
     return table(rows)
+
+
+def _effects(settings: Settings) -> list[tuple[str, str, str]]:
+    """Name, value and origin of what a launch with these settings does."""
+    spec = plan(settings, Program(__file__))  # the script does not matter
+
+    def origin(*names: str) -> str:
+        return next((settings.origin(name) for name in names if settings.chosen(name)), "default")
+
+    layout = " and ".join(text for name, text in _LAYOUTS.items() if settings[name])
+    plain = "DistributedDataParallel" if spec.num_processes > 1 else "one process, or what the script requests"
+    precision = settings["mixed_precision"]
+    return [
+        ("device", spec.device, origin("cpu", "multi_gpu", "gpu_ids", "tpu", "engine")),
+        ("num_processes", str(spec.num_processes), origin("num_processes")),
+        ("num_machines", str(spec.num_machines), origin("num_machines", "nnodes")),
+        ("mixed_precision", precision or "no, or what the script requests", origin("mixed_precision")),
+        ("layout", layout or plain, origin(*_LAYOUTS)),
+    ]
 
 
 def _explain(arguments: list[str]) -> None:
@@ -140,7 +171,7 @@ def _explain(arguments: list[str]) -> None:
     names = [_option_name(word) for word in words]
     settings = settings_of(args)
     print(explain(settings, everything, names))
-    print(f"\nfile: {settings.file.path if settings.file else 'none'}")
+    print(f"\nfile: {settings.file.path if settings.file else 'none'}; --all shows all options")
 
 
 def _option_name(word: str) -> str:

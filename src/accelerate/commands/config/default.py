@@ -9,9 +9,11 @@ from typing import Any
 from ...config import launch_file
 from ...core import system
 from ...core.device_kinds import DEVICES
+from ...core.enums import ComputeEnvironment, DistributedType
 from ...core.errors import ConfigurationError
 from ...core.files import check_writable
 from ...core.options import PRECISIONS
+from .config_args import ClusterConfig
 
 
 def run_kind(device: str) -> str:
@@ -23,23 +25,14 @@ def run_kind(device: str) -> str:
 def machine_defaults(mixed_precision: str = "no") -> dict[str, Any]:
     """The configuration that fits this machine: all its accelerators, or one process on its CPU."""
     present = system.accelerators()
-    return {
-        "compute_environment": "LOCAL_MACHINE",
-        "debug": False,
-        "distributed_type": run_kind(present.kind) if present.number > 1 else "NO",
-        "downcast_bf16": False,
-        "enable_cpu_affinity": False,
-        "machine_rank": 0,
-        "main_training_function": "main",
-        "mixed_precision": mixed_precision,
-        "num_machines": 1,
-        "num_processes": max(1, present.number),
-        "rdzv_backend": "static",
-        "same_network": False,
-        "tpu_use_cluster": False,
-        "tpu_use_sudo": False,
-        "use_cpu": present.number == 0,
-    }
+    return ClusterConfig(
+        compute_environment=ComputeEnvironment.LOCAL_MACHINE,
+        distributed_type=DistributedType(run_kind(present.kind) if present.number > 1 else "NO"),
+        mixed_precision=mixed_precision,
+        use_cpu=present.number == 0,
+        debug=False,
+        num_processes=max(1, present.number),
+    ).to_dict()
 
 
 def write_basic_config(mixed_precision: str = "no", save_location: str | Path | None = None) -> Path | bool:

@@ -13,6 +13,7 @@ from ...config import launch_file
 from ...config.launch_schema import cluster_keys
 from ...core import system
 from ...core.options import options
+from ..parser import listing
 from . import menu
 from .default import machine_defaults, run_kind
 
@@ -67,6 +68,7 @@ _HELP = {
     "_split": "Tensor, context, sequence and pipeline parallelism: for a model or sequences too large for one device "
     "even when sharded.",
 }
+_POLICY, _DEEPSPEED_FILE = "fsdp_config.fsdp_auto_wrap_policy", "deepspeed_config.deepspeed_config_file"
 YES_NO = ((False, "no"), (True, "yes"))
 
 
@@ -152,12 +154,8 @@ def _all_devices(answers: Answers) -> int:
     return max(1, devices) * (answers["num_machines"] or 1)
 
 
-def _wraps(policy: str) -> Callable[[Answers], bool]:
-    return lambda answers: answers.get("fsdp_config.fsdp_auto_wrap_policy") == policy
-
-
-def _of(kind: str) -> Callable[[Answers], bool]:
-    return lambda answers: answers.get("_strategy") == kind
+def _answered(key: str, answer: str) -> Callable[[Answers], bool]:
+    return lambda answers: answers.get(key) == answer
 
 
 def _fsdp(version: str | None = None) -> Callable[[Answers], bool]:
@@ -192,8 +190,8 @@ QUESTIONS: tuple[Question, ...] = (
     _row("fsdp_sharding_strategy", when=_fsdp("1")),
     _row("fsdp_reshard_after_forward", True, YES_NO[::-1], _fsdp("2")),
     _row("fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP", when=_fsdp()),
-    _row("fsdp_transformer_layer_cls_to_wrap", when=_wraps("TRANSFORMER_BASED_WRAP")),
-    _row("fsdp_min_num_params", when=_wraps("SIZE_BASED_WRAP")),
+    _row("fsdp_transformer_layer_cls_to_wrap", when=_answered(_POLICY, "TRANSFORMER_BASED_WRAP")),
+    _row("fsdp_min_num_params", when=_answered(_POLICY, "SIZE_BASED_WRAP")),
     _row("fsdp_state_dict_type", "SHARDED_STATE_DICT", ("SHARDED_STATE_DICT", "FULL_STATE_DICT"), _fsdp()),
     _row("fsdp_offload_params", False, YES_NO, _fsdp()),
     _row("fsdp_cpu_ram_efficient_loading", True, YES_NO, _fsdp()),
@@ -206,17 +204,17 @@ QUESTIONS: tuple[Question, ...] = (
         _row(f"parallelism_config_{name}_size", 1, _sizes(name), _splits if name != "dp_replicate" else _replicates)
         for name in SPLITS
     ),
-    _row("deepspeed_config_file", when=_of("DEEPSPEED")),
+    _row("deepspeed_config_file", when=_answered("_strategy", "DEEPSPEED")),
     _row(
         "zero_stage", 2, (0, (1, "1: optimizer"), (2, "2: and gradients"), (3, "3: and parameters")),
-        lambda answers: _of("DEEPSPEED")(answers) and not answers.get("deepspeed_config.deepspeed_config_file"),
+        lambda answers: answers.get("_strategy") == "DEEPSPEED" and not answers.get(_DEEPSPEED_FILE),
     ),
-    _row("offload_optimizer_device", "none", when=_of("DEEPSPEED")),
+    _row("offload_optimizer_device", "none", when=_answered("_strategy", "DEEPSPEED")),
     _row(
         "offload_param_device", "none", when=lambda answers: answers.get("deepspeed_config.zero_stage") == 3,
     ),
-    _row("megatron_lm_tp_degree", when=_of("MEGATRON_LM")),
-    _row("megatron_lm_pp_degree", when=_of("MEGATRON_LM")),
+    _row("megatron_lm_tp_degree", when=_answered("_strategy", "MEGATRON_LM")),
+    _row("megatron_lm_pp_degree", when=_answered("_strategy", "MEGATRON_LM")),
     _row("mixed_precision", "no", _precisions),
     _row("dynamo_backend", "no", ("no", ("inductor", "yes: inductor"), "eager", "aot_eager", "cudagraphs")),
     _row(
@@ -245,14 +243,11 @@ def run(path: Path, questions: Sequence[Question] = QUESTIONS) -> Path:
                     visited.append(at)
                 at += 1
                 continue
-        elif _confirmed(path, answers):
-            return launch_file.write(path, to_file(answers))
+        else:
+            print("\n" + listing(to_file(answers)))
+            if menu.choose(f"\nWrite this to {path}?", ((True, "yes"), (False, "no, go back")), True) is True:
+                return launch_file.write(path, to_file(answers))
         at = visited.pop() if visited else 0
-
-
-def _confirmed(path: Path, answers: Answers) -> bool:
-    print("\n" + summary(to_file(answers)))
-    return menu.choose(f"\nWrite this to {path}?", ((True, "yes"), (False, "no, go back")), True) is True
 
 
 def to_file(answers: Answers) -> dict[str, Any]:
@@ -271,26 +266,9 @@ def to_file(answers: Answers) -> dict[str, Any]:
             data.setdefault(section, {})[name] = value
         else:
             data[key] = value
-    if sizes := data.pop("parallelism_config", {}):
-        _share_out(data, sizes, _left(answers, SPLITS), strategy == "FSDP")
+    if sizes := {name: size for name, size in data.pop("parallelism_config", {}).items() if size > 1}:
+        # The processes that the sizes leave are shards of one copy, or copies.
+        left = _left(answers, SPLITS)
+        remaining = _size_key("dp_shard" if strategy == "FSDP" else "dp_replicate").partition(".")[2]
+        data["parallelism_config"] = sizes | ({remaining: left} if left > 1 else {})
     return data
-
-
-def _share_out(data: dict[str, Any], sizes: dict[str, int], left: int, sharded: bool) -> None:
-    """Sizes above 1 into the file; the processes they leave are shards of one copy, or copies."""
-    kept = {name: size for name, size in sizes.items() if size > 1}
-    if kept:
-        rest = _size_key("dp_shard" if sharded else "dp_replicate").partition(".")[2]
-        data["parallelism_config"] = kept | ({rest: left} if left > 1 else {})
-
-
-def summary(data: dict[str, Any]) -> str:
-    """Format the content of a configuration file for the console."""
-    lines = []
-    for key, value in data.items():
-        if isinstance(value, dict):
-            lines.append(f"  {key}:")
-            lines += [f"    {name}: {inner}" for name, inner in value.items()]
-        else:
-            lines.append(f"  {key}: {value}")
-    return "\n".join(lines)

@@ -6,6 +6,7 @@ import { Chart, FORMATS, MARGIN, color, compact, drawHeat, drawLines, drawStack,
 const POLL = 250; // milliseconds between two questions for something new
 const $ = (id) => document.getElementById(id);
 const token = new URLSearchParams(location.search).get("token");
+const embedded = $("data"); // a report has its data inside, and asks for nothing
 const query = (values) => new URLSearchParams(token ? { ...values, token } : values).toString();
 
 const state = {
@@ -65,7 +66,7 @@ let requested = 0, pending = null, failures = 0;
 
 async function fetchView(again) {
   // `again`: another range or size is shown, so that an equal version means nothing.
-  if (pending && !again) return;
+  if (embedded || (pending && !again)) return;
   if (pending) pending.abort();
   const control = pending = new AbortController(), number = ++requested;
   const values = { pixels: Math.max(100, Math.round($("charts").clientWidth - MARGIN.left)) };
@@ -100,6 +101,12 @@ function problem(text) {
 }
 
 async function follow() {
+  if (embedded) {
+    state.data = unpacked(Uint8Array.from(atob(embedded.textContent), (letter) => letter.charCodeAt(0)).buffer);
+    document.querySelector("h1 span").textContent = "report";
+    render();
+    return;
+  }
   const begin = performance.now();
   if (!document.hidden) await fetchView(false);
   if (state.data) status();
@@ -243,7 +250,7 @@ const CURVES = [
   ["gradient_norm", "Gradient norm", "", "number"],
   ["throughput", "Throughput", "", "number", { zero: true, band: false }],
 ];
-const SLOW = /^Ranks? \d/; // how sentences about what stands out begin, as in `findings.py`
+const SLOW = /^Ranks? \d/; // how sentences about what stands out begin, as in `sentences.py`
 const PHASES = ["data", "transfer", "forward", "backward", "communication", "optimizer", "checkpoint", "other"];
 
 const hasValues = (values) => values && values.some((value) => !Number.isNaN(value));
@@ -284,7 +291,7 @@ function heatCard({ run, at }) {
   made.unitText.textContent = state.step ? "full step" : "without communication and waiting";
   made.button.textContent = state.step ? "Show own time" : "Show full step";
   made.chart.height = heatHeight(run.rows.length);
-  const slow = run.summary.slow.map(([rank]) => rank);
+  const slow = run.summary.stragglers.map(({ rank }) => rank);
   made.canvas.ariaLabel = `${title}. ` + (slow.length ? `Slow ranks: ${slow.join(", ")}` : "No rank is slow");
   made.draw = () => {
     drawHeat(made.chart, range(), run.x, run.rows, which, run.slow, slow, { selection: state.selection });
@@ -323,7 +330,7 @@ function phaseCard({ run, at }) {
 
 function render() {
   const { runs } = state.data;
-  document.title = `${runs.map((run) => run.name).join(", ")} – accelerate monitor`;
+  document.title = `${runs.map((run) => run.name).join(", ")} – accelerate ${embedded ? "report" : "monitor"}`;
   status();
   overview();
   findings();
@@ -373,6 +380,7 @@ function ago(seconds) {
 
 function runState(run) {
   if (run.empty) return "waiting for the first step";
+  if (embedded) return `${run.ended ? "ended" : "not ended"}, last step ${new Date(run.time * 1000).toLocaleString()}, ${run.folder}`;
   if (run.ended) return "ended";
   const age = run.time ? Date.now() / 1000 - run.time : NaN;
   return Number.isFinite(age) ? `last step ${ago(Math.max(0, age))}` : "";
@@ -380,7 +388,7 @@ function runState(run) {
 
 function status() {
   const { runs } = state.data, box = $("status");
-  const live = runs.some((run) => !run.ended && run.time && Date.now() / 1000 - run.time < 60);
+  const live = !embedded && runs.some((run) => !run.ended && run.time && Date.now() / 1000 - run.time < 60);
   box.className = live ? "live" : "";
   const text = several() ? `${runs.length} runs` : `${runs[0].name} · ${runState(runs[0])}`;
   if (box.textContent !== text) box.textContent = text;
@@ -396,8 +404,9 @@ function tile(title, value, className = "") {
 }
 
 function slowText(run) {
-  const ranks = run.summary.slow.map(([rank]) => rank);
-  return ranks.length ? ranks.slice(0, 3).join(", ") + (ranks.length > 3 ? ` + ${ranks.length - 3}` : "") : "none";
+  const ranks = run.summary.stragglers.map(({ rank }) => rank);
+  const names = ranks.slice(0, 3).join(", ") + (ranks.length > 3 ? ` + ${ranks.length - 3}` : "");
+  return ranks.length ? `rank${ranks.length > 1 ? "s" : ""} ${names}` : "none";
 }
 
 function overview() {
@@ -409,7 +418,7 @@ function overview() {
         `Waiting for the first step of ${run.name}. It is shown as soon as it is written to ${run.folder}.`));
       return;
     }
-    const slow = run.summary.slow.length > 0;
+    const slow = run.summary.stragglers.length > 0;
     $("runs").replaceChildren(element("div", { className: "tiles" },
       tile("Step", FORMATS.step(run.last)),
       ...(hasValues(run.curves.loss.mean) ? [tile("Loss", compact(last(run.curves.loss.mean)))] : []),
@@ -418,19 +427,19 @@ function overview() {
       ...(run.summary.utilization ? [tile("Utilization (MFU)", `${(run.summary.utilization * 100).toFixed(1)} %`)] : []),
       ...(run.summary.memory.device ? [tile("Device memory", FORMATS.bytes(run.summary.memory.device))]
         : run.summary.memory.host ? [tile("Host memory", FORMATS.bytes(run.summary.memory.host))] : []),
-      ...(run.ranks.length > 1 ? [tile(`Slow ranks of ${run.ranks.length}`, slowText(run), slow ? "slow" : "")] : []),
+      ...(run.ranks.length > 1 ? [tile(`Slow, of ${run.ranks.length} ranks`, slowText(run), slow ? "slow" : "")] : []),
       ...(run.summary.skipped ? [tile("Skipped steps", FORMATS.step(run.summary.skipped))] : [])));
     return;
   }
+  const names = ["Run", "State", "Step", "Loss", "Step time", "Throughput", "Ranks", "Slow ranks"];
   const body = runs.map((run, at) => {
     const box = element("input", { type: "checkbox", checked: !state.hidden.has(at) });
     box.onchange = () => { if (box.checked) state.hidden.delete(at); else state.hidden.add(at); render(); };
     const cells = [element("label", {}, box, " ", swatch(runColor(at)), run.name), runState(run), FORMATS.step(run.last),
       compact(last(run.curves.loss?.mean)), FORMATS.seconds(run.summary.seconds ?? NaN),
       run.summary.throughput ? `${compact(run.summary.throughput, 3)} ${run.unit}/s` : "–", String(run.ranks.length), slowText(run)];
-    return element("tr", {}, ...cells.map((cell, i) => element("td", { className: i === 7 && run.summary.slow.length ? "slow" : "", id: i === 1 ? `state${at}` : "" }, cell)));
+    return element("tr", {}, ...cells.map((cell, i) => element("td", { className: i === 7 && run.summary.stragglers.length ? "slow" : "", id: i === 1 ? `state${at}` : "", "data-name": names[i] }, cell)));
   });
-  const names = ["Run", "State", "Step", "Loss", "Step time", "Throughput", "Ranks", "Slow ranks"];
   if ($("runs").contains(document.activeElement)) return; // a click would be lost
   $("runs").replaceChildren(element("div", { className: "card scroll" },
     element("table", {}, element("thead", {}, element("tr", {}, ...names.map((name) => element("th", {}, name)))), element("tbody", {}, ...body))));
@@ -449,7 +458,7 @@ function findings() {
   const text = items.map((item) => item.textContent).join("\n");
   if ($("findings").dataset.text === text) return;
   $("findings").dataset.text = text;
-  $("findings").replaceChildren(...(items.length ? [element("div", { className: "card" }, element("h2", {}, "Summary of the steps shown"), element("ul", {}, ...items))] : []));
+  $("findings").replaceChildren(...(items.length ? [element("div", { className: "card" }, element("h2", {}, embedded ? "Summary" : "Summary of the steps shown"), element("ul", {}, ...items))] : []));
 }
 
 const ALARMS = new Set(["out_of_memory", "hang", "warning"]);
@@ -482,7 +491,7 @@ function events() {
     const message = named ? event.message.slice(0, -event.path.length) : event.message;
     if (message) rest.append(facts.length ? ": " : "", message);
     if (event.path) {
-      const where = event.file ? element("a", { href: `file/${at}/${event.path.split("/").map(encodeURIComponent).join("/")}?${query({})}` }, event.path) : event.path;
+      const where = event.file ? element("a", { href: embedded ? event.file : `file/${at}/${event.path.split("/").map(encodeURIComponent).join("/")}?${query({})}` }, event.path) : event.path;
       rest.append(named ? "" : facts.length || message ? " – " : "", where);
     }
     return element("tr", {}, element("td", {}, new Date(event.time * 1000).toLocaleString()),

@@ -14,12 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ...core.errors import PrepareError
-from ..accumulated import module_parameter
-from ..fsdp.common import UnreducedGradients
-from ..fsdp.units import reshard, shard_groups
-from ..gradients import GradientReducer
-from ..materialize import from_all
-from ..tensor.strategy import PartialSums
+from ...torch_internals.fsdp2 import module_parameter, shard_groups
 
 # Global ranks of one dimension of a mesh, in ascending order.
 Ranks = tuple[int, ...]
@@ -157,85 +152,18 @@ def _components(world: Sequence[int], groups: Iterable[Ranks]) -> list[frozenset
     return [components[root(rank)] for rank in world]
 
 
-# For each way in which a parameter is shared the groups of ranks that average its gradient.
-Averages = dict[Sharing, tuple[Ranks, ...]]
-
-
-def find_layout(models: Sequence[nn.Module], same_batch: Ranks = ()) -> tuple[Layout, Averages]:
-    """The layout of models, of which some are sharded. Every rank calls it.
-
-    Args:
-        models: the models.
-        same_batch: ranks that are known to read the same samples as this one.
-
-    Raises:
-        PrepareError: a model cannot be taken as it is.
-    """
-    reshard(models)
-    first: dict[Sharing, str] = {}
-    for model in models:
-        _check(model)
-        _check_divisors(model)
-        for name, _, sharing in parameters_of(model):
-            first.setdefault(sharing, name)
-    _check_dimensions(models)
-    readers = [same_batch] if same_batch else []
-    for model in models:
-        mesh = tensor_parallel_mesh(model)
-        if mesh is not None and mesh.size() > 1:
-            # transformers gives these ranks one batch, although it may have split nothing over them.
-            readers.append(_ranks_of(mesh, 0))
-    own = Description(tuple((name, sharing) for sharing, name in first.items()), tuple(readers))
-    layout = derive(from_all(own))
-    for model in models:
-        size = declared(model, "dp_size")
-        if size is not None and size != len(layout.shards):
-            raise PrepareError(
-                f"{type(model).__name__} was loaded for {size} data-parallel ranks (DistributedConfig), and its "
-                f"parameters are laid out for {len(layout.shards)}: load it again, with sizes that multiply to the "
-                "number of processes"
-            )
-    return layout, dict(zip(first, layout.averages, strict=True))
-
-
 def parameters_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Sharing]]:
     """(name, parameter, how it is shared) of each parameter, while no FSDP2 unit is gathered."""
     managed: dict[int, tuple[tuple[Ranks, ...], float | None]] = {}
     for _, group, _ in shard_groups(model):
         info = group.mesh_info
         dimensions = (info.replicate_mesh_dim, info.shard_mesh_dim)
-        averaged = [_ranks_of(info.mesh, dimension) for dimension in dimensions if dimension is not None]
+        averaged = [ranks_of(info.mesh, dimension) for dimension in dimensions if dimension is not None]
         entry = tuple(ranks for ranks in averaged if len(ranks) > 1), group.gradient_divide_factor
         managed.update({id(module_parameter(parameter)): entry for parameter in group.fsdp_params})
     for name, parameter in model.named_parameters():
         averaged_over, divisor = managed.get(id(parameter), ((), None))
         yield name, parameter, Sharing(averaged_over, tuple(_split(parameter, averaged_over)), divisor)
-
-
-def reducers_of(model: nn.Module, averages: Averages, data_group: dist.ProcessGroup | None) -> list[GradientReducer]:
-    """What reduces the gradients that the model's own backward leaves. Every rank calls it.
-
-    Args:
-        model: the model.
-        averages: from `find_layout`.
-        data_group: the ranks that read the other shards of the data; None for all.
-    """
-    by_groups: dict[tuple[Ranks, ...], list[nn.Parameter]] = {}
-    outside_fsdp = []
-    for _, parameter, sharing in parameters_of(model):
-        by_groups.setdefault(averages[sharing], []).append(parameter)
-        if not sharing.averaged:
-            outside_fsdp.append(parameter)
-    found: list[GradientReducer] = [PartialSums(outside_fsdp)]
-    for groups, parameters in by_groups.items():
-        own = next(ranks for ranks in groups if dist.get_rank() in ranks)
-        if len(own) == 1:
-            continue
-        group = data_group
-        if len(own) != dist.get_world_size(data_group):
-            group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups])
-        found.append(UnreducedGradients(group, parameters))
-    return found
 
 
 def tensor_parallel_mesh(model: nn.Module) -> DeviceMesh | None:
@@ -244,7 +172,7 @@ def tensor_parallel_mesh(model: nn.Module) -> DeviceMesh | None:
     return mesh["tp"] if mesh is not None and "tp" in (mesh.mesh_dim_names or ()) else None
 
 
-def _ranks_of(mesh: DeviceMesh, dimension: int) -> Ranks:
+def ranks_of(mesh: DeviceMesh, dimension: int) -> Ranks:
     """The ranks of this process's group of one dimension."""
     return tuple(sorted(dist.get_process_group_ranks(mesh.get_group(dimension))))
 
@@ -255,7 +183,7 @@ def _split(parameter: torch.Tensor, averaged: Sequence[Ranks]) -> Iterator[Ranks
         return
     mesh = parameter.device_mesh
     for dimension in range(mesh.ndim):
-        if mesh.size(dimension) > 1 and (ranks := _ranks_of(mesh, dimension)) not in averaged:
+        if mesh.size(dimension) > 1 and (ranks := ranks_of(mesh, dimension)) not in averaged:
             yield ranks
 
 
@@ -264,68 +192,3 @@ def declared(model: nn.Module, name: str) -> int | None:
     config = getattr(getattr(model, "config", None), "distributed_config", None)
     sharded = getattr(model, "_device_mesh", None) is not None
     return int(getattr(config, name)) if sharded and hasattr(config, name) else None
-
-
-def _check(model: nn.Module) -> None:
-    """Refuse what is not known to train as a model of one process."""
-    kind = type(model).__name__
-    if (declared(model, "pp_size") or 1) > 1:
-        raise PrepareError(
-            f"{kind} was loaded with DistributedConfig(pp_size=...): each rank has some of its layers. Load it "
-            "without, and give the Accelerator ParallelismConfig(pp_size=...)"
-        )
-    for name, parameter in model.named_parameters():
-        if parameter.is_meta:
-            raise PrepareError(
-                f"{name} of {kind} is on the meta device, and the model is sharded already: call "
-                "model.to_empty(device=...) and initialize it, or load its weights, before prepare"
-            )
-        if isinstance(parameter, DTensor) and any(placement.is_partial() for placement in parameter.placements):
-            raise PrepareError(
-                f"{name} of {kind} is a DTensor with the placements {parameter.placements}: a parameter that is a "
-                "pending sum is not trained. Redistribute it to Replicate() or Shard(...)"
-            )
-
-
-def _check_divisors(model: nn.Module) -> None:
-    """Refuse units whose gradient torch divides twice.
-
-    With a divisor and a group of one rank, torch (up to 2.13) divides float16 and float64 before the reduction, and
-    again instead of it.
-    """
-    for module, group, _ in shard_groups(model):
-        policy = group.mp_policy
-        dtype = policy.reduce_dtype or policy.param_dtype or group.fsdp_params[0].sharded_param.dtype
-        alone = getattr(group.mesh_info, "shard_mesh_size", 1) == 1
-        if group.gradient_divide_factor is not None and alone and dtype not in (torch.float32, torch.bfloat16):
-            raise PrepareError(
-                f"FSDP2 of torch {torch.__version__} divides the {dtype} gradient of {type(module).__name__} twice: "
-                "its unit is sharded over one rank and has a gradient divisor (experts do). Reduce gradients in "
-                "float32 or bfloat16 (MixedPrecisionPolicy.reduce_dtype), or make fsdp_size larger than ep_size"
-            )
-
-
-def _check_dimensions(models: Iterable[nn.Module]) -> None:
-    """Refuse mesh dimensions of which it is unknown whether their ranks read the same samples."""
-    unknown: dict[Ranks, tuple[str, DeviceMesh, str | int]] = {}
-    known: set[Ranks] = set()
-    for model in models:
-        for name, parameter, sharing in parameters_of(model):
-            if not isinstance(parameter, DTensor):
-                continue
-            mesh = parameter.device_mesh
-            for dimension, placement in enumerate(parameter.placements):
-                if mesh.size(dimension) == 1 or (ranks := _ranks_of(mesh, dimension)) in sharing.averaged:
-                    continue
-                if placement.is_replicate():
-                    unknown.setdefault(ranks, (name, mesh, (mesh.mesh_dim_names or range(mesh.ndim))[dimension]))
-                else:
-                    known.add(ranks)
-    for ranks, (name, mesh, place) in unknown.items():
-        if ranks not in known:
-            raise PrepareError(
-                f"{name} is a DTensor on {mesh}, and no parameter is sharded over its dimension "
-                f"{place!r} (ranks {list(ranks)}): it is unknown whether these ranks read the same samples. Call "
-                "parallelize_module with the slice of the mesh over which layers are split, and fully_shard with the "
-                "other dimensions, or leave those to prepare"
-            )

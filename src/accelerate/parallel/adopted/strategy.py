@@ -16,22 +16,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ...core.errors import PrepareError
-from ...core.imports import is_torch_version
-from ...core.modules import get_model_tp_size
+from ...core.modules import class_name
 from ...parallelism_config import ParallelismConfig
 from ...precision.base import Precision
+from ...torch_internals import dtensor
+from ...torch_internals.fsdp2 import shard_groups
 from .. import materialize
 from ..base import Bundle
-from ..fsdp.copies import support_averages
-from ..fsdp.fsdp2 import Fsdp2Model
-from ..fsdp.inference_mode import allow_inference_mode
-from ..fsdp.units import shard_groups, shards_of
-from ..gradients import refuse_later_hooks
-from ..prepared import CommunicationVolume, PreparedModel
+from ..fsdp.strategy import Fsdp2Model
+from ..prepared import PreparedModel
 from ..sharded import ShardedStrategy
 from ..tensor import plan as tensor_plan
-from ..tensor import random as tensor_random
-from .sharing import Averages, Ranks, declared, find_layout, parameters_of, reducers_of, tensor_parallel_mesh
+from . import requirements
+from .layout import Averages, find_layout, reducers_of
+from .sharing import Ranks, tensor_parallel_mesh
 
 
 class AdoptedModel(Fsdp2Model):
@@ -46,25 +44,6 @@ class AdoptedModel(Fsdp2Model):
     def new_parameters(self) -> dict[str, nn.Parameter]:
         """Trainable parameters that the model did not have when it was prepared."""
         return {name: p for name, p in super().new_parameters().items() if id(p) not in self.replicated}
-
-    def communication_volume(self, backwards: int) -> list[CommunicationVolume] | None:
-        """Messages of FSDP2 and of this library; None if layers of the model send messages as well."""
-        self.reshard()
-        if any(sharing.split for _, _, sharing in parameters_of(self.inner)):
-            return None
-        return super().communication_volume(backwards)
-
-    def less_memory(self) -> str:
-        """What reduces the memory of a step in a layout of the model's own."""
-        text = f"{super().less_memory()}, other sizes where the model is sharded"
-        if (declared(self.inner, "ep_size") or 1) > 1:
-            text += ". The rank whose experts have the most tokens needs most"
-        return text
-
-    def dtypes(self) -> tuple[str, str]:
-        """The dtypes of the units' policy, if it has some, or else those of the run's precision."""
-        compute, reduction = super().dtypes()
-        return (compute if computes_in(self.inner) else self.precision.computes_in), reduction
 
 
 class Adopted(ShardedStrategy):
@@ -101,12 +80,12 @@ class Adopted(ShardedStrategy):
             layout, self._averages = find_layout(bundle.models, self.shards[self.data_shard[0]])
             if layout.shards != self.shards:
                 raise PrepareError(
-                    f"with {type(bundle.models[0]).__name__} the ranks that read the same samples are "
+                    f"with {class_name(bundle.models[0])} the ranks that read the same samples are "
                     f"{list(layout.shards)}, and without it {list(self.shards)}. Give all models to one call of "
                     "prepare, before the loaders"
                 )
         for model in bundle.models:
-            _check(model, self.device)
+            requirements.check_device(model, self.device)
             materialize.make_equal((tensor for _, tensor in materialize.named_tensors(model)), self.device, None)
         bundle.place = [False] * len(bundle.models)
         return super().prepare(bundle)
@@ -118,7 +97,7 @@ class Adopted(ShardedStrategy):
             return super().wrap_forward(model)
         if dtypes != {requested}:
             raise PrepareError(
-                f"mixed_precision={self.precision.name!r}, and the units of {type(model).__name__} have a "
+                f"mixed_precision={self.precision.name!r}, and the units of {class_name(model)} have a "
                 f"MixedPrecisionPolicy with param_dtype={', '.join(sorted(map(str, dtypes)))}: give both one dtype"
             )
         return model
@@ -127,23 +106,17 @@ class Adopted(ShardedStrategy):
         """A prepared model that saves shards where FSDP2 shards it."""
         is_fsdp = any(True for _ in shard_groups(module))
         # torch.distributed.checkpoint takes a rank's shard for one block.
-        saves_shards = is_fsdp and not any(materialize.is_packed(parameter) for parameter in module.parameters())
+        saves_shards = is_fsdp and not any(dtensor.is_packed(parameter) for parameter in module.parameters())
         return AdoptedModel(module, self.precision, self.device, saves_shards=saves_shards)
 
     def lay_out(self, model: nn.Module) -> AdoptedModel:
         """Find what the model's own backward leaves unreduced."""
-        if (get_model_tp_size(model) or 1) > 1 and self.mesh is not None:
-            # transformers leaves random numbers to us.
-            tensor_random.separate_streams(model, tensor_plan.known_styles(model), self.mesh["tp"])
         self.cast_parameters(model)
-        allow_inference_mode(model)
         _sum_once(model)
         prepared = self.as_prepared(model)
         prepared.reducers = reducers_of(model, self._averages, self.data_group)
         # Where all ranks read the same samples, no reducer has them.
         prepared.replicated = frozenset(id(p) for p in model.parameters() if not isinstance(p, DTensor))
-        refuse_later_hooks(shard.sharded_param for shard in shards_of([model]))
-        support_averages(model)
         return prepared
 
 
@@ -197,17 +170,3 @@ def _name_of(sharings: Averages) -> str:
         sizes = {word: "x".join(str(len(ranks)) for ranks in groups) for word, groups in pieces.items() if groups}
         found.add(" ".join(f"{word} {size}" for word, size in sizes.items()))
     return f"sharded before prepare ({', '.join(sorted(found - {''})) or 'one rank'})"
-
-
-def _check(model: nn.Module, device: torch.device) -> None:
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor) and parameter.device_mesh.device_type != device.type:
-            raise PrepareError(
-                f"{name} of {type(model).__name__} is a DTensor on {parameter.device_mesh}, and this run is on "
-                f"{device}: shard the model on a mesh of that device, or let the Accelerator use the mesh's"
-            )
-        if is_torch_version("<", "2.12") and materialize.is_packed(parameter):
-            raise PrepareError(
-                f"torch {torch.__version__} cannot gather packed layers such as {name}, so that no checkpoint could "
-                "be saved: use torch 2.12 or later"
-            )

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,14 +15,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.nn.attention.bias import causal_lower_right
 
-from ...collectives import transport
 from ...core import devices
-from ...core.errors import ConfigurationError
-from .blocks import Block, accumulator
-from .exchange import Exchange, ExchangedAttention, Gather, Ring
-from .masks import MaskReader, Visibility
+from .exchange import copies_of_heads, full_keys, split_rows, spread_inputs, sum_dtype
+from .masks import MaskReader
 from .shard import SequenceLayout
 
 # torch's function, bound before it is patched.
@@ -43,80 +39,51 @@ class AttentionCall:
     scale: float | None
     # (ranks, batch, rows): the keys of each rank that are not padding; None for all.
     keep: torch.Tensor | None = None
-    # Padding comes after all tokens and has no labels: under a causal mask no token sees it.
-    padded_behind: bool = False
     # Whether queries were (batch, rows, width): the first of three dimensions of a mask is then the batch.
     flat: bool = False
 
-    def padding(self, causal: bool) -> torch.Tensor | None:
-        """Return which keys are not padding; None if there is no padding, or if a causal mask hides it."""
-        return None if causal and self.padded_behind else self.keep
 
+class SplitAttention:
+    """Attention of a rank's part of a sequence to all of it, by torch's function on tensors of the full sequence.
 
-class ContextAttention:
-    """Keys and values are exchanged (cp_size): with `rotate` round a ring, otherwise in one all-gather."""
+    Args:
+        group: the ranks that share each sequence.
+        layout: how they share it.
+        random: what dropout draws from: each rank drops other weights.
+    """
 
-    def __init__(self, group: dist.ProcessGroup, layout: SequenceLayout, rotate: bool) -> None:
+    def __init__(self, group: dist.ProcessGroup, layout: SequenceLayout, random: ShardRandom) -> None:
         self.group = group
         self.layout = layout
-        self.method: type[Ring] | type[Gather] = Ring if rotate else Gather
+        self.random = random
         self.masks: MaskReader = MaskReader(layout, group)
 
     def __call__(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
     ) -> torch.Tensor:
-        """Compute the attention of this rank's rows to the keys of all ranks."""
-        layout = self.layout
-        if call.dropout > 0.0:
-            raise ConfigurationError(
-                f"dropout_p={call.dropout} inside attention is not computed under {layout.size}={layout.ranks}: the "
-                "ranks would have to agree on what is dropped. Set the attention's dropout to 0 (attention_dropout of "
-                "transformers' configurations), or split with sp_size, which computes complete rows."
-            )
-        sees = Visibility(call.causal) if call.mask is None else self.masks.visibility(call.mask, query, call.flat)
-        scale = query.shape[-1] ** -0.5 if call.scale is None else call.scale
-        keep = call.padding(sees.causal)
-        block = Block(scale, sees.causal)
-        exchange = Exchange(self.method, self.group, layout, block, keep, sees.of(query.dtype))
-        # The kernels read rows; keys and values are sent as contiguous messages anyway.
-        query = query if query.stride(-1) == 1 else query.contiguous()
-        out: torch.Tensor = ExchangedAttention.apply(query, key, value, exchange)
-        return out
+        """The output for this rank's rows. All are (batch, heads, rows, width)."""
+        raise NotImplementedError
 
     def sent(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Sent:
         """What a rank sends for one attention of these sizes and its backward."""
-        others, size = self.layout.ranks - 1, key.nbytes + value.nbytes
-        gradients = (key.numel() + value.numel()) * accumulator(key.dtype).itemsize
-        keys = "keys and values over cp"
-        if self.method is Ring:
-            back = (others + 1, (others + 1) * gradients)
-            return {f"{keys}, round, twice": (2 * others, 2 * others * size), f"{keys}, gradients round": back}
-        return {f"{keys}, gathered, twice": (2, 2 * others * size), f"{keys}, gradients": (1, others * gradients)}
+        raise NotImplementedError
 
-
-class SequenceAttention:
-    """Heads are split over the ranks (sp_size): each runs torch's attention over the full sequence."""
-
-    def __init__(self, group: dist.ProcessGroup, layout: SequenceLayout, random: ShardRandom | None = None) -> None:
-        self.group = group
-        self.layout = layout
-        self.random: ShardRandom = random or ShardRandom(layout.rank, "cpu")
-        self.masks: MaskReader = MaskReader(layout, group)
-
-    def __call__(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        call: AttentionCall,
+        mask: torch.Tensor | None,
+        causal: bool = False,
     ) -> torch.Tensor:
-        """Compute the attention of this rank's heads over the full sequence."""
-        ranks = self.layout.ranks
-        mask, causal = self._mask(call, query)
-        query, key, value = spread_inputs(query, key, value, self.group, ranks)
+        """Torch's attention to keys of the full sequence."""
         groups = query.shape[1] // key.shape[1]
-        if mask is not None and groups > 1:
-            # With a mask, torch's memory-efficient kernels need as many key heads as query heads.
+        if groups > 1 and (mask is not None or query.dtype not in (torch.float16, torch.bfloat16)):
+            # Of torch's memory-efficient kernels only flash attention takes fewer key heads than query heads.
             key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-        # Each rank draws its own dropout.
         with self.random.seeded() if call.dropout > 0.0 else contextlib.nullcontext():
-            out = plain_attention(
+            return plain_attention(
                 query,
                 key,
                 value,
@@ -126,21 +93,74 @@ class SequenceAttention:
                 scale=call.scale,
                 enable_gqa=query.shape[1] != key.shape[1],
             )
-        return split_rows(out, self.group, ranks)
 
-    def _mask(self, call: AttentionCall, query: torch.Tensor) -> tuple[torch.Tensor | None, bool]:
-        """(mask over the full sequence for this rank's heads, whether attention is causal instead)."""
-        sees = Visibility(call.causal) if call.mask is None else self.masks.full(call.mask, query, call.flat)
-        mask, causal, keep = sees.mask, sees.causal, call.padding(sees.causal)
-        if keep is None:
+    def without_padding(
+        self, mask: torch.Tensor | None, causal: bool, call: AttentionCall, rows: torch.Tensor
+    ) -> tuple[torch.Tensor | None, bool]:
+        """(the mask without keys that are padding, whether attention is causal instead), for rows at positions."""
+        if call.keep is None:
             return mask, causal
-        seen = self.layout.join(list(keep), 1)[:, None, None]
+        shown = self.layout.join(list(call.keep), 1)[:, None, None]
         if causal:
-            length = query.shape[2] * self.layout.ranks
-            seen = seen & torch.ones(length, length, dtype=torch.bool, device=seen.device).tril()
-        elif mask is not None and mask.dtype != torch.bool:
-            return mask.masked_fill(~seen, float("-inf")), False
-        return seen if mask is None else seen & mask, False
+            shown = shown & (rows[:, None] >= torch.arange(shown.shape[-1], device=rows.device))
+        if mask is None:
+            return shown, False
+        return mask & shown if mask.dtype == torch.bool else mask.masked_fill(~shown, float("-inf")), False
+
+
+class ContextAttention(SplitAttention):
+    """Each rank gets the keys and values of all ranks, and computes its rows for all heads (cp_size).
+
+    `all_to_all`: they are exchanged directly, otherwise by all-gather and reduce-scatter.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, layout: SequenceLayout, random: ShardRandom, all_to_all: bool = False
+    ) -> None:
+        super().__init__(group, layout, random)
+        self.all_to_all = all_to_all
+
+    def __call__(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
+    ) -> torch.Tensor:
+        """Compute the attention of this rank's rows to the keys of all ranks."""
+        mask, causal = (None, call.causal) if call.mask is None else self.masks.own_rows(call.mask, query, call.flat)
+        key, value = full_keys(key, value, self.group, self.layout, self.all_to_all)
+        rows = self.layout.rows(key.shape[2], query.device)
+        mask, causal = self.without_padding(mask, causal, call, rows)
+        if not causal:
+            return self.attend(query, key, value, call, mask)
+        # Each of this rank's chunks sees the keys up to its own end.
+        outputs, size = [], key.shape[2] // self.layout.multiple
+        for chunk, part in zip(self.layout.chunks(self.layout.rank), query.split(size, dim=2), strict=True):
+            end = (chunk + 1) * size
+            keys, values = key[:, :, :end], value[:, :, :end]
+            outputs.append(self.attend(part, keys, values, call, causal_lower_right(size, end)))
+        return torch.cat(outputs, dim=2)
+
+    def sent(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Sent:
+        """What a rank sends for one attention of these sizes and its backward."""
+        others = self.layout.ranks - 1
+        gradients = (key.numel() + value.numel()) * sum_dtype(key.dtype).itemsize
+        return {
+            "keys and values over cp": (1, others * (key.nbytes + value.nbytes)),
+            "gradients of keys and values over cp": (1, others * gradients),
+        }
+
+
+class SequenceAttention(SplitAttention):
+    """Heads are split over the ranks: each computes all rows of the sequence for some of them (sp_size)."""
+
+    def __call__(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
+    ) -> torch.Tensor:
+        """Compute the attention of this rank's heads over the full sequence."""
+        ranks = self.layout.ranks
+        mask, causal = (None, call.causal) if call.mask is None else self.masks.own_heads(call.mask, query, call.flat)
+        query, key, value = spread_inputs(query, key, value, self.group, ranks)
+        rows = torch.arange(query.shape[2], device=query.device)
+        mask, causal = self.without_padding(mask, causal, call, rows)
+        return split_rows(self.attend(query, key, value, call, mask, causal), self.group, ranks)
 
     def sent(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Sent:
         """What a rank sends for one attention of these sizes and its backward."""
@@ -150,76 +170,6 @@ class SequenceAttention:
         together = query.shape[-1] == key.shape[-1] == value.shape[-1]
         messages = 4 if together else 8
         return {"heads for rows over sp, there and back": (messages, 2 * moved * (ranks - 1) // ranks)}
-
-
-class _InGroup(FunctionCtx):
-    group: dist.ProcessGroup
-
-
-class _Exchange(torch.autograd.Function):
-    """`all_to_all_single` of equal shards along dimension 0; its gradient is exchanged in reverse."""
-
-    @staticmethod
-    def forward(ctx: _InGroup, shards: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return _all_to_all(shards, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: _InGroup, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _all_to_all(gradient, ctx.group), None
-
-
-def _all_to_all(shards: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    shards = shards.contiguous()
-    received = torch.empty_like(shards)
-    transport.exchange(received, shards, group)
-    return received
-
-
-def split_heads(heads: torch.Tensor, group: dist.ProcessGroup, ranks: int) -> torch.Tensor:
-    """(batch, heads, rows of this rank, width) -> (batch, heads / ranks, all rows, width)."""
-    shards = heads.unflatten(1, (ranks, -1)).movedim(1, 0)
-    received: torch.Tensor = _Exchange.apply(shards, group)
-    return received.movedim(0, 2).flatten(2, 3)
-
-
-def split_rows(heads: torch.Tensor, group: dist.ProcessGroup, ranks: int) -> torch.Tensor:
-    """The way back: (batch, heads / ranks, all rows, width) -> (batch, heads, rows of this rank, width)."""
-    shards = heads.unflatten(2, (ranks, -1)).movedim(2, 0)
-    received: torch.Tensor = _Exchange.apply(shards, group)
-    return received.movedim(0, 1).flatten(1, 2)
-
-
-def copies_of_heads(shared: int, ranks: int) -> int:
-    """To how many ranks a key head is sent, so that every rank has the key heads of its queries."""
-    return math.lcm(shared, ranks) // shared
-
-
-def spread_inputs(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup, ranks: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Query, key and value with all rows of this rank's heads; in one message where their widths are equal.
-
-    Where there are fewer key heads than ranks, each is sent to all ranks that have queries for it.
-    Source: S. A. Jacobs et al., "DeepSpeed Ulysses" (2023).
-    """
-    heads, shared = query.shape[1], key.shape[1]
-    if heads % ranks:
-        raise ConfigurationError(
-            f"sp_size={ranks} does not divide the {heads} attention heads of a layer: each rank takes some of them. "
-            "Choose a divisor, or split with cp_size, which does not split heads."
-        )
-    copies = copies_of_heads(shared, ranks)
-    if copies > 1:
-        key, value = (tensor.repeat_interleave(copies, dim=1) for tensor in (key, value))
-    if not query.shape[-1] == key.shape[-1] == value.shape[-1] or not query.dtype == key.dtype == value.dtype:
-        return tuple(split_heads(tensor, group, ranks) for tensor in (query, key, value))  # type: ignore[return-value]
-    # A rank's heads of all three lie next to each other.
-    joined = torch.cat([tensor.unflatten(1, (ranks, -1)) for tensor in (query, key, value)], dim=2)
-    together = split_heads(joined.flatten(1, 2), group, ranks)
-    query, key, value = together.split([heads // ranks, key.shape[1] // ranks, key.shape[1] // ranks], dim=1)
-    return query, key, value
 
 
 class ShardRandom:
@@ -284,6 +234,7 @@ class AttentionPatch:
         self.places: set[tuple[str, str]] = {(F.__name__, _NAME)}
         # Other functions that are replaced meanwhile: (module, name) -> wrapper.
         self.others: dict[tuple[str, str], Wrapper] = {}
+        self._is_graph_break = False
         self._open_blocks = 0
         self._replaced: list[tuple[ModuleType, str, object]] = []
 
@@ -292,8 +243,11 @@ class AttentionPatch:
         self._open_blocks += 1
         if self._open_blocks > 1:
             return
+        if "torch._dynamo" in sys.modules and not self._is_graph_break:
+            # Collectives inside an autograd function are not traced.
+            self.attend, self._is_graph_break = torch.compiler.disable(self.attend), True
         for source, name in self.places:
-            self._replace(source, name, self._function())
+            self._replace(source, name, self.attend)
         for (source, name), wrapper in self.others.items():
             former = getattr(sys.modules.get(source), name, None)
             if former is not None:
@@ -308,13 +262,17 @@ class AttentionPatch:
             module, name, value = self._replaced.pop()
             setattr(module, name, value)
 
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """A block in which torch's function has its name: masks that are a causal bias look for it there."""
+        replacement = getattr(F, _NAME)
+        setattr(F, _NAME, plain_attention)
+        try:
+            yield
+        finally:
+            setattr(F, _NAME, replacement)
+
     def _replace(self, source: str, name: str, value: object) -> None:
         module = sys.modules[source]
         self._replaced.append((module, name, getattr(module, name)))
         setattr(module, name, value)
-
-    def _function(self) -> Callable[..., torch.Tensor]:
-        # A graph break in a compiled model: collectives inside an autograd function are not traced.
-        if "torch._dynamo" in sys.modules and not hasattr(self.attend, "_torchdynamo_disable"):
-            self.attend = torch.compiler.disable(self.attend)
-        return self.attend

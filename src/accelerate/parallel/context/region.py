@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -18,10 +18,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...config.parallel import DeepSpeedSequenceParallelConfig, TorchContextParallelConfig
 from ...core.errors import ConfigurationError
+from ...core.modules import class_name
 from ...data_loader.prepare import skip_first_batches
 from ...logging import MultiProcessAdapter, get_logger
 from ...parallelism_config import ParallelismConfig
-from ..prepared import CommunicationVolume
+from ...torch_internals.compiled import uncompiled
+from ..report.volume import CommunicationVolume
 from . import transformers_models
 from .attention import (
     AttentionCall,
@@ -30,6 +32,7 @@ from .attention import (
     Sent,
     SequenceAttention,
     ShardRandom,
+    SplitAttention,
     aliases,
     plain_attention,
 )
@@ -51,10 +54,8 @@ class SequenceRegion:
     strict: bool = True
     has_tables: bool = False
     calls: int = 0
+    # (ranks, batch, rows): the rows of each rank that are not padding; None for all.
     keep: torch.Tensor | None = None
-    padded_behind: bool = False
-    # Whether the outputs of padding rows may be used: they then see what they see in a full sequence.
-    padding_counts: bool = True
     # Of sequences packed in rows: (positions, number of the sequence) of all columns; False without them, None where
     # that is not known.
     packed: tuple[torch.Tensor, torch.Tensor] | Literal[False] | None = None
@@ -71,10 +72,15 @@ class SequenceRegion:
         """How many rows of each sequence this rank has."""
         return self.length // self.layout.ranks
 
+    @property
+    def part(self) -> str:
+        """What this rank has, for messages."""
+        return f"{self.layout}: each rank has {self.rows} of the {self.length} rows of a sequence"
+
     def full_of(self, shard: torch.Tensor) -> torch.Tensor | None:
         """The content of a tensor before it was split; None for any other tensor."""
-        found: torch.Tensor | None = self.full_tensors.get(shard)
-        return found
+        full: torch.Tensor | None = self.full_tensors.get(shard)
+        return full
 
     def positions(self, device: torch.device) -> torch.Tensor:
         """The positions of this rank's rows in the full sequence: (rows,)."""
@@ -89,7 +95,7 @@ class ContextParallel:
     Args:
         group: the ranks that share each sequence.
         size: the option that requested it, cp_size or sp_size.
-        strategy: how context-parallel ranks exchange keys: `allgather`, or `alltoall` (round a ring).
+        strategy: how context-parallel ranks exchange keys: `allgather` or `alltoall`.
         length: the length that every sequence must have; None for any.
         device_type: where models compute.
     """
@@ -107,9 +113,9 @@ class ContextParallel:
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
         self.layout: SequenceLayout = SequenceLayout(size, ranks, rank, balanced=size == "cp_size")
         self.random: ShardRandom = ShardRandom(rank, device_type)
-        self.attention: ContextAttention | SequenceAttention
+        self.attention: SplitAttention
         if size == "cp_size":
-            self.attention = ContextAttention(group, self.layout, rotate=strategy == "alltoall")
+            self.attention = ContextAttention(group, self.layout, self.random, all_to_all=strategy == "alltoall")
         else:
             self.attention = SequenceAttention(group, self.layout, self.random)
             transformers_models.count_full_batches()
@@ -200,7 +206,6 @@ class ContextParallel:
         if self._block is not None:
             self._last = replace(self._block, strict=False, full_tensors=WeakTensorKeyDictionary())
         self._block = None
-        self.attention.masks.forget()
 
     @contextlib.contextmanager
     def recomputing(self) -> Iterator[None]:
@@ -212,33 +217,17 @@ class ContextParallel:
             self._batch = self._last
             yield
 
-    @contextlib.contextmanager
-    def tracing(self) -> Iterator[None]:
-        """A block in which a copy of a model computes as in the block that is open, or else in the last one."""
-        with mock.patch.object(self.random, "seeded", contextlib.nullcontext), self.recomputing():
-            yield
-
-    def traced_input(self, given: torch.Tensor) -> torch.Tensor:
-        """This rank's rows of an input without values. Buffers of a block are full again after it."""
-        region = self.region
-        if region is None or given.dim() < 2 or given.shape[1] not in (region.length, region.rows):
-            return given
-        first, _, *rest = given.shape
-        full, part = (given.new_zeros([first, rows, *rest]) for rows in (region.length, region.rows))
-        if not given.is_floating_point():
-            region.full_tensors[part] = full
-        return part.requires_grad_(given.requires_grad)
-
     def _region(
         self, length: int, pieces: Iterable[torch.Tensor], full_tensors: Iterable[torch.Tensor], strict: bool = True
     ) -> SequenceRegion:
         pieces = list(pieces)
         # Only integer tensors (token ids, labels, positions) are needed again in full.
-        known = WeakTensorKeyDictionary()
+        integers = WeakTensorKeyDictionary()
         for part, full in zip(pieces, full_tensors, strict=True):
             if not full.is_floating_point() and not full.is_complex():
-                known[part] = full
-        return SequenceRegion(self.layout, self.group, length, known, strict, has_tables=len(known) < len(pieces))
+                integers[part] = full
+        has_tables = len(integers) < len(pieces)
+        return SequenceRegion(self.layout, self.group, length, integers, strict, has_tables)
 
     @contextlib.contextmanager
     def loader_block(self) -> Iterator[None]:
@@ -249,7 +238,6 @@ class ContextParallel:
         finally:
             self._batch = None
             self._loader_batches.clear()
-            self.attention.masks.forget()
             self.patch.close()
 
     def split_batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -257,45 +245,44 @@ class ContextParallel:
 
         `labels` become `shift_labels`: row i has the label of the next row, which may be another rank's.
         """
-        found = dict(batch)
-        length, device, rows = _sequences(found)
+        inputs = dict(batch)
+        length, device, samples = _sequences(inputs)
         self._check_length(length, "the batch")
-        counted = found.get("position_ids") is None
+        counted = inputs.get("position_ids") is None
         if counted:
-            found["position_ids"] = torch.arange(length, device=device).expand(rows, -1)
-        labels = found.pop("labels", None)
-        if labels is not None and found.get("shift_labels") is None:
-            found["shift_labels"] = nn.functional.pad(labels[..., 1:], (0, 1), value=-100)
-        split = {name: value for name, value in found.items() if _is_sequence(value, length)}
+            inputs["position_ids"] = torch.arange(length, device=device).expand(samples, -1)
+        labels = inputs.pop("labels", None)
+        if labels is not None and inputs.get("shift_labels") is None:
+            inputs["shift_labels"] = nn.functional.pad(labels[..., 1:], (0, 1), value=-100)
+        split = {name: value for name, value in inputs.items() if _is_sequence(value, length)}
         pieces = {name: self.layout.take(value, 1) for name, value in split.items()}
         self._batch = self._region(length, pieces.values(), split.values(), strict=False)
         self._batch.counted = counted
         for part in pieces.values():
             self._loader_batches[part] = self._batch
-        return {**found, **pieces}
+        return {**inputs, **pieces}
 
-    def of_inputs(self, given: Mapping[str, object], training: bool) -> SequenceRegion | None:
+    def of_inputs(self, inputs: Mapping[str, object], training: bool) -> SequenceRegion | None:
         """The split batch that a forward's inputs belong to. A loop may have taken several batches from its loader.
 
         In training, inputs that are copies of a batch's are recognized by their length. In evaluation they may be full
         sequences.
         """
         if self._block is None and self._loader_batches and not self._running:
-            tensors = [value for value in given.values() if isinstance(value, torch.Tensor)]
-            found = [self._loader_batches[tensor] for tensor in tensors if tensor in self._loader_batches]
-            if not found and training:
+            tensors = [value for value in inputs.values() if isinstance(value, torch.Tensor)]
+            regions = [self._loader_batches[tensor] for tensor in tensors if tensor in self._loader_batches]
+            if not regions and training:
                 sizes = {value.shape[1] for value in tensors if value.dim() > 1}
-                found = [region for region in self._loader_batches.values() if region.rows in sizes]
-            self._batch = found[0] if found else None
-            self.attention.masks.forget()
+                regions = [region for region in self._loader_batches.values() if region.rows in sizes]
+            self._batch = regions[0] if regions else None
         return self.region
 
     # -- models
 
     def check(self, model: nn.Module) -> None:
         """Raises PrepareError for a transformers model whose layers would not attend to the full sequence."""
-        for found in _outermost(model):
-            transformers_models.check_supported(found, f"{self.layout.size}={self.layout.ranks}")
+        for part in _outermost(model):
+            transformers_models.check_supported(part, str(self.layout))
 
     def __deepcopy__(self, memo: object) -> ContextParallel:
         # The hooks of a copied model refer to that of the run.
@@ -306,21 +293,28 @@ class ContextParallel:
         if model in self._watched:
             return
         self._watched.add(model)
-        plain = getattr(model, "_orig_mod", model)
+        plain = uncompiled(model)
         self.patch.places |= aliases(plain)
         inner = _outermost(plain)
-        for target in [model] + [found for found in inner if found is not plain]:
-            known = plain if target is model else target
-            hook = _Inputs(self, inspect.signature(known.forward), known if known in inner else None)
+        for target in [model] + [part for part in inner if part is not plain]:
+            called = plain if target is model else target
+            hook = _Inputs(self, called, called if called in inner else None)
             target.register_forward_pre_hook(hook, with_kwargs=True)
         model.register_forward_pre_hook(self._enter)
         model.register_forward_hook(self._leave, always_call=False)
-        model.register_forward_hook(self._sync_rng_state, always_call=True)
+        model.register_forward_hook(self._end_forward, always_call=True)
 
-    def _sync_rng_state(self, model: nn.Module, args: object, output: object) -> None:
+    def _end_forward(self, model: nn.Module, args: object, output: object) -> None:
         # A hook before `_enter` may have failed.
         if self._running and self._running[-1][0] == id(model):
             self._running.pop()[1].close()
+            error = sys.exception() if output is None else None
+            # torch's errors about shapes.
+            if self.region is not None and error is not None and type(error) in (RuntimeError, ValueError):
+                error.add_note(
+                    f"{self.region.part}. A table of positions or a mask of the full length does not fit: index it "
+                    "with position_ids, or give it as one of the buffers of maybe_context_parallel."
+                )
 
     def _enter(self, model: nn.Module, args: object) -> None:
         region = self.region
@@ -339,9 +333,8 @@ class ContextParallel:
         self.was_split = region is not None and before is not None and region.calls > before
         if region is None or before is None or not region.strict or region.calls > before:
             return
-        size = f"{self.layout.size}={self.layout.ranks}"
         raise ConfigurationError(
-            f"no attention of {type(getattr(model, '_orig_mod', model)).__name__} went through {size}: each rank "
+            f"no attention of {class_name(uncompiled(model))} went through {self.layout}: each rank "
             "would attend to its own part of the sequence only. Attend through torch.nn.functional."
             "scaled_dot_product_attention (attn_implementation='sdpa' in transformers); call a model without "
             "attention outside of the block."
@@ -371,8 +364,7 @@ class ContextParallel:
             raise ConfigurationError("scaled_dot_product_attention has an attn_mask and is_causal=True: give one")
         region.calls += 1
         flat = query.dim() == 3
-        unseen = region.padded_behind and not region.padding_counts
-        call = AttentionCall(attn_mask, dropout_p, is_causal, scale, region.keep, unseen, flat)
+        call = AttentionCall(attn_mask, dropout_p, is_causal, scale, region.keep, flat)
         kind = query.device.type
         if torch.is_autocast_enabled(kind):
             # As torch's function under autocast: rotated queries may be float32 with values of low precision.
@@ -383,7 +375,8 @@ class ContextParallel:
         for what, (messages, sent) in self.attention.sent(query, key, value).items():
             before = region.sent.get(what, (0, 0))
             region.sent[what] = (before[0] + messages, before[1] + sent)
-        out = self.attention(query, key, value, call)
+        with self.patch.suspended():
+            out = self.attention(query, key, value, call)
         return out.squeeze(1) if flat else out
 
     def communication_volume(self, backwards: int) -> list[CommunicationVolume]:
@@ -397,11 +390,12 @@ class ContextParallel:
 class _Inputs:
     """A forward pre-hook that adds to a model's arguments what depends on the full sequence."""
 
-    def __init__(self, parallel: ContextParallel, signature: inspect.Signature, special: nn.Module | None) -> None:
-        self.parallel, self.signature, self.special = parallel, signature, special
-        self.takes_positions = "position_ids" in signature.parameters
-        kinds = {parameter.kind: name for name, parameter in signature.parameters.items()}
-        self.rest = kinds.get(inspect.Parameter.VAR_KEYWORD, "")
+    def __init__(self, parallel: ContextParallel, called: nn.Module, special: nn.Module | None) -> None:
+        self.parallel, self.name, self.special = parallel, class_name(called), special
+        self.signature = inspect.signature(called.forward)
+        self.takes_positions = "position_ids" in self.signature.parameters
+        kinds = {parameter.kind: name for name, parameter in self.signature.parameters.items()}
+        self.keywords = kinds.get(inspect.Parameter.VAR_KEYWORD, "")
 
     def __call__(self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> Any:
         if not self.parallel.splitting:
@@ -410,40 +404,39 @@ class _Inputs:
             bound = self.signature.bind_partial(*args, **kwargs)
         except TypeError:
             return None  # the forward itself raises for its arguments
-        given = {**bound.arguments, **bound.arguments.get(self.rest, {})}
-        region = self.parallel.of_inputs(given, model.training)
+        inputs = {**bound.arguments, **bound.arguments.get(self.keywords, {})}
+        region = self.parallel.of_inputs(inputs, model.training)
         if region is None:
             return None
         # The input that is (batch, this rank's rows, ...).
-        usual = [value for name in ("input_ids", "inputs_embeds") if (value := given.get(name)) is not None]
-        split = next((value for value in usual or given.values() if _is_sequence(value, region.rows)), None)
+        usual = [value for name in ("input_ids", "inputs_embeds") if (value := inputs.get(name)) is not None]
+        split = next((value for value in usual or inputs.values() if _is_sequence(value, region.rows)), None)
         if split is None and not region.strict:
             return None
         changed = {}
-        if self.takes_positions and (given.get("position_ids") is None or region.counted):
+        if self.takes_positions and (inputs.get("position_ids") is None or region.counted):
             if split is None:
                 raise ConfigurationError(
-                    f"no input of {type(model).__name__} is (batch, {region.rows}, ...), as each rank has "
-                    f"{region.rows} of the {region.length} rows of a sequence: are all inputs among the buffers of "
-                    "maybe_context_parallel? Where the sequence is another dimension, give position_ids too."
+                    f"no input of {self.name} is (batch, {region.rows}, ...), and {region.part}: are all inputs among "
+                    "the buffers of maybe_context_parallel? Where the sequence is another dimension, give "
+                    "position_ids too."
                 )
-            own = None if self.special is None else transformers_models.own_positions(self.special, given, region)
-            changed["position_ids"] = region.positions(split.device).expand(split.shape[0], -1) if own is None else own
+            changed["position_ids"] = region.positions(split.device).expand(split.shape[0], -1)
         elif not self.takes_positions and self.special is not None and not region.has_tables:
             raise ConfigurationError(
-                f"{type(model).__name__}.forward takes no position_ids: it would count the positions of each rank's "
-                f"rows from 0, and {region.layout.size}={region.layout.ranks} would compute something else. Train it "
+                f"{self.name}.forward takes no position_ids: it would count the positions of each rank's "
+                f"rows from 0, and {region.layout} would compute something else. Train it "
                 "without, or give its table of positions as one of the buffers of maybe_context_parallel."
             )
-        elif not self.takes_positions and not self.rest and not region.has_tables and not self.parallel.has_warned:
+        elif not self.takes_positions and not self.keywords and not region.has_tables and not self.parallel.has_warned:
             self.parallel.has_warned = True
             logger.warning(
-                f"{type(model).__name__}.forward takes no position_ids: if the model counts positions by itself, "
+                f"{self.name}.forward takes no position_ids: if the model counts positions by itself, "
                 "every rank counts from 0. Have it take position_ids, or give its table of positions as one of the "
                 "buffers."
             )
         if self.special is not None:
-            changed.update(transformers_models.adapt_inputs(self.special, given, region))
+            changed.update(transformers_models.adapt_inputs(self.special, inputs, region))
         if not changed:
             return None
         for name in [name for name in changed if name in bound.arguments and name not in kwargs]:
@@ -455,7 +448,7 @@ def _outermost(model: nn.Module) -> list[nn.Module]:
     """The transformers models in a model that are not inside another."""
     if transformers_models.is_transformers_model(model):
         return [model]
-    return [found for child in model.children() for found in _outermost(child)]
+    return [part for child in model.children() for part in _outermost(child)]
 
 
 def _is_sequence(value: object, length: int) -> bool:
@@ -477,8 +470,7 @@ def _sequences(batch: Mapping[str, object]) -> tuple[int, torch.device, int]:
 def _check_shapes(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, region: SequenceRegion, enable_gqa: bool
 ) -> None:
-    layout = region.layout
-    size = f"{layout.size}={layout.ranks}"
+    size = str(region.layout)
     if query.dim() not in (3, 4) or not query.dim() == key.dim() == value.dim():
         raise ConfigurationError(
             f"attention under {size} takes (batch, heads, rows, width), got {tuple(query.shape)}, {tuple(key.shape)} "
@@ -491,9 +483,8 @@ def _check_shapes(
         )
     if query.shape[-2] != region.rows:
         raise ConfigurationError(
-            f"attention over {query.shape[-2]} rows under {size}, where each rank has {region.rows} of the "
-            f"{region.length} rows of a sequence: are all of the model's inputs among the buffers of "
-            "maybe_context_parallel?"
+            f"attention over {query.shape[-2]} rows, and {region.part}: are all of the model's inputs among the "
+            "buffers of maybe_context_parallel?"
         )
     if query.shape[0] != key.shape[0] or key.shape[:-1] != value.shape[:-1]:
         raise ConfigurationError(f"attention under {size}: batches and heads of keys and values differ")

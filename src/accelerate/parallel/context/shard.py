@@ -26,6 +26,9 @@ class SequenceLayout:
     rank: int
     balanced: bool
 
+    def __str__(self) -> str:
+        return f"{self.size}={self.ranks}"
+
     @property
     def multiple(self) -> int:
         """The length of a sequence must be a multiple of this."""
@@ -41,7 +44,7 @@ class SequenceLayout:
             padded = (length // self.multiple + 1) * self.multiple
             factor = f"2 x {self.size}" if self.balanced else self.size
             raise ConfigurationError(
-                f"{what} has {length} rows along the sequence: with {self.size}={self.ranks} their number must be a "
+                f"{what} has {length} rows along the sequence: with {self} their number must be a "
                 f"multiple of {factor} = {self.multiple}. Pad or cut the sequences, to {padded} for example."
             )
 
@@ -80,7 +83,7 @@ def common_length(
         )
     if not buffers:
         raise ConfigurationError(
-            f"maybe_context_parallel has no buffers, and {layout.size}={layout.ranks}: nothing would be split. Give "
+            f"maybe_context_parallel has no buffers, and {layout}: nothing would be split. Give "
             "the tensors of the batch (token ids, labels, position ids) as buffers, with buffer_seq_dims=[1, ...]."
         )
     lengths = []

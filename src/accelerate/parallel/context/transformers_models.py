@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,8 +22,8 @@ if TYPE_CHECKING:
     from .region import SequenceRegion
 
 # Kinds of layers whose masks are functions of positions in the sequence.
-_FULL, _CHUNKED = "full_attention", "chunked_attention"
-_KINDS = {_FULL, "sliding_attention", _CHUNKED}
+_FULL = "full_attention"
+_KINDS = {_FULL, "sliding_attention"}
 _IGNORED = -100
 # Computes positions from token ids, in RoBERTa and similar models.
 _FROM_IDS = "create_position_ids_from_input_ids"
@@ -49,6 +48,14 @@ def check_supported(model: nn.Module, size: str) -> None:
         raise PrepareError(
             f"{name} attends through {kind!r}: {size} needs torch's scaled_dot_product_attention. {remedy}"
         )
+    for part in model.modules():
+        if hasattr(type(part), _FROM_IDS) or hasattr(sys.modules[type(part).__module__], _FROM_IDS) or (
+            isinstance(part, nn.Embedding) and "attention_mask" in inspect.signature(type(part).forward).parameters
+        ):  # fmt: skip
+            raise PrepareError(
+                f"{name} counts positions from its token ids or its padding mask ({type(part).__name__}): under "
+                f"{size} every rank would count from its own first row. Train it without."
+            )
     layers = _layers(model)
     others = sorted(layers - _KINDS)
     if others or not getattr(model, "_supports_context_parallel", True):
@@ -71,108 +78,33 @@ def _layers(model: nn.Module) -> set[str]:
     layers = getattr(config, "layer_types", None)
     if layers is not None:
         return {_FULL, *layers}
-    named = {"sliding_attention": "sliding_window", _CHUNKED: "attention_chunk_size"}
+    named = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
     return {_FULL} | {kind for kind, field in named.items() if getattr(config, field, None) is not None}
 
 
-def adapt_inputs(model: nn.Module, given: dict[str, Any], region: SequenceRegion) -> dict[str, Any]:
+def adapt_inputs(model: nn.Module, inputs: dict[str, Any], region: SequenceRegion) -> dict[str, Any]:
     """Arguments to add or replace: the padding mask is moved to the region, labels are shifted."""
     changed: dict[str, Any] = {}
-    region.keep, region.padded_behind, region.packed = None, False, None
-    region.padding_counts = True
-    mask = given.get("attention_mask")
+    region.keep, region.packed = None, None
+    mask = inputs.get("attention_mask")
     if isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.shape[1] in (region.rows, region.length):
         if mask.shape[1] == region.length:
             mask = region.layout.take(mask, 1)
-        gather_padding(
-            mask, [given[name] for name in ("labels", "shift_labels") if given.get(name) is not None], region
-        )
-        if region.keep is not None and not region.padded_behind and _CHUNKED in _layers(model):
-            raise ConfigurationError(
-                f"{type(model).__name__} counts its chunks from the end of the padding, which under "
-                f"{region.layout.size}={region.layout.ranks} must come after the tokens (padding_side='right')"
-            )
+        rows = transport.all_gather(mask.ne(0).to(torch.uint8).flatten(), region.group)
+        keep = rows.view(region.layout.ranks, *mask.shape).bool()
+        region.keep = None if bool(keep.all()) else keep
         changed["attention_mask"] = None
         region.packed = False  # as in transformers, which looks for packed sequences where no mask is given
-    positions = given.get("position_ids")
+    positions = inputs.get("position_ids")
     if region.packed is None and isinstance(positions, torch.Tensor) and positions.shape[1:] == (region.rows,):
         region.packed = packed_sequences(positions, region)
-    labels = given.get("labels")
-    if isinstance(labels, torch.Tensor) and given.get("shift_labels") is None:
+    labels = inputs.get("labels")
+    if isinstance(labels, torch.Tensor) and inputs.get("shift_labels") is None:
         losses = sys.modules.get("transformers.loss.loss_utils")
         if losses is not None and getattr(model, "loss_function", None) is losses.ForCausalLMLoss:
             # The loss that the model computes by itself compares row i with label i + 1.
             changed["shift_labels"] = shifted(labels, region)
     return changed
-
-
-def own_positions(model: nn.Module, given: dict[str, Any], region: SequenceRegion) -> torch.Tensor | None:
-    """This rank's shard of the positions that a model computes from its token ids or its padding mask; else None.
-
-    RoBERTa and similar models count the tokens that are not padding, from `padding_idx` + 1; OPT and BioGPT the tokens
-    that the mask shows, from 0.
-    """
-    for part in model.modules():
-        source = sys.modules[type(part).__module__]
-        padding = getattr(part, "padding_idx", None)
-        if hasattr(part, "position_embeddings") and isinstance(padding, int) and (
-            hasattr(type(part), _FROM_IDS) or hasattr(source, _FROM_IDS)
-        ):  # fmt: skip
-            ids = given.get("input_ids")
-            if ids is None:
-                embedded = given["inputs_embeds"]
-                return (region.positions(embedded.device) + padding + 1).expand(embedded.shape[0], -1)
-            seen = _full(ids, region).ne(padding).long()
-            return region.layout.take(seen.cumsum(1) * seen + padding, 1)
-        if isinstance(part, nn.Embedding) and {"attention_mask", "position_ids"} <= _parameters(type(part).forward):
-            mask = given.get("attention_mask")
-            if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
-                return None
-            shown = _full(mask, region).long()
-            return region.layout.take(shown.cumsum(1) * shown - 1, 1)
-    return None
-
-
-@functools.cache
-def _parameters(forward: Callable[..., object]) -> set[str]:
-    return set(inspect.signature(forward).parameters)
-
-
-def _full(shard: torch.Tensor, region: SequenceRegion) -> torch.Tensor:
-    """A (batch, rows) tensor over the full sequence; gathered where it is not one of the buffers that were split."""
-    if shard.shape[1] == region.length:
-        return shard
-    full = region.full_of(shard)
-    if full is None:
-        shards = transport.all_gather(shard.flatten(), region.group).view(region.layout.ranks, *shard.shape)
-        full = region.layout.join(list(shards), 1)
-    return full
-
-
-def gather_padding(mask: torch.Tensor, labels: list[object], region: SequenceRegion) -> None:
-    """Set the region's `keep`, `padded_behind` and `padding_counts` from all ranks' masks and labels.
-
-    One message. All ranks come to the same result. Padding counts where a row of it has a label, or may have one
-    because the loss is computed elsewhere.
-    """
-    layout = region.layout
-    own = mask.ne(0).to(torch.uint8)
-    if not labels or any(_has_labels(entry, own) for entry in labels):
-        own += 2
-    codes = transport.all_gather(own.flatten(), region.group).view(layout.ranks, *own.shape)
-    keep = (codes & 1).bool()
-    if bool(keep.all()):
-        return
-    full = layout.join(list(keep), 1).to(torch.int8)
-    region.keep, region.padded_behind = keep, not bool((full.diff(dim=1) > 0).any())
-    region.padding_counts = bool((codes & 2).any())
-
-
-def _has_labels(labels: object, mask: torch.Tensor) -> bool:
-    """Whether a row of padding has a label; True where that is not known."""
-    if not isinstance(labels, torch.Tensor) or labels.shape != mask.shape:
-        return True
-    return bool(((labels != _IGNORED) & (mask == 0)).any())
 
 
 def packed_sequences(
@@ -182,7 +114,10 @@ def packed_sequences(
 
     One message, none where the positions are one of the buffers that were split.
     """
-    full = _full(positions, region)
+    full = region.full_of(positions)
+    if full is None:
+        shards = transport.all_gather(positions.flatten(), region.group).view(region.layout.ranks, *positions.shape)
+        full = region.layout.join(list(shards), 1)
     number = (full.diff(dim=1, prepend=full[:, :1] - 1) != 1).cumsum(1)
     return (full, number) if bool(number[:, -1].any()) else False
 
@@ -268,7 +203,7 @@ def _ignore_packing(former: Callable[..., object], region: _Current) -> Callable
             shift = position_ids - current.positions(position_ids.device)
             if bool((shift != shift[..., :1]).any()):
                 raise ConfigurationError(
-                    f"positions inside the model are not those of {current.layout.size}={current.layout.ranks}, and "
+                    f"positions inside the model are not those of {current.layout}, and "
                     "were not given to it: whether sequences are packed is unknown. Give position_ids."
                 )
         current.next_is_packed = bool(current.packed)
@@ -300,17 +235,22 @@ def _full_mask(
     """(batch, 1, rows, length): this rank's rows under cp_size, all rows under sp_size. Padding is added later."""
     layout, length, function = region.layout, region.length, arguments["mask_function"]
     packed, region.next_is_packed = region.next_is_packed and region.packed, False
-    _check_indices(function, arguments.get("attention_mask"), region)
+    padding = arguments.get("attention_mask")
+    if padding is not None and not bool(padding.all()):
+        raise ConfigurationError(
+            f"a padding mask of shape {tuple(padding.shape)} is made inside the model under "
+            f"{layout}, for this rank's rows only: give attention_mask to the model."
+        )
     local = arguments.get("local_size")
     skips = arguments.get("allow_is_causal_skip", True) or arguments.get("allow_is_bidirectional_skip", False)
     if skips and not packed and (local is None or length < local):
         return None
     if packed:
         positions, documents = (full.expand(arguments["batch_size"], -1) for full in packed)
-        masks: Any = sys.modules[_MASKING]
-        within = masks.packed_sequence_mask_function(documents.to(arguments["device"]))
-        moved = masks.remap_positions_for_packed_sequence(function, positions.to(arguments["device"]))
-        function = masks.and_masks(within, moved)
+        masking: Any = sys.modules[_MASKING]
+        within = masking.packed_sequence_mask_function(documents.to(arguments["device"]))
+        moved = masking.remap_positions_for_packed_sequence(function, positions.to(arguments["device"]))
+        function = masking.and_masks(within, moved)
     size = length // layout.multiple
     chunks = [(size, i * size) for i in layout.chunks(layout.rank)] if layout.balanced else [(length, 0)]
     arguments = {
@@ -322,33 +262,5 @@ def _full_mask(
         "allow_is_causal_skip": False,
         "allow_is_bidirectional_skip": False,
     }
-    found = [compact(sdpa_mask(**{**arguments, "q_length": rows, "q_offset": first})) for rows, first in chunks]
-    return torch.cat(found, dim=2).expand(arguments["batch_size"], -1, -1, -1)
-
-
-def _check_indices(function: object, padding: torch.Tensor | None, region: SequenceRegion) -> None:
-    """Raises ConfigurationError for a mask that looks up a tensor which has this rank's rows only."""
-    where = f"under {region.layout.size}={region.layout.ranks}"
-    if padding is not None and not bool(padding.all()):
-        raise ConfigurationError(
-            f"a padding mask of shape {tuple(padding.shape)} is made inside the model {where}, for this rank's rows "
-            "only: give attention_mask to the model."
-        )
-    for tensor in _tensors(function):
-        if tensor.dim() > 1 and tensor.shape[-1] == region.rows:
-            raise ConfigurationError(
-                f"the model builds its mask from a tensor of shape {tuple(tensor.shape)} {where}, without the "
-                "rows of other ranks (blocks of image tokens, for example): it cannot be split. Give a mask over the "
-                "full sequence as attention_mask, (batch, 1, length, length)."
-            )
-
-
-def _tensors(function: object) -> Iterator[torch.Tensor]:
-    """The tensors in the closures of a function."""
-    for cell in getattr(function, "__closure__", None) or ():
-        content = cell.cell_contents
-        for value in content if isinstance(content, (tuple, list)) else (content,):
-            if isinstance(value, torch.Tensor):
-                yield value
-            elif callable(value):
-                yield from _tensors(value)
+    masks = [compact(sdpa_mask(**{**arguments, "q_length": rows, "q_offset": first})) for rows, first in chunks]
+    return torch.cat(masks, dim=2).expand(arguments["batch_size"], -1, -1, -1)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from ...core.enums import DDPCommunicationHookType as Hook
@@ -44,7 +44,15 @@ def register(model: DistributedDataParallel, hook: Hook, wrapper: Hook, state_op
 
 def _cast_hook(dtype: torch.dtype) -> Function:
     def compress(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        return default_hooks._compress_hook(dtype, group, bucket)
+        compressed = bucket.buffer().to(dtype).div_(group.size())
+        buffer = bucket.buffer()
+
+        def decompress(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+            return buffer.copy_(future.value()[0])
+
+        work = dist.all_reduce(compressed, group=group, async_op=True)
+        reduced: torch.futures.Future[torch.Tensor] = work.get_future().then(decompress)
+        return reduced
 
     return compress
 

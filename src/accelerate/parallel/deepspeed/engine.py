@@ -4,12 +4,10 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ...config.deepspeed import DeepSpeedPlugin, get_active_deepspeed_plugin
@@ -19,7 +17,6 @@ from ...optimizer import AcceleratedOptimizer
 from ...scheduler import AcceleratedScheduler
 from ..gradients import gradients_of, multiply
 from ..placeholders import DummyOptim, DummyScheduler
-from ..prepared import CommunicationVolume
 from ..report import memory
 
 __all__ = [
@@ -41,7 +38,6 @@ if TYPE_CHECKING:
         optimizer: Any
         device: torch.device
         communication_data_type: torch.dtype
-        has_moe_layers: bool
         backward: Callable[..., object]
         step: Callable[[], object]
         destroy: Callable[[], None]
@@ -50,8 +46,6 @@ if TYPE_CHECKING:
         gradient_accumulation_steps: Callable[[], int]
         set_gradient_accumulation_boundary: Callable[[bool], None]
         get_global_grad_norm: Callable[[], float | torch.Tensor | None]
-        _running_engine_backward: bool
-        _config: Any
 
 
 class DeepSpeedEngineWrapper:
@@ -140,8 +134,8 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
             raise TypeError("a DeepSpeed engine takes no closure: it has stepped in accelerator.backward already")
         if self.gradient_state.sync_gradients:
             self.steps_made += 1
-            for call in self._after_step:
-                call()
+            for observer in self.observers.active:
+                observer.after_step(self)
 
     @property
     def step_was_skipped(self) -> bool:
@@ -159,6 +153,27 @@ class DeepSpeedSchedulerWrapper(AcceleratedScheduler):
         """Nothing: the engine has moved it."""
 
 
+def is_engine(model: object) -> TypeGuard[Engine]:
+    """Whether a model is DeepSpeed's engine."""
+    import deepspeed
+
+    return isinstance(model, deepspeed.DeepSpeedEngine)
+
+
+def parameter_groups(
+    model: nn.Module, optimizer: torch.optim.Optimizer | DummyOptim | None
+) -> list[list[nn.Parameter]]:
+    """The parameters of each group; ZeRO keeps the objects, but replaces them in the optimizer's groups."""
+    if optimizer is None:
+        return [[parameter for parameter in model.parameters() if parameter.requires_grad]]
+    if isinstance(optimizer, DummyOptim):
+        # Often a generator, which can be read only once.
+        listed: list[Any] = list(optimizer.params)
+        optimizer.params = listed
+        return [list(group["params"]) for group in listed] if listed and isinstance(listed[0], dict) else [listed]
+    return [list(group["params"]) for group in optimizer.param_groups]
+
+
 @deepspeed_required
 def start_engine(
     plugin: DeepSpeedPlugin,
@@ -173,16 +188,12 @@ def start_engine(
     """(engine, optimizer, scheduler) of a model under a plugin's configuration, its "auto" values filled.
 
     The scheduler is None where the engine does not move it (one of torch's own). `micro_batch_size` is the samples of
-    one process and backward. Raises PrepareError for an optimizer or scheduler that is given twice (here and in the
-    file) or not at all, ConfigurationError for values that contradict each other.
+    one process and backward. Raises ConfigurationError for values that contradict each other.
     """
     import deepspeed
     from deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES
 
-    _check_given("optimizer", optimizer, DummyOptim, plugin)
     callable_ = getattr(scheduler, "lr_scheduler_callable", None)
-    if callable_ is None:
-        _check_given("scheduler", scheduler, DummyScheduler, plugin)
     # A set value may differ from a default of ours, never from what the program does.
     facts: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": micro_batch_size,
@@ -196,13 +207,17 @@ def start_engine(
         raise ConfigurationError("the DeepSpeed config and the program differ:\n" + "\n".join(mismatches))
     plugin.deepspeed_config_process(must_match=False, **facts, **_defaults(model, optimizer, scheduler))
     arguments: dict[str, Any] = {"model": model, "config": plugin.deepspeed_config}
+    # If they are not configured, DeepSpeed from 0.19.3 on clips at 1.0, and skips steps whose bf16 gradients overflow.
+    arguments["config"].setdefault("gradient_clipping", 0.0)
+    if plugin.get_value("bf16.enabled"):
+        arguments["config"]["bf16"].setdefault("check_grad_overflow", False)
     if isinstance(optimizer, DummyOptim):
         arguments["model_parameters"] = optimizer.params
     elif optimizer is not None:
         offloads = plugin.get_value("zero_optimization.offload_optimizer.device") not in (None, "none")
         if offloads and plugin.get_value("zero_force_ds_cpu_optimizer") is not False:
-            given, optimizer = optimizer, map_pytorch_optim_to_deepspeed(optimizer)
-            if optimizer is not given:
+            former, optimizer = optimizer, map_pytorch_optim_to_deepspeed(optimizer)
+            if optimizer is not former:
                 # DeepSpeed's check refuses its own Adagrad. Not in the plugin: the next `prepare` reads it there.
                 arguments["config"] = {**plugin.deepspeed_config, "zero_force_ds_cpu_optimizer": False}
         arguments["optimizer"] = optimizer
@@ -212,7 +227,6 @@ def start_engine(
     elif type(scheduler).__name__ in VALID_LR_SCHEDULES:
         arguments["lr_scheduler"] = scheduler
     engine, own_optimizer, _, own_scheduler = deepspeed.initialize(**arguments)
-    _refuse_other_backwards(engine)
     wrapped = None if optimizer is None else DeepSpeedOptimizerWrapper(own_optimizer)
     moved = None if scheduler is None or own_scheduler is None else DeepSpeedSchedulerWrapper(own_scheduler, wrapped)
     return engine, wrapped, moved
@@ -263,49 +277,10 @@ def map_pytorch_optim_to_deepspeed(optimizer: torch.optim.Optimizer) -> torch.op
 
         decoupled = kind == "AdamW" or bool(optimizer.defaults.get("decoupled_weight_decay"))
         found = DeepSpeedCPUAdam(groups, adamw_mode=decoupled)
-    # A scheduler of the optimizer would warn that it never steps.
-    optimizer._opt_called = True  # type: ignore[attr-defined]
+    if not gradients_of(p for group in groups for p in group["params"]):
+        # Without gradients it does nothing. A scheduler of the optimizer would warn that it never steps.
+        optimizer.step()
     return found
-
-
-_ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
-
-
-def _refuse_other_backwards(engine: Engine) -> None:
-    """Make a backward through an engine's outputs an error while no engine runs one.
-
-    The engine would take whatever it computes for the gradients of a step: of `loss.backward()`, after which nothing
-    steps, or of `torch.autograd.grad`, which leaves gradients of parameters out.
-    """
-    begin = getattr(engine, "_backward_prologue", None)
-    if begin is None:
-        return  # DeepSpeed before 0.18 has no hooks on outputs
-    _ENGINES.add(engine)
-
-    def check() -> None:
-        if not any(one._running_engine_backward for one in _ENGINES):
-            raise PrepareError(
-                "a backward through the output of a DeepSpeed engine which is not accelerator.backward: call "
-                "accelerator.backward(loss) instead of loss.backward(); take gradients with respect to inputs "
-                "(torch.autograd.grad) from the module, accelerator.unwrap_model(model)"
-            )
-        begin()
-
-    vars(engine)["_backward_prologue"] = check
-
-
-def _check_given(name: str, given: object, placeholder: type, plugin: DeepSpeedPlugin) -> None:
-    in_file = plugin.get_value(name) is not None
-    if in_file and given is not None and not isinstance(given, placeholder):
-        raise PrepareError(
-            f"the DeepSpeed config has a `{name}` and a {type(given).__name__} is given too: remove it from the "
-            f"config, or give accelerate.utils.{placeholder.__name__}"
-        )
-    if isinstance(given, placeholder) and not in_file:
-        raise PrepareError(
-            f"{placeholder.__name__} stands for the `{name}` of a DeepSpeed config, which has none: add it there, or "
-            f"give a real {name}"
-        )
 
 
 def _defaults(model: nn.Module, optimizer: object, scheduler: object) -> dict[str, Any]:
@@ -343,54 +318,6 @@ _MASTER_WEIGHTS = (
     "fp32_groups_flat",
     "fp32_groups",
 )
-# The buffers through which offloaded gradients reach the host.
-_OFFLOAD_BUFFERS = (
-    "temp_grad_buffer_for_cpu_offload",
-    "temp_grad_buffer_for_gpu_offload",
-    "param_buffer_of_bit16_for_cpu_offload_groups",
-)
-
-
-def engine_volume(engine: Engine, backwards: int) -> list[CommunicationVolume] | None:
-    """Bytes of an accumulation window of so many backwards. How many messages carry them, DeepSpeed's buckets decide.
-
-    None for options that compress messages or send them in groups of their own.
-    """
-    zero = engine._config.zero_config
-    compresses = any(
-        getattr(zero, name, None) for name in ("zero_quantized_weights", "zero_quantized_gradients", "zenflow")
-    )
-    if compresses or getattr(zero, "zero_hpz_partition_size", 1) > 1 or engine.has_moe_layers:
-        return None
-    # With the attributes of ZeRO-3.
-    parameters: list[Any] = list(engine.module.parameters())
-    stage = int(engine.zero_optimization_stage())
-    width = engine.communication_data_type.itemsize
-    if stage == 3:
-        sizes = [(p, int(p.partition_numel()) * dist.get_world_size()) for p in parameters]
-        sharded = sum(size * p.dtype.itemsize for p, size in sizes if not p.ds_persist)
-        persistent = sum(size * p.dtype.itemsize for p, size in sizes if p.ds_persist)
-        gradients = sum(size for p, size in sizes if p.requires_grad) * width
-        found = [
-            # At most: for the backward again only what `stage3_max_reuse_distance` has released after the forward.
-            CommunicationVolume("all-gather of parameters", None, 2 * backwards * sharded, about=True),
-            CommunicationVolume("all-gather of small parameters", None, persistent),
-            CommunicationVolume("reduce-scatter of gradients", None, backwards * gradients),
-        ]
-        return [volume for volume in found if volume.sent]
-    optimizer = engine.optimizer
-    if sums := getattr(optimizer, "fp32_groups_gradients_flat", None):
-        # bf16 weights whose gradients are summed in fp32: entire groups are reduced, once a window.
-        reduced, stepped = sum(group.numel() for group in sums), optimizer.bf16_groups_flat
-    else:
-        # Stage 2 reduces in each backward, the others where a window ends.
-        trained = sum(p.numel() for p in parameters if p.requires_grad)
-        reduced, stepped = trained * (backwards if stage == 2 else 1), optimizer.bit16_groups_flat if stage else []
-    found = [
-        CommunicationVolume("reduction of gradients", None, reduced * width),
-        CommunicationVolume("all-gather of stepped parameters", None, sum(group.nbytes for group in stepped)),
-    ]
-    return [volume for volume in found if volume.sent]
 
 
 def engine_bytes(engine: Engine) -> dict[str, int]:
@@ -402,7 +329,6 @@ def engine_bytes(engine: Engine) -> dict[str, int]:
         memory.PARAMETERS: memory.allocated_bytes([*parameters, *shards]),
         memory.GRADIENTS: _gradients(engine, [p for p in parameters if p.requires_grad], master_weights),
         memory.MASTER_WEIGHTS: memory.allocated_bytes(master_weights),
-        memory.BUCKETS: _buckets(engine),
     }
 
 
@@ -436,14 +362,3 @@ def _gradients(engine: Engine, trained: Sequence[torch.Tensor], master_weights: 
         return own
     summed = sum(p.numel() for p in trained) * width if zero.use_grad_accum_attribute else 0
     return unsharded + summed
-
-
-def _buckets(engine: Engine) -> int:
-    zero = engine.optimizer
-    found = memory.allocated_bytes(memory.tensors_in([getattr(zero, name, None) for name in _OFFLOAD_BUFFERS]))
-    if not getattr(zero, "contiguous_gradients", False):
-        return found
-    size: int = int(zero.reduce_bucket_size) * engine.communication_data_type.itemsize
-    # ZeRO 3 keeps one; the others make theirs in each backward, two where messages overlap it.
-    double = getattr(zero, "overlap_comm", False) and int(engine.zero_optimization_stage()) < 3
-    return found + len(getattr(zero, "ipg_buckets", [0])) * size * (2 if double else 1)

@@ -1,28 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The full state of a DeepSpeed engine of any ZeRO stage, as in a plain run, and changes of its parameters."""
+"""The full state of a DeepSpeed engine of any ZeRO stage, as in a plain run."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...core.errors import CheckpointError, ConfigurationError, PrepareError
+from ...core.errors import CheckpointError, ConfigurationError
+from ...torch_internals import deepspeed
 from ..materialize import canonical_name, complete, named_parameters, skeleton, without_storage
 
 if TYPE_CHECKING:
     from .engine import Engine
-
-_version = attrgetter("_version")
-# Steps before which values are compared as well: a change through `.data` has no version, and loops repeat themselves.
-_COMPARED_STEPS = 3
 
 
 class EngineState:
@@ -45,7 +40,26 @@ class EngineState:
 
     # -- weights
 
-    def model_state(self) -> dict[str, Any]:
+    def computing_weights(self) -> dict[str, Any]:
+        """The weights that the engine computes with: on every rank below stage 3, on rank 0 with stage 3.
+
+        Raises ConfigurationError (a ValueError) if stage 3 is not configured to gather them.
+        """
+        engine: Any = self.engine
+        if not engine.zero_optimization_partition_weights():
+            from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
+
+            return dict(clone_tensors_for_torch_save(self.module.state_dict()))
+        if not engine.zero_gather_16bit_weights_on_model_save():
+            raise ConfigurationError(
+                "Cannot get 16bit model weights because `stage3_gather_16bit_weights_on_model_save` in DeepSpeed "
+                "config is False. Set it to True there, or `zero3_save_16bit_model` in the plugin. `save_state` saves "
+                "all of the fp32 weights; `model.save_checkpoint(folder)` the engine's own checkpoint, from which "
+                "`zero_to_fp32.py` takes them."
+            )
+        return self.model_state(master_weights=False)
+
+    def model_state(self, master_weights: bool = True) -> dict[str, Any]:
         """The full state, with the optimizer's fp32 weights: on the host of rank 0, empty on the others."""
         from deepspeed.utils import safe_get_full_fp32_param
 
@@ -55,7 +69,9 @@ class EngineState:
         for name, value in self.module.state_dict(keep_vars=True).items():
             if isinstance(value, torch.Tensor) and id(value) not in taken:
                 # Every rank takes part in gathering a tensor, once for all of its names; rank 0 keeps it.
-                full: torch.Tensor | None = safe_get_full_fp32_param(value) if has_master(value) else None
+                full: torch.Tensor | None = (
+                    safe_get_full_fp32_param(value) if master_weights and has_master(value) else None
+                )
                 if full is not None:
                     full = full.view(getattr(value, "ds_shape", value.shape))
                 else:
@@ -90,32 +106,6 @@ class EngineState:
                 target.data.copy_(value)
             if has_master(target):
                 self._set(target, value, None)
-
-    @torch.no_grad()
-    def take_over(self, parameter: Any) -> bool:
-        """Copy what the program has changed in an unsharded parameter into this rank's fp32 weights.
-
-        Returns whether there was a change. Fp32 weights that round to the parameter's value keep their precision.
-        """
-        if hasattr(parameter, "ds_id"):
-            if parameter.numel() != parameter.ds_numel:
-                return False
-            shard = parameter.ds_tensor
-            changed, kept = self._own(parameter, parameter), shard.data.view(-1)
-            if torch.equal(changed, kept):
-                return False
-            kept.copy_(changed)
-            self._set(parameter, parameter, None)
-            return True
-        fragment = getattr(parameter, "_hp_mapping", None)
-        if fragment is None:
-            return False
-        computing, master = fragment.lp_fragment, fragment.hp_fragment
-        rounded = master.to(device=computing.device, dtype=computing.dtype)
-        if torch.equal(rounded, computing):
-            return False
-        master.copy_(torch.where(rounded == computing, master.to(computing.device), computing.to(master.dtype)))
-        return True
 
     @staticmethod
     def _own(parameter: Any, value: torch.Tensor) -> torch.Tensor:
@@ -214,10 +204,7 @@ class EngineState:
 
         ZeRO does so once, after the first group has stepped, when the other groups have no entries yet.
         """
-        zero = self.engine.optimizer
-        if hasattr(zero, "_lazy_init_hp_params_optimizer_state"):
-            zero._hp_optimizer_states_linked = False
-            zero._lazy_init_hp_params_optimizer_state()
+        deepspeed.link_optimizer_state(self.engine.optimizer)
 
     def _set(self, parameter: Any, value: torch.Tensor, key: str | None) -> None:
         """Fill this rank's partition of a parameter's fp32 weights, or of an entry of its state."""
@@ -236,25 +223,6 @@ class EngineState:
             set_weights(parameter, value)
         else:
             set_entry(parameter, value, key)
-
-
-def computing_weights(model: Any) -> dict[str, Any]:
-    """The weights that an engine computes with: on every rank below stage 3, on rank 0 with stage 3.
-
-    Raises ConfigurationError (a ValueError) if stage 3 is not configured to gather them.
-    """
-    if model.zero_optimization_partition_weights():
-        if not model.zero_gather_16bit_weights_on_model_save():
-            raise ConfigurationError(
-                "Cannot get 16bit model weights because `stage3_gather_16bit_weights_on_model_save` in DeepSpeed "
-                "config is False. Set it to True there, or `zero3_save_16bit_model` in the plugin. `save_state` saves "
-                "all of the fp32 weights; `model.save_checkpoint(folder)` the engine's own checkpoint, from which "
-                "`zero_to_fp32.py` takes them."
-            )
-        return dict(model._zero3_consolidated_16bit_state_dict() or {})
-    from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
-
-    return dict(clone_tensors_for_torch_save(model.module.state_dict()))
 
 
 @contextlib.contextmanager
@@ -277,69 +245,12 @@ def GatheredParameters(
     if not enabled or not any(hasattr(parameter, "ds_id") for parameter in listed):
         yield
         return
-    import deepspeed
+    from deepspeed import zero
 
-    with deepspeed.zero.GatheredParameters(listed, modifier_rank=modifier_rank, fwd_module=fwd_module):
+    with zero.GatheredParameters(listed, modifier_rank=modifier_rank, fwd_module=fwd_module):
         yield
 
 
 def has_master(value: torch.Tensor) -> bool:
     """Whether an engine trains a parameter. Stage 3 also shards models for inference, without an optimizer."""
     return value.requires_grad and (hasattr(value, "_z3_optimizer") or not hasattr(value, "ds_id"))
-
-
-class ParameterChanges:
-    """Finds the parameters that were changed since the last step of an engine, and takes their values over.
-
-    ZeRO's step computes its own fp32 weights and overwrites the model's parameters with them. A parameter that was
-    clamped, initialised anew or loaded in the meantime is therefore copied into those weights before the step.
-
-    Args:
-        state: of the engine.
-    """
-
-    def __init__(self, state: EngineState) -> None:
-        self._state = state
-        named = state.module.named_parameters()
-        stepped = {} if state.is_plain else {name: p for name, p in named if has_master(p)}
-        self._names: list[str] = list(stepped)
-        self._parameters: list[torch.nn.Parameter] = list(stepped.values())
-        self._compared = 0
-        self._warned = False
-        self._versions: list[int] = []
-        self.record()
-
-    def record(self) -> None:
-        """Note the parameters as they are: after a step, or after weights were loaded."""
-        self._versions = list(map(_version, self._parameters))
-
-    @torch.no_grad()
-    def take_over(self) -> None:
-        """Copy changed parameters into the fp32 weights of this rank. PrepareError for one that was sharded then."""
-        versions = list(map(_version, self._parameters))
-        if versions != self._versions:
-            changed = [i for i, (new, old) in enumerate(zip(versions, self._versions, strict=True)) if new != old]
-            lost = [
-                self._names[i]
-                for i in changed
-                # One that ZeRO-3 shards between its uses.
-                if not self._state.take_over(p := self._parameters[i]) and not getattr(p, "ds_persist", True)
-            ]
-            if lost:
-                raise PrepareError(
-                    f"{', '.join(lost[:3])}{', ...' if len(lost) > 3 else ''} changed on rank {dist.get_rank()} while "
-                    "ZeRO stage 3 had them sharded: the next step would undo it. Call "
-                    "deepspeed.utils.safe_set_full_fp32_param(parameter, value) on all ranks instead"
-                )
-            self._versions = versions
-        if self._compared < _COMPARED_STEPS:
-            self._compared += 1
-            unseen = [i for i, p in enumerate(self._parameters) if self._state.take_over(p)]
-            if unseen and not self._warned:
-                self._warned = True
-                warnings.warn(
-                    f"{self._names[unseen[0]]} and {len(unseen) - 1} other parameters were changed through `.data`. "
-                    f"ZeRO's step overwrites parameters with its fp32 weights. The change was copied there, which is "
-                    f"done in the first {_COMPARED_STEPS} steps only: change the parameters themselves, under "
-                    "torch.no_grad()"
-                )

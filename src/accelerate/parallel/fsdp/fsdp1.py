@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,36 +20,28 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from ...config.fsdp import FullyShardedDataParallelPlugin, give_storage
-from ...core import trees
 from ...core.devices import kind_of
 from ...core.errors import CheckpointError, ConfigurationError, PrepareError
-from ...core.modules import is_compiled_module, move_module, moves_in_place
+from ...core.modules import move_module, moves_in_place
 from ...parallelism_config import ParallelismConfig
 from ...precision.base import Precision
 from ...runtime import group
 from ...runtime.mesh import describe
 from ...runtime.topology import Topology
+from ...torch_internals.fsdp1 import reshard
 from .. import gradients, materialize, norms
 from ..activation import checkpoint_activations
 from ..base import Bundle, Strategy, one_shard_each
-from ..gradients import refuse_gradient_hooks, refuse_later_hooks
 from ..optimizer_scope import refuse_flat_shards
-from ..prepared import Change, CommunicationVolume, GroupShapes, PreparedModel
-from ..pretrained import require_state_dict
-from ..report import memory
-from ..report.communication import dtype_name, flat_gradients, flat_volume
-from . import fsdp1_state, fsdp1_traced
+from ..prepared import GroupShapes, PreparedModel
+from ..unwrap import require_state_dict
+from . import fsdp1_state, requirements
 from . import state as fsdp_state
-from .common import UnreducedGradients, added_parameter, fill_policy, keep_unpacked, refuse_unshardable
-from .fsdp1_state import FlatGradients, PlainModel
-from .fsdp1_unused import ParameterUsage, UsageAgreement, free_unsharded, keep_unused, refuse_flat_outside
-from .fsdp2 import upcast
-from .inference_mode import NormalForward
-from .units import find_modules, flat_units, owning_units, select_units
+from .fsdp1_state import PlainModel
+from .units import fill_policy, find_modules, keep_unpacked, owning_units, select_units, upcast
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp._flat_param import FlatParamHandle
 
 
 class Fsdp1Model(PreparedModel):
@@ -58,7 +49,6 @@ class Fsdp1Model(PreparedModel):
 
     Fields:
         plain: what the model was before.
-        usage: which parameters have received a gradient.
         device: that of the run.
         saves_shards: whether a checkpoint stores shards (`state_dict_type`).
     """
@@ -77,7 +67,6 @@ class Fsdp1Model(PreparedModel):
         self.device = device
         self.saves_shards = saves_shards
         self._plain = plain
-        self.usage: ParameterUsage | None = None
 
     @property
     def plain(self) -> PlainModel:
@@ -92,6 +81,13 @@ class Fsdp1Model(PreparedModel):
     def inner(self) -> nn.Module:
         """The FSDP1 module."""
         return self.uncompiled
+
+    @property
+    def hooked(self) -> nn.Module:
+        """The user's model, with flattened parameters."""
+        wrapper: Any = self.inner
+        model: nn.Module = wrapper.module
+        return model
 
     @property
     def template(self) -> nn.Module | None:
@@ -109,7 +105,7 @@ class Fsdp1Model(PreparedModel):
 
     def added_parameter(self, name: str) -> PrepareError:
         """The error for a parameter of `new_parameters`."""
-        return added_parameter(name, "the model", "FSDP1")
+        return requirements.added_parameter(name, "the model", "FSDP1")
 
     # -- the step
 
@@ -123,11 +119,15 @@ class Fsdp1Model(PreparedModel):
         with sharded.no_sync(), gradients.deferred(self.reducers):
             yield
 
-    # -- state
+    def trained_names(self) -> set[str]:
+        """The plain names of the parameters that train."""
+        return {name for p in self.inner.parameters() if p.requires_grad for name in self.plain.names[id(p)]}
 
-    def accumulated_gradients(self) -> FlatGradients:
-        """The gradients of an unfinished window, of units and of other parameters."""
-        return FlatGradients(self.inner, self.usage)
+    def reshard(self) -> None:
+        """Reshard the units that a forward without a backward has left gathered."""
+        reshard(self.inner)
+
+    # -- state
 
     def state_dict(self) -> dict[str, Any]:
         """The full state under the user's names: on the host of rank 0, empty on the other ranks."""
@@ -149,62 +149,6 @@ class Fsdp1Model(PreparedModel):
         """Names and shapes in each group, before flattening."""
         plain = self.plain
         return [{name: plain.shapes[name] for name in names} for names in plain.groups(optimizer)]
-
-    # -- a traced step
-
-    def kept_parameters(self) -> list[torch.Tensor]:
-        """The flat parameters, and all that are in none."""
-        flats = [handle.flat_param for _, handle, _ in flat_units(self.inner)]
-        views = [
-            view for flat in flats for view in (flat, *(flat._params or ()), *(getattr(flat, "_tensors", None) or ()))
-        ]
-        inside = {id(view) for view in views}
-        return [*flats, *(parameter for parameter in self.module.parameters() if id(parameter) not in inside)]
-
-    def _named_blocks(self) -> list[nn.Module]:
-        """The modules of the units inside of the outermost one."""
-        units = FullyShardedDataParallel.fsdp_modules(self.inner)
-        return [unit.module for unit in units if unit is not self.inner] or super()._named_blocks()
-
-    def traceable_changes(self) -> dict[Change, str]:
-        """Also those of the units."""
-        return {**super().traceable_changes(), **fsdp1_traced.changes(self.inner, self.device.type == "cpu")}
-
-    def traced_copy(self, change: Change) -> nn.Module:
-        """A copy whose units FSDP1 shards over the same ranks."""
-        return fsdp1_traced.fake_sharded_copy(self.inner, change)
-
-    def switch_reduction(self, copied: nn.Module, on: bool) -> None:
-        """Of all units."""
-        for unit in FullyShardedDataParallel.fsdp_modules(copied):
-            unit._sync_gradients = on  # type: ignore[assignment]
-
-    def tracing(self) -> contextlib.AbstractContextManager[None]:
-        """Addresses for storages without memory."""
-        return fsdp1_traced.storage_addresses()
-
-    def offloads(self) -> bool:
-        """By the option of the units."""
-        return fsdp1_traced.offloads(self.inner)
-
-    # -- the report
-
-    def communication_volume(self, backwards: int) -> list[CommunicationVolume]:
-        """All-gathers and reduce-scatters of the units, and what this library adds."""
-        rest = [volume for reducer in self.reducers for volume in reducer.communication_volume()]
-        return [*flat_volume(self.inner, backwards), *rest]
-
-    def window_gradients(self) -> int:
-        """Those of flat parameters, unsharded, and of all others."""
-        shards = memory.local_bytes(p for p in self.kept_parameters() if p.requires_grad)
-        return shards + flat_gradients(self.inner)
-
-    def dtypes(self) -> tuple[str, str]:
-        """The dtypes of the flat parameters."""
-        handle = next((handle for _, handle, _ in flat_units(self.inner)), None)
-        if handle is None:
-            return super().dtypes()
-        return dtype_name(handle._fwd_bwd_param_dtype), dtype_name(handle._reduce_dtype)
 
 
 class FullyShardedDataParallel1(Strategy):
@@ -234,7 +178,6 @@ class FullyShardedDataParallel1(Strategy):
         if dist.get_world_size() > 1:
             self.sharding = plugin.sharding_strategy  # type: ignore[assignment]
         self.shards: DeviceMesh = _shard_mesh(self.sharding, parallelism, device)
-        self._agreement = UsageAgreement(device)
 
     def as_prepared(self, module: nn.Module, plain: PlainModel | None = None) -> Fsdp1Model:
         """A prepared model with the plugin's kind of checkpoint."""
@@ -256,39 +199,22 @@ class FullyShardedDataParallel1(Strategy):
             if self.sharding is not ShardingStrategy.NO_SHARD:
                 require_state_dict(prepared.module)
             found.append(prepared)
-        self.prepared.add(found)
+            self.prepared.add([prepared])
         for optimizer in bundle.optimizers:
             fsdp1_state.repoint(optimizer, self._plain_models())
-            if not self.plugin.use_orig_params:
-                keep_unused(optimizer, self._usages())
-            if self.sharding.name in ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2"):
-                optimizer.register_step_pre_hook(functools.partial(_free_before_step, self.prepared))
         return found
 
     def _plain_models(self) -> list[PlainModel]:
         return [p._plain for p in self.prepared if isinstance(p, Fsdp1Model) and p._plain is not None]
 
-    def _usages(self) -> list[ParameterUsage]:
-        return [p.usage for p in self.prepared if isinstance(p, Fsdp1Model) and p.usage is not None]
-
     def backward(self, loss: torch.Tensor, **kwargs: object) -> None:
-        """The backward, and what FSDP1 does not reduce; gradients that no rank has used then become None."""
-        usages = self._usages()
-        for usage in usages:
-            usage.begin_backward()
-        try:
-            super().backward(loss, **kwargs)
-        except RuntimeError as error:
-            refuse_flat_outside(error, usages)
-            raise
-        for usage in usages:
-            usage.end_backward()
+        """The backward, and the gradients of parameters that FSDP1 does not shard."""
+        super().backward(loss, **kwargs)
         for prepared in self.prepared:
             gradients.finish(prepared.reducers)
-        self._agreement.drop_unused(usages)
 
     def lay_out(self, model: nn.Module) -> Fsdp1Model:
-        """Shard one model, and record its names, shapes and usage."""
+        """Shard one model, and record its names and shapes."""
         if isinstance(model, FullyShardedDataParallel):
             plain = PlainModel(model)
             plain.attach(model)
@@ -297,15 +223,9 @@ class FullyShardedDataParallel1(Strategy):
             raise ConfigurationError(
                 "torch.compile works on FSDP1 with use_orig_params=True (FSDP_USE_ORIG_PARAMS=true)"
             )
-        if is_compiled_module(model):
-            raise PrepareError(
-                "FSDP1 cannot shard a model that torch.compile has wrapped: its state dict would have flat shards. "
-                "Give prepare the plain model and the Accelerator dynamo_plugin=TorchDynamoPlugin(...), or set "
-                "fsdp_version=2"
-            )
-        refuse_unshardable(model, self.name, self.plugin.ignored_modules)
+        taken = [part for plain in self._plain_models() for part in plain.parts()]
+        requirements.check(model, self.name, self.plugin.ignored_modules, self.prepared, taken)
         keep_unpacked(model)
-        refuse_gradient_hooks(model, self.name)
         if materialize.where_meta(model) is None and not moves_in_place(model, self.device):
             # torch would move each unit by an assignment to `data`.
             move_module(model, self.device)
@@ -317,25 +237,12 @@ class FullyShardedDataParallel1(Strategy):
             units = [unit.module for unit in FullyShardedDataParallel.fsdp_modules(sharded) if unit is not sharded]
             checkpoint_activations(sharded, units, self.device)
         plain.attach(sharded)
-        if not self.transforms:
-            NormalForward(sharded)
         return self._with_reducers(self.as_prepared(sharded, plain), ignored)
 
     def _with_reducers(self, prepared: Fsdp1Model, ignored: list[nn.Module]) -> Fsdp1Model:
-        for module in FullyShardedDataParallel.fsdp_modules(prepared.inner):
-            vars(module)["__deepcopy__"] = _refuse_copy
-        units = list(flat_units(prepared.inner))
-        for unit in () if self.plugin.use_orig_params else units:
-            _refuse_freezing(unit.handle)
         # In an order that is the same on all ranks.
         unsharded = {id(parameter): parameter for module in ignored for parameter in module.parameters()}
-        prepared.usage = ParameterUsage(prepared.module, compiled=bool(self.transforms))
-        shown = (parameter for unit in prepared.usage.units for parameter in unit.originals)
-        refuse_later_hooks(shown, accumulated=True)
-        if not self.transforms:
-            gathered = [unit.module for unit in units]
-            prepared.module.register_forward_hook(functools.partial(_free_without_backward, gathered))
-        prepared.reducers = [UnreducedGradients(self.gradient_group, unsharded.values()), prepared.usage]
+        prepared.reducers = [gradients.UnreducedGradients(self.gradient_group, unsharded.values())]
         return prepared
 
     def clip_grad_norm(
@@ -348,52 +255,6 @@ class FullyShardedDataParallel1(Strategy):
         # The first rank counts what is replicated.
         elsewhere = {id(parameter) for parameter in listed} - split if dist.get_rank(group_) else set()
         return norms.clip_grad_norm(listed, max_norm, norm_type, (group_,), self.device, elsewhere)
-
-
-def _refuse_copy(memo: object) -> NoReturn:
-    """`copy.deepcopy` of an FSDP1 unit: the parameters of the copy would not be those with which it computes."""
-    raise PrepareError(
-        "copy.deepcopy of a model that FSDP1 shards, as for averaged weights (AveragedModel, EMA): torch cannot copy "
-        "its flat parameters. Set fsdp_version=2 (FSDP_VERSION=2), whose models can be copied"
-    )
-
-
-def _refuse_freezing(handle: FlatParamHandle) -> None:
-    """Make `requires_grad_` of modules inside of a flattened unit an error: they have no separate parameters."""
-    flattened = {module for _, module, _ in handle.flat_param._param_infos}
-    for name, module in handle._fully_sharded_module.named_modules():
-        if name and not isinstance(module, FullyShardedDataParallel) and not flattened.isdisjoint(module.modules()):
-            vars(module)["requires_grad_"] = functools.partial(_refuse_part, name)
-
-
-def _refuse_part(name: str, requires_grad: bool = True) -> NoReturn:
-    raise PrepareError(
-        f"FSDP1 with use_orig_params=False: {name} is a part of a unit, whose parameters are one flattened parameter, "
-        "and cannot be frozen or unfrozen alone. Set use_orig_params=True (FSDP_USE_ORIG_PARAMS=true) or "
-        "fsdp_version=2, or call requires_grad_ of the unit"
-    )
-
-
-def _free_before_step(models: Iterable[PreparedModel], *_: object) -> None:
-    """Free unsharded parameters, which a forward between the backward and the step leaves behind: they get stale."""
-    for prepared in models:
-        if isinstance(prepared, Fsdp1Model) and prepared.usage is not None:
-            for unit in prepared.usage.units:
-                free_unsharded(unit.wrapped)
-
-
-def _free_without_backward(
-    units: Sequence[FullyShardedDataParallel], module: nn.Module, args: object, output: object
-) -> None:
-    """Free what a forward has gathered that no backward follows: a change of parameters would make it stale.
-
-    Torch keeps the parameters of the outermost unit for the backward. Those of a frozen model that averages another
-    one (a teacher, EMA) change without a backward.
-    """
-    if any(leaf.requires_grad for leaf in trees.leaves(output)):
-        return
-    for unit in units:
-        free_unsharded(unit)
 
 
 def _shard_mesh(sharding: ShardingStrategy, layout: ParallelismConfig | None, device: torch.device) -> DeviceMesh:
@@ -483,43 +344,6 @@ def _policy(model: nn.Module, plugin: FullyShardedDataParallelPlugin, ignored: l
     for name, parameter in model.named_parameters():
         if parameter not in skipped:
             members.setdefault(next(iter(owners[id(parameter)])), []).append((name, parameter))
-    for listed in members.values():
-        _check_flat(listed)
-        if not plugin.use_orig_params:
-            _check_frozen(listed)
+    requirements.check_flat(members.values(), bool(plugin.use_orig_params))
     chosen = {id(unit) for unit in units}
     return CustomPolicy(lambda module: id(module) in chosen)
-
-
-def _check_flat(members: list[tuple[str, nn.Parameter]]) -> None:
-    """Raise PrepareError for parameters that have no place in one flat parameter."""
-    first, usual = members[0][0], members[0][1].dtype
-    for name, parameter in members:
-        if parameter.ndim == 0:
-            raise PrepareError(
-                f"{name} is a scalar (a parameter without dimensions), which FSDP1 does not shard. Give it one "
-                "dimension of one element (torch.tensor([value])), put its module into ignored_modules, or set "
-                "fsdp_version=2"
-            )
-        if not parameter.is_floating_point():
-            raise PrepareError(
-                f"{name} has the dtype {parameter.dtype}, which FSDP1 does not flatten. Put its module into "
-                "ignored_modules, or set fsdp_version=2"
-            )
-        if parameter.dtype != usual:
-            raise PrepareError(
-                f"{first} has the dtype {usual} and {name}, in the same unit, {parameter.dtype}: FSDP1 flattens them "
-                "into one parameter. Give them one dtype, make their modules units by another auto_wrap_policy, or "
-                "set fsdp_version=2"
-            )
-
-
-def _check_frozen(members: list[tuple[str, nn.Parameter]]) -> None:
-    frozen = [name for name, parameter in members if not parameter.requires_grad]
-    if frozen and len(frozen) < len(members):
-        trained = next(name for name, parameter in members if parameter.requires_grad)
-        raise PrepareError(
-            f"frozen and trained parameters in the same unit ({', '.join(frozen[:5])}; {trained}): "
-            "use_orig_params=False makes one parameter of a unit. Set use_orig_params=True "
-            "(FSDP_USE_ORIG_PARAMS=true), or fsdp_version=2"
-        )

@@ -21,11 +21,13 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from ...core.errors import CheckpointError
+from ...core.modules import class_name
 from ...core.trees import map_leaves
+from ...torch_internals import dtensor
+from ...torch_internals.fsdp1 import flat_units
 from .. import materialize
+from ..optimizer_step import steps_unsharded
 from ..remap import lay_out_state
-from ..unsharded_step import steps_unsharded
-from .units import flat_units
 
 
 def full_options(model: nn.Module) -> StateDictOptions:
@@ -43,8 +45,8 @@ def is_fsdp1(model: nn.Module) -> bool:
 def parameter_names(model: nn.Module) -> dict[int, list[str]]:
     """By the id of a parameter, the plain names of what it contains: several for one that FSDP1 has flattened."""
     found = {id(parameter): [name] for name, parameter in materialize.named_parameters(model)}
-    flattened = (unit for unit in flat_units(model) if not unit.handle._use_orig_params)
-    return found | {id(handle.flat_param): names for _, handle, names in flattened}
+    flattened = (unit for unit in flat_units(model) if not unit.keeps_originals)
+    return found | {id(unit.flat): list(map(materialize.canonical_name, unit.names)) for unit in flattened}
 
 
 def full_model_state(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -114,7 +116,7 @@ def load_full_optimizer_state(
 ) -> None:
     """Load the state of a plain run's optimizer, which only rank 0 needs to have. Every rank calls it."""
     # torch 2.13 cuts a rank's shard of the state out as one block.
-    if steps_unsharded(optimizer) or any(materialize.is_packed(parameter) for parameter in model.parameters()):
+    if steps_unsharded(optimizer) or any(dtensor.is_packed(parameter) for parameter in model.parameters()):
         _load_unsharded_state(optimizer, state)
         return
     named: dict[str, Any] = {}
@@ -290,7 +292,7 @@ def _groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str
         ]
     except KeyError:
         raise CheckpointError(
-            f"{type(optimizer).__name__} has parameters that are not in {type(model).__name__}: its state can "
+            f"{type(optimizer).__name__} has parameters that are not in {class_name(model)}: its state can "
             "only be saved with the one model that it trains"
         ) from None
 
@@ -301,7 +303,7 @@ def unwrapped(value: torch.Tensor) -> torch.Tensor:
     inner: torch.Tensor | None = getattr(local, "_tensor", None)
     if inner is None:
         return value
-    return materialize.as_dtensor(inner, value) if isinstance(value, DTensor) else inner
+    return dtensor.as_dtensor(inner, value) if isinstance(value, DTensor) else inner
 
 
 def detached(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,27 +1,61 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which modules of a model are sharded as one: the units of FSDP, chosen by a wrap policy; the parameters of each."""
+"""What both versions of FSDP read from a plugin and a model: the mixed precision, and the modules sharded as one.
+
+These are the units, chosen by a wrap policy.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule
 
-from ...core.errors import PrepareError
+from ...config.fsdp import FullyShardedDataParallelPlugin
+from ...core.errors import ConfigurationError, PrepareError
 from ...core.modules import move_module
-from ..materialize import canonical_name
-
-if TYPE_CHECKING:
-    from torch.distributed.fsdp._flat_param import FlatParamHandle
-    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from ...core.objects import flat_list
+from ...precision.base import Precision
 
 Policy = Callable[..., bool]
+
+
+def fill_policy(plugin: FullyShardedDataParallelPlugin, version: int, precision: Precision) -> bool:
+    """Set the run's mixed-precision policy on a plugin without one; returns whether outputs are converted to fp32.
+
+    They are, as under the other strategies, unless the user gave a policy.
+    Raises ConfigurationError for a plugin of the other version.
+    """
+    if plugin.fsdp_version != version:
+        raise ConfigurationError(f"fsdp_version={plugin.fsdp_version} is not FSDP{version}")
+    full_outputs = precision.native_amp and (plugin.mixed_precision_policy is None or plugin.policy_is_filled)
+    if precision.native_amp and plugin.mixed_precision_policy is None:
+        plugin.set_mixed_precision(precision.name)
+        plugin.policy_is_filled = True
+    return full_outputs
+
+
+def keep_unpacked(model: torch.nn.Module) -> None:
+    """Have 4-bit layers of bitsandbytes leave their weights as they are.
+
+    On processors with AVX512 a forward without gradients rearranges them in place. Under FSDP it would do so in the
+    gathered weights, of which only the note in the layer stays: from the second forward on, outputs would be wrong.
+    """
+    for module in model.modules():
+        if getattr(module, "support_avx512bf16_for_cpu", False):
+            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
+
+
+def upcast(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> None:
+    """Under mixed precision convert parameters to fp32: FSDP casts them for the computation."""
+    policy = plugin.mixed_precision_policy
+    if policy is None or getattr(policy, "param_dtype", None) in (None, torch.float32):
+        return
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
+            parameter.data = parameter.data.to(torch.float32)
 
 
 def select_units(
@@ -83,6 +117,28 @@ def _keep_ties_together(model: nn.Module, units: list[nn.Module], ignored: set[i
         units = [unit for unit in units if id(unit) not in split]
 
 
+def with_regions(
+    model: nn.Module, units: list[nn.Module], ignored: set[nn.Parameter], regions: Iterable[nn.Module]
+) -> tuple[list[nn.Module], list[nn.Module]]:
+    """(the units and the modules that compute in a dtype of their own, children first; those that were no units).
+
+    Raises PrepareError for such a module that shares a parameter with one outside: both are gathered together.
+    """
+    added = [m for m in regions if m not in units and any(p not in ignored for p in m.parameters())]
+    if not added:
+        return units, []
+    kept = {id(unit) for unit in _keep_ties_together(model, [*units, *added], {id(p) for p in ignored})}
+    if split := next(
+        (name for name, module in model.named_modules() if module in added and id(module) not in kept), None
+    ):
+        raise PrepareError(
+            f"precision_policy: {split} shares a parameter with a module outside of it, and FSDP2 gathers both in one "
+            "dtype. Leave it out of the policy, or untie the parameter"
+        )
+    # Among modules in the order of the model, children come after their parents.
+    return [module for module in reversed(list(model.modules())) if id(module) in kept], added
+
+
 def units_of_rare_dtypes(model: nn.Module, units: list[nn.Module], ignored: set[nn.Parameter]) -> list[nn.Module]:
     """Modules that have to be units too, since they train parameters of another dtype than most in their unit.
 
@@ -126,9 +182,8 @@ def owning_units(model: nn.Module, units: list[nn.Module]) -> dict[int, set[int]
 
     def visit(module: nn.Module, unit: int) -> None:
         unit = id(module) if id(module) in chosen else unit
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                owners.setdefault(id(parameter), set()).add(unit)
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), set()).add(unit)
         for child in module.children():
             visit(child, unit)
 
@@ -141,22 +196,18 @@ def find_modules(model: nn.Module, modules: Iterable[nn.Module] | str | None) ->
 
     Raises PrepareError where the expression matches none, or a given module is not in the model.
     """
-    if modules is None:
-        return []
-    if isinstance(modules, str):
-        pattern = re.compile(modules)
-        found = [module for name, module in model.named_modules() if pattern.fullmatch(name)]
-        if not found:
-            raise PrepareError(f"ignored_modules={modules!r} matches the name of no module of {type(model).__name__}")
-        return found
-    listed = list(modules)
-    inside = {id(module) for module in model.modules()}
-    for module in listed:
-        if id(module) not in inside:
-            raise PrepareError(
-                f"ignored_modules holds a {type(module).__name__} that is not in {type(model).__name__}"
-            )
-    return listed
+    selected: list[nn.Module] = []
+    for item in flat_list(modules):
+        matches = [
+            module
+            for name, module in model.named_modules()
+            if (re.fullmatch(item, name) if isinstance(item, str) else item is module)
+        ]
+        if not matches:
+            what = repr(item) if isinstance(item, str) else f"a {type(item).__name__}"
+            raise PrepareError(f"ignored_modules has {what}, which is not a module of {type(model).__name__}")
+        selected += matches
+    return selected
 
 
 def get_parameters_from_modules(
@@ -169,52 +220,6 @@ def get_parameters_from_modules(
             move_module(module, device)
         parameters |= set(module.parameters())
     return parameters
-
-
-# -- the parameters of units
-
-
-class FlatUnit(NamedTuple):
-    """A unit of FSDP1 with parameters: the handle of its flattened parameter, and the plain names of its members."""
-
-    module: FullyShardedDataParallel
-    handle: FlatParamHandle
-    names: list[str]
-
-
-def flat_units(model: nn.Module) -> Iterator[FlatUnit]:
-    """The units of FSDP1 in a model that have parameters."""
-    for prefix, module in model.named_modules():
-        if isinstance(module, FullyShardedDataParallel) and (handle := module._handle) is not None:
-            names = [f"{prefix}.{name}" if prefix else name for name in handle.flat_param._fqns]
-            yield FlatUnit(module, handle, [canonical_name(name) for name in names])
-
-
-def groups(state: FSDPState) -> list[FSDPParamGroup]:
-    """The groups of parameters that a unit of FSDP2 gathers and reduces at once, from what torch keeps of the unit."""
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    # Before torch 2.12: one group, or None if the unit has no parameters.
-    return [state._fsdp_param_group] if state._fsdp_param_group else []
-
-
-def shard_groups(model: nn.Module) -> Iterator[tuple[FSDPModule, FSDPParamGroup, bool]]:
-    """(module, its group of parameters, whether that is resharded between forward and backward) of each FSDP2 unit."""
-    root = None
-    for module in model.modules():
-        if not isinstance(module, FSDPModule):
-            continue
-        root = module if root is None else root
-        state = module._get_fsdp_state()
-        # torch decides at the first forward that the outermost unit, which the backward needs first, is kept.
-        kept = module is root and state._auto_reshard_after_forward
-        for group in groups(state):
-            yield module, group, bool(group._reshard_after_forward) and not kept
-
-
-def shards_of(modules: Iterable[nn.Module]) -> list[FSDPParam]:
-    """FSDP2's object for each parameter of the units in these modules."""
-    return [shard for module in modules for _, group, _ in shard_groups(module) for shard in group.fsdp_params]
 
 
 def reshard(modules: Iterable[nn.Module]) -> None:

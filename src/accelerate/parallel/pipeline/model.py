@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prepared pipelined model: its gradients, random streams and state, and what `explain()` reports of it."""
+"""A prepared pipelined model: its gradients, random streams and state."""
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,16 +19,11 @@ from ...core.errors import CheckpointError
 from ...precision.base import Precision
 from ..accumulated import AccumulatedGradients
 from ..context.region import ContextParallel
-from ..fsdp import units
-from ..gradients import GradientReducer, all_reduce, buckets, deferred, gradients_of, local
-from ..prepared import Change, CommunicationVolume, GroupShapes
-from ..report import memory
-from ..report.communication import shard_gradients, shard_volume, tensor_parallel_volume
+from ..gradients import GradientReducer, all_reduce, deferred, gradients_of, local
+from ..prepared import GroupShapes
 from ..sharded import ShardedModel
 from . import state
-from .microbatch import BatchShapes, Stage
-from .p2p import TensorSpec, specs_in
-from .runner import Runner
+from .microbatch import Stage
 from .schedules import ScheduleRunner
 
 
@@ -43,6 +38,7 @@ class Stages(GradientReducer):
         replica_group: the ranks that have the same stages; None where only this one has them.
         is_sharded: whether FSDP2 shards the stages.
         unsharded: trainable parameters that FSDP2 does not shard, whose gradients are averaged over the replicas.
+        reductions: of the stages that FSDP2 shards, by which it reduces their gradients.
         names: the name of each parameter, as the user's object and as its replacement.
         groups: by optimizer, the names in each of its groups on all stages.
         shared: optimizers that step parameters of other models, too.
@@ -56,6 +52,7 @@ class Stages(GradientReducer):
     replica_group: dist.ProcessGroup | None
     is_sharded: bool
     unsharded: list[nn.Parameter]
+    reductions: list[Callable[[int], None]] = field(default_factory=list)
     names: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
     groups: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[list[str]]] = field(
         default_factory=weakref.WeakKeyDictionary
@@ -69,10 +66,20 @@ class Stages(GradientReducer):
 
     def finish(self) -> None:
         """Reduce gradients over ranks, after the last backward of a window."""
-        reduce_shards(self.modules.values())
+        for reduce in self.reductions:
+            reduce(1)
+        self.defer_reduction()
         self.tied.sum()
         if self.replica_group is not None:
             all_reduce(map(local, gradients_of(self.unsharded)), self.replica_group, average=True)
+
+    def defer_reduction(self) -> None:
+        """Have FSDP2 keep parameters and gradients of the stages unsharded from one micro-batch to the next."""
+        for stage in self.modules.values():
+            if isinstance(stage, FSDPModule):
+                stage.set_is_last_backward(False)
+                stage.set_reshard_after_backward(False)
+                stage.set_requires_gradient_sync(False)
 
     def names_in(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
         """The names of this model's parameters in each group of an optimizer on this rank."""
@@ -120,38 +127,9 @@ class PipelinedModel(ShardedModel):
         """Accumulate gradients without communicating them between replicas."""
         return deferred([self.stages])
 
-    def traceable_changes(self) -> dict[Change, str]:
-        """Other schedules and micro-batches."""
-        from . import traced
-
-        return traced.changes(self.stages)
-
-    def traced_backwards(self, change: Change) -> int:
-        """Two in the order of 1f1b, whose backwards alternate with forwards."""
-        return 2 if change.scheduled or self.stages.schedules.options.schedule == "1f1b" else 1
-
-    def traced_copy(self, change: Change) -> nn.Module:
-        """A copy of this rank's stages, which receives what it received from the others, without values."""
-        from . import traced
-
-        return traced.fake_stages(self.inner, self.stages, change)
-
-    def less_memory(self) -> str:
-        """What reduces the memory of this rank's stages: how many micro-batches' activations it keeps."""
-        runner, options = self.stages.schedules.runner, self.stages.schedules.options
-        count, mine = runner.splitter.num_microbatches, sorted(self.stages.modules)
-        text = (
-            f"This rank has stage{'s' * (len(mine) > 1)} {', '.join(map(str, mine))} of {len(runner.ranks)}, schedule "
-            f"{options.schedule} with {count} micro-batches. Less memory: smaller batches with more "
-            "gradient_accumulation_steps"
-        )
-        if options.schedule == "gpipe":
-            first = min(count, runner.channel.size - runner.channel.rank)
-            return (
-                f"{text}; schedule 1f1b, which keeps the activations of {first} here, where gpipe keeps those of all "
-                f"{count} (the model has to return its loss); recomputed activations"
-            )
-        return f"{text}; more and smaller micro-batches (num_microbatches); recomputed activations"
+    def trained_names(self) -> set[str]:
+        """The names of the parameters of all stages, also of frozen ones."""
+        return set(self.stages.shapes)
 
     # -- state
 
@@ -196,75 +174,12 @@ class PipelinedModel(ShardedModel):
         return self.stages.schedules.accumulated
 
     def rank_state(self) -> dict[str, object]:
-        """The place in the model's random stream, and the rules of its loss."""
-        return {"calls": self.stages.random.calls, "rules": self.stages.schedules.rules}
+        """The place in the model's random stream."""
+        return {"calls": self.stages.random.calls}
 
     def load_rank_state(self, state: Mapping[str, Any]) -> None:
         """Restore what `rank_state` returned."""
-        self.stages.random.calls, self.stages.schedules.rules = state["calls"], tuple(state["rules"])
-
-    # -- the report
-
-    def communication_volume(self, backwards: int) -> list[CommunicationVolume]:
-        """Return the messages that this rank sends in an optimizer step."""
-        stages = self.stages
-        # The parameters of a stage stay gathered until its gradients are reduced: once a step.
-        shards = [one for stage in stages.modules.values() for one in shard_volume(stage, 1)]
-        split = tensor_parallel_volume(self.inner, backwards)
-        found = [*_stage_volume(stages.schedules.runner, backwards), *shards, *split]
-        unsharded = [local(parameter) for parameter in stages.unsharded]
-        if stages.replica_group is not None and unsharded:
-            size = sum(parameter.nbytes for parameter in unsharded)
-            count = len(buckets(unsharded))
-            found.append(CommunicationVolume("all-reduce of gradients between replicas", count, size))
-        if tied := [local(parameter) for parameter in stages.tied.parameters()]:
-            size = sum(parameter.nbytes for parameter in tied)
-            found.append(CommunicationVolume("sums of tied gradients", len(tied), size))
-        return found
-
-    def window_gradients(self) -> int | None:
-        """Those of this rank's stages, unsharded, and of all other parameters; None where FSDP2 shards none."""
-        if not self.stages.is_sharded:
-            return None
-        modules = list(self.stages.modules.values())
-        inside = {id(parameter) for stage in modules for parameter in stage.parameters()}
-        rest = (p for p in self.inner.parameters() if p.requires_grad and id(p) not in inside)
-        return sum(shard_gradients(stage) for stage in modules) + memory.local_bytes(rest)
-
-
-def _stage_volume(runner: Runner, backwards: int) -> list[CommunicationVolume]:
-    """Messages between stages, and of the output. Bytes are those of the batch shapes that were trained on last."""
-    shapes = next((found for key, found in reversed(runner.shapes.items()) if key.training and key.grad), None)
-    count = runner.splitter.num_microbatches * backwards
-    if shapes is None:
-        hops = sum(number < runner.last for number in runner.stages) + sum(number > 0 for number in runner.stages)
-        return [CommunicationVolume("tensors between stages", hops * count, 0, " (unknown before the first batch)")]
-    forward = _sent_specs(shapes, runner, forward=True)
-    back = [spec for spec in _sent_specs(shapes, runner, forward=False) if spec.requires_grad]
-    found = [
-        CommunicationVolume("activations to the next stage", len(forward) * count, _bytes(forward) * count),
-        CommunicationVolume("gradients to the former stage", len(back) * count, _bytes(back) * count),
-    ]
-    if runner.channel.rank == runner.source:
-        output = specs_in(shapes.output)
-        found.append(CommunicationVolume("output to all stages", len(output) * backwards, _bytes(output) * backwards))
-    return [one for one in found if one.messages]
-
-
-def _sent_specs(shapes: BatchShapes, runner: Runner, forward: bool) -> list[TensorSpec]:
-    """What the largest micro-batch sends to other ranks: stage outputs forward, gradients of stage inputs back."""
-    boundaries = shapes.stage_outputs if forward else shapes.stage_inputs
-    largest = max((size for _, size in boundaries), default=0)
-    found = []
-    for (stage, size), boundary in boundaries.items():
-        other = stage + 1 if forward else stage - 1
-        if size == largest and runner.ranks[other] != runner.channel.rank:
-            found += boundary.specs
-    return found
-
-
-def _bytes(specs: Iterable[TensorSpec]) -> int:
-    return sum(spec.nbytes for spec in specs)
+        self.stages.random.calls = state["calls"]
 
 
 @dataclass
@@ -279,9 +194,8 @@ class _TiedParameter:
 
     @property
     def parameter(self) -> nn.Parameter:
-        found = self.owner._parameters[self.name]
-        assert found is not None
-        return found
+        parameter: nn.Parameter = getattr(self.owner, self.name)
+        return parameter
 
 
 class TiedParameters:
@@ -344,35 +258,6 @@ class TiedParameters:
         total = gradient.contiguous()
         for other in ranks[1:]:
             dist.send(total, group=self.group, group_dst=other)
-
-
-def defer_reduction(stages: Iterable[nn.Module]) -> None:
-    """Have FSDP2 keep parameters and gradients of the stages unsharded from one micro-batch to the next."""
-    for stage in stages:
-        if isinstance(stage, FSDPModule):
-            stage.set_is_last_backward(False)
-            stage.set_reshard_after_backward(False)
-            stage.set_requires_gradient_sync(False)
-
-
-def reduce_shards(stages: Iterable[nn.Module]) -> None:
-    """Reduce-scatter the accumulated gradients of stages that FSDP2 shards, and reshard their parameters.
-
-    As torch's pipeline schedules do at the end of a step (torch 2.13, `perform_reduce_grad`).
-    """
-    for stage in stages:
-        if not isinstance(stage, FSDPModule):
-            continue
-        stage.set_is_last_backward(True)
-        stage.set_reshard_after_backward(True)
-        stage.set_requires_gradient_sync(True)
-        root = stage._get_fsdp_state()
-        for unit in root._state_ctx.all_states:
-            for group in units.groups(unit):
-                group.post_backward()
-        # From torch 2.15 on this is None where the backward reached no unit: a frozen stage has nothing to finish.
-        if getattr(root._state_ctx, "manual_backward_finalization_active", False) is not None:
-            root._root_post_backward_final_callback()
 
 
 _MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0xD6E8FEB86659FD93)

@@ -1,161 +1,113 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Remote tensors: parameters of other stages, and outputs of units that other stages compute, without their data.
+"""Remote tensors: outputs and parameters of other stages, of which this rank knows shape and dtype only.
 
-A stage runs the model's own forward from its beginning, so code before the stage's units runs on remote tensors.
-Operations on them compute shapes and dtypes only and return remote tensors. An error names the tensor as soon as a
-unit of this stage, or a tensor with data, would depend on one.
+A stage runs the model's own forward from its beginning, so code before the stage's units runs on remote tensors. torch
+functions on them compute shapes on the meta device and return remote tensors. Whatever needs values is an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, NoReturn
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
-from torch._ops import OpOverload
-from torch.utils._pytree import tree_iter, tree_map_only
 
+from ...core import trees
 from ...core.errors import PrepareError
 
 
 class RemoteTensorError(PrepareError):
-    """A stage needs a tensor that another stage has. The message names it; the caller adds the remedy."""
+    """A stage needs values that another stage has. The message names them."""
 
 
-@dataclass
-class StageContext:
-    """Which stage is running, and whether one of its units is computing, which must not use remote tensors."""
-
-    where: str = "a stage"
-    computing: bool = False
-
-
-@dataclass(frozen=True)
-class Origin:
-    """What a remote tensor stands for (`what`), and which stage has its data (`home`)."""
-
-    what: str
-    home: str
-    context: StageContext
-
-    def fail(self) -> NoReturn:
-        """Raise RemoteTensorError, which names the tensor and the stage that has its data."""
-        raise RemoteTensorError(f"{self.context.where} uses {self.what}, which only {self.home} has.")
-
-
-_aten = torch.ops.aten
-_READING = frozenset({_aten._local_scalar_dense.default, _aten.equal.default, _aten.is_nonzero.default})
-# Their result does not depend on the data of their first argument.
-_FACTORIES = frozenset(
-    getattr(_aten, name).default
-    for name in (
-        "zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "new_zeros", "new_ones",
-        "new_full", "new_empty",
-    )
-)  # fmt: skip
+# Functions that read values, or the memory that a remote tensor does not have.
+_READING = frozenset({
+    "item", "tolist", "numpy", "data_ptr", "untyped_storage", "equal", "is_nonzero", "__format__", "__array__",
+    "__dlpack__", "__bool__", "__int__", "__float__", "__index__", "__complex__", "__contains__",
+})  # fmt: skip
 
 
 class RemoteTensor(torch.Tensor):
-    """A tensor with a shape, a dtype and a device, and no data."""
+    """A tensor with a shape, a dtype and a device, and no values.
 
-    meta: torch.Tensor
-    origin: Origin
+    Fields:
+        plain: a tensor with the same shape, dtype and device, which has the memory of one element.
+        origin: what it stands for, for errors.
+    """
 
-    @staticmethod
-    def __new__(cls, meta: torch.Tensor, device: torch.device, origin: Origin) -> RemoteTensor:
-        """Create a remote tensor with the metadata of a meta tensor."""
-        made: RemoteTensor = torch.Tensor._make_wrapper_subclass(
-            cls,
-            meta.shape,
-            strides=meta.stride(),
-            storage_offset=meta.storage_offset(),
-            dtype=meta.dtype,
-            layout=meta.layout,
-            device=device,
-        )
-        made.meta, made.origin = meta, origin
-        return made
+    plain: torch.Tensor
+    origin: str
 
     @classmethod
-    def of(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device, origin: Origin) -> RemoteTensor:
-        """Create a remote tensor of a shape and a dtype."""
-        return cls(torch.empty(tuple(shape), dtype=dtype, device="meta"), device, origin)
+    def of(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device, origin: str) -> RemoteTensor:
+        """Create a remote tensor."""
+        plain = torch.zeros((), dtype=dtype, device=device).expand(tuple(shape))
+        remote = plain.as_subclass(cls)
+        remote.plain, remote.origin = plain, origin
+        return remote
 
-    # Tensor methods go straight to the dispatcher.
-    __torch_function__: ClassVar[Any] = torch._C._disabled_torch_function_impl
+    def fail(self) -> RemoteTensorError:
+        """Return the error for a use of the values."""
+        return RemoteTensorError(f"This stage uses {self.origin}")
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: OpOverload, types: object, args: tuple[object, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> object:
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run a torch function on meta tensors."""
         kwargs = kwargs or {}
-        remote = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, RemoteTensor)]
-        origin, device = remote[0].origin, kwargs.get("device") or remote[0].device
-        if func in _FACTORIES:
-            # Of the same shape, with the memory of one element.
-            given = tree_map_only(
-                RemoteTensor, lambda x: torch.zeros((), dtype=x.dtype, device=x.device).expand(x.shape), args
-            )
-            return func(*given, **kwargs)
-        if origin.context.computing or func in _READING or _writes_data(func, args, kwargs):
-            origin.fail()
-        if "device" in kwargs:
-            kwargs = {**kwargs, "device": torch.device("meta")}
-        try:
-            found = func(*tree_map_only(torch.Tensor, _meta, args), **tree_map_only(torch.Tensor, _meta, kwargs))
-        except (NotImplementedError, RuntimeError) as error:
-            if isinstance(error, NotImplementedError) or "meta" in str(error):
-                # The result depends on the data.
-                origin.fail()
-            raise
-        known = {id(leaf.meta): leaf for leaf in remote}
-
-        def wrap(tensor: torch.Tensor) -> torch.Tensor:
-            return known[id(tensor)] if id(tensor) in known else cls(tensor, torch.device(device), origin)
-
-        return tree_map_only(torch.Tensor, wrap, found)
-
-    def __repr__(self, **_: object) -> str:  # type: ignore[override]
-        return f"RemoteTensor({tuple(self.shape)}, {self.dtype}: {self.origin.what}, which {self.origin.home} has)"
-
-    def __deepcopy__(self, memo: dict[int, object]) -> RemoteTensor:
-        return self
-
-    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
-        return RemoteTensor.of, (tuple(self.shape), self.dtype, self.device, self.origin)
-
-    def _read(self, *_: object, **__: object) -> NoReturn:
-        self.origin.fail()
+        name = func.__name__
+        first = first_remote((*args, kwargs))
+        assert first is not None
+        if name == "__repr__":
+            return f"RemoteTensor({tuple(first.plain.shape)}, {first.plain.dtype}: {first.origin})"
+        if name in _READING or _writes_values(name, args, kwargs):
+            raise first.fail()
+        if name in ("detach", "cpu", "cuda", "contiguous", "requires_grad_"):
+            return first
+        if name.endswith("_like") or name.startswith("new_"):
+            # Of these the result depends on shape, dtype and device only.
+            return func(*_map(lambda tensor: getattr(tensor, "plain", tensor), args), **kwargs)
+        if name == "__get__":
+            result = func(*_map(lambda tensor: getattr(tensor, "plain", tensor), args))
+        else:
+            meta = torch.device("meta")
+            moved = [meta if isinstance(value, torch.device) or (name == "to" and value in ("cpu", "cuda")) else value
+                     for value in args]  # fmt: skip
+            options = {key: meta if key == "device" and value is not None else value for key, value in kwargs.items()}
+            try:
+                result = func(*_map(_on_meta, moved), **_map(_on_meta, options))
+            except (NotImplementedError, RuntimeError) as error:
+                raise first.fail() from error
+        return _map(lambda tensor: cls.of(tensor.shape, tensor.dtype, first.plain.device, first.origin), result)
 
 
-# What reads the data of a tensor, or the storage that it does not have.
-for _name in (
-    "item", "tolist", "numpy", "data_ptr", "untyped_storage", "storage", "__format__", "__array__", "__dlpack__",
-    "__bool__", "__int__", "__float__", "__index__", "__complex__", "__contains__",
-):  # fmt: skip
-    setattr(RemoteTensor, _name, RemoteTensor._read)
+def first_remote(data: object) -> RemoteTensor | None:
+    """The first remote tensor in nested data."""
+    return next((leaf for leaf in trees.leaves(data) if isinstance(leaf, RemoteTensor)), None)
 
 
-def first_remote(leaves: Iterable[object]) -> RemoteTensor | None:
-    """The first remote tensor among leaves."""
-    return next((leaf for leaf in leaves if isinstance(leaf, RemoteTensor)), None)
+def _map(function: Callable[[torch.Tensor], torch.Tensor], data: Any) -> Any:
+    # torch's result tuples (torch.return_types) cannot be built from values one by one.
+    if isinstance(data, tuple) and type(data) is not tuple and not isinstance(data, torch.Size):
+        data = tuple(data)
+    return data if isinstance(data, torch.Size) else trees.map_leaves(function, data)
 
 
-def _meta(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.meta if isinstance(tensor, RemoteTensor) else tensor.to("meta")
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, RemoteTensor):
+        return torch.empty(tensor.plain.shape, dtype=tensor.plain.dtype, device="meta")
+    return tensor.detach().to("meta")
 
 
-def _writes_data(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
-    """Whether an operation writes to a tensor that has data, or changes the shape of its argument in place."""
-    if not func._schema.is_mutable:
-        return False
-    if torch.Tag.inplace_view in func.tags:
-        return True
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        written = args[place] if place < len(args) else kwargs.get(argument.name)
-        if any(isinstance(leaf, torch.Tensor) and not isinstance(leaf, RemoteTensor) for leaf in tree_iter(written)):
-            return True
-    return False
+def _writes_values(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether a function writes to a tensor that has values."""
+    in_place = (name.endswith("_") and not name.endswith("__")) or (
+        name.startswith("__i") and name not in ("__invert__",)
+    )
+    targets = [*(args[:1] if in_place or name == "__setitem__" else ()), kwargs.get("out")]
+    return any(isinstance(target, torch.Tensor) and not isinstance(target, RemoteTensor) for target in targets)

@@ -85,7 +85,6 @@ def cut_model(
     model: nn.Module,
     stages: int,
     split_points: Sequence[str] | None = None,
-    placement: Mapping[str, str] | None = None,
     cost: Callable[[list[Unit]], list[float]] | None = None,
     carried: Sequence[str] = (),
     order: Sequence[str] = (),
@@ -98,7 +97,6 @@ def cut_model(
         stages: how many, on all ranks together.
         split_points: names of the units at which stages 2, 3, ... begin. None: a stage begins at an entry of the
             largest list of blocks, or of a list in a carried module, such that the costliest stage costs least.
-        placement: unit -> "first" or "last", where it computes.
         cost: of units; None: their bytes.
         carried: names of modules whose output is sent to all later stages.
         order: the units in the order in which they compute; empty where that is not known.
@@ -110,7 +108,6 @@ def cut_model(
     units = computing_units(model) if units is None else list(units)
     if order:
         units.sort(key=lambda unit: order.index(unit.name))
-    units = _placed(units, placement or {}, model, carried)
     names = [unit.name for unit in units]
     blocks = _blocks(units, carried)
     if split_points is not None:
@@ -147,23 +144,6 @@ def encoder_of(model: nn.Module) -> list[str]:
         return []
     encoder = model.get_encoder()  # type: ignore[operator]
     return [name for name, module in model.named_modules() if module is encoder]
-
-
-def _placed(units: list[Unit], placement: Mapping[str, str], model: nn.Module, carried: Sequence[str]) -> list[Unit]:
-    """Units in the order of `placement`, which applies within a carried module or between two of them."""
-    names = [unit.name for unit in units]
-    if unknown := [name for name in placement if name not in names]:
-        raise PrepareError(
-            f"placement names {', '.join(unknown)}: the units of {type(model).__name__} are {_listed(names)}"
-        )
-    placed = list(placement)
-
-    def key(unit: Unit) -> tuple[int, int]:
-        end = placement.get(unit.name)
-        return (1, 0) if end is None else (0 if end == "first" else 2, placed.index(unit.name))
-
-    groups = itertools.groupby(units, lambda unit: [is_inside(unit.name, name) for name in carried])
-    return [unit for _, group in groups for unit in sorted(group, key=key)]
 
 
 def is_inside(name: str, module: str) -> bool:

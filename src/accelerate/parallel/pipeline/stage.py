@@ -1,43 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model's own forward, run for a segment of its units: inputs from other stages are received, the rest is left out.
+"""A model's own forward, run for a segment of its units.
 
-No tracer is needed. Every rank keeps all modules of the model and runs the user's forward with the same inputs; the
-units of other stages have no parameters. Called before the stage's own units, they return remote tensors of the right
-shapes (`remote_tensor`), whose use is an error; the last of them returns what was received. When the stage's last unit
-has computed, the forward is left. Masks, positions and whatever else the forward makes from its inputs are made on
-each stage. Only what one block passes to the next is sent, and the outputs of `carried` modules, which more than the
-next block uses (an encoder's output).
+No tracer is needed. Every rank runs the user's forward with the same inputs, on a model in which stand-ins replace the
+units of other stages. A stand-in of an earlier unit returns remote tensors of the right shapes; that of the unit just
+before the segment returns what was received. When the segment's last unit has computed, a hook leaves the forward.
+Masks, positions and whatever else the forward makes from its inputs are made on each stage. Only what one block passes
+to the next is sent, and the outputs of `carried` modules, which more than the next block uses (an encoder's output).
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 
 from ...core import trees
 from ...core.errors import PrepareError
-from .p2p import TensorSpec, describe, is_spec
-from .remote_tensor import Origin, RemoteTensor, RemoteTensorError, StageContext, first_remote
+from ...core.modules import class_name
+from .p2p import describe, is_spec
+from .remote_tensor import RemoteTensor, first_remote
 
 Args = tuple[object, ...]
 Kwargs = dict[str, object]
-Forward = Callable[..., object]
-# Runs in place of a module's call: takes that call and its arguments.
-Interceptor = Callable[[Forward, Args, Kwargs], object]
-
-
-class OrderError(PrepareError):
-    """A forward calls its units in another order than it was cut for. The caller adds the remedy."""
 
 
 class SegmentEnd(BaseException):
-    """The last unit of a segment has computed: leaves the forward with its output. Caught in `StagedModel`."""
+    """The last unit of a segment has computed: leaves the forward with its output. Caught in `StagedModel.run`."""
 
     def __init__(self, output: object) -> None:
         self.output = output
@@ -69,230 +61,255 @@ class Segment:
     carried: dict[str, list[object]] = field(default_factory=dict)
 
 
+class StandIn(nn.Module):
+    """In the place of a unit that is not computed. It has the unit's attributes, and those parameters that are here.
+
+    Args:
+        staged: the model that it belongs to.
+        number: of the unit.
+        unit: without the memory of other stages' tensors.
+    """
+
+    def __init__(self, staged: StagedModel, number: int, unit: nn.Module) -> None:
+        super().__init__()
+        if number not in staged.own:
+            for name, child in unit.named_children():
+                self.add_module(name, child)
+            for name, parameter in list(unit.named_parameters(recurse=False)):
+                # One place: what replaces the parameter is looked for in the model.
+                delattr(unit, name)
+                self.register_parameter(name, parameter)
+        # Not as a submodule.
+        vars(self).update(stand_in_for=unit, staged=staged, number=number)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return the attribute of the unit; a tensor of another stage without its values."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "stand_in_for" not in vars(self):
+                raise
+            return getattr(vars(self)["stand_in_for"], name)
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        """Return what was received of the unit, or remote tensors."""
+        return self.staged.call_earlier(self.number)
+
+
 class StagedModel:
     """A model whose forward can run segment by segment.
 
     Args:
-        model: whose modules are intercepted in place.
+        model: in which stand-ins replace all units but those in `own`.
         units: names, in the order in which they compute.
+        own: numbers of the units that this rank has.
         device: of remote tensors.
         loss_fn: computes the loss where the model is called with `labels`.
         carried: name of a unit, or of a module with several -> the number of its last unit.
         bounds: stage s has units[bounds[s]:bounds[s + 1]].
-        context: shared with the remote tensors of the model.
+        kept: ids of parameters of other units that this rank has, too.
     """
 
     def __init__(
         self,
         model: nn.Module,
         units: Sequence[str],
+        own: Collection[int],
         device: torch.device,
         loss_fn: Callable[[object, object], torch.Tensor] | None = None,
         carried: Mapping[str, int] | None = None,
         bounds: Sequence[int] = (),
-        context: StageContext | None = None,
+        kept: Collection[int] = (),
     ) -> None:
         self.model = model
         self.units: tuple[str, ...] = tuple(units)
+        self.own: list[int] = sorted(own)
         self.device = device
-        self.segment: Segment | None = None
         self.bounds: Sequence[int] = bounds or (0, len(units))
-        self.context: StageContext = context or StageContext()
-        # Whether the forward runs to observe the order of its units.
-        self.observing: bool = False
-        # From the inputs of a call that does not fit the cut: a sentence that proposes options.
-        self.remedy: Callable[[Args, Kwargs], str] | None = None
-        self._origins: dict[int, Origin] = {}
-        # What a call of the prepared model runs.
-        self.entry: Callable[[Args, Kwargs], object] | None = None
-        # Calls units with activation checkpointing.
-        self.recompute: Interceptor | None = None
-        carried = carried or {}
-        for number, name in enumerate(self.units):
-            call: Interceptor = functools.partial(self._call_unit, number)
-            if name in carried:
-                call = functools.partial(self._call_carried, name, number, call)
-            intercept(model.get_submodule(name), call)
-        for name in set(carried) - set(self.units):
-            plain: Interceptor = lambda inner, args, kwargs: inner(*args, **kwargs)  # noqa: E731
-            intercept(model.get_submodule(name), functools.partial(self._call_carried, name, carried[name], plain))
-        self._forward: Forward = functools.partial(type(model).__call__, model)
+        self.segment: Segment | None = None
+        self.carried: Mapping[str, int] = carried or {}
+        self.forward: Callable[..., object] = model.forward
         if loss_fn is not None:
-            self._forward = functools.partial(_call_with_loss, self._forward, loss_fn)
-        intercept(model, self._call_model)
+            self.forward = functools.partial(_call_with_loss, model.forward, loss_fn)
+        originals = {number: model.get_submodule(name) for number, name in enumerate(self.units)}
+        self._drop_tensors(originals, kept)
+        self.stand_ins: dict[int, StandIn] = {
+            number: StandIn(self, number, original) for number, original in originals.items()
+        }
+        numbers = {id(original): number for number, original in originals.items()}
+        self._places: dict[int, list[tuple[nn.Module, str]]] = {number: [] for number in originals}
+        for parent in list(model.modules()):
+            for name, child in parent.named_children():
+                if id(child) in numbers:
+                    self._places[numbers[id(child)]].append((parent, name))
+        self._present: dict[int, nn.Module] = dict(originals)
+        self._own_units = {number: originals[number] for number in self.own}
+        self.show(None)
 
-    def _call_model(self, inner: Forward, args: Args, kwargs: Kwargs) -> object:
-        if self.entry is None:
-            return inner(*args, **kwargs)
-        return self.entry(args, kwargs)
+    def _drop_tensors(self, units: Mapping[int, nn.Module], kept: Collection[int]) -> None:
+        """Replace the tensors of other stages by remote ones."""
+        own = [tensor for number in self.own for tensor in (*units[number].parameters(), *units[number].buffers())]
+        kept_ids = {*kept, *map(id, own)}
+        for number, unit in units.items():
+            for prefix, module in unit.named_modules() if number not in self.own else ():
+                tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+                for name, tensor in tensors:
+                    if id(tensor) in kept_ids:
+                        continue
+                    full_name = ".".join(filter(None, (self.units[number], prefix, name)))
+                    origin = (
+                        f"{full_name}, which only stage {self.stage_of(number)} has. Give `example_inputs` "
+                        "(PipelineParallelConfig): prepare then finds parameters that are used outside of their "
+                        "module; or name `split_points` that do not separate them"
+                    )
+                    delattr(module, name)
+                    setattr(module, name, RemoteTensor.of(tensor.shape, tensor.dtype, self.device, origin))
+
+    def __deepcopy__(self, memo: object) -> StagedModel:
+        """Refuse: the forward of the copy would run the stages of the original."""
+        raise PrepareError(
+            "copy.deepcopy of a pipelined model, as for averaged weights (AveragedModel, EMA): the copy would compute "
+            "with the parameters of the original. Average copies of the parameters of each rank "
+            "({name: parameter.clone()}), or use FSDP2 or DDP, whose models can be copied"
+        )
+
+    def watch(self, units: Iterable[nn.Module]) -> None:
+        """Put this rank's units, as they are laid out, into the model, and hooks on them, behind those of FSDP2."""
+        self._own_units = dict(zip(self.own, units, strict=True))
+        self.show(None)
+        for name, last in self.carried.items():
+            hooked = [self.model.get_submodule(name)]
+            if name in self.units:
+                number = self.units.index(name)
+                hooked = [self.stand_ins[number], *([self._own_units[number]] if number in self._own_units else [])]
+            for module in hooked:
+                module.register_forward_hook(functools.partial(self._after_carried, name, last))
+        for number, unit in self._own_units.items():
+            unit.register_forward_hook(functools.partial(self._after_unit, number))
+
+    def replace_forward(self, call: Callable[[Args, Kwargs], object]) -> None:
+        """Have a call of the model run `call(args, kwargs)`."""
+
+        @functools.wraps(self.model.forward)
+        def forward(*args: object, **kwargs: object) -> object:
+            return call(args, kwargs)
+
+        self.model.forward = forward
+        if "_original_forward" in vars(self.model):
+            # Where `unwrap_model` takes autocast off, the pipeline stays.
+            vars(self.model)["_original_forward"] = forward
+
+    def show(self, segment: Segment | None) -> None:
+        """Put the units of a segment into the model and stand-ins into all other places; None: all units here."""
+        for number, places in self._places.items():
+            is_shown = number in self._own_units and (segment is None or segment.start <= number < segment.stop)
+            module = self._own_units[number] if is_shown else self.stand_ins[number]
+            if self._present[number] is not module:
+                self._present[number] = module
+                for parent, name in places:
+                    setattr(parent, name, module)
 
     def run(self, segment: Segment, args: Args, kwargs: Kwargs) -> object:
         """Run a segment.
 
         Returns:
             (output of unit stop - 1, outputs of carried modules), or the model's output where the forward ends.
-        """
-        self.segment = segment
-        self.context.where = f"stage {self._stage_of(segment.start)}"
-        try:
-            return self._run(segment, args, kwargs)
-        except (RemoteTensorError, OrderError) as error:
-            if self.remedy is None:
-                raise
-            self.segment = None
-            raise PrepareError(f"{error} {self.remedy(args, kwargs)}") from error
-        finally:
-            self.segment = None
 
-    def _run(self, segment: Segment, args: Args, kwargs: Kwargs) -> object:
+        Raises:
+            PrepareError: the forward calls units in another order than the model was cut for, or a stage uses values
+                that another one has.
+        """
+        if len(self.own) > segment.stop - segment.start:
+            self.show(segment)
+        self.segment = segment
         try:
-            output = self._forward(*args, **kwargs)
+            output = self.forward(*args, **kwargs)
         except SegmentEnd as end:
             output = end.output, segment.carried
         else:
             if segment.leave:
-                raise OrderError(
-                    f"The forward ended without calling {self.units[segment.stop - 1]}, behind which the model is cut."
+                raise self._order_error(
+                    f"ended without calling {self.units[segment.stop - 1]}, behind which it is cut"
                 )
             if segment.start and not segment.started:
-                raise OrderError(
-                    f"The forward did not call {self.units[segment.start - 1]}, behind which the model is cut."
-                )
-        if (remote := first_remote(trees.leaves(output))) is not None:
-            remote.origin.fail()
+                raise self._order_error(f"did not call {self.units[segment.start - 1]}, behind which it is cut")
+        finally:
+            self.segment = None
+        if (remote := first_remote(output)) is not None:
+            raise remote.fail()
         return output
 
-    @contextlib.contextmanager
-    def observed(self) -> Iterator[Forward]:
-        """A block in which the forward runs all units as if the model was not cut."""
-        self.observing = True
-        try:
-            yield self._forward
-        finally:
-            self.observing = False
+    def stage_of(self, unit: int) -> int:
+        """The stage that computes a unit."""
+        return next(stage for stage, stop in enumerate(self.bounds[1:]) if unit < stop)
 
-    def _stage_of(self, unit: int) -> int:
-        return next(stage for stage, stop in enumerate(self.bounds[1:]) if unit < stop or stop == self.bounds[-1])
-
-    def _call_unit(self, number: int, inner: Forward, args: Args, kwargs: Kwargs) -> object:
-        segment = self.segment
-        if segment is None:
-            if self.observing or torch._C._current_graph_task_id() != -1:
-                # The model's own activation checkpointing computes units of this stage again in the backward.
-                return inner(*args, **kwargs)
-            raise RuntimeError(
-                f"{self.units[number]} was called outside of the pipeline: call the model that prepare returned"
-            )
-        if number < segment.start:
-            return self._earlier_unit(segment, number)
-        if number >= segment.stop:
-            raise OrderError(
-                f"{self.units[number]} computes before {self.units[segment.stop - 1]}, on an earlier stage than its "
-                "own."
-            )
-        if segment.grad and not torch.is_grad_enabled():
-            self._check_outside_of_functions(number)
-        self.context.computing = True
-        try:
-            output = inner(*args, **kwargs) if self.recompute is None else self.recompute(inner, args, kwargs)
-        finally:
-            self.context.computing = False
-        if segment.record:
-            described = describe(output, f"the output of {self.units[number]}")
-            segment.unit_outputs.setdefault(number, []).append(described)
-        if segment.leave and number == segment.stop - 1:
-            raise SegmentEnd(output)
-        return output
-
-    def _check_outside_of_functions(self, number: int) -> None:
-        """Raise where an autograd function calls a unit: leaving its forward would lose the gradient."""
-        frame = sys._getframe()
-        while frame is not None:
-            context = frame.f_locals.get("ctx")
-            if isinstance(context, torch.autograd.function.FunctionCtx):
-                name = type(context).__name__.removesuffix("Backward")
-                raise PrepareError(
-                    f"{self.units[number]} is called inside of an autograd function ({name}), which a stage cannot "
-                    "leave in its middle: its gradient would be lost. Activation checkpointing takes "
-                    "use_reentrant=False; layers with a backward of their own over several blocks (reversible ones) "
-                    "cannot be cut."
-                )
-            frame = frame.f_back  # type: ignore[assignment]
-
-    def _earlier_unit(self, segment: Segment, number: int) -> object:
+    def call_earlier(self, number: int) -> object:
         """The output of a unit before the segment: of the last one what was received, of others remote tensors."""
+        segment, name = self.segment, self.units[number]
+        if segment is None:
+            raise PrepareError(f"{name} was called outside of the pipeline: call the model that prepare returned")
+        if number >= segment.stop:
+            raise self._order_error(f"calls {name} before {self.units[segment.stop - 1]}")
         if segment.started:
-            raise OrderError(
-                f"{self.units[number]} computes behind {self.units[segment.start - 1]}, on a later stage than its own."
-            )
+            raise self._order_error(f"calls {name} behind {self.units[segment.start - 1]}")
         if number == segment.start - 1:
             segment.started = True
             assert segment.received is not None
             return segment.received[0]
         call = segment.calls.get(number, 0)
         segment.calls[number] = call + 1
-        known = segment.unit_outputs.get(number, ())
-        if call >= len(known):
+        outputs = segment.unit_outputs.get(number, ())
+        if call >= len(outputs):
+            raise self._order_error(f"calls {name} more often than on its own stage")
+        origin = (
+            f"the output of {name}, which only stage {self.stage_of(number)} has. Name {name!r}, or the module that "
+            "returns it to other modules, in `carried` (PipelineParallelConfig): its output is then sent to all later "
+            "stages; or give `example_inputs`, and prepare finds such outputs"
+        )
+        return trees.map_leaves(
+            lambda spec: RemoteTensor.of(spec.shape, spec.dtype, self.device, origin), outputs[call], is_spec
+        )
+
+    def _order_error(self, problem: str) -> PrepareError:
+        return PrepareError(
+            f"The forward of {class_name(self.model)} {problem}: its modules compute in another order than it "
+            "was cut for. Give `example_inputs` (PipelineParallelConfig), from which prepare finds the order, or "
+            "`split_points`"
+        )
+
+    def _after_unit(self, number: int, unit: nn.Module, args: object, output: object) -> None:
+        segment = self.segment
+        if segment is None:
+            # The model's own activation checkpointing computes units again in the backward.
+            return
+        if segment.grad and not torch.is_grad_enabled() and any(p.requires_grad for p in unit.parameters()):
             raise PrepareError(
-                f"{self.units[number]} was called more often than on its own stage: a forward that branches "
-                "differently on different ranks cannot be cut"
+                f"{self.units[number]} is called with gradients disabled and has parameters to train, as inside of an "
+                "autograd function, which a stage cannot leave in its middle: its gradient would be lost. Activation "
+                "checkpointing takes use_reentrant=False; layers with a backward of their own over several blocks "
+                "(reversible ones) cannot be cut"
             )
-        origin = self._origins.get(number)
-        if origin is None:
-            home = f"stage {self._stage_of(number)}"
-            origin = self._origins[number] = Origin(f"the output of {self.units[number]}", home, self.context)
+        if segment.record and first_remote(output) is None:
+            described = describe(output, f"the output of {self.units[number]}")
+            segment.unit_outputs.setdefault(number, []).append(described)
+        if segment.leave and number == segment.stop - 1:
+            raise SegmentEnd(output)
 
-        def remote(spec: TensorSpec) -> RemoteTensor:
-            return RemoteTensor.of(spec.shape, spec.dtype, self.device, origin)
-
-        return trees.map_leaves(remote, known[call], is_spec)
-
-    def _call_carried(
-        self, name: str, last: int, compute: Interceptor, inner: Forward, args: Args, kwargs: Kwargs
-    ) -> object:
+    def _after_carried(self, name: str, last: int, module: nn.Module, args: object, output: object) -> object:
         """A module whose output is sent to all later stages: computed on the stage of its last unit, else received."""
         segment = self.segment
-        if segment is None or self.observing:
-            return compute(inner, args, kwargs)
-        before = segment.carried.get(name, [])
+        if segment is None:
+            return output
+        outputs = segment.carried.setdefault(name, [])
         if segment.start > last + 1:
             assert segment.received is not None
-            received = segment.received[1].get(name, [])
-            if len(before) >= len(received):
-                raise PrepareError(f"{name} was called more often than on its own stage")
-            output = received[len(before)]
-        else:
-            output = compute(inner, args, kwargs)
-        segment.carried[name] = [*before, output]
+            output = segment.received[1][name][len(outputs)]
+        outputs.append(output)
         return output
 
 
-_INTERCEPTING: dict[type[nn.Module], type[nn.Module]] = {}
-
-
-def _intercepting(kind: type[nn.Module]) -> type[nn.Module]:
-    """A subclass whose instances call their interceptor."""
-    if kind in _INTERCEPTING:
-        return _INTERCEPTING[kind]
-
-    class Intercepted(kind):  # type: ignore[misc, valid-type]
-        def __call__(self, *args: object, **kwargs: object) -> object:
-            return self.__dict__["_pipeline_call"](super().__call__, args, kwargs)
-
-    Intercepted.__name__, Intercepted.__qualname__ = kind.__name__, kind.__qualname__
-    Intercepted.__module__ = kind.__module__
-    _INTERCEPTING[kind] = Intercepted
-    return Intercepted
-
-
-def intercept(module: nn.Module, call: Interceptor) -> None:
-    """Have `module(...)` run `call(its own call, args, kwargs)`. Its class becomes a subclass, one for each class."""
-    module.__class__ = _intercepting(type(module))
-    module.__dict__["_pipeline_call"] = call
-
-
 def _call_with_loss(
-    forward: Forward,
+    forward: Callable[..., object],
     loss_fn: Callable[[object, object], torch.Tensor],
     *args: object,
     labels: object = None,

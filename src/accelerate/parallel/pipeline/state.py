@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from .. import materialize
 from ..fsdp.state import broadcast_state, full_on_host
 from ..remap import lay_out_state
 from .p2p import P2PChannel, TensorSpec
-from .remote_tensor import Origin, RemoteTensor
 
 
 def _is_of_rank_0(channel: P2PChannel) -> bool:
@@ -161,106 +160,43 @@ def load_full_optimizer_state(
     optimizer.load_state_dict({"state": local_state, "param_groups": local_groups})
 
 
-# From the name of a parameter or buffer: what a remote tensor instead of it stands for.
-FindOrigin = Callable[[str], Origin]
-
-# Dictionaries of nn.Module itself.
-_MODULE_FIELDS = frozenset(nn.Module().__dict__)
-
-
-def own_names(model: nn.Module, locations: Mapping[int, set[int]], own: Collection[int]) -> set[str]:
-    """Plain names, tied ones included, of the parameters and read buffers on the stages of the units in `own`."""
-    named = materialize.named_tensors(model, remove_duplicate=False)
-    return {name for name, tensor in named if locations.get(id(tensor), set()) & set(own)}
-
-
 @torch.no_grad()
-def distribute(model: nn.Module, names: set[str], foreign: Sequence[nn.Module], device: torch.device) -> bool:
-    """Give the tensors in `names`, and the buffers of all but the foreign modules, rank 0's values on `device`.
+def distribute(model: nn.Module, own: Collection[int], foreign: Sequence[nn.Module], device: torch.device) -> bool:
+    """Give the parameters with ids in `own`, and the buffers of all but the foreign modules, rank 0's values.
 
-    All other tensors lose their memory. Every rank calls it with a model of the same structure.
+    They are moved to `device`; all other tensors lose their memory. Every rank calls it with a model of the same
+    structure.
 
     Returns:
         Whether rank 0 has weights. If not (they are on meta), those of the own stages are yet to be initialised.
     """
     listed = list(materialize.named_tensors(model))
-    own = [(name, tuple(tensor.shape)) for name, tensor in listed]
-    first = materialize.from_first(own, device)
-    if first != own:
-        different = next((a[0] for a, b in zip(first, own, strict=False) if a != b), "the number of tensors")
+    shapes = [(name, tuple(tensor.shape)) for name, tensor in listed]
+    first = materialize.from_first(shapes, device)
+    if first != shapes:
+        different = next((a[0] for a, b in zip(first, shapes, strict=False) if a != b), "the number of tensors")
         raise PrepareError(f"this rank's model differs from rank 0's ({different}): build the same on all ranks")
     from_meta = materialize.gather_flags(any(tensor.is_meta for _, tensor in listed), device, None)[0]
-    foreign_buffers = {id(buffer) for module in foreign for buffer in module.buffers()}
-    kept = {
-        id(tensor)
-        for name, tensor in listed
-        if name in names or not (isinstance(tensor, nn.Parameter) or id(tensor) in foreign_buffers)
-    }
+    dropped = {id(buffer) for module in foreign for buffer in module.buffers()}
+    kept = {id(t) for _, t in listed if (id(t) in own if isinstance(t, nn.Parameter) else id(t) not in dropped)}
     values: dict[int, torch.Tensor] = {}
     for _, tensor in () if from_meta else listed:
         value = materialize.broadcast_tensor(tensor, tensor.shape, tensor.dtype, device)
         if id(tensor) in kept:
             values[id(tensor)] = value
-    materialize.replace_tensors(
-        model, lambda tensor: _replacement(tensor, id(tensor) in kept, values.pop(id(tensor), tensor.data))
-    )
+
+    def replacement(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in kept:
+            return tensor.data.to("meta")
+        value = values.pop(id(tensor), None)
+        if value is None:
+            return tensor
+        if tensor.device.type == value.device.type:
+            # The object stays: an optimizer may have it.
+            tensor.data = value
+            return tensor
+        # Its optimizer gets the new object.
+        return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+
+    materialize.replace_tensors(model, replacement)
     return not from_meta
-
-
-def _replacement(tensor: torch.Tensor, keep: bool, value: torch.Tensor) -> torch.Tensor:
-    """A kept tensor with its value; of any other one on meta."""
-    if keep and not tensor.is_meta:
-        if not torch._has_compatible_shallow_copy_type(tensor, value):
-            # Its optimizer gets the new object.
-            return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
-        # The object stays: an optimizer may have it.
-        tensor.data = value
-        return tensor
-    if keep and value.is_meta:
-        return tensor
-    return value if keep else value.to("meta")
-
-
-def drop_foreign(
-    model: nn.Module, kept: Collection[int], foreign: Sequence[nn.Module], device: torch.device, origin: FindOrigin
-) -> None:
-    """Replace parameters, and buffers of the foreign modules, by remote tensors unless their ids are in `kept`."""
-    without_buffers = {id(inner) for module in foreign for inner in module.modules()}
-    dropped: dict[int, RemoteTensor] = {}
-
-    def remote(tensor: torch.Tensor, name: str) -> RemoteTensor:
-        if id(tensor) not in dropped:
-            dropped[id(tensor)] = RemoteTensor.of(tensor.shape, tensor.dtype, device, origin(name))
-        return dropped[id(tensor)]
-
-    for prefix, module in model.named_modules():
-        path = f"{prefix}." if prefix else ""
-        for name, parameter in list(module._parameters.items()):
-            if parameter is not None and id(parameter) not in kept:
-                del module._parameters[name]
-                module.__dict__[name] = remote(parameter, path + name)
-        for name, buffer in list(module._buffers.items()) if id(module) in without_buffers else ():
-            if buffer is not None and id(buffer) not in kept:
-                del module._buffers[name]
-                module._non_persistent_buffers_set.discard(name)
-                module.__dict__[name] = remote(buffer, path + name)
-
-
-def drop_aliases(model: nn.Module, former: Mapping[int, str], origin: FindOrigin, device: torch.device) -> None:
-    """Replace parameters of other stages, by id, in plain attributes, lists and dicts of modules (an LSTM's list)."""
-
-    def remote(value: object) -> object:
-        if not isinstance(value, torch.Tensor) or id(value) not in former:
-            return value
-        return RemoteTensor.of(value.shape, value.dtype, device, origin(former[id(value)]))
-
-    for module in model.modules():
-        for name, value in list(module.__dict__.items()):
-            if isinstance(value, torch.Tensor):
-                module.__dict__[name] = remote(value)
-            elif type(value) is tuple and any(id(entry) in former for entry in value):
-                module.__dict__[name] = tuple(map(remote, value))
-            elif type(value) is list and name not in _MODULE_FIELDS:
-                value[:] = map(remote, value)
-            elif type(value) is dict and name not in _MODULE_FIELDS:
-                value.update({key: remote(entry) for key, entry in value.items()})

@@ -14,23 +14,26 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 from torch.nn.parallel import DistributedDataParallel
 
 from ...core.modules import class_name
+from ...core.objects import size_of
 from ...state import PartialState
+from ...torch_internals.checkpoint_wrapper import is_recomputed
+from ...torch_internals.compiled import is_compiled_in_place, is_compiled_module
+from ...torch_internals.fsdp2 import shard_groups
 from ..base import Strategy
-from ..fsdp.units import shard_groups
-from ..prepared import CommunicationVolume, PreparedModel
+from ..prepared import PreparedModel
 from . import memory
+from .models import communication_volume, dtypes, memory_usage
+from .volume import CommunicationVolume
 
 if TYPE_CHECKING:
     from rich.text import Text
 
 _OFTEN_NONE = (memory.BUFFERS, memory.MASTER_WEIGHTS)
-_KINDS = (memory.PARAMETERS, memory.BUFFERS, memory.GRADIENTS, memory.MASTER_WEIGHTS, memory.STATE, memory.BUCKETS)
 _ENDED = "the process group has ended"
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 @dataclass(frozen=True)
@@ -138,23 +141,6 @@ def explain(
     return Report(sections)
 
 
-def memory_usage(
-    models: Sequence[PreparedModel], optimizers: Sequence[torch.optim.Optimizer], windows: bool
-) -> dict[str, int]:
-    """Bytes on this rank: of parameters, buffers, gradients as large as they get, master weights, optimizer state.
-
-    `windows`: gradients accumulate over several backwards and are averaged in the last one only.
-    """
-    found, seen = Counter[str](), set[int]()
-    for model in models:
-        found.update(model.memory_usage(windows, seen))
-    found[memory.BUFFERS] = memory.of_buffers([model.module for model in models])
-    entries = [entry for optimizer in optimizers for entry in optimizer.state.values()]
-    values = (value for entry in entries for value in entry.values())
-    found[memory.STATE] = memory.local_bytes(value for value in values if isinstance(value, torch.Tensor))
-    return {kind: found[kind] for kind in _KINDS}
-
-
 def _memory(found: dict[str, int], has_stepped: bool) -> str:
     inside = {name: count for name, count in found.items() if name != memory.BUCKETS}
     text = ", ".join(f"{name} {size_of(count)}" for name, count in inside.items() if count or name not in _OFTEN_NONE)
@@ -162,14 +148,6 @@ def _memory(found: dict[str, int], has_stepped: bool) -> str:
     if found[memory.BUCKETS]:
         text += f", and buckets of messages {size_of(found[memory.BUCKETS])}"
     return text + ("" if found[memory.STATE] or has_stepped else " (before the first step)")
-
-
-def size_of(count: float) -> str:
-    """A number of bytes with its unit: `1.50 MiB`."""
-    power = 0
-    while count >= 1024 and power < len(_UNITS) - 1:
-        count, power = count / 1024, power + 1
-    return f"{count:.0f} B" if power == 0 else f"{count:.2f} {_UNITS[power]}"
 
 
 def _layout(strategy: Strategy) -> list[Row]:
@@ -214,9 +192,9 @@ def _marks(module: nn.Module, root: nn.Module) -> Iterable[str]:
         yield "FSDP1 unit"
     elif kind == "DeepSpeedEngine":
         yield f"DeepSpeed engine, ZeRO stage {int(module.zero_optimization_stage())}"  # type: ignore[operator]
-    if kind == "OptimizedModule" or module._compiled_call_impl is not None:
+    if is_compiled_module(module) or is_compiled_in_place(module):
         yield "compiled"
-    if kind == "CheckpointWrapper":
+    if is_recomputed(module):
         yield "recomputed in the backward"
     if "Float8" in kind or type(module).__module__.startswith("transformer_engine"):
         yield f"fp8 ({kind})"
@@ -241,15 +219,21 @@ def _parameters(model: nn.Module) -> list[Row]:
         if not isinstance(parameter, DTensor):
             return f"{dtype} {shape}{frozen}"
         names = parameter.device_mesh.mesh_dim_names or range(parameter.device_mesh.ndim)
-        places = ", ".join(f"{name}: {placement}" for name, placement in zip(names, parameter.placements, strict=True))
-        return f"{dtype} {shape}, here {tuple(parameter._local_tensor.shape)} by {places}{frozen}"
+        places = ", ".join(f"{name}: {_words(at)}" for name, at in zip(names, parameter.placements, strict=True))
+        return f"{dtype} {shape}, here {tuple(parameter.to_local().shape)} by {places}{frozen}"
 
     return _grouped((name, text(parameter)) for name, parameter in model.named_parameters())
 
 
+def _words(placement: Placement) -> str:
+    """A placement as `Shard(0)`, `Replicate` or `Partial(sum)`. Its own text is an abbreviation."""
+    of = getattr(placement, "dim", getattr(placement, "reduce_op", None))
+    return type(placement).__name__.lstrip("_") + ("" if of is None else f"({of})")
+
+
 def _dtypes(prepared: PreparedModel) -> list[Row]:
     master_weights = list(prepared.master_weights())
-    compute, reduction = prepared.dtypes()
+    compute, reduction = dtypes(prepared)
     return [
         Row("parameters", _counted(prepared.module.parameters())),
         *([Row("master weights", _counted(master_weights))] if master_weights else []),
@@ -270,7 +254,7 @@ def _volume(strategy: Strategy, prepared: PreparedModel, steps: int, sync_each_b
     if _has_ended():
         return [Row("none", _ENDED)]
     times = steps if sync_each_batch else 1
-    found = prepared.communication_volume(steps // times)
+    found = communication_volume(prepared, steps // times)
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [Row("none", "one process")]
     if found is None:

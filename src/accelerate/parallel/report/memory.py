@@ -9,11 +9,13 @@ import torch
 from torch import nn
 
 from ...core import trees
+from ..gradients import local
 
 # Kinds of bytes. Gradients have their largest size between two backwards. Buckets are not in the sum: most of them
 # exist during a backward only, in the size that the library is configured for.
 PARAMETERS, BUFFERS, GRADIENTS, MASTER_WEIGHTS = "parameters", "buffers", "gradients", "master weights"
 STATE, BUCKETS = "optimizer state", "buckets"
+KINDS = (PARAMETERS, BUFFERS, GRADIENTS, MASTER_WEIGHTS, STATE, BUCKETS)
 
 
 def unseen(tensors: Iterable[torch.Tensor], seen: set[int]) -> Iterator[torch.Tensor]:
@@ -31,12 +33,7 @@ def of_buffers(models: Sequence[nn.Module]) -> int:
 
 def local_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of tensors; of a DTensor those of this rank's shard."""
-    # torch's DTensor takes long to import: a run without one does not wait for it. A flat parameter of FSDP1 has its
-    # shard also while it is unsharded.
-    return sum(
-        getattr(tensor, "_local_tensor", getattr(tensor, "_local_shard", tensor)).numel() * tensor.dtype.itemsize
-        for tensor in tensors
-    )
+    return sum(local(tensor).numel() * tensor.dtype.itemsize for tensor in tensors)
 
 
 def allocated_bytes(tensors: Iterable[torch.Tensor]) -> int:

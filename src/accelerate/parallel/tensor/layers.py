@@ -7,6 +7,8 @@ The parameters are DTensors all the same, for whatever shards, clips, saves or l
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -14,25 +16,18 @@ from torch import nn
 from torch.autograd.function import FunctionCtx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from . import loss as tensor_loss
+from .loss import ShardedLoss
+
+Layer = TypeVar("Layer", bound=nn.Module)
 
 # The dimension of a residual stream (batch, sequence, features) that is sharded.
 SEQUENCE = 1
 
 
-def _all_reduce(partial: torch.Tensor, mesh: DeviceMesh, in_place: bool) -> torch.Tensor:
-    """The sum over the ranks; `in_place` where nothing else uses the tensor."""
-    if torch.compiler.is_compiling():
-        # The functional collective, which can be traced.
-        collectives = torch.ops._c10d_functional
-        group = mesh.get_group().group_name
-        traced: torch.Tensor = collectives.wait_tensor(collectives.all_reduce(partial.contiguous(), "sum", group))
-        return traced
-    total = partial.contiguous() if in_place else partial.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=mesh.get_group())
-    return total
+def _summed(partial: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    dist.all_reduce(partial, group=mesh.get_group())
+    return partial
 
 
 class _OnRanks(FunctionCtx):
@@ -48,7 +43,7 @@ class SumForward(torch.autograd.Function):
     def forward(ctx: _OnRanks, partial: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
         """Return the sum of `partial` over the ranks."""
         ctx.mesh = mesh
-        return _all_reduce(partial, mesh, in_place=False)
+        return _summed(partial.clone(memory_format=torch.contiguous_format), mesh)
 
     @staticmethod
     def backward(ctx: _OnRanks, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -71,8 +66,10 @@ class SumBackward(torch.autograd.Function):
         """Return the sum of the gradient over the ranks."""
         if torch.is_grad_enabled():
             return SumForward.apply(gradients[0], ctx.mesh), None
-        # The linear layers that read the tensor have made this gradient.
-        return _all_reduce(gradients[0], ctx.mesh, in_place=True), None
+        # The linear layers that read the tensor have made this gradient: nothing else uses its memory. torch.compile
+        # does not trace a sum in place of one.
+        gradient = gradients[0].clone() if torch.compiler.is_compiling() else gradients[0]
+        return _summed(gradient.contiguous(), ctx.mesh), None
 
 
 class GatherFeatures(torch.autograd.Function):
@@ -85,9 +82,9 @@ class GatherFeatures(torch.autograd.Function):
     def forward(ctx: _OnRanks, shard: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
         """Return the features of all ranks, concatenated."""
         ctx.mesh = mesh
-        ranks, collectives = mesh.size(), torch.ops._c10d_functional
-        shards = collectives.all_gather_into_tensor(shard.contiguous(), ranks, mesh.get_group().group_name)
-        return torch.cat(collectives.wait_tensor(shards).chunk(ranks), -1)
+        shards = shard.new_empty((mesh.size() * shard.shape[0], *shard.shape[1:]))
+        dist.all_gather_into_tensor(shards, shard.contiguous(), group=mesh.get_group())
+        return torch.cat(shards.chunk(mesh.size()), -1)
 
     @staticmethod
     def backward(ctx: _OnRanks, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -121,19 +118,15 @@ class SharedInput:
         self._replicated: torch.Tensor | None = None
         self._left = 0
 
-    def __deepcopy__(self, memo: object) -> SharedInput:
-        # A model may be copied in the middle of a forward.
-        return SharedInput(self.layers)
-
-    def take(self, given: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    def take(self, input: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
         """Return the input replicated on all ranks. The last layer that takes it releases it."""
         replicated = self._replicated
-        if given is not self._input or replicated is None:
-            if isinstance(given, DTensor):
-                replicated = given.redistribute(placements=(Replicate(),)).to_local(grad_placements=(Partial(),))
+        if input is not self._input or replicated is None:
+            if isinstance(input, DTensor):
+                replicated = input.redistribute(placements=(Replicate(),)).to_local(grad_placements=(Partial(),))
             else:
-                replicated = SumBackward.apply(given, mesh)
-            self._input, self._replicated, self._left = given, replicated, self.layers
+                replicated = SumBackward.apply(input, mesh)
+            self._input, self._replicated, self._left = input, replicated, self.layers
         self._left -= 1
         if self._left == 0:
             # Nothing outlives the forward.
@@ -141,69 +134,37 @@ class SharedInput:
         return replicated
 
 
-class _OfLayout(FunctionCtx):
-    layout: DTensorSpec
-
-
-class ToLocal(torch.autograd.Function):
-    """`DTensor.to_local` of a parameter at a third of its cost: the gradient has the parameter's layout."""
-
-    @staticmethod
-    def forward(ctx: _OfLayout, parameter: DTensor) -> torch.Tensor:
-        """Return a view of the parameter's local shard."""
-        ctx.layout = parameter._spec
-        shard = parameter._local_tensor
-        return shard.view_as(shard)
-
-    @staticmethod
-    def backward(ctx: _OfLayout, *gradients: torch.Tensor) -> DTensor:
-        """Return the gradient as a DTensor in the layout of the parameter."""
-        if torch.is_grad_enabled():  # create_graph=True
-            return DTensor.from_local(gradients[0], ctx.layout.mesh, ctx.layout.placements, run_check=False)
-        # Without DTensor's initialiser, which takes long and does nothing.
-        return DTensor.__new__(DTensor, gradients[0], ctx.layout, requires_grad=False)
-
-
 def local(parameter: torch.Tensor | None) -> torch.Tensor | None:
     """This rank's shard of a parameter, differentiable."""
-    if not isinstance(parameter, DTensor):
-        return parameter
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return parameter.to_local()
-    shard: torch.Tensor = ToLocal.apply(parameter)
-    return shard
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 class ColumnLinear(nn.Linear):
     """A linear layer of which each rank computes some of the outputs; `gathered`: all ranks return all of them.
 
-    `as_dtensor`, for the logits of a loss: outputs stay sharded where gradients are taken, and are gathered otherwise.
+    `loss`, of the layer that computes the logits: while it is computed, gathered outputs stay sharded.
     """
 
-    plain_class = nn.Linear
     ranks: DeviceMesh
     shared: SharedInput
     gathered: bool
-    as_dtensor: bool
+    loss: ShardedLoss | None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Compute this rank's output features, and gather them if the layer is set to."""
         replicated = self.shared.take(input, self.ranks)
         shard = F.linear(replicated, local(self.weight), local(self.bias))  # type: ignore[arg-type]
-        if self.gathered or (self.as_dtensor and not torch.is_grad_enabled()):
+        if self.loss is not None and self.loss.is_computed and torch.is_grad_enabled():
+            return DTensor.from_local(shard, self.ranks, (Shard(shard.ndim - 1),), run_check=False)
+        if self.gathered:
             gathered: torch.Tensor = GatherFeatures.apply(shard, self.ranks)
             return gathered
-        if self.as_dtensor:
-            if not torch.compiler.is_compiling():
-                tensor_loss.ensure()
-            return DTensor.from_local(shard, self.ranks, (Shard(shard.ndim - 1),), run_check=False)
         return shard
 
 
 class RowLinear(nn.Linear):
     """A linear layer of which each rank reads some of the inputs. `along_sequence`: the sum is sharded over tokens."""
 
-    plain_class = nn.Linear
     ranks: DeviceMesh
     along_sequence: bool
 
@@ -224,28 +185,33 @@ class RowLinear(nn.Linear):
 class RowEmbedding(nn.Embedding):
     """An embedding of which each rank has some rows: it returns zeros for the other rows, and ranks are summed."""
 
-    plain_class = nn.Embedding
     ranks: DeviceMesh
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Look up this rank's rows, and sum the results over the ranks."""
         rows: torch.Tensor = local(self.weight)  # type: ignore[assignment]
         first = self.ranks.get_local_rank() * rows.shape[0]
-        own = input - first
-        others = (own < 0) | (own >= rows.shape[0])
+        indices = input - first
+        elsewhere = (indices < 0) | (indices >= rows.shape[0])
         padding = None if self.padding_idx is None else self.padding_idx - first
         if padding is not None and not 0 <= padding < rows.shape[0]:
             padding = None
-        found = F.embedding(
-            own.masked_fill(others, 0), rows, padding, scale_grad_by_freq=self.scale_grad_by_freq, sparse=self.sparse
+        features = F.embedding(
+            indices.masked_fill(elsewhere, 0),
+            rows,
+            padding,
+            scale_grad_by_freq=self.scale_grad_by_freq,
+            sparse=self.sparse,
         )
-        total: torch.Tensor = SumForward.apply(found.masked_fill(others.unsqueeze(-1), 0), self.ranks)
+        total: torch.Tensor = SumForward.apply(features.masked_fill(elsewhere.unsqueeze(-1), 0), self.ranks)
         return total
 
 
-def become(module: nn.Module, kind: type[nn.Module], **attributes: object) -> nn.Module:
-    """Change the class of a module. With a forward for each module, torch.compile would compile equal blocks again."""
-    module.__class__ = kind
-    for name, value in attributes.items():
-        setattr(module, name, value)
-    return module
+def as_split(module: nn.Module, kind: type[Layer], **attributes: object) -> Layer:
+    """A layer of the class `kind` that has the parameters, hooks and attributes of `module`.
+
+    A class, not a forward for each module: torch.compile compiles equal blocks once.
+    """
+    layer = kind.__new__(kind)
+    vars(layer).update(vars(module), **attributes)
+    return layer

@@ -7,12 +7,16 @@ import re
 from collections.abc import Callable, Collection, Mapping
 
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
+from ...config.parallel import TorchTensorParallelConfig
 from ...core.errors import PrepareError
+from ..adapters import adapted_plan
+from ..unwrap import is_peft_model
 from . import styles as kinds
 from .layers import SharedInput
+from .loss import ShardedLoss
 
 Plan = Mapping[str, "str | ParallelStyle"]
 Styles = dict[str, ParallelStyle]
@@ -56,8 +60,30 @@ _PAIRS: tuple[tuple[frozenset[str], str], ...] = (
 _HEAD_NORMS = frozenset({"q_norm", "k_norm", "q_layernorm", "k_layernorm"})
 # Queries, keys and values in one matrix, whose order of rows is not known.
 _FUSED = frozenset({"qkv", "qkv_proj", "c_attn", "query_key_value", "Wqkv", "wqkv", "in_proj"})
-# Numbers of heads that an attention module keeps; a rank computes its share of them.
-_HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "num_key_value_heads", "num_kv_heads", "n_kv_heads")
+
+
+def styles_of(model: nn.Module, options: TorchTensorParallelConfig, size: int) -> tuple[Styles, ShardedLoss | None]:
+    """Module name -> how it is split, by the user's plan, the model's own, or an inferred one; and a sharded loss."""
+    if options.plan is not None:
+        styles = match_plan(model, options.plan)
+    elif models_plan := getattr(model, "_tp_plan", None):
+        # A family of models shares a plan, which may name modules that this one does not have.
+        if is_peft_model(model):
+            if options.sequence_parallel:
+                raise PrepareError("sequence_parallel=True does not work with adapters of peft: leave it out")
+            models_plan = adapted_plan(model, models_plan, name_pattern)
+        styles = match_plan(model, models_plan, strict=False)
+        if not styles:
+            raise PrepareError(
+                f"no rule of the model's own tensor-parallel plan fits a module of {type(model).__name__}: its "
+                f"modules have other names, as where a library has wrapped the model or its layers. {GIVE_A_PLAN}. "
+                "For LoRA of peft: base_layer and lora_B.default 'colwise' in a layer split by columns, base_layer "
+                "and lora_A.default 'rowwise' in one split by rows"
+            )
+    else:
+        styles = match_plan(model, infer_plan(model, size))
+    loss = split_loss(model, styles) if options.loss_parallel else None
+    return (along_sequence(model, styles) if options.sequence_parallel else styles), loss
 
 
 def match_plan(model: nn.Module, plan: Plan, strict: bool = True) -> Styles:
@@ -94,12 +120,6 @@ def name_pattern(pattern: str) -> re.Pattern[str]:
     return re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
 
 
-def known_styles(model: nn.Module) -> Styles:
-    """The styles of a model's own plan that are known here."""
-    own: Plan = getattr(model, "_tp_plan", None) or {}
-    return match_plan(model, {pattern: word for pattern, word in own.items() if word in STYLES}, strict=False)
-
-
 def _style(pattern: str, requested: str | ParallelStyle) -> ParallelStyle:
     if isinstance(requested, ParallelStyle):
         return requested
@@ -120,7 +140,8 @@ def _share_inputs(styles: Styles) -> None:
     siblings: dict[str, list[kinds.Colwise]] = {}
     for name, style in styles.items():
         if isinstance(style, kinds.Colwise):
-            siblings.setdefault(name.rpartition(".")[0], []).append(style)
+            # The layer itself, inside of one with adapters.
+            siblings.setdefault(name.removesuffix(".base_layer").rpartition(".")[0], []).append(style)
     for listed in siblings.values():
         shared = SharedInput(len(listed))
         for style in listed:
@@ -202,145 +223,31 @@ def vocabulary_ends(model: nn.Module, inner: Collection[str]) -> tuple[str | Non
     return pairs[0] if len(pairs) == 1 else (None, None)
 
 
-def split_losses(model: nn.Module, styles: Styles) -> None:
-    """Keep the logits sharded over the vocabulary.
+def split_loss(model: nn.Module, styles: Styles) -> ShardedLoss:
+    """Add the styles with which the logits stay sharded over the vocabulary while the model computes its loss.
 
     Raises:
         PrepareError: where the output layer is ambiguous.
     """
-    own = getattr(model, "get_output_embeddings", lambda: None)()
-    names = {id(module): name for name, module in model.named_modules()}
+    head = getattr(model, "get_output_embeddings", lambda: None)()
     inner = [
         name
         for name, style in styles.items()
         if not (isinstance(style, ColwiseParallel) and style.output_layouts[0].is_replicate())
     ]
-    head = names.get(id(own), vocabulary_ends(model, inner)[1])
-    if head is None:
+    name = {module: name for name, module in model.named_modules()}.get(head, vocabulary_ends(model, inner)[1])
+    if name is None:
         raise PrepareError(
             f"loss_parallel=True: which layer of {type(model).__name__} returns the logits is ambiguous (it should be "
             "a linear layer of the embedding's shape, or get_output_embeddings())"
         )
-    styles[head] = kinds.VocabularyColwise()
-    tied = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Embedding) and module.weight is model.get_submodule(head).weight
-    ]
-    for name in tied:
-        styles[name] = kinds.Rowwise(full_input=True)
-
-
-def check_plan(model: nn.Module, styles: Styles, size: int) -> list[tuple[nn.Module, dict[str, int]]]:
-    """Check that every module can be split by its style.
-
-    Returns:
-        (module, attribute -> its value on one rank) of attention modules that count their heads.
-
-    Raises:
-        PrepareError: naming a module that cannot be split so.
-    """
-    modules = dict(model.named_modules())
-    parents: dict[str, None] = {}
-    for name, style in styles.items():
-        _check_module(name, modules[name], style, size)
-        if isinstance(style, ColwiseParallel) and isinstance(style.output_layouts[0], Shard):
-            parents.setdefault(name.rpartition(".")[0])
-    rows = {name.rpartition(".")[0] for name, style in styles.items() if isinstance(style, RowwiseParallel)}
-    attentions = [name for name in parents if name in rows]
-    shares = [(modules[name], _shares_of_heads(name, modules[name], size)) for name in attentions]
-    for name in attentions:
-        _check_head_size(name, modules[name], styles, modules, size)
-    _check_pairs(modules, styles)
-    return shares
-
-
-def _check_pairs(modules: Mapping[str, nn.Module], styles: Styles) -> None:
-    """Refuse a pair of siblings of which only one is split: sharded outputs need a layer that reads shards."""
-    columns = [
-        name
-        for name, style in styles.items()
-        if type(style) is kinds.Colwise and isinstance(style.output_layouts[0], Shard)
-    ]
-    rows = [name for name, style in styles.items() if type(style) is kinds.Rowwise and not style.full_input]
-    for split, others, facing, word, better in (
-        (columns, rows, ("out_features", "in_features"), "colwise", ("rowwise", "colwise_gather_output")),
-        (rows, columns, ("in_features", "out_features"), "rowwise", ("colwise", "rowwise_split_input")),
-    ):
-        paired = {name.rpartition(".")[0] for name in others}
-        for name in split:
-            parent = name.rpartition(".")[0]
-            width = getattr(modules[name], facing[0])
-            unsplit = [] if parent in paired else _facing(parent, modules, styles, width, facing[1])
-            if unsplit:
-                raise PrepareError(
-                    f"the tensor-parallel plan splits {name} ({word!r}) and not {unsplit[0]}, which has the other end "
-                    f"of the same features. Give {better[0]!r} at {unsplit[0]}, or {better[1]!r} at {name}"
-                )
-
-
-def _facing(parent: str, modules: Mapping[str, nn.Module], styles: Styles, width: int, side: str) -> list[str]:
-    """The linear children of a module without a style whose `side` has this width."""
-    named = ((f"{parent}.{key}" if parent else key, child) for key, child in modules[parent].named_children())
-    return [
-        name
-        for name, child in named
-        if isinstance(child, nn.Linear) and name not in styles and getattr(child, side) == width
-    ]
-
-
-def _check_module(name: str, module: nn.Module, style: ParallelStyle, size: int) -> None:
-    if not isinstance(style, (ColwiseParallel, RowwiseParallel)):
-        return
-    if not isinstance(module, (nn.Linear, nn.Embedding)):
-        raise PrepareError(
-            f"the tensor-parallel plan splits {name}, a {type(module).__name__}: only linear layers and embeddings are"
-        )
-    if isinstance(module.weight, DTensor):
-        raise PrepareError(f"the tensor-parallel plan splits {name}, which is a DTensor already")
-    if isinstance(style, kinds.Rowwise) and isinstance(module, nn.Embedding) and module.max_norm is not None:
-        raise PrepareError(
-            f"the tensor-parallel plan splits the rows of {name}, which max_norm changes as they are read"
-        )
-    columns = isinstance(style, ColwiseParallel)
-    if isinstance(module, nn.Linear):
-        width = "out_features" if columns else "in_features"
-    else:
-        width = "embedding_dim" if columns else "num_embeddings"
-    found = getattr(module, width, None)
-    if found is not None and found % size:
-        raise PrepareError(f"tp_size={size} does not divide {width}={found} of {name}")
-
-
-def _check_head_size(
-    name: str, module: nn.Module, styles: Styles, modules: Mapping[str, nn.Module], size: int
-) -> None:
-    """Where a module has a `head_dim` but no number of heads: a shard must not end inside a head."""
-    head = getattr(module, "head_dim", None)
-    if not isinstance(head, int) or isinstance(head, bool) or head < 1:
-        return
-    for child, style in styles.items():
-        if child.rpartition(".")[0] != name or not isinstance(style, ColwiseParallel):
-            continue
-        width = int(modules[child].out_features)  # type: ignore[arg-type]
-        if width % head == 0 and (width // size) % head:
-            raise PrepareError(
-                f"tp_size={size} does not divide the {width // head} heads of {child} (out_features={width}, "
-                f"head_dim={head}): a head is never split"
-            )
-
-
-def _shares_of_heads(name: str, module: nn.Module, size: int) -> dict[str, int]:
-    """Attribute -> this rank's number of heads, for an attention module that keeps it."""
-    shares = {}
-    for key in _HEADS:
-        count = getattr(module, key, None)
-        if not isinstance(count, int) or isinstance(count, bool):
-            continue
-        if count % size:
-            raise PrepareError(f"tp_size={size} does not divide {key}={count} of {name}: a head is never split")
-        shares[key] = count // size
-    return shares
+    loss = ShardedLoss()
+    weight = model.get_submodule(name).weight
+    for other, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and module.weight is weight:
+            styles[other] = kinds.Rowwise(full_input=True)
+    styles[name] = kinds.Colwise(Replicate(), loss)
+    return loss
 
 
 def along_sequence(model: nn.Module, styles: Styles) -> Styles:
@@ -385,7 +292,7 @@ def along_sequence(model: nn.Module, styles: Styles) -> Styles:
         if (after := _norm_after(name, modules, styles, width)) is not None:
             found[after] = kinds.SequenceNorm(gather=True)
         elif len(keys) == 1:
-            found[keys[0]] = kinds.Chained(kinds.SequenceEntry(), kinds.SequenceExit())
+            found[keys[0]] = kinds.SequenceEntry(gather=True)
         else:
             found[keys[-1]] = kinds.SequenceExit()
     return found

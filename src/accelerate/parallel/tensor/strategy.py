@@ -18,15 +18,13 @@ from ...parallelism_config import ParallelismConfig
 from ...precision.base import Precision
 from ...runtime import mesh
 from .. import materialize
-from ..gradients import GradientReducer, all_reduce, refuse_gradient_hooks
-from ..prepared import CommunicationVolume
+from ..gradients import GradientReducer, all_reduce
 from ..remap import ParameterPlaces
 from ..report.memory import local_bytes
+from ..report.volume import CommunicationVolume
 from ..sharded import ShardedModel, ShardedStrategy
-from . import loss as tensor_loss
 from . import plan as tensor_plan
-from . import random as tensor_random
-from . import styles as tensor_styles
+from . import requirements
 
 
 class TensorParallel(ShardedStrategy):
@@ -44,16 +42,12 @@ class TensorParallel(ShardedStrategy):
 
     def lay_out(self, model: nn.Module) -> ShardedModel:
         """Split the layers of the model over the ranks."""
-        refuse_gradient_hooks(model, self.name)
         ranks = self.mesh["tp"]  # type: ignore[index]
-
-        def split(equal: bool) -> None:
-            if equal:
-                tensors = (tensor for _, tensor in materialize.named_tensors(model))
-                materialize.make_equal(tensors, self.device, None)
-            split_model(model, ranks, self.layout.tp_handler)
-
-        materialize.lay_out(model, self.device, split)
+        weights = materialize.Weights(model, self.device)
+        if weights.are_everywhere:
+            materialize.make_equal((tensor for _, tensor in materialize.named_tensors(model)), self.device, None)
+        split_model(model, ranks, self.layout.tp_handler)
+        weights.fill(model)
         self.cast_parameters(model)
         prepared = self.as_prepared(model)
         prepared.reducers.append(PartialSums(model.parameters()))
@@ -67,32 +61,32 @@ class PartialSums(GradientReducer):
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self._parameters: list[DTensor] = [
+        self.replicated: list[DTensor] = [
             parameter
             for parameter in parameters
-            if isinstance(parameter, DTensor) and any(place.is_replicate() for place in parameter.placements)
+            if isinstance(parameter, DTensor) and any(placement.is_replicate() for placement in parameter.placements)
         ]
 
     def communication_volume(self) -> list[CommunicationVolume]:
         """At most one message with all gradients; which of them are partial is known after a backward."""
-        sent = local_bytes(self._parameters)
+        sent = local_bytes(self.replicated)
         return [CommunicationVolume("all-reduce of partial gradients", None, sent, about=True)] if sent else []
 
     @torch.no_grad()
     def finish(self) -> None:
         """All-reduce what the window has accumulated."""
         meshes: dict[DeviceMesh, list[tuple[DTensor, torch.Tensor]]] = {}
-        for parameter in self._parameters:
+        for parameter in self.replicated:
             gradient = parameter.grad
-            if not isinstance(gradient, DTensor) or not any(place.is_partial() for place in gradient.placements):
+            if not isinstance(gradient, DTensor) or not any(p.is_partial() for p in gradient.placements):
                 continue
             if gradient.device_mesh.ndim > 1:
                 parameter.grad = gradient.redistribute(placements=parameter.placements)
             else:
                 meshes.setdefault(gradient.device_mesh, []).append((parameter, gradient.to_local()))
-        for ranks, listed in meshes.items():
-            all_reduce([total for _, total in listed], ranks.get_group(), average=False)
-            for parameter, total in listed:
+        for ranks, partial in meshes.items():
+            all_reduce([total for _, total in partial], ranks.get_group(), average=False)
+            for parameter, total in partial:
                 parameter.grad = DTensor.from_local(total, ranks, parameter.placements, run_check=False)
 
 
@@ -108,73 +102,37 @@ def split_model(model: nn.Module, ranks: DeviceMesh, options: TorchTensorParalle
         PrepareError: before anything is split, for a plan or a size that does not fit the model.
     """
     options = options or TorchTensorParallelConfig()
-    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        if get_model_tp_size(model) == ranks.size():
-            # transformers has split it while it was loaded, and leaves random numbers to us.
-            tensor_random.separate_streams(model, tensor_plan.known_styles(model), ranks, options.random_modules)
+    is_sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    if is_sharded and get_model_tp_size(model) == ranks.size():
+        # transformers has split it while it was loaded.
         return False
-    modules = dict(model.named_modules())
-    for name, module in modules.items():
-        if type(module).__module__.startswith("transformer_engine"):
-            raise PrepareError(
-                f"tp_size={ranks.size()}: {name} is a layer of Transformer Engine, which cannot be split. Compute in "
-                "fp8 with torchao (AORecipeKwargs), whose layers can, or leave tp_size at 1"
-            )
-    styles = _styles(model, options, ranks.size())
-    heads = tensor_plan.check_plan(model, styles, ranks.size())
+    requirements.check_plain(model)
+    styles, loss = tensor_plan.styles_of(model, options, ranks.size())
+    split = requirements.Split(dict(model.named_modules()), styles, ranks.size())
+    requirements.check(split)
     places = ParameterPlaces(model)
+    layers: dict[nn.Module, nn.Module] = {}
     for name, style in styles.items():
         # Weights are equal: every rank cuts out its shard without a message.
         style.src_data_rank = None
-        parallelize_module(modules[name], ranks, style, src_data_rank=None)
-    for module, shares in heads:
-        for key, share in shares.items():
-            setattr(module, key, share)
+        layers[split.modules[name]] = parallelize_module(split.modules[name], ranks, style, src_data_rank=None)
+    for _, module, key, count in split.heads():
+        setattr(module, key, count // ranks.size())
+    for module in split.modules.values():
+        for key, child in list(module.named_children()):
+            if layers.get(child, child) is not child:
+                setattr(module, key, layers[child])
     _retie(places)
-    tensor_random.separate_streams(model, styles, ranks, options.random_modules)
-    model.register_forward_pre_hook(_refuse_transforms)
-    if options.loss_parallel:
-        tensor_loss.split_losses_while_alive(model)
-        model.register_forward_hook(lambda module, args, output: tensor_styles.plain_losses(output))
+    if loss is not None:
+        loss.wrap_forward(model)
     return True
-
-
-def _refuse_transforms(*_: object) -> None:
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-        raise PrepareError(
-            "a tensor-parallel model was called inside of a transform of torch.func (vmap, grad, jvp, ...), which "
-            "does not know its collectives. torch.autograd.grad(..., create_graph=True) works; or use DDP or FSDP2"
-        )
-
-
-def _styles(model: nn.Module, options: TorchTensorParallelConfig, size: int) -> tensor_plan.Styles:
-    """Module name -> how it is split, by the user's plan, the model's own, or an inferred one."""
-    if options.plan is not None:
-        styles = tensor_plan.match_plan(model, options.plan)
-    elif own := getattr(model, "_tp_plan", None):
-        # A family of models shares a plan, which may name modules that this one does not have.
-        styles = tensor_plan.match_plan(model, own, strict=False)
-        if not styles:
-            raise PrepareError(
-                f"no rule of the model's own tensor-parallel plan fits a module of {type(model).__name__}: its "
-                "modules have other names, as where a library has wrapped the model or its layers. "
-                f"{tensor_plan.GIVE_A_PLAN}. For LoRA of peft: base_layer and lora_B.default 'colwise' in a layer "
-                "split by columns, base_layer and lora_A.default 'rowwise' in one split by rows"
-            )
-    else:
-        styles = tensor_plan.match_plan(model, tensor_plan.infer_plan(model, size))
-    if options.loss_parallel:
-        tensor_plan.split_losses(model, styles)
-    if options.sequence_parallel:
-        styles = tensor_plan.along_sequence(model, styles)
-    return styles
 
 
 def _retie(places: ParameterPlaces) -> None:
     """Tie the replacements of tied parameters."""
     for owners in places.shared():
-        present = [module._parameters[name] for module, name in owners]
-        layouts = [getattr(parameter, "placements", None) for parameter in present]
+        parameters = [getattr(module, name) for module, name in owners]
+        layouts = [getattr(parameter, "placements", None) for parameter in parameters]
         if any(layout != layouts[0] for layout in layouts):
             names = ", ".join(sorted({f"{type(module).__name__}.{name}" for module, name in owners}))
             raise PrepareError(
@@ -182,4 +140,4 @@ def _retie(places: ParameterPlaces) -> None:
                 "(embedding_rowwise and colwise_gather_output), or neither."
             )
         for module, name in owners:
-            module._parameters[name] = present[0]
+            setattr(module, name, parameters[0])

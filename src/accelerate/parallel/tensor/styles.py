@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -18,26 +18,39 @@ from torch.distributed.tensor.parallel import (
 )
 
 from ...core.errors import PrepareError
-from .layers import SEQUENCE, ColumnLinear, RowEmbedding, RowLinear, SharedInput, become
+from .layers import SEQUENCE, ColumnLinear, RowEmbedding, RowLinear, SharedInput, as_split
+from .loss import ShardedLoss
 
 Placements = Sequence[Placement]
 
 
-class Colwise(ColwiseParallel):
-    """Each rank computes some of the outputs. Siblings that read the same tensor share its messages."""
+def _distribute(module: nn.Module, mesh: DeviceMesh, **placements: Placement) -> None:
+    """Make DTensors of parameters that are equal on all ranks, without a message."""
+    for name, placement in placements.items():
+        parameter = getattr(module, name, None)
+        if parameter is not None:
+            shard = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
+            module.register_parameter(name, nn.Parameter(shard, requires_grad=parameter.requires_grad))
 
-    def __init__(self, output: Placement | None = None, use_local_output: bool = True) -> None:
-        super().__init__(output_layouts=output, use_local_output=use_local_output)
+
+class Colwise(ColwiseParallel):
+    """Each rank computes some of the outputs. Siblings that read the same tensor share its messages.
+
+    With a `loss`, the logits of a language model.
+    """
+
+    def __init__(self, output: Placement | None = None, loss: ShardedLoss | None = None) -> None:
+        super().__init__(output_layouts=output)
         self.shared: SharedInput = SharedInput(1)
+        self.loss = loss
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         # Layers with another forward (quantized, fp8) keep it.
         if type(module) is not nn.Linear:
             return super()._apply(module, device_mesh)
-        self._partition_linear_fn("", module, device_mesh)
-        gathered, as_dtensor = self.output_layouts[0].is_replicate(), not self.use_local_output
-        options = {"shared": self.shared, "gathered": gathered, "as_dtensor": as_dtensor}
-        return become(module, ColumnLinear, ranks=device_mesh, **options)
+        _distribute(module, device_mesh, weight=Shard(0), bias=Shard(0))
+        gathered = self.output_layouts[0].is_replicate()
+        return as_split(module, ColumnLinear, ranks=device_mesh, shared=self.shared, gathered=gathered, loss=self.loss)
 
     @staticmethod
     def _prepare_input_fn(
@@ -47,13 +60,6 @@ class Colwise(ColwiseParallel):
         if isinstance(inputs[0], DTensor):
             return inputs[0].redistribute(placements=desired)
         return ColwiseParallel._prepare_input_fn(layouts, desired, module, inputs, mesh)
-
-
-class VocabularyColwise(Colwise):
-    """An output layer whose logits stay sharded for the loss; without gradients they are gathered."""
-
-    def __init__(self) -> None:
-        super().__init__(Shard(-1), use_local_output=False)
 
 
 class Rowwise(RowwiseParallel):
@@ -70,11 +76,11 @@ class Rowwise(RowwiseParallel):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if type(module) is nn.Embedding:
-            self._partition_embedding_fn("", module, device_mesh)
-            return become(module, RowEmbedding, ranks=device_mesh)
+            _distribute(module, device_mesh, weight=Shard(0))
+            return as_split(module, RowEmbedding, ranks=device_mesh)
         if type(module) is nn.Linear and not self.full_input:
-            self._partition_linear_fn("", module, device_mesh)
-            return become(module, RowLinear, ranks=device_mesh, along_sequence=self.along_sequence)
+            _distribute(module, device_mesh, weight=Shard(1), bias=Replicate())
+            return as_split(module, RowLinear, ranks=device_mesh, along_sequence=self.along_sequence)
         return super()._apply(module, device_mesh)
 
 
@@ -93,9 +99,7 @@ class SequenceNorm(SequenceParallel):
             self._prepare_input_fn = self._check_input  # type: ignore[method-assign]
 
     def _replicate_module_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
-        for key, parameter in module.named_parameters(recurse=False):
-            replicated = DTensor.from_local(parameter.data, device_mesh, (Replicate(),), run_check=False)
-            module.register_parameter(key, nn.Parameter(replicated, requires_grad=parameter.requires_grad))
+        _distribute(module, device_mesh, **{key: Replicate() for key, _ in module.named_parameters(recurse=False)})
 
     @staticmethod
     def _check_input(
@@ -127,7 +131,10 @@ class Unsplit(ParallelStyle):
 
 
 class SequenceEntry(ParallelStyle):
-    """Shards the residual stream along the sequence before this module."""
+    """Shards the residual stream along the sequence before this module; with `gather` it is gathered after it."""
+
+    def __init__(self, gather: bool = False) -> None:
+        self.gather = gather
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def shard(
@@ -140,6 +147,8 @@ class SequenceEntry(ParallelStyle):
 
         # Before the hooks of other layouts, which read the inputs.
         module.register_forward_pre_hook(shard, with_kwargs=True, prepend=True)
+        if self.gather:
+            module.register_forward_hook(lambda inner, args, output: _mapped(output, _gathered))
         return module
 
 
@@ -148,18 +157,6 @@ class SequenceExit(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.register_forward_hook(lambda inner, args, output: _mapped(output, _gathered))
-        return module
-
-
-class Chained(ParallelStyle):
-    """Two styles for one module, applied in order."""
-
-    def __init__(self, first: ParallelStyle, second: ParallelStyle) -> None:
-        self.styles: tuple[ParallelStyle, ParallelStyle] = (first, second)
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        for style in self.styles:
-            module = style._apply(module, device_mesh)
         return module
 
 
@@ -180,20 +177,3 @@ def _mapped(output: object, change: Callable[[object], object]) -> object:
     if isinstance(output, tuple):
         return tuple(change(value) for value in output)
     return change(output)
-
-
-def plain_losses(output: object) -> object:
-    """A model's output with scalar DTensors (the loss that it computed itself) as plain tensors."""
-
-    def plain(value: object) -> object:
-        if isinstance(value, DTensor) and value.ndim == 0:
-            # A copy: a model under FSDP must not return a view.
-            return value.redistribute(placements=(Replicate(),) * value.device_mesh.ndim).to_local().clone()
-        return value
-
-    if isinstance(output, Mapping):
-        for key in list(output):
-            if plain(output[key]) is not output[key]:
-                output[key] = plain(output[key])  # type: ignore[index]
-        return output
-    return _mapped(output, plain)

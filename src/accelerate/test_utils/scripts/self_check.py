@@ -89,7 +89,7 @@ def accumulation(accelerator: Accelerator) -> str:
     # From zero weights the mean squared error's gradients are -2 mean(x y) and -2 mean(y).
     expect(abs(weight - inputs.mean().item()) < 2e-2, f"the weight is {weight}, not {inputs.mean().item()}")
     expect(abs(bias - 1.0) < 2e-2, f"the bias is {bias}, not 1")
-    return f"{len(own)} batches a step: weight {weight:.4f}"
+    return f"{len(own)} batches per step: weight {weight:.4f}"
 
 
 def _with_optimizer(lr: float) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -117,7 +117,7 @@ def training(accelerator: Accelerator) -> str:
     )
     everyone = accelerator.gather(weights.unsqueeze(0))
     expect(bool((everyone == everyone[0]).all()), "the ranks' parameters have drifted apart")
-    return f"loss {first:.3f} to {last:.5f} in {accelerator.mixed_precision}; equal on all ranks"
+    return f"loss {first:.3f} to {last:.5f}, mixed precision {accelerator.mixed_precision}; equal on all ranks"
 
 
 def checkpoint(accelerator: Accelerator) -> str:
@@ -158,7 +158,9 @@ CHECKS: tuple[tuple[str, str, Check], ...] = (
 def main() -> int:
     """Run the checks and print a table; the exit code."""
     accelerator = Accelerator()
-    accelerator.print(f"{accelerator.num_processes} process(es), {accelerator.distributed_type}, {accelerator.device}")
+    number = accelerator.num_processes
+    where = f"{number} process{'es' * (number > 1)} on {accelerator.device.type}"
+    accelerator.print(where)
     failed = 0
     for name, what, check in CHECKS:
         began = time.perf_counter()
@@ -175,9 +177,8 @@ def main() -> int:
             f"  {mark}  {name:<14} {1000 * (time.perf_counter() - began):7.0f} ms  {what}\n{'':36}{message}"
         )
         accelerator.free_memory()
-    where = f"{accelerator.num_processes} process(es) on {accelerator.device.type}"
     accelerator.print(
-        f"This installation works: {where} start, communicate, train and save as they should."
+        f"This installation works with {where}: starting, communication, training and saving are right."
         if not failed
         else f"{failed} of {len(CHECKS)} checks failed with {where}: see the lines marked FAILED."
     )

@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters of peft in checkpoints: the files that peft reads, and the checksums of the base in the manifest."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..core.errors import CheckpointError
+from ..core.files import atomic_write, follow_links, user_path
+from ..core.json_text import JSONObject
+from ..core.torch_files import write_atomically
+from ..parallel.adapters import (
+    CONFIG_FILE,
+    PICKLED_FILE,
+    WEIGHTS_FILE,
+    AdapterNames,
+    adapter_folder,
+    adapter_names,
+    base_name,
+    config_text,
+)
+from ..parallel.fsdp.state import full_on_host
+from ..parallel.materialize import from_first, named_parameters, named_tensors
+from ..parallel.prepared import GroupShapes, PreparedModel, PreparedOptimizer
+from ..parallel.sharded import ShardedModel
+from ..parallel.unwrap import is_peft_model
+from ..state import PartialState
+from .blocks import Segment, host_view
+from .checksums import checksums, differing
+from .layout import numbered
+from .matching import CheckpointMismatch
+from .run_state import RunState
+from .source import CheckpointReader, ModelWeights, weights_file
+from .tensorfile import segments
+
+
+@dataclass
+class AdapterLayout:
+    """What is known of a prepared model's adapters.
+
+    Fields:
+        trained: {name: whether it trains} of all parameters when `names` were found.
+        names: the tensors of the adapters; None where the model cannot be saved as adapters.
+        base: the checksums of all other parameters, which are frozen; empty until they are needed.
+    """
+
+    trained: dict[str, bool]
+    names: AdapterNames | None
+    base: dict[str, str] = field(default_factory=dict)
+
+
+class AdapterModel(PreparedModel):
+    """The adapters of a prepared model of peft, as what a checkpoint has of it. The base is known by its checksums."""
+
+    is_adapter = True
+
+    def __init__(self, prepared: PreparedModel, layout: AdapterLayout, names: AdapterNames) -> None:
+        super().__init__(prepared.module, prepared.precision)
+        self.prepared = prepared
+        self.layout = layout
+        self.names = names
+        self.is_partial: bool = prepared.is_partial
+        self._device: torch.device | None = getattr(prepared, "device", None) if prepared.is_partial else None
+
+    @classmethod
+    def of(cls, prepared: PreparedModel, known: AdapterLayout | None) -> AdapterModel | None:
+        """The adapters of a model; None where a checkpoint has to have the entire model.
+
+        Args:
+            prepared: a prepared model.
+            known: of an earlier call for it.
+        """
+        if prepared.template is not None or (prepared.is_partial and not isinstance(prepared, ShardedModel)):
+            return None  # pipelines, DeepSpeed, FSDP1
+        if not is_peft_model(prepared.module):
+            return None
+        trained = {name: parameter.requires_grad for name, parameter in named_parameters(prepared.inner)}
+        if known is None or known.trained != trained:
+            known = AdapterLayout(trained, adapter_names(prepared.module))
+        return None if known.names is None else cls(prepared, known, known.names)
+
+    @property
+    def inner(self) -> nn.Module:
+        """The module inside of the wrappers of the layout."""
+        return self.prepared.inner
+
+    @property
+    def hooked(self) -> nn.Module:
+        """The model that hooks get."""
+        return self.prepared.hooked
+
+    @property
+    def base(self) -> Mapping[str, str]:
+        """The checksums of the frozen parameters that no adapter has. Each rank reads its shards once."""
+        if not self.layout.base:
+            adapter = {name for entries in self.names.values() for name in entries.values()}
+            frozen = {
+                base_name(name): parameter
+                for name, parameter in named_parameters(self.inner)
+                if name not in adapter or name.split(".")[-2] == "base_layer"
+            }
+            self.layout.base = checksums(frozen, self._device)
+        return self.layout.base
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        self.prepared.reshard()
+        tensors = dict(named_tensors(self.inner, remove_duplicate=False))
+        return {name: tensors[name] for entries in self.names.values() for name in entries.values()}
+
+    def about(self) -> dict[str, Any]:
+        """The names of the adapters, and the checksums of the base."""
+        return {"adapters": list(self.names), "base": dict(self.base)}
+
+    def before_load(self) -> None:
+        """Compute the checksums of the base, for which ranks communicate."""
+        self.base  # noqa: B018
+
+    def saved_entries(self) -> dict[str, torch.Tensor]:
+        """The tensors of the adapters by their names in the model, with the shapes of the plain model."""
+        return self._tensors()
+
+    def checkpoint_state_dict(self) -> dict[str, Any]:
+        """The adapters under the names of the model: if `is_partial`, on the host of rank 0, empty on other ranks.
+
+        Raises:
+            CheckpointError: on every rank, for a tensor that does not have what the ranks have trained.
+        """
+        self.before_load()
+        with torch.inference_mode(False), torch.no_grad():
+            tensors = self._tensors()
+            if not self.is_partial:
+                return dict(tensors)
+            trained = checksums(tensors, self._device)
+            joined = {}
+            for name, tensor in tensors.items():
+                full = full_on_host(tensor)
+                if dist.get_rank() == 0:
+                    joined[name] = full
+            wrong = [name for name, text in checksums(joined).items() if text != trained[name]]
+            if wrong := from_first(wrong, self._device):
+                raise CheckpointError(
+                    f"the adapter was not saved: {', '.join(wrong[:5])} as collected on rank 0 is not what the ranks "
+                    "have trained"
+                )
+        return joined
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Take the adapters' tensors, by their names in the model. Every rank calls it."""
+        self.prepared.load_state_dict(state, strict=False)
+
+    def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """The optimizer's full state."""
+        return self.prepared.optimizer_state_dict(optimizer)
+
+    def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+        """Take a full optimizer state."""
+        self.prepared.load_optimizer_state_dict(optimizer, state)
+
+    def optimizer_group_shapes(self, optimizer: torch.optim.Optimizer) -> GroupShapes | None:
+        """Names and shapes in each group of the optimizer."""
+        return self.prepared.optimizer_group_shapes(optimizer)
+
+
+def with_adapters(run: RunState, known: MutableMapping[PreparedModel, AdapterLayout]) -> RunState | None:
+    """The run with the adapters of models of peft whose base is frozen, instead of these models; None without any.
+
+    Args:
+        run: the run with entire models.
+        known: what earlier calls have found out of each model.
+    """
+    parts = [AdapterModel.of(part, known.get(part)) or part for part in run.models]
+    adapters = {part.prepared: part for part in parts if isinstance(part, AdapterModel)}
+    if not adapters or any(part.saves_shards for part in parts):
+        return None
+    known.update({prepared: part.layout for prepared, part in adapters.items()})
+    optimizers = [
+        PreparedOptimizer(trained.optimizer, adapters.get(trained.model, trained.model) if trained.model else None)
+        for trained in run.optimizers
+    ]
+    return replace(run, models=parts, optimizers=optimizers, sharded=None, entire=run)
+
+
+def adapters_folder(index: int) -> str:
+    """The folder of a model's adapters in a checkpoint, from which `PeftModel.from_pretrained` reads."""
+    return numbered("adapter", index, "")
+
+
+def adapter_files(
+    part: PreparedModel, state: Mapping[str, torch.Tensor], safe: bool, below: str = ""
+) -> tuple[dict[str, list[Segment]], dict[str, object]]:
+    """The files of a model's adapters below a folder: ({name: segments}, {name: value for torch.save})."""
+    assert isinstance(part, AdapterModel)
+    files: dict[str, list[Segment]] = {}
+    pickled: dict[str, object] = {}
+    for adapter, names in part.names.items():
+        folder = f"{below}{adapter_folder(adapter)}"
+        files[f"{folder}{CONFIG_FILE}"] = [config_text(part.module, adapter)]
+        tensors = {key: state[name] for key, name in names.items()}
+        if safe:
+            files[f"{folder}{WEIGHTS_FILE}"] = segments(tensors)
+        else:
+            pickled[f"{folder}{PICKLED_FILE}"] = tensors
+    return files, pickled
+
+
+def save_adapters(
+    part: AdapterModel, save_directory: str | os.PathLike[str], safe: bool = True, save_on_each_node: bool = False
+) -> None:
+    """Write the adapters of a model as `PeftModel.save_pretrained` does. Every rank calls it if `part.is_partial`."""
+    folder = follow_links(user_path(save_directory, "save_model: save_directory"), "save_model")
+    state = part.checkpoint_state_dict()
+    process = PartialState()
+    if not (process.is_local_main_process if save_on_each_node else process.is_main_process):
+        return
+    files, pickled = adapter_files(part, state, safe)
+    for name in (*files, *pickled):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    for name, value in pickled.items():
+        write_atomically(value, folder / name)
+        # peft reads this one first.
+        (folder / name).with_name(WEIGHTS_FILE).unlink(missing_ok=True)
+    for name, pieces in files.items():
+        with atomic_write(folder / name) as file:
+            for piece in pieces:
+                file.write(host_view(piece.cpu().contiguous()) if isinstance(piece, torch.Tensor) else piece)
+
+
+@dataclass
+class AdapterWeights(ModelWeights):
+    """The saved adapters of one model, by the names in the model; `base`: the saved checksums of the base."""
+
+    base: dict[str, str] = field(default_factory=dict)
+
+    def compare(self, index: int, part: PreparedModel, strict: bool) -> list[str]:
+        """As for any model, and the checksums of the base."""
+        assert isinstance(part, AdapterModel)
+        other = list(differing(self.base, part.base))
+        notes = []
+        if other:
+            text = (
+                f"the base of model {index} is another one than that of the adapter: {len(other)} of "
+                f"{len(part.base)} frozen tensors differ, such as {', '.join(other[:3])}"
+            )
+            if strict:
+                raise CheckpointMismatch(f"{self.path}: {text}. Nothing was loaded. Load the base of this adapter.")
+            notes.append(text)
+        return notes + super().compare(index, part, strict)
+
+
+def adapter_weights(source: CheckpointReader, index: int, row: JSONObject) -> AdapterWeights:
+    """The adapters of a checkpoint. Raises CheckpointMismatch where the run's model does not have adapters only."""
+    folder = source.folder / adapters_folder(index)
+    part = source.run.models[index]
+    if not isinstance(part, AdapterModel):
+        raise CheckpointMismatch(
+            f"{folder} has the adapters ({', '.join(row['adapters'])}) of model {index} without its base. Prepare the "
+            f"PeftModel with a frozen base, and not a {type(part.state_template).__name__}, whose weights all train"
+        )
+    shapes: dict[str, tuple[int, ...] | None] = {}
+    reads: list[tuple[Mapping[str, str], Callable[[], Mapping[str, object]]]] = []
+    for adapter in row["adapters"]:
+        names = part.names.get(adapter, {})
+        below = folder / adapter_folder(adapter)
+        saved, read = weights_file(source.io, below / WEIGHTS_FILE, below / PICKLED_FILE, source.allow_pickle)
+        shapes.update({names.get(key, f"{adapter}: {key}"): shape for key, shape in saved.items()})
+        reads.append((names, read))
+
+    def read_all() -> dict[str, object]:
+        return {names[key]: value for names, read in reads for key, value in read().items() if key in names}
+
+    return AdapterWeights(folder, shapes, read_all, {}, base=row["base"])

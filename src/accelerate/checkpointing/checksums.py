@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checksums of tensors that do not depend on the layout: each rank computes its shard's part, and parts add up.
+
+The checksum is the sum over all words of 64 bits, times a multiplier for the index in each dimension, modulo 2**64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ..placement.subclasses import inner_tensors
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BLOCK = 1 << 22  # elements whose products are in memory at a time
+
+
+def checksums(tensors: Mapping[str, torch.Tensor], device: torch.device | None = None) -> dict[str, str]:
+    """{name: dtype, shape and checksum} of plain tensors and DTensors; a quantized tensor is the tensors inside of it.
+
+    Args:
+        tensors: the same names on all ranks.
+        device: where ranks with shards add up their parts; every rank then calls this. None: this process has all.
+    """
+    pieces = {
+        f"{name}.{part}" if part else name: inner
+        for name, tensor in tensors.items()
+        for part, inner in inner_tensors(tensor.detach()).items()
+    }
+    parts = [
+        _sum_of(tensor) if device is None or _counts_here(tensor) else torch.zeros((), dtype=torch.int64)
+        for tensor in pieces.values()
+    ]
+    if not parts:
+        return {}
+    totals = torch.stack([part.to(device or "cpu") for part in parts])
+    if device is not None:
+        dist.all_reduce(totals)
+    return {
+        name: f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} {total & (1 << 64) - 1:016x}"
+        for (name, tensor), total in zip(pieces.items(), totals.tolist(), strict=True)
+    }
+
+
+def _counts_here(tensor: torch.Tensor) -> bool:
+    """Whether this rank adds its part: of several ranks with the same elements one does."""
+    if not isinstance(tensor, DTensor):
+        return dist.get_rank() == 0
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate() or ()
+    replicas = (at for at, placement in zip(coordinate, tensor.placements, strict=True) if placement.is_replicate())
+    return bool((mesh.mesh == 0).any()) and not any(replicas)
+
+
+@torch.no_grad()
+def _sum_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of this rank's elements."""
+    if not isinstance(tensor, DTensor):
+        return _sum_of_block(tensor, [0] * tensor.ndim)
+    local = tensor.to_local()
+    total = torch.zeros((), dtype=torch.int64, device=local.device)
+    at = 0
+    # Several where FSDP2 and tensor parallelism split one dimension.
+    for chunk in tensor.__create_chunk_list__():
+        if not chunk.sizes.numel():
+            continue
+        split = _split_dimension(local.shape, chunk.sizes)
+        block = local.narrow(split, at, chunk.sizes[split]) if local.ndim else local
+        at += chunk.sizes[split] if local.ndim else 0
+        total = total + _sum_of_block(block, list(chunk.offsets))
+    return total
+
+
+def _split_dimension(shape: Sequence[int], sizes: Sequence[int]) -> int:
+    return next((dim for dim, (all_, here) in enumerate(zip(shape, sizes, strict=True)) if all_ != here), 0)
+
+
+def _sum_of_block(tensor: torch.Tensor, offsets: Sequence[int]) -> torch.Tensor:
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    if not tensor.numel():
+        return total
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    rows = tensor.reshape(1) if tensor.ndim == 0 else tensor
+    offsets = [*offsets, *[0] * (rows.ndim - len(offsets))]
+    step = max(1, _BLOCK * rows.shape[0] // rows.numel())
+    for start in range(0, rows.shape[0], step):
+        firsts = [offsets[0] + start, *offsets[1:]]
+        words, firsts[-1] = _words(rows[start : start + step], firsts[-1])
+        for dimension in reversed(range(words.ndim)):
+            words = (words * _multipliers(firsts[dimension], words.shape[-1], dimension, words.device)).sum(-1)
+        total = total + words
+    return total
+
+
+def _words(block: torch.Tensor, first: int) -> tuple[torch.Tensor, int]:
+    """The bits of a block as integers of 64 bits, and the index of its first one in the last dimension.
+
+    A word that two ranks share is the sum of both, each with zeros for the other's elements.
+    """
+    bits = block.contiguous().view(_INTEGERS[block.element_size()])
+    size = 8 // block.element_size()
+    before, after = first % size, -(first + bits.shape[-1]) % size
+    if before or after:
+        bits = nn.functional.pad(bits, (before, after))
+    return bits.view(torch.int64), first // size
+
+
+def _multipliers(first: int, count: int, dimension: int, device: torch.device) -> torch.Tensor:
+    """An odd number for each index of a dimension (the finalizer of splitmix64)."""
+    mixed = torch.arange(first, first + count, dtype=torch.int64, device=device) + (dimension << 40)
+    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
+        mixed = (mixed ^ ((mixed >> shift) & ((1 << 64 - shift) - 1))) * factor
+    return (mixed ^ ((mixed >> 31) & ((1 << 33) - 1))) | 1
+
+
+def differing(saved: Mapping[str, str], present: Mapping[str, str]) -> Iterable[str]:
+    """A description of each tensor whose checksum differs, or that only one side has."""
+    for name in (*present, *(name for name in saved if name not in present)):
+        if saved.get(name) != present.get(name):
+            yield f"{name} (saved {saved.get(name, 'none')}, here {present.get(name, 'none')})"

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`accelerate.export`: a model or a checkpoint of any layout as the folder that `from_pretrained`, or peft, reads."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ..core.constants import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_PATTERN_NAME
+from ..core.errors import CheckpointError, ConfigurationError
+from ..core.files import atomic_write, user_path
+from ..core.modules import class_name
+from ..parallel.adapters import is_merged, merged_module, original_module
+from ..parallel.fsdp.units import reshard
+from ..parallel.prepared import PreparedModel
+from ..parallel.sharded import ShardedModel
+from ..parallel.unwrap import canonical_name, extract_model_from_parallel, is_peft_model
+from ..placement.sizes import convert_file_size_to_int
+from ..precision.base import Precision
+from ..state import PartialState
+from ..torch_internals.module_copies import unsharded_copy
+from .adapters import AdapterModel, save_adapters
+from .blocks import host_view
+from .tensorfile import file_head, widest_first
+from .weights import plan_shards
+
+logger: logging.Logger = logging.getLogger(__name__)
+
+
+def export(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    merge_adapters: bool = False,
+    max_shard_size: int | str = "5GB",
+) -> None:
+    """Write a model as `from_pretrained` reads it: the configuration of a model of transformers, and its weights.
+
+    A model of peft becomes its adapters alone, as `PeftModel.from_pretrained` reads them. Every process calls, and
+    the main one writes. Of a sharded model, one tensor (with `merge_adapters`, one layer) at a time is gathered.
+
+    Args:
+        model: a prepared model, under DDP, FSDP2 or tensor parallelism, or any other.
+        folder: is created.
+        merge_adapters: add the active adapters of a model of peft to its base, and write that.
+        max_shard_size: the largest size of a file, in bytes or as text such as "5GB".
+
+    Raises:
+        ConfigurationError: the model cannot be exported so.
+
+    Example:
+        accelerate.export(model, "merged", merge_adapters=True)
+    """
+    path = user_path(folder, "export: folder")
+    if path.is_file():
+        raise ConfigurationError(f"export: {path} is a file; give a folder")
+    inner = extract_model_from_parallel(model, keep_torch_compile=False)
+    is_sharded = any(isinstance(parameter, DTensor) for parameter in inner.parameters())
+    _check(inner, merge_adapters)
+    reshard([inner])
+    is_writer = PartialState().is_main_process
+    if is_peft_model(inner) and not merge_adapters:
+        prepared = ShardedModel(inner, Precision(), PartialState().device) if is_sharded else PreparedModel(inner)
+        adapters = AdapterModel.of(prepared, None)
+        if adapters is None:
+            raise ConfigurationError(
+                f"export: the adapters of this {class_name(inner)} are not all that is trained. Pass "
+                "merge_adapters=True, or use accelerator.save_model, which then writes the entire state"
+            )
+        save_adapters(adapters, path)
+        return
+    if not is_writer and not is_sharded:
+        return
+    base = inner.get_base_model() if is_peft_model(inner) else inner  # type: ignore[operator]
+    limit = convert_file_size_to_int(max_shard_size)
+    _write_weights(list(_pieces(base)), path, limit, is_writer)
+    if is_writer:
+        _write_config(base, path)
+        logger.info("%s exported to %s", class_name(base), path)
+
+
+def _check(model: nn.Module, merge_adapters: bool) -> None:
+    """Raise ConfigurationError for a layout that has no unsharded tensors by name, and for what cannot be merged."""
+    flat = [p for p in model.parameters() if hasattr(p, "ds_shape") or type(p).__name__ == "FlatParameter"]
+    if flat or hasattr(model, "stages"):
+        raise ConfigurationError(
+            "export takes models under DDP, FSDP2 and tensor parallelism. Under FSDP1, DeepSpeed and pipelines pass "
+            "what accelerator.get_state_dict(model) returns to the model's own save_pretrained"
+        )
+    if not merge_adapters:
+        return
+    if not is_peft_model(model):
+        raise ConfigurationError(f"export: merge_adapters=True, and this {class_name(model)} is not a model of peft")
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "quant_state") or not (parameter.is_floating_point() or parameter.is_complex()):
+            raise ConfigurationError(
+                f"export: merge_adapters=True adds to unquantized weights, and {canonical_name(name)} is quantized "
+                f"({type(parameter).__name__}). Export the adapter, load it with the unquantized base, and merge that"
+            )
+
+
+@dataclass
+class _Piece:
+    """Tensors that are gathered together: those of one module.
+
+    Fields:
+        light: {name: tensor with shape and dtype}; it may be a shard, or on the meta device.
+        read: gathers their values. Every rank calls it; ranks that do not write may get None.
+    """
+
+    light: dict[str, torch.Tensor]
+    read: Callable[[bool], dict[str, torch.Tensor]]
+
+
+def _pieces(model: nn.Module) -> Iterator[_Piece]:
+    """The persistent tensors of a model under its own names, with adapters merged. Of tied ones the first is kept."""
+    seen: set[int] = set()
+
+    def visit(module: nn.Module, name: str) -> Iterator[_Piece]:
+        prefix = canonical_name(f"{name}.") if name else ""
+        if is_merged(module):
+            light = {f"{prefix}{key}": value for key, value in original_module(module).state_dict().items()}
+
+            def read_merged(is_writer: bool) -> dict[str, torch.Tensor]:
+                copied = unsharded_copy(module, torch.device("cpu"), fill=True)
+                state = merged_module(copied).state_dict() if is_writer else {}
+                return {f"{prefix}{key}": value for key, value in state.items()}
+
+            yield _Piece(light, read_merged)
+            return
+        own: dict[str, torch.Tensor] = dict(module.named_parameters(recurse=False))
+        children = {f"{key}." for key, _ in module.named_children()}
+        state = {key for key in module.state_dict() if not any(key.startswith(child) for child in children)}
+        own |= {key: buffer for key, buffer in module.named_buffers(recurse=False) if key in state}
+        tensors = {f"{prefix}{key}": value for key, value in own.items() if id(value) not in seen}
+        seen.update(map(id, tensors.values()))
+        for key, tensor in tensors.items():
+            yield _Piece({key: tensor}, lambda is_writer, key=key, tensor=tensor: {key: _gathered(tensor)})  # type: ignore[misc]
+        for key, child in module.named_children():
+            yield from visit(child, f"{name}.{key}" if name else key)
+
+    yield from visit(model, "")
+
+
+def _gathered(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+@torch.no_grad()
+def _write_weights(pieces: list[_Piece], folder: Path, limit: int, is_writer: bool) -> None:
+    """Write safetensors files, one piece at a time. A rank that cannot write still takes part in gathering."""
+    light = {
+        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        for piece in pieces
+        for name, tensor in piece.light.items()
+    }
+    shards = plan_shards(light, limit)
+    pattern = SAFE_WEIGHTS_PATTERN_NAME
+    files = [pattern.format(suffix=f"-{n:05d}-of-{len(shards):05d}") for n in range(1, len(shards) + 1)]
+    files = [SAFE_WEIGHTS_NAME] if len(shards) == 1 else files
+    error: Exception | None = None
+    with ExitStack() as stack:
+        places: dict[str, tuple[Any, int]] = {}
+        try:
+            if is_writer:
+                folder.mkdir(parents=True, exist_ok=True)
+                for file, names in zip(files, shards, strict=True):
+                    places.update(
+                        _open(stack.enter_context(atomic_write(folder / file)), {n: light[n] for n in names})
+                    )
+        except Exception as caught:
+            error = caught
+        for piece in pieces:
+            values = piece.read(is_writer and error is None)
+            try:
+                for name, value in values.items() if places and error is None else ():
+                    if value.shape != light[name].shape or value.dtype != light[name].dtype:
+                        raise CheckpointError(f"export: merging {name} made {value.dtype} {list(value.shape)} of it")
+                    file, at = places[name]
+                    file.seek(at)
+                    file.write(host_view(value.cpu().contiguous()) if value.numel() else b"")
+            except Exception as caught:
+                error = caught
+        if error is not None:
+            raise error
+    if is_writer and len(shards) > 1:
+        where = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+        total = sum(tensor.numel() * tensor.element_size() for tensor in light.values())
+        with atomic_write(folder / SAFE_WEIGHTS_INDEX_NAME, "w") as index:
+            json.dump({"metadata": {"total_size": total}, "weight_map": where}, index, indent=2, sort_keys=True)
+
+
+def _open(file: Any, light: dict[str, torch.Tensor]) -> Iterator[tuple[str, tuple[Any, int]]]:
+    """Write the head of a file; (name, (file, offset)) of each tensor."""
+    ordered = dict(sorted(light.items(), key=lambda item: widest_first(item[1])))
+    head = file_head(ordered)
+    file.write(head)
+    at = len(head)
+    for name, tensor in ordered.items():
+        yield name, (file, at)
+        at += tensor.numel() * tensor.element_size()
+    file.truncate(at)
+
+
+def _write_config(model: Any, folder: Path) -> None:
+    """The files beside the weights of a model of transformers."""
+    config: Any = getattr(model, "config", None)
+    if not callable(getattr(config, "save_pretrained", None)):
+        return
+    config = copy.deepcopy(config)
+    config.architectures = [class_name(model)]
+    config.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+    config.save_pretrained(folder)
+    generation = getattr(model, "generation_config", None)
+    if generation is not None:
+        generation.save_pretrained(folder)

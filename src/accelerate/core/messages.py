@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this package prints on standard error: messages and warnings that begin with its name."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+
+PREFIX = "accelerate: "
+
+
+def show(text: str) -> None:
+    """Print a message. A console that is gone, or a full disk, must not change how the run ends."""
+    with contextlib.suppress(OSError):
+        print(f"{PREFIX}{text}", file=sys.stderr, flush=True)
+
+
+def warn(text: str, category: type[Warning] = UserWarning) -> None:
+    """Issue a Python warning at the line of the user's code that called into this package."""
+    # Imported here: most launches have nothing to warn of, and start faster.
+    import warnings
+
+    from .stacks import user_frame
+
+    frame = user_frame()
+    registry = frame.f_globals.setdefault("__warningregistry__", {})
+    warnings.warn_explicit(f"{PREFIX}{text}", category, frame.f_code.co_filename, frame.f_lineno, registry=registry)

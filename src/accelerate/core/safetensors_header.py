@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The header of a safetensors file, read with care: where each tensor stands in the file."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from . import json_text
+from .dtypes import BY_NAME
+from .files import open_regular
+from .json_text import JSONObject
+
+_HEADER_LIMIT = 100_000_000  # bytes; the format's own limit
+# Metadata key of ours: {alias: name} of tensors that are one memory and are stored once.
+ALIASES = "accelerate.aliases"
+
+
+class CorruptFile(Exception):
+    """A file that is not what it should be. The message reports how, without the name of the file."""
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """Where a tensor stands in a file: `start` and `end` are bytes from the end of the header."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """The header of a safetensors file."""
+
+    entries: dict[str, TensorEntry]
+    metadata: dict[str, str]
+    offset: int  # bytes before the first tensor
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """{alias: name of the stored tensor}. Other writers store them as plain metadata entries."""
+        if ALIASES in self.metadata:
+            return {str(alias): str(name) for alias, name in json_text.parse(self.metadata[ALIASES]).items()}
+        return {
+            key: value
+            for key, value in self.metadata.items()
+            if value in self.entries and key not in self.entries and key != "format"
+        }
+
+
+def read_header(path: str | os.PathLike[str]) -> Header:
+    """What a file holds. Raises CorruptFile for anything that is not a safetensors file."""
+    with open(open_regular(path), "rb") as file:
+        total = os.fstat(file.fileno()).st_size
+        first = file.read(8)
+        length = int.from_bytes(first, "little")
+        if len(first) < 8 or length > min(total - 8, _HEADER_LIMIT):
+            raise CorruptFile("it is not a safetensors file, or it is cut short")
+        text = file.read(length)
+    try:
+        data = json_text.parse(text)
+        metadata = {str(key): str(value) for key, value in (data.pop("__metadata__", None) or {}).items()}
+        entries = {name: _entry(row) for name, row in data.items()}
+        header = Header(entries, metadata, 8 + length)
+        foreign = [alias for alias, name in header.aliases.items() if name not in entries or alias in entries]
+    except (LookupError, ValueError, TypeError, AttributeError) as error:
+        why = error if isinstance(error, json_text.JSONTextError) else repr(error)
+        raise CorruptFile(f"its safetensors header cannot be read ({why})") from error
+    if foreign:
+        raise CorruptFile(f"its header has {foreign[0][:80]} as another name of a tensor that it does not hold")
+    _check_entries(entries, total - 8 - length)
+    return header
+
+
+def _entry(row: JSONObject) -> TensorEntry:
+    start, end = row["data_offsets"]
+    numbers = (start, end, *row["shape"])
+    if any(type(number) is not int or not 0 <= number < 1 << 62 for number in numbers):
+        raise ValueError(f"{str(row)[:100]} holds something that is not a size")
+    return TensorEntry(BY_NAME[row["dtype"]], tuple(row["shape"]), start, end)
+
+
+def _check_entries(entries: Mapping[str, TensorEntry], size: int) -> None:
+    at = 0
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)):
+        size_of = math.prod(entry.shape) * entry.dtype.itemsize
+        if entry.start != at or entry.end - entry.start != size_of:
+            raise CorruptFile(f"its header places the tensor {name} wrongly")
+        at = entry.end
+    if at != size:
+        raise CorruptFile(f"it holds {size} bytes of tensors where its header names {at}")

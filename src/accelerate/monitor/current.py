@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state of a run now, for programs: as an object of JSON, and in the text format of Prometheus."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from .page_data import plain
+from .run import Run
+from .steps import BLOCK, COLUMN
+from .summary import summarize
+from .view import data_share
+
+# Rates and slow ranks are those of about so many of the newest steps.
+_STEPS = 256
+# Seconds between two looks at a run.
+_INTERVAL = 1.0
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_METRICS = {
+    "step": "Optimizer steps that the run has made.",
+    "epoch": "Complete passes over the data.",
+    "loss": "Loss of the newest step, mean over ranks.",
+    "steps_per_second": "Optimizer steps in a second.",
+    "samples_per_second": "Samples of all ranks in a second.",
+    "tokens_per_second": "Tokens of all ranks in a second.",
+    "ranks": "Ranks that have recorded steps.",
+    "slow_rank": "1 if the rank was slow in the newest steps, else 0.",
+    "age_seconds": "Seconds since the end of the newest step.",
+    "ended": "1 if every rank has ended, else 0.",
+    "logged": "Newest value of each name that was logged.",
+}
+
+
+@dataclass(frozen=True)
+class CurrentState:
+    """The newest figures of a run. NaN where a figure is not known."""
+
+    name: str
+    folder: str
+    state: str
+    """`waiting` before the first step, then `running`, then `ended`. A run that was killed stays `running`."""
+    step: int
+    epoch: int
+    loss: float
+    """At the newest step, the mean over ranks."""
+    steps_per_second: float
+    samples_per_second: float
+    """Of all ranks, like the tokens."""
+    tokens_per_second: float
+    ranks: int
+    slow_ranks: list[int]
+    age_seconds: float
+    """Seconds since the end of the newest step."""
+    logged: dict[str, float]
+    """The newest value of each name that was logged."""
+
+
+def current_state(run: Run) -> CurrentState:
+    """The state of a run, as far as it was read."""
+    with run.lock:
+        ranks = [run.ranks[number] for number in sorted(run.ranks) if run.ranks[number].last is not None]
+        newest = [rank.last for rank in ranks if rank.last is not None]
+        start = max(run.first_step, run.last_step - _STEPS + 1)
+        totals = [rank.view(start, run.last_step, BLOCK).total.sum(axis=0) for rank in ranks]
+
+        def rate(unit: str) -> float:
+            amounts = [
+                data_share(rank.header) * total[COLUMN[unit]] / total[COLUMN["seconds"]]
+                for rank, total in zip(ranks, totals, strict=True)
+            ]
+            return sum(amounts) or math.nan
+
+        summary = summarize(run, start)
+        return CurrentState(
+            name=run.name,
+            folder=str(run.folder),
+            state="waiting" if run.is_empty else "ended" if run.has_ended else "running",
+            step=run.last_step,
+            epoch=max((int(record["epoch"]) for record in newest), default=0),
+            loss=float(np.mean([record["loss"] for record in newest])) if newest else math.nan,
+            steps_per_second=1 / summary.seconds,
+            samples_per_second=rate("samples"),
+            tokens_per_second=rate("tokens"),
+            ranks=len(ranks),
+            slow_ranks=sorted(straggler.rank for straggler in summary.stragglers),
+            age_seconds=math.nan if run.last_time is None else max(0.0, time.time() - run.last_time),
+            logged={name: series.values[-1] for name, series in run.series.items()},
+        )
+
+
+def print_states(run: Run, once: bool) -> None:
+    """Print the state of a run as an object of JSON: once, or in a line for each change until the run has ended."""
+    shown = None
+    while True:
+        run.read_all()
+        if run.version != shown:
+            shown = run.version
+            print(json.dumps(plain(asdict(current_state(run)), list), ensure_ascii=False), flush=True)
+        if once or run.has_ended:
+            return
+        time.sleep(_INTERVAL)
+
+
+def metrics(runs: Iterable[Run]) -> str:
+    """The states of runs in the text format of Prometheus. A figure that is not known has no sample."""
+    lines = []
+    states = [(run, current_state(run)) for run in runs]
+    for name, description in _METRICS.items():
+        lines += [f"# HELP accelerate_{name} {description}", f"# TYPE accelerate_{name} gauge"]
+        for run, state in states:
+            if name == "slow_rank":
+                samples = [({"rank": str(rank)}, float(rank in state.slow_ranks)) for rank in sorted(run.ranks)]
+            elif name == "logged":
+                samples = [({"name": key}, value) for key, value in state.logged.items()]
+            else:
+                samples = [({}, float(state.state == "ended" if name == "ended" else getattr(state, name)))]
+            for labels, value in samples:
+                if not math.isnan(value):
+                    text = ",".join(f'{key}="{_escaped(label)}"' for key, label in {"run": run.name, **labels}.items())
+                    lines.append(f"accelerate_{name}{{{text}}} {value!r}")
+    return "\n".join(lines) + "\n"
+
+
+def _escaped(label: str) -> str:
+    return label.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is refused of models that are sharded already: one table, run before their layout is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from ...core.errors import PrepareError
+from ...core.imports import is_torch_version
+from ...core.modules import class_name
+from ...torch_internals import dtensor
+from ...torch_internals.fsdp2 import shard_groups
+from .sharing import Ranks, declared, parameters_of, ranks_of
+
+
+def _pipeline_stages(models: Sequence[nn.Module]) -> None:
+    for model in models:
+        if (declared(model, "pp_size") or 1) > 1:
+            raise PrepareError(
+                f"{class_name(model)} was loaded with DistributedConfig(pp_size=...): each rank has some of its "
+                "layers. Load it without, and give the Accelerator ParallelismConfig(pp_size=...)"
+            )
+
+
+def _meta_parameters(models: Sequence[nn.Module]) -> None:
+    for model in models:
+        for name, parameter in model.named_parameters():
+            if parameter.is_meta:
+                raise PrepareError(
+                    f"{name} of {class_name(model)} is on the meta device, and the model is sharded already: call "
+                    "model.to_empty(device=...) and initialize it, or load its weights, before prepare"
+                )
+
+
+def _pending_sums(models: Sequence[nn.Module]) -> None:
+    for model in models:
+        for name, parameter in model.named_parameters():
+            if isinstance(parameter, DTensor) and any(placement.is_partial() for placement in parameter.placements):
+                raise PrepareError(
+                    f"{name} of {class_name(model)} is a DTensor with the placements {parameter.placements}: a "
+                    "parameter that is a pending sum is not trained. Redistribute it to Replicate() or Shard(...)"
+                )
+
+
+def _divided_twice(models: Sequence[nn.Module]) -> None:
+    """Refuse units whose gradient torch (up to 2.13) divides twice.
+
+    With a divisor and a group of one rank, it divides float16 and float64 before the reduction, and again instead.
+    """
+    for model in models:
+        for module, group, _ in shard_groups(model):
+            policy = group.mp_policy
+            dtype = policy.reduce_dtype or policy.param_dtype or group.fsdp_params[0].sharded_param.dtype
+            is_alone = getattr(group.mesh_info, "shard_mesh_size", 1) == 1
+            if group.gradient_divide_factor is None or not is_alone or dtype in (torch.float32, torch.bfloat16):
+                continue
+            raise PrepareError(
+                f"FSDP2 of torch {torch.__version__} divides the {dtype} gradient of {class_name(module)} twice: "
+                "its unit is sharded over one rank and has a gradient divisor (experts do). Reduce gradients in "
+                "float32 or bfloat16 (MixedPrecisionPolicy.reduce_dtype), or make fsdp_size larger than ep_size"
+            )
+
+
+def _unknown_dimensions(models: Sequence[nn.Module]) -> None:
+    """Refuse mesh dimensions of which it is unknown whether their ranks read the same samples."""
+    unknown: dict[Ranks, tuple[str, DeviceMesh, str | int]] = {}
+    split: set[Ranks] = set()
+    for model in models:
+        for name, parameter, sharing in parameters_of(model):
+            if not isinstance(parameter, DTensor):
+                continue
+            mesh = parameter.device_mesh
+            for dimension, placement in enumerate(parameter.placements):
+                if mesh.size(dimension) == 1 or (ranks := ranks_of(mesh, dimension)) in sharing.averaged:
+                    continue
+                if placement.is_replicate():
+                    unknown.setdefault(ranks, (name, mesh, (mesh.mesh_dim_names or range(mesh.ndim))[dimension]))
+                else:
+                    split.add(ranks)
+    for ranks, (name, mesh, label) in unknown.items():
+        if ranks not in split:
+            raise PrepareError(
+                f"{name} is a DTensor on {mesh}, and no parameter is sharded over its dimension "
+                f"{label!r} (ranks {list(ranks)}): it is unknown whether these ranks read the same samples. Call "
+                "parallelize_module with the slice of the mesh over which layers are split, and fully_shard with the "
+                "other dimensions, or leave those to prepare"
+            )
+
+
+REQUIREMENTS: tuple[Callable[[Sequence[nn.Module]], None], ...] = (
+    _pipeline_stages,
+    _meta_parameters,
+    _pending_sums,
+    _divided_twice,
+    _unknown_dimensions,
+)
+
+
+def check(models: Sequence[nn.Module]) -> None:
+    """Raises PrepareError for models that are not known to train as those of one process. They are resharded."""
+    for requirement in REQUIREMENTS:
+        requirement(models)
+
+
+def check_device(model: nn.Module, device: torch.device) -> None:
+    """Raises PrepareError for a model on a mesh of another device than that of the run."""
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor) and parameter.device_mesh.device_type != device.type:
+            raise PrepareError(
+                f"{name} of {class_name(model)} is a DTensor on {parameter.device_mesh}, and this run is on "
+                f"{device}: shard the model on a mesh of that device, or let the Accelerator use the mesh's"
+            )
+        if is_torch_version("<", "2.12") and dtensor.is_packed(parameter):
+            raise PrepareError(
+                f"torch {torch.__version__} cannot gather packed layers such as {name}, so that no checkpoint could "
+                "be saved: use torch 2.12 or later"
+            )

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What FSDP refuses: one table, run once before a model is sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ...core.errors import PrepareError
+from ...placement.subclasses import is_quantized_tensor
+from ...torch_internals.compiled import is_compiled_module
+from ..prepared import PreparedModel
+from .units import find_modules
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """A model that is about to be sharded.
+
+    Fields:
+        model: the model.
+        layout: the name of the version.
+        unsharded: the ids of the parameters that stay as they are.
+        taken: the ids of the parameters, and of layers with flattened ones, of models that were prepared before.
+    """
+
+    model: nn.Module
+    layout: str
+    unsharded: frozenset[int]
+    taken: frozenset[int]
+
+    def modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """(description, module) of the modules with parameters that will be sharded."""
+        for name, module in self.model.named_modules():
+            if not all(id(parameter) in self.unsharded for parameter in module.parameters()):
+                yield f"{name or 'the model'} ({type(module).__name__})", module
+
+
+def _quantized(sharding: Sharding) -> Iterator[str]:
+    for name, parameter in sharding.model.named_parameters():
+        # A tensor with this method describes its own sharding, as the fp8 weights of training do.
+        shards_itself = hasattr(parameter, "fsdp_pre_all_gather")
+        if is_quantized_tensor(parameter) and not shards_itself and id(parameter) not in sharding.unsharded:
+            yield (
+                f"{name} is a {type(parameter).__name__}, quantized by torchao, which {sharding.layout} does not "
+                "shard. For inference use prepare_model(model, evaluation_mode=True), which keeps the full model on "
+                "each process, or a device map; or put its module into ignored_modules"
+            )
+
+
+def _scripted(sharding: Sharding) -> Iterator[str]:
+    for what, module in sharding.modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            yield (
+                f"{what} is compiled by torch.jit, and {sharding.layout} does not shard it. Give the module from "
+                "which it was made (torch.compile works), or put it into ignored_modules"
+            )
+
+
+def _renormalized(sharding: Sharding) -> Iterator[str]:
+    for what, module in sharding.modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            yield (
+                f"{what} has max_norm={module.max_norm}: its forward changes the rows that it reads, and "
+                f"{sharding.layout} would lose the change. Leave max_norm out, and limit the norms after each step"
+            )
+
+
+def _sparse(sharding: Sharding) -> Iterator[str]:
+    for what, module in sharding.modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+            yield f"{what} gives sparse gradients, which {sharding.layout} does not reduce. Build it with sparse=False"
+
+
+def _shared(sharding: Sharding) -> Iterator[str]:
+    for name, part in (*sharding.model.named_parameters(), *sharding.model.named_modules()):
+        if id(part) in sharding.taken:
+            kind = "parameter" if isinstance(part, nn.Parameter) else "layer"
+            yield (
+                f"{name} is a {kind} of another model too, which {sharding.layout} has sharded already, and torch "
+                "shards a parameter in one model only. Put both into one nn.Module and prepare that, or use DDP"
+            )
+
+
+def _compiled(sharding: Sharding) -> Iterator[str]:
+    if sharding.layout == "FSDP1" and is_compiled_module(sharding.model):
+        yield (
+            f"{sharding.layout} cannot shard a model that torch.compile has wrapped: its state dict would have flat "
+            "shards. Give prepare the plain model and the Accelerator dynamo_plugin=TorchDynamoPlugin(...), or set "
+            "fsdp_version=2"
+        )
+
+
+REQUIREMENTS: tuple[Callable[[Sharding], Iterator[str]], ...] = (
+    _quantized,
+    _scripted,
+    _renormalized,
+    _sparse,
+    _shared,
+    _compiled,
+)
+
+
+def check(
+    model: nn.Module,
+    layout: str,
+    ignored: Iterable[nn.Module] | str | None,
+    others: Iterable[PreparedModel] = (),
+    flattened: Iterable[object] = (),
+) -> None:
+    """Raise PrepareError for a model that `layout` does not shard.
+
+    Args:
+        model: the model.
+        layout: the name of the version.
+        ignored: modules that it leaves alone.
+        others: the models that were prepared before.
+        flattened: their layers and parameters that FSDP1 has flattened.
+    """
+    unsharded = frozenset(id(p) for module in find_modules(model, ignored) for p in module.parameters())
+    parameters = (parameter for other in others for parameter in other.trained_parameters())
+    taken = frozenset(map(id, (*parameters, *flattened)))
+    sharding = Sharding(model, layout, unsharded, taken - unsharded)
+    for requirement in REQUIREMENTS:
+        for message in requirement(sharding):
+            raise PrepareError(message)
+
+
+# (name, parameter) of all that FSDP1 flattens into one parameter.
+Members = Sequence[tuple[str, nn.Parameter]]
+
+
+def _scalar(members: Members) -> Iterator[str]:
+    for name, parameter in members:
+        if parameter.ndim == 0:
+            yield (
+                f"{name} is a scalar (a parameter without dimensions), which FSDP1 does not shard. Give it one "
+                "dimension of one element (torch.tensor([value])), put its module into ignored_modules, or set "
+                "fsdp_version=2"
+            )
+
+
+def _whole_numbers(members: Members) -> Iterator[str]:
+    for name, parameter in members:
+        if not parameter.is_floating_point():
+            yield (
+                f"{name} has the dtype {parameter.dtype}, which FSDP1 does not flatten. Put its module into "
+                "ignored_modules, or set fsdp_version=2"
+            )
+
+
+def _several_dtypes(members: Members) -> Iterator[str]:
+    first, usual = members[0][0], members[0][1].dtype
+    for name, parameter in members:
+        if parameter.dtype != usual:
+            yield (
+                f"{first} has the dtype {usual} and {name}, in the same unit, {parameter.dtype}: FSDP1 flattens them "
+                "into one parameter. Give them one dtype, make their modules units by another auto_wrap_policy, or "
+                "set fsdp_version=2"
+            )
+
+
+def _frozen(members: Members) -> Iterator[str]:
+    frozen = [name for name, parameter in members if not parameter.requires_grad]
+    trained = [name for name, parameter in members if parameter.requires_grad]
+    if frozen and trained:
+        yield (
+            f"frozen and trained parameters in the same unit ({', '.join(frozen[:5])}; {trained[0]}): "
+            "use_orig_params=False makes one parameter of a unit. Set use_orig_params=True "
+            "(FSDP_USE_ORIG_PARAMS=true), or fsdp_version=2"
+        )
+
+
+FLATTENED: tuple[Callable[[Members], Iterator[str]], ...] = (_scalar, _whole_numbers, _several_dtypes)
+
+
+def check_flat(units: Iterable[Members], keeps_originals: bool) -> None:
+    """Raise PrepareError for units that FSDP1 cannot flatten; `keeps_originals`: with use_orig_params."""
+    for members in units:
+        for requirement in FLATTENED if keeps_originals else (*FLATTENED, _frozen):
+            for message in requirement(members):
+                raise PrepareError(message)
+
+
+def added_parameter(name: str, model: str, layout: str) -> PrepareError:
+    """The error for a trainable parameter that `layout` does not know, since `model` has it only after prepare."""
+    return PrepareError(
+        f"{name} was added or replaced after {model} was prepared, and {layout} shards a model once. Add adapters and "
+        "replace layers before prepare, or build the model again, load its state (get_state_dict) and prepare that"
+    )

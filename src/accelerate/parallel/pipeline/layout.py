@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parameters of a pipeline: which ranks share one, and how those of a stage are sharded or initialised."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch.distributed as dist
+from torch import nn
+
+from ...core.errors import PrepareError
+from ...runtime import mesh
+from .. import materialize
+from ..fsdp.strategy import shard_model
+from ..fsdp.units import find_modules
+from ..remap import ParameterPlaces
+from .microbatch import Stage
+from .model import TiedParameters
+from .p2p import P2PChannel
+from .stage_plan import StagePlan
+
+if TYPE_CHECKING:
+    from .strategy import PipelineParallel
+
+
+class Sharing(NamedTuple):
+    """The ranks that have a parameter, its number, and whether perhaps no stage uses it."""
+
+    ranks: tuple[int, ...]
+    number: int
+    maybe_unused: bool
+
+
+def ranks_of_parameters(
+    model: nn.Module, plan: StagePlan, locations: Mapping[int, set[int]], ranks: Sequence[int]
+) -> dict[str, Sharing]:
+    """Plain name, of a model that is not cut yet -> who has the parameter, for those that several ranks have."""
+    inside = {id(p) for name in plan.cut.units for p in model.get_submodule(name).parameters()}
+    numbers = {id(parameter): number for number, parameter in enumerate(model.parameters())}
+    sharing: dict[str, Sharing] = {}
+    for name, parameter in materialize.named_parameters(model, remove_duplicate=False):
+        key = id(parameter)
+        having = tuple(sorted({ranks[stage] for stage in locations[key]}))
+        if len(having) > 1:
+            sharing[name] = Sharing(having, numbers[key], key not in inside)
+    return sharing
+
+
+def tied_parameters(model: nn.Module, sharing: Mapping[str, Sharing], channel: P2PChannel) -> TiedParameters:
+    """The parameters of this rank that other ranks have too, in the same order on all of them."""
+    places: dict[int, tuple[nn.Module, str, Sharing]] = {}
+    for prefix, module in model.named_modules():
+        for name, _ in module.named_parameters(recurse=False):
+            who = sharing.get(materialize.canonical_name(f"{prefix}.{name}" if prefix else name))
+            if who is not None:
+                places.setdefault(who.number, (module, name, who))
+    tied = TiedParameters(channel.group)
+    for _, (module, name, who) in sorted(places.items(), key=lambda item: item[0]):
+        tied.add(module, name, who.ranks, who.maybe_unused)
+    return tied
+
+
+def shared_parameters(
+    model: nn.Module, plan: StagePlan, locations: Mapping[int, set[int]], ranks: Sequence[int]
+) -> set[str]:
+    """Plain names of parameters that FSDP2 leaves unsharded.
+
+    They are read on several stages, or tied between two stages of one rank, which FSDP2 shards separately.
+    """
+    names = set(plan.reads)
+    for name, parameter in materialize.named_parameters(model):
+        sharing = [ranks[stage] for stage in locations[id(parameter)]]
+        if len(set(sharing)) < len(sharing):
+            names.add(name)
+    return names
+
+
+def fill_or_shard(
+    strategy: PipelineParallel, model: nn.Module, stages: dict[int, Stage], has_weights: bool, unsharded: set[str]
+) -> None:
+    """Shard the stages, or initialise those without weights."""
+    places = ParameterPlaces(model).shared()
+    for stage in stages.values():
+        # The complete model's function initialises modules.
+        vars(stage)["_init_weights"] = getattr(model, "_init_weights", None)
+    ranks = strategy.gradient_group if has_weights else _same_stages(strategy.channel)
+    if strategy.plugin is not None:
+        _shard(strategy, model, stages, ranks, unsharded)
+    elif not has_weights:
+        # Identically on all ranks with the same stages.
+        for stage in stages.values():
+            if materialize.where_meta(stage) is not None:
+                materialize.allocate(stage, strategy.device)
+                materialize.initialise(stage, strategy.device, ranks)
+    inside = {id(module) for stage in stages.values() for module in stage.modules()}
+    for owners in places:
+        # A tied parameter was replaced where a stage uses it: its other places follow.
+        present = {id(getattr(module, name)) for module, name in owners}
+        chosen = next((getattr(module, name) for module, name in owners if id(module) in inside), None)
+        for module, name in owners if len(present) > 1 else ():
+            setattr(module, name, chosen)
+    if left := materialize.where_meta(model):
+        raise PrepareError(
+            f"{left} is outside of the units that stages consist of and has no weights: build the model with "
+            "weights on rank 0"
+        )
+
+
+def _same_stages(channel: P2PChannel) -> dist.ProcessGroup:
+    """The ranks that have the same stages. All ranks make the groups."""
+    count = dist.get_world_size() // channel.size
+    groups: list[dist.ProcessGroup] = [
+        dist.new_group(list(range(rank * count, (rank + 1) * count))) for rank in range(channel.size)
+    ]
+    return groups[channel.rank]
+
+
+def _shard(
+    strategy: PipelineParallel,
+    model: nn.Module,
+    stages: dict[int, Stage],
+    ranks: dist.ProcessGroup | None,
+    unsharded: set[str],
+) -> None:
+    plugin = copy.copy(strategy.plugin)
+    assert plugin is not None
+    plugin.set_auto_wrap_policy(model)
+    # Parameters stay gathered from one micro-batch to the next.
+    plugin.reshard_after_forward = False
+    shards = mesh.fsdp_mesh(strategy.layout, strategy.mesh, strategy.device)
+    ignored = find_modules(model, plugin.ignored_modules)
+    shared = {parameter for name, parameter in materialize.named_parameters(model) if name in unsharded}
+    for number, stage in stages.items():
+        inside = {id(module) for module in stage.modules()}
+        plugin.ignored_modules = [module for module in ignored if id(module) in inside] or None
+        # What the model returns is fp32, as under any layout; what stages send is not.
+        full = strategy.precision.native_amp and number == len(strategy.ranks) - 1
+        shard_model(stage, plugin, shards, strategy.device, ranks=ranks, full_outputs=full, unsharded=shared)

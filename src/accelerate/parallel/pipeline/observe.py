@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The order in which units of a model compute, and what they use of each other, observed in one forward.
+
+Hooks show the calls. A `TorchFunctionMode` shows from which outputs of units, and from which parameters, each tensor
+outside of the units was computed. The forward runs on the meta device where the model allows it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
+
+from ...core import trees
+from .. import materialize
+
+logger: logging.Logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Observation:
+    """What one forward has shown.
+
+    Fields:
+        calls: every call of a unit, in order.
+        last_use: unit -> how many calls had ended when its output was last used.
+        random: units whose output a random operation outside of units uses.
+        reads: parameters that are used outside of the unit that has them.
+    """
+
+    calls: list[str] = field(default_factory=list)
+    last_use: dict[str, int] = field(default_factory=dict)
+    random: set[str] = field(default_factory=set)
+    reads: set[str] = field(default_factory=set)
+
+    def order(self, units: Sequence[str]) -> list[str]:
+        """All units in the order of their first calls; others come after the unit that they are registered after."""
+        ordered = list(dict.fromkeys(self.calls))
+        for number, name in enumerate(units):
+            if name not in ordered:
+                ordered.insert(ordered.index(units[number - 1]) + 1 if number else 0, name)
+        return ordered
+
+    def used_across(self, units: Sequence[str], begins: Sequence[int]) -> list[str]:
+        """The units whose output is used after the next stage begins; `begins` index the ordered `units`."""
+        numbers = {name: number for number, name in enumerate(units)}
+        ends = {name: max(numbers[call] for call in self.calls[:count]) for name, count in self.last_use.items()}
+        return [name for name, last in ends.items() if any(numbers[name] + 1 < begin <= last + 1 for begin in begins)]
+
+
+def observe(
+    model: nn.Module,
+    units: Sequence[str],
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+) -> Observation:
+    """Run the model's forward once, without gradients, and record what its units use of each other.
+
+    It runs on the meta device; where it does not (it reads values), with the model's weights.
+
+    Args:
+        model: the model.
+        units: names of its units.
+        args: positional inputs of the forward.
+        kwargs: keyword inputs of the forward.
+    """
+    on_meta = {name: tensor.to("meta") for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+
+    def run_on_meta() -> object:
+        inputs = trees.map_leaves(lambda tensor: tensor.to("meta"), (tuple(args), dict(kwargs)))
+        with torch.device("meta"):
+            return functional_call(model, on_meta, *inputs)
+
+    try:
+        return _record(model, units, run_on_meta, on_meta)
+    except Exception as error:
+        if any(parameter.is_meta for parameter in model.parameters()):
+            raise
+        logger.debug("the model's forward runs on its example inputs: on the meta device it raised %s", error)
+        return _record(model, units, lambda: model(*args, **kwargs), dict(model.named_parameters()))
+
+
+def _record(
+    model: nn.Module, units: Sequence[str], forward: Callable[[], object], tensors: Mapping[str, torch.Tensor]
+) -> Observation:
+    recorder = _Recorder()
+    owners: dict[str, set[str]] = {}
+    same = {id(parameter): name for name, parameter in model.named_parameters()}
+    for unit in units:
+        for parameter in model.get_submodule(unit).parameters():
+            owners.setdefault(same[id(parameter)], set()).add(unit)
+    recorder.names = {id(tensors[name]): materialize.canonical_name(name) for name in same.values()}
+    recorder.owners = {materialize.canonical_name(name): found for name, found in owners.items()}
+    with recorder.hooked(model, units), torch.no_grad(), torch.random.fork_rng(devices=[]), recorder:
+        recorder.use(forward())
+    return recorder.seen
+
+
+class _Recorder(TorchFunctionMode):
+    """Sees each torch function. Outside of units it notes from which units' outputs each tensor was computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = Observation()
+        self.names: dict[int, str] = {}
+        self.owners: dict[str, set[str]] = {}
+        # The unit that is computing.
+        self.inside: str | None = None
+        # By the id of a tensor. Tensors are kept alive, so that no id is reused.
+        self.origins: dict[int, frozenset[str]] = {}
+        self.alive: list[torch.Tensor] = []
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if func.__name__ == "__get__" and trees.first_leaf(output) is None:
+            return output
+        for tensor in trees.leaves((args, kwargs)):
+            name = self.names.get(id(tensor))
+            if name is not None and name in self.owners and self.inside not in self.owners[name]:
+                self.seen.reads.add(name)
+        if self.inside is None:
+            origins = self.use((args, kwargs))
+            self.made(output, origins)
+            options = kwargs or {}
+            if "dropout" in func.__name__ and options.get("training", True) and options.get("p", 1):
+                self.seen.random |= origins
+        return output
+
+    def use(self, value: object) -> frozenset[str]:
+        """Record that tensors are used now; the units from whose outputs they were computed."""
+        found: frozenset[str] = frozenset()
+        for tensor in trees.leaves(value):
+            found |= self.origins.get(id(tensor), frozenset())
+        self.seen.last_use.update(dict.fromkeys(found, len(self.seen.calls)))
+        return found
+
+    def made(self, value: object, origins: frozenset[str]) -> None:
+        """Record from which units' outputs tensors were computed."""
+        for tensor in trees.leaves(value):
+            self.alive.append(tensor)
+            self.origins[id(tensor)] = origins | self.origins.get(id(tensor), frozenset())
+
+    @contextlib.contextmanager
+    def hooked(self, model: nn.Module, units: Sequence[str]) -> Iterator[None]:
+        """A block in which the calls of units are recorded."""
+
+        def enter(name: str) -> Callable[..., None]:
+            def hook(_: nn.Module, args: object, kwargs: object) -> None:
+                if self.inside is None:
+                    self.use((args, kwargs))
+                    self.inside = name
+
+            return hook
+
+        def leave(name: str) -> Callable[..., None]:
+            def hook(_: nn.Module, __: object, output: object) -> None:
+                if self.inside == name:
+                    self.inside = None
+                    self.seen.calls.append(name)
+                    for tensor in trees.leaves(output):
+                        self.alive.append(tensor)
+                        self.origins[id(tensor)] = frozenset({name})
+
+            return hook
+
+        handles = []
+        for name in units:
+            module = model.get_submodule(name)
+            handles.append(module.register_forward_pre_hook(enter(name), with_kwargs=True))
+            handles.append(module.register_forward_hook(leave(name), always_call=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()

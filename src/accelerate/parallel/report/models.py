@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank sends, keeps in memory and computes in for its prepared models."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from ...precision.fp8 import Float8Precision
+from ...torch_internals.fsdp2 import shards_of, unsharded_parameter
+from ..adopted.sharing import parameters_of
+from ..adopted.strategy import AdoptedModel
+from ..ddp.model import ReplicatedModel, replica_of
+from ..deepspeed.engine import engine_bytes
+from ..deepspeed.model import EngineModel, UntrainedModel
+from ..gradients import buckets, local
+from ..pipeline.microbatch import BatchShapes
+from ..pipeline.model import PipelinedModel
+from ..pipeline.p2p import TensorSpec, specs_in
+from ..pipeline.runner import Runner
+from ..prepared import PreparedModel
+from ..sharded import ShardedModel
+from . import memory
+from .communication import dtype_name, shard_dtypes, shard_gradients, shard_volume, tensor_parallel_volume
+from .volume import CommunicationVolume
+
+
+def memory_usage(
+    models: Sequence[PreparedModel], optimizers: Sequence[torch.optim.Optimizer], windows: bool
+) -> dict[str, int]:
+    """Bytes on this rank: of parameters, buffers, gradients as large as they get, master weights, optimizer state.
+
+    `windows`: gradients accumulate over several backwards and are averaged in the last one only.
+    """
+    used, seen = Counter[str](), set[int]()
+    for model in models:
+        used.update(_model_memory(model, windows, seen))
+    used[memory.BUFFERS] = memory.of_buffers([model.module for model in models])
+    entries = [entry for optimizer in optimizers for entry in optimizer.state.values()]
+    values = (value for entry in entries for value in entry.values())
+    used[memory.STATE] = memory.local_bytes(value for value in values if isinstance(value, torch.Tensor))
+    return {kind: used[kind] for kind in memory.KINDS}
+
+
+def _model_memory(model: PreparedModel, windows: bool, seen: set[int]) -> dict[str, int]:
+    """As `memory_usage`, without buffers and the optimizer's state. `seen`: ids of counted tensors, extended."""
+    if isinstance(model, EngineModel):
+        return engine_bytes(model.module)
+    # In a step, units show other parameters than they keep.
+    shards = {id(unsharded_parameter(shard)): shard.sharded_param for shard in shards_of(model.units())}
+    parameters = list(memory.unseen((shards.get(id(p), p) for p in model.module.parameters()), seen))
+    gradients = memory.local_bytes(p for p in parameters if p.requires_grad)
+    if windows and shards_of(model.units()):
+        gradients = shard_gradients(model.inner, model.units())
+    used = {
+        memory.PARAMETERS: memory.local_bytes(parameters),
+        memory.GRADIENTS: gradients,
+        memory.MASTER_WEIGHTS: memory.local_bytes(memory.unseen(model.master_weights(), seen)),
+    }
+    replica = replica_of(model.module)
+    if replica is not None and not replica.gradient_as_bucket_view:
+        used[memory.BUCKETS] = gradients
+    return used
+
+
+def dtypes(model: PreparedModel) -> tuple[str, str]:
+    """(dtype of the computation, dtype in which gradients are averaged) of a model, as text."""
+    if isinstance(model, EngineModel):
+        computes = next((parameter.dtype for parameter in model.module.parameters()), torch.float32)
+        return dtype_name(computes), dtype_name(model.module.communication_data_type)
+    policy = shard_dtypes(model.module)
+    if policy is None:
+        return model.precision.computes_in, "the parameters' dtype"
+    compute, reduction = policy
+    # Only the precision knows which layers compute in float8. Where units cast nothing, autocast may.
+    casts = compute in (torch.float16, torch.bfloat16) and not isinstance(model.precision, Float8Precision)
+    return dtype_name(compute) if casts else model.precision.computes_in, dtype_name(reduction)
+
+
+def communication_volume(model: PreparedModel, backwards: int) -> list[CommunicationVolume] | None:
+    """What this rank sends in an optimizer step of so many backwards; None if that is not known."""
+    if isinstance(model, UntrainedModel):
+        return []
+    if isinstance(model, ReplicatedModel):
+        return _replica_volume(model)
+    if isinstance(model, PipelinedModel):
+        return _pipeline_volume(model, backwards)
+    if not isinstance(model, ShardedModel):
+        return None
+    if isinstance(model, AdoptedModel):
+        model.reshard()
+        if any(sharing.split for _, _, sharing in parameters_of(model.inner)):
+            # Layers of the model send messages as well.
+            return None
+    return [
+        *shard_volume(model.module, backwards),
+        *tensor_parallel_volume(model.module, backwards),
+        *([] if model.sequence is None else model.sequence.communication_volume(backwards)),
+        *(volume for reducer in model.reducers for volume in reducer.communication_volume()),
+    ]
+
+
+def _replica_volume(model: ReplicatedModel) -> list[CommunicationVolume]:
+    """The gradients, in about as many messages as DDP has buckets."""
+    replica = replica_of(model.module)
+    trained = [parameter for parameter in model.module.parameters() if parameter.requires_grad]
+    if replica is None or not trained:
+        return []
+    sent = sum(parameter.numel() * (model.element_size or parameter.dtype.itemsize) for parameter in trained)
+    count = max(1, -(-sent // replica.bucket_bytes_cap))
+    return [CommunicationVolume("all-reduce of gradients", count, sent, about=True)]
+
+
+def _pipeline_volume(model: PipelinedModel, backwards: int) -> list[CommunicationVolume]:
+    stages = model.stages
+    # The parameters of a stage stay gathered until its gradients are reduced: once a step.
+    shards = [volume for stage in stages.modules.values() for volume in shard_volume(stage, 1)]
+    split = tensor_parallel_volume(model.inner, backwards)
+    volumes = [*_stage_volume(stages.schedules.runner, backwards), *shards, *split]
+    unsharded = [local(parameter) for parameter in stages.unsharded]
+    if stages.replica_group is not None and unsharded:
+        size = sum(parameter.nbytes for parameter in unsharded)
+        count = len(buckets(unsharded))
+        volumes.append(CommunicationVolume("all-reduce of gradients between replicas", count, size))
+    if tied := [local(parameter) for parameter in stages.tied.parameters()]:
+        size = sum(parameter.nbytes for parameter in tied)
+        volumes.append(CommunicationVolume("sums of tied gradients", len(tied), size))
+    return volumes
+
+
+def _stage_volume(runner: Runner, backwards: int) -> list[CommunicationVolume]:
+    """Messages between stages, and of the output. Bytes are those of the batch shapes that were trained on last."""
+    trained = (shapes for key, shapes in reversed(runner.shapes.items()) if key.training and key.grad)
+    shapes = next(trained, None)
+    count = runner.splitter.num_microbatches * backwards
+    if shapes is None:
+        hops = sum(number < runner.last for number in runner.stages) + sum(number > 0 for number in runner.stages)
+        return [CommunicationVolume("tensors between stages", hops * count, 0, " (unknown before the first batch)")]
+    forward = _sent_specs(shapes, runner, forward=True)
+    back = [spec for spec in _sent_specs(shapes, runner, forward=False) if spec.requires_grad]
+    volumes = [
+        CommunicationVolume("activations to the next stage", len(forward) * count, _bytes(forward) * count),
+        CommunicationVolume("gradients to the former stage", len(back) * count, _bytes(back) * count),
+    ]
+    if runner.channel.rank == runner.source:
+        output = specs_in(shapes.output)
+        count = len(output) * backwards
+        volumes.append(CommunicationVolume("output to all stages", count, _bytes(output) * backwards))
+    return [volume for volume in volumes if volume.messages]
+
+
+def _sent_specs(shapes: BatchShapes, runner: Runner, forward: bool) -> list[TensorSpec]:
+    """What the largest micro-batch sends to other ranks: stage outputs forward, gradients of stage inputs back."""
+    sent = []
+    for sender, boundaries in shapes.boundaries.items():
+        here, other = (sender, sender + 1) if forward else (sender + 1, sender)
+        if here in runner.stages and runner.ranks[other] != runner.channel.rank:
+            sent += boundaries[max(boundaries)].specs
+    return sent
+
+
+def _bytes(specs: Iterable[TensorSpec]) -> int:
+    return sum(spec.nbytes for spec in specs)

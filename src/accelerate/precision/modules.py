@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Modules that compute in another dtype than the rest of their model: `Accelerator(precision_policy=...)`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..config import checks
+from ..core.errors import ConfigurationError, PrepareError
+from ..core.trees import convert_to_fp32
+
+# Pattern of module names -> what these modules compute in. The first pattern that matches a name counts.
+PrecisionPolicy = Mapping[str, torch.dtype]
+
+
+def check_policy(policy: Any, mixed_precision: str) -> PrecisionPolicy:
+    """A policy with dtypes for names of them. Raises ConfigurationError for what a run of that precision cannot do."""
+    if not isinstance(policy, Mapping) or not all(isinstance(pattern, str) for pattern in policy):
+        raise ConfigurationError(
+            f'precision_policy={policy!r}: give a dict of patterns of module names and dtypes, as {{"*norm*": '
+            "torch.float32}"
+        )
+    if policy and mixed_precision not in ("bf16", "fp16"):
+        raise ConfigurationError(
+            f"precision_policy needs mixed_precision='bf16' or 'fp16', and it is {mixed_precision!r}"
+            + (", in which each module computes in the dtype of its weights" if mixed_precision == "no" else "")
+        )
+    dtypes: dict[str, torch.dtype] = {}
+    for pattern, requested in policy.items():
+        dtype = checks.dtype(f"precision_policy[{pattern!r}]", requested)
+        if dtype not in (torch.float32, torch.bfloat16) and not (dtype is torch.float16 and mixed_precision == "fp16"):
+            raise ConfigurationError(
+                f"precision_policy[{pattern!r}]={requested!r}: use torch.float32 or torch.bfloat16; torch.float16 "
+                "needs mixed_precision='fp16', which scales gradients"
+            )
+        dtypes[pattern] = dtype
+    return dtypes
+
+
+def check_matches(policy: PrecisionPolicy, models: Sequence[nn.Module]) -> None:
+    """Raise PrepareError for a pattern that no module inside of the models has."""
+    names = [name for model in models for name, _ in model.named_modules() if name]
+    for pattern in policy if models else ():
+        if not any(fnmatchcase(name, pattern) for name in names):
+            kinds = ", ".join(type(model).__name__ for model in models)
+            raise PrepareError(
+                f"precision_policy: no module of {kinds} has a name like {pattern!r}. The names are those of "
+                "model.named_modules()"
+            )
+
+
+def find_regions(model: nn.Module, policy: PrecisionPolicy) -> dict[nn.Module, torch.dtype]:
+    """The outermost modules that compute in a dtype of the policy, and those inside of them with another one.
+
+    What is never called, as `nn.ModuleList`, stands for the modules in it.
+    """
+    regions: dict[nn.Module, torch.dtype] = {}
+    # Of each module by name: what the policy says, and the dtype around it.
+    said: dict[str, torch.dtype | None] = {"": None}
+    around: dict[str, torch.dtype | None] = {"": None}
+    for name, module in model.named_modules() if policy else ():
+        if not name:
+            continue
+        parent = name.rpartition(".")[0]
+        said[name] = next((dtype for pattern, dtype in policy.items() if fnmatchcase(name, pattern)), said[parent])
+        around[name], dtype = around[parent], said[name]
+        if dtype is not None and dtype != around[parent] and type(module).forward is not nn.Module.forward:
+            regions[module] = around[name] = dtype
+    return regions
+
+
+def computing_in(dtype: torch.dtype, device_type: str, module: nn.Module, forward: Any) -> Any:
+    """A module's forward in a dtype; in fp32 its inputs, parameters and buffers of half precision are cast."""
+    is_wide = dtype is torch.float32
+    if is_wide:
+        for tensor in (*module.parameters(), *module.buffers()):
+            if tensor.dtype in (torch.float16, torch.bfloat16):
+                tensor.data = tensor.data.float()
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if is_wide:
+            args, kwargs = convert_to_fp32((args, kwargs))
+            with torch.autocast(device_type, enabled=False):
+                return forward(*args, **kwargs)
+        with torch.autocast(device_type, dtype=dtype):
+            return forward(*args, **kwargs)
+
+    return run

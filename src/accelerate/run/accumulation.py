@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradient accumulation: which batch of a window this is, and whether its backward synchronizes gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+from ..core.errors import AccelerateError
+from ..parallel.prepared import PreparedModel
+from ..state import GradientState
+
+
+class Accumulation:
+    """Where a run is in its accumulation window.
+
+    Args:
+        gradient_state: the shared state.
+        exact: a window is the mean over its samples. Otherwise it is the sum of its losses divided by `steps`.
+
+    Attributes:
+        step: batches of the present window so far; 0 at the end of a loader, which ends it.
+        steps: the batches that it ends with: what was set at its first one.
+        samples: with `exact`, its samples so far on all processes. first_samples: those of its first batch.
+        scale: with `exact`, the weight of this batch's mean loss relative to that of the first batch.
+        factor: with `exact`, what turns the gradients of the window into the mean over its samples, at its end.
+        models: the models passed to `accumulate` for the present batch.
+        is_open: whether a batch has begun and not ended.
+        has_backward: whether `accelerator.backward` was called in the latest batch; None if it never was.
+        unreduced: models of which earlier batches of the window have left gradients unreduced.
+    """
+
+    def __init__(self, gradient_state: GradientState, exact: bool = False) -> None:
+        self.gradient_state: GradientState = gradient_state
+        self.exact = exact
+        self.step: int = 0
+        self.steps: int = 1
+        self.samples: int = 0
+        self.first_samples: int = 0
+        self.scale: float = 1.0
+        self.factor: float = 1.0
+        self.models: tuple[PreparedModel, ...] = ()
+        self.is_open: bool = False
+        self.has_backward: bool | None = None
+        self.unreduced: weakref.WeakSet[PreparedModel] = weakref.WeakSet()
+
+    def check_nesting(self) -> None:
+        """Raise AccelerateError for a batch inside of another one, which the window would count twice."""
+        if self.is_open and self.gradient_state.num_steps > 1:
+            raise AccelerateError(
+                "accumulate was entered inside of accumulate: each counts a batch, so that one model would step with "
+                "unreduced gradients. Pass all models to one: accelerator.accumulate(first, second)"
+            )
+
+    def check_models(self, models: tuple[PreparedModel, ...]) -> None:
+        """Raise AccelerateError where the last batch of a window leaves out a model of an earlier one."""
+        missing = [model for model in self.unreduced if model not in models]
+        self.unreduced.clear()
+        if missing:
+            raise AccelerateError(
+                f"{type(missing[0].inner).__name__} was passed to accumulate in an earlier batch of this window and "
+                "not in its last one, so its gradients would stay unreduced. Each accumulate counts a batch: pass "
+                "all models to one, accelerator.accumulate(first, second)"
+            )
+
+    def advance(self) -> bool:
+        """Count a batch. Returns whether its backward synchronizes gradients."""
+        state = self.gradient_state
+        options = state.plugin_kwargs
+        loader = state.active_dataloader
+        if self.has_backward is False and 0 < self.step < self.steps and getattr(loader, "batches_read", 0) == 1:
+            # The loop of the pass before was left between the start of a batch and its backward.
+            self.step -= 1
+        if not 0 < self.step < self.steps:
+            self.step, self.steps = 0, options.get("num_steps", 1)
+            self.samples = self.first_samples = 0
+        self.step += 1
+        sync = self.step == self.steps
+        if loader is not None and loader.end_of_dataloader and options.get("sync_with_dataloader", True):
+            self.step, sync = 0, True
+        state.sync_gradients = sync
+        if self.exact and loader is not None and loader.batch_counts:
+            samples = sum(loader.batch_counts)
+            self.first_samples = self.first_samples or samples
+            self.samples += samples
+            self.scale = samples / self.first_samples
+            self.factor = self.first_samples * self.steps / self.samples if sync else 1.0
+        if self.has_backward:
+            self.has_backward = False
+        return sync
+
+    def take_factor(self) -> float:
+        """`factor`, for the first backward that synchronizes. The losses of further ones are weighted with it."""
+        factor, self.factor = self.factor, 1.0
+        self.scale *= factor
+        return factor
+
+    def state_dict(self) -> dict[str, int]:
+        """The open window: its batches and samples."""
+        return {name: getattr(self, name) for name in ("step", "steps", "samples", "first_samples")}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Continue a window. Its gradients have to be there."""
+        self.step = self.samples = self.first_samples = 0
+        self.unreduced.clear()
+        self.__dict__.update(state)
+
+
+class AccumulatedBatch:
+    """A context for one batch of an accumulation window: only the last one's backward communicates."""
+
+    __slots__ = ("accumulation", "contexts", "models")
+
+    def __init__(self, accumulation: Accumulation, models: tuple[PreparedModel, ...]) -> None:
+        self.accumulation: Accumulation = accumulation
+        self.models: tuple[PreparedModel, ...] = models
+        self.contexts: list[contextlib.AbstractContextManager[Any]] = []
+
+    def __enter__(self) -> None:
+        accumulation = self.accumulation
+        accumulation.check_nesting()
+        sync = accumulation.advance()
+        if sync and accumulation.steps > 1:
+            accumulation.check_models(self.models)
+        accumulation.models = self.models
+        accumulation.is_open = True
+        if not sync and not accumulation.gradient_state.plugin_kwargs.get("sync_each_batch", False):
+            for model in self.models:
+                context = model.no_sync()
+                context.__enter__()
+                if not isinstance(context, contextlib.nullcontext):
+                    accumulation.unreduced.add(model)
+                self.contexts.append(context)
+
+    def __exit__(self, *error: Any) -> None:
+        self.accumulation.models = ()
+        self.accumulation.is_open = False
+        while self.contexts:
+            self.contexts.pop().__exit__(*error)

@@ -1,0 +1,468 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checkpoints of a run: what is saved and loaded, automatic names, resuming, stopping on request."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.hooks import RemovableHandle
+
+from ..checkpointing import layout
+from ..checkpointing.commit import can_restore
+from ..checkpointing.gradients import PendingGradients, RankState
+from ..checkpointing.loading import LoadReport, load_newest, load_options, load_run
+from ..checkpointing.loading import resume as resume_run
+from ..checkpointing.opening import DamagedCheckpoint, Options
+from ..checkpointing.preemption import DEFAULT_SIGNALS
+from ..checkpointing.resume_controller import ResumeController
+from ..checkpointing.run_lock import RunLocks
+from ..checkpointing.run_state import RunState
+from ..checkpointing.saving import save_run
+from ..checkpointing.writer import Writer
+from ..config.training import ProjectConfiguration
+from ..core.errors import ConfigurationError, MissingCheckpointError
+from ..core.files import user_path
+from ..logging import MultiProcessAdapter, get_logger, print_or_log
+from ..optimizer import AcceleratedOptimizer
+from ..parallel.base import Strategy
+from ..parallel.items import ItemWindow
+from ..parallel.prepared import PreparedModel, PreparedOptimizer
+from ..parallel.unwrap import extract_model_from_parallel, is_peft_model
+from ..precision.base import Precision
+from ..state import AcceleratorState, PartialState
+from ..tracking.group import TrackerGroup
+from .accumulation import Accumulation
+from .objects import RunObjects
+from .observers import RunObserver, RunObservers
+
+if TYPE_CHECKING:
+    from ..checkpointing.adapters import AdapterLayout
+    from ..checkpointing.sharded import ShardedState
+
+logger: MultiProcessAdapter = get_logger(__name__)
+
+
+@dataclass(eq=False, repr=False)
+class RunCheckpoints:
+    """Saves and loads the objects of a run.
+
+    Fields:
+        objects: the prepared objects. strategy, precision, state: what `resolve` decided.
+        accumulation, items: the unfinished accumulation window.
+        project: folders and automatic naming. trackers: whose run keys are saved.
+        observers: are told of saves and loads.
+    """
+
+    objects: RunObjects
+    strategy: Strategy
+    precision: Precision
+    state: AcceleratorState
+    accumulation: Accumulation
+    items: ItemWindow
+    project: ProjectConfiguration
+    trackers: TrackerGroup
+    observers: RunObservers
+
+    def __post_init__(self) -> None:
+        self.save_hooks: OrderedDict[int, Callable[..., None]] = OrderedDict()
+        self.load_hooks: OrderedDict[int, Callable[..., None]] = OrderedDict()
+        self.controller: ResumeController = ResumeController(
+            self._load_newest_if_any, self._save_and_exit, self._in_training_mode
+        )
+        self._exit_code: int | None = None  # of a run that a signal has stopped; None: 128 plus its number
+        self._writer: Writer | None = None
+        self._locks = RunLocks()
+        self._damaged: list[DamagedCheckpoint] = []  # skipped by a load: their numbers are the next ones
+        self._started_in = _current_folder()
+        self._shards: ShardedState | None = None
+        self._adapters: weakref.WeakKeyDictionary[PreparedModel, AdapterLayout] = weakref.WeakKeyDictionary()
+        self._steps_before = 0  # optimizer steps of the run before the checkpoint that was loaded
+
+    # -- save and load
+
+    def save(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        blocking: bool = True,
+        layout: str = "native",
+    ) -> str:
+        """See `Accelerator.save_state`."""
+        self.controller.resume_if_pending()
+        project = self.project
+        folder, rotation = self._checkpoint_folder(output_dir)
+        taken = rotation is not None and all(folder.name != damaged.name for damaged in self._damaged)
+        if taken and folder.exists():
+            raise ConfigurationError(
+                f"{folder} exists already (save_iteration is {project.iteration}). Resume with load_state() first, "
+                "set ProjectConfiguration.iteration, or use another project_dir: nothing is overwritten."
+            )
+        options = Options(
+            layout=layout,
+            safe_serialization=safe_serialization,
+            save_on_each_node=project.save_on_each_node,
+            checkpoints=rotation,
+            total_limit=project.total_limit,
+            locks=self._locks if rotation is not None else None,
+            damaged=self._damaged if rotation is not None else (),
+        )
+        begin = time.perf_counter()
+        for observer in self.observers.active:
+            observer.before_save()
+        if blocking:
+            self._wait_for_writer()
+        else:
+            self._writer = self._writer or Writer()
+        writer = None if blocking else self._writer
+        with self._run_state() as run:
+            if run.entire is not None and (layout == "compat" or run.save_hooks):
+                run = run.entire
+            saved = save_run(run, folder, process=PartialState(), options=options, writer=writer)
+        if rotation is not None:
+            self._damaged = []
+        project.iteration += 1
+        done = "saved" if writer is None else "saving in the background:"
+        print_or_log(logger, f"{done} {saved}: epoch {run.progress['epoch']}, step {run.progress['step']}")
+        for observer in self.observers.active:
+            observer.saved(str(saved), run.progress["step"], time.perf_counter() - begin)
+        return str(saved)
+
+    def save_adapters(self, prepared: PreparedModel, folder: str | os.PathLike[str], safe: bool) -> bool:
+        """Save the adapters of a model of peft into a folder; False for a model that has to be saved entirely."""
+        if not is_peft_model(prepared.module):
+            return False
+        from ..checkpointing.adapters import AdapterModel, save_adapters
+
+        part = AdapterModel.of(prepared, self._adapters.get(prepared))
+        if part is None:
+            return False
+        with self.precision.swap_in_master_weights([prepared.module], [], [prepared.swappable()]):
+            save_adapters(part, folder, safe, self.project.save_on_each_node)
+        print_or_log(logger, f"saved the adapters ({', '.join(part.names)}) in {folder}")
+        return True
+
+    def load(
+        self,
+        input_dir: str | os.PathLike[str] | None = None,
+        load_kwargs: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> LoadReport:
+        """See `Accelerator.load_state`."""
+        begin = time.perf_counter()
+        self._wait_for_writer()
+        options = {**load_options(load_kwargs), **options}
+        with self._run_state() as run:
+            if input_dir is None:
+                report = load_newest(run, self._checkpoints_dir("load_state()"), process=PartialState(), **options)
+            else:
+                folder = user_path(input_dir, "load_state")
+                if not folder.is_dir() and not can_restore(folder):
+                    raise MissingCheckpointError(f"load_state: there is no folder {folder}")
+                report = load_run(run, folder, process=PartialState(), **options)
+        self._leave_ended_epochs(report)
+        self._apply(report, "loaded", begin)
+        if input_dir is None:
+            self._record_damaged(report)
+        return report
+
+    def _leave_ended_epochs(self, report: LoadReport) -> None:
+        """After a save in the last batch of an epoch, the loop that counts its steps begins with the next epoch."""
+        main = report.progress.get("training_loader") or 0
+        for index, loader in enumerate(self.objects.dataloaders):
+            leave = getattr(loader, "leave_ended_epoch", None)
+            if leave is not None and leave() and index == main:
+                report.progress["epoch"] = loader.iteration
+
+    def _load_newest_if_any(self) -> LoadReport | None:
+        begin = time.perf_counter()
+        self._wait_for_writer()
+        directory = self._checkpoints_dir("resume()")
+        with self._run_state() as run:
+            report = resume_run(run, directory, process=PartialState(), locks=self._locks, arrival_timeout=60.0)
+        if report is not None:
+            self._apply(report, "resumed", begin)
+            self._record_damaged(report)
+            self.trackers.resumed_keys = report.trackers
+        return report
+
+    def _apply(self, report: LoadReport, done: str, begin: float) -> None:
+        """Continue where the loaded run was."""
+        skipped = f", skipped {len(report.skipped)} damaged" if report.skipped else ""
+        print_or_log(logger, f"{done} {report.folder}: epoch {report.epoch}, step {report.step}{skipped}")
+        # Saved under another layout, each rank has loaded a generator state that its neighbours need not share.
+        self.strategy.sync_rng_state()
+        saved = report.progress
+        window, layout = saved.get("window"), saved.get("window_layout", self._window_layout())
+        if window is None:
+            steps = int(saved.get("accumulation_steps") or self.accumulation.gradient_state.num_steps)
+            window = {"step": int(saved.get("accumulation_step", 0)) % steps, "steps": steps}
+        # The gradients of another layout or number of processes have no place here: a window begins.
+        self.accumulation.load_state_dict(window if layout == self._window_layout() else {})
+        self.controller.set_main_loader(report.progress.get("training_loader"))
+        samples, samples_here = saved.get("step_samples"), self._step_sizes()["step_samples"]
+        if samples and samples_here and samples != samples_here:
+            note = (
+                f"an optimizer step had {samples} samples when this was saved (over all processes and accumulated "
+                f"batches), and has {samples_here} here: the data continues at the same sample; learning rates, "
+                "schedules and the number of steps in an epoch are not adjusted"
+            )
+            report.notes.append(note)
+            logger.warning(f"{report.folder}: {note}")
+        self._steps_before = report.step
+        for optimizer in self.objects.optimizers:
+            optimizer.steps_made = 0
+        for observer in self.observers.active:
+            observer.loaded(str(report.folder), report.step, time.perf_counter() - begin)
+        if "iteration" in report.progress and self.project.automatic_checkpoint_naming:
+            self.project.iteration = int(report.progress["iteration"]) + 1
+
+    def _step_sizes(self) -> dict[str, int]:
+        """The batches of an optimizer step, and its samples over all processes; 0 if they are not known."""
+        batches = int(self.accumulation.gradient_state.num_steps)
+        samples = getattr(self.controller.main_loader, "total_batch_size", 0)
+        return {"accumulation_steps": batches, "step_samples": samples * batches}
+
+    def _record_damaged(self, report: LoadReport) -> None:
+        """Let the next automatically named save rename what the load has skipped. A load itself moves nothing."""
+        self._damaged = [DamagedCheckpoint.found(folder, reason) for folder, reason in report.skipped]
+
+    # -- resume and stop
+
+    def resume_at_first_use(self) -> None:
+        """Resume when a prepared loader is first read, and stop on the default signals."""
+        self._checkpoints_dir("Accelerator(resume='auto')")
+        self._watch_signals(DEFAULT_SIGNALS)
+        self.controller.is_pending = True
+
+    def resume(self, signals: Sequence[str], exit_code: int | None) -> LoadReport | None:
+        """See `Accelerator.resume`."""
+        self._exit_code = exit_code
+        self._checkpoints_dir("resume()")
+        self._watch_signals(signals)
+        return self.controller.resume()
+
+    def _watch_signals(self, signals: Sequence[str]) -> None:
+        if signals and not self.project.automatic_checkpoint_naming:
+            raise ConfigurationError(
+                "a run that is stopped by a signal saves under the next number: set "
+                "ProjectConfiguration(automatic_checkpoint_naming=True), or resume(signals=()) to handle no signal"
+            )
+        self.controller.watch_signals(PartialState(), signals)
+
+    def _in_training_mode(self) -> bool:
+        return any(prepared.module.training for prepared in self.objects.models)
+
+    def _save_and_exit(self, name: str) -> None:
+        folder = self.save()
+        logger.warning(f"stop requested ({name}): saved {folder}")
+        self.trackers.finish()
+        # A launcher stops the other ranks as soon as one has ended with an error code.
+        self.state.wait_for_everyone()
+        self.end_training()
+        raise SystemExit(128 + signal.Signals[name] if self._exit_code is None else self._exit_code)
+
+    def end_training(self) -> None:
+        """Finish what runs in the background, close observers and trackers, leave the process group."""
+        # A profile that ends is an event of the recorder, which was added before it.
+        for observer in reversed(self.observers.active):
+            observer.close()
+        if self._writer is not None:
+            self._writer.release()
+            self._writer = None
+        self._locks.release()
+        self._shards = None
+        self.controller.close()
+        self.trackers.finish()
+        self.state.destroy_process_group()
+
+    # -- folders
+
+    def _checkpoints_dir(self, caller: str) -> Path:
+        if self.project.project_dir is None:
+            raise ConfigurationError(f"{caller} needs a folder: give one, or set project_dir in ProjectConfiguration")
+        project = user_path(self.project.project_dir, "project_dir")
+        if self._started_in not in (None, _current_folder()) and not project.is_absolute():
+            # A relative project_dir counts from where the run started, wherever the script goes after that.
+            project = self._started_in / project
+        return layout.checkpoints_dir(project)
+
+    def _checkpoint_folder(self, output_dir: str | os.PathLike[str] | None) -> tuple[Path, Path | None]:
+        """The folder of the next checkpoint, and the directory to rotate in when it is named automatically."""
+        project = self.project
+        if project.automatic_checkpoint_naming:
+            directory = self._checkpoints_dir("save_state()")
+            return layout.checkpoint_folder(directory.parent, project.iteration), directory
+        if output_dir is None:
+            raise ConfigurationError(
+                "save_state() needs a folder: give output_dir, or set "
+                "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)"
+            )
+        return user_path(output_dir, "save_state: output_dir"), None
+
+    def _wait_for_writer(self) -> None:
+        if self._writer is not None:
+            self._writer.wait()
+
+    # -- contents
+
+    @contextlib.contextmanager
+    def _run_state(self) -> Iterator[RunState]:
+        """The run as a checkpoint has it: with master weights instead of parameters that were cast."""
+        objects = self.objects
+        gradients = self._pending_gradients()
+        rank_state = RankState(self.strategy.name, objects.models, self._mesh_sizes(), gradients, self.items)
+        models = [prepared.module for prepared in objects.models]
+        optimizers = [optimizer.optimizer for optimizer in objects.optimizers]
+        contexts = [prepared.swappable() for prepared in objects.models]
+        with self.precision.swap_in_master_weights(models, optimizers, contexts):
+            trained = objects.prepared_optimizers()
+            run = RunState(
+                models=list(objects.models),
+                optimizers=trained,
+                schedulers=list(objects.schedulers),
+                dataloaders=list(objects.dataloaders),
+                scaler=self.precision.scaler,
+                custom=list(objects.custom),
+                averages=list(objects.averages),
+                progress=self._progress(gradients is not None),
+                mesh=self._mesh_sizes(),
+                rank_state=rank_state,
+                save_hooks=list(self.save_hooks.values()),
+                load_hooks=list(self.load_hooks.values()),
+                sharded=self._sharded_state(trained),
+            )
+            yield self._with_adapters(run) or run
+
+    def _with_adapters(self, run: RunState) -> RunState | None:
+        """The run with the adapters instead of models of peft whose base is frozen; None where it has none."""
+        if not any(is_peft_model(part.module) for part in run.models):
+            return None
+        # Imports DTensors.
+        from ..checkpointing.adapters import with_adapters
+
+        return with_adapters(run, self._adapters)
+
+    def _progress(self, has_gradients: bool) -> dict[str, Any]:
+        steps = max((optimizer.steps_made for optimizer in self.objects.optimizers), default=0)
+        return {
+            "step": self._steps_before + steps,
+            "epoch": int(getattr(self.controller.main_loader, "iteration", 0)),
+            "accumulation_step": self.accumulation.step,
+            "window": self.accumulation.state_dict() if has_gradients else {},
+            "window_layout": self._window_layout(),
+            **self._step_sizes(),
+            "iteration": self.project.iteration,
+            "training_loader": self.controller.main_index,
+            "trackers": self.trackers.run_keys(),
+        }
+
+    def _window_layout(self) -> dict[str, Any]:
+        """Under what a window can be continued."""
+        return {"strategy": self.strategy.name, "processes": PartialState().num_processes, **self._mesh_sizes()}
+
+    def _mesh_sizes(self) -> dict[str, int]:
+        mesh = self.state.device_mesh
+        if mesh is None or not mesh.mesh_dim_names:
+            return {}
+        return dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
+
+    def _pending_gradients(self) -> PendingGradients | None:
+        """The gradients of an unfinished accumulation window of this process; none where they cannot be had."""
+        models = self.objects.models
+        gradients = [prepared.accumulated_gradients() for prepared in models]
+        window = self.accumulation
+        is_open = not window.gradient_state.sync_gradients or 0 < window.step < window.steps
+        if any(found is None and prepared.is_partial for found, prepared in zip(gradients, models, strict=True)):
+            if is_open:
+                logger.warning(
+                    f"{self.strategy.name}: the gradients of the unfinished accumulation window are not in this "
+                    "checkpoint, and a resumed run continues without them. Save when accelerator.sync_gradients is "
+                    "True."
+                )
+            return None
+        holders = [
+            found or extract_model_from_parallel(prepared.module, keep_torch_compile=False)
+            for found, prepared in zip(gradients, models, strict=True)
+        ]
+        return PendingGradients(holders, lambda: is_open)
+
+    def _sharded_state(self, optimizers: list[PreparedOptimizer]) -> ShardedState | None:
+        """How shards are saved, each process its own; None where no model saves shards."""
+        models = self.objects.models
+        if not any(prepared.saves_shards for prepared in models):
+            return None
+        # torch.distributed.checkpoint takes longer to import than all the rest; full states do without it.
+        from ..checkpointing.sharded import ShardedState
+
+        if self._shards is None:
+            self._shards = ShardedState(models, optimizers)
+        # One object for the run: it owns the group on which it writes in the background.
+        self._shards.update(models, optimizers)
+        return self._shards
+
+
+def _current_folder() -> Path | None:
+    try:
+        return Path.cwd()
+    except FileNotFoundError:  # it was removed
+        return None
+
+
+def register_hook(hooks: OrderedDict[int, Callable[..., None]], hook: Callable[..., None]) -> RemovableHandle:
+    """Add a hook of saving or loading. Its handle removes it."""
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle
+
+
+class RunSteps(RunObserver):
+    """What a run does before passes, between batches and around steps: it resumes and stops, and refuses wrong steps.
+
+    Args:
+        checkpoints: of the run. The reference is weak, since optimizers refer to their observers.
+    """
+
+    def __init__(self, checkpoints: RunCheckpoints) -> None:
+        self._checkpoints = weakref.ref(checkpoints)
+
+    def before_pass(self, loader: Any) -> None:
+        """Do a pending resume."""
+        if (checkpoints := self._checkpoints()) is not None:
+            checkpoints.controller.resume_if_pending()
+
+    def end_batch(self, loader: Any) -> None:
+        """Stop the run where a signal requests it."""
+        if (checkpoints := self._checkpoints()) is not None and checkpoints.controller.is_watching:
+            checkpoints.controller.stop_if_requested(loader)
+
+    def before_step(self, optimizer: AcceleratedOptimizer, closure: Callable[[], Any] | None) -> None:
+        """Raise ConfigurationError before a pending resume was done, PrepareError for parameters added to a model."""
+        if (checkpoints := self._checkpoints()) is None:
+            return
+        if optimizer.has_new_groups:
+            checkpoints.objects.refuse_new_parameters(optimizer)
+        if optimizer.steps_made == 0:
+            if checkpoints.controller.is_pending:
+                raise ConfigurationError(
+                    "resume='auto' loads when a prepared loader is first read, and an optimizer steps before any was: "
+                    "read `accelerator.resumed` before the loop"
+                )
+            checkpoints.controller.record_step()
+
+    def after_step(self, optimizer: AcceleratedOptimizer) -> None:
+        """Do what the layout does after a step. Where signals stop the run, record which loader is trained on."""
+        if (checkpoints := self._checkpoints()) is None:
+            return
+        for call in checkpoints.strategy.after_step:
+            call()
+        if checkpoints.controller.is_watching:
+            checkpoints.controller.record_step()

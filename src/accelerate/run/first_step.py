@@ -1,0 +1,340 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of a run's first two optimizer steps: what would train wrongly without an error is logged once.
+
+Only what needs no guess is reported. The observer removes itself with the second step. Between the ranks each one
+compares short texts with those of the rank that came first, through the store: no rank waits for another.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import weakref
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from ..core.errors import PrepareError
+from ..core.stacks import user_line
+from ..core.trees import leaves
+from ..logging import MultiProcessAdapter, get_logger
+from ..optimizer import AcceleratedOptimizer
+from ..runtime import marks
+from ..torch_internals.compiled import has_compiled_regions
+from .checkpoints import RunCheckpoints
+from .observers import RunObserver
+
+logger: MultiProcessAdapter = get_logger(__name__)
+
+# Backwards after which the checks end: to look at a loss waits for the device.
+_BACKWARDS = 64
+# Elements of each tensor of a batch that are compared between ranks.
+_ELEMENTS = 1024
+_UNPREPARED_EFFECT = "so it steps at every batch of an accumulation window and without the scaler of fp16"
+
+
+class FirstStepCheck(RunObserver):
+    """Logs a warning for what is wrong in the first steps of a run, each message once in the run.
+
+    Args:
+        run: with the prepared objects, the layout and the observers. The reference is weak, since optimizers refer to
+            the observers.
+    """
+
+    # Those of this process that have not ended. Hooks of torch call them: one before each step of any optimizer, and
+    # one before each forward of a prepared model.
+    _running: ClassVar[weakref.WeakSet[FirstStepCheck]] = weakref.WeakSet()
+    _hook: ClassVar[RemovableHandle | None] = None
+    # By how many runs an optimizer was prepared: a step of one that several have may be that of another run.
+    _prepared: ClassVar[weakref.WeakKeyDictionary[torch.optim.Optimizer, int]] = weakref.WeakKeyDictionary()
+    _numbers: ClassVar[Iterator[int]] = itertools.count()
+
+    def __init__(self, run: RunCheckpoints) -> None:
+        self._run = weakref.ref(run)
+        # All ranks make the same runs in the same order.
+        self._key = f"accelerate/first_step/{next(self._numbers)}"
+        self._logged: set[str] = set()
+        self._steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        self._reached: weakref.WeakSet[AcceleratedOptimizer] = weakref.WeakSet()  # by the last backward
+        self._backwards = 0
+        self._is_in_backward = self._stepped_too_early = self._is_in_step = self._has_infinite_loss = False
+        self._batch: int | None = None
+        self._forward_hooks: list[RemovableHandle] = []
+        self._running.add(self)
+        if FirstStepCheck._hook is None:
+            FirstStepCheck._hook = register_optimizer_step_pre_hook(_before_any_step)
+
+    # -- the events
+
+    def after_prepare(self, prepared: Any) -> None:
+        """Look at the first batches of a prepared model, and count the runs that have an optimizer."""
+        if isinstance(prepared, AcceleratedOptimizer):
+            self._prepared[prepared.optimizer] = self._prepared.get(prepared.optimizer, 0) + 1
+            return
+        # A hook on a compiled model would have it compiled again without the hook.
+        compiled = prepared.uncompiled is not prepared.module or has_compiled_regions(nn.ModuleList([prepared.module]))
+        if self._count_shards() > 1 and not compiled:
+            handle = prepared.module.register_forward_pre_hook(_before_forward, with_kwargs=True)
+            self._forward_hooks.append(handle)
+
+    def before_backward(self, loss: Any) -> None:
+        """Count the backwards, and compare what was trained on in the first of them."""
+        self._backwards += 1
+        self._is_in_backward, self._stepped_too_early = True, False
+        run = self._run()
+        loader = None if run is None else run.accumulation.gradient_state.active_dataloader
+        if self._backwards == 1 and loader is not None:
+            # What the models were called with before, as with dummies, was not the batch.
+            self._batch = None
+            if skipped := getattr(loader, "batches_skipped_twice", 0):
+                self._log(
+                    f"{user_line()}: after load_state, the loader continued after the first {skipped} batches of an "
+                    f"epoch, and the loop skips {skipped} more, which are not trained on. Remove the `continue` that "
+                    "skips batches, or use accelerator.skip_first_batches instead, which does not skip twice"
+                )
+        if self._backwards == 3:
+            self._compare_batches()
+        if self._backwards > _BACKWARDS:
+            self.close()
+
+    def after_backward(self, loss: Any, num_items: Any) -> None:
+        """Check the loss, note which optimizers have gradients, and refuse a step that was made in the backward."""
+        self._is_in_backward = False
+        if self._stepped_too_early:
+            raise PrepareError(
+                "an optimizer stepped inside of the backward, as in a hook of register_post_accumulate_grad_hook: DDP "
+                "averages gradients after such hooks, so each process would train another model. Step after "
+                "accelerator.backward, or set fsdp_version=2, which calls these hooks with averaged gradients"
+            )
+        if (run := self._run()) is None:
+            return
+        has_value = type(loss) is torch.Tensor and loss.numel() == 1 and not loss.is_meta
+        # A mean over no items is NaN, and has no weight.
+        has_value &= num_items is None or bool(num_items)
+        if has_value and not self._has_infinite_loss and not bool(torch.isfinite(loss.detach())):
+            self._has_infinite_loss = True
+            self._log(
+                f"{user_line()}: the loss of backward {self._backwards} is {loss.item()}. Look for values in the data "
+                "that are not finite, a division by zero in the loss, or a learning rate that is too high."
+            )
+        self._reached.clear()
+        for optimizer in run.objects.optimizers:
+            if any(parameter.grad is not None for parameter in _parameters(optimizer)):
+                self._reached.add(optimizer)
+
+    def before_step(self, optimizer: AcceleratedOptimizer, closure: Callable[[], Any] | None) -> None:
+        """Check the first step of a prepared optimizer."""
+        self._is_in_step = True
+        run = self._run()
+        if run is not None and not self._steps.get(optimizer, 0):
+            self._note_step_in_backward(optimizer, run)
+            if not self._check_parameters(optimizer, run) and closure is None and not _keeps_gradients(optimizer, run):
+                self._check_gradients(optimizer, run)
+
+    def after_step(self, optimizer: AcceleratedOptimizer) -> None:
+        """End the checks when each prepared optimizer has made two steps."""
+        self._is_in_step = False
+        self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
+        run = self._run()
+        has_stepped = run is None or all(self._steps.get(other, 0) > 1 for other in run.objects.optimizers)
+        if has_stepped and not self._stepped_too_early:
+            self._compare_batches()
+            self.close()
+
+    def close(self) -> None:
+        """End the checks. Not to be called from a hook of optimizers, whose list it changes."""
+        self._running.discard(self)
+        self._end_batches()
+        if (run := self._run()) is not None:
+            run.observers.remove(self)
+        if not self._running and FirstStepCheck._hook is not None:
+            FirstStepCheck._hook.remove()
+            FirstStepCheck._hook = None
+
+    @classmethod
+    def close_all(cls) -> None:
+        """End the checks of this process."""
+        for check in tuple(cls._running):
+            check.close()
+
+    def before_any_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Check an optimizer that is about to step, prepared or not, outside of a prepared one."""
+        run = self._run()
+        if run is None or self._is_in_step:
+            return
+        self._note_step_in_backward(optimizer, run)
+        # A step with learning rate 0 trains nothing: torch makes one to create the state that it loads.
+        if self._steps.get(optimizer) or not any(group.get("lr", 1) for group in optimizer.param_groups):
+            return
+        name, optimizers = f"{user_line()}: this {type(optimizer).__name__}", run.objects.optimizers
+        if any(optimizer is prepared.optimizer for prepared in optimizers):
+            if self._prepared[optimizer] == 1 and not _keeps_gradients(optimizer, run):
+                self._log(
+                    f"{name} was given to prepare, but is not what prepare returned, {_UNPREPARED_EFFECT}: "
+                    "use the objects that accelerator.prepare returned"
+                )
+            return
+        self._steps[optimizer] = 1
+        # An optimizer may step another one that has the same parameters, also outside of its own step.
+        if _identities(optimizer) & _trained(run) - _identities(*optimizers):
+            self._log(
+                f"{name} trains a prepared model and was not prepared, {_UNPREPARED_EFFECT}: pass it to "
+                "accelerator.prepare"
+            )
+
+    def before_forward(self, inputs: Iterable[Any]) -> None:
+        """Add to the checksum of what the models get, unless a prepared loader gave it."""
+        run = self._run()
+        if run is not None and run.accumulation.gradient_state.active_dataloader is None:
+            self._batch = _checksum(inputs, self._batch)
+
+    # -- what is checked on one rank
+
+    def _check_parameters(self, optimizer: AcceleratedOptimizer, run: RunCheckpoints) -> bool:
+        """Log and return whether a prepared model has gradients that this optimizer should step, and does not."""
+        trained, stepped = _trained(run), _identities(*run.objects.optimizers)
+        stale = [
+            parameter
+            for parameter in _parameters(optimizer)
+            if id(parameter) not in trained and isinstance(parameter, nn.Parameter) and parameter.grad is None
+        ]
+        for model in run.objects.models if stale else ():
+            for name, parameter in model.inner.named_parameters():
+                if parameter.grad is not None and id(parameter) in trained - stepped:
+                    self._log(
+                        f"{user_line()}: no prepared optimizer steps {name}, which has a gradient, and the "
+                        f"{type(optimizer.optimizer).__name__} has {len(stale)} parameters without a gradient that "
+                        "belong to no prepared model. Was a module replaced after the optimizer was made? Make the "
+                        "optimizer after the last change of the model"
+                    )
+                    return True
+        return False
+
+    def _check_gradients(self, optimizer: AcceleratedOptimizer, run: RunCheckpoints) -> None:
+        """Log a step without gradients."""
+        # A rank may hold no element of a sharded model.
+        parameters = [parameter for parameter in _parameters(optimizer) if parameter.numel()]
+        if not parameters or any(parameter.grad is not None for parameter in parameters):
+            return
+        if not self._backwards:
+            reason = "none of its parameters has a gradient: call accelerator.backward(loss) before it"
+        elif self._has_infinite_loss:
+            return
+        elif optimizer in self._reached:
+            reason = (
+                "its gradients were cleared between the backward and optimizer.step(), so nothing is trained: call "
+                "optimizer.zero_grad() after optimizer.step()"
+            )
+        elif len(run.objects.optimizers) == 1:
+            reason = (
+                "accelerator.backward has computed no gradient for its parameters: look for torch.no_grad() or "
+                "detach() between the model and the loss"
+            )
+        else:
+            # One of several optimizers may have nothing to do in a step.
+            return
+        self._log(f"{user_line()}: the {type(optimizer.optimizer).__name__} steps, and {reason}")
+
+    def _note_step_in_backward(self, optimizer: torch.optim.Optimizer, run: RunCheckpoints) -> None:
+        """Note a step in a hook of the backward, where DDP has not yet averaged the gradients of its parameters.
+
+        The end of the backward refuses it. A step after a backward that has failed looks alike, and has no such end.
+        """
+        if self._is_in_backward and self._count_shards() > 1:
+            stepped = _identities(optimizer)
+            self._stepped_too_early |= any(
+                hasattr(model.uncompiled, "require_backward_grad_sync")
+                and any(id(parameter) in stepped for parameter in model.trained_parameters())
+                for model in run.objects.models
+            )
+
+    # -- what is compared between the ranks
+
+    def _count_shards(self) -> int:
+        run = self._run()
+        return 1 if run is None else run.strategy.data_shard[1]
+
+    def _compare_batches(self) -> None:
+        """Report batches that are equal on ranks that are to read different ones."""
+        run, batch = self._run(), self._batch
+        self._end_batches()
+        if batch is None or run is None:
+            return
+        shard = run.strategy.data_shard[0]
+        first = self._first("batch", [shard, batch])
+        if first is not None and first[0] != shard and first[1] == batch:
+            self._log(
+                f"{user_line()}: all processes trained on the same first batch, and no prepared loader gave "
+                "it: pass the DataLoader to accelerator.prepare, or let each process choose its own samples"
+            )
+
+    def _end_batches(self) -> None:
+        self._batch = None
+        for handle in self._forward_hooks:
+            handle.remove()
+
+    def _first(self, what: str, value: Any) -> Any:
+        """The value of the rank that came first, which may be this one; None on one process or without a store."""
+        # Of the ranks of a trace, as `accelerate plan` makes one, there is only this one.
+        if dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != dist.Backend.FAKE:
+            with marks.Tolerant():
+                store = marks.run_store()
+                return json.loads(store.compare_set(f"{self._key}/{what}", "", json.dumps(value)))
+        return None
+
+    def _log(self, note: str) -> None:
+        """Log a message, on the first rank that comes with it."""
+        if note not in self._logged:
+            self._logged.add(note)
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            if self._first(f"note {zlib.crc32(note.encode())}", rank) in (None, rank):
+                logger.warning(f"rank {rank}: {note}" if self._count_shards() > 1 else note, main_process_only=False)
+
+
+def _before_forward(module: nn.Module, args: Any, kwargs: Any) -> None:
+    """A forward pre-hook of prepared models. A copied or pickled module has it too, where it soon does nothing."""
+    if torch.is_grad_enabled():
+        for check in tuple(FirstStepCheck._running):
+            check.before_forward((args, kwargs))
+
+
+def _before_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for check in tuple(FirstStepCheck._running):
+        check.before_any_step(optimizer)
+
+
+def _keeps_gradients(optimizer: Any, run: RunCheckpoints) -> bool:
+    """Whether the gradients are kept elsewhere: by an engine, or by an optimizer that steps in the backward."""
+    return not run.strategy.divides_loss or hasattr(getattr(optimizer, "optimizer", optimizer), "fused_backward")
+
+
+def _parameters(optimizer: Any) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _identities(*optimizers: Any) -> set[int]:
+    return {id(parameter) for optimizer in optimizers for parameter in _parameters(optimizer)}
+
+
+def _trained(run: RunCheckpoints) -> set[int]:
+    """The identities of the parameters of all prepared models."""
+    return {id(parameter) for model in run.objects.models for parameter in model.trained_parameters()}
+
+
+def _checksum(data: Iterable[Any], start: int | None) -> int | None:
+    """A checksum of the first elements of all plain tensors in `data`; `start` where there is none."""
+    for tensor in leaves(data):
+        if type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_meta:
+            try:
+                elements = tensor.detach().flatten()[:_ELEMENTS].cpu().contiguous().view(torch.uint8).numpy()
+            except RuntimeError:
+                # Inside of a transform of torch.func a tensor has no storage.
+                continue
+            start = zlib.crc32(elements.tobytes(), zlib.crc32(f"{tensor.shape}{tensor.dtype}".encode(), start or 0))
+    return start

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`RunObserver`, the one interface of everything that watches a run; `RunObservers` are those of one `Accelerator`.
+
+Nothing here imports the rest of the package: loaders, optimizers and the packages with observers all import this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+class RunObserver:
+    """Is told what happens in a run. Every method does nothing, so that an observer has only those that it needs.
+
+    A loader, optimizer or model is always the one that `prepare` returned.
+    """
+
+    def after_prepare(self, prepared: Any) -> None:
+        """A model to train (its `PreparedModel`) or an optimizer was prepared."""
+
+    def before_pass(self, loader: Any) -> None:
+        """A pass over a loader is set up, or a loader of the rest of one; this may still change the position."""
+
+    def begin_pass(self, loader: Any) -> None:
+        """A pass over a loader begins."""
+
+    def batch(self, loader: Any, data: Any) -> None:
+        """A loader has read a batch and is about to yield it."""
+
+    def end_batch(self, loader: Any) -> None:
+        """The loop has used a batch and requests the next one."""
+
+    def end_pass(self, loader: Any) -> None:
+        """A pass over a loader has ended, complete or not."""
+
+    def before_backward(self, loss: Any) -> None:
+        """`accelerator.backward` was called."""
+
+    def after_backward(self, loss: Any, num_items: Any) -> None:
+        """`accelerator.backward` has computed the gradients. `loss` is the argument; it is not divided or scaled."""
+
+    def after_clip(self, norm: Any, seconds: float) -> None:
+        """`accelerator.clip_grad_norm_` has returned this norm, and took so long."""
+
+    def after_collective(self, seconds: float) -> None:
+        """A collective of the accelerator (`gather`, `reduce`, `wait_for_everyone`, ...) has ended."""
+
+    def before_step(self, optimizer: Any, closure: Callable[[], Any] | None) -> None:
+        """An optimizer is about to step."""
+
+    def after_step(self, optimizer: Any) -> None:
+        """An optimizer has stepped, and the gradients have been used."""
+
+    def before_save(self) -> None:
+        """The run is about to be saved."""
+
+    def saved(self, path: str, step: int, seconds: float) -> None:
+        """The run was saved at a step, or is written in the background; the loop waited for `seconds`."""
+
+    def loaded(self, path: str, step: int, seconds: float) -> None:
+        """The run continues after `step` optimizer steps."""
+
+    def released(self) -> None:
+        """`free_memory` has released what was prepared."""
+
+    def error(self, error: BaseException) -> None:
+        """Memory has run out: in a backward, in a trial of a batch size, or in what ends the process."""
+
+    def close(self) -> None:
+        """The run has ended."""
+
+
+class RunObservers:
+    """The observers of one run, shared by the accelerator and what it has prepared.
+
+    Attributes:
+        active: those that are told. A step of a run without any costs one test of this tuple.
+    """
+
+    __slots__ = ("__weakref__", "active")
+
+    def __init__(self) -> None:
+        self.active: tuple[RunObserver, ...] = ()
+
+    def add(self, observer: RunObserver) -> None:
+        """Tell an observer too, from the next event on."""
+        if observer not in self.active:
+            self.active = (*self.active, observer)
+
+    def remove(self, observer: RunObserver) -> None:
+        """Tell an observer nothing more. It may call this itself, in an event."""
+        self.active = tuple(other for other in self.active if other is not observer)
+
+
+# Those of a loader or optimizer that no accelerator has prepared.
+NO_OBSERVERS: RunObservers = RunObservers()

@@ -1,0 +1,560 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arguments, environment and defaults become one Plan, one Precision and one Strategy: the only place that decides."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+
+import torch
+
+from ..config import checks
+from ..config.base import KwargsHandler
+from ..config.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+from ..config.precision import AutocastKwargs, GradScalerKwargs, MasterWeightsKwargs
+from ..config.training import (
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
+    OptimizerOffloadKwargs,
+    ProfileKwargs,
+    TorchDynamoPlugin,
+)
+from ..core import devices, env, extensions
+from ..core.enums import DistributedType, DynamoBackend, FP8BackendType, PrecisionType
+from ..core.errors import ConfigurationError, PrepareError
+from ..core.imports import is_available
+from ..core.lazy import public_name
+from ..core.modules import class_name
+from ..logging import get_logger
+from ..parallel.base import Strategy
+from ..parallel.choice import check_deepspeed_layout, choose_strategy
+from ..parallel.ddp.strategy import DataParallel
+from ..parallel.registry import strategy_class, transform_class
+from ..parallelism_config import ParallelismConfig
+from ..precision.amp import MixedPrecision, ScaledPrecision, get_grad_scaler
+from ..precision.base import Precision
+from ..precision.fp8 import make_fp8
+from ..precision.master import MasterPrecision
+from ..precision.modules import PrecisionPolicy, check_policy
+from ..runtime import group
+from ..runtime.topology import Topology
+from ..state import AcceleratorState, PartialState
+
+if TYPE_CHECKING:
+    from ..config.deepspeed import DeepSpeedPlugin
+    from ..config.fsdp import FullyShardedDataParallelPlugin
+    from ..config.megatron import MegatronLMPlugin
+    from ..config.parallel import TorchTensorParallelPlugin
+
+
+@dataclass
+class Handlers:
+    """The `kwargs_handlers` by kind; each kind may be given once."""
+
+    ddp: DistributedDataParallelKwargs | None = None
+    scaler: GradScalerKwargs | None = None
+    init: InitProcessGroupKwargs | None = None
+    autocast: AutocastKwargs | None = None
+    profile: ProfileKwargs | None = None
+    fp8: FP8RecipeKwargs | None = None
+    ao: AORecipeKwargs | None = None
+    te: TERecipeKwargs | None = None
+    msamp: MSAMPRecipeKwargs | None = None
+    master_weights: MasterWeightsKwargs | None = None
+    optimizer_offload: OptimizerOffloadKwargs | None = None
+
+    @property
+    def fp8_recipe(self) -> Any:
+        """The recipe of fp8 training, or None."""
+        return self.fp8 or self.ao or self.te or self.msamp
+
+
+# Class -> field. The deprecated FP8RecipeKwargs is a TERecipeKwargs as well: it comes first.
+_HANDLER_FIELDS: dict[type[KwargsHandler], str] = {
+    get_args(hint)[0]: name for name, hint in get_type_hints(Handlers).items()
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user has requested by argument. None means: not by argument."""
+
+    mixed_precision: str | None = None
+    cpu: bool = False
+    gradient_accumulation_steps: int = 1
+    gradient_accumulation_plugin: GradientAccumulationPlugin | None = None
+    dynamo_plugin: TorchDynamoPlugin | None = None
+    deepspeed_plugin: DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None = None
+    fsdp_plugin: FullyShardedDataParallelPlugin | None = None
+    megatron_lm_plugin: MegatronLMPlugin | None = None
+    torch_tp_plugin: TorchTensorParallelPlugin | None = None
+    parallelism_config: ParallelismConfig | None = None
+    exact: bool | None = None
+    strategy: str | Callable[[torch.device, Precision], Strategy] | None = None
+    transforms: Sequence[Any] | None = None
+    non_finite: str = "ignore"
+    precision_policy: PrecisionPolicy | None = None
+    kwargs_handlers: list[KwargsHandler] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was decided, once; and for each value where it came from (argument, variable or default)."""
+
+    mixed_precision: str
+    accumulation: GradientAccumulationPlugin
+    dynamo: TorchDynamoPlugin
+    handlers: Handlers
+    exact: bool
+    strategy: str
+    origins: dict[str, str]
+
+    def values(self) -> dict[str, tuple[Any, str]]:
+        """Name -> (value, where it came from) of what was decided."""
+        decided = {
+            "mixed_precision": self.mixed_precision,
+            "gradient_accumulation_steps": self.accumulation.num_steps,
+            "dynamo_backend": self.dynamo.backend.value,
+            "exact": self.exact,
+        }
+        others = {name: "given" for name, origin in self.origins.items() if origin != "default"}
+        return {name: (value, self.origins.get(name, "")) for name, value in (others | decided).items()}
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """The result of `resolve`."""
+
+    plan: Plan
+    state: AcceleratorState
+    precision: Precision
+    strategy: Strategy
+
+
+def resolve(request: Request) -> Resolved:
+    """Decide everything that a run's arguments, variables and defaults leave to decide.
+
+    Raises ConfigurationError, naming the argument or variable, for anything that cannot be done here.
+    """
+    handlers = sort_handlers(request.kwargs_handlers)
+    origins: dict[str, str] = {}
+    accumulation = _accumulation(request, origins)
+    origins["dynamo_backend"] = _origin(request.dynamo_plugin, "ACCELERATE_DYNAMO_BACKEND", "no")
+    dynamo = request.dynamo_plugin or TorchDynamoPlugin()
+    plugins = _strategy_plugins(request, origins)
+    exact = checks.truth_or("exact", request.exact, "ACCELERATE_EXACT")
+    origins["exact"] = _origin(request.exact, "ACCELERATE_EXACT")
+    origins["mixed_precision"] = _origin(request.mixed_precision, "ACCELERATE_MIXED_PRECISION", "no")
+
+    init = {} if handlers.init is None else handlers.init.to_kwargs()
+    fsdp = plugins.get("fsdp_plugin")
+    if fsdp is not None and fsdp.offloads_shards:
+        init["_host_tensors"] = True
+    if PartialState(request.cpu, **init).use_distributed and not group.is_running():
+        raise ConfigurationError(
+            "this process has left the group of its run, by end_training() or destroy_process_group(): make every "
+            "Accelerator of a process before that, and call end_training() once, after the last one"
+        )
+    requested = env.get("MIXED_PRECISION", "no")
+    if origins["mixed_precision"] == "default" and requested in PrecisionType.list() and requested != "no":
+        get_logger(__name__).warning(
+            f"the variable MIXED_PRECISION={requested} has no effect: set ACCELERATE_MIXED_PRECISION={requested}"
+        )
+    saves_memory = fsdp is not None and (fsdp.offloads_shards or fsdp.activation_checkpointing)
+    # A single process that no launcher has started.
+    is_alone = not PartialState().use_distributed and not group.is_running()
+    is_alone = is_alone and Topology.from_environment().launcher == "none"
+    if fsdp is not None and is_alone and not saves_memory and "parallelism_config" not in plugins:
+        get_logger(__name__).warning(
+            "one process has nothing to shard: the FSDP plugin has no effect; 16-bit weights stay in 16 "
+            "bits under mixed precision, while several processes train them in fp32. Start several processes with "
+            "`accelerate launch`, or set cpu_offload=True or activation_checkpointing=True to save memory on this one"
+        )
+        del plugins["fsdp_plugin"]
+    megatron = plugins.pop("megatron_lm_plugin", None)
+    if megatron is not None:
+        plugins["parallelism_config"] = _native_layout(megatron, plugins, PartialState().num_processes)
+    state = AcceleratorState(
+        mixed_precision=request.mixed_precision,
+        cpu=request.cpu,
+        dynamo_plugin=dynamo,
+        torch_tp_plugin=request.torch_tp_plugin,
+        _from_accelerator=True,
+        **plugins,
+    )
+    if megatron is not None:
+        state.__dict__["megatron_lm_plugin"] = megatron
+    if not plugins and request.strategy is None and env.get("ACCELERATE_STRATEGY") is None:
+        # Those of the process's first Accelerator, which the ones after it share.
+        shared = {
+            "deepspeed_plugin": state.deepspeed_plugins,
+            "fsdp_plugin": getattr(state, "fsdp_plugin", None),
+            "parallelism_config": state.parallelism_config,
+        }
+        plugins = {name: plugin for name, plugin in shared.items() if plugin is not None}
+    if "fsdp_plugin" in plugins and hasattr(state, "fsdp_plugin"):
+        # Of the Accelerator made last, whose strategy follows what is changed in it before `prepare`.
+        state.__dict__["fsdp_plugin"] = plugins["fsdp_plugin"]
+    name, arguments = _choose_strategy(request, state, plugins, handlers, origins)
+    if state.distributed_type is DistributedType.FSDP:
+        version = state.fsdp_plugin.fsdp_version
+        if state.is_fsdp2 != (version == 2):
+            get_logger(__name__).warning(
+                f"AcceleratorState.is_fsdp2 was replaced and is {state.is_fsdp2}, which changes no layout: models are "
+                f"sharded by the fsdp_plugin's fsdp_version={version}. Set that instead"
+            )
+    transforms = _transforms(request, origins)
+    origins |= {kind: "argument" for kind in ("master_weights", "optimizer_offload") if getattr(handlers, kind)}
+    check_combination(name, state, handlers, transforms, origins, request)
+    precision = _precision(state, handlers, origins, gathers=name == "fsdp2")
+    if request.precision_policy:
+        precision.modules = check_policy(request.precision_policy, state.mixed_precision)
+    make = name if callable(name) else strategy_class(name)
+    strategy: Strategy = make(state.device, precision, **arguments)
+    strategy.transforms = (*transforms, *strategy.transforms)
+    if dynamo.backend is not DynamoBackend.NO:
+        from ..parallel.compile import Compile
+
+        strategy.transforms = (*strategy.transforms, Compile(state.dynamo_plugin))
+    state.__dict__["device_mesh"] = getattr(strategy, "mesh", None)
+    plan = Plan(state.mixed_precision, accumulation, dynamo, handlers, exact, strategy.name, origins)
+    return Resolved(plan, state, precision, strategy)
+
+
+def adopt(
+    resolved: Resolved, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+) -> Resolved:
+    """What `resolve` gave, for a run with models that are sharded before `prepare`. Every rank calls it.
+
+    Without a plugin or sizes the layout is that of the models. Otherwise they have to agree. `optimizers` are those
+    that were prepared before.
+
+    Raises:
+        PrepareError: the models contradict what was requested, or cannot be taken as they are.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    from ..parallel.adopted.layout import find_layout
+    from ..parallel.adopted.strategy import Adopted
+    from ..parallel.fsdp import requirements
+    from ..parallel.fsdp.strategy import FullyShardedDataParallel
+    from ..parallel.optimizer_step import lay_out_step
+    from ..parallel.tensor.strategy import TensorParallel
+
+    state, former = resolved.state, resolved.strategy
+    kinds = ", ".join(map(class_name, models))
+    if isinstance(former, Adopted) or former.sequence is not None:
+        # Ranks that share a sequence cannot be read from a mesh.
+        return resolved
+    if isinstance(former, FullyShardedDataParallel):
+        for model in models:
+            if not isinstance(model, FSDPModule):
+                # Only a layer that it shares with another model is sharded.
+                requirements.check(model, former.name, former.plugin.ignored_modules, former.prepared)
+    if isinstance(former, FullyShardedDataParallel | TensorParallel):
+        layout, _ = find_layout(models)
+        index, count = former.data_shard
+        if len(layout.shards) != count or state.process_index not in layout.shards[index]:
+            raise PrepareError(
+                f"{kinds}: the ranks that read the same samples are {list(layout.shards)} by the meshes of the "
+                f"parameters, and this Accelerator ({former.name}) has {count} data shards: shard the model on "
+                "accelerator.torch_device_mesh, or leave the fsdp_plugin and the parallelism_config out"
+            )
+        return resolved
+    requested: dict[str, object] = {
+        former.name: type(former) not in (Strategy, DataParallel) or state.parallelism_config is not None,
+        "DistributedDataParallelKwargs": resolved.plan.handlers.ddp is not None,
+        "mixed_precision='fp8'": state.mixed_precision == "fp8",
+        "precision_policy": bool(resolved.precision.modules),
+    }
+    if names := [name for name, is_requested in requested.items() if is_requested]:
+        raise PrepareError(
+            f"{kinds}: parameters are DTensors already, and this Accelerator requests {' and '.join(names)}, which "
+            "starts from the plain model. Leave that out: the model then trains in its own layout; or give prepare "
+            "the plain model, with an fsdp_plugin or a parallelism_config"
+        )
+    strategy = Adopted(state.device, resolved.precision, models)
+    strategy.transforms = former.transforms
+    strategy.prepared.add(former.prepared)
+    for optimizer in optimizers:
+        lay_out_step(optimizer)
+    state.__dict__["device_mesh"] = strategy.mesh
+    plan = dataclasses.replace(resolved.plan, strategy=strategy.name)
+    return Resolved(plan, state, resolved.precision, strategy)
+
+
+def sort_handlers(given: list[KwargsHandler] | None) -> Handlers:
+    """The handlers by kind. Raises ConfigurationError for a foreign object, or a kind that is given twice."""
+    handlers = Handlers()
+    for handler in given or ():
+        name = next((name for kind, name in _HANDLER_FIELDS.items() if isinstance(handler, kind)), None)
+        if name is None:
+            kinds = ", ".join(kind.__name__ for kind in _HANDLER_FIELDS)
+            raise ConfigurationError(f"kwargs_handlers holds {handler!r}: it takes objects of {kinds}")
+        if getattr(handlers, name) is not None:
+            raise ConfigurationError(f"kwargs_handlers holds two {type(handler).__name__}: give one")
+        setattr(handlers, name, handler)
+    return handlers
+
+
+def _origin(argument: object, variable: str, default: str | None = None) -> str:
+    """Where a value comes from: the argument unless it is None, else the variable if it is set, else the default.
+
+    A launcher sets some variables to the `default`, which nobody has requested.
+    """
+    if argument is not None:
+        return "argument"
+    return "default" if env.get(variable) in (None, default) else f"variable {variable}"
+
+
+def _accumulation(request: Request, origins: dict[str, str]) -> GradientAccumulationPlugin:
+    """The API's precedence: the plugin or the argument, else the variable of the launcher."""
+    name, variable = "gradient_accumulation_steps", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
+    plugin, steps = request.gradient_accumulation_plugin, checks.integer(name, request.gradient_accumulation_steps)
+    if plugin is not None:
+        if steps != 1:
+            raise ConfigurationError(
+                f"{name}={steps} and gradient_accumulation_plugin are both given: set num_steps in the plugin"
+            )
+    elif steps != 1:
+        plugin = GradientAccumulationPlugin(num_steps=steps)
+    origins[name] = _origin(plugin, variable)
+    plugin = plugin or GradientAccumulationPlugin()
+    if plugin.num_steps is None:
+        plugin = dataclasses.replace(plugin, num_steps=env.get_int(variable) or 1)
+    return plugin
+
+
+def _strategy_plugins(request: Request, origins: dict[str, str]) -> dict[str, Any]:
+    """The plugin of each strategy that is requested, by argument or by the launcher's variables."""
+    plugins: dict[str, Any] = {}
+    for name, variable, kind in (
+        ("deepspeed_plugin", "ACCELERATE_USE_DEEPSPEED", "DeepSpeedPlugin"),
+        ("fsdp_plugin", "ACCELERATE_USE_FSDP", "FullyShardedDataParallelPlugin"),
+        ("megatron_lm_plugin", "ACCELERATE_USE_MEGATRON_LM", "MegatronLMPlugin"),
+        ("parallelism_config", "ACCELERATE_USE_PARALLELISM_CONFIG", "ParallelismConfig"),
+    ):
+        plugin = getattr(request, name)
+        if plugin is not None or env.get_flag(variable):
+            origins[name] = _origin(plugin, variable)
+            make = public_name(__name__, kind)
+            plugins[name] = _of_kind(name, make() if plugin is None else plugin, make)
+    if "fsdp_plugin" in plugins:
+        # Each Accelerator fills in what its own precision decides.
+        plugins["fsdp_plugin"] = copy.copy(plugins["fsdp_plugin"])
+    if request.torch_tp_plugin is not None:
+        plugins["parallelism_config"] = _with_tensor_plugin(request.torch_tp_plugin, plugins.get("parallelism_config"))
+        origins["parallelism_config"] = "argument"
+    rivals = [name for name in ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin") if name in plugins]
+    if len(rivals) > 1:
+        raise ConfigurationError(
+            "only one of " + " and ".join(f"{name} ({origins[name]})" for name in rivals) + " can lay out the model"
+        )
+    return plugins
+
+
+def _of_kind(name: str, given: Any, kind: type) -> Any:
+    """A plugin, if it is one. Of DeepSpeed's several may be given, in a dict."""
+    for plugin in given.values() if given and isinstance(given, dict) else (given,):
+        if not isinstance(plugin, kind):
+            raise ConfigurationError(f"{name}={given!r}: it takes a {kind.__name__}, not {type(plugin).__name__}")
+    return given
+
+
+def _with_tensor_plugin(plugin: TorchTensorParallelPlugin, layout: ParallelismConfig | None) -> ParallelismConfig:
+    """The layout of the API's older plugin: every process is a tensor-parallel rank."""
+    layout = ParallelismConfig(tp_size=plugin.tp_size) if layout is None else layout
+    has_mesh = plugin.torch_device_mesh is not None
+    if layout.tp_size != plugin.tp_size or (has_mesh and layout.total_size != plugin.tp_size):
+        raise ConfigurationError(
+            f"torch_tp_plugin has tp_size={plugin.tp_size}{' and a mesh of tp alone' * has_mesh}, and "
+            f"parallelism_config is {layout}: give the sizes there, and no torch_tp_plugin"
+        )
+    if has_mesh:
+        layout.device_mesh = plugin.torch_device_mesh
+    return layout
+
+
+def _native_layout(plugin: MegatronLMPlugin, plugins: dict[str, Any], world: int) -> ParallelismConfig:
+    """What a run described in Megatron-LM's words is here, with a note of what has no counterpart."""
+    from ..config.parallel import PipelineParallelConfig, TorchTensorParallelConfig
+
+    if "parallelism_config" in plugins:
+        raise ConfigurationError("megatron_lm_plugin and parallelism_config both give the layout: give one")
+    sizes: dict[str, Any] = {**plugin.parallelism(world)}
+    handlers: dict[str, Any] = {}
+    if sizes["tp_size"] > 1:
+        handlers["tp_handler"] = TorchTensorParallelConfig(sequence_parallel=bool(plugin.sequence_parallelism))
+    if sizes["pp_size"] > 1:
+        handlers["pp_handler"] = PipelineParallelConfig(num_microbatches=plugin.num_micro_batches)
+    layout = ", ".join(f"{name}={size}" for name, size in sizes.items())
+    left = plugin.without_counterpart()
+    get_logger(__name__).warning(
+        f"megatron_lm_plugin: PyTorch runs its layout, ParallelismConfig({layout}). The loop is as with "
+        "any other: model, optimizer and scheduler are yours, a loader's batch is divided into the micro-batches, and "
+        "gradients are clipped by accelerator.clip_grad_norm_"
+        + (f". These fields have no counterpart and do nothing: {', '.join(left)}" if left else "")
+    )
+    return ParallelismConfig(**sizes, **handlers)
+
+
+def _precision(state: AcceleratorState, handlers: Handlers, origins: dict[str, str], gathers: bool) -> Precision:
+    """What models compute in. `gathers`: the strategy gathers parameters, which fp8 can change the messages of."""
+    name, device = state.mixed_precision, state.device.type
+    if state.distributed_type is DistributedType.DEEPSPEED:
+        if name != "no" and state.__dict__["_mixed_precision"] == "no" and origins["mixed_precision"] == "argument":
+            get_logger(__name__).warning(
+                f"mixed_precision='no' (argument), and the DeepSpeed config has {name}.enabled=True, which decides: "
+                f"the engine computes in {name}. Give mixed_precision={name!r}, or set {name}.enabled to False there"
+            )
+        # An engine computes in the precision of its configuration.
+        return Precision()
+    if name == "no":
+        return Precision()
+    if name == "bf16":
+        kind = MixedPrecision if handlers.master_weights is None else MasterPrecision
+        return kind("bf16", torch.bfloat16, device, handlers.autocast)
+    if name == "fp16":
+        scaler = None
+        if state.distributed_type is DistributedType.FSDP and not state.is_fsdp2:
+            # FSDP1 shows a rank its slice of a gradient: the ranks must agree on whether all is finite.
+            kwargs = {} if handlers.scaler is None else handlers.scaler.to_kwargs()
+            scaler = get_grad_scaler(DistributedType.FSDP, **kwargs)
+        return ScaledPrecision(device, handlers.autocast, handlers.scaler, scaler)
+    if name not in PrecisionType.list():
+        added: Precision = extensions.load("precision", name)(state.device)
+        return added
+    return make_fp8(device, handlers.autocast, *_fp8_backend(handlers), gathers)
+
+
+def check_combination(
+    strategy: Any,
+    state: AcceleratorState,
+    handlers: Handlers,
+    transforms: Sequence[Any],
+    origins: dict[str, str],
+    request: Request = Request(),
+) -> None:
+    """Raise ConfigurationError for options that do not go together."""
+    precision, device = state.mixed_precision, state.device.type
+    of_precision = f"mixed_precision={precision!r} ({origins['mixed_precision']})"
+    recipe, master, offload = handlers.fp8_recipe, handlers.master_weights, handlers.optimizer_offload
+    masters = "kwargs_handlers holds MasterWeightsKwargs"
+    offloads = "kwargs_handlers holds OptimizerOffloadKwargs"
+    splits = state.parallelism_config is not None and state.parallelism_config.tp_enabled
+    refused: list[tuple[object, str]] = [
+        (
+            strategy == "deepspeed" and state.__dict__["_mixed_precision"] == "fp8",
+            "mixed_precision='fp8' does not compose with DeepSpeed here: shard with an fsdp_plugin of version 2",
+        ),
+        (
+            recipe and precision != "fp8",
+            f"kwargs_handlers holds {type(recipe).__name__}, which needs mixed_precision='fp8', and there is "
+            f"{of_precision}",
+        ),
+        (
+            precision == "bf16" and not devices.supports_bf16(device),
+            f"{of_precision}: this {device} device does not compute in bfloat16; use fp16 or no",
+        ),
+        (
+            master and ("strategy" in origins or strategy in ("deepspeed", "fsdp1", "xla")),
+            f"{masters}, and strategy {strategy!r} keeps its parameters, or masters of them, itself: leave one out, "
+            "or shard with fsdp_version=2",
+        ),
+        (
+            master and precision != "bf16",
+            f"{masters}, which needs mixed_precision='bf16'. With {of_precision} there are no bf16 parameters",
+        ),
+        (
+            offload and strategy not in ("single", "ddp"),
+            f"{offloads}, which is for one process and DDP; this run is {strategy}. FSDP and DeepSpeed have options "
+            "of their own: cpu_offload of the fsdp_plugin, offload_optimizer_device of the deepspeed_plugin",
+        ),
+        (offload and master, f"{offloads} and MasterWeightsKwargs: give one"),
+        (
+            strategy == "deepspeed" and request.non_finite != "ignore",
+            f"non_finite={request.non_finite!r}: DeepSpeed's engine steps inside of the backward. Leave non_finite "
+            "out: fp16 skips such steps itself, and bf16 with check_grad_overflow=true in its section of the config",
+        ),
+        (
+            request.precision_policy and (strategy not in ("single", "ddp", "fsdp2") or splits or master),
+            "precision_policy works on one process, with DDP and with FSDP2, without tp_size and MasterWeightsKwargs; "
+            f"this run is {strategy}: leave one out",
+        ),
+    ]
+    backend = state.dynamo_plugin.backend
+    requested = {
+        "pipeline": "pp_size" if strategy == "pipeline" else None,
+        "compile": None if backend is DynamoBackend.NO else f"dynamo_backend={backend.value!r}",
+    }
+    refused += [
+        (requested.get(kind), f"{type(transform).__name__} does not work with {requested.get(kind)}: leave one out")
+        for transform in transforms
+        for kind in getattr(transform, "excludes", ())
+    ]
+    for applies, message in refused:
+        if applies:
+            raise ConfigurationError(message)
+
+
+def _fp8_backend(handlers: Handlers) -> tuple[FP8BackendType, Any]:
+    """(library, recipe) of fp8: of the recipe that is given, else ACCELERATE_FP8_BACKEND, else what is installed."""
+    recipes = [
+        (FP8BackendType.AO, handlers.ao),
+        (FP8BackendType.TE, handlers.te),
+        (FP8BackendType.MSAMP, handlers.msamp),
+    ]
+    if handlers.fp8 is not None:
+        recipes.append((FP8BackendType(str(handlers.fp8.backend)), handlers.fp8))
+    requested = [(backend, recipe) for backend, recipe in recipes if recipe is not None]
+    if len(requested) > 1:
+        words = " and ".join(backend.value for backend, _ in requested)
+        raise ConfigurationError(f"kwargs_handlers holds recipes for {words}: give one")
+    if requested:
+        return requested[0]
+    word = env.get("ACCELERATE_FP8_BACKEND")
+    if word is not None:
+        if word.upper() not in ("AO", "TE", "MSAMP"):
+            raise ConfigurationError(f"ACCELERATE_FP8_BACKEND={word!r}: use AO, TE or MSAMP")
+        return FP8BackendType(word.upper()), None
+    for package, backend in (("transformer_engine", FP8BackendType.TE), ("torchao", FP8BackendType.AO)):
+        if is_available(package):
+            return backend, None
+    raise ConfigurationError("mixed_precision='fp8' needs a library: pip install torchao (or accelerate[fp8])")
+
+
+def _choose_strategy(
+    request: Request, state: AcceleratorState, plugins: dict[str, Any], handlers: Handlers, origins: dict[str, str]
+) -> tuple[Any, dict[str, Any]]:
+    """(name or callable, arguments) of the strategy that runs the requested layout."""
+    world, parallelism = state.num_processes, plugins.get("parallelism_config")
+    arguments: dict[str, Any] = {}
+    requested = request.strategy or env.get("ACCELERATE_STRATEGY")
+    if requested is not None:
+        origins["strategy"] = _origin(request.strategy, "ACCELERATE_STRATEGY")
+        if plugins:
+            raise ConfigurationError(
+                f"strategy={requested!r} ({origins['strategy']}) and {next(iter(plugins))} are both given: give one"
+            )
+        name = requested
+    elif "deepspeed_plugin" in plugins:
+        if parallelism is not None:
+            check_deepspeed_layout(world, parallelism)
+        name = "deepspeed"
+    elif state.device.type == "xla" and not plugins:
+        name = "xla"
+    else:
+        name, arguments = choose_strategy(world, parallelism, plugins.get("fsdp_plugin"))
+    return name, {"options": handlers.ddp} if name in ("ddp", "xla") else arguments
+
+
+def _transforms(request: Request, origins: dict[str, str]) -> tuple[Any, ...]:
+    requested: Sequence[Any] = request.transforms if request.transforms is not None else ()
+    if request.transforms is None and (text := env.get("ACCELERATE_TRANSFORMS")):
+        requested = [name.strip() for name in text.split(",") if name.strip()]
+    origins["transforms"] = _origin(request.transforms, "ACCELERATE_TRANSFORMS")
+    return tuple(transform_class(item)() if isinstance(item, str) else item for item in requested)

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Schedules of torch's pipelines on tensors without values, as `accelerate plan` traces them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from . import Internal
+
+STATIC_SHAPES = Internal(
+    name="pipeline_static_shapes",
+    what="torch.distributed.pipelining: _PipelineSchedule._warmup_p2p and PipelineStage._inference_mode",
+    versions="2.13 and 2.14; earlier versions do not vote",
+    upstream="not reported",
+    needed_by="accelerate plan: the estimates of pipelines with other schedules than gpipe",
+    without="these layouts have no estimate: before the first batch torch's stages vote, by the value of a tensor, on "
+    "whether all of them know their shapes, and a trace has no values",
+    test="tests/torch_internals/test_pipelining.py::test_stages_of_a_trace_do_not_vote",
+)
+
+
+def skip_vote() -> None:
+    """Have all stages that are made in this process take the shapes that they were given. It cannot be undone."""
+    # It takes long to import.
+    from torch.distributed.pipelining import schedules, stage
+
+    if not STATIC_SHAPES.is_on or not hasattr(schedules._PipelineSchedule, "_warmup_p2p"):
+        return
+
+    def without_vote(self: Any, stages: Iterable[Any], *_: Any) -> None:
+        for each in stages:
+            each._inference_mode = stage.InferenceMode.STATIC
+
+    schedules._PipelineSchedule._warmup_p2p = without_vote  # type: ignore[assignment, method-assign]

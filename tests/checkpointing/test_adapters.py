@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters of peft in each layout: every trained value, what a checkpoint has of them, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from adapters import CASES, arguments, base, build, optimizer_of, plain, train
+from rank_pool import on_ranks
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from toys import distance, llama, on_cpu
+
+from accelerate import Accelerator
+from accelerate.checkpointing import CheckpointMismatch, adapters
+from accelerate.checkpointing.checksums import checksums
+from accelerate.core.errors import CheckpointError, PrepareError
+
+peft = pytest.importorskip("peft")
+PRELOADED = ("transformers.models.llama.modeling_llama", "transformers.models.mixtral.modeling_mixtral", "peft")
+
+
+@pytest.fixture(autouse=True)
+def double():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+def prepared(accelerator, case, model=None):
+    model = build(case) if model is None else model
+    return accelerator.prepare(model, optimizer_of(model))
+
+
+def adapter_of(model, name="default", state=None):
+    return peft.get_peft_model_state_dict(model, state_dict=state, adapter_name=name, save_embedding_layers=False)
+
+
+def read_adapters(case, folder, others):
+    """The adapters that peft reads from a folder, for the base of a case."""
+    model = peft.PeftModel.from_pretrained(base(case), folder, autocast_adapter_dtype=False)
+    for name in others:
+        model.load_adapter(folder / name, name, autocast_adapter_dtype=False)
+    return {name: adapter_of(model, name) for name in ("default", *others)}
+
+
+@on_ranks(1, 2, 4, env=on_cpu(), timeout=300)
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "fsdp full", "tp", "fsdp tp"])
+def test_training_and_checkpoint(nproc, layout, tmp_path):
+    """The values of a plain loop; a checkpoint of the adapters alone, which peft reads and which resumes bit-equal."""
+    sizes = {"ddp": (1, 2, 4), "fsdp": (2, 4), "fsdp full": (2,), "tp": (2,), "fsdp tp": (4,)}
+    if nproc not in sizes[layout]:
+        pytest.skip("no layout of its own")
+    torch.set_default_dtype(torch.float64)
+    options, shards = arguments(layout, nproc)
+    accelerator = Accelerator(cpu=True, **options)
+    # DoRA and experts are refused under tensor parallelism.
+    for case in [case for case in CASES if "tp" not in layout or case not in ("dora", "experts")]:
+        folder = tmp_path / case
+        model, optimizer = prepared(accelerator, case)
+        train(accelerator, model, optimizer, shards, 0, 2)
+        accelerator.save_state(folder)
+        saved = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+        train(accelerator, model, optimizer, shards, 2, 4)
+        last = accelerator.get_state_dict(model)
+        accelerator.free_memory()
+
+        model, optimizer = prepared(accelerator, case)
+        accelerator.load_state(folder)
+        loaded = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+        train(accelerator, model, optimizer, shards, 2, 4)
+        resumed = accelerator.get_state_dict(model)
+        accelerator.free_memory()
+        if accelerator.is_main_process:
+            assert distance(plain(case).state_dict(), last) < 1e-8, case
+            assert distance(saved, loaded) == 0, case
+            # DDP adds up the gradients of more than two ranks in another order in its first backward.
+            assert distance(last, resumed) < (0 if nproc <= 2 else 1e-12) + 1e-300, case
+            others = ["other"] if case == "two" else []
+            expected = plain(case, 2)
+            for name, state in read_adapters(case, folder / "adapter", others).items():
+                assert distance(adapter_of(expected, name), state) < 1e-8, (case, name)
+            files = json.loads((folder / "checkpoint_manifest.json").read_text())["manifest"]["files"]
+            sizes = {name: row["size"] for name, row in files.items() if name.endswith(".safetensors")}
+            trained = 8 * sum(p.numel() for p in expected.parameters() if p.requires_grad)
+            embedding = 8 * base(case).model.embed_tokens.weight.numel() if case == "embedding" else 0  # as peft saves
+            assert sum(sizes.values()) < 3.01 * trained + embedding + 20_000, (case, sizes)
+        accelerator.wait_for_everyone()
+
+
+def save(layout, folder):
+    torch.set_default_dtype(torch.float64)
+    options, shards = arguments(layout, 4)
+    accelerator = Accelerator(cpu=True, **options)
+    model, optimizer = prepared(accelerator, "modules_to_save")
+    train(accelerator, model, optimizer, shards, 0, 2)
+    accelerator.save_state(folder)
+
+
+def load(layout, folder):
+    torch.set_default_dtype(torch.float64)
+    accelerator = Accelerator(cpu=True)
+    _, shards = arguments(layout, accelerator.num_processes)
+    model, optimizer = prepared(accelerator, "modules_to_save")
+    accelerator.load_state(folder)
+    train(accelerator, model, optimizer, shards, 2, 4)
+    return distance(plain("modules_to_save").state_dict(), accelerator.get_state_dict(model))
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "fsdp tp"])
+def test_another_layout(ranks, layout, tmp_path):
+    """Saved on four ranks, and continued by DDP on one and two."""
+    ranks(4).run(save, layout, tmp_path, env=on_cpu())
+    for nproc in (1, 2):
+        assert max(ranks(nproc).run(load, "ddp", tmp_path, env=on_cpu())) < 1e-8
+
+
+@on_ranks(2, env=on_cpu())
+def test_tensor_parallelism_splits_lora_alone():
+    torch.set_default_dtype(torch.float64)
+    accelerator = Accelerator(cpu=True, **arguments("tp", 2)[0])
+    with pytest.raises(PrepareError, match=r"layers\.0\.self_attn\.q_proj, whose adapter is DoRA"):
+        accelerator.prepare(build("dora"))
+    with pytest.raises(PrepareError, match="target_parameters"):
+        accelerator.prepare(build("experts"))
+    layer = accelerator.prepare(build("lora")).base_model.model.model.layers[0]
+    shapes = {
+        f"{name}.{part}": tuple(getattr(getattr(getattr(layer, block), name), part)["default"].weight.to_local().shape)
+        for block, name, part in (("self_attn", "q_proj", "lora_B"), ("mlp", "down_proj", "lora_A"))
+    }
+    assert shapes == {"q_proj.lora_B": (16, 4), "down_proj.lora_A": (4, 24)}
+
+
+@on_ranks(2, env=on_cpu())
+def test_a_lost_shard_is_found(tmp_path, monkeypatch):
+    """A tensor that is collected with the values of one rank only is not saved."""
+    torch.set_default_dtype(torch.float64)
+    options, shards = arguments("fsdp", 2)
+    accelerator = Accelerator(cpu=True, **options)
+    model, optimizer = prepared(accelerator, "lora")
+    train(accelerator, model, optimizer, shards, 0, 1)
+    collect = adapters.full_on_host
+
+    def with_one_shard(tensor):
+        full = collect(tensor)
+        if full.shape[0] == 48:  # lora_B of gate_proj and up_proj
+            full[24:] = 0
+        return full
+
+    monkeypatch.setattr(adapters, "full_on_host", with_one_shard)
+    with pytest.raises(CheckpointError, match=r"gate_proj\.lora_B\.default\.weight"):
+        accelerator.save_state(tmp_path / "checkpoint")
+    assert not (tmp_path / "checkpoint").exists()
+
+
+@pytest.mark.parametrize("safe", [True, False])
+@pytest.mark.parametrize("case", ["two", "embedding"])
+def test_save_model_writes_the_files_of_peft(case, safe, tmp_path):
+    accelerator = Accelerator(cpu=True)
+    model = build(case)
+    model.save_pretrained(tmp_path / "peft", safe_serialization=safe, save_embedding_layers=case == "embedding")
+    accelerator.save_model(accelerator.prepare(model), tmp_path / "ours", safe_serialization=safe)
+    names = {path.relative_to(tmp_path / "ours") for path in (tmp_path / "ours").rglob("*") if path.is_file()}
+    assert names == {
+        path.relative_to(tmp_path / "peft")
+        for path in (tmp_path / "peft").rglob("*")
+        if path.is_file() and path.name != "README.md"
+    }
+    for name in names:
+        ours, theirs = tmp_path / "ours" / name, tmp_path / "peft" / name
+        if name.suffix == ".json":
+            assert json.loads(ours.read_text()) == json.loads(theirs.read_text())
+        else:
+            assert distance(_tensors(ours), _tensors(theirs)) == 0
+
+
+def _tensors(path: Path):
+    if path.suffix == ".bin":
+        return torch.load(path)
+    from safetensors.torch import load_file
+
+    return load_file(path)
+
+
+# --- what a checkpoint has to have entirely, and what is refused
+
+
+def test_another_base(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(build("lora"))
+    accelerator.save_state(tmp_path / "adapter")
+    accelerator.free_memory()
+    other = base("lora")
+    with torch.no_grad():
+        other.model.layers[1].mlp.up_proj.weight[3, 5] += 1
+    model = build("lora", other)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    model = accelerator.prepare(model)
+    with pytest.raises(CheckpointMismatch, match=r"1 of 21 frozen .* model\.layers\.1\.mlp\.up_proj\.weight"):
+        accelerator.load_state(tmp_path / "adapter")
+    assert distance(before, model.state_dict()) == 0
+    accelerator.free_memory()
+    accelerator.prepare(base("lora"))
+    with pytest.raises(CheckpointMismatch, match="PeftModel"):
+        accelerator.load_state(tmp_path / "adapter")
+    accelerator.free_memory()
+    accelerator.prepare(build("rslora"))
+    with pytest.raises(CheckpointMismatch, match="gate_proj"):
+        accelerator.load_state(tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("change", ["unfrozen", "buffer", "hook", "compat"])
+def test_a_base_that_changes_is_saved_too(change, tmp_path):
+    """Of a model whose base trains or has statistics, where hooks take the weights, and in the API's own format."""
+    accelerator = Accelerator(cpu=True)
+
+    def make():
+        model = build("rslora")
+        if change == "unfrozen":
+            model.base_model.model.model.norm.weight.requires_grad_(True)
+        if change == "buffer":
+            model.base_model.model.statistics = torch.nn.BatchNorm1d(2, affine=False)
+        return model
+
+    model, optimizer = prepared(accelerator, None, make())
+    if change == "hook":
+        accelerator.register_save_state_pre_hook(lambda models, weights, folder: None)
+    train(accelerator, model, optimizer, 1, 0, 2)
+    accelerator.save_state(tmp_path, layout="compat" if change == "compat" else "native")
+    assert (tmp_path / "model.safetensors").exists() and not (tmp_path / "adapter").exists()
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    accelerator.free_memory()
+    model, optimizer = prepared(accelerator, None, make())
+    accelerator.load_state(tmp_path)
+    assert distance(saved, model.state_dict()) == 0
+
+
+@on_ranks(4)
+def test_checksums_do_not_depend_on_the_layout():
+    accelerator = Accelerator(cpu=True)
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    tensors = {
+        "rows": torch.randn(7, 5, dtype=torch.float32),
+        "vector": torch.randn(33, dtype=torch.float32),
+        "three": torch.randn(3, 4, 6, dtype=torch.float64),
+        "half": torch.randn(16, 6).bfloat16(),
+        "complex": torch.randn(4, 2, dtype=torch.complex64),
+        "scalar": torch.tensor(3.0),
+    }
+    expected = checksums(tensors)
+    changed = {name: tensor.clone() for name, tensor in tensors.items()}
+    changed["rows"][[0, 1]] = changed["rows"][[1, 0]]
+    assert [name for name, text in checksums(changed).items() if text != expected[name]] == ["rows"]
+    line = init_device_mesh("cpu", (4,), mesh_dim_names=("shard",))
+    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+    def sharded(mesh, *placements):
+        return {
+            name: distribute_tensor(tensor, mesh, [p(tensor) for p in placements])
+            for name, tensor in tensors.items()
+            if tensor.ndim and not tensor.is_complex()
+        }
+
+    first, last = lambda tensor: Shard(0), lambda tensor: Shard(tensor.ndim - 1)
+    copies = lambda tensor: Replicate()  # noqa: E731
+    layouts = [tensors, sharded(line, first), sharded(line, last), sharded(square, first, last)]
+    layouts += [sharded(square, copies, first), sharded(square["tp"], first), sharded(square, first, first)]
+    for dimension in (0, 1):
+        layer = torch.nn.Linear(5, 7, bias=False, dtype=torch.float32)
+        split = distribute_tensor(tensors["rows"], square["tp"], [Shard(dimension)])
+        layer.weight = torch.nn.Parameter(split)
+        fully_shard(layer, mesh=square["dp"])
+        layouts.append({"rows": layer.weight})
+    for layout in layouts:
+        found = checksums(layout, accelerator.device)
+        assert found == {name: expected[name] for name in found}
+
+
+def test_the_loop_of_a_model_without_adapters_is_as_before(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(llama())
+    accelerator.save_state(tmp_path)
+    assert (tmp_path / "model.safetensors").exists()

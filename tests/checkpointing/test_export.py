@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`accelerate.export`: folders that `from_pretrained` and peft read, from a model in any layout."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from adapters import CASES, arguments, base, build
+from rank_pool import on_ranks
+from toys import distance, llama, on_cpu
+
+import accelerate
+from accelerate import Accelerator
+
+peft = pytest.importorskip("peft")
+PRELOADED = ("transformers.models.llama.modeling_llama", "transformers.models.mixtral.modeling_mixtral", "peft")
+
+
+def read(folder):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+
+
+@on_ranks(2, env=on_cpu())
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "tp"])
+def test_what_is_read(nproc, layout, tmp_path):
+    """Merged models have the values of peft's own merge, and their outputs those of the model before."""
+    torch.set_default_dtype(torch.float64)
+    accelerator = Accelerator(cpu=True, **arguments(layout, nproc)[0])
+    for case in [case for case in CASES if layout != "tp" or case not in ("dora", "experts")]:
+        model = accelerator.prepare(build(case))
+        accelerate.export(model, tmp_path / case / "merged", merge_adapters=True, max_shard_size="20KB")
+        accelerate.export(model, tmp_path / case / "adapter")
+        if accelerator.is_main_process:
+            expected = build(case)
+            found = read(tmp_path / case / "merged")
+            merged = build(case).merge_and_unload().state_dict()
+            assert distance(merged, found.state_dict()) < 1e-12, case
+            loaded = peft.PeftModel.from_pretrained(
+                base(case), tmp_path / case / "adapter", autocast_adapter_dtype=False
+            )
+            names = {"save_embedding_layers": False}
+            adapter, reference = (peft.get_peft_model_state_dict(m, **names) for m in (loaded, expected))
+            assert distance(reference, adapter) == 0, case
+        accelerator.free_memory()
+    model = accelerator.prepare(llama(tie_word_embeddings=True))
+    accelerate.export(model, tmp_path / "plain")
+    if accelerator.is_main_process:
+        assert distance(llama(tie_word_embeddings=True).state_dict(), read(tmp_path / "plain").state_dict()) == 0
+
+
+def test_what_is_refused(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(llama())
+    with pytest.raises(ValueError, match="merge_adapters=True, and this LlamaForCausalLM"):
+        accelerate.export(model, tmp_path / "out", merge_adapters=True)
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="file; give a folder"):
+        accelerate.export(model, tmp_path / "file")
+    adapted = build("rslora")
+    adapted.base_model.model.model.norm.weight.requires_grad_(True)
+    with pytest.raises(ValueError, match="not all that is trained"):
+        accelerate.export(accelerator.prepare(adapted), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
