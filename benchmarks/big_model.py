@@ -67,14 +67,6 @@ def anonymous_peak(run) -> int:
     return max(peak) - before
 
 
-def peak_memory(run) -> int:
-    """Return how far the memory of this process grows while `run` runs, in bytes."""
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    before = memory("VmRSS")
-    run()
-    return memory("VmHWM") - before
-
-
 def seconds(run) -> float:
     begin = time.perf_counter()
     run()
@@ -112,27 +104,14 @@ def main() -> None:
         emit("big model forward", "ms", times["raw"], times["own"])
         # The peer maps no files.
         files = getattr(model[0]._hf_hook.weights_map.dataset, "_files", None)
-        kept_files = {} if files is None else files._kept
-        if files is not None:
-            emit("big model mapped", "MB", None, sum(kept.size for kept in kept_files.values()))
         emit("big model memory", "MB", None, anonymous_peak(lambda: model(batch)))
-        if files is not None:
-            # As where memory is short: nothing stays mapped.
-            shared, files.shared = files.shared, files.tensor
-            for kept in kept_files.values():
-                kept.unmap()
-            model(batch)
-            emit("big model memory when short", "MB", None, peak_memory(lambda: model(batch)))
-            times = alternate({"raw": lambda: resident(batch), "own": lambda: model(batch)}, rounds=ROUNDS)
-            emit("big model forward when memory is short", "ms", times["raw"], times["own"])
-            files.shared = shared
 
         block = bytearray(256 << 10)
         on_disk = places(path)
 
         def drop() -> None:
-            for kept in kept_files.values():
-                kept.unmap()  # the system keeps pages that are mapped
+            if files is not None:
+                files._files.clear()  # the system keeps pages that are mapped
             for file in (path, *offload.rglob("*.dat")):
                 drop_file_cache(file)
 

@@ -4,6 +4,9 @@
 The baseline is `fully_shard` of each block for FSDP2 and `parallelize_module` for tensor parallelism. A second
 tensor-parallel baseline, the lower bound, uses plain tensors and two autograd functions. The ranks of a gloo group run
 all of them in turn. Layouts that the installed `accelerate` does not support are skipped.
+
+Two more rows: greedy `generate` of a small Llama of transformers under FSDP2, compared with torch's
+`register_fsdp_forward_method` by hand; and a step of FSDP2 with an average of the weights, compared with one without.
 """
 
 from __future__ import annotations
@@ -117,7 +120,7 @@ def tensor_by_hand() -> Callable[[], None]:
     return step
 
 
-def prepared_step(shared: bool, **options: object) -> Callable[[], None] | None:
+def prepared_step(shared: bool, averages: bool = False, **options: object) -> Callable[[], None] | None:
     """Return a training step, or None if `prepare` shards no parameter."""
     from accelerate import Accelerator
     from accelerate.utils import DistributedType
@@ -128,6 +131,8 @@ def prepared_step(shared: bool, **options: object) -> Callable[[], None] | None:
         accelerator.state.distributed_type = DistributedType.FSDP
         accelerator.state.fsdp_plugin = options["fsdp_plugin"]
     model, optimizer = accelerator.prepare(*make())
+    if averages:
+        accelerator.track_average(model, decay=0.999)
     if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         return None
     batch = tokens(shared)
@@ -144,13 +149,13 @@ def prepared_step(shared: bool, **options: object) -> Callable[[], None] | None:
     return step
 
 
-def fsdp() -> Callable[[], None] | None:
+def fsdp(averages: bool = False) -> Callable[[], None] | None:
     from accelerate import FullyShardedDataParallelPlugin
 
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=[Block.__name__]
     )
-    return prepared_step(False, fsdp_plugin=plugin)
+    return prepared_step(False, averages=averages, fsdp_plugin=plugin)
 
 
 def tensor() -> Callable[[], None] | None:
@@ -169,6 +174,60 @@ def tensor() -> Callable[[], None] | None:
     return prepared_step(True, parallelism_config=layout)
 
 
+PROMPT, NEW_TOKENS = 16, 8
+
+
+def generation(prepare: Callable[[nn.Module], nn.Module]) -> Callable[[], None]:
+    from transformers import LlamaConfig as HubConfig
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = HubConfig(
+        vocab_size=CONFIG.vocabulary, hidden_size=CONFIG.width, intermediate_size=CONFIG.hidden,
+        num_hidden_layers=CONFIG.layers, num_attention_heads=4, num_key_value_heads=4, pad_token_id=0,
+        eos_token_id=None,
+    )  # fmt: skip
+    model = prepare(LlamaForCausalLM(config).eval())
+    prompt = tokens(shared=False)[:, :PROMPT]
+
+    def generate() -> None:
+        model.generate(prompt, max_new_tokens=NEW_TOKENS, do_sample=False)
+
+    return generate
+
+
+def generation_by_hand() -> Callable[[], None]:
+    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
+    def prepare(model: nn.Module) -> nn.Module:
+        for layer in model.model.layers:
+            fully_shard(layer)
+        register_fsdp_forward_method(fully_shard(model), "generate")
+        return model
+
+    return generation(prepare)
+
+
+def prepared_generation() -> Callable[[], None] | None:
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    if not hasattr(Accelerator, "track_average"):
+        return None
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+    )
+    return generation(Accelerator(cpu=True, fsdp_plugin=plugin).prepare)
+
+
+def averaged() -> Callable[[], None] | None:
+    """Return a step of FSDP2 that an average of the weights follows."""
+    from accelerate import Accelerator
+
+    return fsdp(averages=True) if hasattr(Accelerator, "track_average") else None
+
+
 def run(own: Callable[[], None] | None, baselines: dict[str, Callable[[], Callable[[], None]]]) -> None:
     """Print one result per baseline."""
     if own is None:
@@ -184,6 +243,8 @@ def run(own: Callable[[], None] | None, baselines: dict[str, Callable[[], Callab
 def main() -> None:
     torch.set_num_threads(1)
     run(fsdp(), {"fsdp step": fsdp_by_hand})
+    run(prepared_generation(), {"generate": generation_by_hand})
+    run(averaged(), {"averaged step": fsdp})
     run(tensor(), {"tensor step": tensor_by_torch, "tensor step, lower bound": tensor_by_hand})
     dist.barrier()
     sys.stdout.flush()

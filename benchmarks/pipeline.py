@@ -92,7 +92,9 @@ def ours(schedule: str) -> tuple[Callable[[], None], list[int]]:
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state()
-    handler = PipelineParallelConfig(schedule=schedule, num_microbatches=MICROBATCHES, gather_output=False)
+    handler = PipelineParallelConfig(
+        schedule=schedule, num_microbatches=MICROBATCHES, gather_output=False, loss_reduction="mean"
+    )
     layout = ParallelismConfig(pp_size=dist.get_world_size() if dist.is_initialized() else ranks(), pp_handler=handler)
     accelerator = Accelerator(cpu=True, parallelism_config=layout)
     model = make()

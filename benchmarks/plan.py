@@ -30,9 +30,8 @@ from torch import nn
 
 from accelerate import Accelerator
 from accelerate.core import env
-from accelerate.parallel.report.ledger import loss_of
 from accelerate.planning import estimate, layouts, machine, trace
-from accelerate.planning.model import BatchShape, fake_batch, parse_batch
+from accelerate.planning.model import BatchShape, fake_batch, loss_of, parse_batch
 
 ROUNDS = 3
 LAYOUTS = ("single", "ddp", "fsdp", "fsdp+ckpt")

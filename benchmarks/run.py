@@ -37,21 +37,21 @@ class Script:
 
 SCRIPTS = [
     Script(
-        "step.py", {"step": Row("overhead per step: Linear(16, 1), batch 8, SGD + LambdaLR, accumulate", "added", 12)}
+        "step.py", {"step": Row("overhead per step: Linear(16, 1), batch 8, SGD + LambdaLR, accumulate", "added", 15)}
     ),
     Script(
         "telemetry.py",
         {
             "telemetry, twice without": Row("telemetry: two steps that are not recorded", "added"),
-            "telemetry": Row("telemetry: a recorded step over one that is not", "added", 5),
-            "telemetry status": Row("telemetry: a step whose state the launcher sees", "added", 1),
-            "telemetry both": Row("telemetry: both", "added", 6),
+            "telemetry": Row("telemetry: a recorded step over one that is not", "added", 30),
+            "telemetry status": Row("telemetry: a step whose state the launcher sees", "added", 30),
+            "telemetry both": Row("telemetry: both", "added", 30),
             "telemetry of given batches, twice without": Row(
                 "telemetry: two such steps, batches of unknown sizes", "added"
             ),
-            "telemetry of given batches": Row("telemetry: a recorded step, batches of unknown sizes", "added", 5),
-            "telemetry of a long step, twice without": Row("telemetry: two steps of 2 ms, neither recorded", "ratio"),
-            "telemetry of a long step": Row("telemetry: a recorded step of 2 ms / one that is not", "ratio", 1.01),
+            "telemetry of given batches": Row("telemetry: a recorded step, batches of unknown sizes", "added", 30),
+            "telemetry of a long step, twice without": Row("telemetry: two steps of 5 ms, neither recorded", "ratio"),
+            "telemetry of a long step": Row("telemetry: a recorded step of 5 ms / one that is not", "ratio", 1.01),
         },
     ),
     Script(
@@ -77,6 +77,23 @@ SCRIPTS = [
         },
     ),
     Script(
+        "agreement.py",
+        {
+            f"agreement, {case}: {figure}": Row(f"agreement of 512 simulated ranks, {case}: {title}", "time", target)
+            for case, operations, size, seconds in (
+                ("together", 12, 1000, 1),
+                ("one late", 100, None, 1),
+                ("one missing", None, None, 2),
+                ("first two missing", None, None, 2),
+            )
+            for figure, title, target in (
+                ("operations", "operations of a rank", operations),
+                ("bytes", "bytes of a rank", size),
+                ("decided", "time after the last rank, or after the limit", seconds),
+            )
+        },
+    ),
+    Script(
         "collectives.py",
         {
             "gather": Row("gather of one tensor, 2 gloo ranks / raw", "ratio", 1.2),
@@ -95,6 +112,12 @@ SCRIPTS = [
             {
                 f"fsdp step, {ranks} ranks": Row(
                     f"FSDP2 step, {ranks} gloo ranks / fully_shard by hand", "ratio", 1.03
+                ),
+                f"generate, {ranks} ranks": Row(
+                    f"generate under FSDP2, {ranks} gloo ranks / registered by hand", "ratio", 1.1
+                ),
+                f"averaged step, {ranks} ranks": Row(
+                    f"FSDP2 step with track_average, {ranks} gloo ranks / without", "ratio"
                 ),
                 f"tensor step, {ranks} ranks": Row(
                     f"tensor-parallel step, {ranks} gloo ranks / torch's parallelize_module", "ratio", 1.03
@@ -142,10 +165,7 @@ SCRIPTS = [
             "big model cold forward": Row(
                 "the same with nothing in the file cache / max(compute, reading the bytes)", "ratio", 1.1
             ),
-            "big model mapped": Row("pages of the checkpoint that stay mapped (RssFile)", "time"),
             "big model memory": Row("memory that this forward takes (a layer: 16.8 MB)", "time", 34),
-            "big model memory when short": Row("the same if nothing stays mapped", "time", 34),
-            "big model forward when memory is short": Row("forward if nothing stays mapped", "ratio"),
         },
     ),
     Script(

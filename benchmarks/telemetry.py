@@ -5,8 +5,8 @@ The loader batches samples, or the dataset has batches, whose sizes the recorder
 
 An epoch with the recorder alternates with one without, in changing order. Both train the same model on the same
 tensors: where those lie in memory makes a larger difference than the recorder. A figure is the median, over these
-pairs, of the difference between the mean durations of a step: the mean contains what the recorder does in one of
-several steps, and in its thread. A second loop without the recorder shows how precise that is.
+pairs, of the difference between the mean durations of a step, which contains what the recorder does in its thread.
+A second loop without the recorder shows how precise that is.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 STEPS = 256
 ROUNDS = 60
-# Steps before the recorder is in its usual state: it records the first ones of a process one by one.
-WARMUP = 1280
+WARMUP = 512  # steps
 
 
 class Training:
@@ -101,7 +100,7 @@ def main() -> None:
         loops["telemetry both"] = short.loop(str(Path(folder, "both")))
         compared = [(loops, short.steps)]
         del os.environ["ACCELERATE_STATUS_DIR"]
-        others = {"given batches": Training(16, 8, batched=True), "a long step": Training(384, 256, 64, batched=True)}
+        others = {"given batches": Training(16, 8, batched=True), "a long step": Training(640, 256, 64, batched=True)}
         for name, training in others.items():
             loops = {"off": training.loop(False), f"telemetry of {name}, twice without": training.loop(False)}
             loops[f"telemetry of {name}"] = training.loop(str(Path(folder, name)))

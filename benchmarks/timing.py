@@ -30,7 +30,7 @@ def alternate(
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
-SCALE = {"s": 1.0, "ms": 1e3, "us": 1e6, "MB": 1e-6}
+SCALE = {"": 1.0, "s": 1.0, "ms": 1e3, "us": 1e6, "MB": 1e-6}
 
 
 def emit(name: str, unit: str, raw: float | None, own: float, **more: object) -> None:

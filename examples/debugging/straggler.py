@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank is slow in one step. The report states that it still computes, and the run continues when it is done.
+"""One rank is slow in one step. The report states where it is, and the run continues when it is done.
 
 accelerate launch --cpu --num_processes 2 examples/debugging/straggler.py
 """

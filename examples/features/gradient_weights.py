@@ -94,7 +94,7 @@ def main() -> None:
     for accumulation in (1, 2, 4):
         accelerator, columns[accumulation] = train(accumulation)
         accelerator.free_memory()
-    header = "step", *(f"{number} batches a step" for number in columns)
+    header = "step", *(f"batches a step: {number}" for number in columns)
     print_table(accelerator, header, *((step, *row) for step, row in enumerate(zip(*columns.values(), strict=True))))
     accelerator.end_training()
 
