@@ -44,6 +44,12 @@ html_theme = "furo"
 html_title = f"accelerate {version}"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
+html_logo = "static/logo.svg"
+html_favicon = "static/favicon.svg"
+html_theme_options = {
+    "light_css_variables": {"color-brand-primary": "#0e7490", "color-brand-content": "#0e7490"},
+    "dark_css_variables": {"color-brand-primary": "#4fc3dc", "color-brand-content": "#4fc3dc"},
+}
 html_copy_source = False
 html_show_copyright = False
 copybutton_exclude = ".linenos, .gp, .go"
@@ -68,10 +74,22 @@ def _drop_links_to_folders(app: Any, name: str, source: list[str]) -> None:
     source[0] = re.sub(r"\[([^\]]*)\]\(([\w./-]+)\)", text, source[0])
 
 
-def _allow_outside_of_the_index(app: Any, tree: Any) -> None:
-    """Results of benchmarks are linked from the pages that quote them, and need no place in the index."""
-    if app.env.docname.startswith("benchmarks/results/"):
-        app.env.metadata[app.env.docname]["orphan"] = True
+def _index_search_words(app: Any, name: str, source: list[str]) -> None:
+    """Turn `<!-- search: OOM, out of memory -->` into entries of the index, which a search shows first."""
+
+    def directive(match: re.Match[str]) -> str:
+        return "```{index} " + ", ".join(f"!{phrase.strip()}" for phrase in match[1].split(",")) + "\n```"
+
+    source[0] = re.sub(r"^<!-- search: (.+) -->$", directive, source[0], flags=re.MULTILINE)
+
+
+def _classify(app: Any, tree: Any) -> None:
+    """Leave pages about the project out of the search, and results of benchmarks out of the table of contents."""
+    name, metadata = app.env.docname, app.env.metadata[app.env.docname]
+    if name in ("CHANGELOG", "CONTRIBUTING") or name.startswith("benchmarks/"):
+        metadata["no-search"] = True
+    if name.startswith("benchmarks/results/"):
+        metadata["orphan"] = True
 
 
 def _write_start_page(app: Any, error: Exception | None) -> None:
@@ -93,5 +111,6 @@ def setup(app: Any) -> None:
     app.connect("autodoc-process-docstring", _show_examples_as_code, priority=400)
     app.connect("autodoc-process-signature", _show_effective_defaults)
     app.connect("source-read", _drop_links_to_folders)
-    app.connect("doctree-read", _allow_outside_of_the_index)
+    app.connect("source-read", _index_search_words)
+    app.connect("doctree-read", _classify)
     app.connect("build-finished", _write_start_page)
