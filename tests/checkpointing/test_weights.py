@@ -73,7 +73,7 @@ def test_what_cannot_be_saved(tmp_path, process):
     (tmp_path / "file").write_text("x")
     with pytest.raises(ConfigurationError, match="is a file"):
         save_model(weights(), tmp_path / "file", process=process)
-    with pytest.raises(CheckpointError, match=r"no tensors.*extra\.state"):
+    with pytest.raises(CheckpointError, match=r"not tensors.*extra\.state"):
         save_model({**weights(), "extra.state": {"a": 1}}, tmp_path / "m", process=process)
     for size in ("lots", "-5GB", True, "5XB"):
         with pytest.raises(ConfigurationError, match="max_shard_size"):
