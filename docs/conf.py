@@ -84,11 +84,12 @@ def _index_search_words(app: Any, name: str, source: list[str]) -> None:
 
 
 def _classify(app: Any, tree: Any) -> None:
-    """Leave pages about the project out of the search, and results of benchmarks out of the table of contents."""
+    """Leave pages about the project out of the search, and some out of the table of contents."""
     name, metadata = app.env.docname, app.env.metadata[app.env.docname]
     if name in ("CHANGELOG", "CONTRIBUTING") or name.startswith("benchmarks/"):
         metadata["no-search"] = True
-    if name.startswith("benchmarks/results/"):
+    # The security policy is linked from the page on security.
+    if name == "SECURITY" or name.startswith("benchmarks/results/"):
         metadata["orphan"] = True
 
 

@@ -51,7 +51,7 @@ def main() -> None:
 
         sizes = compute_module_sizes(plain)
         for module, device in device_map.items():
-            state.print(f"{module:10} {sizes[module] / 1e6:5.2f} MB on {device}")
+            state.print(f"{module:10} {sizes[module] / 2**20:5.2f} MiB on {device}")
         with torch.no_grad():
             difference = (model(ids).cpu() - plain(ids)).abs().max().item()
         state.print(f"outputs differ from the plain model by {difference:.1e}")

@@ -54,7 +54,7 @@ def main() -> None:
         begin = time.perf_counter()
         output = model(batch)
         seconds = time.perf_counter() - begin
-        state.print(f"{total / 1e6:.0f} MB of weights, {(resident() - before) / 1e6:.0f} MB more in memory")
+        state.print(f"{total / 2**20:.0f} MiB of weights, {(resident() - before) / 2**20:.0f} MiB more in memory")
         state.print(
             f"a forward takes {seconds * 1e3:.0f} ms; outputs are equal: {torch.equal(output.cpu(), expected)}"
         )

@@ -50,8 +50,8 @@ def main() -> None:
         training = trace.PlannedTraining(Model(), parse_batch(given.batch), device=here.device)
     for row in estimate.plan(training, here, layouts.candidates(here.ranks)):
         if row.failure is None:
-            low, high = (size / 1e6 for size in row.memory)
-            print(f"{row.layout.name:10} {low:8.1f} to {high:.1f} MB, {'fits' if row.fits else 'does not fit'}")
+            low, high = (size / 2**20 for size in row.memory)
+            print(f"{row.layout.name:10} {low:8.1f} to {high:.1f} MiB, {'fits' if row.fits else 'does not fit'}")
         else:
             print(f"{row.layout.name:10} not estimated: {row.failure}")
 

@@ -57,7 +57,7 @@ def train(model: torch.nn.Module, output: Path) -> None:
     if accelerator.is_main_process:
         for folder in sorted(path for path in output.iterdir() if path.is_dir()):
             size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-            print(f"{folder.name}: {size / 1000:.0f} kB")
+            print(f"{folder.name}: {size / 2**10:.0f} KiB")
     accelerator.end_training()
 
 

@@ -159,7 +159,7 @@ def test_figures(tmp_path, monkeypatch):
     # 100 batches in 40 steps: 20 batches are 8 steps, at 5 steps a second.
     assert watched.read({}, {}).line() == (
         "step 40, epoch 1 (67%), loss 1, 20 samples/s, memory 2,048 MiB, saved checkpoint_7 0:16 ago, "
-        "0:02 left in the epoch, rank 3 evaluating"
+        "0:02 to the end of the epoch, rank 3 evaluating"
     )
     now = 1100.0
     assert watched.read({}, {3: -9}).ranks == ["rank 2 no step for 1:34", "rank 3 failed (-9)"]

@@ -148,7 +148,7 @@ def test_a_cpu_instance(client, capsys):
     arguments, inputs, variables = launched(client, "code/train.py")
     assert (arguments, inputs) == (ARGUMENTS, None)
     assert variables == {"AWS_PROFILE": "prof", "AWS_DEFAULT_REGION": "eu-west-1"}
-    assert "s3://bucket/model.tar.gz" in capsys.readouterr().out
+    assert "s3://bucket/model.tar.gz" in capsys.readouterr().err
 
 
 def test_every_key_of_the_file_is_used(client):
@@ -362,7 +362,7 @@ def test_failures_and_interruptions(client, capsys):
     with pytest.raises(SystemExit) as ended:
         launched(client, "code/train.py")
     assert ended.value.code == 130
-    assert client.CALLS[-1] == ("stop", "job-1") and "stop of job job-1 was requested" in capsys.readouterr().out
+    assert client.CALLS[-1] == ("stop", "job-1") and "stop of job job-1 was requested" in capsys.readouterr().err
 
 
 def test_the_api_s_function_takes_a_configuration_object():

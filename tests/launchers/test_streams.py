@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from accelerate.launchers.streams import Stream
+from accelerate.launchers.streams import TRACEBACK, Stream
 
 
 @pytest.fixture
@@ -65,6 +65,15 @@ def test_a_traceback_is_delayed_from_its_line_on(console):
     assert write(b"Traceback (most recent call last):\nX\n") == b""
     stream.flush()
     assert read() == b"Traceback (most recent call last):\nX\n"
+
+
+def test_what_torch_logs_of_a_lost_store_is_delayed_and_no_failure(console):
+    stream, write, read = console()
+    log = b"[rank1]:[W1126 TCPStore.cpp:125] [c10d] recvValue failed on SocketImpl(fd=4): got 0 bytes\nframe #0: x\n"
+    assert write(b"before\n" + log) == b"before\n" and stream.failing_since is None and stream.last_traceback == b""
+    assert write(TRACEBACK + b"\nX\n") == b"" and stream.failing_since is not None
+    stream.flush()
+    assert read() == log + TRACEBACK + b"\nX\n"
 
 
 def test_a_survived_traceback_is_shown(console, monkeypatch):

@@ -200,7 +200,7 @@ def test_the_summary_says_where_the_time_went(tmp_path):
         "num_workers",
         "100 steps were skipped",
         "not finite",
-        "1 GB in 1,000",
+        "MiB in 1,000",
     ):
         assert part in text
 

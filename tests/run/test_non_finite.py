@@ -124,6 +124,62 @@ def check(layout, exact, nproc):
             assert "on rank 0" in notes[0] and "on rank 1" in notes[2] and "on ranks 0, 1" in notes[1]
 
 
+# Samples whose loss is not finite: in steps in a row, and for both models in one batch.
+BAD_CRITIC, BAD_GENERATOR = {3: math.nan, 13: math.inf, 33: math.nan}, {21: math.inf, 38: math.nan}
+
+
+def two_models():
+    torch.manual_seed(0)
+    generator = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+    critic = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    return generator, critic, *(torch.optim.Adam(model.parameters(), lr=0.05) for model in (critic, generator))
+
+
+def samples_of_two():
+    weights = torch.ones(2, 48, 1)
+    for row, bad in zip(weights, (BAD_CRITIC, BAD_GENERATOR), strict=True):
+        for index, weight in bad.items():
+            row[index] = weight
+    return TensorDataset(torch.randn(48, 3, generator=torch.Generator().manual_seed(1)), *weights)
+
+
+def critic_loss(generator, critic, real, weights):
+    with torch.no_grad():
+        made = generator(real[:, :2])
+    real_scores, made_scores = critic(torch.cat([real, made])).chunk(2)
+    return (weights * (F.softplus(-real_scores) + F.softplus(made_scores))).mean()
+
+
+def generator_loss(generator, critic, real, weights):
+    return (weights * F.softplus(-critic(generator(real[:, :2])))).mean()
+
+
+@on_ranks(1, 2)
+@pytest.mark.usefixtures("float64")
+def test_two_optimizers_leave_out_their_own_steps(nproc):
+    """A loop of a GAN: what one loss left in the gradients and in the guard does not leave out the other's step."""
+    plain = two_models()
+    accelerator = Accelerator(
+        cpu=True, non_finite="skip", dataloader_config=DataLoaderConfiguration(split_batches=True)
+    )
+    *prepared, loader = accelerator.prepare(*two_models(), DataLoader(samples_of_two(), batch_size=8))
+    for batch, here in zip(DataLoader(samples_of_two(), batch_size=8), loader, strict=True):
+        real, *weights = batch
+        for number, loss_of in enumerate((critic_loss, generator_loss)):
+            is_bad = not bool((weights[number] == 1).all())
+            plain[2 + number].zero_grad()
+            loss_of(*plain[:2], real, weights[number]).backward()
+            if not is_bad:
+                plain[2 + number].step()
+            prepared[2 + number].zero_grad()
+            accelerator.backward(loss_of(*prepared[:2], here[0], here[1 + number]))
+            prepared[2 + number].step()
+            assert prepared[2 + number].step_was_skipped is is_bad
+            for model, expected in zip(prepared[:2], plain[:2], strict=True):
+                for value, wanted in zip(model.parameters(), expected.parameters(), strict=True):
+                    torch.testing.assert_close(value, wanted, rtol=0, atol=1e-8)
+
+
 ONES = torch.ones(2, 4, dtype=torch.float32)
 
 

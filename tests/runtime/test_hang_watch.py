@@ -41,7 +41,7 @@ def test_ranks_in_different_collectives():
         "  - collective 57 of the process group 0/default_pg differs: all_reduce of float32 [9] on ranks 0-2, "
         "gather of float32 [4] on rank 3",
     ]
-    assert lines[2].startswith("Every rank must call the same collectives")
+    assert lines[2].startswith("  Every rank must call the same collectives")
     text = explain({0: backward(), 1: backward("[18]")}, {})
     assert "differs: all_reduce of float32 [9] on rank 0, all_reduce of float32 [18] on rank 1" in text
     assert "The ranks agree" in explain({0: backward(), 1: backward()}, {})

@@ -294,9 +294,8 @@ class NativeReader(CheckpointReader):
             if self._is_same_size:
                 return own
             notes.append(
-                f"saved on {self.manifest.world_size} processes, loaded on {self.processes}: the ranks of both runs "
-                "restore their random states, and other ranks keep theirs. Unfinished gradients and the random states "
-                "of pipeline stages are not restored"
+                f"saved on {self.manifest.world_size} processes, loaded on {self.processes}: ranks that did not save "
+                "keep their random states, and an unfinished accumulation window is dropped"
             )
         else:
             notes.append(no_generators(self.rank))

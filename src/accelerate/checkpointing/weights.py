@@ -185,7 +185,9 @@ def save(
         if aliases:
             pairs = ", ".join(f"{alias} ({name})" for alias, name in sorted(aliases.items()))
             warn(
-                f"save: tensors that share memory are written once. Omitted names, each with the written name: {pairs}"
+                f"save: tensors that share memory are written once. Omitted names, each with the written name: "
+                f"{pairs}",
+                every_rank=True,
             )
         path = follow_links(user_path(f, "save"), "save")
         _write_files(path.parent, {path.name: kept}, aliases)

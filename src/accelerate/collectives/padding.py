@@ -52,6 +52,7 @@ def pad_across_processes(tensor: object, dim: int = 0, pad_index: int = 0, pad_f
             warn(
                 "Cannot pad nested tensors without more information. Leaving unprocessed.",
                 CannotPadNestedTensorWarning,
+                every_rank=True,
             )
         elif -leaf.dim() <= dim < leaf.dim():
             sizes.append(leaf.shape[dim])

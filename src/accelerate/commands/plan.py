@@ -174,6 +174,8 @@ def _run(args: argparse.Namespace) -> int:
     if interrupted:
         rows.sort(key=estimate.order)
         messages.show(f"interrupted: these are the {len(rows)} layouts that were estimated before")
+    elif not args.layout:
+        rows += estimate.refused(module, here.ranks)
     fitting = [row for row in rows if row.fits]
     written = None if interrupted else _written(args, rows, fitting)
     if args.json:

@@ -68,7 +68,7 @@ def check_run() -> None:
     unknown = [name for name in os.environ if name.startswith("ACCELERATE_") and name not in variables()]
     if os.environ.get(_IPEX) == "false":
         unknown.remove(_IPEX)
-    for name in unknown if os.environ.get("RANK", "0") == "0" else ():
+    for name in unknown:
         meant = suggestion(name, [known for known in variables() if known.startswith("ACCELERATE_")])
         warn(f"nothing reads the environment variable {name}{meant}")
 

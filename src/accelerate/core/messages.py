@@ -15,13 +15,22 @@ def show(text: str) -> None:
         print(f"{PREFIX}{text}", file=sys.stderr, flush=True)
 
 
-def warn(text: str, category: type[Warning] = UserWarning) -> None:
-    """Issue a Python warning at the line of the user's code that called into this package."""
+def warn(text: str, category: type[Warning] = UserWarning, every_rank: bool = False) -> None:
+    """Issue a Python warning at the line of the user's code that called into this package, on rank 0.
+
+    Args:
+        text: the warning.
+        category: its class.
+        every_rank: warn on all ranks: what the warning says may differ between them.
+    """
     # Imported here: most launches have nothing to warn of, and start faster.
     import warnings
 
+    from . import env
     from .stacks import user_frame
 
+    if not every_rank and env.raw("RANK") not in (None, "", "0"):
+        return
     frame = user_frame()
     registry = frame.f_globals.setdefault("__warningregistry__", {})
     warnings.warn_explicit(f"{PREFIX}{text}", category, frame.f_code.co_filename, frame.f_lineno, registry=registry)

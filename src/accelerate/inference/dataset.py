@@ -254,7 +254,8 @@ def _json(record: dict[str, Any]) -> str:
         if set(constants) - {"NaN"}:
             warn(
                 "map_dataset: infinite numbers are written as null, because JSON does not have them: "
-                "file_format='parquet' keeps them"
+                "file_format='parquet' keeps them",
+                every_rank=True,
             )
         text = json.dumps(found, ensure_ascii=False)
     return text.translate(_LINE_ENDS)

@@ -10,11 +10,10 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..core import env, system
+from ..core import env, messages, system
 from ..core.availability import is_torch_xla_available
 from ..core.enums import PrecisionType
 from ..core.errors import ConfigurationError, LaunchError
-from ..core.messages import warn
 from ..core.retired import explained
 from .functions import run_functions
 from .plan import shortage_of_cpus
@@ -136,7 +135,7 @@ def notebook_launcher(
             f"num_processes={num_processes}, num_nodes={num_nodes}, node_rank={node_rank} do not describe a run"
         )
     if count == 1 and num_nodes == 1:
-        print(f"Launching training on one {present.kind} process.")
+        messages.show(f"1 process on {present.kind}")
         if present.kind == "mps":
             # Operations that the Apple GPU lacks run on the CPU instead of failing.
             published["PYTORCH_ENABLE_MPS_FALLBACK"] = "1"
@@ -147,7 +146,7 @@ def notebook_launcher(
     if present.number and count > present.number:
         raise ConfigurationError(f"num_processes={count}: this machine has {present.number} {present.kind} devices")
     _check_capacity(count)
-    print(f"Launching training on {count} {present.kind} processes.")
+    messages.show(f"{count} process{'es' * (count > 1)} on {present.kind}")
     spec = LaunchSpec(
         program=Program(getattr(function, "__name__", "function"), kind="program"),
         num_processes=count * num_nodes,
@@ -216,7 +215,7 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
 def _check_capacity(processes: int) -> None:
     """Warn where the processes share processors."""
     if warning := shortage_of_cpus(processes, None):
-        warn(warning)
+        messages.warn(warning)
 
 
 def _check_untouched(kind: str) -> None:

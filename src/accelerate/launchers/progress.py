@@ -34,7 +34,7 @@ class Figures(NamedTuple):
 
     def line(self) -> str:
         """The figures in one line of a log; ranks that train as usual are left out."""
-        left = [f"{self.left} in the epoch"] if self.left else []
+        left = [self.left] if self.left else []
         others = [state for state in self.ranks if not state.endswith(" training")]
         return ", ".join([f"step {self.step}", self.epoch, *self.measures, *left, *others])
 
@@ -71,7 +71,7 @@ class Progress:
         left = ""
         if first.batch and first.batches and step_rate > 0 and first.state == TRAINING:
             steps_per_batch = first.step / (first.batches * first.epoch + first.batch)
-            left = f"{duration((first.batches - first.batch) * steps_per_batch / step_rate)} left"
+            left = f"{duration((first.batches - first.batch) * steps_per_batch / step_rate)} to the end of the epoch"
         measures = []
         losses = [status.loss for status in states if not math.isnan(status.loss)]
         if losses:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from ..config.launch_file import LaunchFile, Setting
 from ..config.launch_settings import Settings, given, resolve_settings
-from ..core import env
+from ..core import env, messages
 from ..core.enums import SageMakerDistributedType
 from ..core.errors import ConfigurationError, LaunchError
 from ..core.objects import masked
@@ -84,12 +84,12 @@ def launch(config: Any, args: argparse.Namespace) -> None:
         job_of_client = getattr(estimator, "latest_training_job", None)
         if job_of_client is not None:
             job_of_client.stop()
-            print(f"SageMaker: the stop of job {job_of_client.name} was requested")
+            messages.show(f"SageMaker: the stop of job {job_of_client.name} was requested")
         raise SystemExit(130) from None
     except Exception as error:
         raise LaunchError(f"SageMaker: {type(error).__name__}: {error}") from error
     if not settings["quiet"]:
-        print(f"You can find your model data at: {estimator.model_data}")
+        messages.show(f"SageMaker: the trained model is at {estimator.model_data}")
 
 
 def estimator_arguments(config: Any, args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str] | None]:

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from typing import IO, NamedTuple
 
 TRACEBACK = b"Traceback (most recent call last):"
+# With C++ stacks: what torch logs where the rank that hosts the store is gone, before the error becomes a traceback.
+_DELAYED = re.escape(TRACEBACK) + rb"|\[c10d\] \w+ failed on SocketImpl"
 # Seconds for which a traceback is delayed: by then it is known whether it ended the process, and which rank caused it.
 # Shorter where the process continues to print: it has only logged the error.
 DELAY = 5.0
@@ -142,11 +144,11 @@ class Stream:
     def _find_traceback(self, data: bytes) -> None:
         # The incomplete line may contain the beginning of the header.
         data, self._line = self._line + data, b""
-        found = data.find(TRACEBACK)
-        if found < 0:
+        found = re.search(_DELAYED, data)
+        if found is None:
             self._emit(data)
             return
-        start = data.rfind(b"\n", 0, found) + 1
+        start = data.rfind(b"\n", 0, found.start()) + 1
         self._emit(data[:start])
         self.delayed, self.delayed_since = data[start:], time.monotonic()
 
@@ -165,7 +167,7 @@ class Stream:
 
     def flush(self) -> None:
         """Show all pending output."""
-        if self.delayed:
+        if TRACEBACK in self.delayed:
             self.shown, self.shown_since = self.delayed, self.delayed_since
         self._emit(self.take_delayed())
         self.flush_line()
@@ -173,7 +175,7 @@ class Stream:
     @property
     def last_traceback(self) -> bytes:
         """The traceback that is the last output of the process, delayed or shown; empty where none is."""
-        if self.delayed:
+        if TRACEBACK in self.delayed:
             return self.delayed
         shown = self.shown.rstrip()
         return shown if shown and self.tail.rstrip().endswith(shown[-1024:]) else b""
@@ -181,7 +183,7 @@ class Stream:
     @property
     def failing_since(self) -> float | None:
         """When the traceback was written that is the last output of the process; None where none is."""
-        if self.delayed_since is not None:
+        if TRACEBACK in self.delayed:
             return self.delayed_since
         return self.shown_since if self.last_traceback else None
 

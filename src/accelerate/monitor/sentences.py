@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Sequence
 
+from ..core.objects import size_of
 from .run import ranks_text
 from .slow_ranks import Straggler
 from .summary import Summary
@@ -129,7 +130,7 @@ def _value_sentences(summary: Summary) -> list[str]:
         steps = "1 step was" if summary.skipped == 1 else f"{summary.skipped:,} steps were"
         lines.append(f"{steps} skipped because fp16 gradients overflowed.")
     if summary.memory_growth > 0:
-        lines.append(f"The host memory grows by {size(summary.memory_growth)} in 1,000 steps.")
+        lines.append(f"The host memory grows by {size_of(summary.memory_growth)} in 1,000 steps.")
     return lines
 
 
@@ -247,12 +248,3 @@ def duration(seconds: float) -> str:
     if rounded < 48 * 3600:
         return f"{rounded // 3600} h {rounded % 3600 // 60} min"
     return f"{rounded // 86400:,} days {rounded % 86400 // 3600} h"
-
-
-def size(count: float) -> str:
-    """Bytes for people, in powers of 1000."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if abs(count) < 1000 or unit == "TB":
-            break
-        count /= 1000
-    return f"{count:.3g} {unit}"

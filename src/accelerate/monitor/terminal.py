@@ -14,9 +14,10 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from ..core.objects import size_of
 from .page_data import grouped_events
 from .run import Run
-from .sentences import STANDS_OUT, advice, duration, sentences, size
+from .sentences import STANDS_OUT, advice, duration, sentences
 from .steps import Array
 from .summary import Summary, summarize
 from .view import ALL_PHASES, View, heat_rows, view
@@ -79,7 +80,8 @@ def _title(run: Run, summary: Summary) -> Text:
     state = "ended" if run.has_ended else age
     text = Text.assemble((run.name, "bold"), f"  step {run.last_step:,}  ", (state, "dim"))
     if summary.memory:
-        text.append("  " + ", ".join(f"{kind} memory {size(found)}" for kind, found in summary.memory.items()), "dim")
+        memory = ", ".join(f"{kind} memory {size_of(found)}" for kind, found in summary.memory.items())
+        text.append(f"  {memory}", "dim")
     return text
 
 

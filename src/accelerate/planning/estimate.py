@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from torch import nn
+
 from .experts import has_experts
-from .layouts import NOT_ESTIMATED, NOT_ESTIMATED_EXPERTS, PlannedLayout
+from .layouts import REFUSED, REFUSED_EXPERTS, PlannedLayout
 from .ledger import ACTIVATIONS, GRADIENTS, OPTIMIZER, WEIGHTS, Work
 from .machine import Machine
 from .trace import PlannedTraining, Step, trace_all
@@ -144,10 +146,13 @@ def plan(
             if on_estimate is not None:
                 on_estimate(row, known + len(again))
         waiting = again
-    refused = NOT_ESTIMATED | (NOT_ESTIMATED_EXPERTS if has_experts(training.model) else {})
-    for name, why in refused.items() if machine.ranks > 1 else ():
-        rows.append(Estimate(PlannedLayout(name, machine.ranks), failure=why))
     return sorted(rows, key=order)
+
+
+def refused(model: nn.Module, ranks: int) -> list[Estimate]:
+    """Rows for the layouts that a run refuses, with the reason."""
+    reasons = REFUSED | (REFUSED_EXPERTS if has_experts(model) else {})
+    return [Estimate(PlannedLayout(name, ranks), failure=why) for name, why in reasons.items() if ranks > 1]
 
 
 def _shrinks(row: Estimate, training: PlannedTraining, machine: Machine) -> bool:

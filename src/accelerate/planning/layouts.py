@@ -12,9 +12,9 @@ from torch import nn
 
 from ..core.pipeline_schedules import PIPELINE_SCHEDULES
 
-# Layouts without an estimate, and why; those of models with experts.
-NOT_ESTIMATED = {"pp+cp": "a run refuses it: a pipeline divides batches, and cp_size and sp_size divide sequences"}
-NOT_ESTIMATED_EXPERTS = {
+# Layouts that a run refuses, and why; those of models with experts.
+REFUSED = {"pp+cp": "a run refuses it: a pipeline divides batches, and cp_size and sp_size divide sequences"}
+REFUSED_EXPERTS = {
     "ep+pp": "a run refuses it: experts are sharded while the model is loaded, and a pipeline takes the plain model"
 }
 # The smallest fraction of a model that SIZE_BASED_WRAP makes a unit, for models that do not name their blocks.

@@ -265,7 +265,7 @@ class HangWatch:
         if text is None:
             return
         if folder:
-            text += f"\nThe stacks and the last collectives of each rank: {folder} (on its machine)"
+            text += f"\n  The stacks and the last collectives of each rank: {folder} (on its machine)"
         self._reported = stood
         logger.warning("%s", text)
         for call in on_report:
@@ -363,9 +363,9 @@ def explain(statuses: Mapping[int, Status], absent: Mapping[int, str]) -> str | 
     lines += [f"  - {line}" for line in differing]
     lines += [f"  - before, on {ranks}: {text}" for ranks, text in by_text(before) if text]
     if differing or (not clauses and len(waits) > 1) or marks.HAS_ENDED in absent.values():
-        lines.append(SAME_CALLS)
+        lines.append(f"  {SAME_CALLS}")
     elif not clauses:
-        lines.append("The ranks agree on what they do. Look at the network, and at the devices and their logs.")
+        lines.append("  The ranks agree on what they do. Look at the network, and at the devices and their logs.")
     return "\n".join(lines)
 
 

@@ -34,9 +34,9 @@ export const FORMATS = {
   seconds: (value, digits = 3) => !Number.isFinite(value) ? "–" : value === 0 ? "0"
     : value < 1e-3 ? trimmed(value * 1e6, digits) + " µs" : value < 1 ? trimmed(value * 1e3, digits) + " ms"
     : trimmed(value, digits) + " s",
-  bytes: (value, digits = 3) => !Number.isFinite(value) ? "–" : value === 0 ? "0" : value >= 1e12 ? trimmed(value / 1e12, digits) + " TB"
-    : value >= 1e9 ? trimmed(value / 1e9, digits) + " GB" : value >= 1e6 ? trimmed(value / 1e6, digits) + " MB"
-    : trimmed(value / 1e3, digits) + " kB",
+  bytes: (value, digits = 3) => !Number.isFinite(value) ? "–" : value === 0 ? "0"
+    : value >= 2 ** 40 ? trimmed(value / 2 ** 40, digits) + " TiB" : value >= 2 ** 30 ? trimmed(value / 2 ** 30, digits) + " GiB"
+    : value >= 2 ** 20 ? trimmed(value / 2 ** 20, digits) + " MiB" : trimmed(value / 2 ** 10, digits) + " KiB",
 };
 
 export function ticks(low, high, count) {
