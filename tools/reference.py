@@ -91,7 +91,7 @@ def _flags_as_code(text: str) -> str:
 
 def _meaning(row: Option) -> str:
     help = _flags_as_code(row.help)
-    if not row.choices or len(row.choices) > 24:
+    if not row.choices or len(row.choices) > 24 or all(choice in help for choice in row.choices):
         return help
     return f"{help} One of {', '.join(map(code, row.choices))}.".strip()
 
@@ -100,7 +100,7 @@ def _published(row: Option) -> str:
     if not row.variable:
         return ""
     if row.when == NEVER:
-        return "the launcher reads it"
+        return "no, the launcher reads it"
     if row.when in (ALWAYS, SET):
         return "always" if row.when == ALWAYS else "if it is set"
     return "with " + " or ".join(f"`--{name}`" for name in row.when or (row.name,))
@@ -138,14 +138,15 @@ def environment() -> str:
     own = {row.variable: row for row in options.options().values() if row.variable}
     text = [
         "# Environment variables\n",
-        "The package reads these variables and no others. A value that a variable cannot hold raises "
-        "`ConfigurationError`. A variable whose name begins with `ACCELERATE_` and is not listed here causes a "
-        "warning.\n",
+        "These are all environment variables that the package reads. A value of another type raises "
+        "`ConfigurationError`. A variable that begins with `ACCELERATE_` and is not on this page causes a "
+        "warning, because its name may be misspelled.\n",
         "## Variables of launch options\n",
-        "`accelerate launch` sets them for the processes that it starts. Without the launcher you can set them "
-        "yourself.\n",
+        "`accelerate launch` passes its options to the processes in these variables. If another program starts the "
+        "processes (`torchrun` or `srun`, for example), set the variables yourself. An argument in the script takes "
+        "precedence.\n",
         table(
-            ("variable", "option", "set for the processes", "meaning"),
+            ("variable", "option", "passed to the processes", "meaning"),
             [(code(name), code(own[name].flag), _published(own[name]), _meaning(own[name])) for name in sorted(own)],
         ),
         "## Further variables of this package\n",
@@ -154,10 +155,12 @@ def environment() -> str:
             [(code(row.variable), row.kind, _meaning(row)) for row in options.VARIABLES],
         ),
         "## Variables of torch's launcher\n",
-        "A process finds its rank, and how to reach the others, in them.\n",
+        "`torchrun` and `accelerate launch` set them. They tell a process its rank, the number of processes, and the "
+        "address of rank 0.\n",
         table(("variable", "type"), [(code(row.variable), row.kind) for row in options.TORCHRUN]),
         "## Variables of other programs\n",
-        "They belong to schedulers, devices, trackers and the system.\n",
+        "Schedulers, MPI, drivers of devices, trackers and the system define them. The package reads them where it "
+        "works with these programs.\n",
         ", ".join(code(row.variable) for row in options.FOREIGN) + "\n",
     ]
     return "\n".join(text)

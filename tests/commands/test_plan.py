@@ -87,7 +87,7 @@ def test_a_written_plan_launches_and_calibrates(folder, capsys, monkeypatch):
     parameters = 4 * (64 * 64 + 64)
     (ddp,) = (one for one in found["layouts"] if one["layout"] == "ddp")
     assert ddp["fits"] and ddp["memory_by_kind"]["weights"] == 4 * parameters and ddp["sent_bytes"] == 4 * parameters
-    assert {one["layout"] for one in found["layouts"]} == {"ddp", "fsdp"}
+    assert {one["layout"] for one in found["layouts"]} == {"ddp"}
     assert launch_file.read("plan.yaml").values["num_processes"].value == 2
 
     (folder / "train.py").write_text(SCRIPT)

@@ -82,7 +82,7 @@ def test_a_panel_below_the_output(tmp_path):
     text = on_terminal(tmp_path)
     plain = re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", text).replace("\r", "\n")
     assert "script.py · 2 processes ──" in plain and "ranks 0-1 training" in plain and "loss 0.125" in plain
-    assert re.search(r"step \d+ +epoch 2 \(\d+%\).*━.*left", plain) and re.search(r"bar \d+", plain)
+    assert re.search(r"step \d+ +epoch 2 \(\d+%\).*━.*to the end of the epoch", plain) and re.search(r"bar \d+", plain)
     # Every line of the script once, in order, and the panel is erased at the end.
     numbers = [int(number) for number in re.findall(r"line (\d+) *$", plain, re.MULTILINE)]
     assert numbers == list(range(1, len(numbers) + 1))

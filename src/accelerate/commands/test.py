@@ -26,7 +26,8 @@ def test_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """Return the parser of `accelerate test`, or add it to `subparsers`."""
     description = (
         "Start processes with the present configuration, and check data sharding, collectives, gradient accumulation, "
-        "precision and checkpoints. Prints each check with its result."
+        "precision and checkpoints. Prints each check with its result. On several machines, set TMPDIR to a folder "
+        "that all of them share: a checkpoint is saved there."
     )
     made = command_parser("test", description, test_command, subparsers)
     add_options(made, [Group("launch", "Options of `accelerate launch`.", tuple(options()[name] for name in TAKEN))])

@@ -517,54 +517,64 @@ VARIABLES: tuple[Option, ...] = (
     ),
     _variable(
         "ACCELERATE_DEVICE_PLACEMENT",
-        help='"lazy": default of `DataLoaderConfiguration(device_placement=...)`.',
+        help="Default of `DataLoaderConfiguration(device_placement=...)`. The only value is `lazy`.",
     ),
     _variable("ACCELERATE_EXACT", "truth", help="Default of `Accelerator(exact=...)`."),
     _variable(
-        "ACCELERATE_FP8_OVERRIDE_DGRAD", "truth", help="TERecipeKwargs: products of input gradients in high precision."
+        "ACCELERATE_FP8_OVERRIDE_DGRAD",
+        "truth",
+        help="`TERecipeKwargs`: compute gradients of inputs in high precision.",
     ),
     _variable(
-        "ACCELERATE_FP8_OVERRIDE_FPROP", "truth", help="TERecipeKwargs: products of the forward in high precision."
+        "ACCELERATE_FP8_OVERRIDE_FPROP", "truth", help="`TERecipeKwargs`: compute the forward pass in high precision."
     ),
     _variable(
         "ACCELERATE_FP8_OVERRIDE_WGRAD",
         "truth",
-        help="TERecipeKwargs: products of weight gradients in high precision.",
+        help="`TERecipeKwargs`: compute gradients of weights in high precision.",
     ),
-    _variable("ACCELERATE_FP8_USE_MXFP8_BLOCK_SCALING", "truth", help="TERecipeKwargs: scale blocks (MXFP8)."),
+    _variable(
+        "ACCELERATE_FP8_USE_MXFP8_BLOCK_SCALING",
+        "truth",
+        help="`TERecipeKwargs`: one scaling factor for each block (MXFP8).",
+    ),
     _variable(
         "ACCELERATE_INIT_INCLUDE_BUFFERS",
         "truth",
         help="Default of `include_buffers` of `init_empty_weights` and `init_on_device`.",
     ),
-    _variable("ACCELERATE_LAUNCH_TIME", help="Set by the launcher: its start, in the name of a recorded run."),
-    _variable("ACCELERATE_LOG_LEVEL", help="Level of the loggers of `get_logger`.", check=_log_level),
+    _variable("ACCELERATE_LAUNCH_TIME", help="Set by the launcher: when it started, for the name of a recorded run."),
+    _variable("ACCELERATE_LOG_LEVEL", help="Default of `get_logger(log_level=...)`.", check=_log_level),
     _variable(
         "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE",
-        help="Set in a SageMaker job: its data parallelism.",
+        help="Set in a SageMaker job: its kind of parallelism.",
         choices=tuple(kind.value for kind in SageMakerDistributedType),
     ),
-    _variable("ACCELERATE_STATUS_DIR", help="Set by the launcher: folder in which each rank publishes its state."),
+    _variable("ACCELERATE_STATUS_DIR", help="Set by the launcher: folder in which each rank writes its progress."),
     _variable("ACCELERATE_STRATEGY", help="Default of `Accelerator(strategy=...)`."),
-    _variable("ACCELERATE_TORCH_DEVICE", help="Device of the process, instead of the accelerator of its local rank."),
+    _variable(
+        "ACCELERATE_TORCH_DEVICE",
+        help="Device of the process, such as `cuda:1`. By default the accelerator whose number is the local rank.",
+    ),
     _variable(
         "ACCELERATE_TORCH_INTERNALS_OFF",
-        help="Names of rows of `torch_internals`, with commas, that are turned off to find out what needs them.",
+        help="Rows of [Torch internals](torch_internals.md) to turn off, separated by commas.",
     ),
-    _variable("ACCELERATE_NON_FINITE", help="Default of `Accelerator(non_finite=...)`: skip, raise or ignore."),
-    _variable("ACCELERATE_TRANSFORMS", help="Default of `Accelerator(transforms=...)`: names, with commas."),
+    _variable("ACCELERATE_NON_FINITE", help="Default of `Accelerator(non_finite=...)`: `skip`, `raise` or `ignore`."),
+    _variable("ACCELERATE_TRANSFORMS", help="Default of `Accelerator(transforms=...)`: names, separated by commas."),
     _variable(
         "ACCELERATE_TRAINJOB_EPOCHS",
         "int",
         least=1,
-        help="Passes over the training loader in the whole run, for the progress that a Kubeflow TrainJob shows. "
-        "Default: it shows that of each pass.",
+        help="Number of epochs of the run, for the progress that a Kubeflow TrainJob shows. By default it shows the "
+        "progress of each epoch.",
     ),
     _variable("ACCELERATE_USE_SAGEMAKER", "truth", help="Set in a SageMaker job."),
     _variable("FORK_LAUNCHED", "truth", help="Set in processes that `notebook_launcher` and `debug_launcher` start."),
     _variable(
         "FSDP_IGNORED_MODULES",
-        help="Default of `ignored_modules` of FullyShardedDataParallelPlugin: a regular expression.",
+        help="Default of `FullyShardedDataParallelPlugin(ignored_modules=...)`: a regular expression for names of "
+        "modules.",
     ),
 )
 

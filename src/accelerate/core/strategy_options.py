@@ -389,7 +389,7 @@ PARALLELISM = Group(
         _parallelism(
             "pp_loss_reduction",
             "text",
-            "How the losses of micro-batches make that of the batch, under all schedules but gpipe.",
+            "How the loss of a batch follows from the losses of its micro-batches. gpipe does not use it.",
             None,
             "pp",
             choices=("mean", "sum"),
@@ -433,8 +433,8 @@ FP8_OPTIONS: tuple[Option, ...] = (
     _fp8(
         "format",
         "text",
-        "Transformer Engine: format of 8-bit floats. HYBRID is E4M3 in the forward pass and E5M2 in the "
-        "backward pass.",
+        "Transformer Engine: format of 8-bit floats, E4M3, E5M2 or HYBRID (E4M3 in the forward pass and E5M2 in the "
+        "backward pass).",
         "HYBRID",
         choices=("HYBRID", "E4M3", "E5M2"),
     ),

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import tempfile
@@ -35,12 +36,12 @@ def samples() -> TensorDataset:
     return TensorDataset(inputs, 3 * inputs + 1)
 
 
-def model() -> torch.nn.Linear:
-    """Return a linear model with zero weights."""
-    made = torch.nn.Linear(1, 1)
-    torch.nn.init.zeros_(made.weight)
-    torch.nn.init.zeros_(made.bias)
-    return made
+def model_and_optimizer(lr: float) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Return a linear model with zero weights, and its optimizer."""
+    model = torch.nn.Linear(1, 1)
+    torch.nn.init.zeros_(model.weight)
+    torch.nn.init.zeros_(model.bias)
+    return model, torch.optim.SGD(model.parameters(), lr=lr)
 
 
 def collectives(accelerator: Accelerator) -> str:
@@ -74,7 +75,7 @@ def accumulation(accelerator: Accelerator) -> str:
     """Check that an accumulation window gives the step of one large batch."""
     world = accelerator.num_processes
     data = [(torch.full((4, 1), 0.25 * (i + 1)), torch.full((4, 1), 1.0)) for i in range(2 * world)]
-    net, optimizer = accelerator.prepare(*_with_optimizer(0.5))
+    net, optimizer = accelerator.prepare(*model_and_optimizer(0.5))
     own = data[accelerator.process_index :: world]
     for number, (inputs, targets) in enumerate(own):
         last = number == len(own) - 1
@@ -82,9 +83,7 @@ def accumulation(accelerator: Accelerator) -> str:
             loss = torch.nn.functional.mse_loss(net(inputs.to(accelerator.device)), targets.to(accelerator.device))
             accelerator.backward(loss / len(own))
     optimizer.step()
-    weight, bias = (
-        parameter.detach().cpu().float().item() for parameter in accelerator.unwrap_model(net).parameters()
-    )
+    weight, bias = (parameter.item() for parameter in accelerator.unwrap_model(net).parameters())
     inputs = torch.cat([pair[0] for pair in data])
     # From zero weights the mean squared error's gradients are -2 mean(x y) and -2 mean(y).
     expect(abs(weight - inputs.mean().item()) < 2e-2, f"the weight is {weight}, not {inputs.mean().item()}")
@@ -92,14 +91,9 @@ def accumulation(accelerator: Accelerator) -> str:
     return f"{len(own)} batches per step: weight {weight:.4f}"
 
 
-def _with_optimizer(lr: float) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    net = model()
-    return net, torch.optim.SGD(net.parameters(), lr=lr)
-
-
 def training(accelerator: Accelerator) -> str:
     """Check that training converges and that parameters stay equal."""
-    net, optimizer = _with_optimizer(0.5)
+    net, optimizer = model_and_optimizer(0.5)
     net, optimizer, loader = accelerator.prepare(net, optimizer, DataLoader(samples(), batch_size=4, shuffle=True))
     first = last = 0.0
     for epoch in range(30):
@@ -122,7 +116,7 @@ def training(accelerator: Accelerator) -> str:
 
 def checkpoint(accelerator: Accelerator) -> str:
     """Check that a checkpoint restores the parameters."""
-    net, _ = accelerator.prepare(*_with_optimizer(0.1))
+    net, _ = accelerator.prepare(*model_and_optimizer(0.1))
     folder = _shared_folder(accelerator)
     with torch.no_grad():
         for parameter in net.parameters():
@@ -142,7 +136,10 @@ def checkpoint(accelerator: Accelerator) -> str:
 
 def _shared_folder(accelerator: Accelerator) -> str:
     named = [tempfile.mkdtemp(prefix="accelerate-test-") if accelerator.is_main_process else None]
-    return str(broadcast_object_list(named)[0])
+    folder = str(broadcast_object_list(named)[0])
+    found = accelerator.gather(torch.tensor([os.path.isdir(folder)], device=accelerator.device))
+    expect(bool(found.all()), f"{folder} is not on every machine: set TMPDIR to a folder that all of them share")
+    return folder
 
 
 # Name, what is checked, and the check.
