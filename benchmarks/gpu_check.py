@@ -12,13 +12,16 @@ import contextlib
 import copy
 import functools
 import importlib.util
+import inspect
 import json
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import gpu_features
 import torch
 from timing import alternate, emit
 from torch.nn.functional import cross_entropy
@@ -252,6 +255,37 @@ def benchmark(device: torch.device) -> None:
 
     seconds = alternate({"raw": raw_epoch, "own": own_epoch}, rounds=5)
     emit(f"loader to {device.type}, a batch of 512", "us", seconds["raw"] / 64, seconds["own"] / 64)
+    benchmark_checkpoint(accelerator, 64 if cpu else 2048)
+
+
+def benchmark_checkpoint(accelerator: Any, width: int) -> None:
+    """Time saving and loading of 16 layers and AdamW's state: 0.75 GiB of values for a width of 2048."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(16)))
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    accelerator.backward(model(torch.ones(1, width, device=accelerator.device)).sum())
+    optimizer.step()
+    with tempfile.TemporaryDirectory() as folder:
+
+        def raw_save() -> None:
+            torch.save((model.state_dict(), optimizer.state_dict()), f"{folder}/raw.pt")
+
+        def raw_load() -> None:
+            values = torch.load(f"{folder}/raw.pt", map_location=accelerator.device)
+            model.load_state_dict(values[0])
+            optimizer.load_state_dict(values[1])
+
+        for name, raw, own in (
+            ("save_state", raw_save, lambda: accelerator.save_state(f"{folder}/own")),
+            ("load_state", raw_load, lambda: accelerator.load_state(f"{folder}/own")),
+        ):
+            seconds = alternate({"raw": raw, "own": own}, rounds=5)
+            emit(f"{name}, a width of {width}", "ms", seconds["raw"], seconds["own"])
+        if "blocking" in inspect.signature(accelerator.save_state).parameters:
+            seconds = alternate(
+                {"raw": raw_save, "own": lambda: accelerator.save_state(f"{folder}/own", blocking=False)}, rounds=5
+            )
+            emit("save_state(blocking=False), until the loop goes on", "ms", seconds["raw"], seconds["own"])
+            accelerator.end_training()
 
 
 @contextlib.contextmanager
@@ -276,7 +310,7 @@ def checks(device: torch.device) -> dict[str, Callable[[], None]]:
     result["pinned memory, non-blocking copies"] = lambda: check_pinned(device)
     for count in sorted({1, processes}):
         result[f"launched on {count} process(es)"] = lambda n=count: check_launched(device, n)
-    return result
+    return result | gpu_features.checks(device)
 
 
 def large_models(peer: str | None, small: bool) -> None:
