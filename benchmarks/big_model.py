@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load a model of 24 linear layers (403 MB) to memory, or leave half of it on disk, and run it."""
+"""Load a model of 24 linear layers (384 MiB) to memory, or leave half of it on disk, and run it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time to save and load a checkpoint of 100M parameters with AdamW (1.2 GB), compared with torch.save and fsync.
+"""Time to save and load a checkpoint of 100M parameters with AdamW (1.1 GiB), compared with torch.save and fsync.
 
 Also measures the time to resume a data loader after a thousand batches of an epoch.
 """

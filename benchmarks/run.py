@@ -102,7 +102,7 @@ SCRIPTS = [
                 "gather of a nested batch of 8 tensors, 2 gloo ranks / one flat tensor, raw", "ratio", 1.3
             ),
             "gather_object": Row("gather_object, 2 gloo ranks / raw", "ratio", 1.1),
-            "gather_object large": Row("gather_object of 240 kB, 2 gloo ranks / raw", "ratio", 1.1),
+            "gather_object large": Row("gather_object of 234 KiB, 2 gloo ranks / raw", "ratio", 1.1),
         },
         ranks=2,
     ),
@@ -147,25 +147,25 @@ SCRIPTS = [
     Script(
         "checkpoint.py",
         {
-            "checkpoint save": Row("save_state of 1.2 GB / torch.save and fsync", "ratio", 1.0),
-            "checkpoint load": Row("load_state of 1.2 GB / reading its bytes from the disk", "ratio", 1.2),
+            "checkpoint save": Row("save_state of 1.1 GiB / torch.save and fsync", "ratio", 1.0),
+            "checkpoint load": Row("load_state of 1.1 GiB / reading its bytes from the disk", "ratio", 1.2),
             "checkpoint wait": Row("time that a save blocks the loop, in the background if supported", "time"),
             "checkpoint load memory": Row("peak memory of load_state over the resident memory", "time", 4.2),
-            "checkpoint verify": Row("verifying 1.2 GB / reading its bytes from the disk", "ratio", 1.1),
+            "checkpoint verify": Row("verifying 1.1 GiB / reading its bytes from the disk", "ratio", 1.1),
             "checkpoint resume data": Row("resume after 1,000 batches of an epoch: time to the next batch", "time", 5),
         },
     ),
     Script(
         "big_model.py",
         {
-            "big model load": Row("load of 403 MB to the CPU", "time", 100),
-            "big model load half": Row("load of 403 MB, half of it on disk", "time", 100),
+            "big model load": Row("load of 384 MiB to the CPU", "time", 100),
+            "big model load half": Row("load of 384 MiB, half of it on disk", "time", 100),
             "big model written": Row("bytes that this load writes", "time", 0.1),
             "big model forward": Row("forward with half of the weights on disk / all in memory", "ratio", 1.15),
             "big model cold forward": Row(
                 "the same with nothing in the file cache / max(compute, reading the bytes)", "ratio", 1.1
             ),
-            "big model memory": Row("memory that this forward takes (a layer: 16.8 MB)", "time", 34),
+            "big model memory": Row("memory that this forward takes (a layer: 16 MiB)", "time", 34),
         },
     ),
     Script(

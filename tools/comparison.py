@@ -36,9 +36,8 @@ CLAIMS = {
     "step": "added to a training step",
     "launch help": "`accelerate launch -h`",
     "gather nested": "`gather` of a nested batch of 8 tensors, relative to torch's `gather` of one",
-    "big model load half": "load of 403 MB of weights, half of them to stay on disk",
-    "checkpoint wait": "time that a save of 1.2 GB blocks the loop (here it continues in the background)",
-    "fsdp step, 2 ranks": "FSDP2 step, relative to `fully_shard` by hand",
+    "big model load half": "load of 384 MiB of weights, half of them to stay on disk",
+    "checkpoint wait": "time that a save of 1.1 GiB blocks the loop (here it continues in the background)",
 }
 # The peer's cell and ours: what `benchmarks/failures.py` shows. `{two}` is the time that the launcher needs.
 SITUATIONS = (
@@ -67,16 +66,16 @@ SITUATIONS = (
         "silence until torch's timeout, with `ACCELERATE_DEBUG_MODE=1` too",
         "at once, on every rank (gloo): an error with both calls and their lines",
     ),
-    (
-        "`gather` of different shapes",
-        "gloo aborts a process (SIGABRT)",
-        "at once, on every rank (gloo): an error with both shapes and their lines",
-    ),
+)
+# Where a reader of the README finds more.
+MORE = (
+    "`make bench` measures them again. [All figures](docs/comparison.md), and "
+    "[what each failure prints](benchmarks/results/2026-11-25-failures.md)."
 )
 # Rows in which the peer is faster: how the README describes them, and why.
 SLOWER = {
     "checkpoint save": (
-        "`save_state` of 1.2 GB, relative to `torch.save` and fsync",
+        "`save_state` of 1.1 GiB, relative to `torch.save` and fsync",
         ": slower, since each file and folder is synced to the disk before the checkpoint counts as saved",
     )
 }
@@ -99,7 +98,10 @@ def claims(figures: dict[str, Any], dates: dict[str, str]) -> str:
             lines.append(f"| {title} | {short(peer, row.metric)} | {short(ours, row.metric)}{why} |")
     shown = sorted({dates[name] for name in (*CLAIMS, "launch two") if name in dates})
     when = f"measured on {' and '.join(shown)} on two CPU cores" if shown else "not measured yet"
-    lines += ["", f"`x`: the time relative to that of plain PyTorch; below 1 is faster. The figures were {when}."]
+    lines += [
+        "",
+        f"`x`: the time relative to plain PyTorch; below 1 is faster. The figures were {when}. {MORE}",
+    ]
     return "\n".join(lines)
 
 
@@ -129,7 +131,7 @@ def short(result: dict[str, Any] | None, metric: str) -> str:
         return "-"
     if metric == "ratio":
         return f"{result['ratio']:.2f}x"
-    number, unit = rank(result, metric), result["unit"]
+    number, unit = in_binary(rank(result, metric), result["unit"])
     if unit == "ms" and number >= 1000:
         number, unit = number / 1000, "s"
     return f"{number:+.3g} {unit}" if metric == "added" else f"{number:.3g} {unit}"
@@ -251,7 +253,13 @@ def value(result: dict[str, Any] | None, metric: str) -> str:
         return "-"
     if metric == "ratio":
         return f"{result['ratio']:.2f}x"
-    return f"{result['added']:+.1f} {result['unit']}" if metric == "added" else f"{result['own']:.1f} {result['unit']}"
+    number, unit = in_binary(result["added" if metric == "added" else "own"], result["unit"])
+    return f"{number:+.1f} {unit}" if metric == "added" else f"{number:.1f} {unit}"
+
+
+def in_binary(number: float, unit: str) -> tuple[float, str]:
+    """A figure and its unit; sizes, which the files have in MB, in MiB."""
+    return (number * 1e6 / 2**20, "MiB") if unit == "MB" else (number, unit)
 
 
 def write() -> dict[Path, str]:

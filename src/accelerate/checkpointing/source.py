@@ -293,10 +293,14 @@ class NativeReader(CheckpointReader):
         elif own:
             if self._is_same_size:
                 return own
-            notes.append(
-                f"saved on {self.manifest.world_size} processes, loaded on {self.processes}: ranks that did not save "
-                "keep their random states, and an unfinished accumulation window is dropped"
-            )
+            saved = self.manifest.world_size
+            note = f"saved on {saved} process{'es' * (saved > 1)}, loaded on {self.processes}"
+            if self.processes > saved:
+                note += f"; ranks from {saved} on keep their random states"
+            window = (own.get("rank_state") or {}).get("window")
+            if window and window["gradients"]:
+                note += "; the gradients of the unfinished accumulation window are dropped"
+            notes.append(note)
         else:
             notes.append(no_generators(self.rank))
 

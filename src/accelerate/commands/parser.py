@@ -37,6 +37,8 @@ class Formatter(argparse.HelpFormatter):
         value = str(action.metavar or "VALUE")
         if action.choices is not None:
             value = _listed([str(choice) for choice in action.choices])
+        if action.nargs is None and action.const is not None:
+            return f"{', '.join(names)}[={value}]"
         values = {None: f" {value}", 0: "", "?": f" [{value}]"}.get(action.nargs, f" {value} ...")
         return ", ".join(names) + values
 
@@ -165,7 +167,7 @@ class Parser(argparse.ArgumentParser):
             # A mistyped option is the cause, if its value or what follows was to be the argument.
             options = (word for word in self._words if word.startswith("--") and word != "--")
             unknown = next((word for word in options if word.split("=", 1)[0] not in self.flags), None)
-            message = message if unknown is None else self._unknown(unknown)
+            message = f"{message}; see {self.prog} -h" if unknown is None else self._unknown(unknown)
         if choice := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
             message += suggestion(choice[1], re.findall(r"[\w.-]+", choice[2]))
         if message.endswith("expected one argument"):

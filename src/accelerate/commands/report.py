@@ -5,8 +5,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ..core import messages
 from ..core.errors import ConfigurationError
 from ..core.files import atomic_write, check_writable
+from ..core.objects import size_of
 from .parser import Parser, exit_on
 
 FORMATS = {".html": "html", ".htm": "html", ".md": "md", ".json": "json"}
@@ -55,4 +57,4 @@ def main(arguments: list[str] | None = None) -> None:
         data = text.encode(errors="replace")
         with atomic_write(Path(options.output).expanduser()) as file:
             file.write(data)
-    print(f"{options.output}: {len(data):,} bytes")
+    messages.show(f"wrote {options.output}, {size_of(len(data))}")

@@ -51,10 +51,10 @@ def markdown(run: Run) -> str:
     if tips := advice(summary):
         lines += ["", "## What to try", "", *(f"- {_escaped(text)}" for text in tips)]
     if summary.shares:
-        lines += ["", "## Where the time went", "", "| phase | seconds of a step | share |", "|---|---|---|"]
+        lines += ["", "## Where the time went", "", "| phase | time of a step | share |", "|---|---|---|"]
         for phase, share in summary.shares.items():
             if share > 0:
-                lines.append(f"| {phase} | {share * summary.seconds:.4g} | {share * 100:.1f} % |")
+                lines.append(f"| {phase} | {duration(share * summary.seconds)} | {share * 100:.1f} % |")
     if summary.stragglers:
         lines += [
             "",
@@ -65,7 +65,7 @@ def markdown(run: Run) -> str:
         ]
         for slow in summary.stragglers:
             lines.append(
-                f"| {slow.rank} | {_escaped(slow.host)} | {slow.first:,} to {slow.last:,} | {slow.excess:.4g} s "
+                f"| {slow.rank} | {_escaped(slow.host)} | {slow.first:,} to {slow.last:,} | {duration(slow.excess)} "
                 f"({(slow.ratio - 1) * 100:.0f} %) | {slow.phase} |"
             )
     if events := grouped_events(run, _MOST_EVENTS):

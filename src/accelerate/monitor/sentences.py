@@ -239,10 +239,10 @@ def _flops(rate: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A length of time for people: 45 s, 12 min 5 s, 3 h 20 min, 4 days 2 h."""
+    """A length of time for people: 13.2 ms, 45 s, 12 min 5 s, 3 h 20 min, 4 days 2 h."""
     rounded = round(seconds)
     if rounded < 60:
-        return f"{seconds:.3g} s"
+        return _ms(seconds)
     if rounded < 3600:
         return f"{rounded // 60} min {rounded % 60} s"
     if rounded < 48 * 3600:

@@ -92,15 +92,16 @@ def _curves(shown: View, width: int) -> RenderableType:
         "learning_rate": "lr",
         "gradient_norm": "gradient norm",
         "throughput": f"{shown.unit}/s",
-        "seconds": "s/step",
+        "seconds": "ms/step",
     }
     values = [(title, shown.curves[name]) for name, title in titles.items() if name in shown.curves]
     values += list(shown.logged.items())[:7]
     for title, curve in values:
-        mean = curve.mean[np.isfinite(curve.mean)]
+        mean = curve.mean[np.isfinite(curve.mean)] * (1e3 if title == titles["seconds"] else 1)
         if len(mean):
+            newest = f"{mean[-1]:,.0f}" if 1e3 <= mean[-1] < 1e9 else f"{mean[-1]:.4g}"
             text = Text(bars(stretched(curve.mean, width)), "cyan", no_wrap=True, overflow="crop")
-            found.append(Panel(text, title=f"{title} {mean[-1]:.4g}", title_align="left", width=width + 4))
+            found.append(Panel(text, title=f"{title} {newest}", title_align="left", width=width + 4))
     return Columns(found, padding=(0, 0))
 
 
@@ -147,7 +148,7 @@ def _phases(summary: Summary, width: int) -> RenderableType:
         if share > 0:
             bar.append("█" * max(1, round(share * width)), _COLORS[phase])
             if share >= 0.005:
-                legend.append("█ ", _COLORS[phase]).append(f"{phase} {share * 100:.0f} %  ")
+                legend.append("█ ", _COLORS[phase]).append(f"{phase}\u00a0{share * 100:.0f}\u00a0%  ")
     return Panel(Group(bar, legend), title="phases of a step", title_align="left")
 
 

@@ -211,9 +211,8 @@ class RunCheckpoints:
         samples, samples_here = saved.get("step_samples"), self._step_sizes()["step_samples"]
         if samples and samples_here and samples != samples_here:
             note = (
-                f"an optimizer step had {samples} samples when this was saved (over all processes and accumulated "
-                f"batches), and has {samples_here} here: the data continues at the same sample; learning rates, "
-                "schedules and the number of steps in an epoch are not adjusted"
+                f"an optimizer step had {samples} samples when this was saved and has {samples_here} here: learning "
+                "rates and schedules are not adjusted"
             )
             report.notes.append(note)
             logger.warning(f"{report.folder}: {note}")
