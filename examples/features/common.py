@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -19,6 +18,8 @@ torch.set_default_dtype(torch.float64)
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
     """Return 1,437 images of handwritten digits to train on and 360 to test on: (1, 8, 8) with values in [0, 1]."""
+    from sklearn.datasets import load_digits  # pip install scikit-learn; examples on text do without
+
     images, labels = load_digits(return_X_y=True)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     images, labels = torch.tensor(images).view(-1, 1, 8, 8)[order] / 16, torch.tensor(labels)[order]
