@@ -48,15 +48,15 @@ def run_example(name, arguments):
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_load(printed, nproc):
     text = printed("load", nproc, "--cpu", "8MB")
-    assert re.search(r"embed +1.02 MB on cpu", text) and re.search(r"blocks.3 +2.10 MB on disk", text), text
+    assert re.search(r"embed +0.98 MiB on cpu", text) and re.search(r"blocks.3 +2.00 MiB on disk", text), text
     assert "outputs differ from the plain model by 0.0e+00" in text
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_offload(printed, nproc):
     text = printed("offload", nproc, "--layers", "12")
-    total, more = map(int, re.search(r"(\d+) MB of weights, (-?\d+) MB more", text).groups())
-    assert total == 50 and more < 20, text
+    total, more = map(int, re.search(r"(\d+) MiB of weights, (-?\d+) MiB more", text).groups())
+    assert total == 48 and more < 19, text
     assert "outputs are equal: True" in text
 
 
