@@ -159,8 +159,7 @@ def launch_command(args: argparse.Namespace, in_place: bool = False) -> None:
         misplaced = [word for word in spec.program.args if word.split("=")[0] in launch_flags()]
         if code == WRONG_ARGUMENTS and misplaced:
             messages.show(
-                f"{spec.program.name} got {', '.join(misplaced)}: options of `accelerate launch` go before "
-                f"{spec.program.name}"
+                f"{spec.program.name} got {', '.join(misplaced)}: options of the launch go before {spec.program.name}"
             )
     if code:
         sys.exit(code)
