@@ -148,7 +148,7 @@ def _phases(summary: Summary, width: int) -> RenderableType:
         if share > 0:
             bar.append("█" * max(1, round(share * width)), _COLORS[phase])
             if share >= 0.005:
-                legend.append("█ ", _COLORS[phase]).append(f"{phase}\u00a0{share * 100:.0f}\u00a0%  ")
+                legend.append("█\u00a0", _COLORS[phase]).append(f"{phase}\u00a0{share * 100:.0f}\u00a0%  ")
     return Panel(Group(bar, legend), title="phases of a step", title_align="left")
 
 
