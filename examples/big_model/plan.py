@@ -9,7 +9,7 @@ import argparse
 import torch
 from torch import nn
 
-from accelerate.planning import estimate, layouts, machine, trace
+from accelerate.planning import estimate, layouts, machine, report, trace
 from accelerate.planning.model import parse_batch
 
 
@@ -48,12 +48,13 @@ def main() -> None:
     here = machine.describe(given.machine)
     with torch.device("meta"):  # shapes without memory
         training = trace.PlannedTraining(Model(), parse_batch(given.batch), device=here.device)
-    for row in estimate.plan(training, here, layouts.candidates(here.ranks)):
+    rows = estimate.plan(training, here, layouts.candidates(here.ranks))
+    for row in rows:
         if row.failure is None:
             low, high = (size / 2**20 for size in row.memory)
             print(f"{row.layout.name:10} {low:8.1f} to {high:.1f} MiB, {'fits' if row.fits else 'does not fit'}")
-        else:
-            print(f"{row.layout.name:10} not estimated: {row.failure}")
+    for names, reason in report.failures(rows):
+        print(f"not estimated: {names}: {reason}")
 
 
 if __name__ == "__main__":
