@@ -207,7 +207,7 @@ def check_lazy_batches(device: torch.device) -> None:
 
 
 def check_out_of_memory(device: torch.device) -> None:
-    """Check that a batch size is halved until the GPU holds it, and that what was allocated is free again."""
+    """Check that a batch size is reduced until the GPU holds it, and that what was allocated is free again."""
     if device.type == "cpu":
         return
     from accelerate.utils import find_executable_batch_size
@@ -221,8 +221,9 @@ def check_out_of_memory(device: torch.device) -> None:
         held = [torch.empty(total // 20, dtype=torch.uint8, device=device) for _ in range(batch_size)]
         return len(held)
 
-    assert fill() == 16 and tried == [64, 32, 16], f"tried {tried}"
+    assert 16 <= fill() < 20 and len(tried) > 1, f"tried {tried}"
     assert torch.cuda.memory_allocated() < total // 20, "the tensors of a failed try are still allocated"
+    torch.cuda.empty_cache()  # the benchmarks run in processes of their own
 
 
 def check_device_map(device: torch.device) -> None:

@@ -60,19 +60,13 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 @pytest.fixture(scope="module", autouse=True)
-def no_state_of_other_modules() -> Iterator[None]:
+def no_state_of_other_modules() -> None:
     """Reset the process-wide state, so that no module of tests depends on the order of modules."""
     # A module that is not imported has no state; importing it here would import torch.
     if state := sys.modules.get("accelerate.state"):
         state.AcceleratorState._reset_state(reset_partial_state=True)
     if gradients := sys.modules.get("accelerate.gradient_state"):
         gradients.GradientState._reset_state()
-    names = set(os.environ)
-    yield
-    # Plugins set variables for other libraries, as the API does.
-    for name in os.environ.keys() - names:
-        if name.startswith(("ACCELERATE_", "FSDP_")):
-            del os.environ[name]
 
 
 @pytest.fixture(scope="session")

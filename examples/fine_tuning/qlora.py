@@ -15,9 +15,11 @@ import torch
 from lora import base, train
 from peft import LoraConfig, get_peft_model
 
+from accelerate import PartialState
+
 
 def quantized(model: torch.nn.Module) -> torch.nn.Module:
-    """The model with its linear layers, except the output layer, in 4 bits."""
+    """The model on this process's device, with its linear layers, except the output layer, in 4 bits."""
     for parent in list(model.modules()):
         for name, layer in list(parent.named_children()):
             if isinstance(layer, torch.nn.Linear) and name != "lm_head":
@@ -25,9 +27,9 @@ def quantized(model: torch.nn.Module) -> torch.nn.Module:
                     layer.in_features, layer.out_features, bias=False, quant_type="nf4", compute_dtype=torch.float32
                 )
                 small.weight = bitsandbytes.nn.Params4bit(layer.weight.data, requires_grad=False, quant_type="nf4")
-                setattr(parent, name, small.to("cpu"))
+                setattr(parent, name, small)
     model.is_loaded_in_4bit = model.is_quantized = True
-    return model
+    return model.to(PartialState().device)  # which quantizes; `prepare` does not move quantized models
 
 
 def main() -> None:

@@ -61,7 +61,8 @@ def test_explain_shows_origins(tmp_path, capsys, monkeypatch):
     assert "default_config.yaml:" in rows["num_processes"]
 
 
-def test_show_without_a_file_shows_where_a_launch_runs(capsys):
+def test_show_without_a_file_shows_where_a_launch_runs(monkeypatch, capsys):
+    monkeypatch.delenv("FSDP_CPU_RAM_EFFICIENT_LOADING", raising=False)  # plugins of other tests set it
     config.main(["show", "--num_processes", "2", "--use_fsdp"])
     lines = [line for line in capsys.readouterr().out.splitlines() if line]
     assert [line.split()[0] for line in lines] == [
