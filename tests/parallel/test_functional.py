@@ -106,6 +106,9 @@ def test_equal_or_refused(layout):
         if layout == "fsdp2" and function not in FSDP2:
             # As torch gives it.
             continue
+        if layout == "tp" and function is two_steps and is_torch_version("<", "2.12"):
+            # DTensor's second derivatives are wrong there.
+            continue
         if function not in REFUSED[layout]:
             compare(layout, function)
             continue

@@ -14,9 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ..config.training import TorchDynamoPlugin
+from ..core.errors import PrepareError
+from ..core.imports import is_torch_version
 from ..core.modules import require_module
 from ..torch_internals.compiled import is_compiled_module, remember_uncompiled
 
@@ -31,6 +34,14 @@ class Compile:
         """The compiled model. One that its user has compiled already is handed back."""
         if is_compiled_module(model):
             return model
+        if is_torch_version("<", "2.12") and any(
+            isinstance(parameter, DTensor) and "tp" in (parameter.device_mesh.mesh_dim_names or ())
+            for parameter in model.parameters()
+        ):
+            raise PrepareError(
+                f"torch {torch.__version__} computes wrong gradients in compiled models that are split over tp: use "
+                "torch 2.12 or later, or leave the model uncompiled"
+            )
         arguments = self.options.to_kwargs()
         regional = bool(self.options.use_regional_compilation)
         if isinstance(model, DistributedDataParallel):
