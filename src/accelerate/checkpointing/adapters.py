@@ -101,10 +101,16 @@ class AdapterModel(PreparedModel):
         """The checksums of the frozen parameters that no adapter has. Each rank reads its shards once."""
         if not self.layout.base:
             adapter = {name for entries in self.names.values() for name in entries.values()}
+
+            def is_replaced(name: str) -> bool:
+                """Whether every adapter trains another module (of `modules_to_save`) instead of this one."""
+                places = (f".modules_to_save.{other}." for other in self.names)
+                return all(name.replace(".original_module.", place) in adapter for place in places)
+
             frozen = {
                 base_name(name): parameter
                 for name, parameter in named_parameters(self.inner)
-                if name not in adapter or name.split(".")[-2] == "base_layer"
+                if (name not in adapter and not is_replaced(name)) or name.split(".")[-2] == "base_layer"
             }
             self.layout.base = checksums(frozen, self._device)
         return self.layout.base
@@ -115,8 +121,14 @@ class AdapterModel(PreparedModel):
         return {name: tensors[name] for entries in self.names.values() for name in entries.values()}
 
     def about(self) -> dict[str, Any]:
-        """The names of the adapters, and the checksums of the base."""
-        return {"adapters": list(self.names), "base": dict(self.base)}
+        """As of any model, the names of the adapters, the active ones, and the checksums of the base."""
+        model: Any = self.state_template
+        return {
+            **super().about(),
+            "adapters": list(self.names),
+            "active": list(model.active_adapters),
+            "base": dict(self.base),
+        }
 
     def before_load(self) -> None:
         """Compute the checksums of the base, for which ranks communicate."""

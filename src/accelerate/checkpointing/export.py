@@ -33,7 +33,7 @@ from ..torch_internals.module_copies import unsharded_copy
 from .adapters import AdapterModel, save_adapters
 from .blocks import host_view
 from .tensorfile import file_head, widest_first
-from .weights import plan_shards
+from .weights import plan_shards, remove_stale
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ def export(
         return
     base = inner.get_base_model() if is_peft_model(inner) else inner  # type: ignore[operator]
     limit = convert_file_size_to_int(max_shard_size)
-    _write_weights(list(_pieces(base)), path, limit, is_writer)
+    write_weights(list(_pieces(base)), path, limit, is_writer)
     if is_writer:
         _write_config(base, path)
         logger.info("%s exported to %s", class_name(base), path)
@@ -111,7 +111,7 @@ def _check(model: nn.Module, merge_adapters: bool) -> None:
 
 
 @dataclass
-class _Piece:
+class Piece:
     """Tensors that are gathered together: those of one module.
 
     Fields:
@@ -123,11 +123,11 @@ class _Piece:
     read: Callable[[bool], dict[str, torch.Tensor]]
 
 
-def _pieces(model: nn.Module) -> Iterator[_Piece]:
+def _pieces(model: nn.Module) -> Iterator[Piece]:
     """The persistent tensors of a model under its own names, with adapters merged. Of tied ones the first is kept."""
     seen: set[int] = set()
 
-    def visit(module: nn.Module, name: str) -> Iterator[_Piece]:
+    def visit(module: nn.Module, name: str) -> Iterator[Piece]:
         prefix = canonical_name(f"{name}.") if name else ""
         if is_merged(module):
             light = {f"{prefix}{key}": value for key, value in original_module(module).state_dict().items()}
@@ -137,7 +137,7 @@ def _pieces(model: nn.Module) -> Iterator[_Piece]:
                 state = merged_module(copied).state_dict() if is_writer else {}
                 return {f"{prefix}{key}": value for key, value in state.items()}
 
-            yield _Piece(light, read_merged)
+            yield Piece(light, read_merged)
             return
         own: dict[str, torch.Tensor] = dict(module.named_parameters(recurse=False))
         children = {f"{key}." for key, _ in module.named_children()}
@@ -146,7 +146,7 @@ def _pieces(model: nn.Module) -> Iterator[_Piece]:
         tensors = {f"{prefix}{key}": value for key, value in own.items() if id(value) not in seen}
         seen.update(map(id, tensors.values()))
         for key, tensor in tensors.items():
-            yield _Piece({key: tensor}, lambda is_writer, key=key, tensor=tensor: {key: _gathered(tensor)})  # type: ignore[misc]
+            yield Piece({key: tensor}, lambda is_writer, key=key, tensor=tensor: {key: _gathered(tensor)})  # type: ignore[misc]
         for key, child in module.named_children():
             yield from visit(child, f"{name}.{key}" if name else key)
 
@@ -158,8 +158,11 @@ def _gathered(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _write_weights(pieces: list[_Piece], folder: Path, limit: int, is_writer: bool) -> None:
-    """Write safetensors files, one piece at a time. A rank that cannot write still takes part in gathering."""
+def write_weights(pieces: list[Piece], folder: Path, limit: int, is_writer: bool) -> None:
+    """Write `model.safetensors`, or several files and their index, one piece at a time.
+
+    A rank that cannot write still takes part in gathering.
+    """
     light = {
         name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         for piece in pieces
@@ -194,11 +197,14 @@ def _write_weights(pieces: list[_Piece], folder: Path, limit: int, is_writer: bo
                 error = caught
         if error is not None:
             raise error
-    if is_writer and len(shards) > 1:
+    if not is_writer:
+        return
+    if len(shards) > 1:
         where = {name: file for file, names in zip(files, shards, strict=True) for name in names}
         total = sum(tensor.numel() * tensor.element_size() for tensor in light.values())
         with atomic_write(folder / SAFE_WEIGHTS_INDEX_NAME, "w") as index:
             json.dump({"metadata": {"total_size": total}, "weight_map": where}, index, indent=2, sort_keys=True)
+    remove_stale(folder, SAFE_WEIGHTS_NAME, pattern, SAFE_WEIGHTS_INDEX_NAME, set(files), len(shards) > 1)
 
 
 def _open(file: Any, light: dict[str, torch.Tensor]) -> Iterator[tuple[str, tuple[Any, int]]]:

@@ -30,7 +30,7 @@ from .weights import plan_shards
 logger: logging.Logger = logging.getLogger(__name__)
 
 _SHARDS = re.compile(rf"{MODEL_NAME}_fsdp_(\d+)")
-_WINDOW = 256 << 20  # bytes of a model that are read at a time, or one tensor
+WINDOW = 256 << 20  # bytes of a model that are read at a time, or one tensor
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,10 @@ def find_models(folder: Path) -> dict[int, Path]:
     if any(folder.glob("*.safetensors")) or (folder / ".metadata").exists():
         if not (folder / MANIFEST).exists():
             return {0: folder}
-        raise CheckpointError(f"{folder} is a checkpoint of unsharded models: there is nothing to merge in it")
+        raise CheckpointError(
+            f"{folder} is a checkpoint of unsharded models: there is nothing to merge in it. `accelerate export` "
+            "makes a folder that from_pretrained reads"
+        )
     raise CheckpointError(f"{folder} holds no shards of a model: give a checkpoint, or the {MODEL_NAME}_fsdp_0 in it")
 
 
@@ -121,7 +124,8 @@ def _check_removal(folder: Path, models: Mapping[int, Path], output: Path) -> No
         )
 
 
-def _merge_one(shards: Path, output: Path, index: int, safe: bool) -> Merged:
+def shard_tensors(shards: Path) -> tuple[dict[str, torch.Tensor], str]:
+    """The tensors of a model on the meta device, under the names of its shards, and the prefix of these names."""
     entries = {}
     for name, entry in shard_entries(shards).items():
         _check_cover(shards, name, entry)
@@ -130,13 +134,17 @@ def _merge_one(shards: Path, output: Path, index: int, safe: bool) -> Merged:
         raise CheckpointError(f"{shards} holds no tensors of a model")
     # The API's own shards name everything below `model.`; ours do not.
     own = any(shards.glob("*.safetensors"))
-    prefix = "model." if not own and all(name.startswith("model.") for name in entries) else ""
+    return entries, "model." if not own and all(name.startswith("model.") for name in entries) else ""
+
+
+def _merge_one(shards: Path, output: Path, index: int, safe: bool) -> Merged:
+    entries, prefix = shard_tensors(shards)
     name, ending = (SAFE_MODEL_NAME, ".safetensors") if safe else (MODEL_NAME, ".bin")
     path = output / numbered(name, index, ending)
     if safe:
         _stream(shards, entries, prefix, path)
     else:
-        tensors = _read(shards, entries)
+        tensors = read_tensors(shards, entries)
         write_atomically({name.removeprefix(prefix): tensor for name, tensor in tensors.items()}, path)
     size = sum(tensor.numel() * tensor.element_size() for tensor in entries.values())
     logger.info("%s: %d tensors of %s", path, len(entries), shards)
@@ -148,14 +156,15 @@ def _stream(shards: Path, entries: Mapping[str, torch.Tensor], prefix: str, path
     ordered = dict(sorted(entries.items(), key=lambda item: widest_first(item[1])))
     with atomic_write(path) as file:
         file.write(file_head({name.removeprefix(prefix): tensor for name, tensor in ordered.items()}))
-        for names in plan_shards(ordered, _WINDOW):
-            part = _read(shards, {name: ordered[name] for name in names})
+        for names in plan_shards(ordered, WINDOW):
+            part = read_tensors(shards, {name: ordered[name] for name in names})
             for name in names:
                 if part[name].numel():
                     file.write(host_view(part[name]))
 
 
-def _read(shards: Path, entries: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def read_tensors(shards: Path, entries: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Read whole tensors from shards, by the names of these."""
     tensors = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in entries.items()}
     load_entries(tensors, shards)
     return tensors

@@ -92,7 +92,7 @@ def save_model(
     contents = [{name: kept[name] for name in members} for members in shards]
     files = dict(zip(names, contents, strict=True))
     _write_files(folder, files, aliases, index if len(shards) > 1 else None, safe_serialization)
-    _remove_stale(folder, single, pattern, index, set(names), len(shards) > 1)
+    remove_stale(folder, single, pattern, index, set(names), len(shards) > 1)
     logger.info("model weights saved in %s (%d file(s))", folder, len(names))
 
 
@@ -153,7 +153,8 @@ def _write_index(path: Path, files: Mapping[str, Mapping[str, object]]) -> None:
         file.write("\n")
 
 
-def _remove_stale(folder: Path, single: str, pattern: str, index: str, written: set[str], sharded: bool) -> None:
+def remove_stale(folder: Path, single: str, pattern: str, index: str, written: set[str], sharded: bool) -> None:
+    """Remove the files of an earlier save, which readers might take for those that were written."""
     shard = re.compile(re.escape(pattern).replace(re.escape("{suffix}"), r"-\d{5}-of-\d{5}"))
     for entry in folder.iterdir():
         stale = shard.fullmatch(entry.name) or entry.name == single or (entry.name == index and not sharded)

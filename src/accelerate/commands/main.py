@@ -22,6 +22,7 @@ COMMANDS = {
     "config": ("config", "write, update and show the configuration of launches"),
     "env": ("env", "describe this installation and this machine"),
     "estimate-memory": ("estimate", "estimate the memory of a model, from its configuration"),
+    "export": ("export", "write a saved model as the folder that from_pretrained, or peft, reads"),
     "launch": ("launch", "run a script on one process, on several, or on several machines"),
     "merge-weights": ("merge", "merge the shards of a saved model"),
     "monitor": ("monitor", "show recorded runs, on a local web page or in the terminal"),

@@ -8,6 +8,7 @@ for one model. Nothing is looked up by a model's identity, and everything is fre
 from __future__ import annotations
 
 import contextlib
+import copy
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -16,11 +17,12 @@ import torch
 from torch import nn
 
 from ..core.errors import PrepareError
+from ..core.modules import class_name
 from ..precision.base import Precision
 from ..torch_internals.compiled import uncompiled
 from . import methods
 from .gradients import GradientReducer
-from .unwrap import canonical_name, extract_model_from_parallel
+from .unwrap import canonical_name, extract_model_from_parallel, is_peft_model
 
 # {parameter name of the user's model: shape} of each group of an optimizer.
 GroupShapes = list[dict[str, list[int]]]
@@ -169,8 +171,21 @@ class PreparedModel:
         return self.state_dict()
 
     def about(self) -> dict[str, Any]:
-        """What a checkpoint's manifest has on the model, as JSON, besides its class."""
-        return {}
+        """What a checkpoint's manifest has on the model, as JSON, besides its class.
+
+        Of a model of transformers, the text of its configurations, with which `accelerate export` makes it readable.
+        """
+        model: Any = self.state_template
+        model = model.get_base_model() if is_peft_model(model) else model
+        texts = {}
+        for name in ("config", "generation_config"):
+            config: Any = copy.copy(getattr(model, name, None))
+            if callable(getattr(config, "to_json_string", None)):
+                config.architectures = [class_name(model)]
+                # A configuration that is not JSON is no reason not to save.
+                with contextlib.suppress(TypeError):
+                    texts[name] = config.to_json_string()
+        return texts
 
     def before_load(self) -> None:
         """Prepare to compare the model with a checkpoint; ranks may communicate."""

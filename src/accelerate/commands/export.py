@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`accelerate export CHECKPOINT FOLDER`: the model of a checkpoint becomes what `from_pretrained`, or peft, reads."""
+
+from __future__ import annotations
+
+import time
+
+from ..core.errors import CheckpointError, ConfigurationError
+from ..core.files import user_path
+from .parser import Parser, exit_on
+
+
+def parser() -> Parser:
+    """Return the parser of `accelerate export`."""
+    made = Parser(
+        prog="accelerate export",
+        description="Write the model of a checkpoint, saved in any layout, into a folder that from_pretrained of "
+        "transformers reads, or its adapters as peft reads them. The checksums of the checkpoint are compared first. "
+        "A few tensors are in memory at a time.",
+    )
+    made.add_argument("checkpoint", help="A checkpoint, or if it has several models the file or folder of one.")
+    made.add_argument("folder", help="Folder for the model; it is created if it does not exist.")
+    made.add_argument(
+        "--base",
+        help="Name or folder of the model that the adapters were trained on; or, for a checkpoint that does not have "
+        "the configuration of its model, of a model with this configuration.",
+    )
+    made.add_argument(
+        "--merge_adapters",
+        "--merge-adapters",
+        action="store_true",
+        help="Add the adapters to the base, and write the merged model.",
+    )
+    made.add_argument(
+        "--max_shard_size",
+        "--max-shard-size",
+        default="5GB",
+        help="Largest size of a file of weights. Default: 5GB.",
+    )
+    return made
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point of the command. Exits with 2 if the checkpoint cannot be exported so."""
+    args = parser().parse_args(argv)
+    start = time.perf_counter()
+    with exit_on(CheckpointError, ConfigurationError, ImportError, OSError):
+        source = user_path(args.checkpoint, "checkpoint")
+        folder = user_path(args.folder, "folder")
+        if folder.is_file():
+            raise ConfigurationError(f"folder={args.folder!r} is a file; give a folder")
+        from ..checkpointing.export_checkpoint import export_checkpoint
+
+        written = export_checkpoint(source, folder, args.base, args.merge_adapters, args.max_shard_size)
+    print(f"{folder}: {written}, written in {time.perf_counter() - start:.1f} s")
