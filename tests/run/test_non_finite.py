@@ -118,6 +118,7 @@ def check(layout, exact, nproc):
     assert next(expected, None) is None
     if accelerator.is_main_process:
         assert len(notes) == 4 and all("loss is " in notes[at] for at in (0, 2, 3)) and "inf" in notes[2]
+        assert "in batch 2 of epoch 0: " in notes[0]
         assert "loss" not in notes[1] and "gradient of " in notes[1] and ".weight" in notes[1]
         if layout == "data" and nproc == 2 and not exact:
             # Batches are cut: the fourth sample is rank 0's, and the last of the second batch of its window rank 1's.

@@ -16,6 +16,7 @@ from ..logging import MultiProcessAdapter, get_logger
 from ..optimizer import AcceleratedOptimizer
 from ..parallel.gradients import gradients_of, local, not_finite
 from ..parallel.unwrap import canonical_name
+from ..runtime import marks
 from ..runtime.calls import ranks_in_words
 from .objects import RunObjects
 from .observers import RunObserver
@@ -76,13 +77,14 @@ class NonFiniteGuard(RunObserver):
             optimizer.left_out = 0
             return False
         optimizer.left_out += 1
-        cause = self._explain(optimizer)
+        cause, place = self._explain(optimizer), marks.own_place()
+        at = f" in {place}" if place else ""
         if optimizer.left_out < self._limit:
-            logger.warning(f"an optimizer step is left out: {cause}")
+            logger.warning(f"an optimizer step is left out{at}: {cause}")
             return True
         in_a_row = f", for the step and the {self._limit - 1} before it" if self._limit > 1 else ""
         raise NonFiniteError(
-            f"{cause}{in_a_row}. Nothing was updated by it. Look for values in the data that are not finite, a "
+            f"{cause}{at}{in_a_row}. Nothing was updated by it. Look for values in the data that are not finite, a "
             "division by zero in the loss, or a learning rate that is too high; "
             "torch.autograd.detect_anomaly() shows the operation"
         )
