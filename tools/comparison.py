@@ -302,6 +302,7 @@ def write() -> dict[Path, str]:
         "package takes turns with plain PyTorch in one process, so compare ratios, not times. The newest run did not",
         "measure the rows with a date. `python benchmarks/failures.py` shows what happens when a process is killed,",
         "hangs or makes another call than the others ([output](../benchmarks/results/2026-11-25-failures.md)).",
+        "Figures of a GPU are in a page of their own ([one H100](../benchmarks/results/2026-11-26-h100.md)).",
         "",
         "## Time relative to plain PyTorch",
         "",
