@@ -26,7 +26,6 @@ from accelerate import (
     init_empty_weights,
     load_checkpoint_and_dispatch,
 )
-from accelerate.core.errors import ConfigurationError
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState
 from accelerate.utils import (
@@ -299,10 +298,10 @@ def places():
 
 
 def refused():
-    """What a backend with few functions cannot do is named."""
-    with pytest.raises(ConfigurationError, match="no autocast"):
-        Accelerator(mixed_precision="bf16")
-    with pytest.raises(ConfigurationError, match="no get_rng_state"):
+    """What a backend with few functions cannot do is an error of torch, which names it."""
+    with pytest.raises(AssertionError, match="AMP"):
+        Accelerator(mixed_precision="bf16").prepare(nn.Linear(8, 1))(torch.ones(1, 8, device=KIND))
+    with pytest.raises(AttributeError, match="get_rng_state"):
         synchronize_rng_states([KIND])
     assert list(get_max_memory()) == ["cpu"]
 
