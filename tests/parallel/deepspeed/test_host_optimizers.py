@@ -77,7 +77,7 @@ def make(kind="AdamW"):
 
 @pytest.mark.thorough
 @needs_deepspeed
-@on_engine_ranks(2)
+@on_engine_ranks(2, timeout=600)
 @pytest.mark.parametrize(("stage", "kind"), [(1, "AdamW"), (2, "AdamW"), (3, "AdamW"), (2, "Adagrad")])
 @pytest.mark.timeout(600)
 def test_matches_single_process(stage, kind):
