@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import launch_file
+from ..core import messages
 from ..core.errors import ConfigurationError
 from ..core.files import check_writable
 from .parser import command_parser, exit_on
@@ -161,4 +162,4 @@ def to_fsdp2_command(args: argparse.Namespace) -> None:
         launch_file.write(target, data)
     for line in [*found.notes, *changes] or [f"{source} is for FSDP2 already: nothing changes"]:
         print(line)
-    print(f"written to {target}")
+    messages.show(f"wrote {target}")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import launch_file
+from ..core import messages
 from ..core.errors import ConfigurationError, LaunchError
 from ..core.version import __version__
 from ..launchers.spec import check_host
@@ -185,4 +186,4 @@ def tpu_command_launcher(args: argparse.Namespace) -> None:
     if code:
         print_error(f"gcloud ended with exit code {code}: {shlex.join(command)}")
         sys.exit(code if code > 0 else 128 - code)
-    print("the pod is set up")
+    messages.show("the pod is set up")

@@ -98,14 +98,14 @@ def _run(action: str, arguments: list[str]) -> None:
     if action == "default":
         path = write_basic_config(args.mixed_precision, args.config_file)
         if path:
-            print(f"accelerate configuration saved at {path}")
+            messages.show(f"wrote {path}")
     elif action == "update":
         _update(args.config_file)
     else:
         path = Path(args.config_file).expanduser() if args.config_file else launch_file.default_file()
         check_writable(path, "config_file")
         path = questions.run(path)
-        print(f"accelerate configuration saved at {path}")
+        messages.show(f"wrote {path}")
 
 
 def _update(named: str | None) -> None:
@@ -118,7 +118,7 @@ def _update(named: str | None) -> None:
     if "num_processes" not in found.data and current.get("num_processes") == -1:
         del current["num_processes"]
     launch_file.write(found.path, current)
-    print(f"accelerate configuration updated at {found.path}")
+    messages.show(f"updated {found.path}")
 
 
 def explain(settings: Settings, everything: bool = False, names: Sequence[str] = ()) -> str:

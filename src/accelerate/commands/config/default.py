@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ...config import launch_file
-from ...core import system
+from ...core import messages, system
 from ...core.device_kinds import DEVICES
 from ...core.enums import ComputeEnvironment, DistributedType
 from ...core.errors import ConfigurationError
@@ -45,7 +45,7 @@ def write_basic_config(mixed_precision: str = "no", save_location: str | Path | 
         raise ConfigurationError(f"mixed_precision={mixed_precision!r} is unknown: one of {', '.join(PRECISIONS)}")
     path = Path(save_location).expanduser() if save_location is not None else launch_file.default_file()
     if path.exists() and not path.is_dir():
-        print(f"{path} exists already and was left as it is: remove it, or name another place")
+        messages.show(f"{path} exists already and is not changed: remove it, or name another file with --config_file")
         return False
     check_writable(path, "config_file")
     return launch_file.write(path, machine_defaults(precision))
