@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import accelerate
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import DataLoaderConfiguration, set_seed
 
 
 def base() -> LlamaForCausalLM:
@@ -39,8 +39,9 @@ def counting(rows: int, length: int = 16) -> torch.Tensor:
     return (start + stride * torch.arange(length)) % 64
 
 
-def train(model: torch.nn.Module, output: Path) -> None:
-    accelerator = Accelerator(exact=True)
+def train(model: torch.nn.Module, output: Path, merge: bool) -> None:
+    # Each process computes its part of a batch.
+    accelerator = Accelerator(exact=True, dataloader_config=DataLoaderConfiguration(split_batches=True))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(counting(256), 16, shuffle=True))
     for epoch in range(3):
@@ -52,7 +53,7 @@ def train(model: torch.nn.Module, output: Path) -> None:
         accelerator.print(f"epoch {epoch}: loss {accelerator.reduce(loss.detach(), 'mean').item():.3f}")
     accelerator.save_state(output / "checkpoint")
     accelerator.save_model(model, output / "adapter")
-    if not getattr(model, "is_quantized", False):
+    if merge:
         accelerate.export(model, output / "merged", merge_adapters=True)
     if accelerator.is_main_process:
         for folder in sorted(path for path in output.iterdir() if path.is_dir()):
@@ -65,7 +66,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--output", type=Path, default=Path("runs/lora"), help="folder for what is saved")
     args = parser.parse_args()
-    train(get_peft_model(base(), LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")), args.output)
+    config = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    train(get_peft_model(base(), config), args.output, merge=True)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 
     python examples/fine_tuning/qlora.py
     accelerate launch --num_processes 2 examples/fine_tuning/qlora.py
+    accelerate launch --num_processes 2 --use_fsdp --fsdp_version 2 examples/fine_tuning/qlora.py
 
 The loop is that of `lora.py`. The checkpoint has the adapter, and checksums of the quantized base.
 """
@@ -26,9 +27,9 @@ def quantized(model: torch.nn.Module) -> torch.nn.Module:
                 small = bitsandbytes.nn.Linear4bit(
                     layer.in_features, layer.out_features, bias=False, quant_type="nf4", compute_dtype=torch.float32
                 )
-                small.weight = bitsandbytes.nn.Params4bit(layer.weight.data, requires_grad=False, quant_type="nf4")
+                small.load_state_dict(layer.state_dict())
                 setattr(parent, name, small)
-    model.is_loaded_in_4bit = model.is_quantized = True
+    model.is_loaded_in_4bit = True
     return model.to(PartialState().device)  # which quantizes; `prepare` does not move quantized models
 
 
@@ -37,7 +38,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("runs/qlora"), help="folder for what is saved")
     args = parser.parse_args()
     config = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
-    train(get_peft_model(quantized(base()).requires_grad_(False), config), args.output)
+    train(get_peft_model(quantized(base()).requires_grad_(False), config), args.output, merge=False)
 
 
 if __name__ == "__main__":

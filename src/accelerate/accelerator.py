@@ -41,6 +41,7 @@ from .parallel.placeholders import refuse_placeholder
 from .parallel.unwrap import extract_model_from_parallel
 from .placement.align import get_state_dict_offloaded_model, has_offloaded_params
 from .placement.dispatch import check_quantized
+from .placement.subclasses import refuse_lost_gradients
 from .precision.modules import check_matches
 from .run.accumulation import AccumulatedBatch, Accumulation
 from .run.averages import AveragedWeights
@@ -381,6 +382,8 @@ class Accelerator(RunInterface):
                     )
             if quantized:
                 bundle.place[i] = False
+            if not evaluation:
+                refuse_lost_gradients(model)
         # transformers.Trainer prepares models that transformers has sharded for evaluation, and trains them itself.
         if not evaluation and any(model_has_dtensor(model) for model in bundle.models):
             self._adopt(bundle.models)

@@ -10,7 +10,7 @@ from rank_pool import on_ranks
 from toys import distance, llama, on_cpu
 
 import accelerate
-from accelerate import Accelerator
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 
 peft = pytest.importorskip("peft")
 PRELOADED = ("transformers.models.llama.modeling_llama", "transformers.models.mixtral.modeling_mixtral", "peft")
@@ -48,6 +48,19 @@ def test_what_is_read(nproc, layout, tmp_path):
     accelerate.export(model, tmp_path / "plain")
     if accelerator.is_main_process:
         assert distance(llama(tie_word_embeddings=True).state_dict(), read(tmp_path / "plain").state_dict()) == 0
+
+
+@on_ranks(2, env=on_cpu())
+@pytest.mark.parametrize("layout", ["fsdp1", "pipeline"])
+def test_layouts_without_whole_tensors(layout, tmp_path):
+    if layout == "fsdp1":
+        options = {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=1, use_orig_params=True)}
+    else:
+        options = {"parallelism_config": ParallelismConfig(pp_size=2)}
+    model = Accelerator(cpu=True, **options).prepare(llama())
+    with pytest.raises(ValueError, match=r"FSDP1, DeepSpeed and pipelines .*get_state_dict\(model\)"):
+        accelerate.export(model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_is_refused(tmp_path):

@@ -71,9 +71,9 @@ def optimizer_of(model):
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
 
 
-def plain(name, steps=4):
+def plain(name, steps=4, model=None):
     """A case after some steps of a plain loop."""
-    model = build(name)
+    model = build(name) if model is None else model
     optimizer = optimizer_of(model)
     for step in range(steps):
         token_mean(model, ROWS[step * SIZE : (step + 1) * SIZE]).backward()

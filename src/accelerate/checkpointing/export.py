@@ -22,11 +22,14 @@ from ..core.errors import CheckpointError, ConfigurationError
 from ..core.files import atomic_write, user_path
 from ..core.modules import class_name
 from ..parallel.adapters import is_merged, merged_module, original_module
+from ..parallel.fsdp.state import is_fsdp1
 from ..parallel.fsdp.units import reshard
+from ..parallel.pipeline.stage import StandIn
 from ..parallel.prepared import PreparedModel
 from ..parallel.sharded import ShardedModel
 from ..parallel.unwrap import canonical_name, extract_model_from_parallel, is_peft_model
 from ..placement.sizes import convert_file_size_to_int
+from ..placement.subclasses import is_quantized_layer
 from ..precision.base import Precision
 from ..state import PartialState
 from ..torch_internals.module_copies import unsharded_copy
@@ -67,7 +70,7 @@ def export(
         raise ConfigurationError(f"export: {path} is a file; give a folder")
     inner = extract_model_from_parallel(model, keep_torch_compile=False)
     is_sharded = any(isinstance(parameter, DTensor) for parameter in inner.parameters())
-    _check(inner, merge_adapters)
+    _check(model, inner, merge_adapters)
     reshard([inner])
     is_writer = PartialState().is_main_process
     if is_peft_model(inner) and not merge_adapters:
@@ -90,24 +93,31 @@ def export(
         logger.info("%s exported to %s", class_name(base), path)
 
 
-def _check(model: nn.Module, merge_adapters: bool) -> None:
+def _check(wrapped: nn.Module, model: nn.Module, merge_adapters: bool) -> None:
     """Raise ConfigurationError for a layout that has no unsharded tensors by name, and for what cannot be merged."""
-    flat = [p for p in model.parameters() if hasattr(p, "ds_shape") or type(p).__name__ == "FlatParameter"]
-    if flat or hasattr(model, "stages"):
+    incomplete = any(isinstance(module, StandIn) for module in model.modules()) or any(
+        parameter.is_meta or hasattr(parameter, "ds_shape") for parameter in model.parameters()
+    )
+    if is_fsdp1(wrapped) or incomplete:
         raise ConfigurationError(
             "export takes models under DDP, FSDP2 and tensor parallelism. Under FSDP1, DeepSpeed and pipelines pass "
-            "what accelerator.get_state_dict(model) returns to the model's own save_pretrained"
+            "what accelerator.get_state_dict(model) returns to the model's own save_pretrained, and give offloaded "
+            "models to accelerator.save_model"
         )
-    if not merge_adapters:
-        return
-    if not is_peft_model(model):
+    if merge_adapters and not is_peft_model(model):
         raise ConfigurationError(f"export: merge_adapters=True, and this {class_name(model)} is not a model of peft")
-    for name, parameter in model.named_parameters():
-        if hasattr(parameter, "quant_state") or not (parameter.is_floating_point() or parameter.is_complex()):
-            raise ConfigurationError(
-                f"export: merge_adapters=True adds to unquantized weights, and {canonical_name(name)} is quantized "
-                f"({type(parameter).__name__}). Export the adapter, load it with the unquantized base, and merge that"
+    if is_peft_model(model) and not merge_adapters:
+        return
+    quantized = next((name for name, module in model.named_modules() if is_quantized_layer(module)), None)
+    if quantized is not None:
+        raise ConfigurationError(
+            f"export writes unquantized weights, and {canonical_name(quantized)} is quantized. "
+            + (
+                "Export without merge_adapters, load the adapter with the unquantized base, and merge that"
+                if merge_adapters
+                else "Use the model's own save_pretrained"
             )
+        )
 
 
 @dataclass

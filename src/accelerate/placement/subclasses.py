@@ -5,12 +5,16 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import importlib
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
+from ..core.errors import PrepareError
 from ..core.modules import is_wrapper_subclass
 
 # An index names classes. Only those of these packages are imported for it.
@@ -42,6 +46,36 @@ def convert_inner(tensor: torch.Tensor, function: Callable[[torch.Tensor], torch
     inner = {name: function(getattr(tensor, name)) for name in names}
     converted: torch.Tensor = type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())  # type: ignore[attr-defined]
     return converted
+
+
+def is_quantized_layer(module: nn.Module) -> bool:
+    """Whether a layer has weights that torchao or bitsandbytes has quantized."""
+    # By the class of the layer: under FSDP2 its weight is a DTensor.
+    layers = sys.modules.get("bitsandbytes.nn")
+    names = ("Linear4bit", "Linear8bitLt", "Embedding4bit", "Embedding8bit")
+    return isinstance(module, tuple(getattr(layers, name) for name in names) if layers else ()) or any(
+        is_quantized_tensor(parameter) for parameter in module.parameters(recurse=False)
+    )
+
+
+def refuse_lost_gradients(model: nn.Module) -> None:
+    """Have layers quantized by torchao raise PrepareError in a forward whose backward would end in them.
+
+    The kernels that quantize activations too have no backward: adapters of earlier layers would train with a part of
+    their gradients only.
+    """
+    for name, module in model.named_modules():
+        if any(is_quantized_tensor(parameter) for parameter in module.parameters(recurse=False)):
+            module.register_forward_hook(functools.partial(_check_gradient, name))
+
+
+def _check_gradient(name: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+    if torch.is_grad_enabled() and inputs and inputs[0].requires_grad and not output.requires_grad:
+        raise PrepareError(
+            f"{name}.weight is a {type(module.weight).__name__} whose kernel on {output.device} has no backward: what "
+            "comes before this layer would train without its gradient. Quantize the base with a configuration for "
+            "weights only, such as torchao.quantization.Int8WeightOnlyConfig"
+        )
 
 
 def stored_bytes(tensor: torch.Tensor) -> int:

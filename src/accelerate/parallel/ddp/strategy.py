@@ -17,8 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 from ...config.training import DistributedDataParallelKwargs
 from ...core.enums import DDPCommunicationHookType
 from ...core.messages import warn
+from ...placement.subclasses import is_quantized_tensor
 from ...precision.base import Precision
 from ..base import Strategy, one_shard_each
+from ..materialize import make_equal
 from ..prepared import PreparedModel
 from . import requirements
 from .model import ReplicatedModel, replica_of
@@ -46,7 +48,12 @@ class DataParallel(Strategy):
             # DDP raises an error for a model without anything to train.
             return model
         requirements.check_device(model)
-        wrapped = DistributedDataParallel(model, **self.arguments(model))
+        arguments = self.arguments(model)
+        if any(is_quantized_tensor(parameter) for parameter in model.parameters()):
+            # DDP flattens what it broadcasts, for which torchao's tensors have no operation.
+            make_equal((*model.parameters(), *model.buffers()), self.device, None)
+            arguments["init_sync"] = False
+        wrapped = DistributedDataParallel(model, **arguments)
         self.options.register_comm_hook(wrapped)
         for master in self.precision.master_weights(model):
             # DDP broadcasts the parameters of rank 0, but not these.

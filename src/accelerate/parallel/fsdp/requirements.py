@@ -41,13 +41,15 @@ class Sharding:
 
 def _quantized(sharding: Sharding) -> Iterator[str]:
     for name, parameter in sharding.model.named_parameters():
+        kind = type(parameter).__name__
         # A tensor with this method describes its own sharding, as the fp8 weights of training do.
-        shards_itself = hasattr(parameter, "fsdp_pre_all_gather")
-        if is_quantized_tensor(parameter) and not shards_itself and id(parameter) not in sharding.unsharded:
+        of_torchao = is_quantized_tensor(parameter) and not hasattr(parameter, "fsdp_pre_all_gather")
+        if (of_torchao or kind == "Int8Params") and id(parameter) not in sharding.unsharded:
             yield (
-                f"{name} is a {type(parameter).__name__}, quantized by torchao, which {sharding.layout} does not "
-                "shard. For inference use prepare_model(model, evaluation_mode=True), which keeps the full model on "
-                "each process, or a device map; or put its module into ignored_modules"
+                f"{name} is a {kind}, quantized by {'torchao' if of_torchao else 'bitsandbytes to 8 bits'}, which "
+                f"{sharding.layout} does not shard. Train with DDP, or with a base in 4 bits of bitsandbytes. For "
+                "inference use prepare_model(model, evaluation_mode=True), which keeps the full model on each "
+                "process, or a device map; or put its module into ignored_modules"
             )
 
 

@@ -21,6 +21,7 @@ from ...config.fsdp import FullyShardedDataParallelPlugin
 from ...core.devices import kind_of
 from ...core.errors import ConfigurationError, PrepareError
 from ...parallelism_config import ParallelismConfig
+from ...placement.subclasses import is_quantized_layer
 from ...precision.base import Precision
 from ...precision.modules import find_regions
 from ...runtime import group, mesh
@@ -188,7 +189,9 @@ def shard_model(
     ids = {id(parameter) for parameter in ignored}
     ignored_names = {name for name, tensor in materialize.named_tensors(model) if id(tensor) in ids}
     names = {id(module): name for name, module in model.named_modules()}
-    weights = materialize.Weights(model, device, ranks, bool(plugin.cpu_ram_efficient_loading))
+    # A quantized layer keeps scales beside its weight: it is complete on each rank, or on none.
+    from_first = bool(plugin.cpu_ram_efficient_loading) and not any(map(is_quantized_layer, model.modules()))
+    weights = materialize.Weights(model, device, ranks, from_first)
 
     if split is not None:
         if weights.are_everywhere:

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from ...core.errors import PrepareError
+from ...placement.subclasses import is_quantized_layer
 
 # Numbers of heads that an attention module keeps; a rank computes its share of them.
 HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "num_key_value_heads", "num_kv_heads", "n_kv_heads")
@@ -71,6 +72,15 @@ def _other_modules(split: Split) -> Iterator[str]:
             yield f"the tensor-parallel plan splits {name}, a {kind}: only linear layers and embeddings are"
 
 
+def _quantized(split: Split) -> Iterator[str]:
+    for name, module, _ in split.layers():
+        if is_quantized_layer(module):
+            yield (
+                f"the tensor-parallel plan splits {name}, whose weight is quantized ({type(module.weight).__name__}). "
+                "Leave tp_size at 1; FSDP2 shards the 4-bit layers of bitsandbytes"
+            )
+
+
 def _sharded_already(split: Split) -> Iterator[str]:
     for name, module, _ in split.layers():
         if isinstance(module.weight, DTensor):
@@ -120,6 +130,7 @@ def check_plain(model: nn.Module) -> None:
 REQUIREMENTS: tuple[Callable[[Split], Iterator[str]], ...] = (
     _transformer_engine,
     _other_modules,
+    _quantized,
     _sharded_already,
     _renormalized,
     _undivided,
