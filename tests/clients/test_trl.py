@@ -10,6 +10,7 @@ import os
 import pytest
 import torch
 from rank_pool import on_ranks
+from safetensors.torch import load_file
 from toys import LEARNING_RATE, distance, llama, on_cpu, unsharded_state, word_tokenizer, words
 
 trl = pytest.importorskip("trl")
@@ -85,6 +86,7 @@ def train(kind, folder, nproc, lora=False, **layout):
 def results(kind, folder, nproc, dtype, **layout):
     torch.set_default_dtype(dtype)
     trainer = train(kind, folder, nproc, **layout)
+    trainer.save_model()
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     return losses, trainer.evaluate()["eval_loss"], unsharded_state(trainer)
 
@@ -94,7 +96,8 @@ def results(kind, folder, nproc, dtype, **layout):
     ("kind", "layout", "lora"),
     [
         ("sft", "ddp", False), ("sft", "ddp", True), ("dpo", "ddp", False), ("dpo", "ddp", True),
-        ("reward", "ddp", False), ("sft", "fsdp2", False), ("dpo", "fsdp2", False), ("reward", "fsdp2", False),
+        ("reward", "ddp", False), ("sft", "fsdp2", False), ("sft", "fsdp2", True), ("dpo", "fsdp2", False),
+        ("reward", "fsdp2", False),
         pytest.param("sft", "zero3", False, marks=needs_deepspeed),
         pytest.param("dpo", "zero3", False, marks=needs_deepspeed),
     ],
@@ -108,6 +111,9 @@ def test_ranks_train_as_one_process(kind, layout, lora, ranks, tmp_path):
     assert both[0] == pytest.approx(alone[0], abs=2e-4) and len(set(alone[0])) > 1
     assert both[1] == pytest.approx(alone[1], abs=1e-4)
     assert distance(alone[2], both[2]) < limit
+    if lora:
+        one, two = (load_file(tmp_path / run / "adapter_model.safetensors") for run in ("alone", "both"))
+        assert distance(one, two) < limit
 
 
 def policy_training(folder, nproc, **layout):
