@@ -111,12 +111,8 @@ def _check(wrapped: nn.Module, model: nn.Module, merge_adapters: bool) -> None:
     quantized = next((name for name, module in model.named_modules() if is_quantized_layer(module)), None)
     if quantized is not None:
         raise ConfigurationError(
-            f"export writes unquantized weights, and {canonical_name(quantized)} is quantized. "
-            + (
-                "Export without merge_adapters, load the adapter with the unquantized base, and merge that"
-                if merge_adapters
-                else "Use the model's own save_pretrained"
-            )
+            f"export writes unquantized weights, and {canonical_name(quantized)} is quantized. Use the model's own "
+            "save_pretrained; of a model of peft, export the adapter, load it with the unquantized base and merge that"
         )
 
 
