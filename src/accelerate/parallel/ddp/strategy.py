@@ -20,7 +20,6 @@ from ...core.messages import warn
 from ...placement.subclasses import is_quantized_tensor
 from ...precision.base import Precision
 from ..base import Strategy, one_shard_each
-from ..materialize import make_equal
 from ..prepared import PreparedModel
 from . import requirements
 from .model import ReplicatedModel, replica_of
@@ -50,6 +49,9 @@ class DataParallel(Strategy):
         requirements.check_device(model)
         arguments = self.arguments(model)
         if any(is_quantized_tensor(parameter) for parameter in model.parameters()):
+            # Imports DTensor.
+            from ..materialize import make_equal
+
             # DDP flattens what it broadcasts, for which torchao's tensors have no operation.
             make_equal((*model.parameters(), *model.buffers()), self.device, None)
             arguments["init_sync"] = False
