@@ -100,7 +100,7 @@ def refused(capsys, *arguments):
 @pytest.mark.parametrize("kind", ["run", "api"])
 def test_merged_models_are_the_plain_ones(saved, plain, kind, tmp_path, monkeypatch, capsys):
     # Few tensors at a time, so that the file is really put together from several readings.
-    monkeypatch.setattr(merging, "_WINDOW", 100)
+    monkeypatch.setattr(merging, "WINDOW", 100)
     main([str(saved / kind), str(tmp_path / "out")])
     told = capsys.readouterr().out
     assert "model.safetensors" in told and "model_1.safetensors" in told
