@@ -160,7 +160,7 @@ def project(tmp_path_factory):
         ("checkpoint_0 out --merge_adapters --base other", ["--merge_adapters", "without adapters"]),
         ("checkpoint_0 out --base wide", ["wide", "model.embed_tokens.weight (saved [32, 32], here [32, 64])"]),
         ("checkpoint_1 out --merge_adapters", ["checkpoint_1/adapter", "--base"]),
-        ("checkpoint_1 out --merge_adapters --base gone", ["--base gone"]),
+        ("checkpoint_1 out --merge_adapters --base ./gone", ["--base ./gone"]),
         ("checkpoint_1 out --base other", ["--merge_adapters"]),
         ("checkpoint_1 out --merge_adapters --base other", ["other", "1 of 21 ", "layers.1.mlp.up_proj.weight"]),
         ("peft out", ["entire model of peft", "accelerate.export"]),
