@@ -156,6 +156,13 @@ SCRIPTS = [
         },
     ),
     Script(
+        "adapters.py",
+        {
+            "adapter size": Row("checkpoint of LoRA adapters / adapters and their AdamW", "ratio", 1.05),
+            "adapter save": Row("save_state of LoRA adapters: FSDP2 on 4 gloo ranks / one process", "ratio", 1.2),
+        },
+    ),
+    Script(
         "big_model.py",
         {
             "big model load": Row("load of 384 MiB to the CPU", "time", 100),

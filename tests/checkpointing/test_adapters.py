@@ -142,15 +142,16 @@ def test_a_lost_shard_is_found(tmp_path, monkeypatch):
     accelerator = Accelerator(cpu=True, **options)
     model, optimizer = prepared(accelerator, "lora")
     train(accelerator, model, optimizer, shards, 0, 1)
-    collect = adapters.full_on_host
+    gather = adapters.gather_on_host
 
-    def with_one_shard(tensor):
-        full = collect(tensor)
-        if full.shape[0] == 48:  # lora_B of gate_proj and up_proj
-            full[24:] = 0
-        return full
+    def with_one_shard(tensors, device):
+        joined = gather(tensors, device)
+        for name, full in joined.items():
+            if "gate_proj.lora_B" in name:
+                full[24:] = 0
+        return joined
 
-    monkeypatch.setattr(adapters, "full_on_host", with_one_shard)
+    monkeypatch.setattr(adapters, "gather_on_host", with_one_shard)
     with pytest.raises(CheckpointError, match=r"gate_proj\.lora_B\.default\.weight"):
         accelerator.save_state(tmp_path / "checkpoint")
     assert not (tmp_path / "checkpoint").exists()

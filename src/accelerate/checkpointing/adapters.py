@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,7 @@ from ..core.errors import CheckpointError
 from ..core.files import atomic_write, follow_links, user_path
 from ..core.json_text import JSONObject
 from ..core.torch_files import write_atomically
+from ..core.trees import leaves, map_leaves
 from ..parallel.adapters import (
     CONFIG_FILE,
     PICKLED_FILE,
@@ -26,7 +28,6 @@ from ..parallel.adapters import (
     base_name,
     config_text,
 )
-from ..parallel.fsdp.state import full_on_host
 from ..parallel.materialize import from_first, named_parameters, named_tensors
 from ..parallel.prepared import GroupShapes, PreparedModel, PreparedOptimizer
 from ..parallel.sharded import ShardedModel
@@ -34,6 +35,7 @@ from ..parallel.unwrap import is_peft_model
 from ..state import PartialState
 from .blocks import Segment, host_view
 from .checksums import checksums, differing
+from .gathering import gather_on_host
 from .layout import numbered
 from .matching import CheckpointMismatch
 from .run_state import RunState
@@ -147,14 +149,10 @@ class AdapterModel(PreparedModel):
         self.before_load()
         with torch.inference_mode(False), torch.no_grad():
             tensors = self._tensors()
-            if not self.is_partial:
+            if self._device is None:
                 return dict(tensors)
             trained = checksums(tensors, self._device)
-            joined = {}
-            for name, tensor in tensors.items():
-                full = full_on_host(tensor)
-                if dist.get_rank() == 0:
-                    joined[name] = full
+            joined = gather_on_host(tensors, self._device)
             wrong = [name for name, text in checksums(joined).items() if text != trained[name]]
             if wrong := from_first(wrong, self._device):
                 raise CheckpointError(
@@ -168,8 +166,17 @@ class AdapterModel(PreparedModel):
         self.prepared.load_state_dict(state, strict=False)
 
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The optimizer's full state."""
-        return self.prepared.optimizer_state_dict(optimizer)
+        """The optimizer's full state: if `is_partial`, on the host of rank 0, empty on other ranks."""
+        if self._device is None:
+            return self.prepared.optimizer_state_dict(optimizer)
+        self.prepared.reshard()
+        state = optimizer.state_dict()
+        joined = gather_on_host({str(n): tensor for n, tensor in enumerate(leaves(state))}, self._device)
+        if dist.get_rank() != 0:
+            return {}
+        numbers = itertools.count()
+        gathered: dict[str, Any] = map_leaves(lambda tensor: joined[str(next(numbers))], state)
+        return gathered
 
     def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
         """Take a full optimizer state."""

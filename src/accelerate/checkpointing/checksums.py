@@ -6,7 +6,7 @@ The checksum is the sum over all words of 64 bits, times a multiplier for the in
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ def checksums(tensors: Mapping[str, torch.Tensor], device: torch.device | None =
         for part, inner in inner_tensors(tensor.detach()).items()
     }
     parts = [
-        _sum_of(tensor) if device is None or _counts_here(tensor) else torch.zeros((), dtype=torch.int64)
+        _sum_of(tensor) if device is None or counts_here(tensor) else torch.zeros((), dtype=torch.int64)
         for tensor in pieces.values()
     ]
     if not parts:
@@ -46,7 +46,7 @@ def checksums(tensors: Mapping[str, torch.Tensor], device: torch.device | None =
     }
 
 
-def _counts_here(tensor: torch.Tensor) -> bool:
+def counts_here(tensor: torch.Tensor) -> bool:
     """Whether this rank adds its part: of several ranks with the same elements one does."""
     if not isinstance(tensor, DTensor):
         return dist.get_rank() == 0
@@ -61,8 +61,15 @@ def _sum_of(tensor: torch.Tensor) -> torch.Tensor:
     """The part of this rank's elements."""
     if not isinstance(tensor, DTensor):
         return _sum_of_block(tensor, [0] * tensor.ndim)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.to_local().device)
+    for block, offsets in local_blocks(tensor):
+        total = total + _sum_of_block(block, offsets)
+    return total
+
+
+def local_blocks(tensor: DTensor) -> Iterator[tuple[torch.Tensor, list[int]]]:
+    """The blocks of the full tensor that this rank has, and where each begins."""
     local = tensor.to_local()
-    total = torch.zeros((), dtype=torch.int64, device=local.device)
     at = 0
     # Several where FSDP2 and tensor parallelism split one dimension.
     for chunk in tensor.__create_chunk_list__():
@@ -71,8 +78,7 @@ def _sum_of(tensor: torch.Tensor) -> torch.Tensor:
         split = _split_dimension(local.shape, chunk.sizes)
         block = local.narrow(split, at, chunk.sizes[split]) if local.ndim else local
         at += chunk.sizes[split] if local.ndim else 0
-        total = total + _sum_of_block(block, list(chunk.offsets))
-    return total
+        yield block, list(chunk.offsets)
 
 
 def _split_dimension(shape: Sequence[int], sizes: Sequence[int]) -> int:
