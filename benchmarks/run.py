@@ -338,6 +338,7 @@ def main() -> None:
     parser.add_argument("--peer", help="Python interpreter of the environment with the peer")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each script per package (default: %(default)s)")
     parser.add_argument("--only", nargs="*", metavar="FILE", help="run only these scripts and write no results")
+    parser.add_argument("--write", action="store_true", help="write the results of --only too")
     parser.add_argument(
         "--timeout", type=float, default=600, help="time limit of a script in seconds (default: %(default)s)"
     )
@@ -351,7 +352,7 @@ def main() -> None:
     summaries, failures = measure(scripts, pythons, args.rounds, args.timeout)
     text = table(scripts, summaries)
     print(text)
-    if not args.only:
+    if not args.only or args.write:
         path = write_results(text, summaries, args.rounds, machine_info(), HERE / "results")
         print(f"\nwritten to {path}")
     if failures:
