@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from ..parallel.materialize import from_all
 from .checksums import counts_here, local_blocks
 from .weights import plan_shards
 
@@ -25,17 +25,24 @@ def gather_on_host(tensors: Mapping[str, torch.Tensor], device: torch.device) ->
         device: through which the ranks communicate.
     """
     sharded = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
-    blocks = {name: list(local_blocks(t)) if counts_here(t) else [] for name, t in sharded.items()}
-    # By rank: of each tensor, where its blocks begin and their shapes.
-    places = from_all({name: [(at, tuple(block.shape)) for block, at in found] for name, found in blocks.items()})
     is_first = dist.get_rank() == 0
     full = {n: t.detach().to("cpu", copy=True) for n, t in tensors.items() if n not in sharded} if is_first else {}
-    for names in plan_shards(sharded, _WINDOW) if sharded else ():
-        sizes = [
-            sum(torch.Size(shape).numel() * sharded[n].element_size() for n in names for _, shape in own[n])
-            for own in places
-        ]
-        message = torch.empty(max(sizes), dtype=torch.uint8, device=device)
+    if not sharded:
+        return full
+    blocks = {name: list(local_blocks(t)) if counts_here(t) else [] for name, t in sharded.items()}
+    windows = plan_shards(sharded, _WINDOW)
+    # Of all ranks, the most bytes in each message.
+    sizes = torch.tensor(
+        [sum(block.nbytes for name in names for block, _ in blocks[name]) for names in windows],
+        dtype=torch.int64, device=device,
+    )  # fmt: skip
+    dist.all_reduce(sizes, dist.ReduceOp.MAX)
+    # By rank: of each tensor, where its blocks begin and their shapes.
+    own_places = {name: [(at, tuple(block.shape)) for block, at in found] for name, found in blocks.items()}
+    places: list[Any] = [None] * dist.get_world_size()
+    dist.gather_object(own_places, places if is_first else None)
+    for names, size in zip(windows, sizes.tolist(), strict=True):
+        message = torch.empty(size, dtype=torch.uint8, device=device)
         at = 0
         for name in names:
             for block, _ in blocks[name]:
@@ -52,8 +59,8 @@ def gather_on_host(tensors: Mapping[str, torch.Tensor], device: torch.device) ->
                 for offsets, shape in own[name]:
                     end = at + torch.Size(shape).numel() * full[name].element_size()
                     target = full[name]
-                    for dimension, (offset, size) in enumerate(zip(offsets, shape, strict=True)):
-                        target = target.narrow(dimension, offset, size)
+                    for dimension, (offset, length) in enumerate(zip(offsets, shape, strict=True)):
+                        target = target.narrow(dimension, offset, length)
                     # A copy begins at an address that any dtype may have.
                     target.copy_(data[at:end].clone().view(target.dtype).view(shape))
                     at = end
