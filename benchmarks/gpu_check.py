@@ -23,19 +23,13 @@ from typing import Any
 
 import gpu_features
 import torch
+from gpu_features import assert_close, fresh_state, launched
 from timing import alternate, emit
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 WIDTH, CLASSES, BATCH, BATCHES = 256, 10, 64, 12
 DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def fresh_state() -> None:
-    from accelerate.state import AcceleratorState, GradientState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 def make_model() -> torch.nn.Module:
@@ -94,12 +88,6 @@ def own_losses(cpu: bool, precision: str, pin: bool = False) -> list[float]:
     return losses
 
 
-def assert_close(actual: list[float], expected: list[float], tolerance: float) -> None:
-    assert len(actual) == len(expected), f"expected {len(expected)} losses, got {len(actual)}"
-    difference = max(abs(a - b) for a, b in zip(actual, expected, strict=True))
-    assert difference <= tolerance, f"the losses differ by {difference:.2e}, more than {tolerance:.0e}"
-
-
 def check_precision(device: torch.device, precision: str) -> None:
     """Check that the losses equal those of the plain loop in the same precision."""
     # Both run the same kernels in the same order. Only the order of atomic additions may differ.
@@ -153,12 +141,8 @@ def check_loader_values(device: torch.device) -> None:
 
 def check_launched(device: torch.device, processes: int) -> None:
     """Check that the mean losses of a launched run equal those of the plain loop."""
-    command = [sys.executable, "-m", "accelerate.commands.main", "launch", "--num_processes", str(processes)]
-    if device.type == "cpu":
-        command.append("--cpu")
-    done = subprocess.run([*command, __file__, "--worker"], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, f"exit code {done.returncode}:\n{done.stderr[-2000:]}"
-    losses = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[")))
+    output = launched(device, __file__, "--worker", options=("--num_processes", str(processes)))
+    losses = json.loads(next(line for line in output.splitlines() if line.startswith("[")))
     assert_close(losses, raw_losses(device, None), 1e-3)
 
 

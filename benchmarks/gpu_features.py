@@ -95,12 +95,17 @@ def through_api(
     return losses
 
 
-def accelerator_on(device: torch.device, **options: Any) -> Any:
-    from accelerate import Accelerator
+def fresh_state() -> None:
     from accelerate.state import AcceleratorState, GradientState
 
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
+
+
+def accelerator_on(device: torch.device, **options: Any) -> Any:
+    from accelerate import Accelerator
+
+    fresh_state()
     return Accelerator(cpu=device.type == "cpu", **options)
 
 
@@ -319,7 +324,7 @@ def sharded_worker() -> None:
         fsdp_version=int(sys.argv[2]), auto_wrap_policy="transformer_based_wrap",
         transformer_cls_names_to_wrap=["LlamaDecoderLayer"], activation_checkpointing=sys.argv[2] == "2",
     )  # fmt: skip
-    accelerator = Accelerator(fsdp_plugin=plugin, cpu=not torch.cuda.is_available(), mixed_precision=sys.argv[3])
+    accelerator = Accelerator(fsdp_plugin=plugin, mixed_precision=sys.argv[3])
     model = llama()
     model, optimizer = accelerator.prepare(model, adamw(model))
     losses = through_api(accelerator, model, optimizer, 0, STEPS // 2, loss=own_loss)
@@ -336,18 +341,21 @@ def sharded_worker() -> None:
     accelerator.end_training()
 
 
-def launched(*arguments: str, options: tuple[str, ...] = ()) -> str:
-    command = [sys.executable, "-m", "accelerate.commands.main", "launch", "--num_processes", "1", *options]
-    if not torch.cuda.is_available():
+def launched(device: torch.device, script: str, *arguments: str, options: tuple[str, ...]) -> str:
+    """Return what a launched script prints on stdout. `options` are those of the launch."""
+    command = [sys.executable, "-m", "accelerate.commands.main", "launch", *options]
+    if device.type == "cpu":
         command.append("--cpu")
-    done = subprocess.run([*command, __file__, *arguments], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([*command, script, *arguments], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, f"exit code {done.returncode}:\n{done.stderr[-2000:]}"
     return done.stdout
 
 
 def check_sharded(device: torch.device, version: int, precision: str) -> None:
     """Check that one shard trains, saves, loads and generates as the plain loop does."""
-    output = launched("sharded", str(version), precision, options=("--use_fsdp",))
+    output = launched(
+        device, __file__, "sharded", str(version), precision, options=("--num_processes", "1", "--use_fsdp")
+    )
     found = json.loads(next(line for line in output.splitlines() if line.startswith("{")))
     raw = llama()
     expected = plain(raw, device, torch.bfloat16 if precision == "bf16" else None, loss=own_loss)
@@ -364,7 +372,7 @@ def check_sharded(device: torch.device, version: int, precision: str) -> None:
 def recorded_worker() -> None:
     from accelerate import Accelerator
 
-    accelerator = Accelerator(cpu=not torch.cuda.is_available(), project_dir=sys.argv[2])
+    accelerator = Accelerator(project_dir=sys.argv[2])
     model = made()
     model, optimizer = accelerator.prepare(model, adamw(model))
     for _ in range(10):
@@ -375,7 +383,7 @@ def recorded_worker() -> None:
 def check_recorded(device: torch.device) -> None:
     """Check that a recorded run has its steps and the GPU's memory."""
     with tempfile.TemporaryDirectory() as folder:
-        launched("recorded", folder, options=("--telemetry",))
+        launched(device, __file__, "recorded", folder, options=("--num_processes", "1", "--telemetry"))
         command = [sys.executable, "-m", "accelerate.commands.main", "report", folder, "--format", "json"]
         found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
         assert json.loads(found), "the report is empty"
