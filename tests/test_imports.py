@@ -39,7 +39,7 @@ WITHOUT_TORCH = [
     "accelerate.monitor.report",
     "accelerate.monitor.server",
     "accelerate.monitor.terminal",
-    "accelerate.runtime.topology",
+    "accelerate.core.topology",
 ]
 
 

@@ -18,9 +18,9 @@ from .core.enums import DistributedType, DynamoBackend, PrecisionType
 from .core.errors import ConfigurationError
 from .core.lazy import public_names
 from .core.retired import STATE_ATTRIBUTES
+from .core.topology import Topology
 from .gradient_state import GradientState as GradientState
 from .runtime import channel, deepspeed_comm, group, process, smddp, xla
-from .runtime.topology import Topology
 
 if TYPE_CHECKING:
     from datetime import timedelta

@@ -7,6 +7,7 @@ import pytest
 
 from accelerate.core import env
 from accelerate.core.errors import ConfigurationError
+from accelerate.core.topology import LAUNCHERS
 
 
 @pytest.mark.parametrize(
@@ -47,12 +48,15 @@ def test_the_default_of_a_flag_is_a_truth_value_too(monkeypatch):
         env.parse_flag_from_env("ANY_FLAG", "maybe")
 
 
-def test_a_misspelt_variable_is_reported_with_the_nearest_one_on_rank_0(monkeypatch, recwarn):
+@pytest.mark.parametrize("source", LAUNCHERS, ids=lambda source: source.launcher)
+def test_a_misspelt_variable_is_reported_with_the_nearest_one_on_rank_0(monkeypatch, recwarn, source):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISON", "bf16")
-    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    monkeypatch.setenv(source.world_size, "2")
+    monkeypatch.setenv(source.rank, "1")
     env.check_run()
     assert not recwarn
-    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv(source.rank, "0")
     # As transformers 4 does.
     monkeypatch.setenv("ACCELERATE_USE_IPEX", "false")
     with pytest.warns(

@@ -70,7 +70,7 @@ def check_run() -> None:
         unknown.remove(_IPEX)
     for name in unknown:
         meant = suggestion(name, [known for known in variables() if known.startswith("ACCELERATE_")])
-        warn(f"nothing reads the environment variable {name}{meant}")
+        warn(f"nothing reads the environment variable {name}{meant}: correct its name, or unset it")
 
 
 def raw(name: str) -> str | None:

@@ -26,11 +26,14 @@ def warn(text: str, category: type[Warning] = UserWarning, every_rank: bool = Fa
     # Imported here: most launches have nothing to warn of, and start faster.
     import warnings
 
-    from . import env
+    from .errors import ConfigurationError
     from .stacks import user_frame
+    from .topology import Topology
 
-    if not every_rank and env.raw("RANK") not in (None, "", "0"):
-        return
+    # Variables that contradict each other are an error of the run's start, not of this warning.
+    with contextlib.suppress(ConfigurationError):
+        if Topology.from_environment().rank and not every_rank:
+            return
     frame = user_frame()
     registry = frame.f_globals.setdefault("__warningregistry__", {})
     warnings.warn_explicit(f"{PREFIX}{text}", category, frame.f_code.co_filename, frame.f_lineno, registry=registry)

@@ -7,7 +7,7 @@ import socket
 
 from ..core import env, messages
 from ..core.errors import ConfigurationError
-from ..runtime.topology import LAUNCHERS
+from ..core.topology import LAUNCHERS
 from .base import AGENT, Launcher
 from .script import become
 from .spec import ProcessSpec

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from types import FrameType
 
-from ..runtime.topology import Topology
+from ..core.topology import Topology
 from .failure import end_report
 from .process import FORWARDED, die_with
 

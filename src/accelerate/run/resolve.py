@@ -29,6 +29,7 @@ from ..core.errors import ConfigurationError, PrepareError
 from ..core.imports import is_available
 from ..core.lazy import public_name
 from ..core.modules import class_name
+from ..core.topology import Topology
 from ..logging import get_logger
 from ..parallel.base import Strategy
 from ..parallel.choice import check_deepspeed_layout, choose_strategy
@@ -41,7 +42,6 @@ from ..precision.fp8 import make_fp8
 from ..precision.master import MasterPrecision
 from ..precision.modules import PrecisionPolicy, check_policy
 from ..runtime import group
-from ..runtime.topology import Topology
 from ..state import AcceleratorState, PartialState
 
 if TYPE_CHECKING:

@@ -26,10 +26,10 @@ from ..core import env
 from ..core.device_kinds import DeviceKind
 from ..core.errors import CommunicationError, ConfigurationError
 from ..core.stacks import is_users
+from ..core.topology import Topology
 from ..torch_internals import process_group
 from . import communication, hang_watch, marks, smddp, xla
 from .agreement import pauses
-from .topology import Topology
 
 # Seconds for which rank 0, which may host the store, waits for the others at its end.
 FAREWELL = 30.0

@@ -17,7 +17,7 @@ from packaging.version import parse
 from ..core import env
 from ..core.availability import is_cuda_available
 from ..core.devices import accelerator_type, kind_of
-from .topology import Topology
+from ..core.topology import Topology
 
 logger: logging.Logger = logging.getLogger(__name__)
 

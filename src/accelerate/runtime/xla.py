@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from ..core.devices import accelerator_type
 from ..core.imports import is_available
-from .topology import Topology
+from ..core.topology import Topology
 
 
 def topology() -> Topology | None:

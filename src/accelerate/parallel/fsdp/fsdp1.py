@@ -23,11 +23,11 @@ from ...config.fsdp import FullyShardedDataParallelPlugin, give_storage
 from ...core.devices import kind_of
 from ...core.errors import CheckpointError, ConfigurationError, PrepareError
 from ...core.modules import move_module, moves_in_place
+from ...core.topology import Topology
 from ...parallelism_config import ParallelismConfig
 from ...precision.base import Precision
 from ...runtime import group
 from ...runtime.mesh import describe
-from ...runtime.topology import Topology
 from ...torch_internals.fsdp1 import reshard
 from .. import gradients, materialize, norms
 from ..activation import checkpoint_activations

@@ -5,7 +5,7 @@ import pytest
 
 from accelerate.core.env import clear_environment, publish
 from accelerate.core.errors import ConfigurationError
-from accelerate.runtime.topology import Topology
+from accelerate.core.topology import Topology
 
 
 @pytest.fixture(autouse=True)
@@ -44,16 +44,9 @@ def test_mpich_and_intel():
 
 
 def test_slurm_step():
-    found = told(
-        SLURM_PROCID=4,
-        SLURM_STEP_NUM_TASKS=5,
-        SLURM_STEP_ID=0,
-        SLURM_LOCALID=0,
-        SLURM_NODEID=2,
-        SLURM_STEP_TASKS_PER_NODE="2(x2),1",
-        SLURM_STEP_NODELIST="gpu[003-004,7]",
-        SLURM_JOB_ID=99,
-    )
+    step = {"PROCID": 4, "STEP_NUM_TASKS": 5, "STEP_ID": 0, "LOCALID": 0, "NODEID": 2, "JOB_ID": 99}
+    nodes = {"STEP_TASKS_PER_NODE": "2(x2),1", "STEP_NODELIST": "gpu[003-004,7]"}
+    found = told(**{f"SLURM_{name}": value for name, value in (step | nodes).items()})
     assert (found.rank, found.world_size, found.local_rank, found.local_world_size) == (4, 5, 0, 1)
     assert found.master_addr == "gpu003"
     assert 20000 <= found.master_port < 32000

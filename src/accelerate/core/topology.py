@@ -6,8 +6,8 @@ from __future__ import annotations
 import zlib
 from typing import NamedTuple
 
-from ..core import env
-from ..core.errors import ConfigurationError
+from . import env
+from .errors import ConfigurationError
 
 
 class RankVariables(NamedTuple):
@@ -91,11 +91,9 @@ def _read(source: RankVariables, rank: int, world_size: int) -> Topology:
 
 def _slurm_tasks_here() -> int | None:
     """The number of tasks on this node, from a list such as `2(x3),1` and this node's place in it."""
-    text, node = env.get("SLURM_STEP_TASKS_PER_NODE"), env.get_int("SLURM_NODEID") or 0
-    if text is None:
-        return None
+    text, node = env.get("SLURM_STEP_TASKS_PER_NODE") or "", env.get_int("SLURM_NODEID") or 0
     counts: list[int] = []
-    for part in text.split(","):
+    for part in filter(None, text.split(",")):
         number, _, times = part.partition("(x")
         counts += [int(number)] * (int(times.rstrip(")")) if times else 1)
     return counts[node] if node < len(counts) else None
