@@ -129,6 +129,13 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
             self.warning(*args, **{"stacklevel": 3, **kwargs})
 
 
+def rank_0_logger(name: str) -> logging.Logger:
+    """A logger of this package for lines that are the same on all ranks. Unlike `get_logger`'s, it needs no state."""
+    logger = logging.getLogger(name)
+    logger.addFilter(lambda record: messages.is_rank_0())
+    return logger
+
+
 def print_or_log(logger: MultiProcessAdapter, text: str) -> None:
     """Show the user a message on the main process, unless the launch is quiet.
 

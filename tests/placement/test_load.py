@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from accelerate.big_modeling import init_empty_weights, load_checkpoint_and_dispatch
+from accelerate.core.env import patch_environment
 from accelerate.core.errors import CheckpointError, WeightFileError
 from accelerate.placement.load import load_checkpoint_in_model, load_offloaded_weights, load_state_dict
 from accelerate.placement.offload import OffloadedWeightsLoader, offload_weight
@@ -153,17 +154,13 @@ def test_clear_errors(trained, tmp_path, caplog):
         load_checkpoint_in_model(on_meta(), path, device_map={"": "disk"})
     with pytest.raises(ValueError, match=r"doesn't have any device set"):
         load_checkpoint_in_model(on_meta(), path, device_map={"embed": "cpu", "body": "cpu"})
-    for weights, message in (
-        ({**state, "body.0.weight": torch.zeros(5, 5)}, r'shape torch.Size\(\[5, 5\]\) in "body.0.weight"'),
-    ):
-        save_file(weights, tmp_path / "shape.safetensors", metadata={"format": "pt"})
-        for place in ("cpu", "disk"):
-            with pytest.raises(ValueError, match=message):
-                load_checkpoint_in_model(
-                    on_meta(), tmp_path / "shape.safetensors", device_map={"": place}, offload_folder=tmp_path
-                )
-        with pytest.raises(RuntimeError, match=r"size mismatch for body.0.weight"):
-            load_checkpoint_in_model(Model(), tmp_path / "shape.safetensors")
+    shape = tmp_path / "shape.safetensors"
+    save_file({**state, "body.0.weight": torch.zeros(5, 5)}, shape, metadata={"format": "pt"})
+    for place in ("cpu", "disk"):
+        with pytest.raises(ValueError, match=r'shape torch.Size\(\[5, 5\]\) in "body.0.weight"'):
+            load_checkpoint_in_model(on_meta(), shape, device_map={"": place}, offload_folder=tmp_path)
+    with pytest.raises(RuntimeError, match=r"size mismatch for body.0.weight"):
+        load_checkpoint_in_model(Model(), shape)
     extra = {name: value for name, value in state.items() if not name.startswith("norm")} | {"more.w": torch.ones(1)}
     save_file(extra, tmp_path / "extra.safetensors", metadata={"format": "pt"})
     for model, device_map in ((Model(), None), (on_meta(), {"": "cpu"})):
@@ -174,6 +171,10 @@ def test_clear_errors(trained, tmp_path, caplog):
             load_checkpoint_in_model(model, tmp_path / "extra.safetensors", device_map)
         assert "not used when initializing Model: ['more.w']" in caplog.text and "'norm.bias'" in caplog.text
         assert "head.weight" not in caplog.text  # tied to one that is there
+        caplog.clear()
+        with caplog.at_level(logging.WARNING), patch_environment(rank=1, world_size=2):
+            load_checkpoint_in_model(model, tmp_path / "extra.safetensors", device_map)
+        assert not caplog.records  # it is rank 0 that warns
 
 
 def test_checkpoints_that_are_none(tmp_path, trained):

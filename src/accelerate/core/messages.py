@@ -15,6 +15,17 @@ def show(text: str) -> None:
         print(f"{PREFIX}{text}", file=sys.stderr, flush=True)
 
 
+def is_rank_0() -> bool:
+    """Whether this process issues the messages that are the same on all ranks. It is known before the run starts."""
+    from .errors import ConfigurationError
+    from .topology import Topology
+
+    # Variables that contradict each other are an error of the run's start, not of its messages.
+    with contextlib.suppress(ConfigurationError):
+        return Topology.from_environment().rank == 0
+    return True
+
+
 def warn(text: str, category: type[Warning] = UserWarning, every_rank: bool = False) -> None:
     """Issue a Python warning at the line of the user's code that called into this package, on rank 0.
 
@@ -26,14 +37,10 @@ def warn(text: str, category: type[Warning] = UserWarning, every_rank: bool = Fa
     # Imported here: most launches have nothing to warn of, and start faster.
     import warnings
 
-    from .errors import ConfigurationError
     from .stacks import user_frame
-    from .topology import Topology
 
-    # Variables that contradict each other are an error of the run's start, not of this warning.
-    with contextlib.suppress(ConfigurationError):
-        if Topology.from_environment().rank and not every_rank:
-            return
+    if not every_rank and not is_rank_0():
+        return
     frame = user_frame()
     registry = frame.f_globals.setdefault("__warningregistry__", {})
     warnings.warn_explicit(f"{PREFIX}{text}", category, frame.f_code.co_filename, frame.f_lineno, registry=registry)

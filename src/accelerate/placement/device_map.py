@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
@@ -15,6 +14,7 @@ from ..core.errors import ConfigurationError
 from ..core.messages import warn
 from ..core.modules import class_names, require_module
 from ..core.retired import explained
+from ..logging import rank_0_logger
 from .memory import get_balanced_memory, get_max_memory
 from .names import DeviceMap, complete_device_map, entry_for, is_within
 from .sizes import (
@@ -29,7 +29,7 @@ from .sizes import (
 )
 from .tied import check_tied_parameters_in_config, check_tied_parameters_on_same_device, find_tied_parameters
 
-logger: logging.Logger = logging.getLogger(__name__)
+_logger = rank_0_logger(__name__)
 
 
 def clean_device_map(device_map: dict[str, Any], module_name: str = "") -> dict[str, Any]:
@@ -184,10 +184,7 @@ def infer_auto_device_map(
     measured = measure(model, dtype, special_dtypes, unsplittable)
     tied = find_tied_parameters(model)
     if check_tied_parameters_in_config(model) and not tied:
-        logger.warning(
-            "The model weights are not tied. Please use the `tie_weights` method before using the `infer_auto_device` "
-            "function."
-        )
+        _logger.warning("The model weights are not tied: call `model.tie_weights()` before `infer_auto_device_map`.")
     planner = _Planner(
         model,
         get_max_memory(max_memory),
@@ -374,8 +371,7 @@ class _Planner:
         if stay and self.accelerators and all(self.limits[d] < stay + self.used[d] for d in self.accelerators):
             warn(
                 f"Current model requires {stay} bytes of buffer for offloaded layers, which does not seem to fit any "
-                "GPU's remaining memory. If memory runs out later, use "
-                "offload_buffers=True."
+                "GPU's remaining memory. If memory runs out later, use offload_buffers=True."
             )
 
     def log_empty_devices(self) -> None:
@@ -386,7 +382,7 @@ class _Planner:
             if device not in self.device_map.values()
         ]
         if lines:
-            logger.info(
+            _logger.info(
                 "No module could be assigned to these devices, as their `max_memory` is too small:\n"
                 + "\n".join(lines)
                 + "\nThe minimum is that of this plan and may change with the other limits."

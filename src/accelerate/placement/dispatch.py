@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,6 +13,7 @@ from torch import nn
 from ..core.errors import CheckpointError, PrepareError
 from ..core.imports import is_available
 from ..core.modules import class_names, move_module
+from ..logging import rank_0_logger
 from .align import attach_align_device_hook_on_blocks, offloading_hook, restore_offloaded
 from .module_hooks import guard_moves
 from .names import Place, complete_device_map, device_for, entry_for, join, owner_of, tensor_at
@@ -23,7 +23,7 @@ from .subclasses import data_address
 from .tensors import QUANTIZED, TiedCopies, as_device, set_module_tensor_to_device
 from .tied import find_tied_parameters, retie_parameters
 
-logger: logging.Logger = logging.getLogger(__name__)
+_logger = rank_0_logger(__name__)
 
 # How libraries mark a model whose weights bitsandbytes has quantised.
 _QUANTIZED_MARKS = ("is_loaded_in_8bit", "is_loaded_in_4bit")
@@ -82,10 +82,8 @@ def dispatch(
         tied_params_map=_tied_copies(model, tied, weights),
     )
     if offloaded_to := [place for place in offloaded if place in places.values()]:
-        logger.info(
-            "Some parameters are on the meta device because they were offloaded to the "
-            f"{' and '.join(reversed(offloaded_to))}."
-        )
+        where = " and ".join(reversed(offloaded_to))
+        _logger.info(f"Some parameters are on the meta device because they were offloaded to the {where}.")
     _retie_by_device(model, tied)
     guard_moves(model)
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import tempfile
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ from ..core.errors import CheckpointError, ConfigurationError, WeightFileError
 from ..core.modules import model_has_dtensor, require_module
 from ..core.objects import size_of
 from ..core.retired import explained
+from ..logging import rank_0_logger
 from .names import DeviceMap, Place, complete_device_map, device_for, entry_for, tensor_at
 from .offload import check_folder, load_offloaded_weight, offload_weight, save_offload_index
 from .sizes import as_dtype
@@ -26,7 +26,7 @@ from .tensors import PACKED, as_device, check_devices, main_device, quantize_8bi
 from .tied import find_tied_parameters, retie_parameters
 from .weight_files import SafetensorsFile, checkpoint_files, indexed_files, open_weights, shapes_in
 
-logger: logging.Logger = logging.getLogger(__name__)
+_logger = rank_0_logger(__name__)
 
 
 class Quantizer(Protocol):
@@ -201,13 +201,12 @@ class _Result:
     def log_differences(self, model: nn.Module, checkpoint: Any) -> None:
         kind = type(model).__name__
         if self.unexpected:
-            logger.warning(
+            _logger.warning(
                 f"Some weights of the model checkpoint at {checkpoint} were not used when initializing {kind}: "
-                f"{sorted(self.unexpected)}. This may or may not be an issue - make sure that the checkpoint does not "
-                "have unnecessary parameters, or that the model definition correctly corresponds to the checkpoint."
+                f"{sorted(self.unexpected)}. Check that the checkpoint is one of this model."
             )
         if self.missing:
-            logger.warning(f"Some weights of {kind} are not in the checkpoint {checkpoint}: {sorted(self.missing)}.")
+            _logger.warning(f"Some weights of {kind} are not in the checkpoint {checkpoint}: {sorted(self.missing)}.")
 
 
 def _some(names: set[str]) -> str:
@@ -389,7 +388,7 @@ class _Placement:
                 os.makedirs(self.folder, exist_ok=True)
                 save_offload_index(self.index, self.folder)
             if self.copied:
-                logger.warning(
+                _logger.warning(
                     f"{size_of(self.copied)} of offloaded weights were copied to {self.folder}: only weights of "
                     "safetensors files are read where they are, and only in the dtype of the file."
                 )

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from typing import Any
 
 import torch
@@ -12,8 +11,9 @@ from torch import nn
 
 from ..core.device_kinds import DEVICES
 from ..core.modules import require_module
+from ..logging import rank_0_logger
 
-logger: logging.Logger = logging.getLogger(__name__)
+_logger = rank_0_logger(__name__)
 
 # Ways to move a module, by device type where torch has a method for it.
 MOVES = ("to", *(kind.type for kind in DEVICES.values() if kind.moves_modules))
@@ -173,7 +173,7 @@ def _unguard_moves(module: nn.Module) -> None:
 
 
 def _guarded_move(model: nn.Module, method: str, *args: Any, **kwargs: Any) -> Any:
-    logger.warning("You shouldn't move a model that is dispatched using accelerate hooks.")
+    _logger.warning("You shouldn't move a model that is dispatched using accelerate hooks.")
     if any(parameter.device.type == "meta" for parameter in model.parameters()):
         raise RuntimeError("You can't move a model that has some modules offloaded to cpu or disk.")
     return getattr(type(model), method)(model, *args, **kwargs)

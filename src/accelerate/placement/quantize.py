@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -17,6 +16,7 @@ from ..core.availability import is_4bit_bnb_available, is_8bit_bnb_available
 from ..core.errors import ConfigurationError
 from ..core.modules import require_module
 from ..core.retired import explained
+from ..logging import rank_0_logger
 from .device_map import check_device_map, plan_device_map
 from .dispatch import dispatch
 from .load import load_checkpoint_in_model
@@ -29,7 +29,7 @@ from .tied import find_tied_parameters
 if TYPE_CHECKING:
     from torchao.core.config import AOBaseConfig
 
-logger: logging.Logger = logging.getLogger(__name__)
+_logger = rank_0_logger(__name__)
 
 
 def has_4bit_bnb_layers(model: nn.Module) -> bool:
@@ -81,7 +81,7 @@ def replace_linear_layers(model: nn.Module, config: BnbQuantizationConfig, skip:
         model.set_submodule(name, _quantizing(module, config))
         replaced += 1
     if not replaced:
-        logger.warning(
+        _logger.warning(
             "You are loading your model in 8bit or 4bit but no linear modules were found in your model. "
             "This can happen for some architectures such as gpt2 that uses Conv1D instead of Linear layers."
         )
@@ -150,7 +150,7 @@ def quantized_device_map(
     """
     if device_map is None:
         device_map = {"": main_device()}
-        logger.info(f"The device_map was not initialized. Setting device_map to {device_map}.")
+        _logger.info(f"The device_map was not initialized. Setting device_map to {device_map}.")
     if isinstance(device_map, str):
         names = [name for name, _ in model.named_parameters()]
         special: dict[str, Dtype] = {name: config.torch_dtype for name in names if _mentions(name, skip)}
@@ -171,9 +171,7 @@ def quantized_device_map(
             "modules in a `device_map` of your own: they are then kept in `torch_dtype`."
         )
     if offloaded:
-        logger.info(
-            "Some modules are offloaded to the CPU or the disk. Note that these modules will be converted to 8-bit"
-        )
+        _logger.info("Some modules are offloaded to the CPU or the disk. They are converted to 8 bit too.")
     return dict(device_map)
 
 
@@ -272,7 +270,7 @@ def _require_weights(model: nn.Module, weights_location: str | os.PathLike[str] 
 
 def _quantize_in_place(model: nn.Module, config: BnbQuantizationConfig) -> nn.Module:
     """Convert a model that holds its weights, and move it to the main device, where the new layers quantise."""
-    logger.warning(
+    _logger.warning(
         "It is not recommended to quantize a loaded model. The model should be instantiated under the "
         "`init_empty_weights` context manager."
     )

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -19,8 +18,9 @@ from ..core.errors import CheckpointError, WeightFileError
 from ..core.files import require_regular
 from ..core.safetensors_header import CorruptFile, Header, read_header
 from ..core.torch_files import READ_ERRORS
+from ..logging import rank_0_logger
 
-logger: logging.Logger = logging.getLogger(__name__)
+_logger = rank_0_logger(__name__)
 
 # How many bytes of a file may be mapped and touched before it is opened anew, so that its pages do not add up.
 _MAPPED = 64 * 2**20
@@ -78,7 +78,7 @@ class SafetensorsFile(Mapping[str, torch.Tensor]):
         self._reopen()
         written_by = (self._handle.metadata() or {}).get("format")
         if written_by is None:
-            logger.warning(
+            _logger.warning(
                 f"The safetensors archive passed at {self.path} does not contain metadata. "
                 "Make sure to save your model with the `save_pretrained` method. Defaulting to 'pt' metadata."
             )
