@@ -43,7 +43,8 @@ def unsharded_copy(module: nn.Module, device: torch.device, fill: bool = False) 
         return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
     copied = plain.__new__(plain)
-    copied.__dict__ = dict(module.__dict__)
+    # Layers of peft append to a list when they merge.
+    copied.__dict__ = {key: list(value) if type(value) is list else value for key, value in module.__dict__.items()}
     copied._parameters = {name: unsharded(tensor) for name, tensor in module._parameters.items()}  # type: ignore[misc]
     copied._buffers = {name: unsharded(tensor) for name, tensor in module._buffers.items()}
     copied._modules = {
