@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Size of a checkpoint of LoRA adapters, and time to save it under FSDP2 on four ranks, compared with one process.
+"""Size of a checkpoint of LoRA adapters, and time to save it under FSDP2 on four ranks.
 
-The first save, which also computes the checksums of the base, is not counted.
+It is compared with one process, and with torch's functions on the same ranks: rank 0 gets the adapter and the state of
+its optimizer, and `torch.save` writes them to the disk. The first save, which also computes the checksums of the base,
+is not counted.
 """
 
 from __future__ import annotations
@@ -52,19 +54,44 @@ def measure(folder: str) -> None:
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
     optimizer.step()
-    seconds = []
+    saves = {"own": lambda: accelerator.save_state(folder)}
+    if dist.is_initialized():
+        saves["torch"] = lambda: save_with_torch(model, optimizer.optimizer, f"{folder}.torch")
+    seconds: dict[str, list[float]] = {name: [] for name in saves}
     for _ in range(SAVES + 1):
-        if dist.is_initialized():
-            dist.barrier()
-        begin = time.perf_counter()
-        accelerator.save_state(folder)
-        seconds.append(time.perf_counter() - begin)
+        for name, save in saves.items():
+            if dist.is_initialized():
+                dist.barrier()
+            begin = time.perf_counter()
+            save()
+            seconds[name].append(time.perf_counter() - begin)
     if accelerator.is_main_process:
         size = sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
         # The two moments of AdamW have the size of the parameters.
-        figures = {"trained": 3 * trained, "size": size, "seconds": statistics.median(seconds[1:])}
+        figures = {"trained": 3 * trained, "size": size}
+        figures.update({name: statistics.median(found[1:]) for name, found in seconds.items()})
         print(json.dumps(figures), flush=True)
     accelerator.end_training()
+
+
+def save_with_torch(model: torch.nn.Module, optimizer: torch.optim.Optimizer, path: str) -> None:
+    """Write the trained parameters and the optimizer's state, whole, to one file on the disk."""
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_model_state_dict,
+        get_optimizer_state_dict,
+    )
+
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+    state = (
+        get_model_state_dict(model, options=options),
+        get_optimizer_state_dict(model, optimizer, options=options),
+    )
+    if dist.get_rank() == 0:
+        with open(path, "wb") as file:
+            torch.save(state, file)
+            os.fsync(file.fileno())
+    dist.barrier()
 
 
 def run(ranks: int, folder: str) -> dict[str, float]:
@@ -85,8 +112,9 @@ def main() -> None:
                 results.append(run(ranks, f"{root}/{ranks}"))
     sharded = figures[RANKS][0]
     emit("adapter size", "MB", sharded["trained"], sharded["size"])
-    one, many = (statistics.median(result["seconds"] for result in results) for results in figures.values())
+    one, many = (statistics.median(result["own"] for result in results) for results in figures.values())
     emit("adapter save", "ms", one, many)
+    emit("adapter save by torch", "ms", statistics.median(result["torch"] for result in figures[RANKS]), many)
 
 
 if __name__ == "__main__":

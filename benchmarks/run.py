@@ -160,6 +160,9 @@ SCRIPTS = [
         {
             "adapter size": Row("checkpoint of LoRA adapters / adapters and their AdamW", "ratio", 1.05),
             "adapter save": Row("save_state of LoRA adapters: FSDP2 on 4 gloo ranks / one process", "ratio", 1.2),
+            "adapter save by torch": Row(
+                "save_state of LoRA adapters on 4 gloo ranks / full states by torch", "ratio", 1
+            ),
         },
     ),
     Script(

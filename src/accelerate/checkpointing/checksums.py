@@ -6,17 +6,23 @@ The checksum is the sum over all words of 64 bits, times a multiplier for the in
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ..placement.subclasses import inner_tensors
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _BLOCK = 1 << 22  # elements whose products are in memory at a time
+
+# Where a block begins in the full tensor, and its shape.
+Place = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def checksums(tensors: Mapping[str, torch.Tensor], device: torch.device | None = None) -> dict[str, str]:
@@ -31,12 +37,10 @@ def checksums(tensors: Mapping[str, torch.Tensor], device: torch.device | None =
         for name, tensor in tensors.items()
         for part, inner in inner_tensors(tensor.detach()).items()
     }
-    parts = [
-        _sum_of(tensor) if device is None or counts_here(tensor) else torch.zeros((), dtype=torch.int64)
-        for tensor in pieces.values()
-    ]
-    if not parts:
+    if not pieces:
         return {}
+    has_plain = device is None or dist.get_rank() == 0
+    parts = [_sum_of(tensor, has_plain) for tensor in pieces.values()]
     totals = torch.stack([part.to(device or "cpu") for part in parts])
     if device is not None:
         dist.all_reduce(totals)
@@ -46,43 +50,45 @@ def checksums(tensors: Mapping[str, torch.Tensor], device: torch.device | None =
     }
 
 
-def counts_here(tensor: torch.Tensor) -> bool:
-    """Whether this rank adds its part: of several ranks with the same elements one does."""
-    if not isinstance(tensor, DTensor):
-        return dist.get_rank() == 0
-    mesh = tensor.device_mesh
-    coordinate = mesh.get_coordinate() or ()
-    replicas = (at for at, placement in zip(coordinate, tensor.placements, strict=True) if placement.is_replicate())
-    return bool((mesh.mesh == 0).any()) and not any(replicas)
-
-
 @torch.no_grad()
-def _sum_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of this rank's elements."""
-    if not isinstance(tensor, DTensor):
-        return _sum_of_block(tensor, [0] * tensor.ndim)
-    total = torch.zeros((), dtype=torch.int64, device=tensor.to_local().device)
-    for block, offsets in local_blocks(tensor):
-        total = total + _sum_of_block(block, offsets)
-    return total
+def _sum_of(tensor: torch.Tensor, has_plain: bool) -> torch.Tensor:
+    """The part of this rank's elements; those of a plain tensor are its part if `has_plain`."""
+    plain = [(tensor, (0,) * tensor.ndim)] if has_plain else []
+    blocks = local_blocks(tensor) if isinstance(tensor, DTensor) else plain
+    zero = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    return sum((_sum_of_block(block, offsets) for block, offsets in blocks), start=zero)
 
 
-def local_blocks(tensor: DTensor) -> Iterator[tuple[torch.Tensor, list[int]]]:
-    """The blocks of the full tensor that this rank has, and where each begins."""
+def local_blocks(tensor: DTensor) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
+    """The blocks of `block_places`, and where each begins."""
     local = tensor.to_local()
     at = 0
-    # Several where FSDP2 and tensor parallelism split one dimension.
-    for chunk in tensor.__create_chunk_list__():
-        if not chunk.sizes.numel():
-            continue
-        split = _split_dimension(local.shape, chunk.sizes)
-        block = local.narrow(split, at, chunk.sizes[split]) if local.ndim else local
-        at += chunk.sizes[split] if local.ndim else 0
-        yield block, list(chunk.offsets)
+    for offsets, sizes in block_places(tensor):
+        split = next((dim for dim, (all_, here) in enumerate(zip(local.shape, sizes, strict=True)) if all_ != here), 0)
+        block = local.narrow(split, at, sizes[split]) if local.ndim else local
+        at += sizes[split] if local.ndim else 0
+        yield block, offsets
 
 
-def _split_dimension(shape: Sequence[int], sizes: Sequence[int]) -> int:
-    return next((dim for dim, (all_, here) in enumerate(zip(shape, sizes, strict=True)) if all_ != here), 0)
+# What torch computes for a layout takes longer than reading a small shard.
+_known: WeakKeyDictionary[DeviceMesh, dict[object, list[Place]]] = WeakKeyDictionary()
+
+
+def block_places(tensor: DTensor) -> list[Place]:
+    """Which blocks of the full tensor this rank adds: of ranks that have the same block one adds it.
+
+    They are several where FSDP2 and tensor parallelism split one dimension.
+    """
+    mesh, placements = tensor.device_mesh, tensor.placements
+    known = _known.setdefault(mesh, {})
+    if (places := known.get((placements, tensor.shape))) is not None:
+        return places
+    coordinate = mesh.get_coordinate() or ()
+    is_copy = any(at for at, placement in zip(coordinate, placements, strict=True) if placement.is_replicate())
+    chunks = [] if is_copy or not (mesh.mesh == 0).any() else tensor.__create_chunk_list__()
+    places = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks if chunk.sizes.numel()]
+    known[placements, tensor.shape] = places
+    return places
 
 
 def _sum_of_block(tensor: torch.Tensor, offsets: Sequence[int]) -> torch.Tensor:
@@ -115,6 +121,8 @@ def _words(block: torch.Tensor, first: int) -> tuple[torch.Tensor, int]:
     return bits.view(torch.int64), first // size
 
 
+# Tensors of a model have few shapes. The largest result has 32 MiB.
+@functools.lru_cache(maxsize=16)
 def _multipliers(first: int, count: int, dimension: int, device: torch.device) -> torch.Tensor:
     """An odd number for each index of a dimension (the finalizer of splitmix64)."""
     mixed = torch.arange(first, first + count, dtype=torch.int64, device=device) + (dimension << 40)

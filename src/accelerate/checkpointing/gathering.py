@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sharded tensors on the host of rank 0, many with one message of each rank."""
+"""Sharded tensors on the host of rank 0."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from .checksums import counts_here, local_blocks
+from .checksums import block_places, local_blocks
 from .weights import plan_shards
 
-_WINDOW = 64 << 20  # bytes of full tensors in one message
+_WINDOW = 64 << 20  # bytes of full tensors that are on their way at a time
 
 
 @torch.no_grad()
@@ -27,41 +27,41 @@ def gather_on_host(tensors: Mapping[str, torch.Tensor], device: torch.device) ->
     sharded = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
     is_first = dist.get_rank() == 0
     full = {n: t.detach().to("cpu", copy=True) for n, t in tensors.items() if n not in sharded} if is_first else {}
-    if not sharded:
-        return full
-    blocks = {name: list(local_blocks(t)) if counts_here(t) else [] for name, t in sharded.items()}
-    windows = plan_shards(sharded, _WINDOW)
-    # Of all ranks, the most bytes in each message.
-    sizes = torch.tensor(
-        [sum(block.nbytes for name in names for block, _ in blocks[name]) for names in windows],
-        dtype=torch.int64, device=device,
-    )  # fmt: skip
-    dist.all_reduce(sizes, dist.ReduceOp.MAX)
-    # By rank: of each tensor, where its blocks begin and their shapes.
-    own_places = {name: [(at, tuple(block.shape)) for block, at in found] for name, found in blocks.items()}
-    places: list[Any] = [None] * dist.get_world_size()
-    dist.gather_object(own_places, places if is_first else None)
-    for names, size in zip(windows, sizes.tolist(), strict=True):
-        message = torch.empty(size, dtype=torch.uint8, device=device)
-        at = 0
-        for name in names:
-            for block, _ in blocks[name]:
-                message[at : at + block.nbytes] = block.reshape(-1).view(torch.uint8).to(device)
-                at += block.nbytes
-        received = [torch.empty_like(message) for _ in places] if is_first else None
-        dist.gather(message, received)
-        if received is None:
+    places: list[Any] = [None] * dist.get_world_size()  # of each rank
+    dist.gather_object({n: block_places(t) for n, t in sharded.items()}, places if is_first else None)
+    for names in plan_shards(sharded, _WINDOW):
+        own = [(name, block, at) for name in names for block, at in local_blocks(sharded[name])]
+        if not is_first:
+            _wait_for([dist.P2POp(dist.isend, _bytes(block), 0) for _, block, _ in own])
             continue
         full.update({name: torch.empty(sharded[name].shape, dtype=sharded[name].dtype) for name in names})
-        for own, data in zip(places, received, strict=True):
-            at = 0
+        requests: list[dist.P2POp] = []
+        received: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for rank, theirs in enumerate(places[1:], 1):
             for name in names:
-                for offsets, shape in own[name]:
-                    end = at + torch.Size(shape).numel() * full[name].element_size()
-                    target = full[name]
-                    for dimension, (offset, length) in enumerate(zip(offsets, shape, strict=True)):
-                        target = target.narrow(dimension, offset, length)
-                    # A copy begins at an address that any dtype may have.
-                    target.copy_(data[at:end].clone().view(target.dtype).view(shape))
-                    at = end
+                for offsets, shape in theirs[name]:
+                    target = _part(full[name], offsets, shape)
+                    is_in_place = device.type == "cpu" and target.is_contiguous()
+                    source = target if is_in_place else torch.empty(target.shape, dtype=target.dtype, device=device)
+                    requests.append(dist.P2POp(dist.irecv, _bytes(source), rank))
+                    received.append((target, source))
+        for name, block, at in own:
+            _part(full[name], at, block.shape).copy_(block)
+        _wait_for(requests)
+        for target, source in received:
+            target.copy_(source)  # of itself: nothing is done
     return full
+
+
+def _part(full: torch.Tensor, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+    return full[tuple(slice(offset, offset + size) for offset, size in zip(offsets, shape, strict=True))]
+
+
+def _bytes(block: torch.Tensor) -> torch.Tensor:
+    """What is sent: a backend does not know all dtypes."""
+    return block.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def _wait_for(requests: list[dist.P2POp]) -> None:
+    for work in dist.batch_isend_irecv(requests) if requests else ():
+        work.wait()

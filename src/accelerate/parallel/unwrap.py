@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 import types
@@ -20,6 +21,7 @@ from ..torch_internals.compiled import is_compiled_module, replace_uncompiled, u
 _WRAPPER_NAMES = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
 
 
+@functools.lru_cache(maxsize=1 << 16)
 def canonical_name(name: str) -> str:
     """A parameter's name in the plain model."""
     return ".".join(word for word in name.split(".") if word not in _WRAPPER_NAMES)
