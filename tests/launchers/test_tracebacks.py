@@ -26,9 +26,7 @@ def printed(error: BaseException, rank: int | None = None) -> str:
 
 def raised(make, cause=None):
     try:
-        if cause is not None:
-            raise make from cause
-        raise make
+        raise make from cause
     except BaseException as error:
         return error
 
@@ -74,11 +72,10 @@ def test_a_message_too_long_keeps_its_end():
 
 def test_the_message_of_a_loader_s_worker_is_without_its_frames():
     inner = printed(raised(ValueError("bad sample\nin two lines"))).partition("\n")[2]
-    text = f"Caught ValueError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n{inner}"
-    told = message_of(printed(raised(ValueError(text)), 3), 3)
-    assert told == (
-        "ValueError: Caught ValueError in DataLoader worker process 0.\nValueError: bad sample\nin two lines"
-    )
+    head = "Caught ValueError in DataLoader worker process 0."
+    text = f"{head}\nOriginal Traceback (most recent call last):\n{inner}"
+    message = message_of(printed(raised(ValueError(text)), 3), 3)
+    assert message == f"ValueError: {head}\nValueError: bad sample\nin two lines"
 
 
 def test_lines_of_several_ranks_are_told_apart():
@@ -99,6 +96,7 @@ def test_lines_of_several_ranks_are_told_apart():
         # Sockets of the script are not those between ranks.
         (raised(ConnectionResetError(104, "Connection reset by peer")), OWN),
         (raised(BrokenPipeError(32, "Broken pipe")), OWN),
+        (raised(RuntimeError("Timed out\nrank 1: the connection to another rank failed in a collective")), LOST),
         # An error that every rank raises names the rank that it is about.
         (raised(RuntimeError("not saved: rank 0: ValueError: bad state")), UNCLEAR),
         (raised(RuntimeError("rank 1: the checkpoint was not saved: rank 0 did not come")), OWN),
@@ -150,6 +148,8 @@ def test_the_summary_has_the_whole_cause_and_one_line_for_the_others():
           host h, pid 77, exit code 1, log l.log
           other ranks: ranks 0, 3: stopped by the launcher; ranks 2, 4 to 7: lost the connection to another rank"""
     )
+    below = Failure(1, 1, 77, 1, f"{LONG}\nRemark.", "h", 0.0, traceback=LONG)
+    assert below.lines()[1:] == ["    Remark.", "  host h, pid 77, exit code 1"]
 
 
 def test_where_a_rank_has_lost_the_connection():

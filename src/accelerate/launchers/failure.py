@@ -56,6 +56,8 @@ class Failure(NamedTuple):
         """The summary for the console."""
         who = f"rank {self.rank}" if self.rank >= 0 else "a rank"
         head, *more = self.cause.splitlines() or [""]
+        # Lines of a traceback that is right above are not repeated.
+        more = [line for line in more if self.shown or not self.traceback or line not in self.traceback]
         lines = [f"accelerate: {who} failed: {head}", *(f"    {line}".rstrip() for line in more)]
         pid = f"pid {self.pid}" if not self.starter else f"{self.starter} (pid {self.pid})"
         log = f", log {self.log}" if self.log else ""
@@ -185,7 +187,7 @@ def _outcome(rank: Rank, first: Rank, output: str) -> str:
     message = tracebacks.message_of(_last_output(rank), rank.rank)
     if not message:
         return f"ended with exit code {rank.exit_code}"
-    if tracebacks.blame(_last_output(rank), rank.rank) == LOST:
+    if tracebacks.blame(_last_output(rank), rank.rank) == LOST or tracebacks.is_lost_connection(message):
         return tracebacks.loss_of(message)
     if message == tracebacks.message_of(output, first.rank):
         return "failed with the same error"

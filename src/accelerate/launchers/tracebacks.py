@@ -30,7 +30,8 @@ MOST_CHARACTERS = 6000
 _LOST = (
     r"Connection (closed|reset) by peer|Connection refused|Broken pipe|remote process exited|connection.*closed|"
     r"DistBackendError|DistStoreError|DistNetworkError|recvValue|Socket (Timeout|closed)|has been aborted|"
-    r"NCCL (error|communicator)|gloo::|CommunicationError:|other ranks cannot be reached|the store of the run is gone"
+    r"NCCL (error|communicator)|gloo::|CommunicationError:|other ranks cannot be reached|the store of the run is gone|"
+    r"connection to another rank failed"
 )
 # Connections other than those between ranks: Python's own sockets and pipes, and clients of web services.
 _FOREIGN = (

@@ -24,9 +24,7 @@ _LOST = re.compile(
     r"monitoredBarrier|has been aborted|Operation timed out|Writing to a pair|gloo/transport|not connected",
     re.IGNORECASE,
 )
-_CLOSED = re.compile(
-    r"Connection (closed|reset) by peer|Broken pipe|Socket closed|remote process exited", re.IGNORECASE
-)
+_CLOSED = re.compile(r"(?i)Connection (closed|reset) by peer|Broken pipe|Socket closed|remote process exited")
 # Seconds to wait for a cause, and for the rank that asks those without a word.
 GRACE, PATIENCE = 1.0, 5.0
 
@@ -49,9 +47,11 @@ class Collective:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         """The collective has ended."""
-        self._entry.left = time.monotonic()
-        if isinstance(error, RuntimeError):
-            raise_lost(error, f"`{self._entry.operation}`")
+        try:
+            if isinstance(error, RuntimeError):
+                raise_lost(error, f"`{self._entry.operation}`")
+        finally:
+            self._entry.left = time.monotonic()
 
 
 def is_lost(error: BaseException) -> bool:
@@ -67,7 +67,8 @@ def raise_lost(error: BaseException, operation: str) -> None:
     if isinstance(error, AccelerateError) or not is_lost(error):
         return
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        raise CommunicationError(explanation(operation, error)) from error
+        first, *_ = str(error).strip().splitlines() or [type(error).__name__]
+        raise CommunicationError(f"{explanation(operation, error)}\nThe backend's message: {first}") from error
 
 
 def explanation(operation: str, error: BaseException | None = None, at: str | None = None) -> str:
@@ -86,9 +87,6 @@ def explanation(operation: str, error: BaseException | None = None, at: str | No
     marks.done()
     if before := LEDGER.ended(hang_watch.BEFORE):
         lines.append(f"The last collectives of rank {me} before it: {', '.join(before)}")
-    if error is not None:
-        first = str(error).strip().splitlines()
-        lines.append(f"The backend's message: {first[0] if first else type(error).__name__}")
     return "\n".join(lines)
 
 
