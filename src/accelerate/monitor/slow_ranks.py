@@ -19,8 +19,8 @@ LEAST_SHARE = 0.05
 _SHORT, _SHORT_WIDE, _WIDE = 3, 2, 64
 # A rank that is slow in a smaller share than the second is named only if that took so many seconds.
 _LEAST_SECONDS, _CONSIDERABLE = 10.0, 0.3
-# Parts of the time in which a rank is slow, and the least mean of what it loses there, in standard errors.
-_PIECES, _LEAST_ERRORS = 16, 4.0
+# Most segments of the time in which a rank is slow, and the least mean of what it loses there, in standard errors.
+_MOST_SEGMENTS, _LEAST_ERRORS = 16, 4.0
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def _above(shown: View, row: int, values: Array) -> Array:
 def _is_chance(shown: View, row: int, at: Array) -> bool:
     """Whether a few long steps explain what a rank has lost: a first step, or noise with rare peaks.
 
-    What a slow rank loses is spread over the time in which it is slow. So the mean of that over pieces of this time is
+    What a slow rank loses is spread over the time in which it is slow. So the mean of that over segments of it is
     several times its standard error.
     """
     # A window ends with its bucket: what it saw may be before the first.
@@ -110,11 +110,11 @@ def _is_chance(shown: View, row: int, at: Array) -> bool:
     weight = shown.weight[row, around]
     around, weight = around[weight > 0], weight[weight > 0]
     lost = _above(shown, row, shown.own[:, around]) * weight
-    pieces = min(_PIECES, len(around) // 2)
-    if pieces < 2:
+    segments = min(_MOST_SEGMENTS, len(around) // 2)
+    if segments < 2:
         return False
-    means = np.array([piece.mean() for piece in np.array_split(lost, pieces)])
-    return bool(means.mean() <= _LEAST_ERRORS * means.std(ddof=1) / math.sqrt(pieces))
+    means = np.array([segment.mean() for segment in np.array_split(lost, segments)])
+    return bool(means.mean() <= _LEAST_ERRORS * means.std(ddof=1) / math.sqrt(segments))
 
 
 def _is_slow_between(shown: View, row: int, at: Array) -> bool:

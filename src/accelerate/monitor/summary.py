@@ -22,8 +22,8 @@ _BUCKETS = 256
 _FINE_BUCKETS, _FINE_VALUES = 4096, 200_000
 # Seconds that slow steps must have cost to be named, and those with which a process begins.
 _LEAST_LOST, _LEAST_WARM_UP = 5.0, 1.0
-# Steps that are looked at one by one for the wait for others: in so many pieces of so many steps.
-_PIECES, _PIECE = 8, 64
+# The wait for others is read step by step, in samples of the range: most samples, and the steps of each.
+_MOST_SAMPLES, _SAMPLE_STEPS = 8, 64
 
 
 @dataclass(frozen=True)
@@ -207,10 +207,10 @@ def _weighted_median(values: Array, weight: Array) -> float:
 
 def _waiting(run: Run, first: int, last: int) -> float:
     """The share of the time in which ranks wait for slower ones, in a sample: a mean over steps does not show it."""
-    pieces = max(1, min(_PIECES, _BUCKETS // max(1, len(run.ranks))))
+    samples = max(1, min(_MOST_SAMPLES, _BUCKETS // max(1, len(run.ranks))))
     waited = total = 0.0
-    for start in np.unique(np.linspace(first, max(first, last - _PIECE + 1), pieces).astype(int)).tolist():
-        shown = view(run, start, min(last, start + _PIECE - 1), _PIECE)
+    for start in np.unique(np.linspace(first, max(first, last - _SAMPLE_STEPS + 1), samples).astype(int)).tolist():
+        shown = view(run, start, min(last, start + _SAMPLE_STEPS - 1), _SAMPLE_STEPS)
         if len(shown.ranks) < 2:
             return 0.0
         # The fastest communication has no wait.
