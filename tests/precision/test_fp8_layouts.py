@@ -19,6 +19,7 @@ from accelerate.config.training import TorchDynamoPlugin
 from accelerate.core.enums import FP8BackendType
 from accelerate.core.errors import PrepareError
 from accelerate.core.imports import is_available
+from accelerate.core.modules import replace_data
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState, GradientState
 
@@ -170,3 +171,27 @@ def test_a_model_without_layers_to_convert_is_refused():
     accelerator = make_accelerator()
     with pytest.raises(PrepareError, match="none of the 2 linear layers"):
         accelerator.prepare(nn.Sequential(nn.Linear(16, 20), nn.Linear(20, 16)))
+
+
+@on_ranks(2)
+def test_weights_of_half_precision_are_trained_in_fp32():
+    from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
+
+    accelerator = make_accelerator(**settings_of("gathered"))
+    model = accelerator.prepare(make_model().bfloat16())
+    shards = [parameter.to_local() for parameter in model.parameters()]
+    wrapped = [shard._tensor for shard in shards if isinstance(shard, WeightWithDynamicFloat8CastTensor)]
+    assert len(wrapped) == 2 and all(inner.dtype is torch.float32 for inner in wrapped)
+
+
+def test_a_wrapped_weight_is_moved_with_the_tensor_inside_of_it():
+    from torchao.float8 import Float8LinearConfig
+    from torchao.float8.float8_linear import Float8Linear
+    from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
+
+    config = Float8LinearConfig(emulate=True, enable_fsdp_float8_all_gather=True)
+    layer = Float8Linear.from_float(nn.Linear(WIDTH, WIDTH), config)
+    weight = layer.weight
+    replace_data(weight, weight.detach().to("meta"))
+    assert layer.weight is weight and weight.requires_grad and isinstance(weight, nn.Parameter)
+    assert isinstance(weight.data, WeightWithDynamicFloat8CastTensor) and weight.data._tensor.is_meta

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -77,16 +78,15 @@ def moves_in_place(model: nn.Module, device: torch.device | str) -> bool:
     return True
 
 
-def move_tensor(tensor: torch.Tensor, device: torch.device) -> None:
-    """Move a parameter or buffer, which stays the same object; see `move_module`."""
-    moved = tensor.detach().to(device)
-    try:
-        tensor.data = moved
-    except RuntimeError:
-        # A device whose tensors torch counts as another kind.
-        torch.utils.swap_tensors(
-            tensor, nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
-        )
+def replace_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
+    """Replace what is in a parameter or buffer, which stays the same object, by data of any dtype and device."""
+    # An assignment to `data` leaves the tensors inside of a subclass as they were.
+    if not is_wrapper_subclass(tensor):
+        with contextlib.suppress(RuntimeError):  # a device whose tensors torch counts as another kind
+            tensor.data = data
+            return
+    is_parameter = isinstance(tensor, nn.Parameter)
+    torch.utils.swap_tensors(tensor, nn.Parameter(data, tensor.requires_grad) if is_parameter else data)
 
 
 def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:

@@ -15,7 +15,7 @@ from torch import nn
 
 from ..core import trees
 from ..core.errors import PrepareError
-from ..core.modules import class_names, move_tensor, require_module
+from ..core.modules import class_names, replace_data, require_module
 from ..core.retired import explained
 from ..parallel.pipeline.microbatch import BatchSplitter, Stage, disable_caches
 from ..parallel.pipeline.observe import observe
@@ -89,7 +89,7 @@ def prepare_pippy(
     staged = StagedModel(model, cut.units, range(start, stop), state.device, None, carried, cut.bounds, kept)
     staged.watch(units[start:stop])
     for tensor in (*model.parameters(), *model.buffers()):
-        move_tensor(tensor, state.device)
+        replace_data(tensor, tensor.detach().to(state.device))
     stages = {state.process_index: Stage(state.process_index, units[start:stop])}
     group = dist.group.WORLD
     assert group is not None

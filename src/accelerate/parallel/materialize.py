@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..core.errors import PrepareError
-from ..core.modules import move_tensor, named_bottom_up
+from ..core.modules import named_bottom_up, replace_data
 from ..placement.subclasses import inner_tensors
 from ..torch_internals.module_copies import unsharded_copy
 from .unwrap import canonical_name as canonical_name
@@ -77,7 +77,7 @@ def make_equal(tensors: Iterable[torch.Tensor], device: torch.device, group: dis
         if isinstance(tensor, DTensor):
             continue
         if tensor.device != device:
-            move_tensor(tensor, device)
+            replace_data(tensor, tensor.detach().to(device))
         # Pieces of quantized weights are sent as bytes: gloo has no messages in float8.
         pieces = inner_tensors(tensor.data).values()
         locals_ += [part.view(torch.uint8) if part.itemsize == 1 else part for part in pieces]

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from ...config.fsdp import FullyShardedDataParallelPlugin
 from ...core.errors import ConfigurationError, PrepareError
-from ...core.modules import move_module
+from ...core.modules import move_module, replace_data
 from ...core.objects import flat_list
 from ...precision.base import Precision
 
@@ -55,7 +55,7 @@ def upcast(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> None:
         return
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
-            parameter.data = parameter.data.to(torch.float32)
+            replace_data(parameter, parameter.detach().to(torch.float32))
 
 
 def select_units(
