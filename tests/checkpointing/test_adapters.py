@@ -17,6 +17,7 @@ from accelerate import Accelerator
 from accelerate.checkpointing import CheckpointMismatch, adapters
 from accelerate.checkpointing.checksums import checksums
 from accelerate.core.errors import CheckpointError, PrepareError
+from accelerate.utils import load_fsdp_model, save_fsdp_model
 
 peft = pytest.importorskip("peft")
 PRELOADED = ("transformers.models.llama.modeling_llama", "transformers.models.mixtral.modeling_mixtral", "peft")
@@ -122,8 +123,11 @@ def test_another_layout(ranks, layout, tmp_path):
 def test_tensor_parallelism_splits_lora_alone():
     torch.set_default_dtype(torch.float64)
     accelerator = Accelerator(cpu=True, **arguments("tp", 2)[0])
-    with pytest.raises(PrepareError, match=r"layers\.0\.self_attn\.q_proj, whose adapter is DoRA"):
+    with pytest.raises(PrepareError, match=r"layers\.0\.self_attn\.q_proj, whose adapter is Dora"):
         accelerator.prepare(build("dora"))
+    adalora = peft.AdaLoraConfig(target_modules=["down_proj"], total_step=10)
+    with pytest.raises(PrepareError, match=r"layers\.0\.mlp\.down_proj, whose adapter is ADALORA"):
+        accelerator.prepare(peft.get_peft_model(llama(), adalora))
     with pytest.raises(PrepareError, match="target_parameters"):
         accelerator.prepare(build("experts"))
     layer = accelerator.prepare(build("lora")).base_model.model.model.layers[0]
@@ -155,6 +159,62 @@ def test_a_lost_shard_is_found(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match=r"gate_proj\.lora_B\.default\.weight"):
         accelerator.save_state(tmp_path / "checkpoint")
     assert not (tmp_path / "checkpoint").exists()
+
+
+@on_ranks(2, env=on_cpu())
+@pytest.mark.parametrize("layout", ["fsdp", "fsdp full"])
+def test_the_functions_that_trainer_calls(layout, tmp_path):
+    torch.set_default_dtype(torch.float64)
+    options, shards = arguments(layout, 2)
+    accelerator = Accelerator(cpu=True, **options)
+    model, optimizer = prepared(accelerator, "modules_to_save")
+    train(accelerator, model, optimizer, shards, 0, 1)
+    plugin = accelerator.state.fsdp_plugin
+    save_fsdp_model(plugin, accelerator, model, tmp_path, adapter_only=True)
+    saved = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+    accelerator.free_memory()
+    model, optimizer = prepared(accelerator, "modules_to_save")
+    load_fsdp_model(plugin, accelerator, model, tmp_path, adapter_only=True)
+    loaded = accelerator.get_state_dict(model)
+    assert not accelerator.is_main_process or distance(saved, loaded) == 0
+
+
+@on_ranks(2, env=on_cpu())
+def test_prompts_are_saved_with_their_model(tmp_path):
+    torch.set_default_dtype(torch.float64)
+    options, _ = arguments("fsdp", 2)
+    accelerator = Accelerator(cpu=True, **options)
+    config = peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
+    states = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        model = accelerator.prepare(peft.get_peft_model(base("lora"), config))
+        if seed == 0:
+            accelerator.save_state(tmp_path)
+        else:
+            accelerator.load_state(tmp_path)
+        states.append({name: value.clone() for name, value in accelerator.get_state_dict(model).items()})
+        accelerator.free_memory()
+    assert not accelerator.is_main_process or distance(*states) == 0
+
+
+def test_resized_embeddings_are_saved(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    llama().save_pretrained(tmp_path / "base")
+
+    def resized(seed):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        torch.manual_seed(seed)  # of the rows that are added
+        model.resize_token_embeddings(40)
+        return model
+
+    accelerator = Accelerator(cpu=True)
+    config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    model = accelerator.prepare(peft.get_peft_model(resized(0), config))
+    accelerator.save_model(model, tmp_path / "adapter")
+    found = peft.PeftModel.from_pretrained(resized(1), tmp_path / "adapter")
+    assert distance(model.state_dict(), found.state_dict()) == 0
 
 
 @pytest.mark.parametrize("safe", [True, False])

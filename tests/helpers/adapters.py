@@ -31,7 +31,7 @@ LAYERS = ["q_proj", "down_proj"]
 CASES = {
     "lora": (llama, [{"target_modules": "all-linear"}]),
     "dora": (llama, [{"target_modules": LAYERS, "use_dora": True}]),
-    "rslora": (llama, [{"target_modules": LAYERS, "use_rslora": True}]),
+    "rslora": (llama, [{"target_modules": LAYERS, "use_rslora": True, "layers_to_transform": [1]}]),
     "modules_to_save": (llama, [{"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}]),
     "embedding": (llama, [{"target_modules": ["embed_tokens", "q_proj"]}]),
     "tokens": (llama, [{"target_modules": ["q_proj"], "trainable_token_indices": [1, 2, 3]}]),

@@ -265,7 +265,14 @@ def load_optimizer(
     read_shards(path, tensors, strict)
     options = {name: value for name, value in read_options(path).items() if name in flat or has_all}
     state: StateDict = {**flat, **options, **tensors}
-    set_optimizer_state_dict(model, optimizer, state, options=FLAT)
+    groups = optimizer.param_groups
+    # torch 2.13 cannot read a group without parameters, as that of the norms where only LoRA trains.
+    optimizer.param_groups = [group for group in groups if group["params"]]
+    try:
+        set_optimizer_state_dict(model, optimizer, state, options=FLAT)
+    finally:
+        loaded = iter(optimizer.param_groups)
+        optimizer.param_groups = [next(loaded) if group["params"] else group for group in groups]
     drop_states(model, optimizer, without)
 
 

@@ -85,8 +85,8 @@ def _weights(model: torch.nn.Module, options: StateDictOptions | None, adapter_o
 
 def _adapter(model: torch.nn.Module, state: StateDict) -> StateDict:
     inner: Any = getattr(model, "module", model)
-    if not hasattr(inner, "peft_config"):
-        return state
+    if not state or not hasattr(inner, "peft_config"):
+        return state  # rank 0 alone has a full state
     from peft import get_peft_model_state_dict
 
     return dict(get_peft_model_state_dict(inner, state_dict=state, adapter_name=inner.active_adapter))

@@ -32,11 +32,11 @@ def adapter_names(module: nn.Module) -> AdapterNames | None:
     """The tensors of each adapter of a model of peft.
 
     None if a model without them is not complete when its base is loaded again: it is no model of peft, trains or
-    changes other tensors too, or peft computes what it saves (prompts, AdaLoRA).
+    changes other tensors too, or peft computes what it saves (prompts, AdaLoRA), of which FSDP2 has shards.
     """
-    if not is_peft_model(module):
-        return None
     model: Any = extract_model_from_parallel(module, keep_torch_compile=False)
+    if not is_peft_model(module) or any(config.is_prompt_learning for config in model.peft_config.values()):
+        return None
     state = {
         canonical_name(name): torch.empty(value.shape, device="meta")
         for name, value in model.state_dict().items()
@@ -46,7 +46,7 @@ def adapter_names(module: nn.Module) -> AdapterNames | None:
     found: AdapterNames = {}
     for adapter in model.peft_config:
         entries = sys.modules["peft"].get_peft_model_state_dict(
-            model, state_dict=state, adapter_name=adapter, save_embedding_layers=_adapts_embedding(model)
+            model, state_dict=state, adapter_name=adapter, save_embedding_layers=_saves_embedding(model)
         )
         if not entries or any(id(value) not in names for value in entries.values()):
             return None
@@ -57,9 +57,21 @@ def adapter_names(module: nn.Module) -> AdapterNames | None:
     return found if trained and trained | buffers <= saved else None
 
 
-def _adapts_embedding(model: nn.Module) -> bool:
-    """Whether an embedding has an adapter: peft saves its weights too. peft itself asks the model hub for more."""
-    return any(isinstance(getattr(module, "base_layer", None), nn.Embedding) for module in model.modules())
+def _saves_embedding(model: Any) -> bool:
+    """Whether peft saves the weights of embeddings too: one has an adapter, or another size than that of the base.
+
+    peft itself asks the model hub for the size. Here it is that of the files from which the base was loaded.
+    """
+    if any(isinstance(getattr(module, "base_layer", None), nn.Embedding) for module in model.modules()):
+        return True
+    config: Any = getattr(model.get_base_model(), "config", None)
+    source = getattr(config, "name_or_path", None)
+    if not source or not hasattr(config, "vocab_size"):
+        return False  # it was not loaded from files
+    try:
+        return bool(type(config).from_pretrained(source, local_files_only=True).vocab_size != config.vocab_size)
+    except OSError:
+        return False
 
 
 def base_name(name: str) -> str:
@@ -116,7 +128,7 @@ def merged_module(module: Any) -> nn.Module:
 def adapted_plan(
     model: nn.Module, plan: Mapping[str, Any], wildcard: Callable[[str], re.Pattern[str]]
 ) -> dict[str, Any]:
-    """A tensor-parallel plan of the base for a model of peft: that of the layers inside, and of their LoRA matrices.
+    """The styles of a base's tensor-parallel plan by names in a model of peft: of layers, and of their LoRA matrices.
 
     Of a layer that is split by columns, LoRA's B is split too, and of one that is split by rows A is. The other matrix
     has equal inputs and gradients on all ranks.
@@ -143,12 +155,15 @@ def adapted_plan(
         if word != "base_layer" or isinstance(module, nn.Embedding):
             continue
         layer: Any = modules[outer]
-        if not hasattr(layer, "lora_A") or any(layer.use_dora.values()):
-            kind = "DoRA" if hasattr(layer, "lora_A") else type(layer).__name__
+        adapters: Mapping[str, Any] = model.peft_config  # type: ignore[assignment]
+        others = {config.peft_type.value for config in adapters.values()} - {"LORA"} or {
+            type(variant).__name__.removesuffix("LinearVariant") for variant in layer.lora_variant.values()
+        }
+        if others:
             raise PrepareError(
-                f"tensor parallelism splits {outer}, whose adapter is {kind}: only LoRA's matrices are split. "
-                "Leave the layer out of target_modules, or shard the model with FSDP2"
+                f"tensor parallelism splits {outer}, whose adapter is {' and '.join(others)}: only LoRA's matrices "
+                "are split. Leave the layer out of target_modules, or shard the model with FSDP2"
             )
         matrix = "lora_B" if str(style).startswith("colwise") else "lora_A"
         found.update({f"{outer}.{matrix}.{adapter}": style for adapter in getattr(layer, matrix)})
-    return {re.sub(r"\b\d+\b", "*", name): style for name, style in found.items()}
+    return found

@@ -22,7 +22,8 @@ def train(folder, kind, resume):
     """One half of a run, saved, then the other half; or, from what another layout saved, the other half alone."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    # The second group is that of norms and biases in a model that trains neither.
+    optimizer = torch.optim.AdamW([{"params": [*model.parameters()]}, {"params": [], "weight_decay": 0.0}], lr=0.05)
     # Prepared schedulers count the steps of one process: a constant one is the same on any number of them.
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=0.7, total_iters=10**6)
     data = TensorDataset(torch.randn(32, 4), torch.randn(32, 2))

@@ -71,8 +71,11 @@ def styles_of(model: nn.Module, options: TorchTensorParallelConfig, size: int) -
         if is_peft_model(model):
             if options.sequence_parallel:
                 raise PrepareError("sequence_parallel=True does not work with adapters of peft: leave it out")
-            models_plan = adapted_plan(model, models_plan, name_pattern)
-        styles = match_plan(model, models_plan, strict=False)
+            adapted = adapted_plan(model, models_plan, name_pattern)
+            styles = {name: _style(name, style) for name, style in adapted.items()}
+            _share_inputs(styles)
+        else:
+            styles = match_plan(model, models_plan, strict=False)
         if not styles:
             raise PrepareError(
                 f"no rule of the model's own tensor-parallel plan fits a module of {type(model).__name__}: its "
