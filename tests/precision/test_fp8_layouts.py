@@ -9,6 +9,7 @@ import torch
 from cases import cases
 from rank_pool import on_ranks
 from torch import nn
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator
@@ -88,6 +89,11 @@ def settings_of(what):
         "gathered": {"plugin": sharded, "enable_fsdp_float8_all_gather": True},
         "split": {"layout": ParallelismConfig(tp_size=2, tp_handler=plan)},
         "staged": {"layout": ParallelismConfig(pp_size=2, pp_handler=stages)},
+        "gathered and split": {
+            "plugin": FullyShardedDataParallelPlugin(fsdp_version=2),
+            "layout": ParallelismConfig(dp_shard_size=2, tp_size=2, tp_handler=plan),
+            "enable_fsdp_float8_all_gather": True,
+        },
     }[what]
 
 
@@ -103,6 +109,20 @@ def test_training_follows_fp32(what, expected, tmp_path):
 @pytest.mark.parametrize("what", ["replicated", "sharded", "gathered"])
 def test_one_process_follows_fp32(what, expected, tmp_path):
     follow(what, expected, tmp_path)
+
+
+@on_ranks(thorough=[4])
+def test_two_meshes_follow_fp32(expected, tmp_path):
+    follow("gathered and split", expected, tmp_path)
+
+
+@on_ranks(2)
+def test_scales_of_all_weights_are_one_message():
+    accelerator = make_accelerator(**settings_of("gathered"))
+    model = accelerator.prepare(make_model())
+    with CommDebugMode() as messages:
+        accelerator.backward(model(torch.ones(4, WIDTH)).sum())
+    assert messages.get_comm_counts()[torch.ops.c10d_functional.all_reduce] == 1
 
 
 def follow(what, expected, folder):

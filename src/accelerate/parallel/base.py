@@ -129,6 +129,7 @@ class Strategy:
         """
         model = self._transform(self.wrap_forward(model), before_layout=True)
         prepared = self.as_prepared(model) if evaluation else self.lay_out(model)
+        self.precision.after_layout(prepared.module)
         # Compilation is the last of these.
         prepared.module = self._transform(prepared.module, before_layout=False)
         return prepared

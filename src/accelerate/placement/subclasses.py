@@ -53,9 +53,11 @@ def is_quantized_layer(module: nn.Module) -> bool:
     # By the class of the layer: under FSDP2 its weight is a DTensor.
     layers = sys.modules.get("bitsandbytes.nn")
     names = ("Linear4bit", "Linear8bitLt", "Embedding4bit", "Embedding8bit")
-    return isinstance(module, tuple(getattr(layers, name) for name in names) if layers else ()) or any(
-        is_quantized_tensor(parameter) for parameter in module.parameters(recurse=False)
-    )
+    if isinstance(module, tuple(getattr(layers, name) for name in names) if layers else ()):
+        return True
+    # A layer that computes in float8 has a weight of full precision, in a wrapper.
+    float8 = getattr(sys.modules.get("torchao.float8.float8_linear"), "Float8Linear", ())
+    return not isinstance(module, float8) and any(map(is_quantized_tensor, module.parameters(recurse=False)))
 
 
 def refuse_lost_gradients(model: nn.Module) -> None:

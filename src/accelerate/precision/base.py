@@ -46,6 +46,9 @@ class Precision:
         """Cast the parameters of a model that is laid out, before its first forward; whether some were cast."""
         return False
 
+    def after_layout(self, model: torch.nn.Module) -> None:
+        """Have a model that is laid out do what its forwards need in this precision."""
+
     def master_weights(self, model: torch.nn.Module) -> list[torch.Tensor]:
         """The fp32 master weights of a model whose parameters were cast."""
         return []

@@ -104,6 +104,25 @@ class TorchaoPrecision(Float8Precision):
             if isinstance(layer, Float8Linear) and id(layer) not in before
         ]
 
+    def after_layout(self, model: nn.Module) -> None:
+        """Have each forward begin with the scales of the weights that are gathered in float8."""
+        if self.config.enable_fsdp_float8_all_gather:
+            # FSDP2's own hook, which gathers, is the first so far.
+            model.register_forward_pre_hook(torch.compiler.disable(_scale_weights), prepend=True)
+
+
+def _scale_weights(model: nn.Module, inputs: object) -> None:
+    """Compute the scales of all weights of a mesh with one message. Otherwise each gather has one for each weight."""
+    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+    from torchao.float8.float8_linear import Float8Linear
+
+    layers: dict[object, list[nn.Module]] = {}
+    for layer in model.modules():
+        if isinstance(layer, Float8Linear) and hasattr(layer.weight, "device_mesh"):
+            layers.setdefault(layer.weight.device_mesh, []).append(layer)
+    for of_one_mesh in layers.values():
+        precompute_float8_dynamic_scale_for_fsdp(nn.ModuleList(of_one_mesh))
+
 
 class TransformerEnginePrecision(Float8Precision):
     """Transformer Engine's layers, and its fp8 autocast around the forward."""
