@@ -81,10 +81,7 @@ def replace_linear_layers(model: nn.Module, config: BnbQuantizationConfig, skip:
         model.set_submodule(name, _quantizing(module, config))
         replaced += 1
     if not replaced:
-        _logger.warning(
-            "You are loading your model in 8bit or 4bit but no linear modules were found in your model. "
-            "This can happen for some architectures such as gpt2 that uses Conv1D instead of Linear layers."
-        )
+        _logger.warning("No linear modules were found to quantize. GPT-2, for example, has Conv1D layers instead.")
     return replaced
 
 
@@ -270,10 +267,7 @@ def _require_weights(model: nn.Module, weights_location: str | os.PathLike[str] 
 
 def _quantize_in_place(model: nn.Module, config: BnbQuantizationConfig) -> nn.Module:
     """Convert a model that holds its weights, and move it to the main device, where the new layers quantise."""
-    _logger.warning(
-        "It is not recommended to quantize a loaded model. The model should be instantiated under the "
-        "`init_empty_weights` context manager."
-    )
+    _logger.warning("A loaded model is quantized. Make it under `init_empty_weights()` to save memory.")
     full = config.keep_in_fp32_modules or []
     for name, tensor in list(named_module_tensors(model, recurse=True)):
         if tensor.is_floating_point() and type(tensor).__name__ not in QUANTIZED:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..core.errors import PrepareError
 from ..core.modules import is_wrapper_subclass
@@ -86,8 +87,13 @@ def stored_bytes(tensor: torch.Tensor) -> int:
 
 
 def data_address(tensor: torch.Tensor) -> int:
-    """Where the data of a tensor is. A subclass around other tensors has no address: it is that of its first one."""
-    return next(iter(inner_tensors(tensor).values())).data_ptr()
+    """Where the data of a tensor is. A subclass around other tensors has no address: it is that of its first one.
+
+    A fake tensor and one of the meta device have no data: the identity of their storage stands for its address.
+    """
+    inner = next(iter(inner_tensors(tensor).values()))
+    storage = inner.untyped_storage()
+    return StorageWeakRef(storage).cdata if storage.device.type == "meta" else inner.data_ptr()
 
 
 def describe(tensor: torch.Tensor) -> dict[str, Any]:

@@ -91,8 +91,8 @@ def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
 
         return local.device, storage_ptr(local), storage_size(local)
     storage = local.untyped_storage()
-    # Nothing on the meta device has an address; the identity of the storage object is used instead.
-    where = StorageWeakRef(storage).cdata if local.device.type == "meta" else storage.data_ptr()
+    # Neither the meta device nor a fake tensor has addresses; the identity of the storage object is used instead.
+    where = StorageWeakRef(storage).cdata if storage.device.type == "meta" else storage.data_ptr()
     return local.device, where, storage.nbytes()
 
 

@@ -6,12 +6,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from ..core.imports import is_torch_version
 from . import Internal
 
 STATIC_SHAPES = Internal(
     name="pipeline_static_shapes",
     what="torch.distributed.pipelining: _PipelineSchedule._warmup_p2p and PipelineStage._inference_mode",
-    versions="2.13 and 2.14; earlier versions do not vote",
+    versions="2.13 to 2.14.0; earlier versions do not vote, later ones not in a trace",
     upstream="not reported",
     needed_by="accelerate plan: the estimates of pipelines with other schedules than gpipe",
     without="these layouts have no estimate: before the first batch torch's stages vote, by the value of a tensor, on "
@@ -25,7 +26,7 @@ def skip_vote() -> None:
     # It takes long to import.
     from torch.distributed.pipelining import schedules, stage
 
-    if not STATIC_SHAPES.is_on or not hasattr(schedules._PipelineSchedule, "_warmup_p2p"):
+    if not STATIC_SHAPES.is_on or is_torch_version("<", "2.13") or is_torch_version(">=", "2.14.1"):
         return
 
     def without_vote(self: Any, stages: Iterable[Any], *_: Any) -> None:
