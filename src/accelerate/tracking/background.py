@@ -74,8 +74,7 @@ class BackgroundLog:
                 if tracker not in self._failed:
                     self._failed.add(tracker)
                     logger.error(
-                        "the tracker %s cannot log: %r. The values of this call are lost, later ones are logged if it "
-                        "can; further errors of it are not shown",
+                        "the tracker %s cannot log: %r. These values are lost. Its later errors are not shown",
                         tracker,
                         error,
                     )

@@ -15,3 +15,6 @@ class SwanLabTracker(ImageRunTracker):
     """
 
     name = "swanlab"
+    # It sends values from a thread of its own, and its hooks for errors and Ctrl-C close the run before ours could log
+    # the values that wait in another one.
+    background = False
