@@ -223,7 +223,6 @@ def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     )
     made.add_argument(
         "--library_name",
-        "--library-name",
         choices=LIBRARIES,
         help="Library of the model, if the configuration does not name it.",
     )
@@ -238,7 +237,6 @@ def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     )
     made.add_argument(
         "--trust_remote_code",
-        "--trust-remote-code",
         action="store_true",
         help="Run Python code that is distributed with the model. Use it only for code that you have read.",
     )

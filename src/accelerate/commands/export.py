@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 
 from ..core.errors import CheckpointError, ConfigurationError
 from ..core.files import user_path
@@ -27,13 +28,11 @@ def parser() -> Parser:
     )
     made.add_argument(
         "--merge_adapters",
-        "--merge-adapters",
         action="store_true",
         help="Add the adapters to the base, and write the merged model.",
     )
     made.add_argument(
         "--max_shard_size",
-        "--max-shard-size",
         default="5GB",
         help="Largest size of a file of weights. Default: 5GB.",
     )
@@ -43,6 +42,8 @@ def parser() -> Parser:
 def main(argv: list[str] | None = None) -> None:
     """Entry point of the command. Exits with 2 if the checkpoint cannot be exported so."""
     args = parser().parse_args(argv)
+    # peft calls what transformers has deprecated.
+    warnings.simplefilter("ignore", FutureWarning)
     start = time.perf_counter()
     with exit_on(CheckpointError, ConfigurationError, ImportError, OSError):
         source = user_path(args.checkpoint, "checkpoint")

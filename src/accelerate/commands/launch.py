@@ -73,13 +73,10 @@ def launch_command_parser(
     parser.add_argument(
         "-h", "--help", action=Help, nargs="?", metavar="TOPIC", help="Show the usual options, or those of a topic."
     )
-    parser.add_argument(
-        "--help_all", "--help-all", action=Help, nargs=0, const="all", help="Show the options of all topics."
-    )
+    parser.add_argument("--help_all", action=Help, nargs=0, const="all", help="Show the options of all topics.")
     add_options(parser, GROUPS)
     parser.add_argument(
         "--no_tpu_cluster",
-        "--no-tpu-cluster",
         dest="tpu_use_cluster",
         action="store_const",
         const=False,

@@ -23,13 +23,11 @@ def parser() -> Parser:
     made.add_argument("output_path", help="Folder for the merged weights; it is created if it does not exist.")
     made.add_argument(
         "--unsafe_serialization",
-        "--unsafe-serialization",
         action="store_true",
         help="Write pytorch_model.bin with torch.save instead. This needs memory for the entire model.",
     )
     made.add_argument(
         "--remove_checkpoint_dir",
-        "--remove-checkpoint-dir",
         action="store_true",
         help="Remove checkpoint_directory afterwards. An error if it contains more than the merged shards.",
     )

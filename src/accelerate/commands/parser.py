@@ -101,8 +101,9 @@ class Parser(argparse.ArgumentParser):
         self.color = False  # argparse of Python 3.14 has its own colours
 
     def add_argument(self, *args: Any, **kwargs: Any) -> argparse.Action:
-        """Add an argument, as argparse does, and keep it by its flags."""
-        action = super().add_argument(*args, **kwargs)
+        """Add an argument, as argparse does, and keep it by its flags. A flag may be written with hyphens too."""
+        hyphened = [flag.replace("_", "-") for flag in args if flag.startswith("--") and "_" in flag]
+        action = super().add_argument(*args, *hyphened, **kwargs)
         self.record(action)
         return action
 

@@ -122,10 +122,8 @@ def to_fsdp2_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """Return the parser of `accelerate to-fsdp2`, or add it to `subparsers`."""
     description = "Convert a launch configuration file from FSDP1 to FSDP2, and print each change."
     made = command_parser("to-fsdp2", description, to_fsdp2_command, subparsers)
-    made.add_argument("--config_file", "--config-file", required=True, help="Configuration file to convert.")
-    made.add_argument(
-        "--output_file", "--output-file", help="File to write. With --overwrite the default is the file to convert."
-    )
+    made.add_argument("--config_file", required=True, help="Configuration file to convert.")
+    made.add_argument("--output_file", help="File to write. With --overwrite the default is the file to convert.")
     made.add_argument("--overwrite", action="store_true", help="Overwrite an existing file.")
     return made
 

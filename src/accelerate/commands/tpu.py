@@ -33,15 +33,12 @@ def tpu_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         "the configuration file (tpu_name, tpu_zone, command_file, commands)."
     )
     made = command_parser("tpu-config", description, tpu_command_launcher, subparsers)
-    made.add_argument("--config_file", "--config-file", help="Configuration file to read, instead of the default one.")
-    made.add_argument("--tpu_name", "--tpu-name", help="Name of the TPU.")
-    made.add_argument("--tpu_zone", "--tpu-zone", help="Zone of the TPU.")
-    made.add_argument(
-        "--use_alpha", "--use-alpha", action="store_true", help="Call `gcloud alpha` instead of `gcloud`."
-    )
+    made.add_argument("--config_file", help="Configuration file to read, instead of the default one.")
+    made.add_argument("--tpu_name", help="Name of the TPU.")
+    made.add_argument("--tpu_zone", help="Zone of the TPU.")
+    made.add_argument("--use_alpha", action="store_true", help="Call `gcloud alpha` instead of `gcloud`.")
     made.add_argument(
         "--command_file",
-        "--command-file",
         help="File with one command on each line. Empty lines and lines that begin with # are ignored.",
     )
     made.add_argument(
@@ -52,13 +49,11 @@ def tpu_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     )
     made.add_argument(
         "--install_accelerate",
-        "--install-accelerate",
         action="store_true",
         help="First build a wheel of this installation, copy it to the workers, and install it.",
     )
     made.add_argument(
         "--accelerate_version",
-        "--accelerate-version",
         default="latest",
         help=f"Version to install on the workers: latest (this version) or {__version__}. Default: latest.",
     )

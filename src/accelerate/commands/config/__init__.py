@@ -79,9 +79,9 @@ def parser(action: str | None = None) -> Parser:
     made = Parser(prog=f"accelerate config {action}".removesuffix(" questions"), add_help=False)
     if action is None:
         made.add_argument("action", nargs="?", choices=ACTIONS)
-    made.add_argument("--config_file", "--config-file", default=None)
+    made.add_argument("--config_file", default=None)
     if action in (None, "default"):
-        made.add_argument("--mixed_precision", "--mixed-precision", default="no", choices=PRECISIONS)
+        made.add_argument("--mixed_precision", default="no", choices=PRECISIONS)
     return made
 
 
