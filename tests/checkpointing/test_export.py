@@ -11,6 +11,7 @@ from toys import distance, llama, on_cpu
 
 import accelerate
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+from accelerate.commands.export import main
 
 peft = pytest.importorskip("peft")
 PRELOADED = ("transformers.models.llama.modeling_llama", "transformers.models.mixtral.modeling_mixtral", "peft")
@@ -56,14 +57,21 @@ def test_what_is_read(nproc, layout, tmp_path):
 @on_ranks(2, env=on_cpu())
 @pytest.mark.parametrize("layout", ["fsdp1", "pipeline"])
 def test_layouts_without_whole_tensors(layout, tmp_path):
+    """Checkpoints of them are exported."""
+    torch.set_default_dtype(torch.float64)
     if layout == "fsdp1":
         options = {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=1, use_orig_params=True)}
     else:
         options = {"parallelism_config": ParallelismConfig(pp_size=2)}
-    model = Accelerator(cpu=True, **options).prepare(llama())
-    with pytest.raises(ValueError, match=r"FSDP1, DeepSpeed and pipelines .*get_state_dict\(model\)"):
+    accelerator = Accelerator(cpu=True, **options)
+    model = accelerator.prepare(build("lora"))
+    with pytest.raises(ValueError, match=r"FSDP1, DeepSpeed and pipelines .*accelerate export CHECKPOINT"):
         accelerate.export(model, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+    accelerator.save_state(tmp_path / "checkpoint")
+    if accelerator.is_main_process:
+        assert not (tmp_path / "out").exists()
+        main([str(tmp_path / "checkpoint"), str(tmp_path / "out"), "--merge_adapters"])
+        assert distance(build("lora").merge_and_unload().state_dict(), read(tmp_path / "out").state_dict()) < 1e-12
 
 
 def test_what_is_refused(tmp_path):

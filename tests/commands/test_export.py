@@ -108,7 +108,11 @@ def test_adapters(case, tmp_path, capsys):
         assert distance(*states) == 0
     base(case).save_pretrained(tmp_path / "base")
     export(tmp_path / "checkpoint", tmp_path / "merged", "--base", tmp_path / "base", "--merge-adapters")
-    assert distance(build(case).merge_and_unload().state_dict(), read(tmp_path / "merged")) < 1e-12
+    # With its base, in a file whose tied weights have one name.
+    accelerator.save_state(tmp_path / "entire", layout="compat")
+    export(tmp_path / "entire", tmp_path / "joined", "--merge-adapters")
+    for folder in ("merged", "joined"):
+        assert distance(build(case).merge_and_unload().state_dict(), read(tmp_path / folder)) < 1e-12
 
 
 def test_a_head_that_the_base_does_not_have(tmp_path):
@@ -152,7 +156,7 @@ def project(tmp_path_factory):
 @pytest.mark.parametrize(
     ("words", "facts"),
     [
-        ("nothing out", ["nothing is not a checkpoint"]),
+        ("nothing out", ["nothing does not exist"]),
         (". out", ["is not a checkpoint", "checkpoint_1"]),
         ("two out", ["several models", "two/model_1.safetensors"]),
         ("checkpoint_0 file", ["file", "give a folder"]),
@@ -160,10 +164,11 @@ def project(tmp_path_factory):
         ("checkpoint_0 out --merge_adapters --base other", ["--merge_adapters", "without adapters"]),
         ("checkpoint_0 out --base wide", ["wide", "model.embed_tokens.weight (saved [32, 32], here [32, 64])"]),
         ("checkpoint_1 out --merge_adapters", ["checkpoint_1/adapter", "--base"]),
-        ("checkpoint_1 out --merge_adapters --base ./gone", ["--base ./gone"]),
+        ("checkpoint_1 out --merge_adapters --base ./gone", ["--base ./gone", "no folder"]),
         ("checkpoint_1 out --base other", ["--merge_adapters"]),
         ("checkpoint_1 out --merge_adapters --base other", ["other", "1 of 21 ", "layers.1.mlp.up_proj.weight"]),
-        ("peft out", ["entire model of peft", "accelerate.export"]),
+        ("peft out", ["adapters and their base", "--merge_adapters"]),
+        ("peft out --merge_adapters --base other", ["--base", "adapters and their base"]),
     ],
 )
 def test_what_is_refused(words, facts, project, monkeypatch, capsys):

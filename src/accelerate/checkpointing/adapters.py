@@ -123,14 +123,8 @@ class AdapterModel(PreparedModel):
         return {name: tensors[name] for entries in self.names.values() for name in entries.values()}
 
     def about(self) -> dict[str, Any]:
-        """As of any model, the names of the adapters, the active ones, and the checksums of the base."""
-        model: Any = self.state_template
-        return {
-            **super().about(),
-            "adapters": list(self.names),
-            "active": list(model.active_adapters),
-            "base": dict(self.base),
-        }
+        """As of any model, the names of the adapters, and the checksums of the base."""
+        return {**super().about(), "adapters": list(self.names), "base": dict(self.base)}
 
     def before_load(self) -> None:
         """Compute the checksums of the base, for which ranks communicate."""

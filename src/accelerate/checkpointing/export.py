@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -21,7 +20,7 @@ from ..core.constants import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, SAFE_WE
 from ..core.errors import CheckpointError, ConfigurationError
 from ..core.files import atomic_write, user_path
 from ..core.modules import class_name
-from ..parallel.adapters import is_merged, merged_module, original_module
+from ..parallel.adapters import CONFIG_FILE, is_merged, merged_module, original_module
 from ..parallel.fsdp.state import is_fsdp1
 from ..parallel.fsdp.units import reshard
 from ..parallel.pipeline.stage import StandIn
@@ -36,7 +35,7 @@ from ..torch_internals.module_copies import unsharded_copy
 from .adapters import AdapterModel, save_adapters
 from .blocks import host_view
 from .tensorfile import file_head, widest_first
-from .weights import plan_shards, remove_stale
+from .weights import file_names, plan_shards, remove_stale, write_index
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -100,9 +99,9 @@ def _check(wrapped: nn.Module, model: nn.Module, merge_adapters: bool) -> None:
     )
     if is_fsdp1(wrapped) or incomplete:
         raise ConfigurationError(
-            "export takes models under DDP, FSDP2 and tensor parallelism. Under FSDP1, DeepSpeed and pipelines pass "
-            "what accelerator.get_state_dict(model) returns to the model's own save_pretrained, and give offloaded "
-            "models to accelerator.save_model"
+            "export takes models under DDP, FSDP2 and tensor parallelism. Under FSDP1, DeepSpeed and pipelines call "
+            "accelerator.save_state, and then `accelerate export CHECKPOINT FOLDER`; give offloaded models to "
+            "accelerator.save_model"
         )
     if merge_adapters and not is_peft_model(model):
         raise ConfigurationError(f"export: merge_adapters=True, and this {class_name(model)} is not a model of peft")
@@ -175,19 +174,20 @@ def write_weights(pieces: list[Piece], folder: Path, limit: int, is_writer: bool
         for name, tensor in piece.light.items()
     }
     shards = plan_shards(light, limit)
-    pattern = SAFE_WEIGHTS_PATTERN_NAME
-    files = [pattern.format(suffix=f"-{n:05d}-of-{len(shards):05d}") for n in range(1, len(shards) + 1)]
-    files = [SAFE_WEIGHTS_NAME] if len(shards) == 1 else files
+    files = file_names(SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_PATTERN_NAME, len(shards))
+    contents = {file: {name: light[name] for name in names} for file, names in zip(files, shards, strict=True)}
     error: Exception | None = None
     with ExitStack() as stack:
         places: dict[str, tuple[Any, int]] = {}
         try:
             if is_writer:
                 folder.mkdir(parents=True, exist_ok=True)
-                for file, names in zip(files, shards, strict=True):
-                    places.update(
-                        _open(stack.enter_context(atomic_write(folder / file)), {n: light[n] for n in names})
+                if (folder / CONFIG_FILE).exists():
+                    raise ConfigurationError(
+                        f"{folder} has adapters, which from_pretrained would add: give another folder"
                     )
+                for file, content in contents.items():
+                    places.update(_open(stack.enter_context(atomic_write(folder / file)), content))
         except Exception as caught:
             error = caught
         for piece in pieces:
@@ -206,11 +206,8 @@ def write_weights(pieces: list[Piece], folder: Path, limit: int, is_writer: bool
     if not is_writer:
         return
     if len(shards) > 1:
-        where = {name: file for file, names in zip(files, shards, strict=True) for name in names}
-        total = sum(tensor.numel() * tensor.element_size() for tensor in light.values())
-        with atomic_write(folder / SAFE_WEIGHTS_INDEX_NAME, "w") as index:
-            json.dump({"metadata": {"total_size": total}, "weight_map": where}, index, indent=2, sort_keys=True)
-    remove_stale(folder, SAFE_WEIGHTS_NAME, pattern, SAFE_WEIGHTS_INDEX_NAME, set(files), len(shards) > 1)
+        write_index(folder / SAFE_WEIGHTS_INDEX_NAME, contents)
+    remove_stale(folder, SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_PATTERN_NAME, SAFE_WEIGHTS_INDEX_NAME, set(files))
 
 
 def _open(file: Any, light: dict[str, torch.Tensor]) -> Iterator[tuple[str, tuple[Any, int]]]:

@@ -6,10 +6,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from ..core.files import atomic_write
 from ..core.json_text import JSONObject
 from ..core.safetensors_header import read_header
 from ..parallel.adapters import adapter_folder
+from ..parallel.materialize import complete
 from ..parallel.unwrap import canonical_name
 from ..placement.sizes import convert_file_size_to_int
 from .blocks import BlockIO
@@ -41,6 +43,7 @@ _MODELS = re.compile(
     rf"(?:{SAFE_MODEL_NAME}|{MODEL_NAME}|{FSDP_MODEL_NAME})(?:_(\d+))?\.(?:safetensors|bin)"
     rf"|{FSDP_MODEL_NAME}_(\d+)|adapter(?:_(\d+))?"
 )
+HUB_TIMEOUT = 10.0  # seconds in which the Hub must answer
 _ELSE = "Load it with load_state in the training script, and call accelerate.export(model, folder) there"
 
 
@@ -65,18 +68,30 @@ def export_checkpoint(
         ConfigurationError: the arguments do not go together.
     """
     path, row = _find_model(checkpoint)
+    source = path.parent if path.is_file() or (path.parent / MANIFEST).exists() else path
+    if Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(source)):
+        raise ConfigurationError(f"{folder} is in the checkpoint {source}: give a folder outside of it")
     try:
         limit = convert_file_size_to_int(max_shard_size)
     except ValueError as error:
         raise ConfigurationError(f"--max_shard_size {max_shard_size}: {error}") from None
-    if path.name.startswith("adapter"):
-        return _export_adapters(path, row, folder, base, merge_adapters, limit)
+    is_adapter = path.name.startswith("adapter")
+    pieces = [] if is_adapter else _pieces(path)
     if merge_adapters:
-        raise ConfigurationError(f"--merge_adapters: {path} is a model without adapters. Leave the option out")
-    pieces = _pieces(path)
+        model = _adapted_base(path, row, base) if is_adapter else _saved_model(path, row, pieces, base)
+        model.base_model.set_adapter(row["active"])
+        export(model, folder, merge_adapters=True, max_shard_size=limit)
+        return f"a model with merged adapters ({', '.join(row['active'])})"
+    if is_adapter:
+        if base is not None:
+            raise ConfigurationError(
+                f"--base: {path} has adapters, which are exported without it. Add --merge_adapters to merge them"
+            )
+        _copy_files(path, folder)
+        return "adapters of peft"
     tensors = {name: tensor for piece in pieces for name, tensor in piece.light.items()}
-    if any(name.startswith("base_model.model.") for name in tensors):
-        raise CheckpointError(f"{path} is an entire model of peft, whose base was trained too. {_ELSE}")
+    if _is_of_peft(pieces):
+        raise ConfigurationError(f"{path} has adapters and their base. Add --merge_adapters to export a merged model")
     configs: dict[str, str] = {name: row[name] for name in ("config", "generation_config") if name in row}
     if base is not None:
         configs = _configs_of(base, path, tensors)
@@ -106,7 +121,8 @@ def _find_model(checkpoint: Path) -> tuple[Path, JSONObject]:
         folders = (checkpoint, checkpoints_dir(checkpoint))
         inside = [path for folder in folders for _, path in list_checkpoints(folder)]
         hint = f": give one of those in it, such as {inside[-1]}" if inside else ""
-        raise CheckpointError(f"{checkpoint} is not a checkpoint with a model{hint}")
+        what = "is not a checkpoint with a model" if checkpoint.exists() else "does not exist"
+        raise CheckpointError(f"{checkpoint} {what}{hint}")
     if len(paths) > 1:
         raise CheckpointError(f"{checkpoint} has several models: give one of them, such as {paths[-1]}")
     path = paths[0]
@@ -148,25 +164,39 @@ def _configs_of(base: str, path: Path, tensors: Mapping[str, torch.Tensor]) -> d
     """The texts of the configurations of a model of transformers. Raises CheckpointMismatch if tensors do not fit."""
     import transformers
 
-    with _reading(base):
-        config = transformers.AutoConfig.from_pretrained(base)
+    config = _load(base, transformers.AutoConfig.from_pretrained)
     with torch.device("meta"):
         model = _model_class(config.architectures)(config)
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if differences := compare_names(shapes, model.state_dict(keep_vars=True)):
         raise CheckpointMismatch(f"{path} does not fit the configuration of {base}: {differences}")
     configs = {"config": config.to_json_string()}
-    with contextlib.suppress(OSError):  # not every model has one
-        configs["generation_config"] = transformers.GenerationConfig.from_pretrained(base).to_json_string()
+    with contextlib.suppress(ConfigurationError):  # not every model has one
+        configs["generation_config"] = _load(base, transformers.GenerationConfig.from_pretrained).to_json_string()
     return configs
 
 
-@contextlib.contextmanager
-def _reading(base: str) -> Iterator[None]:
+def _load(base: str, from_pretrained: Callable[..., Any]) -> Any:
+    """What `from_pretrained` reads of a folder or of the Hub's local cache, or else of the Hub if it answers."""
+    import huggingface_hub
+
     try:
-        yield
+        return from_pretrained(base, local_files_only=True)
     except (OSError, ValueError) as error:
-        raise ConfigurationError(f"--base {base} cannot be loaded: {str(error).strip().splitlines()[0]}") from error
+        if Path(base).is_dir():
+            raise ConfigurationError(f"--base {base} cannot be loaded: {_first_line(error)}") from error
+    try:
+        # Without a network, transformers asks for several files several times, which takes minutes.
+        huggingface_hub.model_info(base, timeout=HUB_TIMEOUT)
+        return from_pretrained(base)
+    except Exception as error:
+        raise ConfigurationError(
+            f"--base {base} is no folder, not in the local cache, and not to be had from the Hub: {_first_line(error)}"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _model_class(architectures: list[str] | None) -> Any:
@@ -182,36 +212,58 @@ def _model_class(architectures: list[str] | None) -> Any:
 # --- adapters ------------------------------------------------------------------------------------------------------
 
 
-def _export_adapters(
-    path: Path, row: JSONObject, folder: Path, base: str | None, merge_adapters: bool, limit: int
-) -> str:
-    if not merge_adapters:
-        if base is not None:
-            raise ConfigurationError(
-                f"--base: {path} has adapters, which are exported without it. Add --merge_adapters to merge them"
-            )
-        for source in path.rglob("*.*"):
-            target = folder / source.relative_to(path)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with open(source, "rb") as file, atomic_write(target) as copy:
-                shutil.copyfileobj(file, copy)
-        return "adapters of peft"
+def _is_of_peft(pieces: list[Piece]) -> bool:
+    return any(name.startswith("base_model.model.") for piece in pieces for name in piece.light)
+
+
+def _copy_files(path: Path, folder: Path) -> None:
+    for source in path.rglob("*.*"):
+        target = folder / source.relative_to(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with open(source, "rb") as file, atomic_write(target) as copy:
+            shutil.copyfileobj(file, copy)
+
+
+def _saved_model(path: Path, row: JSONObject, pieces: list[Piece], base: str | None) -> Any:
+    """A model of peft that was saved with its base. Raises CheckpointMismatch if the tensors do not fit it."""
+    if not _is_of_peft(pieces):
+        raise ConfigurationError(f"--merge_adapters: {path} is a model without adapters. Leave the option out")
+    if base is not None:
+        raise ConfigurationError(f"--base: {path} has adapters and their base. Leave the option out")
+    kind, config, _ = _configuration(path, row)
+    import peft
+
+    with torch.device("meta"):
+        model = kind(config)
+        for name, text in row["adapter_configs"].items():
+            adapter = peft.PeftConfig.from_peft_type(**json.loads(text))
+            if isinstance(model, peft.PeftModel):
+                model.add_adapter(name, adapter, autocast_adapter_dtype=False)
+            else:
+                model = peft.get_peft_model(model, adapter, name, autocast_adapter_dtype=False)
+    light = model.state_dict(keep_vars=True)
+    state = {name: tensor for piece in pieces for name, tensor in piece.read(True).items()}
+    if differences := compare_names({name: tuple(tensor.shape) for name, tensor in state.items()}, light):
+        raise CheckpointMismatch(f"{path} does not fit the configurations in its manifest: {differences}")
+    for name, tensor in state.items():
+        if isinstance(light[name], torch.nn.Parameter):
+            # One object for all names of a tied parameter.
+            state[name] = torch.nn.Parameter(tensor, requires_grad=False)
+    model.load_state_dict(complete(state, light), assign=True)
+    return model
+
+
+def _adapted_base(path: Path, row: JSONObject, base: str | None) -> Any:
+    """A base with the adapters of a checkpoint. Raises CheckpointMismatch for another base."""
     if base is None:
         raise ConfigurationError(f"--merge_adapters: give the base of the adapters in {path} (--base NAME_OR_FOLDER)")
-    if "config" not in row:
-        raise CheckpointError(f"{path}: the checkpoint does not have the configuration of the base. {_ELSE}")
+    kind, config, is_quantized = _configuration(path, row)
     import peft
-    import transformers
 
-    transformers.utils.logging.disable_progress_bar()
-    config = json.loads(row["config"])
-    is_quantized = config.pop("quantization_config", None) is not None
     dtypes = Counter(text.split()[0] for text in row["base"].values() if "float" in text)
-    kind = _model_class(config["architectures"])
     dtype = getattr(torch, dtypes.most_common(1)[0][0]) if dtypes else torch.float32
-    with _reading(base):
-        # Maps the files of the base that have this dtype.
-        model = kind.from_pretrained(base, config=kind.config_class.from_dict(config), dtype=dtype)
+    # Maps the files of the base that have this dtype.
+    model = _load(base, functools.partial(kind.from_pretrained, config=config, dtype=dtype))
     _check_base(path, row["base"], model, base, is_quantized)
     for number, name in enumerate(row["adapters"]):
         place = path / adapter_folder(name)
@@ -219,9 +271,22 @@ def _export_adapters(
             model = peft.PeftModel.from_pretrained(model, place, name)
         else:
             model.load_adapter(place, name)
-    model.base_model.set_adapter(row["active"])
-    export(model, folder, merge_adapters=True, max_shard_size=limit)
-    return f"a model with merged adapters ({', '.join(row['active'])})"
+    return model
+
+
+def _configuration(path: Path, row: JSONObject) -> tuple[Any, Any, bool]:
+    """The class of a model's base, its configuration without quantization, and whether it was quantized."""
+    if "config" not in row or "active" not in row:
+        raise CheckpointError(f"{path}: the checkpoint does not have the configuration of the model. {_ELSE}")
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    # It warns of weights that a base does not have, which adapters then have or the checksums show.
+    transformers.utils.logging.set_verbosity_error()
+    config = json.loads(row["config"])
+    is_quantized = config.pop("quantization_config", None) is not None
+    kind = _model_class(config["architectures"])
+    return kind, kind.config_class.from_dict(config), is_quantized
 
 
 def _check_base(path: Path, saved: Mapping[str, str], model: torch.nn.Module, base: str, is_quantized: bool) -> None:

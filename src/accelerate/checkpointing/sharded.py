@@ -457,7 +457,7 @@ def shards_damage(folder: Path) -> Iterator[None]:
         cause = next((failure[0] for failure in failures), error)
         if isinstance(cause, CheckpointError):
             raise cause from error
-        raise CheckpointError(f"the shards in {folder} cannot be read: {str(cause)[:500]}") from error
+        raise CheckpointError(f"the shards in {folder} cannot be read: {str(cause)[:500] or repr(cause)}") from error
 
 
 def read_shards(folder: Path, tensors: Mapping[str, torch.Tensor], strict: bool) -> None:

@@ -85,14 +85,13 @@ def save_model(
         if safe_serialization
         else (WEIGHTS_NAME, WEIGHTS_PATTERN_NAME, WEIGHTS_INDEX_NAME)
     )
-    suffixes = (f"-{number:05d}-of-{len(shards):05d}" for number in range(1, len(shards) + 1))
-    names = [single] if len(shards) == 1 else [pattern.format(suffix=suffix) for suffix in suffixes]
+    names = file_names(single, pattern, len(shards))
     others = [name for name, value in kept.items() if not isinstance(value, torch.Tensor)]
     shards[0] = shards[0] + others
     contents = [{name: kept[name] for name in members} for members in shards]
     files = dict(zip(names, contents, strict=True))
     _write_files(folder, files, aliases, index if len(shards) > 1 else None, safe_serialization)
-    remove_stale(folder, single, pattern, index, set(names), len(shards) > 1)
+    remove_stale(folder, single, pattern, index, set(names))
     logger.info("model weights saved in %s (%d file(s))", folder, len(names))
 
 
@@ -136,11 +135,18 @@ def _write_files(
             path.unlink(missing_ok=True)
         raise
     if index is not None:
-        _write_index(folder / index, files)
+        write_index(folder / index, files)
     fsync_path(folder)
 
 
-def _write_index(path: Path, files: Mapping[str, Mapping[str, object]]) -> None:
+def file_names(single: str, pattern: str, count: int) -> list[str]:
+    """The names of the files of a model's weights: one, or several with numbers."""
+    suffixes = (f"-{number:05d}-of-{count:05d}" for number in range(1, count + 1))
+    return [single] if count == 1 else [pattern.format(suffix=suffix) for suffix in suffixes]
+
+
+def write_index(path: Path, files: Mapping[str, Mapping[str, object]]) -> None:
+    """Write the index of files, {name of a file: {name: tensor}}."""
     total = sum(
         value.numel() * value.element_size()
         for content in files.values()
@@ -153,11 +159,11 @@ def _write_index(path: Path, files: Mapping[str, Mapping[str, object]]) -> None:
         file.write("\n")
 
 
-def remove_stale(folder: Path, single: str, pattern: str, index: str, written: set[str], sharded: bool) -> None:
+def remove_stale(folder: Path, single: str, pattern: str, index: str, written: set[str]) -> None:
     """Remove the files of an earlier save, which readers might take for those that were written."""
     shard = re.compile(re.escape(pattern).replace(re.escape("{suffix}"), r"-\d{5}-of-\d{5}"))
     for entry in folder.iterdir():
-        stale = shard.fullmatch(entry.name) or entry.name == single or (entry.name == index and not sharded)
+        stale = shard.fullmatch(entry.name) or entry.name == single or (entry.name == index and len(written) == 1)
         if stale and entry.name not in written and not entry.is_dir():
             entry.unlink()
 

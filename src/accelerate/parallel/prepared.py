@@ -21,6 +21,7 @@ from ..core.modules import class_name
 from ..precision.base import Precision
 from ..torch_internals.compiled import uncompiled
 from . import methods
+from .adapters import config_text
 from .gradients import GradientReducer
 from .unwrap import canonical_name, extract_model_from_parallel, is_peft_model
 
@@ -173,11 +174,15 @@ class PreparedModel:
     def about(self) -> dict[str, Any]:
         """What a checkpoint's manifest has on the model, as JSON, besides its class.
 
-        Of a model of transformers, the text of its configurations, with which `accelerate export` makes it readable.
+        Of a model of transformers, the text of its configurations, with which `accelerate export` makes it readable;
+        of a model of peft, those of its adapters too.
         """
-        model: Any = self.state_template
-        model = model.get_base_model() if is_peft_model(model) else model
-        texts = {}
+        model: Any = extract_model_from_parallel(self.module, keep_torch_compile=False)
+        texts: dict[str, Any] = {}
+        if is_peft_model(model):
+            texts["adapter_configs"] = {name: config_text(model, name).decode() for name in model.peft_config}
+            texts["active"] = list(model.active_adapters)
+            model = model.get_base_model()
         for name in ("config", "generation_config"):
             config: Any = copy.copy(getattr(model, name, None))
             if callable(getattr(config, "to_json_string", None)):
