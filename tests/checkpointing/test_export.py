@@ -79,6 +79,10 @@ def test_what_is_refused(tmp_path):
     model = accelerator.prepare(llama())
     with pytest.raises(ValueError, match="merge_adapters=True, and this LlamaForCausalLM"):
         accelerate.export(model, tmp_path / "out", merge_adapters=True)
+    prompts = peft.get_peft_model(llama(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    prompts = accelerator.prepare(prompts)
+    with pytest.raises(ValueError, match="has no adapters that can be merged"):
+        accelerate.export(prompts, tmp_path / "out", merge_adapters=True)
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="file; give a folder"):
         accelerate.export(model, tmp_path / "file")

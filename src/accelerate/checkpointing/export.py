@@ -103,8 +103,10 @@ def _check(wrapped: nn.Module, model: nn.Module, merge_adapters: bool) -> None:
             "accelerator.save_state, and then `accelerate export CHECKPOINT FOLDER`; give offloaded models to "
             "accelerator.save_model"
         )
-    if merge_adapters and not is_peft_model(model):
-        raise ConfigurationError(f"export: merge_adapters=True, and this {class_name(model)} is not a model of peft")
+    if merge_adapters and not (is_peft_model(model) and hasattr(model.base_model, "merge_and_unload")):
+        raise ConfigurationError(
+            f"export: merge_adapters=True, and this {class_name(model)} has no adapters that can be merged"
+        )
     if is_peft_model(model) and not merge_adapters:
         return
     quantized = next((name for name, module in model.named_modules() if is_quantized_layer(module)), None)

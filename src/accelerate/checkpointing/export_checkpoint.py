@@ -22,7 +22,7 @@ from ..core.errors import CheckpointError, ConfigurationError
 from ..core.files import atomic_write
 from ..core.json_text import JSONObject
 from ..core.safetensors_header import read_header
-from ..parallel.adapters import adapter_folder
+from ..parallel.adapters import adapter_folder, base_name
 from ..parallel.materialize import complete
 from ..parallel.unwrap import canonical_name
 from ..placement.sizes import convert_file_size_to_int
@@ -79,7 +79,8 @@ def export_checkpoint(
     pieces = [] if is_adapter else _pieces(path)
     if merge_adapters:
         model = _adapted_base(path, row, base) if is_adapter else _saved_model(path, row, pieces, base)
-        model.base_model.set_adapter(row["active"])
+        if list(model.active_adapters) != row["active"]:
+            model.base_model.set_adapter(row["active"])
         export(model, folder, merge_adapters=True, max_shard_size=limit)
         return f"a model with merged adapters ({', '.join(row['active'])})"
     if is_adapter:
@@ -90,7 +91,7 @@ def export_checkpoint(
         _copy_files(path, folder)
         return "adapters of peft"
     tensors = {name: tensor for piece in pieces for name, tensor in piece.light.items()}
-    if _is_of_peft(pieces):
+    if _is_of_peft(row, pieces):
         raise ConfigurationError(f"{path} has adapters and their base. Add --merge_adapters to export a merged model")
     configs: dict[str, str] = {name: row[name] for name in ("config", "generation_config") if name in row}
     if base is not None:
@@ -212,8 +213,9 @@ def _model_class(architectures: list[str] | None) -> Any:
 # --- adapters ------------------------------------------------------------------------------------------------------
 
 
-def _is_of_peft(pieces: list[Piece]) -> bool:
-    return any(name.startswith("base_model.model.") for piece in pieces for name in piece.light)
+def _is_of_peft(row: JSONObject, pieces: list[Piece]) -> bool:
+    names = (name for piece in pieces for name in piece.light)
+    return "adapter_configs" in row or any(name.startswith("base_model.model.") for name in names)
 
 
 def _copy_files(path: Path, folder: Path) -> None:
@@ -226,31 +228,45 @@ def _copy_files(path: Path, folder: Path) -> None:
 
 def _saved_model(path: Path, row: JSONObject, pieces: list[Piece], base: str | None) -> Any:
     """A model of peft that was saved with its base. Raises CheckpointMismatch if the tensors do not fit it."""
-    if not _is_of_peft(pieces):
+    if not _is_of_peft(row, pieces):
         raise ConfigurationError(f"--merge_adapters: {path} is a model without adapters. Leave the option out")
     if base is not None:
         raise ConfigurationError(f"--base: {path} has adapters and their base. Leave the option out")
-    kind, config, _ = _configuration(path, row)
+    kind, config, is_quantized = _configuration(path, row)
+    if is_quantized:
+        raise ConfigurationError(f"--merge_adapters: the base in {path} is quantized. {_ELSE}, without merging")
     import peft
 
+    state = {name: tensor for piece in pieces for name, tensor in piece.read(True).items()}
     with torch.device("meta"):
         model = kind(config)
-        for name, text in row["adapter_configs"].items():
-            adapter = peft.PeftConfig.from_peft_type(**json.loads(text))
-            if isinstance(model, peft.PeftModel):
-                model.add_adapter(name, adapter, autocast_adapter_dtype=False)
-            else:
-                model = peft.get_peft_model(model, adapter, name, autocast_adapter_dtype=False)
-    light = model.state_dict(keep_vars=True)
-    state = {name: tensor for piece in pieces for name, tensor in piece.read(True).items()}
-    if differences := compare_names({name: tuple(tensor.shape) for name, tensor in state.items()}, light):
+    # Layers of adapters compute buffers of the base's weights.
+    _assign(model, {base_name(name): tensor for name, tensor in state.items()})
+    for name, text in row["adapter_configs"].items():
+        # Without the name of its base, of which peft would warn: this one has none.
+        adapter = peft.PeftConfig.from_peft_type(**{**json.loads(text), "base_model_name_or_path": None})
+        if isinstance(model, peft.PeftModel):
+            model.add_adapter(name, adapter, autocast_adapter_dtype=False)
+        else:
+            model = peft.get_peft_model(model, adapter, name, autocast_adapter_dtype=False)
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    if differences := compare_names(shapes, model.state_dict(keep_vars=True)):
         raise CheckpointMismatch(f"{path} does not fit the configurations in its manifest: {differences}")
-    for name, tensor in state.items():
-        if isinstance(light[name], torch.nn.Parameter):
-            # One object for all names of a tied parameter.
-            state[name] = torch.nn.Parameter(tensor, requires_grad=False)
-    model.load_state_dict(complete(state, light), assign=True)
+    _assign(model, state)
     return model
+
+
+def _assign(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+    """Give a model the tensors that fit, without copies. All names of a tied parameter get one object."""
+    light = model.state_dict(keep_vars=True)
+    fitting = {
+        name: torch.nn.Parameter(tensor, requires_grad=False)
+        if isinstance(light[name], torch.nn.Parameter)
+        else tensor
+        for name, tensor in state.items()
+        if name in light and light[name].shape == tensor.shape
+    }
+    model.load_state_dict(complete(fitting, light), strict=False, assign=True)
 
 
 def _adapted_base(path: Path, row: JSONObject, base: str | None) -> Any:
@@ -295,11 +311,12 @@ def _check_base(path: Path, saved: Mapping[str, str], model: torch.nn.Module, ba
     Those that were quantized cannot be compared.
     """
     present = checksums(dict(model.named_parameters()))
-    if is_quantized:
-        saved = {
-            name: text for name, text in saved.items() if text.split("]")[0] == present.get(name, "").split("]")[0]
-        }
-    wrong = list(differing(saved, {name: present[name] for name in saved if name in present}))
+    saved = {
+        name: text
+        for name, text in saved.items()
+        if name in present and (not is_quantized or text.split("]")[0] == present[name].split("]")[0])
+    }
+    wrong = list(differing(saved, {name: present[name] for name in saved}))
     if wrong:
         raise CheckpointMismatch(
             f"{base} is not the base of the adapters in {path}: {len(wrong)} of {len(saved)} tensors differ, such as "

@@ -38,8 +38,7 @@ def unsharded_copy(module: nn.Module, device: torch.device, fill: bool = False) 
         if tensor is None:
             return None
         made = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-        # A model that was built for a checkpoint has no values of buffers that are not saved.
-        if fill and not tensor.is_meta:
+        if fill:
             made.copy_(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
         return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
