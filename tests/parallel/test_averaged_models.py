@@ -273,6 +273,8 @@ def test_what_is_refused(tmp_path):
     with average.applied():
         with pytest.raises(CheckpointError, match="save_state inside"):
             run.save_state(str(tmp_path / "state"))
+        with pytest.raises(CheckpointError, match="load_state inside"):
+            run.load_state(str(tmp_path / "without"))
         with pytest.raises(PrepareError, match="applied"), average.applied():
             pass
         run.backward(model(torch.ones(2, 4)).sum())

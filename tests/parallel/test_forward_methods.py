@@ -35,6 +35,9 @@ class Net(nn.Module):
             x = self(x) * self.scale + self.body(x)
         return {"code": self.head(x)}
 
+    def decode(self, x):
+        return self.head(x) @ self.body[2].weight
+
     def describe(self):
         return f"{len(list(self.parameters()))} parameters"
 
@@ -146,6 +149,10 @@ def test_what_is_not_registered_and_what_is_not_there():
     run = Accelerator(cpu=True, **LAYOUTS["fsdp2"]())
     with pytest.raises(PrepareError, match=r"forward_methods has 'encod', and Net .*encode"):
         run.prepare(make()[0], forward_methods=["encod"])
+    with pytest.raises(PrepareError, match="forward_methods has 'head'"):
+        run.prepare(make()[0], forward_methods=["head"])
+    with pytest.raises(PrepareError, match=r"Net\.decode .* a module inside"):
+        run.prepare(make()[0], forward_methods=["decode"]).decode(torch.ones(2, 4))
     with pytest.raises(PrepareError, match=r"forward_methods .*no model"):
         run.prepare(make()[1], forward_methods=["encode"])
     model, _ = run.prepare(*make())

@@ -7,6 +7,7 @@ The shards are safetensors files. Other values are in a JSON document next to th
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -17,8 +18,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -351,15 +352,30 @@ def write_shards(
         save_entries(state, writer, group, error)
 
 
-class _FailedPlanner(dcp.DefaultSavePlanner):
-    """The part of a rank that has failed before: torch raises its error on all ranks, which wait for its plan."""
+class _Planner(dcp.DefaultSavePlanner):
+    """Writes plain tensors of the lowest rank that has them: buffers, as of batch norm, differ between ranks.
 
-    def __init__(self, error: BaseException) -> None:
+    Args:
+        error: of this rank, which has failed before. torch raises it on all ranks, which wait for its plan.
+    """
+
+    def __init__(self, error: BaseException | None) -> None:
         super().__init__()
         self.error = error
 
     def create_local_plan(self) -> SavePlan:
-        raise self.error
+        if self.error is not None:
+            raise self.error
+        return super().create_local_plan()
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        written: set[MetadataIndex] = set()
+        plans = []
+        for plan in all_plans:
+            items = [item for item in plan.items if item.type is WriteItemType.SHARD or item.index not in written]
+            written.update(item.index for item in items)
+            plans.append(dataclasses.replace(plan, items=items))
+        return super().create_global_plan(plans)
 
 
 class PeerError(CheckpointError):
@@ -377,9 +393,8 @@ def save_entries(
     Raises PeerError where only other ranks have failed. A rank that has failed raises its own error.
     """
     distributed = dist.is_initialized()
-    planner = None if error is None else _FailedPlanner(error)
     try:
-        dcp.save(state, storage_writer=writer, planner=planner, process_group=group, no_dist=not distributed)
+        dcp.save(state, storage_writer=writer, planner=_Planner(error), process_group=group, no_dist=not distributed)
     except CheckpointException as failed:
         # torch raises the errors of all ranks on all of them, as a BaseException whose text is their tracebacks.
         own = failed.failures.get(dist.get_rank() if distributed else 0)

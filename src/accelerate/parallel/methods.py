@@ -17,6 +17,7 @@ from ..core.errors import PrepareError, suggestion
 from ..core.modules import class_name
 from .unwrap import is_peft_model
 
+_MIXED = "mixed torch.Tensor and DTensor"  # in torch's error about a parameter that is not gathered
 # Models with FSDP2 units of which such a method runs: its forwards leave the outermost unit gathered.
 running: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -25,7 +26,8 @@ def check_names(models: Iterable[nn.Module], names: Iterable[str]) -> None:
     """Raise PrepareError for a name in `forward_methods` that is a method of none of the models."""
     models = list(models)
     for name in names:
-        if any(callable(getattr(model, name, None)) for model in models):
+        attributes = [getattr(model, name, None) for model in models]
+        if any(callable(attribute) and not isinstance(attribute, nn.Module) for attribute in attributes):
             continue
         if not models:
             raise PrepareError("forward_methods is given, and no model to prepare")
@@ -99,6 +101,13 @@ def gather_for(model: nn.Module, name: str) -> None:
         try:
             output = gathered(self, *args, **kwargs)
             return output
+        except RuntimeError as error:
+            if _MIXED not in str(error):
+                raise
+            raise PrepareError(
+                f"{class_name(self)}.{name} computes with parameters of a module inside that FSDP2 shards by itself. "
+                "Call that module, or have the fsdp_plugin's auto_wrap_policy leave it to the outermost unit"
+            ) from error
         finally:
             running.discard(self)
             if not any(tensor.requires_grad for tensor in trees.leaves(output)):
@@ -121,7 +130,7 @@ def _explaining(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return method(self, *args, **kwargs)
         except RuntimeError as error:
-            if "mixed torch.Tensor and DTensor" not in str(error):
+            if _MIXED not in str(error):
                 raise
             raise PrepareError(
                 f"{class_name(self)}.{name} computes with parameters of which this process has a shard: FSDP2 gathers "

@@ -97,6 +97,13 @@ class AveragedWeights(RunObserver):
                 "after the block, which saves both; save_model saves the averages alone"
             )
 
+    def loaded(self, path: str, step: int, seconds: float) -> None:
+        """Refuse a load whose weights the block would replace."""
+        if self._is_applied:
+            raise CheckpointError(
+                "load_state inside of average.applied(): at its end the model gets its former weights"
+            )
+
     def released(self) -> None:
         """Free the averages."""
         self._weights, self._averages = [], []
@@ -124,7 +131,7 @@ class AveragedWeights(RunObserver):
 
         Raises:
             PrepareError: in the block an optimizer steps, or the block is entered again.
-            CheckpointError: in the block `save_state` is called.
+            CheckpointError: in the block `save_state` or `load_state` is called.
         """
         if self._is_applied:
             raise PrepareError("average.applied() inside of average.applied(): the model has the averages already")

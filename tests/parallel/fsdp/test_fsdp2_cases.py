@@ -367,6 +367,20 @@ def test_a_layer_of_two_models(options, calls):
 
 
 @on_ranks(2)
+def test_a_checkpoint_has_the_buffers_of_rank_0(tmp_path):
+    """Ranks have other statistics, and torch's writer takes those of any rank."""
+    run = Accelerator(cpu=True, fsdp_plugin=Plugin(fsdp_version=2))
+    model = run.prepare(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.BatchNorm1d(6)))
+    model(torch.randn(8, 4, generator=torch.Generator().manual_seed(run.process_index)))
+    saved = {name: value.clone() for name, value in run.get_state_dict(model).items()}
+    run.save_state(str(tmp_path))
+    run.load_state(str(tmp_path))
+    loaded = dict(run.get_state_dict(model))
+    if run.is_main_process:
+        torch.testing.assert_close(loaded, saved, rtol=0, atol=0)
+
+
+@on_ranks(2)
 def test_a_replaced_is_fsdp2_is_reported():
     with patch.object(AcceleratorState, "is_fsdp2", True), patch("accelerate.run.resolve.get_logger") as get_logger:
         Accelerator(cpu=True, fsdp_plugin=Plugin(fsdp_version=2))
