@@ -183,7 +183,8 @@ def test_compiled_by_regions():
         "head",
     ]
     torch.testing.assert_close(found[: len(found) // 2], found[len(found) // 2 :], rtol=0, atol=1e-5)
-    assert found[-1] < found[0] and graphs == [0] * 4 + [2] * 4, graphs
+    # torch 2.14 counts what is compiled outside of the blocks: embedding, norm and head.
+    assert found[-1] < found[0] and graphs[:4] == [0] * 4 and graphs[4:] in ([2] * 4, [5] * 4), graphs
 
 
 @on_ranks(2, thorough=[1])
