@@ -29,6 +29,7 @@ from accelerate import (
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState
 from accelerate.utils import (
+    AORecipeKwargs,
     DistributedDataParallelKwargs,
     OptimizerOffloadKwargs,
     broadcast_object_list,
@@ -49,7 +50,8 @@ RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1
 EPOCHS, BATCH, CLIP = 2, 8, 0.5
 # Adam makes steps of 0.01 in the direction of rounding errors, and the scaler of fp16 leaves out the first steps.
 LOW = 0.2
-torch.set_default_dtype(torch.float32 if "16" in sys.argv[2] and "hook" not in sys.argv[2] else torch.float64)
+IS_LOW = ("16" in sys.argv[2] and "hook" not in sys.argv[2]) or "fp8" in sys.argv[2]
+torch.set_default_dtype(torch.float32 if IS_LOW else torch.float64)
 torch.manual_seed(0)
 DATA = [(torch.randn(8), torch.randn(1)) for _ in range(32)]
 
@@ -144,6 +146,17 @@ def fsdp(**options):
         transformer_cls_names_to_wrap=["Block"],
         **options,
     )
+
+
+def fp8(**options):
+    """Emulated float8, in which weights are gathered too."""
+    from torchao.float8 import Float8LinearConfig
+
+    config = Float8LinearConfig(emulate=True, enable_fsdp_float8_all_gather=True)
+    train(
+        mixed_precision="fp8", tolerance=LOW, kwargs_handlers=[AORecipeKwargs(config=config)],
+        fsdp_plugin=fsdp(**options),
+    )  # fmt: skip
 
 
 def resume():
@@ -368,6 +381,8 @@ CASES = {
     "fsdp2, fp16": lambda: train(mixed_precision="fp16", tolerance=LOW, fsdp_plugin=fsdp()),
     "fsdp2": lambda: train(fsdp_plugin=fsdp()),
     "fsdp2, bf16": lambda: train(mixed_precision="bf16", tolerance=LOW, fsdp_plugin=fsdp()),
+    "fsdp2, fp8": fp8,
+    "fsdp2, fp8, from rank 0": lambda: fp8(cpu_ram_efficient_loading=True),
     "fsdp2, offloaded": lambda: train(fsdp_plugin=fsdp(cpu_offload=True)),
     "fsdp2, offloaded, sharded": lambda: train(
         fsdp_plugin=fsdp(cpu_offload=True, state_dict_type="SHARDED_STATE_DICT")

@@ -51,7 +51,7 @@ TWO += [
     "sp",
 ]
 SHARDED = ["fsdp2", "fsdp2, bf16", "fsdp2, offloaded", "fsdp2, offloaded, sharded"]
-SHARDED += ["fsdp2, recomputed", "fsdp2, from rank 0", "fsdp2, fp16"]
+SHARDED += ["fsdp2, recomputed", "fsdp2, from rank 0", "fsdp2, fp16", "fsdp2, fp8", "fsdp2, fp8, from rank 0"]
 FOUR = ["no", "tp", "pp", "hsdp", "fsdp x tp", "pp x fsdp", "pp x tp", "cp x fsdp", "cp x tp"]
 RUNS = (
     [(1, case) for case in [*ONE, "placement"]] + [(2, case) for case in TWO + SHARDED] + [(4, case) for case in FOUR]

@@ -73,9 +73,7 @@ def make_equal(tensors: Iterable[torch.Tensor], device: torch.device, group: dis
     DTensors are skipped: their shards differ, and have been filled already.
     """
     locals_: list[torch.Tensor] = []
-    for tensor in tensors:
-        if isinstance(tensor, DTensor):
-            continue
+    for tensor in (t for t in tensors if not isinstance(t, DTensor)):
         if tensor.device != device:
             replace_data(tensor, tensor.detach().to(device))
         # Pieces of quantized weights are sent as bytes: gloo has no messages in float8.
@@ -166,7 +164,8 @@ def replace_tensors(model: nn.Module, change: Callable[[torch.Tensor], torch.Ten
             now = change(tensor)
             if now is not tensor and isinstance(tensor, nn.Parameter):
                 now = nn.Parameter(now, requires_grad=tensor.requires_grad)
-                now.__dict__.update(tensor.__dict__)
+                # The attributes of a tensor subclass are its data, which stays that of the new one.
+                now.__dict__.update({**tensor.__dict__, **now.__dict__})
             seen[id(tensor)] = now
         return seen[id(tensor)]
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from ..config import checks
 from ..core.errors import ConfigurationError, PrepareError
+from ..core.modules import replace_data
 from ..core.trees import convert_to_fp32
 
 # Pattern of module names -> what these modules compute in. The first pattern that matches a name counts.
@@ -78,10 +79,9 @@ def find_regions(model: nn.Module, policy: PrecisionPolicy) -> dict[nn.Module, t
 def computing_in(dtype: torch.dtype, device_type: str, module: nn.Module, forward: Any) -> Any:
     """A module's forward in a dtype; in fp32 its inputs, parameters and buffers of half precision are cast."""
     is_wide = dtype is torch.float32
-    if is_wide:
-        for tensor in (*module.parameters(), *module.buffers()):
-            if tensor.dtype in (torch.float16, torch.bfloat16):
-                tensor.data = tensor.data.float()
+    for tensor in (*module.parameters(), *module.buffers()) if is_wide else ():
+        if tensor.dtype in (torch.float16, torch.bfloat16):
+            replace_data(tensor, tensor.detach().float())
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:

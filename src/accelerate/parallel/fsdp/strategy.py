@@ -20,6 +20,7 @@ from ...collectives import transport
 from ...config.fsdp import FullyShardedDataParallelPlugin
 from ...core.devices import kind_of
 from ...core.errors import ConfigurationError, PrepareError
+from ...core.modules import replace_data
 from ...parallelism_config import ParallelismConfig
 from ...placement.subclasses import is_quantized_layer
 from ...precision.base import Precision
@@ -182,7 +183,7 @@ def shard_model(
     for parameter in model.parameters():
         if parameter not in ignored and not isinstance(parameter, DTensor) and not parameter.is_contiguous():
             # `fully_shard` refuses another layout in memory, as of a transposed weight.
-            parameter.data = parameter.data.contiguous()
+            replace_data(parameter, parameter.detach().contiguous())
     rare_units = units_of_rare_dtypes(model, units, ignored)
 
     # Their values, where only some ranks have them. Parameters and layers that follow are other objects.
