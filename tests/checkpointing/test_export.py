@@ -28,10 +28,14 @@ def read(folder):
 @on_ranks(2, env=on_cpu())
 @pytest.mark.parametrize("layout", ["ddp", "fsdp", "tp"])
 def test_what_is_read(nproc, layout, tmp_path):
+    check_what_is_read(layout, nproc, tmp_path)
+
+
+def check_what_is_read(layout, nproc, tmp_path):
     """Merged models have the values of peft's own merge. The model itself computes as before."""
     torch.set_default_dtype(torch.float64)
     accelerator = Accelerator(cpu=True, **arguments(layout, nproc)[0])
-    for case in [case for case in CASES if layout != "tp" or case not in ("dora", "experts")]:
+    for case in [case for case in CASES if "tp" not in layout or case not in ("dora", "experts")]:
         model = accelerator.prepare(build(case))
         before = model(**BATCH).logits
         accelerate.export(model, tmp_path / case / "merged", merge_adapters=True, max_shard_size="20KB")
@@ -52,6 +56,12 @@ def test_what_is_read(nproc, layout, tmp_path):
     accelerate.export(model, tmp_path / "plain")
     if accelerator.is_main_process:
         assert distance(llama(tie_word_embeddings=True).state_dict(), read(tmp_path / "plain").state_dict()) == 0
+
+
+@pytest.mark.thorough
+@on_ranks(4, env=on_cpu())
+def test_what_is_read_after_fsdp2_with_tensor_parallelism(tmp_path):
+    check_what_is_read("fsdp tp", 4, tmp_path)
 
 
 @on_ranks(2, env=on_cpu())
