@@ -59,14 +59,14 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     return True
 
 
-@pytest.fixture(scope="module", autouse=True)
-def no_state_of_other_modules() -> None:
-    """Reset the process-wide state, so that no module of tests depends on the order of modules."""
+@pytest.fixture(autouse=True)
+def no_state_of_other_tests() -> None:
+    """Reset the process-wide state, so that no test depends on the order of tests."""
     # A module that is not imported has no state; importing it here would import torch.
-    if state := sys.modules.get("accelerate.state"):
-        state.AcceleratorState._reset_state(reset_partial_state=True)
-    if gradients := sys.modules.get("accelerate.gradient_state"):
-        gradients.GradientState._reset_state()
+    if "accelerate.state" in sys.modules:
+        from states import reset_states
+
+        reset_states()
 
 
 @pytest.fixture(scope="session")

@@ -7,19 +7,17 @@ import pickle
 import pytest
 import torch
 from safetensors.torch import load_file
+from states import reset_states
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator, cpu_offload, find_executable_batch_size
 from accelerate.core.errors import PrepareError
-from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import set_seed
 
 
 @pytest.fixture
 def accelerator():
-    yield Accelerator(cpu=True)
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    return Accelerator(cpu=True)
 
 
 def test_order_and_unknown_objects(accelerator):
@@ -99,7 +97,7 @@ def test_the_named_numbers():
     """Eight samples, weight from zero: one step of the mean gradient, with and without accumulation."""
     x = torch.arange(1.0, 9.0)
     for steps in (1, 4):
-        GradientState._reset_state()
+        reset_states()
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
         model = torch.nn.Linear(1, 1, bias=False)
         torch.nn.init.zeros_(model.weight)
@@ -111,14 +109,11 @@ def test_the_named_numbers():
                 optimizer.step()
                 optimizer.zero_grad()
         assert model.weight.item() == pytest.approx(2.04, abs=1e-6)
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_tokens_count_alike(by_hand):
     """Sequences 1..i for i in 1..8, odd tokens of class 1: sums scaled by hand, and means with `num_items`."""
-    GradientState._reset_state()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=8)
     torch.manual_seed(0)
     model = torch.nn.Linear(1, 2, bias=False)
@@ -137,12 +132,9 @@ def test_tokens_count_alike(by_hand):
             optimizer.step()
             optimizer.zero_grad()
     assert model.weight.flatten().tolist() == pytest.approx([0.0953, 0.4337], abs=1e-4)
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 def test_a_window_without_items_has_no_gradient(caplog):
-    GradientState._reset_state()
     accelerator = Accelerator(cpu=True)
     model = torch.nn.Linear(1, 2, bias=False)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.08))
@@ -152,8 +144,6 @@ def test_a_window_without_items_has_no_gradient(caplog):
     accelerator.backward(loss, num_items=0)
     optimizer.step()
     assert torch.equal(model.weight, before) and not caplog.records
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 @pytest.mark.parametrize("value", [3, None, "x"], ids=repr)

@@ -7,13 +7,12 @@ import pytest
 from ranks import run_ranks
 
 from accelerate.logging import get_logger
-from accelerate.state import AcceleratorState, PartialState
+from accelerate.state import PartialState
 
 
 @pytest.fixture
 def state():
-    yield PartialState(cpu=True)
-    AcceleratorState._reset_state(reset_partial_state=True)
+    return PartialState(cpu=True)
 
 
 def test_it_names_rank_and_caller(state, caplog):
@@ -80,6 +79,5 @@ def test_a_requested_level_is_shown_without_a_handler_and_once_with_one():
 
 
 def test_a_state_is_needed():
-    AcceleratorState._reset_state(reset_partial_state=True)
     with pytest.raises(RuntimeError, match="initialize the accelerate state"):
         get_logger("early").info("too early")

@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from rank_pool import on_ranks
+from states import reset_states
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, default_collate, get_worker_info
 
 from accelerate import Accelerator, DataLoaderConfiguration, skip_first_batches
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import set_seed
 
 ROWS, EPOCHS = 48, 2
@@ -84,8 +84,7 @@ SCRIPTS = {
 
 def train(folder, script, stop=None, resume=None, **configuration):
     """The script: two epochs, from a checkpoint or until one. Returns its weights."""
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
+    reset_states()
     options = DataLoaderConfiguration(**configuration)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, dataloader_config=options)
     set_seed(42 if resume is None else 43)

@@ -8,15 +8,12 @@ import torch
 
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.state import AcceleratorState, GradientState
+from accelerate.state import AcceleratorState
 
 
 @pytest.fixture(autouse=True)
 def fresh_state():
     AcceleratorState(cpu=True)
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 def pair(processes=1, make=None, **options):

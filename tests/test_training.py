@@ -4,13 +4,14 @@
 import pytest
 import torch
 from rank_pool import on_ranks
+from states import reset_states
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator, DistributedDataParallelKwargs, GradScalerKwargs
 from accelerate.core.errors import AccelerateError, PrepareError
 from accelerate.local_sgd import LocalSGD
 from accelerate.parallel.ddp.model import replica_of
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.state import PartialState
 from accelerate.utils import DDPCommunicationHookType as Hook
 from accelerate.utils import GradientAccumulationPlugin
 
@@ -22,8 +23,7 @@ def world():
 
 
 def fresh(**options):
-    AcceleratorState._reset_state()
-    GradientState._reset_state()
+    reset_states()
     return Accelerator(**options)
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,14 +10,6 @@ import pytest
 import torch
 
 from accelerate.checkpointing import PreparedModel, PreparedOptimizer, RunState
-from accelerate.state import AcceleratorState, GradientState
-
-
-@pytest.fixture(autouse=True)
-def fresh_state() -> Iterator[None]:
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 @dataclass(frozen=True)

@@ -5,18 +5,18 @@ from __future__ import annotations
 
 import pytest
 import torch
+from states import reset_states
 from torch.utils.data import DataLoader
 
 from accelerate import Accelerator
 from accelerate.checkpointing import CheckpointMismatch
-from accelerate.state import AcceleratorState
 
 ROWS = torch.randn(24, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
 
 
 class Run:
     def __init__(self, batch_size=2, accumulate=1, schedule=None, **options):
-        AcceleratorState._reset_state(True)
+        reset_states()
         torch.manual_seed(1)
         self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
         model = torch.nn.Linear(3, 1).double()

@@ -9,23 +9,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from states import reset_states
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator
 from accelerate.checkpointing.manifest import read_manifest
 from accelerate.core.errors import ConfigurationError
-from accelerate.state import AcceleratorState
 from accelerate.tracking import GeneralTracker
 from accelerate.utils import ProjectConfiguration, set_seed
 
 
 @pytest.fixture(autouse=True)
 def fresh_state():
-    AcceleratorState._reset_state(True)
     former = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, former)
-    AcceleratorState._reset_state(True)
 
 
 class Steps:
@@ -44,7 +42,7 @@ class Run:
     """A small run: `batch` trains on one; at batch number `stop_at` of this process it is told to stop."""
 
     def __init__(self, folder, stop_at=None, **options):
-        AcceleratorState._reset_state(True)
+        reset_states()
         set_seed(3)
         project = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True, total_limit=2)
         self.accelerator = Accelerator(cpu=True, project_config=project, **options)
@@ -183,10 +181,10 @@ def test_a_save_before_the_first_pass_is_one_of_the_resumed_run(tmp_path):
 def test_what_cannot_work_is_said_at_once(tmp_path):
     with pytest.raises(ConfigurationError, match="resume='always': it is 'auto'"):
         Run(tmp_path, resume="always")
-    AcceleratorState._reset_state(True)
+    reset_states()
     with pytest.raises(ConfigurationError, match=r"resume='auto'\) needs a folder"):
         Accelerator(cpu=True, resume="auto")
-    AcceleratorState._reset_state(True)
+    reset_states()
     unnamed = Accelerator(cpu=True, project_dir=str(tmp_path))
     with pytest.raises(ConfigurationError, match="automatic_checkpoint_naming=True"):
         unnamed.resume()

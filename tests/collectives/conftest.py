@@ -3,11 +3,9 @@
 
 import pytest
 
-from accelerate.state import AcceleratorState, PartialState
+from accelerate.state import PartialState
 
 
 @pytest.fixture(autouse=True)
 def alone():
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield PartialState(cpu=True)
-    AcceleratorState._reset_state(reset_partial_state=True)
+    return PartialState(cpu=True)

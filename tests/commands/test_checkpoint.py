@@ -7,23 +7,18 @@ import torch
 from accelerate import Accelerator
 from accelerate.checkpointing.layout import set_aside
 from accelerate.commands.checkpoint import main
-from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import ProjectConfiguration
 
 
 @pytest.fixture
 def project(tmp_path):
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
     accelerator = Accelerator(
         cpu=True, project_config=ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
     )
     accelerator.prepare(torch.nn.Linear(3, 3))
     for _ in range(2):
         accelerator.save_state()
-    yield tmp_path
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    return tmp_path
 
 
 def run(*arguments):

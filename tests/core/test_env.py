@@ -68,10 +68,9 @@ def test_a_misspelt_variable_is_reported_with_the_nearest_one_on_rank_0(monkeypa
 
 def test_the_state_and_the_launcher_check(monkeypatch):
     from accelerate.config.launch_settings import resolve_settings
-    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.state import PartialState
 
     monkeypatch.setenv("MASTER_PORT", "xyz")
-    AcceleratorState._reset_state(True)
     with pytest.raises(ConfigurationError, match="MASTER_PORT"):
         PartialState(cpu=True)
     with pytest.raises(ConfigurationError, match="MASTER_PORT"):

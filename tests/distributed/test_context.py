@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from states import reset_states
 
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.state import PartialState
 
 sys.path.append(str(Path(__file__).parent / "workers"))
 
@@ -27,8 +28,7 @@ def train(folder, name, saves=True, resume=None):
     # Trainer saves shards of a model only where FSDP is requested.
     sharded = {"fsdp": True, "fsdp_config": {"version": 2}} if saves else {}
     alone = PartialState(cpu=True).num_processes == 1
-    AcceleratorState._reset_state()
-    GradientState._reset_state()
+    reset_states()
     transformers.set_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,

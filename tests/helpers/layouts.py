@@ -1,19 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments of `Accelerator` that select a layout."""
+"""Arguments of `Accelerator` that select a layout, and the comparison of what was trained in it."""
 
+import torch
+
+from accelerate.config.parallel import TorchTensorParallelConfig
+from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import FullyShardedDataParallelPlugin
+
+
+def units_of(*classes, version=2, **options):
+    """The plugin for FSDP whose units are the modules of classes with these names."""
+    return FullyShardedDataParallelPlugin(
+        fsdp_version=version,
+        auto_wrap_policy="TRANSFORMER_BASED_WRAP",
+        transformer_cls_names_to_wrap=list(classes),
+        **options,
+    )
 
 
 def sharded(version, **options):
     """FSDP of this version, whose units are the `Sequential` modules."""
-    return {
-        "fsdp_plugin": FullyShardedDataParallelPlugin(
-            fsdp_version=version,
-            auto_wrap_policy="TRANSFORMER_BASED_WRAP",
-            transformer_cls_names_to_wrap=["Sequential"],
-            **options,
-        )
-    }
+    return {"fsdp_plugin": units_of("Sequential", version=version, **options)}
 
 
 def sharded_by_size(version, **options):
@@ -23,3 +30,16 @@ def sharded_by_size(version, **options):
             fsdp_version=version, auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=10, **options
         )
     }
+
+
+def sized(plan=None, **sizes):
+    """A layout of these sizes; `plan` has the styles of modules under tensor parallelism."""
+    handler = None if plan is None else TorchTensorParallelConfig(plan=plan)
+    return {"parallelism_config": ParallelismConfig(**sizes, tp_handler=handler)}
+
+
+def compare_state(accelerator, model, expected, tolerance=1e-8):
+    """The unsharded state of a prepared model, which all ranks gather, is that of the plain model."""
+    state = accelerator.get_state_dict(model)
+    if accelerator.is_main_process:
+        torch.testing.assert_close(dict(state), dict(expected.state_dict()), rtol=0, atol=tolerance)

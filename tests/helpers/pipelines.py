@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from states import reset_states
 from torch import nn
 
 from accelerate import Accelerator
 from accelerate.core.errors import PrepareError
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.state import AcceleratorState
 
 sys.path.append(str(Path(__file__).parents[2] / "examples" / "parallel"))
 from llama import Llama, LlamaConfig
@@ -106,7 +106,7 @@ def train(model, optimizer, accelerator, steps, inside, padded):
 
 
 def accelerator(options=None, plugin=None, precision=None, **sizes):
-    AcceleratorState._reset_state()
+    reset_states()
     layout = ParallelismConfig(**sizes, pp_handler=options)
     return Accelerator(
         cpu=True,

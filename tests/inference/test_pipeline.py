@@ -45,9 +45,7 @@ def test_split_points_that_do_not_fit_are_refused() -> None:
 
 
 def test_on_one_process_the_model_stays_as_it_is() -> None:
-    PartialState._reset_state()
     PartialState(cpu=True)
     model = nn.Linear(2, 2)
     prepared = inference.prepare_pippy(model, example_args=(torch.ones(1, 2),))
     assert prepared is model and "forward" not in vars(model) and not model.training
-    PartialState._reset_state()

@@ -4,18 +4,16 @@
 import pytest
 import torch
 from cases import cases
-from layouts import sharded
+from layouts import compare_state, sharded, sized
 from rank_pool import on_ranks
 from safetensors.torch import load_file
+from states import reset_states
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from accelerate import Accelerator
-from accelerate.config.parallel import TorchTensorParallelConfig
 from accelerate.config.precision import GradScalerKwargs, MasterWeightsKwargs
 from accelerate.core.errors import CheckpointError, ConfigurationError, PrepareError
-from accelerate.parallelism_config import ParallelismConfig
-from accelerate.state import AcceleratorState, GradientState, PartialState
 
 pytestmark = pytest.mark.usefixtures("float64")
 PLAN = {"blocks.*.0": "colwise", "blocks.*.2": "rowwise"}
@@ -41,12 +39,6 @@ class Net(nn.Module):
         return self.again(torch.tanh(self.head(x))) + self.seen
 
 
-def split(**sizes):
-    return {
-        "parallelism_config": ParallelismConfig(tp_size=2, tp_handler=TorchTensorParallelConfig(plan=PLAN), **sizes)
-    }
-
-
 LAYOUTS = {
     "ddp": dict,
     "fsdp2": lambda: sharded(2),
@@ -56,11 +48,11 @@ LAYOUTS = {
     "fsdp2, shards": lambda: sharded(2, state_dict_type="SHARDED_STATE_DICT"),
     "fsdp1": lambda: sharded(1, use_orig_params=True),
     "fsdp1, flat": lambda: sharded(1, use_orig_params=False, sharding_strategy="SHARD_GRAD_OP"),
-    "tp": split,
-    "pp": lambda: {"parallelism_config": ParallelismConfig(pp_size=2)},
-    "hsdp": lambda: sharded(2) | {"parallelism_config": ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)},
-    "fsdp2 and tp": lambda: sharded(2) | split(dp_shard_size=2),
-    "fsdp2 and pp": lambda: sharded(2) | {"parallelism_config": ParallelismConfig(pp_size=2, dp_shard_size=2)},
+    "tp": lambda: sized(PLAN, tp_size=2),
+    "pp": lambda: sized(pp_size=2),
+    "hsdp": lambda: sharded(2) | sized(dp_replicate_size=2, dp_shard_size=2),
+    "fsdp2 and tp": lambda: sharded(2) | sized(PLAN, tp_size=2, dp_shard_size=2),
+    "fsdp2 and pp": lambda: sharded(2) | sized(pp_size=2, dp_shard_size=2),
 }
 ACCUMULATION = 2
 
@@ -85,8 +77,7 @@ def make(name="ddp", seed=0):
 
 
 def accelerator(name, **options):
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
+    reset_states()
     return Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATION, **LAYOUTS[name](), **options)
 
 
@@ -136,12 +127,8 @@ def check(name):
             assert mine.updates == number
             with torch.no_grad(), mine.applied():
                 torch.testing.assert_close(model.eval()(window[0][0]), theirs.eval()(window[0][0]), rtol=0, atol=1e-8)
-                state = run.get_state_dict(model)
-                if run.is_main_process:
-                    torch.testing.assert_close(dict(state), dict(theirs.module.state_dict()), rtol=0, atol=1e-8)
-    state = run.get_state_dict(model)
-    if run.is_main_process:
-        torch.testing.assert_close(dict(state), dict(expected.state_dict()), rtol=0, atol=1e-8)
+                compare_state(run, model, theirs.module)
+    compare_state(run, model, expected)
 
 
 @on_ranks(2)
@@ -239,8 +226,6 @@ def test_bf16_weights_with_masters(tmp_path):
 @pytest.mark.parametrize("skips", ["scaler", "guard"])
 def test_skipped_steps_and_two_optimizers(skips):
     scaled = {"mixed_precision": "fp16", "kwargs_handlers": [GradScalerKwargs(init_scale=8.0)]}
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
     run = Accelerator(cpu=True, **(scaled if skips == "scaler" else {"non_finite": "skip"}))
     model = nn.Linear(4, 4, dtype=torch.float32)
     model, *optimizers = run.prepare(
@@ -312,6 +297,4 @@ def test_a_prepared_teacher_follows_its_student(name):
     torch.manual_seed(0)
     found = mean_teacher(run.prepare, run.backward, [x.chunk(2)[run.process_index] for x in data])
     for model, plain in zip(found, expected, strict=True):
-        state = run.get_state_dict(model)
-        if run.is_main_process:
-            torch.testing.assert_close(state, plain.state_dict(), rtol=1e-10, atol=1e-10)
+        compare_state(run, model, plain, 1e-10)

@@ -16,7 +16,6 @@ from accelerate.config.training import TorchDynamoPlugin
 from accelerate.hooks import ModelHook, add_hook_to_module
 from accelerate.parallel.compile import Compile, compile_regions
 from accelerate.precision.amp import MixedPrecision
-from accelerate.state import AcceleratorState
 from accelerate.torch_internals.compiled import has_compiled_regions, is_compiled_module
 
 
@@ -64,7 +63,6 @@ def test_same_gradients_and_no_recompilation(regional):
 @pytest.mark.parametrize("masters", [False, True])
 def test_regions_are_compiled_under_mixed_precision(masters, tmp_path):
     """Autocast stands around the model's forward: it has to call the compiled parts. Saving compiles nothing again."""
-    AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(
         cpu=True,
         mixed_precision="bf16",
@@ -85,7 +83,6 @@ def test_regions_are_compiled_under_mixed_precision(masters, tmp_path):
             # Under the names of the user's model: a run that compiles nothing, or has DDP, loads them too.
             assert set(load_file(tmp_path / "model.safetensors")) == set(Model().state_dict())
     assert counters["stats"]["unique_graphs"] == 2
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -104,7 +101,6 @@ def test_regions_of_a_model_with_a_hook(autocast):
 
 @pytest.mark.parametrize("wrap", [torch.compile, compile_regions, "child", "plugin"])
 def test_saved_names_are_those_of_the_plain_model(wrap, tmp_path):
-    AcceleratorState._reset_state(reset_partial_state=True)
     model, names = Model(), list(Model().state_dict())
     if wrap == "child":
         model.inlet = torch.compile(model.inlet, backend="eager")

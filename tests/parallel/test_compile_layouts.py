@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from cases import pairs
+from layouts import units_of
 from rank_pool import on_ranks
 from torch import nn
 from torch._dynamo.utils import counters
 
-from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.config.parallel import TorchTensorParallelConfig
 from accelerate.config.training import TorchDynamoPlugin
 from accelerate.core.errors import PrepareError
@@ -121,11 +121,10 @@ def check(strategy, found, expected):
 )
 def test_data_parallel(layout, regional, backend):
     PartialState(cpu=True)
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2, auto_wrap_policy="TRANSFORMER_BASED_WRAP", transformer_cls_names_to_wrap=["Block"]
-    )
     is_sharded = layout == "FSDP2"
-    strategy = FullyShardedDataParallel(CPU, Precision(), plugin) if is_sharded else DataParallel(CPU, Precision())
+    strategy = (
+        FullyShardedDataParallel(CPU, Precision(), units_of("Block")) if is_sharded else DataParallel(CPU, Precision())
+    )
     check(strategy, compiled(strategy, regional, backend, make), plain(make))
 
 
@@ -134,10 +133,9 @@ def test_data_parallel(layout, regional, backend):
 def test_losses_from_the_first_step_on(version, recompute, regional):
     PartialState(cpu=True)
     torch._dynamo.reset()
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=version, auto_wrap_policy="TRANSFORMER_BASED_WRAP", transformer_cls_names_to_wrap=["Block"],
-        activation_checkpointing=recompute, use_orig_params=version == 1 or None,
-    )  # fmt: skip
+    plugin = units_of(
+        "Block", version=version, activation_checkpointing=recompute, use_orig_params=version == 1 or None
+    )
     kind = FullyShardedDataParallel1 if version == 1 else FullyShardedDataParallel
     strategy = kind(CPU, Precision(), plugin)
     strategy.transforms = (Compile(TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=regional)),)

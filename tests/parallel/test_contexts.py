@@ -3,14 +3,14 @@
 
 import pytest
 import torch
-from layouts import sharded_by_size
+from layouts import compare_state, sharded_by_size
 from rank_pool import on_ranks
+from states import reset_states
 from torch import nn
 
 from accelerate import Accelerator
 from accelerate.config.training import DistributedDataParallelKwargs
 from accelerate.core.errors import AccelerateError, PrepareError
-from accelerate.state import AcceleratorState, GradientState, PartialState
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -37,8 +37,7 @@ class Run:
     """Models of a run, and the same in plain loops."""
 
     def __init__(self, layout, models=1, window=1):
-        for state in (AcceleratorState, GradientState, PartialState):
-            state._reset_state()
+        reset_states()
         self.run = Accelerator(cpu=True, gradient_accumulation_steps=window, **LAYOUTS[layout]())
         self.models = [self.run.prepare(*make(seed)) for seed in range(models)]
         self.plain = [make(seed) for seed in range(models)]
@@ -54,9 +53,7 @@ class Run:
                     expected(batch(step).flatten(0, 1)).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            state = self.run.get_state_dict(model)
-            if self.run.is_main_process:
-                torch.testing.assert_close(dict(state), dict(expected.state_dict()), rtol=0, atol=1e-10)
+            compare_state(self.run, model, expected, 1e-10)
 
     def step(self):
         for _, optimizer in self.models:

@@ -4,16 +4,13 @@
 import pytest
 import torch
 from cases import cases
-from layouts import sharded
+from layouts import compare_state, sharded, sized
 from rank_pool import on_ranks
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from accelerate import Accelerator
-from accelerate.config.parallel import TorchTensorParallelConfig
 from accelerate.core.errors import PrepareError
-from accelerate.parallelism_config import ParallelismConfig
-from accelerate.state import AcceleratorState, GradientState, PartialState
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -47,12 +44,8 @@ LAYOUTS = {
     "fsdp2": lambda: sharded(2),
     "fsdp1": lambda: sharded(1, use_orig_params=True),
     "fsdp1, flat": lambda: sharded(1, use_orig_params=False),
-    "tp": lambda: {
-        "parallelism_config": ParallelismConfig(
-            tp_size=2, tp_handler=TorchTensorParallelConfig(plan={"body.0": "colwise", "body.2": "rowwise"})
-        )
-    },
-    "hsdp": lambda: sharded(2) | {"parallelism_config": ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)},
+    "tp": lambda: sized({"body.0": "colwise", "body.2": "rowwise"}, tp_size=2),
+    "hsdp": lambda: sharded(2) | sized(dp_replicate_size=2, dp_shard_size=2),
 }
 everywhere = pytest.mark.parametrize("name", cases(["ddp", "fsdp2", "fsdp1", "fsdp1, flat", "tp"], ["fsdp1, flat"]))
 
@@ -85,9 +78,7 @@ def check_training(name):
         for each in (optimizer, plain):
             each.step()
             each.zero_grad()
-    state = run.get_state_dict(model)
-    if run.is_main_process:
-        torch.testing.assert_close(dict(state), dict(expected.state_dict()), rtol=0, atol=1e-8)
+    compare_state(run, model, expected)
 
 
 @on_ranks(2)
@@ -164,8 +155,6 @@ def test_what_is_not_registered_and_what_is_not_there():
 
 
 def test_one_process_computes_a_method_in_the_precision_of_the_run():
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
     run = Accelerator(cpu=True, mixed_precision="bf16")
     model = run.prepare(Net().float(), forward_methods=["encode"])
     x = torch.ones(2, 4, dtype=torch.float32)

@@ -3,17 +3,15 @@
 
 import pytest
 import torch
-from layouts import sharded_by_size
+from layouts import compare_state, sharded_by_size, sized
 from rank_pool import on_ranks
+from states import reset_states
 from torch import nn
 from torch.func import functional_call, grad, jacrev, jvp, vmap
 
 from accelerate import Accelerator
-from accelerate.config.parallel import TorchTensorParallelConfig
 from accelerate.core.errors import PrepareError
 from accelerate.core.imports import is_torch_version
-from accelerate.parallelism_config import ParallelismConfig
-from accelerate.state import AcceleratorState, GradientState, PartialState
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -21,12 +19,8 @@ pytestmark = pytest.mark.usefixtures("float64")
 LAYOUTS = {
     "ddp": dict,
     "fsdp2": lambda: sharded_by_size(2),
-    "tp": lambda: {
-        "parallelism_config": ParallelismConfig(
-            tp_size=2, tp_handler=TorchTensorParallelConfig(plan={"0": "colwise", "2": "rowwise"})
-        )
-    },
-    "pp": lambda: {"parallelism_config": ParallelismConfig(pp_size=2)},
+    "tp": lambda: sized({"0": "colwise", "2": "rowwise"}, tp_size=2),
+    "pp": lambda: sized(pp_size=2),
 }
 
 
@@ -81,8 +75,7 @@ def make():
 
 
 def compare(layout, function):
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
+    reset_states()
     run = Accelerator(cpu=True, **LAYOUTS[layout]())
     model, optimizer = run.prepare(*make())
     expected, plain = make()
@@ -94,9 +87,7 @@ def compare(layout, function):
         for each in (optimizer, plain):
             each.step()
             each.zero_grad()
-    state = run.get_state_dict(model)
-    if run.is_main_process:
-        torch.testing.assert_close(dict(state), dict(expected.state_dict()), rtol=0, atol=1e-10)
+    compare_state(run, model, expected, 1e-10)
 
 
 @on_ranks(2)

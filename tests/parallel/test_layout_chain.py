@@ -13,13 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from layouts import units_of
+from states import reset_states
 from torch.utils.data import DataLoader, Dataset
 
 from accelerate import Accelerator, DataLoaderConfiguration
-from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.config.parallel import PipelineParallelConfig, TorchContextParallelConfig
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import set_seed
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "parallel"))
@@ -91,14 +91,8 @@ def plain_run():
 
 def start(sizes, form, precision):
     """A fresh Accelerator in this layout; the process group stays."""
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2,
-        state_dict_type=form,
-        auto_wrap_policy="TRANSFORMER_BASED_WRAP",
-        transformer_cls_names_to_wrap=["Block"],
-    )
+    reset_states()
+    plugin = units_of("Block", state_dict_type=form)
     return Accelerator(
         cpu=True,
         mixed_precision=precision,

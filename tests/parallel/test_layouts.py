@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from cases import cases
 from rank_pool import on_ranks
+from states import reset_states
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
@@ -18,7 +19,6 @@ from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.config.parallel import TorchTensorParallelConfig
 from accelerate.config.training import TorchDynamoPlugin
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.state import AcceleratorState, GradientState, PartialState
 
 sys.path.append(str(Path(__file__).parents[2] / "examples" / "parallel"))
 from llama import Llama, LlamaConfig
@@ -87,8 +87,7 @@ def plain(steps=STEPS, tied=False):
 
 def start(layout, precision="no", compiled=False):
     """A fresh Accelerator in this layout; the process group stays."""
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
+    reset_states()
     sizes, fsdp, options = layout
     parallelism = ParallelismConfig(**sizes, tp_handler=TorchTensorParallelConfig(**options)) if sizes else None
     plugin = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_cls_names_to_wrap": ["Block"]}

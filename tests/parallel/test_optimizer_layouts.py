@@ -9,6 +9,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from states import reset_states
 from torch import nn
 
 from accelerate import Accelerator
@@ -16,7 +17,7 @@ from accelerate.config.fsdp import FullyShardedDataParallelPlugin as Plugin
 from accelerate.config.training import DistributedDataParallelKwargs
 from accelerate.core.errors import PrepareError
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.state import PartialState
 
 STEPS, BATCH, WIDTH, WORDS = 3, 8, 5, 11
 UNITS = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_cls_names_to_wrap": ["Block", "Embedding"]}
@@ -189,8 +190,7 @@ def plain(case, name, parts):
 
 
 def start(layout):
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
+    reset_states()
     world = dist.get_world_size()
     options = {
         "ddp": {"kwargs_handlers": [DistributedDataParallelKwargs(find_unused_parameters=True)]},

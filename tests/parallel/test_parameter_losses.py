@@ -3,30 +3,24 @@
 
 import pytest
 import torch
-from layouts import sharded_by_size
+from layouts import compare_state, sharded_by_size, sized
 from rank_pool import on_ranks
+from states import reset_states
 from torch import nn
 
 from accelerate import Accelerator
-from accelerate.config.parallel import TorchTensorParallelConfig
 from accelerate.core.errors import PrepareError
-from accelerate.parallelism_config import ParallelismConfig
-from accelerate.state import AcceleratorState, GradientState, PartialState
 
 pytestmark = pytest.mark.usefixtures("float64")
 
 
-def split(**sizes):
-    plan = TorchTensorParallelConfig(plan={"0": "colwise", "2": "rowwise"})
-    return {"parallelism_config": ParallelismConfig(tp_size=2, tp_handler=plan, **sizes)}
-
-
+PLAN = {"0": "colwise", "2": "rowwise"}
 LAYOUTS = {
     "ddp": dict,
     "fsdp2": lambda: sharded_by_size(2),
     "fsdp2, unsharded after forward": lambda: sharded_by_size(2, reshard_after_forward=False),
-    "tp": split,
-    "fsdp2 and tp": lambda: sharded_by_size(2) | split(dp_shard_size=2),
+    "tp": lambda: sized(PLAN, tp_size=2),
+    "fsdp2 and tp": lambda: sharded_by_size(2) | sized(PLAN, tp_size=2, dp_shard_size=2),
 }
 
 
@@ -52,8 +46,7 @@ def make():
 
 
 def compare(layout, loss, windows=2):
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
+    reset_states()
     run = Accelerator(cpu=True, gradient_accumulation_steps=2, **LAYOUTS[layout]())
     model, optimizer = run.prepare(*make())
     expected, plain = make()
@@ -68,9 +61,7 @@ def compare(layout, loss, windows=2):
         if step % 2:
             plain.step()
             plain.zero_grad()
-    state = run.get_state_dict(model)
-    if run.is_main_process:
-        torch.testing.assert_close(dict(state), dict(expected.state_dict()), rtol=0, atol=1e-8)
+    compare_state(run, model, expected)
 
 
 @on_ranks(2)

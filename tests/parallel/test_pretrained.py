@@ -4,12 +4,12 @@
 import copy
 
 import pytest
+from layouts import units_of
 from rank_pool import on_ranks
 from safetensors.torch import load_file
 from torch import nn
 
 from accelerate import Accelerator
-from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.core.errors import PrepareError
 from accelerate.parallel.unwrap import require_state_dict
 from accelerate.parallelism_config import ParallelismConfig
@@ -74,10 +74,9 @@ class SavesByModuleNames(nn.Module):
 @on_ranks(2)
 @pytest.mark.parametrize("version", [1, 2])
 def test_modules_are_found_by_their_plain_names(version):
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=version, use_orig_params=True if version == 1 else None, activation_checkpointing=True,
-        auto_wrap_policy="TRANSFORMER_BASED_WRAP", transformer_cls_names_to_wrap=["Linear"],
-    )  # fmt: skip
+    plugin = units_of(
+        "Linear", version=version, use_orig_params=True if version == 1 else None, activation_checkpointing=True
+    )
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
     model = accelerator.prepare(SavesByModuleNames())
     state = accelerator.get_state_dict(model)
@@ -95,10 +94,7 @@ def test_modules_are_found_by_their_plain_names(version):
 def test_an_adapter_of_peft(version, tmp_path):
     peft = pytest.importorskip("peft")
     transformers = pytest.importorskip("transformers")
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=version, use_orig_params=True if version == 1 else None,
-        auto_wrap_policy="TRANSFORMER_BASED_WRAP", transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
-    )  # fmt: skip
+    plugin = units_of("LlamaDecoderLayer", version=version, use_orig_params=True if version == 1 else None)
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
     model = accelerator.prepare(peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])))

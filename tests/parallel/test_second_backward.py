@@ -3,16 +3,14 @@
 
 import pytest
 import torch
-from layouts import sharded
+from layouts import compare_state, sharded, sized
 from rank_pool import on_ranks
+from states import reset_states
 from torch import nn
 
 from accelerate import Accelerator
-from accelerate.config.parallel import TorchTensorParallelConfig
 from accelerate.config.training import DistributedDataParallelKwargs
 from accelerate.core.errors import PrepareError
-from accelerate.parallelism_config import ParallelismConfig
-from accelerate.state import AcceleratorState, GradientState, PartialState
 
 pytestmark = pytest.mark.usefixtures("float64")
 STEPS = 3
@@ -94,13 +92,8 @@ def layout(name):
         "fsdp2": lambda: sharded(2),
         "fsdp2, kept after forward": lambda: sharded(2, reshard_after_forward=False),
         "fsdp2, checkpointed": lambda: sharded(2, activation_checkpointing=True),
-        "hsdp": lambda: sharded(2) | {"parallelism_config": ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)},
-        "tp": lambda: {
-            "parallelism_config": ParallelismConfig(
-                tp_size=2,
-                tp_handler=TorchTensorParallelConfig(plan={"blocks.*.0": "colwise", "blocks.*.2": "rowwise"}),
-            )
-        },
+        "hsdp": lambda: sharded(2) | sized(dp_replicate_size=2, dp_shard_size=2),
+        "tp": lambda: sized({"blocks.*.0": "colwise", "blocks.*.2": "rowwise"}, tp_size=2),
     }[name]()
 
 
@@ -123,12 +116,11 @@ def plain(case, shards):
             case(model, x, lambda loss, **options: (loss / shards).backward(**options))
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
-    return model.state_dict()
+    return model
 
 
 def prepared(name):
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
+    reset_states()
     run = Accelerator(cpu=True, **layout(name))
     return run, *run.prepare(*make())
 
@@ -144,10 +136,7 @@ def check(name):
             case(model, parts[index], run.backward)
             run.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
-        state = run.get_state_dict(model)
-        if run.is_main_process:
-            for key, value in plain(case, shards).items():
-                assert torch.allclose(state[key], value, rtol=0, atol=1e-8), (case.__name__, key)
+        compare_state(run, model, plain(case, shards))
 
 
 @on_ranks(2)

@@ -19,13 +19,6 @@ class Alone(Shared):
     data_shard = (0, 1)
 
 
-@pytest.fixture(autouse=True)
-def _fresh_state():
-    PartialState._reset_state()
-    yield
-    PartialState._reset_state()
-
-
 @pytest.mark.parametrize("strategy, said", [(Shared(), 1), (Alone(), 0)])
 def test_uneven_inputs_are_not_joined_in_silence(strategy, said, caplog):
     PartialState(cpu=True)

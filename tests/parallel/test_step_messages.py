@@ -10,16 +10,16 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
+from layouts import units_of
 from rank_pool import on_ranks
+from states import reset_states
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator
-from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.parallel.report.models import communication_volume
-from accelerate.state import AcceleratorState, GradientState
 
 BATCH, WINDOWS, WIDTH = 2, 3, 8
 SENT: Counter = Counter()
@@ -145,14 +145,10 @@ def by_hand(kind, steps, precision):
 
 
 def ours(kind, steps, precision, items):
-    for state in (AcceleratorState, GradientState):
-        state._reset_state()
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2, auto_wrap_policy="TRANSFORMER_BASED_WRAP", transformer_cls_names_to_wrap=["Block"]
-    )
+    reset_states()
     accelerator = Accelerator(
         cpu=True, gradient_accumulation_steps=steps, mixed_precision=precision,
-        fsdp_plugin=plugin if kind == "fsdp" else None,
+        fsdp_plugin=units_of("Block") if kind == "fsdp" else None,
     )  # fmt: skip
     model, loader = parts()
     model, optimizer, schedule, loader = accelerator.prepare(model, *steps_of(model), loader)

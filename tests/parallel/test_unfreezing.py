@@ -3,16 +3,15 @@
 
 import pytest
 import torch
+from layouts import compare_state, sized
 from rank_pool import on_ranks
+from states import reset_states
 from torch import nn
 
 from accelerate import Accelerator
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
-from accelerate.config.parallel import TorchTensorParallelConfig
 from accelerate.config.training import DistributedDataParallelKwargs
 from accelerate.core.errors import PrepareError
-from accelerate.parallelism_config import ParallelismConfig
-from accelerate.state import AcceleratorState, GradientState, PartialState
 
 pytestmark = pytest.mark.usefixtures("float64")
 LAYOUTS = {
@@ -20,11 +19,7 @@ LAYOUTS = {
     "ddp, unused": lambda: {"kwargs_handlers": [DistributedDataParallelKwargs(find_unused_parameters=True)]},
     "fsdp2": lambda: {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2, min_num_params=10)},
     "fsdp1": lambda: {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=1, use_orig_params=True)},
-    "tp": lambda: {
-        "parallelism_config": ParallelismConfig(
-            tp_size=2, tp_handler=TorchTensorParallelConfig(plan={"0": "colwise", "2": "rowwise"})
-        )
-    },
+    "tp": lambda: sized({"0": "colwise", "2": "rowwise"}, tp_size=2),
 }
 
 
@@ -47,8 +42,7 @@ def make():
 
 
 def compare(name, change):
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
+    reset_states()
     run = Accelerator(cpu=True, **LAYOUTS[name]())
     model, optimizer = run.prepare(*make())
     expected, plain = make()
@@ -62,9 +56,7 @@ def compare(name, change):
         for each in (optimizer, plain):
             each.step()
             each.zero_grad()
-    state = run.get_state_dict(model)
-    if run.is_main_process:
-        torch.testing.assert_close(dict(state), dict(expected.state_dict()), rtol=0, atol=1e-8)
+    compare_state(run, model, expected)
 
 
 @on_ranks(2)
@@ -110,6 +102,4 @@ def test_a_discriminator_frozen_for_the_generators_step(name):
         step(*made, (first, second), parts[run.process_index], run.backward)
         step(*expected, plain, parts.flatten(0, 1), torch.Tensor.backward)
     for model, reference in zip(made, expected, strict=True):
-        state = run.get_state_dict(model)
-        if run.is_main_process:
-            torch.testing.assert_close(dict(state), dict(reference.state_dict()), rtol=0, atol=1e-8)
+        compare_state(run, model, reference)

@@ -11,7 +11,6 @@ from accelerate import Accelerator
 from accelerate.core import devices, imports
 from accelerate.core.enums import DistributedType
 from accelerate.runtime import xla
-from accelerate.state import AcceleratorState, GradientState
 
 
 @pytest.fixture
@@ -32,9 +31,7 @@ def syncs(monkeypatch):
     monkeypatch.setattr(xla, "is_available", lambda name: name == "torch_xla" or here(name))
     monkeypatch.setattr(devices, "accelerator_type", lambda: None)
     monkeypatch.setattr(xla, "accelerator_type", lambda: None)
-    yield calls
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    return calls
 
 
 def test_device_ranks_and_sync(syncs):

@@ -14,13 +14,6 @@ from accelerate.precision.amp import get_grad_scaler, get_mixed_precision_contex
 from accelerate.state import AcceleratorState
 
 
-@pytest.fixture(autouse=True)
-def fresh_state():
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-
-
 @pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
 def test_the_context_computes_in_the_precision_of_the_run(precision: str, dtype: torch.dtype) -> None:
     AcceleratorState(precision, cpu=True)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from cases import cases
 from rank_pool import on_ranks
+from states import reset_states
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.data import DataLoader, TensorDataset
@@ -22,7 +23,6 @@ from accelerate.core.errors import PrepareError
 from accelerate.core.imports import is_available
 from accelerate.core.modules import replace_data
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.state import AcceleratorState, GradientState
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "parallel"))
 from llama import Llama, LlamaConfig
@@ -62,8 +62,7 @@ def expected():
 
 
 def make_accelerator(plugin=None, layout=None, dynamo=None, **options):
-    for state in (AcceleratorState, GradientState):
-        state._reset_state()
+    reset_states()
     from torchao.float8 import Float8LinearConfig
 
     recipe = AORecipeKwargs(config=Float8LinearConfig(emulate=True, **options))

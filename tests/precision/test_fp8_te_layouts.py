@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from rank_pool import on_ranks
+from states import reset_states
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -17,7 +18,6 @@ from accelerate.config.parallel import TorchTensorParallelConfig
 from accelerate.core.enums import FP8BackendType
 from accelerate.core.errors import PrepareError
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.state import AcceleratorState, GradientState
 
 STEPS, GLOBAL_BATCH, WIDTH = 4, 32, 32
 STAND_INS = str(Path(__file__).parents[1] / "stand_ins")
@@ -64,8 +64,7 @@ def stand_in():
 
 def make_accelerator(plugin=None, layout=None, **options):
     stand_in()
-    AcceleratorState._reset_state()
-    GradientState._reset_state()
+    reset_states()
     handler = TERecipeKwargs(fp8_format="E4M3", amax_history_len=32, margin=1, **options)
     plugins = {"fsdp_plugin": plugin, "parallelism_config": layout}
     return Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[handler], **plugins)

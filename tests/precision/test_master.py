@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from accelerate.core.errors import ConfigurationError, PrepareError
 from accelerate.parallel.base import Strategy
 from accelerate.run.resolve import Handlers, check_combination
-from accelerate.state import AcceleratorState, GradientState
+from accelerate.state import AcceleratorState
 from accelerate.utils import FullyShardedDataParallelPlugin, GradientAccumulationPlugin, MasterWeightsKwargs
 
 STEPS, ACCUMULATION, CLIP = 20, 2, 0.5
@@ -24,14 +24,10 @@ OPTIMIZERS = {
 
 @pytest.fixture(autouse=True)
 def fresh_state():
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # these are small numbers
     yield
     torch.set_num_threads(threads)
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 def make_model(seed=0):

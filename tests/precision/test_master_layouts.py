@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from layouts import units_of
+from states import reset_states
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from accelerate import Accelerator
-from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.core.errors import PrepareError
 from accelerate.local_sgd import LocalSGD
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import (
     MasterWeightsKwargs,
     load_fsdp_model,
@@ -38,8 +38,7 @@ HALF = STEPS * ACCUMULATION // 2 + 1
 
 
 def sharded(**options):
-    units = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_cls_names_to_wrap": ["Block"]}
-    return FullyShardedDataParallelPlugin(fsdp_version=2, **units, **options)
+    return units_of("Block", **options)
 
 
 def composed(**sizes):
@@ -114,8 +113,7 @@ def by_hand(has_master_weights):
 
 
 def start(layout, masters=True):
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
+    reset_states()
     return Accelerator(
         cpu=True,
         mixed_precision="bf16",

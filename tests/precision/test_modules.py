@@ -8,18 +8,12 @@ import pytest
 import torch
 from layouts import sharded_by_size
 from rank_pool import on_ranks
+from states import reset_states
 from torch import nn
 from torch.nn.functional import mse_loss
 
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.core.errors import ConfigurationError, PrepareError
-from accelerate.state import AcceleratorState
-
-
-@pytest.fixture(autouse=True)
-def fresh_state():
-    AcceleratorState._reset_state()
-
 
 RATE, STEPS = 0.05, 4
 POLICY = {"*norm*": torch.float32, "*.head.*": torch.float32}
@@ -181,7 +175,7 @@ def test_what_a_layout_cannot_do_is_refused(nproc):
     model.blocks[0].norm.weight = model.blocks[0].linear.bias
     with pytest.raises(PrepareError, match=r"precision_policy: blocks\.0\.norm shares a parameter"):
         accelerator.prepare(model)
-    AcceleratorState._reset_state()
+    reset_states()
     with pytest.raises(ConfigurationError, match="precision_policy works on"):
         Accelerator(
             cpu=True, mixed_precision="bf16", precision_policy=POLICY, parallelism_config=ParallelismConfig(tp_size=2)

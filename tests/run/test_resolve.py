@@ -14,13 +14,6 @@ from accelerate.run.resolve import Handlers, _precision
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
 
-@pytest.fixture(autouse=True)
-def fresh_state():
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-
-
 def test_origins():
     with patch_environment(accelerate_mixed_precision="bf16", accelerate_gradient_accumulation_steps="3"):
         plan = Accelerator().plan

@@ -9,13 +9,6 @@ from accelerate.state import PartialState
 from accelerate.telemetry.progress import tqdm
 
 
-@pytest.fixture(autouse=True)
-def fresh_state():
-    PartialState._reset_state()
-    yield
-    PartialState._reset_state()
-
-
 def test_only_the_local_main_process_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tqdm")
     state = PartialState(cpu=True)

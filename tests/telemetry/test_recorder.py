@@ -67,14 +67,6 @@ def train(folder, epochs=2, accumulation=1, **arguments):
     return accelerator, losses, norms
 
 
-@pytest.fixture(autouse=True)
-def fresh_state():
-    from accelerate.state import AcceleratorState, GradientState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-
-
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_each_step_has_a_record(tmp_path, accumulation):
     begin = time.time()

@@ -15,16 +15,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator
 from accelerate.core.errors import ConfigurationError
-from accelerate.state import AcceleratorState, GradientState
 from accelerate.telemetry.progress import tqdm
 from accelerate.telemetry.step_profile import StepProfile
 from accelerate.utils import FullyShardedDataParallelPlugin, ProjectConfiguration
-
-
-@pytest.fixture(autouse=True)
-def fresh_state():
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 def make_run(**arguments):

@@ -8,10 +8,7 @@ from accelerate.state import PartialState
 
 @pytest.fixture(autouse=True)
 def one_process():
-    PartialState._reset_state()
     PartialState(cpu=True)
-    yield
-    PartialState._reset_state()
 
 
 @pytest.fixture

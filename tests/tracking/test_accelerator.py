@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from accelerate.tracking import GeneralTracker
 from accelerate.utils import ProfileKwargs, ProjectConfiguration
 
@@ -34,13 +33,6 @@ class Recorder(GeneralTracker):
 
     def finish(self):
         self.calls.append(("finish",))
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    AcceleratorState._reset_state(True)
-    yield
-    AcceleratorState._reset_state(True)
 
 
 def test_a_run_logs_to_each_tracker_and_closes_them(tmp_path):

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from accelerate.tracking import GeneralTracker, background, group
 
 
@@ -47,12 +46,10 @@ class Bound(Slow):
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
-    AcceleratorState._reset_state(True)
     monkeypatch.setattr(background.BackgroundLog, "_shared", None)
     former = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, former)
-    AcceleratorState._reset_state(True)
 
 
 def start(*trackers):

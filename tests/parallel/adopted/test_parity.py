@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from rank_pool import on_ranks
+from states import reset_states
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -24,7 +25,7 @@ from torch.utils.data import DataLoader
 from accelerate import Accelerator, DistributedDataParallelKwargs, FullyShardedDataParallelPlugin
 from accelerate.core.errors import PrepareError
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.state import PartialState
 
 pytestmark = pytest.mark.usefixtures("float64")
 VOCABULARY, WIDTH, LENGTH, BATCH, STEPS, ACCUMULATION, CLIP = 13, 8, 6, 8, 4, 2, 0.05
@@ -164,8 +165,7 @@ def train(accelerator, model, optimizer, loader):
 
 def fresh(**options):
     """An Accelerator; the process group stays."""
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
+    reset_states()
     return Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATION, **options)
 
 

@@ -5,13 +5,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from rank_pool import on_ranks
+from states import reset_states
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from accelerate import Accelerator
 from accelerate.core.errors import PrepareError
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.state import PartialState
 from accelerate.utils import is_torch_version
 
 transformers = pytest.importorskip("transformers")
@@ -68,8 +69,7 @@ def plain_run(model):
 
 def check_run(what, folder):
     family, sizes, shards = LAYOUTS[what]
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
+    reset_states()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATION)
     kind = getattr(transformers, f"{family}ForCausalLM")
     torch.manual_seed(0)

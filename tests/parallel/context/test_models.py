@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from cases import cases, pairs
 from rank_pool import on_ranks
+from states import reset_states
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -17,7 +18,6 @@ from accelerate.config.parallel import DeepSpeedSequenceParallelConfig, TorchCon
 from accelerate.core.errors import ConfigurationError, PrepareError
 from accelerate.data_loader import skip_first_batches
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import FullyShardedDataParallelPlugin
 
 transformers = pytest.importorskip("transformers")
@@ -31,8 +31,7 @@ SIZES = {
 
 
 def start(plugin=None, **sizes):
-    AcceleratorState._reset_state()
-    GradientState._reset_state()
+    reset_states()
     handlers = {}
     if "cp_size" in sizes:
         handlers["cp_handler"] = TorchContextParallelConfig(sizes.pop("strategy", "alltoall"))

@@ -18,7 +18,7 @@ from accelerate.parallel.deepspeed.engine import (
     start_engine,
 )
 from accelerate.parallel.placeholders import DummyOptim, DummyScheduler
-from accelerate.state import AcceleratorState, GradientState
+from accelerate.state import AcceleratorState
 
 
 class Engine:
@@ -46,12 +46,7 @@ class Engine:
 
 @pytest.fixture(autouse=True)
 def fresh_state():
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
     AcceleratorState(cpu=True)
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 def test_a_loop_over_the_wrappers_steps_once_a_window() -> None:

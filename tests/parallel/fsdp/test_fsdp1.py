@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from rank_pool import on_ranks
 from safetensors.torch import load_file
+from states import reset_states
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -15,7 +16,7 @@ from accelerate import Accelerator
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin as Plugin
 from accelerate.core.errors import ConfigurationError, PrepareError
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.state import PartialState
 
 STEPS, ACCUMULATION, GLOBAL_BATCH, CLIP, WIDTH = 4, 2, 8, 0.05, 8
 BLOCKS = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
@@ -113,8 +114,7 @@ def reference(parts):
 
 
 def make_accelerator(options, **others):
-    for state in (AcceleratorState, GradientState):
-        state._reset_state()
+    reset_states()
     return Accelerator(
         cpu=True,
         fsdp_plugin=Plugin(**options) if options is not None else None,

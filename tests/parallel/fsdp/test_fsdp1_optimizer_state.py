@@ -5,11 +5,11 @@ import pytest
 import torch
 from cases import pairs
 from rank_pool import on_ranks
+from states import reset_states
 from torch import nn
 
 from accelerate import Accelerator
 from accelerate.core.errors import CheckpointError
-from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import FullyShardedDataParallelPlugin as Plugin
 
 STEPS = 5
@@ -58,8 +58,7 @@ def train(model, optimizer, steps, accelerator=None):
 )
 def test_a_resumed_run_equals_one_process(flat, kind, tmp_path):
     def start(make_optimizer):
-        AcceleratorState._reset_state(reset_partial_state=False)
-        GradientState._reset_state()
+        reset_states()
         plugin = Plugin(
             fsdp_version=1,
             use_orig_params=not flat,

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from counting import Messages
 from rank_pool import on_ranks
+from states import reset_states
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -16,7 +17,7 @@ from accelerate import Accelerator
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin as Plugin
 from accelerate.config.precision import GradScalerKwargs
 from accelerate.core.errors import CheckpointError, PrepareError
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.state import AcceleratorState, PartialState
 
 WIDTH, VOCABULARY, BATCH, CLIP, ACCUMULATION = 8, 13, 4, 0.05, 2
 
@@ -67,8 +68,7 @@ def adapters(model):
 
 
 def fresh(plugin, **others):
-    for state in (AcceleratorState, GradientState):
-        state._reset_state()
+    reset_states()
     return Accelerator(cpu=True, fsdp_plugin=plugin, **others)
 
 
@@ -385,6 +385,6 @@ def test_a_replaced_is_fsdp2_is_reported():
     with patch.object(AcceleratorState, "is_fsdp2", True), patch("accelerate.run.resolve.get_logger") as get_logger:
         Accelerator(cpu=True, fsdp_plugin=Plugin(fsdp_version=2))
         get_logger().warning.assert_not_called()
-        AcceleratorState._reset_state()
+        reset_states()
         Accelerator(cpu=True, fsdp_plugin=Plugin(fsdp_version=1))
         assert "fsdp_version=1" in str(get_logger().warning.call_args)

@@ -3,10 +3,10 @@
 
 import torch
 from rank_pool import on_ranks
+from states import reset_states
 from torch import nn
 
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import FullyShardedDataParallelPlugin as Plugin
 
 UNITS = {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 20}
@@ -36,8 +36,7 @@ def make(model):
 
 
 def start(accumulation=1, **options):
-    AcceleratorState._reset_state(reset_partial_state=False)
-    GradientState._reset_state()
+    reset_states()
     plugin = Plugin(**UNITS, **options)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation, fsdp_plugin=plugin)
     model = Net()

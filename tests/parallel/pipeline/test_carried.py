@@ -3,12 +3,12 @@
 
 import pytest
 import torch
+from layouts import units_of
 from pipelines import VOCABULARY, bart, batches, check_run, refused, runs_in_schedule
 from rank_pool import on_ranks
 from torch import nn
 from torch.distributed.pipelining import Schedule1F1B
 
-from accelerate.config.fsdp import FullyShardedDataParallelPlugin as Plugin
 from accelerate.config.parallel import PipelineParallelConfig as Options
 from accelerate.core.imports import is_torch_version
 from accelerate.state import PartialState
@@ -74,11 +74,8 @@ def test_blocks_in_the_order_seen():
 @on_ranks(4)
 def test_an_encoder_and_a_decoder_with_fsdp():
     PartialState(cpu=True)
-    plugin = Plugin(
-        fsdp_version=2, auto_wrap_policy="TRANSFORMER_BASED_WRAP", transformer_cls_names_to_wrap=["T5Block"]
-    )
     early = Options(schedule="1f1b", num_microbatches=2, loss_reduction="mean")
-    check_run(t5, early, plugin=plugin, pp_size=2, dp_shard_size=2, **LOSS)
+    check_run(t5, early, plugin=units_of("T5Block"), pp_size=2, dp_shard_size=2, **LOSS)
 
 
 @pytest.mark.thorough

@@ -8,13 +8,14 @@ import torch
 import torch.distributed as dist
 from pipelines import GLOBAL_BATCH, VOCABULARY, batches, check_run, compare, own, refused
 from rank_pool import on_ranks
+from states import reset_states
 from torch import nn
 
 from accelerate import Accelerator
 from accelerate.config.parallel import PipelineParallelConfig as Options
 from accelerate.core.errors import AccelerateError, PrepareError
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.state import AcceleratorState, PartialState
+from accelerate.state import PartialState
 from accelerate.utils import DataLoaderConfiguration
 
 TOKENS, LABELS = next(iter(batches(1, False)))
@@ -29,7 +30,7 @@ def everyones(value):
 
 
 def prepared(model, options=None, **arguments):
-    AcceleratorState._reset_state()
+    reset_states()
     layout = ParallelismConfig(pp_size=2, pp_handler=options or Options(num_microbatches=4))
     run = Accelerator(cpu=True, parallelism_config=layout, **arguments)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -400,7 +401,7 @@ def test_loop():
         return model, seen
 
     plain, expected = loop(None, own())
-    AcceleratorState._reset_state()
+    reset_states()
     layout = ParallelismConfig(pp_size=2, pp_handler=Options(num_microbatches=2))
     run = Accelerator(
         cpu=True, parallelism_config=layout, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=False)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from cases import cases
 from counting import Messages
+from layouts import units_of
 from pipelines import (
     GLOBAL_BATCH,
     accelerator,
@@ -28,7 +29,6 @@ from rank_pool import on_ranks
 from torch import nn
 from torch.distributed.pipelining import Schedule1F1B, schedules
 
-from accelerate.config.fsdp import FullyShardedDataParallelPlugin as Plugin
 from accelerate.config.parallel import PipelineParallelConfig as Options
 from accelerate.core.imports import is_torch_version
 from accelerate.core.pipeline_schedules import PIPELINE_SCHEDULES
@@ -47,7 +47,7 @@ INSIDE = {"inside": True, "padded": True, "steps": 4}
 HALF, EARLY = Options(num_microbatches=2), Options(schedule="1f1b", num_microbatches=2, num_items=counted)
 # Its loss leaves the first label of each sample out.
 SHIFTED = dataclasses.replace(EARLY, num_items=lambda tokens, labels: counted(tokens, labels[:, 1:]))
-UNITS = Plugin(fsdp_version=2, auto_wrap_policy="TRANSFORMER_BASED_WRAP", transformer_cls_names_to_wrap=["Block"])
+UNITS = units_of("Block")
 
 # The model, the pipeline, the rest of the run; the loss inside of the model goes through a schedule.
 TWO = {

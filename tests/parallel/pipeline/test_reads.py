@@ -4,6 +4,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from layouts import units_of
 from pipelines import (
     GLOBAL_BATCH,
     VOCABULARY,
@@ -20,7 +21,6 @@ from rank_pool import on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from accelerate.config.fsdp import FullyShardedDataParallelPlugin as Plugin
 from accelerate.config.parallel import PipelineParallelConfig as Options
 from accelerate.state import PartialState
 
@@ -126,10 +126,7 @@ def test_composed(layout):
     if layout == "copies":
         check_run(Reading, SEEN, steps=4, pp_size=2, dp_replicate_size=2)
     else:
-        plugin = Plugin(
-            fsdp_version=2, auto_wrap_policy="TRANSFORMER_BASED_WRAP", transformer_cls_names_to_wrap=["Block"]
-        )
-        check_run(Reading, SEEN, steps=4, plugin=plugin, pp_size=2, dp_shard_size=2)
+        check_run(Reading, SEEN, steps=4, plugin=units_of("Block"), pp_size=2, dp_shard_size=2)
 
 
 def reading(*kinds, **others):
