@@ -8,7 +8,6 @@ import random
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from loaders import (
     BatchesAsItGoes,
     DrawsAsItGoes,
@@ -25,6 +24,7 @@ from loaders import (
     states,
 )
 from rank_pool import on_ranks
+from states import all_ranks
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, WeightedRandomSampler
 from torch.utils.data.datapipes.iter import IterableWrapper
 
@@ -44,12 +44,6 @@ def my_rank():
 
 def world():
     return PartialState(cpu=True).num_processes
-
-
-def all_ranks(value):
-    found = [None] * world()
-    dist.all_gather_object(found, value)
-    return found
 
 
 def generator(number):

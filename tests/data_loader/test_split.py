@@ -12,9 +12,9 @@ import types
 
 import pytest
 import torch
-import torch.distributed as dist
 from loaders import ids
 from rank_pool import on_ranks
+from states import all_ranks
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from accelerate.core.errors import CheckpointError, PrepareError
@@ -97,12 +97,6 @@ def everything(files):
 
 def rank():
     return PartialState(cpu=True).process_index
-
-
-def all_ranks(value):
-    found = [None, None]
-    dist.all_gather_object(found, value)
-    return found
 
 
 def real(loader, batch):

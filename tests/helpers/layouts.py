@@ -5,6 +5,7 @@ import torch
 
 from accelerate.config.parallel import TorchTensorParallelConfig
 from accelerate.parallelism_config import ParallelismConfig
+from accelerate.state import PartialState
 from accelerate.utils import FullyShardedDataParallelPlugin
 
 
@@ -38,8 +39,14 @@ def sized(plan=None, **sizes):
     return {"parallelism_config": ParallelismConfig(**sizes, tp_handler=handler)}
 
 
-def compare_state(accelerator, model, expected, tolerance=1e-8):
-    """The unsharded state of a prepared model, which all ranks gather, is that of the plain model."""
-    state = accelerator.get_state_dict(model)
-    if accelerator.is_main_process:
-        torch.testing.assert_close(dict(state), dict(expected.state_dict()), rtol=0, atol=tolerance)
+def compare(state, expected, tolerance=1e-8, what="state"):
+    """A gathered state, which rank 0 has, is the one of a plain model or optimizer."""
+    if PartialState().is_main_process:
+        torch.testing.assert_close(
+            dict(state), dict(expected), rtol=0, atol=tolerance, msg=lambda text: f"{what}: {text}"
+        )
+
+
+def compare_state(accelerator, model, expected, tolerance=1e-8, what="state"):
+    """The unsharded state of a prepared model, which all ranks gather, is that of a plain model."""
+    compare(accelerator.get_state_dict(model), expected, tolerance, what)

@@ -90,14 +90,18 @@ class StatefulNumbers(IterableDataset):
         self.resumed = True
 
 
-class PythonShuffle(Sampler):
-    """Shuffles with Python's and NumPy's generators, as users do."""
+class Shuffle(Sampler):
+    """The indices below `length`, in an order that subclasses draw."""
 
     def __init__(self, length: int) -> None:
         self.length = length
 
     def __len__(self) -> int:
         return self.length
+
+
+class PythonShuffle(Shuffle):
+    """Shuffles with Python's and NumPy's generators, as users do."""
 
     def __iter__(self) -> Iterator[int]:
         order = list(range(self.length))
@@ -105,14 +109,8 @@ class PythonShuffle(Sampler):
         return iter(np.random.permutation(order).tolist())
 
 
-class EagerOrder(Sampler):
+class EagerOrder(Shuffle):
     """Draws its whole order as soon as it is iterated, as samplers that group by length do."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
 
     def __iter__(self) -> Iterator[int]:
         return iter(torch.randperm(self.length).tolist())
@@ -149,15 +147,12 @@ def drawn(source: str, below: int) -> int:
     return int(torch.randint(below, ()))
 
 
-class DrawsAsItGoes(Sampler):
+class DrawsAsItGoes(Shuffle):
     """Draws each index when it is asked for it, from the ones that are left."""
 
     def __init__(self, length: int, source: str) -> None:
-        self.length = length
+        super().__init__(length)
         self.source = source
-
-    def __len__(self) -> int:
-        return self.length
 
     def __iter__(self) -> Iterator[int]:
         left = list(range(self.length))
@@ -186,23 +181,17 @@ class BatchesAsItGoes(Sampler):
             yield length
 
     def __iter__(self) -> Iterator[list[int]]:
-        return self._batches()
-
-    def _batches(self) -> Iterator[list[int]]:
         left = list(range(self.length))
         for length in self._lengths():
             yield [left.pop(drawn(self.source, len(left))) for _ in range(length)]
 
 
-class OwnGenerator(Sampler):
+class OwnGenerator(Shuffle):
     """Draws each index from a generator of its own, of Python's or NumPy's kind."""
 
     def __init__(self, length: int, generator: Any) -> None:
-        self.length = length
+        super().__init__(length)
         self.rng = generator
-
-    def __len__(self) -> int:
-        return self.length
 
     def __iter__(self) -> Iterator[int]:
         left = list(range(self.length))

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from layouts import compare
 from states import reset_states
 from torch import nn
 
@@ -136,15 +137,6 @@ def check_run(make, options, steps=20, inside=False, padded=False, plugin=None, 
             assert abs(mine - theirs) < tolerance, f"loss {mine} is not {theirs}"
     compare(run.prepared_model(model).state_dict(), plain.state_dict(), tolerance)
     return run, model, optimizer, plain
-
-
-def compare(state, expected, tolerance=1e-8):
-    if dist.get_rank() != 0:
-        return
-    assert set(state) == set(expected), f"{set(state) ^ set(expected)}"
-    for name, value in expected.items():
-        difference = (state[name] - value).abs().max().item()
-        assert difference <= tolerance, f"{name} is off by {difference}"
 
 
 def refused(make, options, named, call=None, *objects):

@@ -53,7 +53,7 @@ class Run:
                     expected(batch(step).flatten(0, 1)).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            compare_state(self.run, model, expected, 1e-10)
+            compare_state(self.run, model, expected.state_dict(), 1e-10)
 
     def step(self):
         for _, optimizer in self.models:

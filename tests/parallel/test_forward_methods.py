@@ -78,7 +78,7 @@ def check_training(name):
         for each in (optimizer, plain):
             each.step()
             each.zero_grad()
-    compare_state(run, model, expected)
+    compare_state(run, model, expected.state_dict())
 
 
 @on_ranks(2)

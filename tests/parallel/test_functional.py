@@ -87,7 +87,7 @@ def compare(layout, function):
         for each in (optimizer, plain):
             each.step()
             each.zero_grad()
-    compare_state(run, model, expected, 1e-10)
+    compare_state(run, model, expected.state_dict(), 1e-10)
 
 
 @on_ranks(2)

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from layouts import units_of
-from states import reset_states
+from layouts import compare, units_of
+from states import all_ranks, reset_states
 from torch.utils.data import DataLoader, Dataset
 
 from accelerate import Accelerator, DataLoaderConfiguration
@@ -126,10 +125,6 @@ def train(accelerator, model, optimizer, scheduler, loader):
     return norms, losses
 
 
-def off(found, expected):
-    return max((one - other).abs().max().item() for one, other in zip(found, expected, strict=True))
-
-
 def check(what, accelerator, model, optimizer, expected):
     """Compare everything that a checkpoint of this layout contains with the plain loop."""
     parameters, entries, rates = expected
@@ -139,23 +134,16 @@ def check(what, accelerator, model, optimizer, expected):
     else:
         state, own = model.state_dict(), optimizer.state_dict()
     assert torch.allclose(torch.tensor([g["lr"] for g in optimizer.param_groups]), torch.tensor(rates)), what
+    compare(state, parameters, what=what)
     if accelerator.is_main_process:
-        assert set(state) == set(parameters), what
-        far = off([state[name] for name in parameters], parameters.values())
-        assert far <= 1e-8, f"{what}: parameters are off by {far}"
-        for position, entry in enumerate(entries):
-            found = own["state"][position]
-            assert set(found) == set(entry), f"{what}: {set(found)}"
-            assert off([found[key] for key in entry], entry.values()) <= 1e-8, f"{what}: state of {position}"
-        print(f"{what}: off by {far:.1e}", flush=True)
+        compare(own["state"], enumerate(entries), what=what)
 
 
 def check_reading(what, accelerator, loader, shards):
     """Ranks with the same data shard read the same samples and draw the same numbers; others read and draw others."""
     set_seed(3, device_specific=True)
     mine = (accelerator.strategy.data_shard[0], next(iter(loader))["input_ids"].tolist(), torch.rand(()).item())
-    found = [None] * len(shards)
-    dist.all_gather_object(found, mine)
+    found = all_ranks(mine)
     assert tuple(shard for shard, _, _ in found) == shards, f"{what}: {[shard for shard, _, _ in found]}"
     for one, (_, samples, drawn) in zip(shards, found, strict=True):
         for other, (_, others, redrawn) in zip(shards, found, strict=True):
@@ -224,8 +212,7 @@ def drop(what, folder):
     accelerator.save_state(folder / f"seeded {what}")
     accelerator.load_state(folder / f"seeded {what}")
     model(tokens)
-    found = [None] * len(shards)
-    dist.all_gather_object(found, dropout.kept)
+    found = all_ranks(dropout.kept)
     for one, masks in zip(shards, found, strict=True):
         for other, others in zip(shards, found, strict=True):
             assert len(masks) == 6 and [a == b for a, b in zip(masks, others, strict=True)] == [one == other] * 6, what

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import cases
+from layouts import compare_state, units_of
 from rank_pool import on_ranks
 from states import reset_states
 from torch._dynamo.utils import counters
@@ -15,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
 
 from accelerate import Accelerator
-from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.config.parallel import TorchTensorParallelConfig
 from accelerate.config.training import TorchDynamoPlugin
 from accelerate.parallelism_config import ParallelismConfig
@@ -90,13 +90,12 @@ def start(layout, precision="no", compiled=False):
     reset_states()
     sizes, fsdp, options = layout
     parallelism = ParallelismConfig(**sizes, tp_handler=TorchTensorParallelConfig(**options)) if sizes else None
-    plugin = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_cls_names_to_wrap": ["Block"]}
     return Accelerator(
         cpu=True,
         mixed_precision=precision,
         gradient_accumulation_steps=ACCUMULATION,
         parallelism_config=parallelism,
-        fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, **plugin) if fsdp else None,
+        fsdp_plugin=units_of("Block") if fsdp else None,
         dynamo_plugin=TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=True) if compiled else None,
     )
 
@@ -128,11 +127,6 @@ def train(accelerator, parts, steps=STEPS, inside=True):
             scheduler.step()
             optimizer.zero_grad()
     return losses
-
-
-def distance(found, expected):
-    assert list(found) == list(expected), (list(found), list(expected))
-    return max((found[name] - value).abs().max().item() for name, value in expected.items())
 
 
 def check_share(accelerator, model, what):
@@ -181,8 +175,7 @@ def test_one_loop_in_every_layout(what, references):
     found = train(accelerator, parts, steps, inside=inside)
     if inside:
         assert max(abs(a.item() - b) for a, b in zip(found, losses, strict=True)) < 1e-9
-    state = accelerator.get_state_dict(parts[0])
-    assert not accelerator.is_main_process or distance(state, expected) <= 1e-8
+    compare_state(accelerator, parts[0], expected)
 
 
 @on_ranks(4)
@@ -192,8 +185,7 @@ def test_tied(what):
     accelerator = start(LAYOUTS[what])
     parts = prepared(accelerator, seed=accelerator.process_index, tied=True)
     train(accelerator, parts, steps=4)
-    state = accelerator.get_state_dict(parts[0])
-    assert not accelerator.is_main_process or distance(state, expected) <= 1e-8
+    compare_state(accelerator, parts[0], expected)
 
 
 @on_ranks(4)
@@ -210,14 +202,10 @@ def test_what_one_layout_has_saved_another_loads(into, tmp_path):
     parts = prepared(accelerator, seed=5)
     accelerator.load_state(tmp_path)
     model, optimizer = parts[0], parts[1].optimizer
-    state = accelerator.get_state_dict(model)
+    compare_state(accelerator, model, expected)
     own = accelerator.prepared_model(model).optimizer_state_dict(getattr(optimizer, "optimizer", optimizer))
     if accelerator.is_main_process:
-        assert distance(state, expected) <= 1e-8
-        assert own["state"].keys() == saved["state"].keys()
-        for key, values in saved["state"].items():
-            for name, value in values.items():
-                assert torch.equal(own["state"][key][name], value), f"{name} of parameter {key}"
+        torch.testing.assert_close(own["state"], saved["state"], rtol=0, atol=0)
         assert own["param_groups"][0]["lr"] == saved["param_groups"][0]["lr"]
     train(accelerator, parts, steps=1)
 
@@ -233,8 +221,7 @@ def test_compiled():
     graphs = counters["stats"]["unique_graphs"]
     train(accelerator, (*parts[:-1], accelerator.skip_first_batches(parts[-1], ACCUMULATION)), steps=2)
     assert graphs > 0 and counters["stats"]["unique_graphs"] == graphs, counters["stats"]
-    state = accelerator.get_state_dict(parts[0])
-    assert not state or distance(state, expected) <= 1e-8
+    compare_state(accelerator, parts[0], expected)
 
 
 @on_ranks(4)

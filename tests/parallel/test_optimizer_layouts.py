@@ -9,6 +9,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from layouts import compare
 from states import reset_states
 from torch import nn
 
@@ -226,17 +227,6 @@ def run(accelerator, case, name):
     return state, own, prepared.optimizer_state_dict(other.optimizer)
 
 
-def check_equal(found, expected, where):
-    """Nested values, tensors to 1e-8."""
-    if isinstance(expected, torch.Tensor):
-        assert found.shape == expected.shape, (where, found.shape, expected.shape)
-        assert not expected.numel() or (found - expected).abs().max() < 1e-8, (where, (found - expected).abs().max())
-    elif isinstance(expected, dict):
-        assert found.keys() == expected.keys(), (where, found.keys() ^ expected.keys())
-        for key, value in expected.items():
-            check_equal(found[key], value, f"{where} {key}")
-
-
 def is_refused(layout, case, name):
     """Text of the error of a layout that refuses a pair; None if it does not."""
     if layout.startswith("fsdp1") and name in WHOLE:
@@ -271,6 +261,6 @@ def check(layout, case):
         expected, state = plain(case, name, parts)
         found = run(accelerator, case, name)
         if accelerator.is_main_process:
-            check_equal(found[0], expected, f"{name}: model")
-            check_equal(found[1]["state"], state["state"], f"{name}: optimizer")
-            check_equal(found[2]["state"], state["state"], f"{name}: loaded optimizer")
+            compare(found[0], expected, what=f"{name}: model")
+            compare(found[1]["state"], state["state"], what=f"{name}: optimizer")
+            compare(found[2]["state"], state["state"], what=f"{name}: loaded optimizer")

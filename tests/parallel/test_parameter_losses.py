@@ -61,7 +61,7 @@ def compare(layout, loss, windows=2):
         if step % 2:
             plain.step()
             plain.zero_grad()
-    compare_state(run, model, expected)
+    compare_state(run, model, expected.state_dict())
 
 
 @on_ranks(2)

@@ -116,7 +116,7 @@ def plain(case, shards):
             case(model, x, lambda loss, **options: (loss / shards).backward(**options))
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
-    return model
+    return model.state_dict()
 
 
 def prepared(name):
@@ -136,7 +136,7 @@ def check(name):
             case(model, parts[index], run.backward)
             run.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
-        compare_state(run, model, plain(case, shards))
+        compare_state(run, model, plain(case, shards), what=case.__name__)
 
 
 @on_ranks(2)

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_pool import on_ranks
+from states import all_ranks
 
 from accelerate.core.errors import CheckpointError
 from accelerate.runtime import agreement, group
@@ -75,12 +76,6 @@ def all_present():
     return Outcome([10 * rank for rank in range(WORLD)])
 
 
-def everywhere(value):
-    found = [None] * WORLD
-    dist.all_gather_object(found, value)
-    return found
-
-
 @on_three
 def test_values_of_all_ranks():
     me = my_rank()
@@ -89,12 +84,12 @@ def test_values_of_all_ranks():
         assert exchange(name="another") == all_present()
         if me != 1:
             assert Round("pair", (0, 2)).exchange("numbers", me, LONG, first) == Outcome(0)
-    everywhere(None)
+    all_ranks(None)
     before = store().num_keys()
-    everywhere(None)
+    all_ranks(None)
     for _ in range(20):
         assert exchange() == all_present()
-    everywhere(None)
+    all_ranks(None)
     assert store().num_keys() <= before + WORLD, "former rounds are removed"
 
 
@@ -111,7 +106,7 @@ def test_a_rank_is_absent_and_comes_later(victim):
     store().set(f"done/{me}", "1")
     assert outcome.absent == f"rank {victim}" and not outcome.ended and outcome.refused is None
     assert outcome.waited >= SHORT
-    assert everywhere(outcome) == [outcome] * WORLD
+    assert all_ranks(outcome) == [outcome] * WORLD
     assert exchange() == all_present()
 
 

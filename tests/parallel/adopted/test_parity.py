@@ -6,6 +6,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from layouts import compare_state
 from rank_pool import on_ranks
 from states import reset_states
 from torch import nn
@@ -169,12 +170,6 @@ def fresh(**options):
     return Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATION, **options)
 
 
-def check(accelerator, model, expected):
-    state = accelerator.get_state_dict(model)
-    if accelerator.is_main_process:
-        torch.testing.assert_close(dict(state), expected, rtol=0, atol=1e-8)
-
-
 def check_run(accelerator, shards, model, optimizer=None):
     """Train a sharded model and compare; without an optimizer, which was made before `prepare`, one is made after."""
     rank = accelerator.process_index
@@ -192,7 +187,7 @@ def check_run(accelerator, shards, model, optimizer=None):
     seen = [row for batch in loader for row in accelerator.gather_for_metrics(batch["tokens"])]
     assert torch.equal(torch.stack(seen), torch.stack([row["tokens"] for row in data]))
     torch.testing.assert_close(train(accelerator, model, optimizer, loader), norms, rtol=1e-8, atol=0)
-    check(accelerator, model, expected[-1])
+    compare_state(accelerator, model, expected[-1])
     return model
 
 
@@ -234,7 +229,7 @@ def test_checkpoints(tmp_path):
             accelerator.load_state(tmp_path / str(place - 1))
         found = train(accelerator, model, optimizer, itertools.islice(loader, ACCUMULATION))
         torch.testing.assert_close(found, [norms[place]], rtol=1e-8, atol=0)
-        check(accelerator, model, expected[place])
+        compare_state(accelerator, model, expected[place])
         accelerator.save_state(tmp_path / str(place))
         accelerator.save_model(model, tmp_path / f"model_{place}")
 
@@ -308,7 +303,7 @@ def test_two_optimizers_before_and_after_their_model():
             optimizers = [accelerator.prepare_optimizer(optimizer) for optimizer in optimizers]
         loader = accelerator.prepare(DataLoader(rows(steps=2), BATCH))
         torch.testing.assert_close(train(accelerator, model, Both(optimizers), loader), norms, rtol=1e-8, atol=0)
-        check(accelerator, model, expected[-1])
+        compare_state(accelerator, model, expected[-1])
 
 
 @on_ranks(2)

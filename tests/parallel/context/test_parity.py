@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import cases
+from layouts import compare_state
 from rank_pool import on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -111,13 +112,8 @@ def run(accelerator, steps, mean_of_batches=False, change=None):
 
 
 def compare(accelerator, model, norms, expected, tolerance=1e-8):
-    state = accelerator.get_state_dict(model)
+    compare_state(accelerator, model, expected[0], tolerance)
     torch.testing.assert_close(torch.stack(norms), torch.stack(expected[1][: len(norms)]), rtol=tolerance, atol=0)
-    if accelerator.is_main_process:
-        assert set(state) == set(expected[0])
-        for name, value in expected[0].items():
-            difference = (state[name] - value).abs().max().item()
-            assert difference <= tolerance, f"{name} is off by {difference}"
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from layouts import compare_state
 from rank_pool import on_ranks
 from safetensors.torch import load_file
 from states import reset_states
@@ -147,17 +148,9 @@ def run(part, options, folder, expected, groups=False, late=False, layout=None):
             optimizer.step()
             optimizer.zero_grad()
     assert len(norms) == STEPS and min(norms) > CLIP
-    compare(accelerator, model, expected[part], part)
+    compare_state(accelerator, model, expected[part], what=f"part {part}")
     accelerator.save_state(folder / f"part{part}")
     return accelerator, model
-
-
-def compare(accelerator, model, expected, where):
-    state = accelerator.get_state_dict(model)
-    if accelerator.is_main_process:
-        assert set(state) == set(expected), (where, set(state) ^ set(expected))
-        for name, value in expected.items():
-            assert (state[name] - value).abs().max() < 1e-8, (where, name)
 
 
 @pytest.fixture(scope="module")

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """FSDP2 in many settings against the plain single-process loop, in float64, to 1e-8."""
 
-import copy
-
 import pytest
 import torch
 import torch.distributed as dist
+from layouts import compare
 from rank_pool import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
+from windows import ACCUMULATION, CLIP, token_batches, train, train_by_hand
 
 from accelerate.checkpointing.sharded import ShardedState
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin as Plugin
@@ -21,7 +21,8 @@ from accelerate.precision.base import Precision
 from accelerate.state import PartialState
 
 WIDTH, VOCABULARY, LENGTH = 8, 13, 5
-GLOBAL_BATCH, STEPS, ACCUMULATION, CLIP = 8, 10, 2, 0.05
+STEPS = 10
+BATCHES = token_batches(STEPS * ACCUMULATION, 8, LENGTH, VOCABULARY)
 BY_CLASS = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
 pytestmark = pytest.mark.usefixtures("float64")
 everywhere = on_ranks(2, thorough=[1, 4])
@@ -68,67 +69,16 @@ def make_model(seed=0):
     return Model()
 
 
-def batches():
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(STEPS * ACCUMULATION):
-        yield torch.randint(VOCABULARY, (GLOBAL_BATCH, LENGTH + 1), generator=generator)
-
-
-def loss_of(model, tokens):
-    logits = model(tokens[:, :-1])
-    return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-
-
 def make_optimizer(model):
     decayed = [p for p in model.parameters() if p.ndim > 1]
     rest = [p for p in model.parameters() if p.ndim <= 1]
     return torch.optim.AdamW([{"params": decayed}, {"params": rest, "weight_decay": 0.0}], lr=0.01)
 
 
-def plain_run():
-    """Parameters after each quarter of the run, and the norms before clipping."""
-    model = make_model()
-    optimizer = make_optimizer(model)
-    norms, kept = [], []
-    for number, tokens in enumerate(batches()):
-        (loss_of(model, tokens) / ACCUMULATION).backward()
-        if number % ACCUMULATION == ACCUMULATION - 1:
-            norms.append(nn.utils.clip_grad_norm_(model.parameters(), CLIP))
-            optimizer.step()
-            optimizer.zero_grad()
-            kept.append(copy.deepcopy(model.state_dict()))
-    return kept, norms
-
-
-def sharded_run(strategy, prepared, optimizer, norms, first=0, last=STEPS):
-    """Steps `first` to `last` of the same run on this rank's part of each batch."""
-    index, count = strategy.data_shard
-    model = prepared.module
-    for number, tokens in enumerate(batches()):
-        if not first * ACCUMULATION <= number < last * ACCUMULATION:
-            continue
-        sync = number % ACCUMULATION == ACCUMULATION - 1
-        mine = tokens.chunk(count)[index]
-        if not sync:
-            with prepared.no_sync():
-                strategy.backward(loss_of(model, mine) / ACCUMULATION)
-            continue
-        strategy.backward(loss_of(model, mine) / ACCUMULATION)
-        norm = strategy.clip_grad_norm(model.parameters(), CLIP)
-        torch.testing.assert_close(norm, norms[number // ACCUMULATION], rtol=1e-9, atol=0)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def check_state(prepared, expected, what="the run"):
     state = prepared.state_dict()
-    if dist.get_rank() == 0:
-        assert list(state) == list(expected), (what, list(state))
-        for name, value in expected.items():
-            difference = (state[name] - value).abs().max().item()
-            assert difference <= 1e-8, f"{what}: {name} is off by {difference}"
-    else:
-        assert state == {}, f"{what}: rank {dist.get_rank()} holds {len(state)} whole tensors"
+    compare(state, expected, what=what)
+    assert list(state) == (list(expected) if dist.get_rank() == 0 else []), what
 
 
 def prepare(plugin, model, optimizer=None, parallelism=None):
@@ -146,14 +96,15 @@ def check_run(plain, parallelism=None, steps=4, seed=0, model=None, **options):
     model = prepared.module
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     assert {id(p) for p in trained} == {id(p) for p in model.parameters()}
-    sharded_run(strategy, prepared, optimizer, norms, last=steps)
+    train(strategy, prepared, optimizer, BATCHES[: steps * ACCUMULATION], norms)
     check_state(prepared, expected[steps - 1])
     return strategy, prepared, optimizer
 
 
 @pytest.fixture(scope="module")
 def plain(float64):
-    expected, norms = plain_run()
+    model = make_model()
+    expected, norms = train_by_hand(model, make_optimizer(model), BATCHES)
     assert max(norms) > CLIP, "clipping would not be tested"
     return expected, norms
 
@@ -228,7 +179,8 @@ def test_resume(how, plain, tmp_path):
     whole = (prepared.state_dict(), prepared.optimizer_state_dict(optimizer))
     write = ShardedState([prepared], [PreparedOptimizer(optimizer, prepared)]).stage(blocking=False)
     # What was taken must not change with the run that goes on.
-    sharded_run(strategy, prepared, optimizer, norms, first=half)
+    rest = BATCHES[half * ACCUMULATION :], norms[half:]
+    train(strategy, prepared, optimizer, *rest)
     check_state(prepared, expected[-1], "second half")
     write(tmp_path)
     dist.barrier()
@@ -241,7 +193,7 @@ def test_resume(how, plain, tmp_path):
     else:
         ShardedState([fresh], [PreparedOptimizer(optimizer, fresh)]).load(tmp_path, strict=True)
     check_state(fresh, expected[half - 1], "loaded")
-    sharded_run(strategy, fresh, optimizer, norms, first=half)
+    train(strategy, fresh, optimizer, *rest)
     check_state(fresh, expected[-1], "resumed")
 
 

@@ -12,6 +12,7 @@ from rank_pool import on_ranks
 from states import reset_states
 from torch import nn
 from torch.distributed.tensor import DTensor
+from windows import ACCUMULATION, CLIP, token_batches, token_loss
 
 from accelerate import Accelerator
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin as Plugin
@@ -19,7 +20,7 @@ from accelerate.config.precision import GradScalerKwargs
 from accelerate.core.errors import CheckpointError, PrepareError
 from accelerate.state import AcceleratorState, PartialState
 
-WIDTH, VOCABULARY, BATCH, CLIP, ACCUMULATION = 8, 13, 4, 0.05, 2
+WIDTH, VOCABULARY, BATCH = 8, 13, 4
 
 
 class Adapted(nn.Module):
@@ -72,16 +73,6 @@ def fresh(plugin, **others):
     return Accelerator(cpu=True, fsdp_plugin=plugin, **others)
 
 
-def token_batches(ranks, windows=6):
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(windows * ACCUMULATION):
-        yield torch.randint(VOCABULARY, (BATCH * ranks, 6), generator=generator)
-
-
-def token_loss(model, tokens):
-    return nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("late", [False, True], ids=["together", "the optimizer late"])
 def test_adapters(late):
@@ -92,7 +83,7 @@ def test_adapters(late):
     plain = make_adapted()
     optimizer = torch.optim.AdamW(adapters(plain), lr=0.05)
     before = {name: value.clone() for name, value in plain.state_dict().items()}
-    for number, tokens in enumerate(token_batches(world)):
+    for number, tokens in enumerate(token_batches(6 * ACCUMULATION, BATCH * world, 5, VOCABULARY)):
         (token_loss(plain, tokens) / ACCUMULATION).backward()
         if number % ACCUMULATION:
             assert nn.utils.clip_grad_norm_(plain.parameters(), CLIP) > CLIP
@@ -111,7 +102,7 @@ def test_adapters(late):
     # Before the first forward torch knows less of its units.
     early = accelerator.explain().sections
     assert any(title.startswith("messages") for title in early), list(early)
-    for tokens in token_batches(world):
+    for tokens in token_batches(6 * ACCUMULATION, BATCH * world, 5, VOCABULARY):
         with accelerator.accumulate(model):
             accelerator.backward(token_loss(model, tokens.chunk(world)[rank]))
             if accelerator.sync_gradients:

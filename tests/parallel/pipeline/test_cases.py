@@ -6,9 +6,10 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from pipelines import GLOBAL_BATCH, VOCABULARY, batches, check_run, compare, own, refused
+from layouts import compare
+from pipelines import GLOBAL_BATCH, VOCABULARY, batches, check_run, own, refused
 from rank_pool import on_ranks
-from states import reset_states
+from states import all_ranks, reset_states
 from torch import nn
 
 from accelerate import Accelerator
@@ -21,12 +22,6 @@ from accelerate.utils import DataLoaderConfiguration
 TOKENS, LABELS = next(iter(batches(1, False)))
 PRELOADED = ("transformers.models.gpt2.modeling_gpt2",)
 pytestmark = pytest.mark.usefixtures("float64")
-
-
-def everyones(value):
-    found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
 
 
 def prepared(model, options=None, **arguments):
@@ -124,7 +119,7 @@ def test_precision(precision):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    assert losses[2] < losses[0] and len(set(everyones(losses[2]))) == 1, losses
+    assert losses[2] < losses[0] and len(set(all_ranks(losses[2]))) == 1, losses
     if precision == "bf16":
         return
     # An overflow on one stage leaves the step out on both.
@@ -134,9 +129,9 @@ def test_precision(precision):
     if dist.get_rank() == 1:
         next(iter(model.parameters())).grad[0] = float("inf")
     optimizer.step()
-    assert everyones(run.optimizer_step_was_skipped) == [True, True]
+    assert all_ranks(run.optimizer_step_was_skipped) == [True, True]
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-    assert len(set(everyones(run.scaler.get_scale()))) == 1
+    assert len(set(all_ranks(run.scaler.get_scale()))) == 1
 
 
 @on_ranks(2)
@@ -155,7 +150,7 @@ def test_weights():
     assert optimizer.param_groups[0]["params"] == list(model.parameters())
     assert model.layers[0].mlp.up_proj.weight.shape == (32, 16)
     held = [name for name, parameter in model.named_parameters() if parameter.untyped_storage().nbytes()]
-    assert sorted(name for part in everyones(held) for name in part) == sorted(n for n, _ in own().named_parameters())
+    assert sorted(name for part in all_ranks(held) for name in part) == sorted(n for n, _ in own().named_parameters())
     assert torch.isfinite(model(TOKENS)).all()
     plain = own(5)
     run.prepared_model(model).load_state_dict(plain.state_dict() if dist.get_rank() == 0 else {})
@@ -304,7 +299,7 @@ def test_stages_balanced_by_time_in_the_order_observed():
     options = Options(num_microbatches=2, balance="time", example_inputs={"x": x})
     run, model, _ = prepared(Chain(norm_first=True).eval(), options)
     torch.testing.assert_close(model(x), plain(x), rtol=0, atol=1e-12)
-    assert len(set(everyones(run.prepared_model(model).stages.schedules.runner.cut.bounds))) == 1
+    assert len(set(all_ranks(run.prepared_model(model).stages.schedules.runner.cut.bounds))) == 1
 
 
 class Recurrent(nn.Module):

@@ -4,7 +4,8 @@
 import pytest
 import torch
 import torch.distributed as dist
-from pipelines import ACCUMULATION, CLIP, GLOBAL_BATCH, accelerator, batches, compare, loss_of, own, tied
+from layouts import compare
+from pipelines import ACCUMULATION, CLIP, GLOBAL_BATCH, accelerator, batches, loss_of, own, tied
 from rank_pool import on_ranks
 from torch import nn
 
@@ -71,8 +72,7 @@ def go_on(folder):
     for _ in range(rounds):
         train(plain, reference, None, (0, 1))
     if world == 1:
-        for name, value in plain.state_dict().items():
-            assert (model.state_dict()[name] - value).abs().max() <= 1e-8, name
+        compare(model.state_dict(), plain.state_dict())
     else:
         compare(run.prepared_model(model).state_dict(), plain.state_dict())
         found, wanted = (
@@ -84,9 +84,7 @@ def go_on(folder):
                 g["params"] for g in wanted["param_groups"]
             ]
             assert [group["lr"] for group in found["param_groups"]] == [0.02, 0.01]
-            for position, entry in wanted["state"].items():
-                for key, value in entry.items():
-                    assert (found["state"][position][key] - value).abs().max() <= 1e-8, (position, key)
+            compare(found["state"], wanted["state"])
     run.wait_for_everyone()
 
 
@@ -108,7 +106,7 @@ def test_an_optimizer_made_after_the_model_was_prepared(tie):
         found, wanted = prepared.optimizer_state_dict(optimizer.optimizer), reference.state_dict()
         if dist.get_rank() == 0:
             assert found["param_groups"][0]["params"] == wanted["param_groups"][0]["params"]
-            torch.testing.assert_close(found["state"], wanted["state"], rtol=0, atol=1e-8)
+            compare(found["state"], wanted["state"])
         compare(prepared.state_dict(), plain.state_dict())
         # What was saved comes back.
         for entry in optimizer.optimizer.state.values():
@@ -135,9 +133,7 @@ def two_models():
     for prepared, (_, reference) in zip(run._objects.prepared_optimizers(), plain, strict=True):
         found, wanted = prepared.state_dict(), reference.state_dict()
         if dist.get_rank() == 0:
-            for position, entry in wanted["state"].items():
-                for key, value in entry.items():
-                    assert (found["state"][position][key] - value).abs().max() <= 1e-8, (position, key)
+            compare(found["state"], wanted["state"])
     first, second = tied(0), tied(1)
     both = torch.optim.AdamW([*first.parameters(), *second.parameters()])
     run.prepare(first, second, both)

@@ -26,6 +26,7 @@ from pipelines import (
     train,
 )  # fmt: skip
 from rank_pool import on_ranks
+from states import all_ranks
 from torch import nn
 from torch.distributed.pipelining import Schedule1F1B, schedules
 
@@ -195,8 +196,7 @@ def test_lowered(options, sizes):
     model = own().float()
     model, optimizer = run.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
     _, losses = train(model, optimizer, run, 4, True, False)
-    found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (run.strategy.data_shard, losses))
+    found = all_ranks((run.strategy.data_shard, losses))
     assert len({str(row) for row in found}) == run.strategy.data_shard[1], found
     assert losses[-1] < losses[0] and all(p.dtype == torch.float32 for p in model.parameters()), losses
     tokens, labels = next(iter(batches(1, False)))

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensor parallelism, alone and under FSDP2, against the plain loop in float64, to 1e-8."""
 
-import copy
-
 import pytest
 import torch
 import torch.distributed as dist
+from layouts import compare
 from rank_pool import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
+from windows import ACCUMULATION, token_batches, train, train_by_hand
 
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin as Plugin
 from accelerate.config.parallel import TorchTensorParallelConfig
@@ -21,7 +21,8 @@ from accelerate.precision.base import Precision
 from accelerate.state import PartialState
 
 WIDTH, HEADS, VOCABULARY, LENGTH = 16, 4, 11, 6
-GLOBAL_BATCH, STEPS, ACCUMULATION, CLIP = 8, 10, 2, 0.05
+STEPS = 10
+BATCHES = token_batches(STEPS * ACCUMULATION, 8, LENGTH, VOCABULARY)
 CPU = torch.device("cpu")
 PRELOADED = ("transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3")
 pytestmark = pytest.mark.usefixtures("float64")
@@ -126,61 +127,18 @@ def loaded_in_parts(folder):
     )
 
 
-def batches():
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(STEPS * ACCUMULATION):
-        yield torch.randint(VOCABULARY, (GLOBAL_BATCH, LENGTH + 1), generator=generator)
-
-
-def loss_of(model, tokens):
-    logits = model(tokens[:, :-1])
-    logits = getattr(logits, "logits", logits)
-    return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-
-
-def plain_run(make, steps):
-    model = make(0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    norms = []
-    for number, tokens in enumerate(batches()):
-        if number >= steps * ACCUMULATION:
-            break
-        (loss_of(model, tokens) / ACCUMULATION).backward()
-        if number % ACCUMULATION:
-            norms.append(nn.utils.clip_grad_norm_(model.parameters(), CLIP))
-            optimizer.step()
-            optimizer.zero_grad()
-    return copy.deepcopy(model.state_dict()), norms
-
-
 def check_run(make, strategy, steps=4, build=None):
-    expected, norms = plain_run(make, steps)
+    plain = make(0)
+    batches = BATCHES[: steps * ACCUMULATION]
+    expected, norms = train_by_hand(plain, torch.optim.AdamW(plain.parameters(), lr=0.01), batches)
     model = (build or make)(PartialState().process_index)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     prepared = strategy.prepare(Bundle([model], [optimizer], [True]))[0]
     model = prepared.module
     split = sum(isinstance(p, DTensor) and "tp" in (p.device_mesh.mesh_dim_names or ()) for p in model.parameters())
     assert split >= 14, f"only {split} parameters are split"
-    index, count = strategy.data_shard
-    for number, tokens in enumerate(batches()):
-        if number >= steps * ACCUMULATION:
-            break
-        mine = tokens.chunk(count)[index]
-        if number % ACCUMULATION == 0:
-            with prepared.no_sync():
-                strategy.backward(loss_of(model, mine) / ACCUMULATION)
-            continue
-        strategy.backward(loss_of(model, mine) / ACCUMULATION)
-        norm = strategy.clip_grad_norm(model.parameters(), CLIP)
-        torch.testing.assert_close(norm, norms[number // ACCUMULATION], rtol=1e-8, atol=0)
-        optimizer.step()
-        optimizer.zero_grad()
-    state = prepared.state_dict()
-    if dist.get_rank() == 0:
-        assert set(state) == set(expected)
-        for name, value in expected.items():
-            difference = (state[name] - value).abs().max().item()
-            assert difference <= 1e-8, f"{name} is off by {difference}"
+    train(strategy, prepared, optimizer, batches, norms)
+    compare(prepared.state_dict(), expected[-1])
 
 
 def sharded(efficient=False, **sizes):

@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+from layouts import compare_state
 from rank_pool import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -101,9 +102,7 @@ def check_run(family, sizes, plugin=None, handler=None, **options):
     step = step_of(accelerator, model, optimizer)
     found = [norm for batch in loader if (norm := step(batch)) is not None]
     torch.testing.assert_close(found, norms, rtol=1e-8, atol=1e-12)
-    state = accelerator.get_state_dict(model)
-    if accelerator.is_main_process:
-        torch.testing.assert_close(state, dict(expected), rtol=0, atol=1e-8)
+    compare_state(accelerator, model, expected)
 
 
 @on_ranks(2)
@@ -143,9 +142,7 @@ def test_trainer(tmp_path):
     found = [line["grad_norm"] for line in trainer.state.log_history if "grad_norm" in line]
     # The model's own loss is in float32.
     assert found == pytest.approx(norms, rel=1e-6)
-    state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
-    if trainer.is_world_process_zero():
-        torch.testing.assert_close(dict(state), dict(model.state_dict()), rtol=0, atol=1e-6)
+    compare_state(trainer.accelerator, trainer.model_wrapped, model.state_dict(), 1e-6)
 
 
 TWO = {

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training on tokens in windows of two batches: by hand, and by a strategy without an Accelerator."""
+
+import contextlib
+
+import torch
+from torch import nn
+
+ACCUMULATION, CLIP = 2, 0.05
+
+
+def token_batches(count, size, length, vocabulary):
+    """Rows of tokens; the last one of a row is a label only."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(vocabulary, (size, length + 1), generator=generator) for _ in range(count)]
+
+
+def token_loss(model, tokens):
+    logits = model(tokens[:, :-1])
+    logits = getattr(logits, "logits", logits)
+    return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def train_by_hand(model, optimizer, batches):
+    """The parameters after each step, and the norms before clipping."""
+    states, norms = [], []
+    for number, tokens in enumerate(batches):
+        (token_loss(model, tokens) / ACCUMULATION).backward()
+        if number % ACCUMULATION:
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), CLIP))
+            optimizer.step()
+            optimizer.zero_grad()
+            states.append({name: value.clone() for name, value in model.state_dict().items()})
+    return states, norms
+
+
+def train(strategy, prepared, optimizer, batches, norms):
+    """The same on this rank's part of each batch; the norms before clipping are those of the loop by hand."""
+    index, count = strategy.data_shard
+    for number, tokens in enumerate(batches):
+        ends_window = number % ACCUMULATION == 1
+        with contextlib.nullcontext() if ends_window else prepared.no_sync():
+            strategy.backward(token_loss(prepared.module, tokens.chunk(count)[index]) / ACCUMULATION)
+        if ends_window:
+            norm = strategy.clip_grad_norm(prepared.module.parameters(), CLIP)
+            torch.testing.assert_close(norm, norms[number // ACCUMULATION], rtol=1e-8, atol=0)
+            optimizer.step()
+            optimizer.zero_grad()
