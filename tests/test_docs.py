@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import ast
 import builtins
-import contextlib
 import functools
 import importlib
-import io
 import re
 import subprocess
 from collections.abc import Callable
@@ -16,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from rank_pool import Ranks
-from ranks import run_script
+from ranks import output_of
 
 PROJECT = Path(__file__).parents[1]
 DOCUMENTS = [
@@ -57,13 +55,6 @@ def test_programs_run(
     results = ranks(processes).run(output_of, tmp_path / "train.py")
     if printed:
         assert results[0] == printed
-
-
-def output_of(script: Path) -> str:
-    """On a rank of the pool: what a script prints."""
-    with contextlib.redirect_stdout(io.StringIO()) as output:
-        run_script(script)
-    return output.getvalue()
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(PROJECT)))

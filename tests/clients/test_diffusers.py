@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import shutil
 import sys
@@ -17,7 +15,7 @@ import pytest
 import torch
 from PIL import Image
 from rank_pool import on_ranks
-from ranks import run_script
+from ranks import output_of
 from toys import distance, on_cpu
 
 from accelerate import Accelerator, disk_offload
@@ -301,13 +299,7 @@ def test_example_script(script, arguments, last, images, pipeline, tmp_path):
 
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_recipe(nproc, ranks):
-    outputs = ranks(nproc).run(recipe_output, RECIPE, env={"ACCELERATE_USE_CPU": "true"})
+    outputs = ranks(nproc).run(output_of, RECIPE, env={"ACCELERATE_USE_CPU": "true"})
     losses = [float(line.split()[-1]) for line in outputs[0].splitlines()]
     # With both numbers of processes.
     assert losses == pytest.approx([0.5445, 0.3340, 0.2963], abs=2e-3)
-
-
-def recipe_output(path):
-    with contextlib.redirect_stdout(io.StringIO()) as output:
-        run_script(path)
-    return output.getvalue()

@@ -10,8 +10,9 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from machines import LAUNCH, clean_environment
 
-COMMAND = [sys.executable, "-m", "accelerate.commands.main", "launch", "-q", "--cpu", "--num_processes", "2"]
+COMMAND = [*LAUNCH, "--num_processes", "2"]
 
 
 @pytest.fixture
@@ -21,13 +22,11 @@ def launch(tmp_path):
     def run(source, *args, load=0, timeout=120):
         script, report = tmp_path / "script.py", tmp_path / "error.json"
         script.write_text(textwrap.dedent(source))
-        names = ("ACCELERATE_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_")
-        env = {name: text for name, text in os.environ.items() if not name.startswith(names)}
         busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(load)]
         try:
             done = subprocess.run(
                 [*COMMAND, "--error_file", str(report), str(script), *map(str, args)],
-                env={**env, "HF_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"},
+                env=clean_environment(tmp_path, OMP_NUM_THREADS="1"),
                 capture_output=True, text=True, timeout=timeout,
             )  # fmt: skip
         finally:

@@ -8,19 +8,12 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
+from machines import clean_environment, is_running, until
 
 COMMAND = [sys.executable, "-m", "accelerate.commands.main", "launch"]
-
-
-def environment(tmp_path, **extra):
-    kept = {name: text for name, text in os.environ.items() if not name.startswith(("ACCELERATE_", "OMP_"))}
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        kept.pop(name, None)
-    return {**kept, "HF_HOME": str(tmp_path / "home"), **extra}
 
 
 @pytest.fixture
@@ -32,7 +25,7 @@ def launch(tmp_path):
         script.write_text(textwrap.dedent(source))
         command = [*COMMAND, *options, str(script), *args]
         return subprocess.run(
-            command, env=environment(tmp_path, **extra), capture_output=True, text=True, timeout=timeout
+            command, env=clean_environment(tmp_path, **extra), capture_output=True, text=True, timeout=timeout
         )
 
     return run
@@ -78,7 +71,7 @@ def test_modules_run_like_python_dash_m(launch, tmp_path):
     done = subprocess.run(
         [*COMMAND, "-q", "-m", "package_x.train"],
         cwd=tmp_path,
-        env=environment(tmp_path),
+        env=clean_environment(tmp_path),
         capture_output=True,
         text=True,
     )
@@ -166,24 +159,14 @@ def test_nobody_is_left_behind(tmp_path, number):
     script.write_text(STUBBORN)
     launcher = subprocess.Popen(
         [*COMMAND, "--cpu", "--num_processes", "2", "--stop_timeout", "0.5", str(script)],
-        env=environment(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        env=clean_environment(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
     )  # fmt: skip
     pids = [int(launcher.stdout.readline().split()[1]) for _ in range(2)]
     launcher.send_signal(number)
     launcher.communicate(timeout=40)
     assert launcher.returncode == (-9 if number == signal.SIGKILL else 128 + number)
-    deadline = time.monotonic() + 30
-    while any(_alive(pid) for pid in pids):
-        assert time.monotonic() < deadline, "a rank outlived its launcher"
-        time.sleep(0.02)
-
-
-def _alive(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    until(lambda: not any(map(is_running, pids)), timeout=30)
 
 
 def test_what_a_failed_rank_started_is_killed_with_it(launch):
@@ -198,10 +181,7 @@ def test_what_a_failed_rank_started_is_killed_with_it(launch):
         "--cpu", "--num_processes", "2",
     )  # fmt: skip
     assert done.returncode == 3
-    deadline = time.monotonic() + 30
-    while _alive(int(done.stdout.split()[1])):
-        assert time.monotonic() < deadline, "a child outlived its rank"
-        time.sleep(0.02)
+    until(lambda: not is_running(int(done.stdout.split()[1])), timeout=30)
 
 
 def test_a_script_that_cannot_be_compiled_is_one_message(launch):
@@ -222,7 +202,7 @@ def test_a_reader_that_ends_early_causes_no_traceback(tmp_path):
     ours, theirs = os.pipe()
     os.close(ours)
     command = [*COMMAND, "-q", "--cpu", "--num_processes", "2", "--dry_run", str(script)]
-    done = subprocess.run(command, env=environment(tmp_path), stdout=theirs, stderr=subprocess.PIPE, timeout=60)
+    done = subprocess.run(command, env=clean_environment(tmp_path), stdout=theirs, stderr=subprocess.PIPE, timeout=60)
     os.close(theirs)
     assert done.returncode == 141 and not done.stderr
 
@@ -253,7 +233,7 @@ def test_twenty_launches_at_once(tmp_path):
         )
     )
     command = [*COMMAND, "-q", "--cpu", "--num_processes", "2", str(script)]
-    launches = [subprocess.Popen(command, env=environment(tmp_path, TOKEN=str(n))) for n in range(20)]
+    launches = [subprocess.Popen(command, env=clean_environment(tmp_path, TOKEN=str(n))) for n in range(20)]
     assert [launch.wait(timeout=60) for launch in launches] == [0] * 20
 
 
@@ -355,7 +335,9 @@ def test_output_to_a_full_disk_is_an_error(tmp_path):
     script.write_text("print('figures')\n")
     for command in ([*COMMAND, "-q", "--cpu", "--num_processes", "2", str(script)], [*COMMAND[:-1], "config", "-h"]):
         with open("/dev/full", "w") as full:
-            done = subprocess.run(command, env=environment(tmp_path), stdout=full, stderr=subprocess.PIPE, text=True)
+            done = subprocess.run(
+                command, env=clean_environment(tmp_path), stdout=full, stderr=subprocess.PIPE, text=True
+            )
         assert done.returncode == 1 and done.stderr.count("No space left") == 1, done.stderr
         assert len(done.stderr.splitlines()) == 1, done.stderr
 
@@ -365,7 +347,7 @@ def test_a_machine_without_its_own_address_is_an_error(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("raise SystemExit('started')\n")
     command = ["unshare", "-n", *COMMAND, "-q", "--cpu", "--num_processes", "2", str(script)]
-    done = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, env=clean_environment(tmp_path), capture_output=True, text=True, timeout=100)
     if done.stderr.startswith("unshare"):
         pytest.skip("no namespaces here")
     assert done.returncode == 2 and "127.0.0.1 is not an address of this machine" in done.stderr, done.stderr
@@ -378,7 +360,7 @@ def test_the_folder_of_a_killed_launcher_is_removed_by_the_next_launch(tmp_path)
     for number in (signal.SIGKILL, signal.SIGTERM):
         launcher = subprocess.Popen(
             [*COMMAND, "--cpu", "--num_processes", "2", str(script)],
-            env=environment(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            env=clean_environment(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
         )  # fmt: skip
         folders.append(Path(launcher.stdout.readline().strip()))
         assert folders[-1].is_dir() and (len(folders) == 1 or not folders[0].exists())

@@ -2,7 +2,6 @@
 """Several machines: launchers meet, disagree, miss one another, and stop together. Two launches here stand for two."""
 
 import os
-import socket
 import subprocess
 import sys
 import textwrap
@@ -10,8 +9,7 @@ import time
 
 import pytest
 from engines import network_namespaces
-
-COMMAND = [sys.executable, "-m", "accelerate.commands.main", "launch", "-q", "--cpu"]
+from machines import LAUNCH, clean_environment, free_port
 
 
 @pytest.fixture
@@ -21,12 +19,10 @@ def machines(tmp_path):
     def run(source, each, *options, timeout=60, prefixes=((), ())):
         script = tmp_path / "script.py"
         script.write_text(textwrap.dedent(source))
-        names = ("ACCELERATE_", "RANK", "WORLD_SIZE", "MASTER_", "OMP_")
-        env = {name: text for name, text in os.environ.items() if not name.startswith(names)}
-        env["HF_HOME"] = str(tmp_path / "home")
+        env = clean_environment(tmp_path / "home")
         started = [
             subprocess.Popen(
-                [*prefix, *COMMAND, *options, *own, str(script)],
+                [*prefix, *LAUNCH, *options, *own, str(script)],
                 env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             )
             for own, prefix in zip(each, prefixes, strict=False)
@@ -40,9 +36,7 @@ def machines(tmp_path):
 @pytest.fixture
 def meeting():
     """Options that all machines of a test share."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     return ["--num_machines", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", str(port)]
 
 

@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Restarts: a killed rank brings the whole group back, on one machine and on several. mpirun beside it."""
 
-import os
 import shutil
 import subprocess
-import sys
 import textwrap
 
 import pytest
-from machines import free_port
+from machines import LAUNCH, clean_environment, free_port
 
-COMMAND = [sys.executable, "-m", "accelerate.commands.main", "launch", "-q", "--cpu", "--num_processes", "2"]
+COMMAND = [*LAUNCH, "--num_processes", "2"]
 # The ranks meet through a socket at the main port, so that an attempt that reaches a dead one's peers would show.
 SCRIPT = """
 import os, signal, socket, time
@@ -46,15 +44,9 @@ def script(tmp_path):
     return path
 
 
-def environment(tmp_path):
-    names = ("ACCELERATE_", "RANK", "WORLD_SIZE", "MASTER_", "OMP_", "TORCHELASTIC")
-    kept = {name: text for name, text in os.environ.items() if not name.startswith(names)}
-    return {**kept, "HF_HOME": str(tmp_path / "home")}
-
-
 def start(tmp_path, *arguments):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen([*COMMAND, *map(str, arguments)], env=environment(tmp_path), text=True, **pipes)
+    return subprocess.Popen([*COMMAND, *map(str, arguments)], env=clean_environment(tmp_path), text=True, **pipes)
 
 
 def test_a_killed_rank_restarts_the_group(tmp_path, script):
@@ -72,11 +64,7 @@ def test_restarts_are_used_up(tmp_path, script):
 
 
 def test_two_machines_restart_together(tmp_path, script):
-    import socket
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     options = ["--num_machines", 2, "--main_process_ip", "127.0.0.1", "--main_process_port", port, "--max_restarts", 2]
     launches = [start(tmp_path, *options, "--machine_rank", rank, script) for rank in (0, 1)]
     outputs = [launch.communicate(timeout=60) for launch in launches]

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from ranks import output_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -38,3 +39,17 @@ def logs_no_mistake():
         assert not [line for output in outputs for line in output.stderr.splitlines() if line.startswith("[RANK ")]
 
     return check
+
+
+@pytest.fixture
+def printed(ranks, script, logs_no_mistake):
+    """A function that runs an example on ranks, and returns the lines that rank 0 printed; the others print none."""
+
+    def run(name, nproc, *arguments, function=output_of, env=None):
+        case = ranks(nproc)
+        outputs = case.run(function, script(name), *arguments, env={"ACCELERATE_USE_CPU": "true", **(env or {})})
+        logs_no_mistake(case.outputs)
+        assert not any(outputs[1:])
+        return outputs[0].splitlines()
+
+    return run

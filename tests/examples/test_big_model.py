@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The examples of large models."""
 
-import contextlib
-import importlib
-import io
 import re
 import subprocess
 import sys
@@ -23,38 +20,16 @@ def test_plan():
     assert {"ddp", "fsdp", "fsdp+ckpt"} <= {name for name, text in lines.items() if text.endswith(", fits")}
 
 
-@pytest.fixture
-def printed(ranks, logs_no_mistake):
-    """A function that runs an example on ranks, and returns what rank 0 printed."""
-
-    def run(name, nproc, *arguments):
-        case = ranks(nproc)
-        texts = case.run(run_example, name, arguments, env={"ACCELERATE_USE_CPU": "true"})
-        logs_no_mistake(case.outputs)
-        return texts[0]
-
-    return run
-
-
-def run_example(name, arguments):
-    output = io.StringIO()
-    sys.path.insert(0, str(FOLDER))
-    sys.argv = [f"{name}.py", *arguments]
-    with contextlib.redirect_stdout(output):
-        importlib.import_module(name).main()
-    return output.getvalue()
-
-
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_load(printed, nproc):
-    text = printed("load", nproc, "--cpu", "8MB")
+    text = "\n".join(printed("big_model/load", nproc, "--cpu", "8MB"))
     assert re.search(r"embed +0.98 MiB on cpu", text) and re.search(r"blocks.3 +2.00 MiB on disk", text), text
     assert "outputs differ from the plain model by 0.0e+00" in text
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_offload(printed, nproc):
-    text = printed("offload", nproc, "--layers", "12")
+    text = "\n".join(printed("big_model/offload", nproc, "--layers", "12"))
     total, more = map(int, re.search(r"(\d+) MiB of weights, (-?\d+) MiB more", text).groups())
     assert total == 48 and more < 19, text
     assert "outputs are equal: True" in text
@@ -64,7 +39,7 @@ def test_inference(printed, tmp_path):
     expected = None
     for nproc in (1, 2):
         folder = tmp_path / str(nproc)
-        text = printed("inference", nproc, "--output", str(folder))
+        text = "\n".join(printed("big_model/inference", nproc, "--output", folder))
         rows = [line for file in sorted(folder.glob("part-*")) for line in file.read_text().splitlines()]
         assert f"{len(rows)} samples, {len(rows)} rows in" in text
         assert expected in (None, rows)

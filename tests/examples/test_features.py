@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The examples of single features: each prints the same table on one process and on two, where it says so."""
 
-import contextlib
 import importlib.util
-import io
 import re
 import sys
 import types
@@ -11,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ranks import run_script
+from ranks import output_of
 
 SKLEARN = importlib.util.find_spec("sklearn")
 if SKLEARN is None:
@@ -30,18 +28,9 @@ EXACT = [
 
 
 @pytest.fixture
-def table(ranks, script, logs_no_mistake):
+def table(printed):
     """A function that runs an example on ranks, and returns the lines that rank 0 printed."""
-
-    def run(name, nproc, *arguments):
-        path = script(f"features/{name}")
-        case = ranks(nproc)
-        outputs = case.run(printed, path, *arguments, env={"ACCELERATE_USE_CPU": "true"})
-        logs_no_mistake(case.outputs)
-        assert not any(outputs[1:])
-        return outputs[0].splitlines()
-
-    return run
+    return lambda name, nproc, *arguments: printed(f"features/{name}", nproc, *arguments, function=with_digits)
 
 
 def load_digits(return_X_y):
@@ -51,13 +40,10 @@ def load_digits(return_X_y):
     return rows[:, :-1], rows[:, -1].astype(int)
 
 
-def printed(path, *arguments):
+def with_digits(path, *arguments):
     sys.modules["sklearn"] = importlib.util.module_from_spec(SKLEARN)
     sys.modules["sklearn.datasets"] = types.SimpleNamespace(load_digits=load_digits)
-    sys.path.insert(0, str(path.parent))
-    with contextlib.redirect_stdout(io.StringIO()) as output:
-        run_script(path, *arguments)
-    return output.getvalue()
+    return output_of(path, *arguments)
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -74,11 +60,10 @@ def test_token_weights_are_exact_with_accumulation(table):
     assert columns[0][0] > 5.5 and columns[0][-1] < 3.5
 
 
-def test_steps_that_are_not_finite(ranks, script):
-    path = script("features/non_finite")
-    one, two = (ranks(nproc).run(printed, path, env={"ACCELERATE_USE_CPU": "true"})[0] for nproc in (1, 2))
+def test_steps_that_are_not_finite(table):
+    one, two = (table("non_finite", nproc) for nproc in (1, 2))
     assert one == two
-    _, ignored, skipped = (line.split() for line in one.splitlines())
+    _, ignored, skipped = (line.split() for line in one)
     assert ignored[3] == "nan" and skipped[2] == "9" and float(skipped[4]) > 0.85
 
 

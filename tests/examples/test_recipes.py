@@ -1,30 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scripts of the recipes: what their pages show, and two processes train what one does."""
 
-import contextlib
-import io
 import re
-import sys
 
 import pytest
-from ranks import run_script
 from safetensors.torch import load_file
 
 PRELOADED = ("transformers.models.llama.modeling_llama", "accelerate.parallel.fsdp.strategy")
-
-
-@pytest.fixture
-def printed(ranks, script, logs_no_mistake):
-    """A function that runs a recipe on ranks, and returns the lines that rank 0 printed."""
-
-    def run(name, nproc, *arguments):
-        case = ranks(nproc)
-        outputs = case.run(output_of, script(f"recipes/{name}"), *arguments, env={"ACCELERATE_USE_CPU": "true"})
-        logs_no_mistake(case.outputs)
-        assert not any(outputs[1:])
-        return outputs[0].splitlines()
-
-    return run
 
 
 @pytest.fixture
@@ -33,36 +15,29 @@ def losses(printed, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def run(name, nproc, *arguments):
-        text = "\n".join(printed(name, nproc, *arguments))
+        text = "\n".join(printed(f"recipes/{name}", nproc, *arguments))
         return [float(value) for value in re.findall(r"(?:loss|discriminator|generator|token) (\d\S*\d)", text)]
 
     return run
-
-
-def output_of(path, *arguments):
-    sys.path.insert(0, str(path.parent))
-    with contextlib.redirect_stdout(io.StringIO()) as output:
-        run_script(path, *arguments)
-    return output.getvalue()
 
 
 @pytest.mark.parametrize("form", ["parquet", "webdataset"])
 def test_each_sample_is_read_once_also_by_a_resumed_run(printed, tmp_path, form):
     pytest.importorskip({"parquet": "datasets"}.get(form, form))
     arguments = ["--format", form, "--output", tmp_path]
-    assert printed("own_data", 2, *arguments, "--stop_after", 23) == ["started", "stopped after step 23"]
+    assert printed("recipes/own_data", 2, *arguments, "--stop_after", 23) == ["started", "stopped after step 23"]
     # The files of a stream that splits itself belong to the ranks; other data continues on another number of them.
     nproc, batch_size = (2, 16) if form == "webdataset" else (1, 32)
-    first, *epochs = printed("own_data", nproc, *arguments, "--batch_size", batch_size)
+    first, *epochs = printed("recipes/own_data", nproc, *arguments, "--batch_size", batch_size)
     assert first == "resumed at step 20 of epoch 0"
     assert [line.split(";")[0] for line in epochs] == [f"epoch {n}: 1003 samples read once" for n in (0, 1)]
 
 
 def test_the_mean_over_tokens_is_that_of_one_process(printed):
     lines = [
-        *printed("token_metrics", 1, "--batch_size", 1),
-        *printed("token_metrics", 1),
-        *printed("token_metrics", 2, "--batch_size", 3),
+        *printed("recipes/token_metrics", 1, "--batch_size", 1),
+        *printed("recipes/token_metrics", 1),
+        *printed("recipes/token_metrics", 2, "--batch_size", 3),
     ]
     tokens, means = zip(*(re.findall(r"\d\.\d+", line) for line in lines), strict=True)
     assert len(set(tokens)) == 1 and len(set(means)) == 3

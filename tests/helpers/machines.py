@@ -17,11 +17,11 @@ from pathlib import Path
 LAUNCH = [sys.executable, "-m", "accelerate.commands.main", "launch", "-q", "--cpu"]
 
 
-def clean_environment(home: Path) -> dict[str, str]:
-    """This environment without what another launch may have left in it."""
+def clean_environment(home: Path, **extra: str) -> dict[str, str]:
+    """This environment, with `extra`, without what another launch may have left in it."""
     names = ("ACCELERATE_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "OMP_", "TORCHELASTIC", "GLOO_")
     kept = {name: text for name, text in os.environ.items() if not name.startswith(names)}
-    return {**kept, "HF_HOME": str(home)}
+    return {**kept, "HF_HOME": str(home), **extra}
 
 
 def free_port() -> int:

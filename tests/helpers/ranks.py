@@ -10,6 +10,7 @@ is imported when, of variables that a library reads when it is imported, and of 
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import runpy
 import select
@@ -156,6 +157,14 @@ def run_script(script: Path, *args: object) -> None:
     """On a rank of the pool: a script, where neither its first import nor how its process ends is what is tested."""
     sys.argv = [str(script), *map(str, args)]
     runpy.run_path(str(script), run_name="__main__")
+
+
+def output_of(script: Path, *args: object) -> str:
+    """What a script prints; its folder is on the path, as in `python script`."""
+    sys.path.insert(0, str(script.parent))
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        run_script(script, *args)
+    return output.getvalue()
 
 
 def _join(processes: list[Any], timeout: float) -> list[int]:
