@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import time
 
-import pytest
 import torch
 from rank_pool import on_ranks
 from torch.nn.parallel import DistributedDataParallel
@@ -15,11 +14,6 @@ from accelerate.collectives.batch_size import find_executable_batch_size
 from accelerate.state import PartialState
 
 WORLD = 2
-
-
-@pytest.fixture(autouse=True)
-def alone():
-    """The test process has no part in it."""
 
 
 def my_rank():

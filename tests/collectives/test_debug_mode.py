@@ -6,7 +6,6 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
 from rank_pool import on_ranks
@@ -32,11 +31,6 @@ from accelerate.utils.operations import (
 
 on_three = on_ranks(3, env={"ACCELERATE_DEBUG_MODE": "1", "ACCELERATE_DEBUG_TIMEOUT": "2"})
 WORLD = 3
-
-
-@pytest.fixture(autouse=True)
-def alone():
-    """The test process has no part in it."""
 
 
 def my_rank():

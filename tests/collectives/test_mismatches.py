@@ -23,11 +23,6 @@ from accelerate.core.errors import DistributedOperationException
 LARGE = 1 << 20
 
 
-@pytest.fixture(autouse=True)
-def alone():
-    """The test process has no part in it."""
-
-
 # Pairs of what two ranks call.
 PAIRS = {
     "dtypes": (lambda run: gather(torch.ones(4)), lambda run: gather(torch.ones(4, dtype=torch.float64))),

@@ -35,11 +35,6 @@ everywhere = on_ranks(2, 4)
 DEBUG = {"ACCELERATE_DEBUG_MODE": "1"}
 
 
-@pytest.fixture(autouse=True)
-def alone():
-    """The test process has no part in it."""
-
-
 def my_rank():
     return PartialState(cpu=True).process_index
 

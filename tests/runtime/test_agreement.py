@@ -29,11 +29,6 @@ SHORT, LONG = 1.0, 100.0
 on_three = on_ranks(WORLD)
 
 
-@pytest.fixture(autouse=True)
-def alone():
-    """The test process takes no part."""
-
-
 def my_rank():
     return PartialState(cpu=True).process_index
 

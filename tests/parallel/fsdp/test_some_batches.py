@@ -2,6 +2,7 @@
 """Forwards between a backward and its step, as in a plain loop."""
 
 import torch
+from layouts import compare_state
 from rank_pool import on_ranks
 from states import reset_states
 from torch import nn
@@ -43,12 +44,6 @@ def start(accumulation=1, **options):
     return accelerator, *accelerator.prepare(model, make(model))
 
 
-def check(accelerator, model, expected):
-    found = accelerator.get_state_dict(model)
-    if accelerator.is_main_process:
-        torch.testing.assert_close(dict(found), expected.state_dict(), rtol=0, atol=1e-10)
-
-
 @on_ranks(2)
 def test_a_forward_between_backward_and_step():
     options = {"fsdp_version": 2, "reshard_after_forward": False}
@@ -67,4 +62,4 @@ def test_a_forward_between_backward_and_step():
                 model(rows)
             optimizer.step()
             optimizer.zero_grad()
-        check(accelerator, model, expected)
+        compare_state(accelerator, model, expected.state_dict(), 1e-10)
