@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training on tokens in windows of two batches: by hand, and by a strategy without an Accelerator."""
+"""Training in windows of two batches, with clipping: by hand, and by a strategy without an Accelerator."""
 
 import contextlib
 
@@ -21,16 +21,35 @@ def token_loss(model, tokens):
     return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def train_by_hand(model, optimizer, batches):
+def squared_error(model, batch):
+    x, y = batch
+    return nn.functional.mse_loss(model(x), y)
+
+
+def train_by_hand(model, optimizer, batches, loss_of=token_loss, clip=CLIP):
     """The parameters after each step, and the norms before clipping."""
     states, norms = [], []
-    for number, tokens in enumerate(batches):
-        (token_loss(model, tokens) / ACCUMULATION).backward()
+    for number, batch in enumerate(batches):
+        (loss_of(model, batch) / ACCUMULATION).backward()
         if number % ACCUMULATION:
-            norms.append(nn.utils.clip_grad_norm_(model.parameters(), CLIP))
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), clip))
             optimizer.step()
             optimizer.zero_grad()
             states.append({name: value.clone() for name, value in model.state_dict().items()})
+    return states, norms
+
+
+def train_on_items_by_hand(model, optimizer, batches, loss_of, count_of, clip=CLIP):
+    """The same where the loss of a window is the mean over all of its items: `loss_of` is a sum over a batch."""
+    batches, states, norms = list(batches), [], []
+    for window in zip(batches[::ACCUMULATION], batches[1::ACCUMULATION], strict=True):
+        total = sum(count_of(batch) for batch in window)
+        for batch in window:
+            (loss_of(model, batch) / total).backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), clip))
+        optimizer.step()
+        optimizer.zero_grad()
+        states.append({name: value.clone() for name, value in model.state_dict().items()})
     return states, norms
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models that are sharded before `prepare`, in one loop, against the plain loop in float64, to 1e-8."""
 
+import functools
 import itertools
 
 import pytest
@@ -22,6 +23,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.utils.data import DataLoader
+from windows import ACCUMULATION, CLIP, train_on_items_by_hand
 
 from accelerate import Accelerator, DistributedDataParallelKwargs, FullyShardedDataParallelPlugin
 from accelerate.core.errors import PrepareError
@@ -29,7 +31,7 @@ from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import PartialState
 
 pytestmark = pytest.mark.usefixtures("float64")
-VOCABULARY, WIDTH, LENGTH, BATCH, STEPS, ACCUMULATION, CLIP = 13, 8, 6, 8, 4, 2, 0.05
+VOCABULARY, WIDTH, LENGTH, BATCH, STEPS = 13, 8, 6, 8, 4
 
 
 class Block(nn.Module):
@@ -125,7 +127,7 @@ def rows(steps=STEPS):
     return [{"tokens": row[:-1], "labels": row[1:].masked_fill(~kept, -100)} for row, kept in pairs]
 
 
-def loss_of(model, batch, reduction):
+def loss_of(model, batch, reduction="mean"):
     return F.cross_entropy(model(batch["tokens"]).flatten(0, 1), batch["labels"].flatten(), reduction=reduction)
 
 
@@ -136,27 +138,22 @@ def make_optimizer(model):
     return torch.optim.AdamW([{"params": norms, "lr": 0.02}, {"params": rest}], lr=0.01)
 
 
+def count_of(batch):
+    return (batch["labels"] != -100).sum()
+
+
 def plain_run(model, steps=STEPS):
-    """Parameters after each step, and the norms before clipping, of means over all labels of a window."""
-    optimizer, norms, kept = make_optimizer(model), [], []
-    batches = list(DataLoader(rows(steps), BATCH))
-    for start in range(0, len(batches), ACCUMULATION):
-        window = batches[start : start + ACCUMULATION]
-        total = sum((batch["labels"] != -100).sum() for batch in window)
-        for batch in window:
-            (loss_of(model, batch, "sum") / total).backward()
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), CLIP))
-        optimizer.step()
-        optimizer.zero_grad()
-        kept.append({name: value.clone() for name, value in model.state_dict().items()})
-    return kept, norms
+    batches = DataLoader(rows(steps), BATCH)
+    return train_on_items_by_hand(
+        model, make_optimizer(model), batches, functools.partial(loss_of, reduction="sum"), count_of
+    )
 
 
 def train(accelerator, model, optimizer, loader):
     norms = []
     for batch in loader:
         with accelerator.accumulate(model):
-            accelerator.backward(loss_of(model, batch, "mean"), num_items=(batch["labels"] != -100).sum())
+            accelerator.backward(loss_of(model, batch), num_items=count_of(batch))
             if accelerator.sync_gradients:
                 norms.append(accelerator.clip_grad_norm_(model.parameters(), CLIP))
             optimizer.step()

@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from layouts import compare, compare_state
 from rank_pool import on_ranks
 from states import reset_states
-from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
+from windows import ACCUMULATION, train_by_hand
 
 from accelerate import Accelerator
 from accelerate.core.errors import PrepareError
@@ -19,7 +19,7 @@ from accelerate.utils import is_torch_version
 transformers = pytest.importorskip("transformers")
 
 PRELOADED = ("transformers.models.qwen3_moe.modeling_qwen3_moe", "transformers.models.llama.modeling_llama")
-VOCABULARY, LENGTH, BATCH, STEPS, ACCUMULATION, CLIP = 16, 8, 8, 3, 2, 0.1
+VOCABULARY, LENGTH, BATCH, STEPS, CLIP = 16, 8, 8, 3, 0.1
 SIZES = {
     "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32, "attn_implementation": "sdpa",
@@ -57,17 +57,6 @@ def make_optimizer(model):
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def plain_run(model):
-    optimizer, norms = make_optimizer(model), []
-    for number, tokens in enumerate(DataLoader(batches(), BATCH)):
-        (loss_of(model, tokens) / ACCUMULATION).backward()
-        if number % ACCUMULATION:
-            norms.append(nn.utils.clip_grad_norm_(model.parameters(), CLIP))
-            optimizer.step()
-            optimizer.zero_grad()
-    return model.state_dict(), norms
-
-
 def check_run(what, folder):
     family, sizes, shards = LAYOUTS[what]
     reset_states()
@@ -78,7 +67,8 @@ def check_run(what, folder):
     if accelerator.is_main_process:
         plain.save_pretrained(folder)
     accelerator.wait_for_everyone()
-    expected, norms = plain_run(plain.train())
+    states, norms = train_by_hand(plain.train(), make_optimizer(plain), DataLoader(batches(), BATCH), loss_of, CLIP)
+    expected = states[-1]
     layout = transformers.distributed.DistributedConfig(**sizes)
     model = kind.from_pretrained(
         folder, dtype=torch.float64, distributed_config=layout, experts_implementation="eager"

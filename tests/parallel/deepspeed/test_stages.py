@@ -5,6 +5,7 @@ import pytest
 import torch
 from deepspeed_runs import ADAMW, LATE_IMPORTS, config, import_deepspeed, needs_deepspeed, on_engine_ranks
 from torch import nn
+from windows import ACCUMULATION, CLIP, squared_error, train_by_hand
 
 from accelerate.config.deepspeed import DeepSpeedPlugin
 from accelerate.core.errors import PrepareError
@@ -14,7 +15,7 @@ from accelerate.parallel.deepspeed.requirements import EngineRequest
 from accelerate.parallel.placeholders import DummyOptim, DummyScheduler
 from accelerate.state import PartialState
 
-GLOBAL_BATCH, STEPS, ACCUMULATION, CLIP = 8, 10, 2, 0.05
+GLOBAL_BATCH, STEPS = 8, 10
 PRELOADED = LATE_IMPORTS
 pytestmark = needs_deepspeed
 
@@ -28,19 +29,6 @@ def batches():
     generator = torch.Generator().manual_seed(1)
     for _ in range(STEPS * ACCUMULATION):
         yield torch.randn(GLOBAL_BATCH, 4, generator=generator), torch.randn(GLOBAL_BATCH, 2, generator=generator)
-
-
-def plain():
-    model = make()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.01)
-    norms = []
-    for number, (x, y) in enumerate(batches()):
-        (nn.functional.mse_loss(model(x), y) / ACCUMULATION).backward()
-        if number % ACCUMULATION:
-            norms.append(nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
-            optimizer.step()
-            optimizer.zero_grad()
-    return model.state_dict(), norms
 
 
 def settings_of(stage, from_config):
@@ -57,7 +45,9 @@ def settings_of(stage, from_config):
 def test_matches_single_process(stage):
     deepspeed, state = import_deepspeed(), PartialState(cpu=True)
     deepspeed.init_distributed("gloo")
-    expected, norms = plain()
+    reference = make()
+    by_hand = torch.optim.AdamW(reference.parameters(), lr=0.01, weight_decay=0.01)
+    states, norms = train_by_hand(reference, by_hand, batches(), squared_error)
     from_config = stage % 2 == 1
     plugin = DeepSpeedPlugin(hf_ds_config=settings_of(stage, from_config), zero3_init_flag=False)
     model = make()
@@ -80,9 +70,10 @@ def test_matches_single_process(stage):
         optimizer.zero_grad()
         # Without ZeRO the engine reports no norm.
         if number % ACCUMULATION and stage:
-            torch.testing.assert_close(driver.get_global_grad_norm(), norms[number // ACCUMULATION], rtol=1e-4, atol=0)
+            expected = float(norms[number // ACCUMULATION])
+            torch.testing.assert_close(driver.get_global_grad_norm(), expected, rtol=1e-4, atol=0)
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
-        torch.testing.assert_close(dict(model.named_parameters()), dict(expected), rtol=0, atol=1e-5)
+        torch.testing.assert_close(dict(model.named_parameters()), states[-1], rtol=0, atol=1e-5)
     assert not optimizer.step_was_skipped
     engine.destroy()
 

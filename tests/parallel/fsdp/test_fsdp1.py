@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils.data import DataLoader, TensorDataset
+from windows import ACCUMULATION, CLIP, squared_error, train_by_hand
 
 from accelerate import Accelerator
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin as Plugin
@@ -19,7 +20,7 @@ from accelerate.core.errors import ConfigurationError, PrepareError
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import PartialState
 
-STEPS, ACCUMULATION, GLOBAL_BATCH, CLIP, WIDTH = 4, 2, 8, 0.05, 8
+STEPS, GLOBAL_BATCH, WIDTH = 4, 8, 8
 BLOCKS = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
 FLAT, ORIGINAL = {"use_orig_params": False}, {"use_orig_params": True}
 SHARDED = {"state_dict_type": "SHARDED_STATE_DICT"}
@@ -102,16 +103,8 @@ def reference(parts):
     """The plain loop on global batches: its weights after each part."""
     model = make_model()
     optimizer = make_optimizer(model, False)
-    found = []
-    for part in range(parts):
-        for number, (x, y) in enumerate(DataLoader(data(part), batch_size=GLOBAL_BATCH)):
-            (nn.functional.mse_loss(model(x), y) / ACCUMULATION).backward()
-            if (number + 1) % ACCUMULATION == 0:
-                nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-                optimizer.step()
-                optimizer.zero_grad()
-        found.append({name: value.clone() for name, value in model.state_dict().items()})
-    return found
+    loaders = [DataLoader(data(part), GLOBAL_BATCH) for part in range(parts)]
+    return [train_by_hand(model, optimizer, loader, squared_error)[0][-1] for loader in loaders]
 
 
 def make_accelerator(options, **others):
@@ -140,9 +133,9 @@ def run(part, options, folder, expected, groups=False, late=False, layout=None):
     if part:
         accelerator.load_state(folder / f"part{part - 1}")
     norms = []
-    for x, y in loader:
+    for batch in loader:
         with accelerator.accumulate(model):
-            accelerator.backward(nn.functional.mse_loss(model(x), y))
+            accelerator.backward(squared_error(model, batch))
             if accelerator.sync_gradients:
                 norms.append(accelerator.clip_grad_norm_(model.parameters(), CLIP))
             optimizer.step()

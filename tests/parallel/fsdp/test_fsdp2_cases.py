@@ -12,7 +12,7 @@ from rank_pool import on_ranks
 from states import reset_states
 from torch import nn
 from torch.distributed.tensor import DTensor
-from windows import ACCUMULATION, CLIP, token_batches, token_loss
+from windows import ACCUMULATION, CLIP, token_batches, token_loss, train_by_hand
 
 from accelerate import Accelerator
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin as Plugin
@@ -83,13 +83,9 @@ def test_adapters(late):
     plain = make_adapted()
     optimizer = torch.optim.AdamW(adapters(plain), lr=0.05)
     before = {name: value.clone() for name, value in plain.state_dict().items()}
-    for number, tokens in enumerate(token_batches(6 * ACCUMULATION, BATCH * world, 5, VOCABULARY)):
-        (token_loss(plain, tokens) / ACCUMULATION).backward()
-        if number % ACCUMULATION:
-            assert nn.utils.clip_grad_norm_(plain.parameters(), CLIP) > CLIP
-            optimizer.step()
-            optimizer.zero_grad()
-
+    batches = token_batches(6 * ACCUMULATION, BATCH * world, 5, VOCABULARY)
+    _, norms = train_by_hand(plain, optimizer, batches)
+    assert min(norms) > CLIP
     accelerator = fresh(
         Plugin(fsdp_version=2, auto_wrap_policy="TRANSFORMER_BASED_WRAP"), gradient_accumulation_steps=ACCUMULATION
     )
@@ -102,7 +98,7 @@ def test_adapters(late):
     # Before the first forward torch knows less of its units.
     early = accelerator.explain().sections
     assert any(title.startswith("messages") for title in early), list(early)
-    for tokens in token_batches(6 * ACCUMULATION, BATCH * world, 5, VOCABULARY):
+    for tokens in batches:
         with accelerator.accumulate(model):
             accelerator.backward(token_loss(model, tokens.chunk(world)[rank]))
             if accelerator.sync_gradients:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models of transformers split by their own plans, behind an Accelerator, against the plain loop."""
 
+import functools
+
 import pytest
 import torch
 from layouts import compare_state
@@ -8,6 +10,7 @@ from rank_pool import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
+from windows import ACCUMULATION, train_on_items_by_hand
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.config.parallel import TorchTensorParallelConfig
@@ -22,7 +25,7 @@ PRELOADED = (
     "transformers.models.mistral.modeling_mistral",
     "transformers.trainer",
 )
-VOCABULARY, LENGTH, BATCH, STEPS, ACCUMULATION, CLIP = 16, 8, 8, 3, 2, 0.1
+VOCABULARY, LENGTH, BATCH, STEPS, CLIP = 16, 8, 8, 3, 0.1
 SIZES = {
     "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32, "attn_implementation": "sdpa",
@@ -50,38 +53,15 @@ def make_optimizer(model):
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def loss_of(model, batch, reduction):
+def loss_of(model, batch, reduction="mean"):
     """The model's own loss is in float32."""
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
     labels = batch["labels"][:, 1:].flatten()
     return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels, reduction=reduction)
 
 
-def step_of(accelerator, model, optimizer):
-    def step(batch):
-        with accelerator.accumulate(model):
-            accelerator.backward(loss_of(model, batch, "mean"), num_items=(batch["labels"][:, 1:] != -100).sum())
-            norm = accelerator.clip_grad_norm_(model.parameters(), CLIP) if accelerator.sync_gradients else None
-            optimizer.step()
-            optimizer.zero_grad()
-        return norm
-
-    return step
-
-
-def plain_run(model):
-    """The mean over all labels of a window, by hand."""
-    optimizer, norms = make_optimizer(model), []
-    batches = list(DataLoader(samples(), BATCH))
-    for start in range(0, len(batches), ACCUMULATION):
-        window = batches[start : start + ACCUMULATION]
-        total = sum((batch["labels"][:, 1:] != -100).sum() for batch in window)
-        for batch in window:
-            (loss_of(model, batch, "sum") / total).backward()
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), CLIP))
-        optimizer.step()
-        optimizer.zero_grad()
-    return model.state_dict(), norms
+def count_of(batch):
+    return (batch["labels"][:, 1:] != -100).sum()
 
 
 def accelerated(layout, plugin=None):
@@ -91,7 +71,11 @@ def accelerated(layout, plugin=None):
 
 
 def check_run(family, sizes, plugin=None, handler=None, **options):
-    expected, norms = plain_run(make(family, **options))
+    plain = make(family, **options)
+    sum_of = functools.partial(loss_of, reduction="sum")
+    states, norms = train_on_items_by_hand(
+        plain, make_optimizer(plain), DataLoader(samples(), BATCH), sum_of, count_of, CLIP
+    )
     accelerator = accelerated(ParallelismConfig(**sizes, tp_handler=handler), plugin)
     model = make(family, **options)
     optimizer = make_optimizer(model)
@@ -99,10 +83,16 @@ def check_run(family, sizes, plugin=None, handler=None, **options):
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     split = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
     assert sum("_proj" in name for name in split) >= 14, split
-    step = step_of(accelerator, model, optimizer)
-    found = [norm for batch in loader if (norm := step(batch)) is not None]
+    found = []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model, batch), num_items=count_of(batch))
+            if accelerator.sync_gradients:
+                found.append(accelerator.clip_grad_norm_(model.parameters(), CLIP))
+            optimizer.step()
+            optimizer.zero_grad()
     torch.testing.assert_close(found, norms, rtol=1e-8, atol=1e-12)
-    compare_state(accelerator, model, expected)
+    compare_state(accelerator, model, states[-1])
 
 
 @on_ranks(2)
