@@ -16,6 +16,6 @@ def reset_states() -> None:
 
 def all_ranks(value: Any) -> list[Any]:
     """This value of each rank, on all of them."""
-    values = [None] * dist.get_world_size()
+    values = [None] * PartialState(cpu=True).num_processes
     dist.all_gather_object(values, value)
     return values
