@@ -25,10 +25,17 @@ from accelerate.monitor.run import open_runs
 from accelerate.monitor.summary import summarize
 from accelerate.runtime import hang_watch
 from accelerate.telemetry import start, writer
-from accelerate.telemetry.records import FLAG_FIRST, HEADER_SIZE, PHASES, STEP, events_file, read_steps, steps_file
+from accelerate.telemetry.records import FLAG_FIRST, HEADER_SIZE, PHASES, STEP, events_file, read_header, steps_file
 from accelerate.telemetry.status import TRAINING, read_status, status_file
 from accelerate.telemetry.writer import TelemetryWriter, merged
 from accelerate.utils import ProjectConfiguration
+
+
+def read_steps(path):
+    """The records of a file of steps; what was not written yet is zeros behind them."""
+    _, record = read_header(path)
+    records = np.fromfile(path, record, offset=HEADER_SIZE)
+    return records[records["steps"] > 0]
 
 
 def make_data(samples=16):

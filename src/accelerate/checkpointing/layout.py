@@ -44,11 +44,6 @@ def optimizer_shards(folder: Path, index: int) -> Path:
     return folder / f"{OPTIMIZER_NAME}_{index}"
 
 
-def is_numbered(folder: Path) -> bool:
-    """Whether the folder has the name that automatic naming gives."""
-    return _NUMBERED.fullmatch(folder.name) is not None
-
-
 def checkpoints_dir(project_dir: str | Path) -> Path:
     """Return the folder of a project's numbered checkpoints."""
     return Path(project_dir) / "checkpoints"

@@ -98,11 +98,9 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
     return object_list
 
 
-def broadcast_each(
-    value: object, source: int = 0, group: dist.ProcessGroup | None = None, operation: str = "broadcast_object_list"
-) -> Any:
-    """The object of rank `source` of `group`, on every rank; the source gets its own object back."""
-    group = transport.group_of(group)
+def broadcast_each(value: object, source: int = 0, operation: str = "broadcast_object_list") -> Any:
+    """The object of rank `source`, on every rank; the source gets its own object back."""
+    group = transport.group_of(None)
     call = Call(operation, None, f"from_process={source}")
     sends = group.rank() == source
     content, length = _pickled(value) if sends else (io.BytesIO(), 0)

@@ -93,7 +93,7 @@ def _seconds(shown: View, row: int, at: Array) -> float:
     return float(np.nansum(shown.seconds[row, at] * shown.weight[row, at]))
 
 
-def _above(shown: View, row: int, values: Array) -> Array:
+def _above(row: int, values: Array) -> Array:
     """By how much a row is above the lower median of all rows."""
     known = np.nan_to_num(values)
     return np.asarray(known[row] - np.sort(known, axis=0)[(len(known) - 1) // 2])
@@ -109,7 +109,7 @@ def _is_chance(shown: View, row: int, at: Array) -> bool:
     around = np.arange(max(0, at[0] - math.ceil(WINDOW / shown.width) + 1), at[-1] + 1)
     weight = shown.weight[row, around]
     around, weight = around[weight > 0], weight[weight > 0]
-    lost = _above(shown, row, shown.own[:, around]) * weight
+    lost = _above(row, shown.own[:, around]) * weight
     segments = min(_MOST_SEGMENTS, len(around) // 2)
     if segments < 2:
         return False
@@ -128,7 +128,7 @@ def _straggler(run: Run, shown: View, row: int, at: Array) -> Straggler:
     weight = shown.weight[row, at]
 
     def over(values: Array) -> float:
-        return float(np.average(_above(shown, row, values), weights=weight))
+        return float(np.average(_above(row, values), weights=weight))
 
     own = shown.own[:, at]
     seconds: dict[str, Any] = {phase: shown.phases[phase][:, at] for phase in ALL_PHASES if phase != "communication"}

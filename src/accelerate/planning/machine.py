@@ -163,9 +163,9 @@ def measure(ranks: int) -> Machine:
     )
 
 
-def _best(run: Callable[[], Any], repeats: int = _REPEATS, inner: int = 1) -> float:
+def _best(run: Callable[[], Any], inner: int = 1) -> float:
     times = []
-    for _ in range(repeats):
+    for _ in range(_REPEATS):
         start = time.perf_counter()
         for _ in range(inner):
             run()

@@ -133,27 +133,3 @@ def read_header(path: Path) -> tuple[StepsHeader, np.dtype[Any]]:
             f"{path} is not a telemetry file of accelerate, or its first block is damaged"
         ) from error
     return header, record
-
-
-def read_steps(path: Path, start: int = 0) -> np.ndarray[Any, np.dtype[Any]]:
-    """The records of a file of steps, in the order of time, without the records that are not written yet.
-
-    Args:
-        path: the file. A record that a killed process left incomplete is left out.
-        start: the number of records to pass over, for a reader that follows a growing file.
-
-    Returns:
-        A read-only array; it is mapped from the file and costs no memory until it is read. Steps are not ascending
-        if the run resumed from a checkpoint: of two records for one step, the later one is valid.
-
-    Raises:
-        ConfigurationError: the file is not one of telemetry.
-    """
-    _, record = read_header(path)
-    count = (path.stat().st_size - HEADER_SIZE) // record.itemsize - start
-    if count <= 0:
-        return np.empty(0, record)
-    found = np.memmap(path, record, "r", HEADER_SIZE + start * record.itemsize, (count,))
-    # Files may grow in blocks of zeros. The written records come first.
-    written = int(np.searchsorted(found["steps"] == 0, True))
-    return found[:written]
