@@ -81,6 +81,6 @@ def test_fsdp2_resumes(losses, tmp_path):
 
 
 def test_the_script_of_the_cluster_files_continues(printed, tmp_path):
-    (first,) = printed("../clusters/train", 2, "--output", tmp_path, "--epochs", 1)
-    (second,) = printed("../clusters/train", 2, "--output", tmp_path, "--epochs", 2)
+    (first,) = printed("clusters/train", 2, "--output", tmp_path, "--epochs", 1)
+    (second,) = printed("clusters/train", 2, "--output", tmp_path, "--epochs", 2)
     assert first.startswith("epoch 0: ") and second.startswith("epoch 1: accuracy 0.9")
