@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 SPREAD_BYTES = 4 << 20
 
 # The name since torch 2.13; torch 2.11 and 2.12 have the older one.
-_all_gather_single: Any = getattr(dist, "all_gather_single", getattr(dist, "all_gather_into_tensor", None))
+all_gather_single: Any = getattr(dist, "all_gather_single", getattr(dist, "all_gather_into_tensor", None))
 # Dtypes that every backend sends and reduces.
 COMMON = frozenset(
     {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8}
@@ -81,7 +81,7 @@ def all_gather_into(out: torch.Tensor, tensor: torch.Tensor, group: dist.Process
     if tensor.is_cpu and spreads(tensor.nbytes, group):
         exchange(out, torch.cat([tensor] * group.size()), group)
     else:
-        _all_gather_single(out, tensor, group=group)
+        all_gather_single(out, tensor, group=group)
 
 
 def spreads(length: int, group: dist.ProcessGroup) -> bool:

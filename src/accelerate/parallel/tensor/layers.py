@@ -17,6 +17,7 @@ from torch.autograd.function import FunctionCtx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from ...collectives.transport import all_gather_single
 from .loss import ShardedLoss
 
 Layer = TypeVar("Layer", bound=nn.Module)
@@ -83,7 +84,7 @@ class GatherFeatures(torch.autograd.Function):
         """Return the features of all ranks, concatenated."""
         ctx.mesh = mesh
         shards = shard.new_empty((mesh.size() * shard.shape[0], *shard.shape[1:]))
-        dist.all_gather_into_tensor(shards, shard.contiguous(), group=mesh.get_group())
+        all_gather_single(shards, shard.contiguous(), group=mesh.get_group())
         return torch.cat(shards.chunk(mesh.size()), -1)
 
     @staticmethod
