@@ -56,7 +56,7 @@ class Messages:
     def __enter__(self):
         if not Messages.counts:
             Messages.counts = True
-            for name, place in (("_all_gather_single", 1), ("exchange", 1), ("broadcast", 0), ("all_reduce", 0)):
+            for name, place in (("all_gather_single", 1), ("exchange", 1), ("broadcast", 0), ("all_reduce", 0)):
                 Messages.count(transport, name, place)
             Messages.count(Channel, "swap")
         self.begin = Messages.total

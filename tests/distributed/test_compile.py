@@ -19,6 +19,7 @@ from accelerate.parallelism_config import ParallelismConfig
 
 sys.path.append(str(Path(__file__).parents[1] / "parallel"))
 import test_layout_chain as chain
+from layouts import compare_state
 
 BLOCKS = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_cls_names_to_wrap": ["Block"]}
 PRELOADED = ("torch._inductor.compile_fx",)
@@ -83,6 +84,4 @@ def test_other_layouts(layout, regional):
     rest = accelerator.skip_first_batches(loader, chain.STEPS * chain.ACCUMULATION)
     chain.train(accelerator, model, optimizer, scheduler, rest)
     assert counters["stats"]["unique_graphs"] == graphs, f"{graphs} graphs, then {counters['stats']}"
-    state = accelerator.get_state_dict(model)
-    if accelerator.is_main_process:
-        assert chain.off([state[name] for name in expected], expected.values()) <= 1e-8
+    compare_state(accelerator, model, expected)
