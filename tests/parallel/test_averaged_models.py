@@ -254,7 +254,7 @@ def test_what_is_refused(tmp_path):
     run.save_state(str(tmp_path / "without"))
     average = run.track_average(model)
     run.load_state(str(tmp_path / "without"))  # the average begins with the next step
-    before = [p.clone() for p in model.parameters()]
+    before = [p.data.add_(1).clone() for p in model.parameters()]  # not those of the checkpoint
     with average.applied():
         with pytest.raises(CheckpointError, match="save_state inside"):
             run.save_state(str(tmp_path / "state"))

@@ -97,7 +97,7 @@ class AveragedWeights(RunObserver):
                 "after the block, which saves both; save_model saves the averages alone"
             )
 
-    def loaded(self, path: str, step: int, seconds: float) -> None:
+    def before_load(self) -> None:
         """Refuse a load whose weights the block would replace."""
         if self._is_applied:
             raise CheckpointError(

@@ -158,7 +158,7 @@ class RunCheckpoints:
     ) -> LoadReport:
         """See `Accelerator.load_state`."""
         begin = time.perf_counter()
-        self._wait_for_writer()
+        self._before_load()
         options = {**load_options(load_kwargs), **options}
         with self._run_state() as run:
             if input_dir is None:
@@ -174,6 +174,11 @@ class RunCheckpoints:
             self._record_damaged(report)
         return report
 
+    def _before_load(self) -> None:
+        for observer in self.observers.active:
+            observer.before_load()
+        self._wait_for_writer()
+
     def _leave_ended_epochs(self, report: LoadReport) -> None:
         """After a save in the last batch of an epoch, the loop that counts its steps begins with the next epoch."""
         main = report.progress.get("training_loader") or 0
@@ -184,7 +189,7 @@ class RunCheckpoints:
 
     def _load_newest_if_any(self) -> LoadReport | None:
         begin = time.perf_counter()
-        self._wait_for_writer()
+        self._before_load()
         directory = self._checkpoints_dir("resume()")
         with self._run_state() as run:
             report = resume_run(run, directory, process=PartialState(), locks=self._locks, arrival_timeout=60.0)

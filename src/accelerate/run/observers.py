@@ -58,6 +58,9 @@ class RunObserver:
     def saved(self, path: str, step: int, seconds: float) -> None:
         """The run was saved at a step, or is written in the background; the loop waited for `seconds`."""
 
+    def before_load(self) -> None:
+        """A checkpoint is about to be loaded."""
+
     def loaded(self, path: str, step: int, seconds: float) -> None:
         """The run continues after `step` optimizer steps."""
 
