@@ -92,12 +92,18 @@ def test_training_and_checkpoint(nproc, layout, tmp_path):
         accelerator.wait_for_everyone()
 
 
-def save(layout, folder):
+def trained(layout, nproc, steps):
+    """An accelerator and its model after so many steps."""
     torch.set_default_dtype(torch.float64)
-    options, shards = arguments(layout, 4)
+    options, shards = arguments(layout, nproc)
     accelerator = Accelerator(cpu=True, **options)
     model, optimizer = prepared(accelerator, "modules_to_save")
-    train(accelerator, model, optimizer, shards, 0, 2)
+    train(accelerator, model, optimizer, shards, 0, steps)
+    return accelerator, model
+
+
+def save(layout, folder):
+    accelerator, _ = trained(layout, 4, 2)
     accelerator.save_state(folder)
 
 
@@ -164,16 +170,12 @@ def test_a_lost_shard_is_found(tmp_path, monkeypatch):
 @on_ranks(2, env=on_cpu())
 @pytest.mark.parametrize("layout", ["fsdp", "fsdp full"])
 def test_the_functions_that_trainer_calls(layout, tmp_path):
-    torch.set_default_dtype(torch.float64)
-    options, shards = arguments(layout, 2)
-    accelerator = Accelerator(cpu=True, **options)
-    model, optimizer = prepared(accelerator, "modules_to_save")
-    train(accelerator, model, optimizer, shards, 0, 1)
+    accelerator, model = trained(layout, 2, 1)
     plugin = accelerator.state.fsdp_plugin
     save_fsdp_model(plugin, accelerator, model, tmp_path, adapter_only=True)
     saved = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
     accelerator.free_memory()
-    model, optimizer = prepared(accelerator, "modules_to_save")
+    model, _ = prepared(accelerator, "modules_to_save")
     load_fsdp_model(plugin, accelerator, model, tmp_path, adapter_only=True)
     loaded = accelerator.get_state_dict(model)
     assert not accelerator.is_main_process or distance(saved, loaded) == 0

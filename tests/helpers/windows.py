@@ -53,8 +53,21 @@ def train_on_items_by_hand(model, optimizer, batches, loss_of, count_of, clip=CL
     return states, norms
 
 
+def train_on_items(accelerator, model, optimizer, batches, loss_of, count_of, clip=CLIP):
+    """The same through an Accelerator; the norms before clipping."""
+    norms = []
+    for batch in batches:
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model, batch), num_items=count_of(batch))
+            if accelerator.sync_gradients:
+                norms.append(accelerator.clip_grad_norm_(model.parameters(), clip))
+            optimizer.step()
+            optimizer.zero_grad()
+    return norms
+
+
 def train(strategy, prepared, optimizer, batches, norms):
-    """The same on this rank's part of each batch; the norms before clipping are those of the loop by hand."""
+    """As `train_by_hand` on this rank's part of each batch, with the same norms before clipping."""
     index, count = strategy.data_shard
     for number, tokens in enumerate(batches):
         ends_window = number % ACCUMULATION == 1

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.utils.data import DataLoader
-from windows import ACCUMULATION, CLIP, train_on_items_by_hand
+from windows import ACCUMULATION, train_on_items, train_on_items_by_hand
 
 from accelerate import Accelerator, DistributedDataParallelKwargs, FullyShardedDataParallelPlugin
 from accelerate.core.errors import PrepareError
@@ -150,15 +150,7 @@ def plain_run(model, steps=STEPS):
 
 
 def train(accelerator, model, optimizer, loader):
-    norms = []
-    for batch in loader:
-        with accelerator.accumulate(model):
-            accelerator.backward(loss_of(model, batch), num_items=count_of(batch))
-            if accelerator.sync_gradients:
-                norms.append(accelerator.clip_grad_norm_(model.parameters(), CLIP))
-            optimizer.step()
-            optimizer.zero_grad()
-    return norms
+    return train_on_items(accelerator, model, optimizer, loader, loss_of, count_of)
 
 
 def fresh(**options):

@@ -10,7 +10,7 @@ from rank_pool import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
-from windows import ACCUMULATION, train_on_items_by_hand
+from windows import ACCUMULATION, train_on_items, train_on_items_by_hand
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.config.parallel import TorchTensorParallelConfig
@@ -83,14 +83,7 @@ def check_run(family, sizes, plugin=None, handler=None, **options):
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     split = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
     assert sum("_proj" in name for name in split) >= 14, split
-    found = []
-    for batch in loader:
-        with accelerator.accumulate(model):
-            accelerator.backward(loss_of(model, batch), num_items=count_of(batch))
-            if accelerator.sync_gradients:
-                found.append(accelerator.clip_grad_norm_(model.parameters(), CLIP))
-            optimizer.step()
-            optimizer.zero_grad()
+    found = train_on_items(accelerator, model, optimizer, loader, loss_of, count_of, CLIP)
     torch.testing.assert_close(found, norms, rtol=1e-8, atol=1e-12)
     compare_state(accelerator, model, states[-1])
 
