@@ -3,8 +3,7 @@
 
 from typing import Any
 
-import torch.distributed as dist
-
+from accelerate.collectives import gather_object
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
 
@@ -16,6 +15,5 @@ def reset_states() -> None:
 
 def all_ranks(value: Any) -> list[Any]:
     """This value of each rank, on all of them."""
-    values = [None] * PartialState(cpu=True).num_processes
-    dist.all_gather_object(values, value)
-    return values
+    PartialState(cpu=True)
+    return gather_object([value])

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ..core.errors import ConfigurationError
 from ..runtime.calls import Call
-from ..runtime.channel import HEADER, Channel, backends_of, channel_of
+from ..runtime.channel import HEADER, Channel, backends_of, channel_of, finish
 from ..runtime.communication import Collective
 from ..state import PartialState
 
@@ -91,7 +91,7 @@ def spreads(length: int, group: dist.ProcessGroup) -> bool:
 
 def exchange(out: torch.Tensor, slices: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Send each rank its slice of `slices`, and fill `out` with those received. All have the same size."""
-    group.alltoall_base(out, slices, [], [], dist.distributed_c10d.AllToAllOptions()).wait()
+    finish(group.alltoall_base(out, slices, [], [], dist.distributed_c10d.AllToAllOptions()))
 
 
 def broadcast(row: torch.Tensor, source: int, group: dist.ProcessGroup) -> None:

@@ -13,6 +13,7 @@ import functools
 import hashlib
 import json
 import weakref
+from collections import deque
 from typing import Any
 
 import torch
@@ -129,7 +130,7 @@ class Channel:
     def _send(self, group: dist.ProcessGroup, sent: torch.Tensor, splits: list[int], call: Call) -> None:
         work = group.alltoall_base(self._received, sent, self._splits, splits, self._options)
         with communication.Collective(call):
-            work.wait()
+            finish(work)
 
     def _complain(self, group: dist.ProcessGroup, call: Call) -> None:
         """Raise an error for calls that differ. Every rank has detected it, so all exchange their calls first."""
@@ -145,6 +146,18 @@ class Channel:
         members = dist.get_process_group_ranks(group)
         found = {members[peer]: json.loads(bytes(self.content(peer))) for peer in range(self.world)}
         raise DistributedOperationException(mismatch(dict(sorted(found.items()))))
+
+
+# The last messages. gloo's thread is done with one only after the wait has returned. Were it the last to have it, it
+# would free the Python objects of its tensors, which locks CPython's list of threads for a moment, and a worker that a
+# loader forks in this moment never starts (CPython before 3.10.15 and 3.11.10: python/cpython#112275).
+_recent: deque[dist.Work] = deque(maxlen=4)
+
+
+def finish(work: dist.Work) -> None:
+    """Wait for a small message of gloo, and keep its tensors until others have followed."""
+    work.wait()
+    _recent.append(work)
 
 
 _channels: weakref.WeakKeyDictionary[dist.ProcessGroup, Channel | None] = weakref.WeakKeyDictionary()
