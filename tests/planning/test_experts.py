@@ -58,7 +58,7 @@ def test_ranks_keep_and_send_what_is_planned(name, nproc, ranks, tmp_path):
     build().save_pretrained(tmp_path)
     with torch.device("meta"):
         training = trace.PlannedTraining(build(), BATCH)
-    layout = layouts.find(name, list(layouts.expert_candidates(nproc)))
+    layout = {each.name: each for each in layouts.expert_candidates(nproc)}[name]
     ((_, step),) = trace.trace_all(training, [layout])
     assert step.failure is None and 0 < step.uneven < 0.2
     buffers = sum(one.nbytes for one in training.model.buffers())
@@ -82,7 +82,7 @@ def test_groups_of_other_ranks_follow_from_those_of_the_first():
 
 
 def test_a_described_plan_says_how_experts_are_started():
-    layout = layouts.find("ep2+tp2+fsdp2", list(layouts.expert_candidates(4)))
+    layout = {each.name: each for each in layouts.expert_candidates(4)}["ep2+tp2+fsdp2"]
     assert layout.distributed_config == "DistributedConfig(fsdp_size=2, tp_size=2, ep_size=2)"
     assert (layout.data_ranks, layout.replicated) == (2, False)
     with torch.device("meta"):

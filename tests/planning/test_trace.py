@@ -43,7 +43,7 @@ def training() -> trace.PlannedTraining:
 
 
 def traced(name: str, ranks: int) -> trace.Step:
-    layout = layouts.find(name, layouts.candidates(ranks))
+    layout = {each.name: each for each in layouts.candidates(ranks)}[name]
     ((_, step),) = trace.trace_all(training(), [layout])
     assert step.failure is None
     return step
@@ -82,7 +82,7 @@ def measured(variables: dict, batch: BatchShape) -> int:
     ],
 )
 def test_peak_is_what_the_allocator_counts(name, nproc, ranks):
-    layout = layouts.find(name, layouts.candidates(nproc))
+    layout = {each.name: each for each in layouts.candidates(nproc)}[name]
     plan = training()
     variables = trace.launch_variables(plan.configuration(layout))
     found = max(ranks(nproc).run(measured, variables, BATCH.of_rank(layout)))

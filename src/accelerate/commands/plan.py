@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import math
 import os
 import sys
@@ -18,7 +19,12 @@ from ..core.files import check_writable
 from .parser import Formatter, Parser, exit_on, print_error, table
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from ..planning.estimate import Estimate
+    from ..planning.layouts import PlannedLayout
+    from ..planning.machine import Machine
+    from ..planning.trace import PlannedTraining
 
 PRECISIONS = ("no", "bf16", "fp16")
 DESCRIPTION = (
@@ -81,11 +87,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--ranks", type=int, help="Number of processes on this machine. Default: one for each accelerator, or 1."
     )
-    made.add_argument("--tflops", type=float, help="With --machine: speed of matrix products on a device, in TFLOP/s.")
-    made.add_argument("--link", type=float, help="With --machine: bandwidth between devices of a machine, in GB/s.")
-    made.add_argument(
-        "--between", type=float, help="With --machine: bandwidth of a device to other machines, in GB/s."
-    )
+    for name, text in (
+        ("tflops", "speed of matrix products on a device, in TFLOP/s"),
+        ("link", "bandwidth between devices of a machine, in GB/s"),
+        ("between", "bandwidth of a device to other machines, in GB/s"),
+    ):
+        made.add_argument(f"--{name}", type=float, help=f"With --machine: {text}.")
     made.add_argument("--memory", type=float, help="Memory that each rank may use, in GB. Default: the machine's.")
     made.add_argument(
         "--layout", "--layouts", nargs="+", metavar="NAME", help="Plan these layouts only. Default: all."
@@ -118,52 +125,17 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from dataclasses import replace
-
-    from ..core.errors import suggestion
-    from ..core.objects import size_of
-    from ..planning import estimate, experts, layouts, machine, model, report, trace
+    from ..planning import estimate, model, trace
     from .estimate import build
 
     batch = model.parse_batch(args.batch)
     if args.optimizer not in trace.OPTIMIZERS:
         raise ConfigurationError(f"--optimizer {args.optimizer!r} is unknown: one of {', '.join(trace.OPTIMIZERS)}")
-    for name in ("ranks", "tflops", "link", "between", "memory"):
-        value = getattr(args, name)
-        if value is not None and not 0 < value < math.inf:
-            raise ConfigurationError(f"--{name} {value}: give a number above 0")
-    if args.ranks is not None and args.machine:
-        raise ConfigurationError(f"--ranks {args.ranks} is for this machine: --machine gives its own number")
-    if args.machine:
-        here = machine.describe(args.machine, args.link, args.tflops, args.between)
-    elif args.link or args.tflops or args.between:
-        raise ConfigurationError("--link, --tflops and --between describe a machine: give --machine too")
-    else:
-        here = machine.found(args.ranks)
+    here = _machine(args)
     if args.write is not None:
         check_writable(args.write, "--write")
-    if args.memory is not None:
-        here = replace(here, memory=int(args.memory * machine.GIGA))
-    if args.calibrate:
-        here = report.calibrate(here, args.calibrate)
     module = build(args.model, trust_remote_code=args.trust_remote_code)
-    chosen = layouts.candidates(here.ranks, here.machines, here.device)
-    if experts.has_experts(module):
-        chosen += layouts.expert_candidates(here.ranks)
-    if args.layout:
-        unknown = [name for name in args.layout if layouts.find(name, chosen) is None]
-        if unknown:
-            known = [layout.name for layout in chosen]
-            raise ConfigurationError(
-                f"--layout {unknown[0]}: no such layout on {here.ranks} rank{'s' * (here.ranks > 1)}"
-                + (suggestion(unknown[0], known) or f"; there are {', '.join(known)}")
-            )
-        chosen = [layout for layout in chosen if layout.name in args.layout]
-    if args.write and all(layout.loading for layout in chosen):
-        raise ConfigurationError(
-            f"--layout {chosen[0].name}: no configuration file selects it. Start a script that loads its model with "
-            f"from_pretrained(..., distributed_config={chosen[0].distributed_config}), without another layout"
-        )
+    chosen = _layouts(args, here, module)
     training = trace.PlannedTraining(module, batch, args.mixed_precision, args.optimizer, here.device, here.machines)
     rows, interrupted = list["Estimate"](), False
     with _progress(rows, len(chosen)) as show:
@@ -176,51 +148,112 @@ def _run(args: argparse.Namespace) -> int:
         messages.show(f"interrupted: these are the {len(rows)} layouts that were estimated before")
     elif not args.layout:
         rows += estimate.refused(module, here.ranks)
-    fitting = [row for row in rows if row.fits]
-    written = None if interrupted else _written(args, rows, fitting)
+    _print_rows(args, rows, training, here)
+    return 130 if interrupted else _conclude(args, rows, training, here)
+
+
+def _machine(args: argparse.Namespace) -> Machine:
+    """The machine to plan for. Raises ConfigurationError for options that do not describe one."""
+    from ..planning import machine, report
+
+    for name in ("ranks", "tflops", "link", "between", "memory"):
+        value = getattr(args, name)
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigurationError(f"--{name} {value}: give a number above 0")
+    if args.ranks is not None and args.machine:
+        raise ConfigurationError(f"--ranks {args.ranks} is for this machine: --machine gives its own number")
+    if args.machine:
+        here = machine.describe(args.machine, args.link, args.tflops, args.between)
+    elif args.link or args.tflops or args.between:
+        raise ConfigurationError("--link, --tflops and --between describe a machine: give --machine too")
+    else:
+        here = machine.found(args.ranks)
+    if args.memory is not None:
+        here = dataclasses.replace(here, memory=int(args.memory * machine.GIGA))
+    return report.calibrate(here, args.calibrate) if args.calibrate else here
+
+
+def _layouts(args: argparse.Namespace, here: Machine, module: nn.Module) -> list[PlannedLayout]:
+    """The layouts to estimate. Raises ConfigurationError for unknown names, and for one that no file can select."""
+    from ..core.errors import suggestion
+    from ..planning import experts, layouts
+
+    chosen = layouts.candidates(here.ranks, here.machines, here.device)
+    if experts.has_experts(module):
+        chosen += layouts.expert_candidates(here.ranks)
+    known = [layout.name for layout in chosen]
+    for name in args.layout or ():
+        if name not in known:
+            raise ConfigurationError(
+                f"--layout {name}: no such layout on {here.ranks} rank{'s' * (here.ranks > 1)}"
+                + (suggestion(name, known) or f"; there are {', '.join(known)}")
+            )
+    chosen = [layout for layout in chosen if layout.name in (args.layout or known)]
+    if args.write and all(layout.loading for layout in chosen):
+        raise ConfigurationError(
+            f"--layout {chosen[0].name}: no configuration file selects it. Start a script that loads its model with "
+            f"from_pretrained(..., distributed_config={chosen[0].distributed_config}), without another layout"
+        )
+    return chosen
+
+
+def _print_rows(args: argparse.Namespace, rows: list[Estimate], training: PlannedTraining, here: Machine) -> None:
+    """Print the plan: JSON, or the layouts that fit, those that do not, and why others have no estimate."""
+    from ..core.objects import size_of
+    from ..planning import report
+    from ..planning.model import count
+
     if args.json:
         print(report.to_json(rows, training, here))
-    else:
-        print(
-            f"{type(module).__name__}, {model.count(module):,} parameters, batch {batch}, mixed precision "
-            f"{args.mixed_precision}, {args.optimizer}\n"
-            f"{here.ranks} x {here.device}, {size_of(here.memory)} each ({here.origin})\n"
-        )
-        others = [row for row in rows if row.failure is None and not row.fits]
-        unit = report.unit_of(rows)
-        for title, shown in (("fits, fastest first", fitting), ("does not fit", others)):
-            if shown:
-                cells = report.table_rows(shown, unit)
-                print(f"{title}; memory per rank and messages in {unit.name}:\n{table(cells, report.HEADERS)}\n")
-        for row in rows:
-            if row.failure is None and row.layout.loading:
-                print(
-                    f"{row.layout.name}: not by a configuration file (--write), but where the model is loaded: "
-                    f"from_pretrained(..., distributed_config={row.layout.distributed_config})"
-                )
-        for names, failure in report.failures(rows):
-            print(textwrap.fill(f"not estimated: {names}: {failure}", 100, subsequent_indent="    "))
+        return
+    print(
+        f"{type(training.model).__name__}, {count(training.model):,} parameters, batch {training.batch}, "
+        f"mixed precision {args.mixed_precision}, {args.optimizer}\n"
+        f"{here.ranks} x {here.device}, {size_of(here.memory)} each ({here.origin})\n"
+    )
+    estimated = [row for row in rows if row.failure is None]
+    unit = report.unit_of(rows)
+    for title, fits in (("fits, fastest first", True), ("does not fit", False)):
+        if shown := [row for row in estimated if row.fits == fits]:
+            cells = report.table_rows(shown, unit)
+            print(f"{title}; memory per rank and messages in {unit.name}:\n{table(cells, report.HEADERS)}\n")
+    for row in estimated:
+        if row.layout.loading:
+            print(
+                f"{row.layout.name}: not by a configuration file (--write), but where the model is loaded: "
+                f"from_pretrained(..., distributed_config={row.layout.distributed_config})"
+            )
+    for names, failure in report.failures(rows):
+        print(textwrap.fill(f"not estimated: {names}: {failure}", 100, subsequent_indent="    "))
+
+
+def _conclude(args: argparse.Namespace, rows: list[Estimate], training: PlannedTraining, here: Machine) -> int:
+    """Report defects, write the file of --write, or say what is missing if nothing fits. Returns the exit code."""
+    from ..planning import report
+
     defects = [row for row in rows if row.defect is not None]
     for row in defects:
         print_error(f"{row.layout.name}: {row.failure}\n{row.defect}")
-    if interrupted:
-        return 130
     if defects:
         return 1
-    if not any(row.failure is None for row in rows):
+    estimated = [row for row in rows if row.failure is None]
+    if not estimated:
         raise ConfigurationError(f"no layout has an estimate. {rows[0].layout.name}: {rows[0].failure}")
-    if written is not None:
-        path = report.write(args.write, written, training, here)
+    is_fixed = args.layout is not None and len(args.layout) == 1
+    best = next((row for row in estimated if not row.layout.loading and (row.fits or is_fixed)), None)
+    fits = any(row.fits for row in estimated)
+    if args.write and best is not None:
+        path = report.write(args.write, best, training, here)
         messages.show(
-            f"wrote {written.layout.name} to {args.write}. A run of `accelerate launch --config_file {args.write}` "
+            f"wrote {best.layout.name} to {args.write}. A run of `accelerate launch --config_file {args.write}` "
             f"adds what it measures to {path}"
         )
-    elif args.write and fitting:
+    elif args.write and fits:
         messages.show(f"{args.write} is not written: no configuration file selects a layout that fits")
         return 1
     elif missing := report.shortage(rows, here):
         messages.show(missing)
-    return 0 if fitting else 1
+    return 0 if fits else 1
 
 
 @contextlib.contextmanager
@@ -251,14 +284,3 @@ def _progress(rows: list[Estimate], layouts: int) -> Iterator[Callable[[Estimate
     finally:
         if sys.stderr.isatty():
             show("")
-
-
-def _written(args: argparse.Namespace, rows: list[Estimate], fitting: list[Estimate]) -> Estimate | None:
-    if args.write is None:
-        return None
-    if args.layout is None or len(args.layout) > 1:
-        return next((row for row in fitting if not row.layout.loading), None)
-    found = next((row for row in rows if row.layout.name == args.layout[0] and row.failure is None), None)
-    if found is None:
-        raise ConfigurationError(f"--layout {args.layout[0]}: the plan has no estimate of it")
-    return found

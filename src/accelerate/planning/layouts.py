@@ -223,8 +223,3 @@ def _sharded(ranks: int, machines: int) -> Iterator[PlannedLayout]:
         for name in ("cp", "sp"):
             over = f"+fsdp{rest}" if rest > 1 else ""
             yield PlannedLayout(f"{name}{size}{over}", ranks, (*shards, (name, size)), sharded=True)
-
-
-def find(name: str, layouts: list[PlannedLayout]) -> PlannedLayout | None:
-    """The layout of this name, None if there is none."""
-    return next((layout for layout in layouts if layout.name == name), None)
