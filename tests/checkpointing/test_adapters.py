@@ -10,13 +10,17 @@ import pytest
 import torch
 from adapters import CASES, arguments, base, build, optimizer_of, plain, train
 from rank_pool import on_ranks
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from toys import distance, llama, on_cpu
 
 from accelerate import Accelerator
 from accelerate.checkpointing import CheckpointMismatch, adapters
 from accelerate.checkpointing.checksums import checksums
+from accelerate.checkpointing.gathering import gather_on_host
 from accelerate.core.errors import CheckpointError, PrepareError
+from accelerate.state import PartialState
 from accelerate.utils import load_fsdp_model, save_fsdp_model
 
 peft = pytest.importorskip("peft")
@@ -154,8 +158,8 @@ def test_a_lost_shard_is_found(tmp_path, monkeypatch):
     train(accelerator, model, optimizer, shards, 0, 1)
     gather = adapters.gather_on_host
 
-    def with_one_shard(tensors, device):
-        joined = gather(tensors, device)
+    def with_one_shard(*args):
+        joined = gather(*args)
         for name, full in joined.items():
             if "gate_proj.lora_B" in name:
                 full[24:] = 0
@@ -165,6 +169,22 @@ def test_a_lost_shard_is_found(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match=r"gate_proj\.lora_B\.default\.weight"):
         accelerator.save_state(tmp_path / "checkpoint")
     assert not (tmp_path / "checkpoint").exists()
+
+
+@on_ranks(2, thorough=[4])
+def test_shards_of_all_dtypes_are_gathered_on_rank_0(nproc):
+    PartialState(cpu=True)
+    mesh, places = init_device_mesh("cpu", (nproc,)), {}
+    full = {
+        f"{dtype}, {dim}": (3 * torch.arange(35).view(5, 7)).to(dtype)
+        for dtype in (torch.bfloat16, torch.bool, torch.float64, torch.int8, torch.float32, torch.complex64)
+        for dim in range(2)
+    }
+    tensors = {name: distribute_tensor(full[name], mesh, [Shard(int(name[-1]))]) for name in full}
+    for _ in range(2):
+        found = gather_on_host(tensors, torch.device("cpu"), places)
+        assert found.keys() == (full.keys() if dist.get_rank() == 0 else set())
+        assert all(torch.equal(found[name], full[name]) for name in found)
 
 
 @on_ranks(2, env=on_cpu())

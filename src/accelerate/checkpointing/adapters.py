@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 from collections.abc import Callable, Mapping, MutableMapping
@@ -38,6 +39,7 @@ from .checksums import checksums, differing
 from .gathering import gather_on_host
 from .layout import numbered
 from .matching import CheckpointMismatch
+from .places import PlacesByRank
 from .run_state import RunState
 from .source import CheckpointReader, ModelWeights, weights_file
 from .tensorfile import segments
@@ -51,11 +53,13 @@ class AdapterLayout:
         trained: {name: whether it trains} of all parameters when `names` were found.
         names: the tensors of the adapters; None where the model cannot be saved as adapters.
         base: the checksums of all other parameters, which are frozen; empty until they are needed.
+        places: where the shards of the adapters and of their optimizer's state belong.
     """
 
     trained: dict[str, bool]
     names: AdapterNames | None
     base: dict[str, str] = field(default_factory=dict)
+    places: PlacesByRank = field(default_factory=dict)
 
 
 class AdapterModel(PreparedModel):
@@ -117,6 +121,7 @@ class AdapterModel(PreparedModel):
             self.layout.base = checksums(frozen, self._device)
         return self.layout.base
 
+    @functools.cached_property
     def _tensors(self) -> dict[str, torch.Tensor]:
         self.prepared.reshard()
         tensors = dict(named_tensors(self.inner, remove_duplicate=False))
@@ -132,7 +137,7 @@ class AdapterModel(PreparedModel):
 
     def saved_entries(self) -> dict[str, torch.Tensor]:
         """The tensors of the adapters by their names in the model, with the shapes of the plain model."""
-        return self._tensors()
+        return self._tensors
 
     def checkpoint_state_dict(self) -> dict[str, Any]:
         """The adapters under the names of the model: if `is_partial`, on the host of rank 0, empty on other ranks.
@@ -142,11 +147,11 @@ class AdapterModel(PreparedModel):
         """
         self.before_load()
         with torch.inference_mode(False), torch.no_grad():
-            tensors = self._tensors()
+            tensors = self._tensors
             if self._device is None:
                 return dict(tensors)
             trained = checksums(tensors, self._device)
-            joined = gather_on_host(tensors, self._device)
+            joined = gather_on_host(tensors, self._device, self.layout.places)
             wrong = [name for name, text in checksums(joined).items() if text != trained[name]]
             if wrong := from_first(wrong, self._device):
                 raise CheckpointError(
@@ -165,7 +170,8 @@ class AdapterModel(PreparedModel):
             return self.prepared.optimizer_state_dict(optimizer)
         self.prepared.reshard()
         state = optimizer.state_dict()
-        joined = gather_on_host({str(n): tensor for n, tensor in enumerate(leaves(state))}, self._device)
+        tensors = {str(n): tensor for n, tensor in enumerate(leaves(state))}
+        joined = gather_on_host(tensors, self._device, self.layout.places)
         if dist.get_rank() != 0:
             return {}
         numbers = itertools.count()

@@ -7,22 +7,18 @@ The checksum is the sum over all words of 64 bits, times a multiplier for the in
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from weakref import WeakKeyDictionary
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ..placement.subclasses import inner_tensors
+from .places import local_blocks
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _BLOCK = 1 << 22  # elements whose products are in memory at a time
-
-# Where a block begins in the full tensor, and its shape.
-Place = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def checksums(tensors: Mapping[str, torch.Tensor], device: torch.device | None = None) -> dict[str, str]:
@@ -57,38 +53,6 @@ def _sum_of(tensor: torch.Tensor, has_plain: bool) -> torch.Tensor:
     blocks = local_blocks(tensor) if isinstance(tensor, DTensor) else plain
     zero = torch.zeros((), dtype=torch.int64, device=tensor.device)
     return sum((_sum_of_block(block, offsets) for block, offsets in blocks), start=zero)
-
-
-def local_blocks(tensor: DTensor) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
-    """The blocks of `block_places`, and where each begins."""
-    local = tensor.to_local()
-    at = 0
-    for offsets, sizes in block_places(tensor):
-        split = next((dim for dim, (all_, here) in enumerate(zip(local.shape, sizes, strict=True)) if all_ != here), 0)
-        block = local.narrow(split, at, sizes[split]) if local.ndim else local
-        at += sizes[split] if local.ndim else 0
-        yield block, offsets
-
-
-# What torch computes for a layout takes longer than reading a small shard.
-_known: WeakKeyDictionary[DeviceMesh, dict[object, list[Place]]] = WeakKeyDictionary()
-
-
-def block_places(tensor: DTensor) -> list[Place]:
-    """Which blocks of the full tensor this rank adds: of ranks that have the same block one adds it.
-
-    They are several where FSDP2 and tensor parallelism split one dimension.
-    """
-    mesh, placements = tensor.device_mesh, tensor.placements
-    known = _known.setdefault(mesh, {})
-    if (places := known.get((placements, tensor.shape))) is not None:
-        return places
-    coordinate = mesh.get_coordinate() or ()
-    is_copy = any(at for at, placement in zip(coordinate, placements, strict=True) if placement.is_replicate())
-    chunks = [] if is_copy or not (mesh.mesh == 0).any() else tensor.__create_chunk_list__()
-    places = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks if chunk.sizes.numel()]
-    known[placements, tensor.shape] = places
-    return places
 
 
 def _sum_of_block(tensor: torch.Tensor, offsets: Sequence[int]) -> torch.Tensor:
