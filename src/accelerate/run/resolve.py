@@ -150,31 +150,59 @@ def resolve(request: Request) -> Resolved:
     origins["exact"] = _origin(request.exact, "ACCELERATE_EXACT")
     origins["mixed_precision"] = _origin(request.mixed_precision, "ACCELERATE_MIXED_PRECISION", "no")
 
-    init = {} if handlers.init is None else handlers.init.to_kwargs()
-    fsdp = plugins.get("fsdp_plugin")
-    if fsdp is not None and fsdp.offloads_shards:
-        init["_host_tensors"] = True
-    if PartialState(request.cpu, **init).use_distributed and not group.is_running():
-        raise ConfigurationError(
-            "this process has left the group of its run, by end_training() or destroy_process_group(): make every "
-            "Accelerator of a process before that, and call end_training() once, after the last one"
-        )
+    _start_process(request, handlers, plugins)
     requested = env.get("MIXED_PRECISION", "no")
     if origins["mixed_precision"] == "default" and requested in PrecisionType.list() and requested != "no":
         get_logger(__name__).warning(
             f"the variable MIXED_PRECISION={requested} has no effect: set ACCELERATE_MIXED_PRECISION={requested}"
         )
-    saves_memory = fsdp is not None and (fsdp.offloads_shards or fsdp.activation_checkpointing)
-    # A single process that no launcher has started.
-    is_alone = not PartialState().use_distributed and not group.is_running()
-    is_alone = is_alone and Topology.from_environment().launcher == "none"
-    if fsdp is not None and is_alone and not saves_memory and "parallelism_config" not in plugins:
+    state, plugins = _shared_state(request, dynamo, plugins)
+    name, arguments = _choose_strategy(request, state, plugins, handlers, origins)
+    transforms = _transforms(request, origins)
+    origins |= {kind: "argument" for kind in ("master_weights", "optimizer_offload") if getattr(handlers, kind)}
+    check_combination(name, state, handlers, transforms, origins, request)
+    precision = _precision(state, handlers, origins, gathers=name == "fsdp2")
+    if request.precision_policy:
+        precision.modules = check_policy(request.precision_policy, state.mixed_precision)
+    make = name if callable(name) else strategy_class(name)
+    strategy: Strategy = make(state.device, precision, **arguments)
+    strategy.transforms = (*transforms, *strategy.transforms)
+    if dynamo.backend is not DynamoBackend.NO:
+        from ..parallel.compile import Compile
+
+        strategy.transforms = (*strategy.transforms, Compile(state.dynamo_plugin))
+    state.__dict__["device_mesh"] = getattr(strategy, "mesh", None)
+    plan = Plan(state.mixed_precision, accumulation, dynamo, handlers, exact, strategy.name, origins)
+    return Resolved(plan, state, precision, strategy)
+
+
+def _start_process(request: Request, handlers: Handlers, plugins: dict[str, Any]) -> None:
+    """Start the process group, unless it runs. An FSDP plugin with nothing to do on one process leaves `plugins`."""
+    init = {} if handlers.init is None else handlers.init.to_kwargs()
+    fsdp = plugins.get("fsdp_plugin")
+    if fsdp is not None and fsdp.offloads_shards:
+        init["_host_tensors"] = True
+    process = PartialState(request.cpu, **init)
+    if process.use_distributed and not group.is_running():
+        raise ConfigurationError(
+            "this process has left the group of its run, by end_training() or destroy_process_group(): make every "
+            "Accelerator of a process before that, and call end_training() once, after the last one"
+        )
+    if fsdp is None or fsdp.offloads_shards or fsdp.activation_checkpointing or "parallelism_config" in plugins:
+        return
+    if not group.is_running() and Topology.from_environment().launcher == "none":
         get_logger(__name__).warning(
             "one process has nothing to shard: the FSDP plugin has no effect; 16-bit weights stay in 16 "
             "bits under mixed precision, while several processes train them in fp32. Start several processes with "
             "`accelerate launch`, or set cpu_offload=True or activation_checkpointing=True to save memory on this one"
         )
         del plugins["fsdp_plugin"]
+
+
+def _shared_state(
+    request: Request, dynamo: TorchDynamoPlugin, plugins: dict[str, Any]
+) -> tuple[AcceleratorState, dict[str, Any]]:
+    """The state that all Accelerators of the process share, and the plugins of this one."""
     megatron = plugins.pop("megatron_lm_plugin", None)
     if megatron is not None:
         plugins["parallelism_config"] = _native_layout(megatron, plugins, PartialState().num_processes)
@@ -199,30 +227,13 @@ def resolve(request: Request) -> Resolved:
     if "fsdp_plugin" in plugins and hasattr(state, "fsdp_plugin"):
         # Of the Accelerator made last, whose strategy follows what is changed in it before `prepare`.
         state.__dict__["fsdp_plugin"] = plugins["fsdp_plugin"]
-    name, arguments = _choose_strategy(request, state, plugins, handlers, origins)
-    if state.distributed_type is DistributedType.FSDP:
-        version = state.fsdp_plugin.fsdp_version
-        if state.is_fsdp2 != (version == 2):
-            get_logger(__name__).warning(
-                f"AcceleratorState.is_fsdp2 was replaced and is {state.is_fsdp2}, which changes no layout: models are "
-                f"sharded by the fsdp_plugin's fsdp_version={version}. Set that instead"
-            )
-    transforms = _transforms(request, origins)
-    origins |= {kind: "argument" for kind in ("master_weights", "optimizer_offload") if getattr(handlers, kind)}
-    check_combination(name, state, handlers, transforms, origins, request)
-    precision = _precision(state, handlers, origins, gathers=name == "fsdp2")
-    if request.precision_policy:
-        precision.modules = check_policy(request.precision_policy, state.mixed_precision)
-    make = name if callable(name) else strategy_class(name)
-    strategy: Strategy = make(state.device, precision, **arguments)
-    strategy.transforms = (*transforms, *strategy.transforms)
-    if dynamo.backend is not DynamoBackend.NO:
-        from ..parallel.compile import Compile
-
-        strategy.transforms = (*strategy.transforms, Compile(state.dynamo_plugin))
-    state.__dict__["device_mesh"] = getattr(strategy, "mesh", None)
-    plan = Plan(state.mixed_precision, accumulation, dynamo, handlers, exact, strategy.name, origins)
-    return Resolved(plan, state, precision, strategy)
+    is_fsdp = state.distributed_type is DistributedType.FSDP
+    if is_fsdp and state.is_fsdp2 != (state.fsdp_plugin.fsdp_version == 2):
+        get_logger(__name__).warning(
+            f"AcceleratorState.is_fsdp2 was replaced and is {state.is_fsdp2}, which changes no layout: models are "
+            f"sharded by the fsdp_plugin's fsdp_version={state.fsdp_plugin.fsdp_version}. Set that instead"
+        )
+    return state, plugins
 
 
 def adopt(
