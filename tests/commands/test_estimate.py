@@ -83,22 +83,30 @@ def test_the_figures_are_those_of_a_built_model(tmp_path, kind, capsys):
     assert "float16" not in told and "as if every weight were quantised" in told
 
 
-@pytest.mark.parametrize("name", ["GatedRepoError", "LocalEntryNotFoundError", "EntryNotFoundError"])
+@pytest.mark.parametrize("name", ["GatedRepoError", "OfflineModeIsEnabled"])
 def test_what_the_hub_does_not_give_is_told(name, monkeypatch, capsys):
     import huggingface_hub
     from huggingface_hub import errors
 
-    def refuse(repository, file, token=None, etag_timeout=None):
-        assert (repository, file) == ("some/model", "config.json")
+    def refuse(repository, token=None, timeout=None):
+        assert repository == "some/model" and timeout is not None
         kind = getattr(errors, name)
         raise kind.__new__(kind)
 
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", refuse)
+    monkeypatch.setattr(huggingface_hub, "model_info", refuse)
     with pytest.raises(SystemExit) as end:
         estimate.main(["some/model"])
     assert end.value.code == 2
     told = capsys.readouterr().err
     assert "some/model" in told and name in told and "hf auth login" in told
+
+
+def test_a_configuration_in_the_cache_needs_no_network(monkeypatch, tmp_path):
+    import huggingface_hub
+
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", **CONFIGS["gpt2"]}))
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: str(tmp_path / "config.json"))
+    assert type(estimate.build("some/model")).__name__ == "GPT2LMHeadModel"
 
 
 @pytest.mark.parametrize(

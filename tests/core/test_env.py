@@ -7,7 +7,7 @@ import pytest
 
 from accelerate.core import env
 from accelerate.core.errors import ConfigurationError
-from accelerate.core.topology import LAUNCHERS
+from accelerate.core.topology import LAUNCHERS, RankVariables
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,11 @@ def test_the_default_of_a_flag_is_a_truth_value_too(monkeypatch):
         env.parse_flag_from_env("ANY_FLAG", "maybe")
 
 
-@pytest.mark.parametrize("source", LAUNCHERS, ids=lambda source: source.launcher)
+# torch_xla gives the processes that it starts a local rank alone.
+XLA = RankVariables("torch_xla", "PJRT_LOCAL_PROCESS_RANK", "PJRT_LOCAL_PROCESS_COUNT", "")
+
+
+@pytest.mark.parametrize("source", [*LAUNCHERS, XLA], ids=lambda source: source.launcher)
 def test_a_misspelt_variable_is_reported_with_the_nearest_one_on_rank_0(monkeypatch, recwarn, source):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISON", "bf16")
     monkeypatch.setenv("SLURM_STEP_ID", "0")

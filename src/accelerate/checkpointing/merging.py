@@ -15,15 +15,17 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from ..core import json_text
 from ..core.constants import MODEL_NAME, OPTIMIZER_NAME, SAFE_MODEL_NAME
 from ..core.errors import CheckpointError, ConfigurationError
 from ..core.files import atomic_write
 from ..core.torch_files import write_atomically
 from ..state import PartialState
 from .blocks import BlockIO, host_view
+from .documents import damage
 from .layout import numbered
 from .manifest import MANIFEST, check_files, read_manifest
-from .sharded import load_entries, shard_entries
+from .sharded import FILES, load_entries, shard_entries
 from .tensorfile import file_head, widest_first
 from .weights import plan_shards
 
@@ -126,6 +128,10 @@ def _check_removal(folder: Path, models: Mapping[int, Path], output: Path) -> No
 
 def shard_tensors(shards: Path) -> tuple[dict[str, torch.Tensor], str]:
     """The tensors of a model on the meta device, under the names of its shards, and the prefix of these names."""
+    with damage(shards / FILES):
+        names = json_text.read(shards / FILES) if (shards / FILES).exists() else []
+    if missing := [name for name in names if not (shards / name).exists()]:
+        raise CheckpointError(f"{shards} is not complete, without {', '.join(missing)}: copy all its files again")
     entries = {}
     for name, entry in shard_entries(shards).items():
         _check_cover(shards, name, entry)

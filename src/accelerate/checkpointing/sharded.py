@@ -47,6 +47,7 @@ from .run_state import StateDict
 from .tensorfile import memory_of, only_tensors
 
 _OPTIONS = "options.json"
+FILES = "files.json"  # the names of the files of shards: a part of them does not tell that there were more
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
@@ -135,14 +136,22 @@ class ShardedState:
             # Every rank has written its shards. Each one has a share of the checksums.
             rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
             written = sorted(file for path, _, _ in jobs for file in (folder / path).rglob("*") if file.is_file())
-            share = [file for file in written if file.name != _OPTIONS][rank::world]
+            share = [file for file in written if file.name not in (_OPTIONS, FILES)][rank::world]
+            documents: dict[Path, object] = {
+                folder / path / _OPTIONS: encode(dict(rest), TensorSink(inline=1 << 30), "options")
+                for path, _, rest in jobs
+                if rest and rank == 0
+            }
+            if rank == 0 and not compat:
+                folders = [model_shards(folder, index) for index, _ in self.models]
+                documents.update(
+                    {path / FILES: [file.name for file in path.glob("*.safetensors")] for path in folders}
+                )
             # Errors of torch's writer are raised on all ranks; those of this one alone must not come between.
-            for path, _, rest in jobs:
-                if rest and rank == 0:
-                    text = json.dumps(encode(dict(rest), TensorSink(inline=1 << 30), "options"), allow_nan=False)
-                    share.append(folder / path / _OPTIONS)
-                    with named_errors(share[-1]):
-                        share[-1].write_text(text)
+            for path, document in documents.items():
+                with named_errors(path):
+                    path.write_text(json.dumps(document, allow_nan=False))
+            share += documents
             return [file.relative_to(folder).as_posix() for file in share]
 
         return write

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 LIBRARIES = ("timm", "transformers")
 DTYPES = ("float32", "float16", "int8", "int4")
-# Seconds in which the Hub must answer; then the local cache is read.
-HUB_TIMEOUT = 2
+HUB_TIMEOUT = 10  # seconds in which the Hub must answer
 CONFIG = "config.json"
 
 
@@ -101,20 +100,26 @@ def build(
 
 
 def _from_hub(name: str, token: str | None) -> Path:
-    """The model's config.json from the Hub, or from the local cache of it."""
+    """The model's config.json from the local cache of the Hub, or else from the Hub if it answers."""
     if not is_available("huggingface_hub"):
         raise ConfigurationError(
             f"{name} is not a file or folder here, and models of the Hub need huggingface_hub, which is not "
             "installed: pip install transformers"
         )
-    from huggingface_hub import errors, hf_hub_download
+    from huggingface_hub import hf_hub_download, model_info, try_to_load_from_cache
 
     try:
-        return Path(hf_hub_download(name, CONFIG, token=token, etag_timeout=HUB_TIMEOUT))
-    except (errors.HfHubHTTPError, errors.EntryNotFoundError, errors.HFValidationError, OSError) as error:
+        cached = try_to_load_from_cache(name, CONFIG)
+        if isinstance(cached, str):
+            return Path(cached)
+        model_info(name, token=token, timeout=HUB_TIMEOUT)  # without a network, a download is tried for 20 s
+        return Path(hf_hub_download(name, CONFIG, token=token))
+    # The Hub's own errors, and those of its HTTP library, of which there have been several.
+    except Exception as error:
         raise ConfigurationError(
-            f"the {CONFIG} of model {name} cannot be read from the Hub ({_one_line(error)}). Check the name, give a "
-            "folder, or sign in with `hf auth login` (or set HF_TOKEN) for a gated or private model"
+            f"{name} is not a file or folder here and not in the local cache, and the Hub does not give its {CONFIG} "
+            f"({_one_line(error)}). Check the name, give a folder, or sign in with `hf auth login` (or set HF_TOKEN) "
+            "for a gated or private model"
         ) from None
 
 
@@ -184,12 +189,7 @@ def report(name: str, model: nn.Module, found: list[Footprint]) -> str:
 
     count = sum(weight.numel() for weight in model.parameters())
     rows = [
-        (
-            row.dtype,
-            size_of(row.largest),
-            size_of(row.total),
-            size_of(row.training) if row.training else "-",
-        )
+        (row.dtype, size_of(row.largest), size_of(row.total), size_of(row.training) if row.training else "-")
         for row in found
     ]
     lines = [

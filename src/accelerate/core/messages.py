@@ -16,13 +16,18 @@ def show(text: str) -> None:
 
 
 def is_rank_0() -> bool:
-    """Whether this process issues the messages that are the same on all ranks. It is known before the run starts."""
+    """Whether this process issues the messages that are the same on all ranks. It is known before the run starts.
+
+    The processes that torch_xla starts on a machine have no other rank until the device is in use.
+    """
+    from . import env
     from .errors import ConfigurationError
     from .topology import Topology
 
     # Variables that contradict each other are an error of the run's start, not of its messages.
     with contextlib.suppress(ConfigurationError):
-        return Topology.from_environment().rank == 0
+        topology = Topology.from_environment()
+        return topology.rank == 0 and (topology.launcher != "none" or not env.get_int("PJRT_LOCAL_PROCESS_RANK"))
     return True
 
 

@@ -600,6 +600,8 @@ FOREIGN: tuple[Option, ...] = (
     *(_variable(f"SLURM_{word}", "int") for word in ("PROCID", "STEP_NUM_TASKS", "LOCALID", "NODEID")),
     *(_variable(f"SLURM_{word}") for word in ("JOB_ID", "STEP_ID", "JOB_NODELIST", "STEP_NODELIST")),
     _variable("SLURM_STEP_TASKS_PER_NODE"),
+    # torch_xla sets it in the processes that it starts.
+    _variable("PJRT_LOCAL_PROCESS_RANK", "int"),
     # torch, devices, Ray and DeepSpeed
     *(_variable(name) for name in (*VISIBLE, "DS_ACCELERATOR", "RAY_TMPDIR")),
     *(_variable(name) for name in ("MIXED_PRECISION", "GLOO_SOCKET_IFNAME", "LOGLEVEL", "TORCH_CPP_LOG_LEVEL")),
