@@ -129,9 +129,8 @@ def _hidden(directory: Path, name: str, kind: str) -> Iterator[Path]:
     """Folders (no links) that have exactly a name that this package gives; `name` is a regular expression."""
     pattern = re.compile(rf"\.{name}\.{kind}-[0-9a-f]{{8}}")
     if directory.is_dir():
-        for entry in sorted(directory.iterdir()):
-            if pattern.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink():
-                yield entry
+        named = sorted(entry for entry in directory.iterdir() if pattern.fullmatch(entry.name))
+        yield from (entry for entry in named if entry.is_dir() and not entry.is_symlink())
 
 
 def set_aside(folder: Path) -> Path:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ..core.errors import ConfigurationError
 from ..runtime.calls import Call
-from ..runtime.channel import HEADER, Channel, backends_of, channel_of, finish
+from ..runtime.channel import HEADER, Channel, backends_of, channel_of
 from ..runtime.communication import Collective
 from ..state import PartialState
 
@@ -78,20 +78,20 @@ def all_gather_into(out: torch.Tensor, tensor: torch.Tensor, group: dist.Process
     """Fill `out` with every rank's `tensor`, in rank order; both are contiguous and have dimensions."""
     if not tensor.numel():
         return
-    if tensor.is_cpu and spreads(tensor.nbytes, group):
-        exchange(out, torch.cat([tensor] * group.size()), group)
+    channel = channel_of(group)
+    if channel is not None and tensor.is_cpu and tensor.nbytes * group.size() <= SPREAD_BYTES:
+        channel.finish(_begin_exchange(out, torch.cat([tensor] * group.size()), group))
     else:
         all_gather_single(out, tensor, group=group)
 
 
-def spreads(length: int, group: dist.ProcessGroup) -> bool:
-    """Whether a row of `length` bytes on the CPU is gathered by `exchange`."""
-    return length * group.size() <= SPREAD_BYTES and backends_of(group).get("cpu") == "gloo"
-
-
 def exchange(out: torch.Tensor, slices: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Send each rank its slice of `slices`, and fill `out` with those received. All have the same size."""
-    finish(group.alltoall_base(out, slices, [], [], dist.distributed_c10d.AllToAllOptions()))
+    _begin_exchange(out, slices, group).wait()
+
+
+def _begin_exchange(out: torch.Tensor, slices: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+    return group.alltoall_base(out, slices, [], [], dist.distributed_c10d.AllToAllOptions())
 
 
 def broadcast(row: torch.Tensor, source: int, group: dist.ProcessGroup) -> None:

@@ -67,6 +67,10 @@ class Channel:
         self._received = row if rank else row[stride:]
         self.memory: dict[Any, Any] = {}
         self._options = dist.distributed_c10d.AllToAllOptions()
+        # gloo's thread is done with a message only after the wait has returned. Were it the last to have it, it would
+        # free the Python objects of its tensors, which locks CPython's list of threads for a moment, and a worker that
+        # a loader forks in this moment never starts (CPython before 3.10.15 and 3.11.10: python/cpython#112275).
+        self._recent: deque[dist.Work] = deque(maxlen=4)
 
     def swap(self, group: dist.ProcessGroup, header: bytes, sent: torch.Tensor, splits: list[int], call: Call) -> None:
         """Send each other rank its split of `sent` (header and content), and receive theirs into `slots`.
@@ -130,7 +134,12 @@ class Channel:
     def _send(self, group: dist.ProcessGroup, sent: torch.Tensor, splits: list[int], call: Call) -> None:
         work = group.alltoall_base(self._received, sent, self._splits, splits, self._options)
         with communication.Collective(call):
-            finish(work)
+            self.finish(work)
+
+    def finish(self, work: dist.Work) -> None:
+        """Wait for a small message of the group, and keep its tensors until others have followed."""
+        work.wait()
+        self._recent.append(work)
 
     def _complain(self, group: dist.ProcessGroup, call: Call) -> None:
         """Raise an error for calls that differ. Every rank has detected it, so all exchange their calls first."""
@@ -146,18 +155,6 @@ class Channel:
         members = dist.get_process_group_ranks(group)
         found = {members[peer]: json.loads(bytes(self.content(peer))) for peer in range(self.world)}
         raise DistributedOperationException(mismatch(dict(sorted(found.items()))))
-
-
-# The last messages. gloo's thread is done with one only after the wait has returned. Were it the last to have it, it
-# would free the Python objects of its tensors, which locks CPython's list of threads for a moment, and a worker that a
-# loader forks in this moment never starts (CPython before 3.10.15 and 3.11.10: python/cpython#112275).
-_recent: deque[dist.Work] = deque(maxlen=4)
-
-
-def finish(work: dist.Work) -> None:
-    """Wait for a small message of gloo, and keep its tensors until others have followed."""
-    work.wait()
-    _recent.append(work)
 
 
 _channels: weakref.WeakKeyDictionary[dist.ProcessGroup, Channel | None] = weakref.WeakKeyDictionary()
