@@ -208,12 +208,13 @@ def test_the_state_dict_of_a_sharded_model_and_of_its_adapter(full):
 
 @on_ranks(2)
 def test_the_functions_of_the_api_for_sharded_models(tmp_path):
-    state = PartialState(cpu=True)
+    state, seen = PartialState(cpu=True), []
+    waits = types.SimpleNamespace(wait_for_everyone=lambda: seen.append(folder.exists()) or state.wait_for_everyone())
     model, optimizer = sharded(0)
     train(model, optimizer)
-    for kind in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
+    for kind in ("FULL_STATE_DICT", "SHARDED_STATE_DICT"):
         plugin, folder = Plugin(kind), tmp_path / kind
-        save_fsdp_model(plugin, state, model, folder)
+        save_fsdp_model(plugin, waits, model, folder)
         save_fsdp_optimizer(plugin, state, optimizer, model, folder)
         other, other_optimizer = sharded(1)
         load_fsdp_model(plugin, state, other, folder)
@@ -223,10 +224,9 @@ def test_the_functions_of_the_api_for_sharded_models(tmp_path):
         train(other, other_optimizer)
         for a, b in zip(reference.parameters(), other.parameters(), strict=True):
             torch.testing.assert_close(a.full_tensor(), b.full_tensor())
-    shards = tmp_path / "SHARDED_STATE_DICT"
-    index = shards / "pytorch_model_fsdp_0" / ".metadata"
-    assert index.exists() and (shards / "optimizer_0").is_dir()
-    assert (tmp_path / "FULL_STATE_DICT" / "pytorch_model_fsdp.bin").exists()
+    assert seen == [False, True] * 2  # Trainer's ranks look for the folder before they save
+    index = folder / "pytorch_model_fsdp_0" / ".metadata"
+    assert (folder / "optimizer_0").is_dir() and (tmp_path / "FULL_STATE_DICT" / "pytorch_model_fsdp.bin").exists()
     merge_fsdp_weights(index.parent, tmp_path / "merged")
     merged = load_file(tmp_path / "merged" / "model.safetensors")
     for name, parameter in model.named_parameters():
@@ -236,7 +236,6 @@ def test_the_functions_of_the_api_for_sharded_models(tmp_path):
     state.wait_for_everyone()
     if state.is_main_process:
         index.write_bytes(pickle.dumps(Trap(str(tmp_path / "owned"))))
-    state.wait_for_everyone()
     with pytest.raises(CheckpointError, match="mkdir"):
-        load_fsdp_model(Plugin("SHARDED_STATE_DICT"), state, model, shards)
+        load_fsdp_model(plugin, state, model, folder)
     assert not (tmp_path / "owned").exists()

@@ -128,6 +128,9 @@ def save_fsdp_model(
     `use_dcp` a sharded state is one file a rank, as a local one is.
     """
     folder = Path(output_dir)
+    # Each rank of transformers' Trainer (4.57, 5.24) looks for this folder just before this call. If the first rank
+    # created it at once, the ranks would disagree about the best checkpoint.
+    accelerator.wait_for_everyone()
     folder.mkdir(parents=True, exist_ok=True)
     kind = _kind(fsdp_plugin)
     with _master_weights(accelerator, model):
@@ -136,7 +139,8 @@ def save_fsdp_model(
             if _rank() == 0:
                 write_atomically(state, folder / numbered(_FSDP_MODEL, model_index, ".bin"))
         elif kind == "SHARDED_STATE_DICT" and use_dcp:
-            _write_dcp({"model": _weights(model, None, adapter_only)}, model_shards(folder, model_index))
+            writer = dcp.FileSystemWriter(str(model_shards(folder, model_index)))
+            save_entries({"model": _weights(model, None, adapter_only)}, writer)
         else:
             write_atomically(
                 _local(_weights(model, None, adapter_only)), folder / _rank_file(_FSDP_MODEL, model_index)
@@ -195,7 +199,8 @@ def save_fsdp_optimizer(
                 write_atomically(state, folder / numbered(OPTIMIZER_NAME, optimizer_index, ".bin"))
         else:
             state = optimizer_state(model, inner, FLAT)
-            _write_dcp({"optimizer": state}, optimizer_shards(folder, optimizer_index))
+            writer = dcp.FileSystemWriter(str(optimizer_shards(folder, optimizer_index)))
+            save_entries({"optimizer": state}, writer)
     accelerator.wait_for_everyone()
 
 
@@ -223,11 +228,6 @@ def load_fsdp_optimizer(
             set_optimizer_state_dict(model, inner, load_pickled(file) if _rank() == 0 else {}, options=_from_rank_0())
             return
         load_optimizer(path, model, inner, strict=not adapter_only)
-
-
-def _write_dcp(state: dict[str, object], folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    save_entries(state, dcp.FileSystemWriter(str(folder)))
 
 
 def _rank_file(name: str, index: int) -> str:
