@@ -24,9 +24,9 @@ def quantized(model: torch.nn.Module) -> torch.nn.Module:
     for parent in list(model.modules()):
         for name, layer in list(parent.named_children()):
             if isinstance(layer, torch.nn.Linear) and name != "lm_head":
-                small = bitsandbytes.nn.Linear4bit(
-                    layer.in_features, layer.out_features, bias=False, quant_type="nf4", compute_dtype=torch.float32
-                )
+                # FSDP2 shards the default, packed bytes, on torch 2.12 or later only.
+                options = {"quant_type": "nf4", "compute_dtype": torch.float32, "quant_storage": torch.float32}
+                small = bitsandbytes.nn.Linear4bit(layer.in_features, layer.out_features, bias=False, **options)
                 small.load_state_dict(layer.state_dict())
                 setattr(parent, name, small)
     model.is_loaded_in_4bit = True

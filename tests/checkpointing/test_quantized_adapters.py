@@ -12,9 +12,13 @@ from toys import distance, on_cpu
 import accelerate
 from accelerate import Accelerator
 from accelerate.core.errors import ConfigurationError, PrepareError
+from accelerate.core.imports import is_torch_version
 
 peft = pytest.importorskip("peft")
 PRELOADED = ("transformers.models.llama.modeling_llama", "peft", "bitsandbytes", "torchao.quantization")
+
+# FSDP2 shards whole numbers since torch 2.12.
+STORAGE = torch.float32 if is_torch_version("<", "2.12") else torch.uint8
 
 
 def quantized(kind):
@@ -35,7 +39,7 @@ def quantized(kind):
         if kind == "8 bits":
             small = bitsandbytes.nn.Linear8bitLt(*shape, has_fp16_weights=False)
         else:
-            small = bitsandbytes.nn.Linear4bit(*shape, compute_dtype=torch.float32, quant_type="nf4")
+            small = bitsandbytes.nn.Linear4bit(*shape, torch.float32, quant_type="nf4", quant_storage=STORAGE)
         small.load_state_dict(layer.state_dict())
         model.set_submodule(name, small.to("cpu"))
     model.is_loaded_in_8bit, model.is_loaded_in_4bit = kind == "8 bits", kind == "4 bits"

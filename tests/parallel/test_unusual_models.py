@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator
 from accelerate.core.errors import PrepareError
+from accelerate.core.imports import is_torch_version
 from accelerate.utils import DistributedDataParallelKwargs
 from accelerate.utils import FullyShardedDataParallelPlugin as Plugin
 
@@ -111,6 +112,10 @@ class Mixed(nn.Sequential):
         super().__init__(nn.Linear(6, 2).double(), nn.Linear(2, 2))
 
 
+def whole_numbers():
+    return nn.ParameterList([nn.Parameter(torch.ones(4, dtype=torch.uint8), requires_grad=False)])
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("version", [1, 2])
 def test_what_fsdp_cannot_shard_is_refused_by_name(version):
@@ -120,6 +125,7 @@ def test_what_fsdp_cannot_shard_is_refused_by_name(version):
         (lambda: nn.Sequential(torch.jit.script(nn.Tanh()), torch.jit.script(nn.Linear(6, 2))), (1, 2), r"torch\.jit"),
         (lambda: Scales(True), (1,), "^scale is a scalar"),
         (lambda: nn.Linear(6, 6, dtype=torch.complex64), (1,), r"^weight has the dtype torch\.complex64"),
+        (whole_numbers, (1, 2) if is_torch_version("<", "2.12") else (1,), r"^0 has the dtype torch\.uint8"),
         (Mixed, (1,), r"^0\.weight has the dtype torch\.float64 and 1\.weight, in the same unit, torch\.float32"),
     ]
     for make, versions, message in cases:

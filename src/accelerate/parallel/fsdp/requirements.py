@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ...core.errors import PrepareError
+from ...core.imports import is_torch_version
 from ...placement.subclasses import is_quantized_tensor
 from ...torch_internals.compiled import is_compiled_module
 from ..prepared import PreparedModel
@@ -96,14 +97,24 @@ def _compiled(sharding: Sharding) -> Iterator[str]:
         )
 
 
+def _whole_numbers(sharding: Sharding) -> Iterator[str]:
+    flat = sharding.layout == "FSDP1"
+    # Before torch 2.12 a shard of FSDP2 requires gradients when it is created, and whole numbers cannot have any.
+    if flat or is_torch_version("<", "2.12"):
+        for name, parameter in sharding.model.named_parameters():
+            # FSDP2 leaves a scalar as it is.
+            fits = parameter.is_floating_point() or (not flat and (parameter.is_complex() or parameter.ndim == 0))
+            if not fits and id(parameter) not in sharding.unsharded:
+                yield (
+                    f"{name} has the dtype {parameter.dtype}, which {sharding.layout} of torch {torch.__version__} "
+                    "does not shard. Put its module into ignored_modules, or use fsdp_version=2 with torch 2.12, or "
+                    "with floating-point storage for 4-bit layers of bitsandbytes (quant_storage=torch.float32)"
+                )
+
+
 REQUIREMENTS: tuple[Callable[[Sharding], Iterator[str]], ...] = (
-    _quantized,
-    _scripted,
-    _renormalized,
-    _sparse,
-    _shared,
-    _compiled,
-)
+    _quantized, _scripted, _renormalized, _sparse, _shared, _compiled, _whole_numbers
+)  # fmt: skip
 
 
 def check(
@@ -123,8 +134,7 @@ def check(
         flattened: their layers and parameters that FSDP1 has flattened.
     """
     unsharded = frozenset(id(p) for module in find_modules(model, ignored) for p in module.parameters())
-    parameters = (parameter for other in others for parameter in other.trained_parameters())
-    taken = frozenset(map(id, (*parameters, *flattened)))
+    taken = frozenset(map(id, flattened)).union(id(p) for other in others for p in other.trained_parameters())
     sharding = Sharding(model, layout, unsharded, taken - unsharded)
     for requirement in REQUIREMENTS:
         for message in requirement(sharding):
@@ -142,15 +152,6 @@ def _scalar(members: Members) -> Iterator[str]:
                 f"{name} is a scalar (a parameter without dimensions), which FSDP1 does not shard. Give it one "
                 "dimension of one element (torch.tensor([value])), put its module into ignored_modules, or set "
                 "fsdp_version=2"
-            )
-
-
-def _whole_numbers(members: Members) -> Iterator[str]:
-    for name, parameter in members:
-        if not parameter.is_floating_point():
-            yield (
-                f"{name} has the dtype {parameter.dtype}, which FSDP1 does not flatten. Put its module into "
-                "ignored_modules, or set fsdp_version=2"
             )
 
 
@@ -176,7 +177,7 @@ def _frozen(members: Members) -> Iterator[str]:
         )
 
 
-FLATTENED: tuple[Callable[[Members], Iterator[str]], ...] = (_scalar, _whole_numbers, _several_dtypes)
+FLATTENED: tuple[Callable[[Members], Iterator[str]], ...] = (_scalar, _several_dtypes)
 
 
 def check_flat(units: Iterable[Members], keeps_originals: bool) -> None:
