@@ -66,6 +66,8 @@ def log_media(name: str, tracker: object) -> None:
 
 def main(name: str, folder: Path, ending: str) -> None:
     """Log `STEPS` values of each kind, then end the run."""
+    # A shell starts processes in the background with this signal ignored, and Python leaves it so.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     accelerator = Accelerator(cpu=True, log_with=name, project_dir=str(folder))
     ending, _, background = ending.partition("-")
     accelerator.init_trackers("project", CONFIG, {name: arguments(name, folder)}, background=bool(background))
