@@ -122,7 +122,7 @@ def test_folders_that_a_save_must_not_replace(tmp_path, monkeypatch, process):
             save(process, path)
     with pytest.raises(ConfigurationError, match="needs a folder"):
         Accelerator().save_state(None)
-    with pytest.raises(CheckpointError, match="no folder"):
+    with pytest.raises(CheckpointError, match="is a file"):
         Accelerator().load_state(tmp_path / "file")
     assert names(tmp_path) == ["file", "home"] and names(home) == [] and (tmp_path / "file").read_text() == "text"
 

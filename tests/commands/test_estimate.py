@@ -113,7 +113,7 @@ def test_a_configuration_in_the_cache_needs_no_network(monkeypatch, tmp_path):
     ("content", "arguments", "told"),
     [
         (None, [], "has no config.json"),
-        ("{", [], "cannot be read as JSON"),
+        ("{", [], "it is not JSON"),
         ("[]", [], "has no keys"),
         ("{}", [], "--library_name"),
         ('{"model_type": "no such type"}', [], "no such type"),

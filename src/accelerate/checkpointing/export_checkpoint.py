@@ -107,7 +107,7 @@ def export_checkpoint(
     return (
         "a model with its config.json"
         if configs
-        else "weights without config.json, which the checkpoint does not have; --base adds one"
+        else "weights without config.json, which the checkpoint does not have (for transformers, --base adds one)"
     )
 
 

@@ -268,10 +268,11 @@ def _agree(
     if "result" in outcome:
         return outcome["result"]
     is_everywhere, text = outcome["everywhere"], outcome["text"]
-    if is_everywhere and isinstance(error, CorruptCheckpoint):
-        raise error
     if "Nothing was" not in text:
         text = f"{text.removesuffix('.')}. {effect}"
+    # Without a second traceback that says the same.
+    if is_everywhere and error is not None and (isinstance(error, CorruptCheckpoint) or text == str(error)):
+        raise error
     if is_everywhere and isinstance(error, CheckpointError):
         raise type(error)(text if str(folder) in text else f"{folder}: {text}") from error
     # Damage first: an older checkpoint is tried then, by every rank.

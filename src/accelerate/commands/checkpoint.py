@@ -71,7 +71,7 @@ def _verified(folder: Path) -> bool:
     try:
         manifest = verify(folder)
     except (CheckpointError, OSError) as error:
-        print(f"BAD  {folder}: {error}")
+        print(f"BAD  {error}")
         return False
     seconds = time.perf_counter() - start
     print(f"ok   {folder}: {_about(manifest)}, read in {seconds:.2f} s")
@@ -83,7 +83,7 @@ def _listed(folder: Path) -> bool:
     from ..checkpointing.manifest import read_manifest
 
     why = unfit(folder)
-    print(f"BAD  {folder}: {why}" if why else f"ok   {folder}: {_about(read_manifest(folder))}")
+    print(f"BAD  {why}" if why else f"ok   {folder}: {_about(read_manifest(folder))}")
     return why is None
 
 

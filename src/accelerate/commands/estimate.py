@@ -127,7 +127,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         config = json_text.read(path, limit=16 << 20, numbers=True)
     except (OSError, ValueError) as error:
-        raise ConfigurationError(f"{path} cannot be read as JSON: {error}") from None
+        raise ConfigurationError(f"{path} cannot be read: {error}") from None
     if not isinstance(config, dict):
         raise ConfigurationError(f"{path} is not the configuration of a model: it has no keys")
     return config

@@ -53,4 +53,4 @@ def main(argv: list[str] | None = None) -> None:
         from ..checkpointing.export_checkpoint import export_checkpoint
 
         written = export_checkpoint(source, folder, args.base, args.merge_adapters, args.max_shard_size)
-    print(f"{folder}: {written}, written in {time.perf_counter() - start:.1f} s")
+    print(f"{folder}, written in {time.perf_counter() - start:.1f} s: {written}")

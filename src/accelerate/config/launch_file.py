@@ -92,17 +92,17 @@ def _parse(text: str, path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     try:
         loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text)
         node = loader.get_single_node()
-        if node is None:
-            raise ConfigurationError(f"{path}: the file is empty; `accelerate config` writes one")
-        if not isinstance(node, yaml.MappingNode):
-            raise ConfigurationError(f"{path}:{node.start_mark.line + 1}: expected `key: value` lines")
-        return loader.construct_document(node), _lines(node, path)
+        data = loader.construct_document(node) if isinstance(node, yaml.MappingNode) else {}
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        where = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
-        raise ConfigurationError(f"{path}{where}: not YAML: {error.problem or error.context}") from None
+        at: Any = error.problem_mark
+        raise ConfigurationError(f"{path}:{at.line + 1}:{at.column + 1}: not YAML: {error.problem}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigurationError(f"{path}: not YAML: {error}") from None
+    if node is None:
+        raise ConfigurationError(f"{path}: the file is empty; `accelerate config` writes one")
+    if not isinstance(node, yaml.MappingNode):
+        raise ConfigurationError(f"{path}:{node.start_mark.line + 1}: expected `key: value` lines")
+    return data, _lines(node, path)
 
 
 def _lines(node: Any, path: Path, prefix: str = "") -> dict[str, int]:

@@ -165,7 +165,7 @@ class RunCheckpoints:
                 report = load_newest(run, self._checkpoints_dir("load_state()"), process=PartialState(), **options)
             else:
                 folder = user_path(input_dir, "load_state")
-                if not folder.is_dir() and not can_restore(folder):
+                if not folder.exists() and not can_restore(folder):
                     raise MissingCheckpointError(f"load_state: there is no folder {folder}")
                 report = load_run(run, folder, process=PartialState(), **options)
         self._leave_ended_epochs(report)

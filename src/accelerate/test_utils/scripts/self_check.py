@@ -59,7 +59,7 @@ def collectives(accelerator: Accelerator) -> str:
     expect(total.item() == world * (world + 1) / 2, f"the sum over ranks is {total.item()}")
     padded = accelerator.pad_across_processes(torch.ones(rank + 1, device=accelerator.device))
     expect(len(padded) == world, f"padding to the longest gives {len(padded)}, not {world}")
-    return f"gather, reduce, pad over {world} processes"
+    return f"gather, reduce, pad on {world} process{'es' * (world > 1)}"
 
 
 def sharding(accelerator: Accelerator) -> str:
@@ -157,7 +157,6 @@ def main() -> int:
     accelerator = Accelerator()
     number = accelerator.num_processes
     where = f"{number} process{'es' * (number > 1)} on {accelerator.device.type}"
-    accelerator.print(where)
     failed = 0
     for name, what, check in CHECKS:
         began = time.perf_counter()
@@ -175,7 +174,7 @@ def main() -> int:
         )
         accelerator.free_memory()
     accelerator.print(
-        f"This installation works with {where}: starting, communication, training and saving are right."
+        f"This installation works with {where}: communication, training and checkpoints are right."
         if not failed
         else f"{failed} of {len(CHECKS)} checks failed with {where}: see the lines marked FAILED."
     )
