@@ -69,7 +69,7 @@ class Channel:
         self._options = dist.distributed_c10d.AllToAllOptions()
         # gloo's thread is done with a message only after the wait has returned. Were it the last to have it, it would
         # free the Python objects of its tensors, which locks CPython's list of threads for a moment, and a worker that
-        # a loader forks in this moment never starts (CPython before 3.10.15 and 3.11.10: python/cpython#112275).
+        # a loader forks in this moment never starts (CPython 3.11 before 3.11.10: python/cpython#112275).
         self._recent: deque[dist.Work] = deque(maxlen=4)
 
     def swap(self, group: dist.ProcessGroup, header: bytes, sent: torch.Tensor, splits: list[int], call: Call) -> None:
