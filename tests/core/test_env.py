@@ -63,11 +63,12 @@ def test_a_misspelt_variable_is_reported_with_the_nearest_one_on_rank_0(monkeypa
     monkeypatch.setenv(source.rank, "0")
     # As transformers 4 does.
     monkeypatch.setenv("ACCELERATE_USE_IPEX", "false")
-    with pytest.warns(
-        UserWarning, match="ACCELERATE_MIXED_PRECISON \\(did you mean ACCELERATE_MIXED_PRECISION"
-    ) as warned:
+    with pytest.warns(UserWarning, match="PRECISON .did you mean ACCELERATE_MIXED_PRECISION") as warned:
         env.check_run()
     assert len(warned) == 1
+    monkeypatch.setenv("ACCELERATE_LAUNCH_TIME", "20260102")  # the launcher has warned
+    env.check_run()
+    assert not recwarn
 
 
 def test_the_state_and_the_launcher_check(monkeypatch):

@@ -77,7 +77,6 @@ def merge(folder: Path, output: Path, safe: bool = True, remove: bool = False) -
             manifest = read_manifest(checkpoint)
             with BlockIO() as io:
                 check_files(io, checkpoint, manifest, [n for n in manifest.files if n.startswith(f"{shards.name}/")])
-    output.mkdir(parents=True, exist_ok=True)
     written = [_merge_one(shards, output, index, safe) for index, shards in models.items()]
     if remove:
         shutil.rmtree(folder)
@@ -145,6 +144,7 @@ def shard_tensors(shards: Path) -> tuple[dict[str, torch.Tensor], str]:
 
 def _merge_one(shards: Path, output: Path, index: int, safe: bool) -> Merged:
     entries, prefix = shard_tensors(shards)
+    output.mkdir(parents=True, exist_ok=True)
     name, ending = (SAFE_MODEL_NAME, ".safetensors") if safe else (MODEL_NAME, ".bin")
     path = output / numbered(name, index, ending)
     if safe:

@@ -145,7 +145,7 @@ class ShardedState:
             if rank == 0 and not compat:
                 folders = [model_shards(folder, index) for index, _ in self.models]
                 documents.update(
-                    {path / FILES: [file.name for file in path.glob("*.safetensors")] for path in folders}
+                    {path / FILES: sorted(file.name for file in path.glob("*.safetensors")) for path in folders}
                 )
             # Errors of torch's writer are raised on all ranks; those of this one alone must not come between.
             for path, document in documents.items():

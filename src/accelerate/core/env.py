@@ -59,7 +59,8 @@ _IPEX = "ACCELERATE_" + "USE_IPEX"
 def check_run() -> None:
     """Check the variables of a run. ConfigurationError names the variable, its value and what is accepted.
 
-    Warns of variables with our prefix that nothing reads, on rank 0: they may be typing errors.
+    Warns of variables with our prefix that nothing reads: they may be typing errors. It does so in the launcher, or on
+    rank 0 of a run without one.
     """
     for row in checked_variables():
         text = os.environ.get(row.variable)
@@ -68,7 +69,7 @@ def check_run() -> None:
     unknown = [name for name in os.environ if name.startswith("ACCELERATE_") and name not in variables()]
     if os.environ.get(_IPEX) == "false":
         unknown.remove(_IPEX)
-    for name in unknown:
+    for name in () if os.environ.get("ACCELERATE_LAUNCH_TIME") else unknown:
         meant = suggestion(name, [known for known in variables() if known.startswith("ACCELERATE_")])
         warn(f"nothing reads the environment variable {name}{meant}: correct its name, or unset it")
 
