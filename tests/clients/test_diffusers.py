@@ -95,8 +95,8 @@ def plain(model):
 @on_ranks(1, 2, env=on_cpu())
 @pytest.mark.parametrize("make", [unet, dit])
 def test_training(nproc, make, tmp_path):
-    torch.set_default_dtype(torch.float64)
     """The loop of diffusers' examples, with their hooks of `save_state` and `load_state`."""
+    torch.set_default_dtype(torch.float64)
     from diffusers.training_utils import EMAModel
 
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, step_scheduler_with_optimizer=False)

@@ -434,11 +434,11 @@ def read_options(folder: Path) -> dict[str, object]:
             return options
     if any(folder.glob("*.safetensors")) or not folder.is_dir():
         return {}
-    reader, prefix = _reader(folder), _prefix(folder)
+    prefix = _prefix(folder)
     with shards_damage(folder):
-        entries = reader.read_metadata().state_dict_metadata
+        entries = _reader(folder).read_metadata().state_dict_metadata
         plain = dict.fromkeys(name for name, entry in entries.items() if isinstance(entry, BytesStorageMetadata))
-        dcp.load(plain, storage_reader=reader, planner=PlainPlanner(folder), no_dist=True)
+        load_entries(plain, folder, PlainPlanner(folder))
     return {name.removeprefix(prefix): value for name, value in plain.items()}
 
 
@@ -507,11 +507,11 @@ def match_shards(folder: Path, tensors: Mapping[str, torch.Tensor], strict: bool
     return {f"{prefix}{name}": value for name, value in tensors.items() if name in saved and name not in other}
 
 
-def load_entries(wanted: dict[str, torch.Tensor], folder: Path) -> None:
+def load_entries(wanted: StateDict, folder: Path, planner: dcp.LoadPlanner | None = None) -> None:
     """Fill `wanted` in place, by the names that the folder uses. All of them must be there."""
     with warnings.catch_warnings(), shards_damage(folder):
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(wanted, storage_reader=_reader(folder), no_dist=True)
+        dcp.load(wanted, storage_reader=_reader(folder), planner=planner, no_dist=True)
 
 
 def _prefix(folder: Path) -> str:
