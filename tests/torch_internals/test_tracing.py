@@ -20,8 +20,8 @@ class Operations(tracing.OperationMode):
 def test_a_step_on_tensors_without_values():
     values, mode = torch.ones(3), Operations()
     with tracing.fake_mode(), mode:
-        query = torch.empty(2, 4, 8, 16, requires_grad=True)
-        out = nn.functional.scaled_dot_product_attention(query, query, query)
+        query, key = (torch.empty(2, heads, 8, 16, requires_grad=True) for heads in (4, 2))
+        out = nn.functional.scaled_dot_product_attention(query, key, key, enable_gqa=True)
         assert tracing.is_fake(out) and out.shape == query.shape
         out.sum().backward()
         # A tensor that was there before keeps its values.

@@ -98,6 +98,12 @@ class OperationMode(TorchDispatchMode):
 def flops(operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: object) -> int | None:
     """The floating point operations of a matrix product or an attention; None for another operation."""
     packet = operation.overloadpacket
+    if "scaled_dot_product" in packet.__name__:
+        # torch 2.13 has no formula for attention's kernels on the CPU; those elsewhere have the same shapes.
+        packet = getattr(aten, packet.__name__.replace("_for_cpu", ""))
+        # torch 2.11 refuses heads of queries that share keys and values. The work is that of keys for each head.
+        heads = max(tensor.shape[1] for tensor in args[:3])
+        args = tuple((arg.shape[0], heads, *arg.shape[2:]) if getattr(arg, "ndim", 0) == 4 else arg for arg in args)
     formula: Callable[..., int] | None = flop_registry.get(packet) or _FLOPS.get(packet)
     return None if formula is None else int(formula(*args, **kwargs, out_val=out))
 
@@ -128,12 +134,7 @@ _SHAPES: dict[Any, Callable[..., torch.Tensor]] = {
     # It returns the tensor itself; on fake tensors torch 2.13 returns another one.
     torch.ops._c10d_functional.wait_tensor: lambda tensor: tensor,
 }
-# torch 2.13 knows no formula for attention's kernels on the CPU; those of the same shapes elsewhere are the same.
+# Each row of a group is multiplied with the matrix of its group once.
 _FLOPS: dict[Any, Any] = {
-    aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[aten._scaled_dot_product_flash_attention],
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
-        aten._scaled_dot_product_flash_attention_backward
-    ],
-    # Each row of a group is multiplied with the matrix of its group once.
-    aten._grouped_mm: lambda mat_a, mat_b, *_, **__: 2 * math.prod(mat_a.shape) * mat_b.shape[-1],
+    aten._grouped_mm: lambda mat_a, mat_b, *_, **__: 2 * math.prod(mat_a.shape) * mat_b.shape[-1]
 }
