@@ -142,14 +142,15 @@ def _ranks(shown: View, summary: Summary, width: int) -> RenderableType:
 
 
 def _phases(summary: Summary, width: int) -> RenderableType:
-    bar, legend = Text(no_wrap=True, overflow="crop"), Text()
+    bar = Text(no_wrap=True, overflow="crop")
+    legend: list[Text] = []
     for phase in ALL_PHASES:
         share = summary.shares.get(phase, 0)
         if share > 0:
             bar.append("█" * max(1, round(share * width)), _COLORS[phase])
             if share >= 0.005:
-                legend.append("█\u00a0", _COLORS[phase]).append(f"{phase}\u00a0{share * 100:.0f}\u00a0%  ")
-    return Panel(Group(bar, legend), title="phases of a step", title_align="left")
+                legend.append(Text("█ ", _COLORS[phase]).append(f"{phase} {share * 100:.0f} %", "none"))
+    return Panel(Group(bar, Columns(legend, padding=(0, 2))), title="phases of a step", title_align="left")
 
 
 def _events(run: Run) -> RenderableType | None:
