@@ -142,8 +142,7 @@ def _ranks(shown: View, summary: Summary, width: int) -> RenderableType:
 
 
 def _phases(summary: Summary, width: int) -> RenderableType:
-    bar = Text(no_wrap=True, overflow="crop")
-    legend: list[Text] = []
+    bar, legend = Text(no_wrap=True, overflow="crop"), list[Text]()
     for phase in ALL_PHASES:
         share = summary.shares.get(phase, 0)
         if share > 0:
