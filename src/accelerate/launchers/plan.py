@@ -174,7 +174,7 @@ def summary(settings: Settings, spec: LaunchSpec) -> str:
         words.append(f"machine {spec.machine_rank} of {spec.num_machines}")
     for name in _SUMMARIZED:
         value = settings[name]
-        if settings.chosen(name) and value is not False:
+        if settings.chosen(name) and value not in (False, "no"):
             words.append(name.removeprefix("use_").replace("_", " ") + ("" if value is True else f" {value}"))
     if spec.threads is not None and spec.num_processes > 1:
         words.append(f"{spec.threads} CPU thread{'s' if spec.threads > 1 else ''} each")

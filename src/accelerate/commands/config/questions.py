@@ -186,7 +186,7 @@ QUESTIONS: tuple[Question, ...] = (
     _row("main_process_port", 29500, when=_machines),
     _row("num_processes", default_of=_all_devices),
     Question("_strategy", "How is the model distributed?", "NO", _strategies, _several),
-    _row("fsdp_version", "2", (("2", "2: fully_shard"), "1"), _fsdp()),
+    _row("fsdp_version", "2", (("2", "FSDP2, fully_shard"), ("1", "FSDP1")), _fsdp()),
     _row("fsdp_sharding_strategy", when=_fsdp("1")),
     _row("fsdp_reshard_after_forward", True, YES_NO[::-1], _fsdp("2")),
     _row("fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP", when=_fsdp()),
