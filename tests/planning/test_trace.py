@@ -135,6 +135,13 @@ def test_a_model_that_needs_data_is_named_with_its_line():
     assert f"NeedsData ({__file__}:{line}) needs real data" in step.failure
 
 
+def test_a_batch_that_does_not_fit_is_an_error_of_the_model():
+    with torch.device("meta"):
+        model = torch.nn.Sequential(torch.nn.Linear(99, 1))
+    ((_, step),) = trace.trace_all(trace.PlannedTraining(model, BATCH), layouts.candidates(1)[:1])
+    assert step.defect is None and step.failure.startswith("the model: RuntimeError")
+
+
 def test_accumulation_keeps_the_gradients_of_a_window():
     parameters = sum(p.numel() for p in Net().parameters())
     layout = layouts.candidates(1)[0].accumulated(4)

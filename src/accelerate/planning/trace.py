@@ -272,19 +272,23 @@ def _batch(accelerator: Accelerator, model: nn.Module, optimizer: Any, batch: di
 
 
 def _failed(error: BaseException) -> Step:
-    """Where in the model a trace has ended, and why. Where the last line outside of torch is ours, it is a defect."""
+    """Where in the model a trace has ended, and why; a defect where the last line that is no operation is ours."""
     text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     where, is_ours = "", True
     for frame, line in traceback.walk_tb(error.__traceback__):
-        module, file = frame.f_locals.get("self"), frame.f_code.co_filename
-        if "/accelerate/" in file:
+        module, name = frame.f_locals.get("self"), str(frame.f_globals.get("__name__"))
+        if (
+            name.startswith("accelerate.") and name != tracing.__name__
+        ):  # operations of the model pass through that one
             is_ours = True
-        elif isinstance(module, nn.Module) and "/torch/" not in file:
-            where, is_ours = f"{type(module).__name__} ({file}:{line})", False
+        elif isinstance(module, nn.Module) and not name.startswith("torch."):
+            where, is_ours = f"{type(module).__name__} ({frame.f_code.co_filename}:{line})", False
+        elif isinstance(module, nn.Module) and frame.f_code.co_name == "forward":
+            is_ours = False
     if isinstance(error, tracing.NEEDS_VALUES) and where:
         return Step(
             failure=f"{where} needs real data: {error}. Compute it without .item(), .tolist() or boolean indexing"
         )
     if is_ours:
         return _defect(text, "".join(traceback.format_exception(error)))
-    return Step(failure=f"{where}: {text}")
+    return Step(failure=f"{where or 'the model'}: {text}")
