@@ -277,9 +277,8 @@ def _failed(error: BaseException) -> Step:
     where, is_ours = "", True
     for frame, line in traceback.walk_tb(error.__traceback__):
         module, name = frame.f_locals.get("self"), str(frame.f_globals.get("__name__"))
-        if (
-            name.startswith("accelerate.") and name != tracing.__name__
-        ):  # operations of the model pass through that one
+        # The operations of the model pass through `tracing`.
+        if name.startswith("accelerate.") and name != tracing.__name__:
             is_ours = True
         elif isinstance(module, nn.Module) and not name.startswith("torch."):
             where, is_ours = f"{type(module).__name__} ({frame.f_code.co_filename}:{line})", False
