@@ -149,7 +149,12 @@ def _run(args: argparse.Namespace) -> int:
     elif not args.layout:
         rows += estimate.refused(module, here.ranks)
     _print_rows(args, rows, training, here)
-    return 130 if interrupted else _conclude(args, rows, training, here)
+    defects = [row for row in rows if row.defect is not None]
+    for row in defects:
+        print_error(f"{row.layout.name}: {row.failure}\n{row.defect}")
+    if interrupted:
+        return 130
+    return 1 if defects else _conclude(args, rows, training, here)
 
 
 def _machine(args: argparse.Namespace) -> Machine:
@@ -228,14 +233,9 @@ def _print_rows(args: argparse.Namespace, rows: list[Estimate], training: Planne
 
 
 def _conclude(args: argparse.Namespace, rows: list[Estimate], training: PlannedTraining, here: Machine) -> int:
-    """Report defects, write the file of --write, or say what is missing if nothing fits. Returns the exit code."""
+    """Write the file of --write, or say what is missing if nothing fits. Returns the exit code."""
     from ..planning import report
 
-    defects = [row for row in rows if row.defect is not None]
-    for row in defects:
-        print_error(f"{row.layout.name}: {row.failure}\n{row.defect}")
-    if defects:
-        return 1
     estimated = [row for row in rows if row.failure is None]
     if not estimated:
         raise ConfigurationError(f"no layout has an estimate. {rows[0].layout.name}: {rows[0].failure}")
