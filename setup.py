@@ -9,6 +9,8 @@ from setuptools import setup
 readme = Path(__file__).with_name("README.md").read_text(encoding="utf-8")
 readme = re.sub(r"^(!\[[^]]*\]\(docs/.*|<img .*)\n", "", readme, flags=re.MULTILINE)
 setup(
-    long_description=re.sub(r"\[([^]]*)\]\((?!https://)[^)]*\)", r"\1", readme),  # the text of a link to a file
+    long_description=re.sub(
+        r"\[([^]]*)\]\((?!https://)[^)]*\)", r"\1", readme
+    ),  # the text of a link to a file
     long_description_content_type="text/markdown",
 )

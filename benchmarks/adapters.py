@@ -31,9 +31,15 @@ def adapted_model() -> torch.nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=8000, hidden_size=512, intermediate_size=2048, num_hidden_layers=8, num_attention_heads=8
+        vocab_size=8000,
+        hidden_size=512,
+        intermediate_size=2048,
+        num_hidden_layers=8,
+        num_attention_heads=8,
     )
-    return peft.get_peft_model(LlamaForCausalLM(config), peft.LoraConfig(target_modules="all-linear", r=64))
+    return peft.get_peft_model(
+        LlamaForCausalLM(config), peft.LoraConfig(target_modules="all-linear", r=64)
+    )
 
 
 def measure(folder: str) -> None:
@@ -44,7 +50,9 @@ def measure(folder: str) -> None:
     options = {}
     if "WORLD_SIZE" in os.environ:
         options["fsdp_plugin"] = FullyShardedDataParallelPlugin(
-            fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            cpu_ram_efficient_loading=False,
         )
     accelerator = Accelerator(cpu=True, **options)
     model = adapted_model()
@@ -96,9 +104,18 @@ def save_with_torch(model: torch.nn.Module, optimizer: torch.optim.Optimizer, pa
 
 def run(ranks: int, folder: str) -> dict[str, float]:
     """Return the figures of a run on so many processes."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        str(ranks),
+    ]
     command = command if ranks > 1 else [sys.executable]
-    done = subprocess.run([*command, __file__, folder], stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(
+        [*command, __file__, folder], stdout=subprocess.PIPE, text=True, check=True
+    )
     return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
 
 
@@ -112,9 +129,16 @@ def main() -> None:
                 results.append(run(ranks, f"{root}/{ranks}"))
     sharded = figures[RANKS][0]
     emit("adapter size", "MB", sharded["trained"], sharded["size"])
-    one, many = (statistics.median(result["own"] for result in results) for results in figures.values())
+    one, many = (
+        statistics.median(result["own"] for result in results) for results in figures.values()
+    )
     emit("adapter save", "ms", one, many)
-    emit("adapter save by torch", "ms", statistics.median(result["torch"] for result in figures[RANKS]), many)
+    emit(
+        "adapter save by torch",
+        "ms",
+        statistics.median(result["torch"] for result in figures[RANKS]),
+        many,
+    )
 
 
 if __name__ == "__main__":

@@ -47,12 +47,23 @@ class CountedStore:
 def _size(value: object) -> int:
     if isinstance(value, (str, bytes)):
         return len(value)
-    return sum(map(_size, value)) if isinstance(value, (list, tuple)) else 8 if isinstance(value, int) else 0
+    return (
+        sum(map(_size, value))
+        if isinstance(value, (list, tuple))
+        else 8
+        if isinstance(value, int)
+        else 0
+    )
 
 
-def exchange(name: str, stores: Sequence[Any], late: dict[int, float], timeout: float) -> tuple[list[Outcome], float]:
+def exchange(
+    name: str, stores: Sequence[Any], late: dict[int, float], timeout: float
+) -> tuple[list[Outcome], float]:
     """One exchange of all ranks that are not infinitely late. Returns the outcomes, and seconds until the last one."""
-    ready, outcomes = threading.Barrier(sum(delay < 1e9 for delay in late.values()) + len(stores) - len(late)), []
+    ready, outcomes = (
+        threading.Barrier(sum(delay < 1e9 for delay in late.values()) + len(stores) - len(late)),
+        [],
+    )
 
     def run(rank: int) -> None:
         turn = Round(name, range(len(stores)), rank, Connection(stores[rank]))
@@ -60,7 +71,11 @@ def exchange(name: str, stores: Sequence[Any], late: dict[int, float], timeout: 
         time.sleep(late.get(rank, 0.0))
         outcomes.append(turn.exchange(name, rank, timeout, lambda values: max(values.values())))
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(stores)) if late.get(rank, 0.0) < 1e9]
+    threads = [
+        threading.Thread(target=run, args=(rank,))
+        for rank in range(len(stores))
+        if late.get(rank, 0.0) < 1e9
+    ]
     for thread in threads:
         thread.start()
     begin = time.monotonic()
@@ -73,9 +88,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=512)
     ranks = parser.parse_args().ranks
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    server = dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+    )
     stores = [
-        CountedStore(dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False))
+        CountedStore(
+            dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+        )
         for _ in range(ranks)
     ]
     cases: dict[str, tuple[dict[int, float], float]] = {
@@ -89,7 +108,9 @@ def main() -> None:
             store.operations = store.bytes = 0
         outcomes, seconds = exchange(name.replace(" ", "_"), stores, late, timeout)
         assert len(set(outcomes)) == 1, set(outcomes)
-        operations, sizes = ([getattr(store, what) for store in stores] for what in ("operations", "bytes"))
+        operations, sizes = (
+            [getattr(store, what) for store in stores] for what in ("operations", "bytes")
+        )
         decided = seconds - (LATE if name == "one late" else timeout if "missing" in name else 0.0)
         more = {"most": max(operations), "most bytes": max(sizes), "outcome": str(outcomes[0])}
         emit(f"agreement, {name}: operations", "", None, statistics.median(operations), **more)

@@ -45,7 +45,11 @@ def drop_file_cache(path: Path) -> None:
 
 def memory(field: str) -> int:
     """Return a field of the memory statistics of this process in bytes: VmRSS, or VmHWM for its peak."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    line = next(
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith(field)
+    )
     return int(line.split()[1]) * 1024
 
 
@@ -100,7 +104,9 @@ def main() -> None:
         model = load(empty(), device_map=half, offload_folder=str(offload))
         batch = torch.randn(BATCH, WIDTH)
         assert torch.equal(model(batch), resident(batch))
-        times = alternate({"raw": lambda: resident(batch), "own": lambda: model(batch)}, rounds=ROUNDS)
+        times = alternate(
+            {"raw": lambda: resident(batch), "own": lambda: model(batch)}, rounds=ROUNDS
+        )
         emit("big model forward", "ms", times["raw"], times["own"])
         # The peer maps no files.
         files = getattr(model[0]._hf_hook.weights_map.dataset, "_files", None)
@@ -131,7 +137,9 @@ def main() -> None:
         for _ in range(ROUNDS):
             drop()
             measured.append((seconds(read), seconds(lambda: resident(batch)), cold()))
-        reading, compute, own = (statistics.median(column) for column in zip(*measured, strict=True))
+        reading, compute, own = (
+            statistics.median(column) for column in zip(*measured, strict=True)
+        )
         emit("big model cold forward", "ms", max(reading, compute), own)
 
 

@@ -55,4 +55,6 @@ def _split(module: nn.Module, columns: tuple[str, ...], row: str) -> None:
         linear = getattr(module, name)
         linear.weight = nn.Parameter(linear.weight.detach().chunk(size, dimension)[rank].clone())
     module.register_forward_pre_hook(lambda _, args: (AllReduceBackward.apply(args[0]), *args[1:]))
-    getattr(module, row).register_forward_hook(lambda _, args, output: AllReduceForward.apply(output))
+    getattr(module, row).register_forward_hook(
+        lambda _, args, output: AllReduceForward.apply(output)
+    )

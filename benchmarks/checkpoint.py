@@ -147,7 +147,11 @@ def load_memory(load) -> None:
         before = memory("VmRSS")
         load()
         peaks.append(memory("VmHWM") - before)
-    print(json.dumps({"name": "checkpoint load memory", "unit": "MB", "raw": None, "own": max(peaks) / 1e6}))
+    print(
+        json.dumps(
+            {"name": "checkpoint load memory", "unit": "MB", "raw": None, "own": max(peaks) / 1e6}
+        )
+    )
 
 
 def main() -> None:

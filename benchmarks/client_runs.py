@@ -33,7 +33,15 @@ import trl
 from diffusers.models.unets import unet_2d  # noqa: F401
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
-from toys import Sequences, arguments, llama, replace_owner_check, sentence_encoder, word_tokenizer, words
+from toys import (
+    Sequences,
+    arguments,
+    llama,
+    replace_owner_check,
+    sentence_encoder,
+    word_tokenizer,
+    words,
+)
 from transformers.models.bert import modeling_bert  # noqa: F401
 from transformers.models.llama import modeling_llama  # noqa: F401
 from trl.trainer import dpo_trainer, grpo_trainer, sft_trainer  # noqa: F401
@@ -60,9 +68,16 @@ def losses(trainer: transformers.Trainer) -> list[float]:
 
 
 def trainer(folder: str, world: int, **options: object) -> Outcome:
-    settings = {"per_device_train_batch_size": 8 // world, "num_train_epochs": 1, "logging_steps": 10, **options}
+    settings = {
+        "per_device_train_batch_size": 8 // world,
+        "num_train_epochs": 1,
+        "logging_steps": 10,
+        **options,
+    }
     made = transformers.Trainer(
-        model=model(), args=arguments(folder, **settings), train_dataset=Sequences(8 * STEPS, length=32)
+        model=model(),
+        args=arguments(folder, **settings),
+        train_dataset=Sequences(8 * STEPS, length=32),
     )
 
     def work() -> list[float]:
@@ -73,7 +88,9 @@ def trainer(folder: str, world: int, **options: object) -> Outcome:
 
 
 def trainer_accumulation(folder: str, world: int) -> Outcome:
-    return trainer(folder, world, per_device_train_batch_size=4 // world, gradient_accumulation_steps=2)
+    return trainer(
+        folder, world, per_device_train_batch_size=4 // world, gradient_accumulation_steps=2
+    )
 
 
 def trainer_fsdp(folder: str, world: int) -> Outcome:
@@ -82,8 +99,15 @@ def trainer_fsdp(folder: str, world: int) -> Outcome:
 
 
 def trainer_zero(folder: str, world: int) -> Outcome:
-    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
-    return trainer(folder, world, deepspeed={"zero_optimization": {"stage": 2}, **dict.fromkeys(names, "auto")})
+    names = (
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "gradient_clipping",
+    )
+    return trainer(
+        folder, world, deepspeed={"zero_optimization": {"stage": 2}, **dict.fromkeys(names, "auto")}
+    )
 
 
 def trainer_save(folder: str, world: int) -> Outcome:
@@ -92,7 +116,9 @@ def trainer_save(folder: str, world: int) -> Outcome:
 
 def evaluation(folder: str, world: int) -> Outcome:
     made = transformers.Trainer(
-        model=model(), args=arguments(folder, per_device_eval_batch_size=8), eval_dataset=Sequences(1200, length=32)
+        model=model(),
+        args=arguments(folder, per_device_eval_batch_size=8),
+        eval_dataset=Sequences(1200, length=32),
     )
     return timed(lambda: [made.evaluate()["eval_loss"]])
 
@@ -101,14 +127,23 @@ def offloaded(folder: str, world: int) -> Outcome:
     """Load with half of the layers on the disk, then generate."""
     model(num_hidden_layers=8).save_pretrained(folder)
     places = {f"model.layers.{number}": "disk" if number % 2 else "cpu" for number in range(8)}
-    places.update({"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"})
+    places.update(
+        {
+            "model.embed_tokens": "cpu",
+            "model.norm": "cpu",
+            "model.rotary_emb": "cpu",
+            "lm_head": "cpu",
+        }
+    )
     tokens = torch.arange(12)[None]
 
     def work() -> list[float]:
         loaded = transformers.LlamaForCausalLM.from_pretrained(
             folder, device_map=places, offload_folder=f"{folder}/offload"
         )
-        return [float(token) for token in loaded.generate(tokens, max_new_tokens=30, do_sample=False)[0]]
+        return [
+            float(token) for token in loaded.generate(tokens, max_new_tokens=30, do_sample=False)[0]
+        ]
 
     return timed(work)
 
@@ -130,7 +165,9 @@ def lora(folder: str, world: int) -> Outcome:
             optimizer.step()
             optimizer.zero_grad()
             found.append(accelerator.reduce(loss.detach(), "mean").item())
-        accelerator.unwrap_model(adapted).save_pretrained(folder, state_dict=accelerator.get_state_dict(adapted))
+        accelerator.unwrap_model(adapted).save_pretrained(
+            folder, state_dict=accelerator.get_state_dict(adapted)
+        )
         return found
 
     return timed(work)
@@ -153,11 +190,16 @@ def trained(made: transformers.Trainer) -> Outcome:
 
 
 def sft(folder: str, world: int) -> Outcome:
-    data = datasets.Dataset.from_dict({"text": [words(row, 20 + row % 7) for row in range(8 * STEPS)]})
+    data = datasets.Dataset.from_dict(
+        {"text": [words(row, 20 + row % 7) for row in range(8 * STEPS)]}
+    )
     settings = trl.SFTConfig(max_length=32, **trl_options(folder, world))
     return trained(
         trl.SFTTrainer(
-            model=model(eos_token_id=2), args=settings, train_dataset=data, processing_class=word_tokenizer()
+            model=model(eos_token_id=2),
+            args=settings,
+            train_dataset=data,
+            processing_class=word_tokenizer(),
         )
     )
 
@@ -183,7 +225,9 @@ def grpo(folder: str, world: int) -> Outcome:
     home = f"{folder}/model{os.environ.get('RANK', 0)}"
     model(eos_token_id=2).save_pretrained(home, is_main_process=True)
     word_tokenizer().save_pretrained(home)
-    settings = trl.GRPOConfig(num_generations=4, max_completion_length=8, beta=0.1, **trl_options(folder, world))
+    settings = trl.GRPOConfig(
+        num_generations=4, max_completion_length=8, beta=0.1, **trl_options(folder, world)
+    )
     made = trl.GRPOTrainer(
         model=transformers.LlamaForCausalLM.from_pretrained(home), args=settings,
         reward_funcs=lambda completions, **kwargs: [float(len(set(text.split()))) for text in completions],
@@ -204,7 +248,9 @@ def diffusion(folder: str, world: int) -> Outcome:
     generator = torch.Generator().manual_seed(1)
     images = torch.randn(8 * STEPS, 3, 16, 16, generator=generator)
     steps = torch.randint(0, 100, (len(images),), generator=generator)
-    data = torch.utils.data.TensorDataset(images, torch.randn(images.shape, generator=generator), steps)
+    data = torch.utils.data.TensorDataset(
+        images, torch.randn(images.shape, generator=generator), steps
+    )
     loader = torch.utils.data.DataLoader(data, batch_size=8 // world)
     unet, optimizer, loader = accelerator.prepare(unet, optimizer, loader)
     noising = diffusers.DDPMScheduler(100)
@@ -213,7 +259,9 @@ def diffusion(folder: str, world: int) -> Outcome:
         found = []
         for image, noise, step in loader:
             with accelerator.accumulate(unet):
-                loss = torch.nn.functional.mse_loss(unet(noising.add_noise(image, noise, step), step).sample, noise)
+                loss = torch.nn.functional.mse_loss(
+                    unet(noising.add_noise(image, noise, step), step).sample, noise
+                )
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(unet.parameters(), 1.0)
@@ -248,7 +296,10 @@ def sequential_offload(folder: str, world: int) -> Outcome:
 
 
 def sentences(folder: str, world: int) -> Outcome:
-    from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+    from sentence_transformers import (
+        SentenceTransformerTrainer,
+        SentenceTransformerTrainingArguments,
+    )
     from sentence_transformers import losses as kinds
 
     encoded = sentence_encoder(Path(folder) / f"encoder{os.environ.get('RANK', 0)}")
@@ -263,7 +314,9 @@ def sentences(folder: str, world: int) -> Outcome:
         disable_tqdm=True, logging_steps=5, save_strategy="no", learning_rate=1e-2, seed=0,
     )  # fmt: skip
     loss = kinds.MultipleNegativesRankingLoss(encoded, gather_across_devices=True)
-    return trained(SentenceTransformerTrainer(model=encoded, args=settings, train_dataset=data, loss=loss))
+    return trained(
+        SentenceTransformerTrainer(model=encoded, args=settings, train_dataset=data, loss=loss)
+    )
 
 
 def scoring(folder: str, world: int) -> Outcome:
@@ -295,7 +348,9 @@ def rank(number: int, world: int, port: int, name: str, folder: str, answer: int
     seconds, found = RUNS[name](f"{folder}/second", world)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     if number == 0:
-        os.write(answer, json.dumps({"seconds": seconds, "mebibytes": peak, "found": found}).encode())
+        os.write(
+            answer, json.dumps({"seconds": seconds, "mebibytes": peak, "found": found}).encode()
+        )
 
 
 def run(job: dict) -> dict:

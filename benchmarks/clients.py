@@ -78,7 +78,9 @@ class Package:
         first = self._read()
         self.versions = first["versions"]
         print(f"{self.name}: {first['package']}", file=sys.stderr)
-        if self.path is not None and not Path(first["package"]).is_relative_to(os.path.abspath(self.path)):
+        if self.path is not None and not Path(first["package"]).is_relative_to(
+            os.path.abspath(self.path)
+        ):
             raise RuntimeError(f"{self.name} is {first['package']}, and not in {self.path}")
 
     def _read(self) -> dict:
@@ -101,7 +103,11 @@ def equal(row: Row, ours: list[float], peers: list[float]) -> str:
     if len(ours) != len(peers):
         return "no"
     limit = row.tolerance * max(map(abs, peers), default=0.0)
-    return "yes" if all(abs(own - other) <= limit for own, other in zip(ours, peers, strict=True)) else "no"
+    return (
+        "yes"
+        if all(abs(own - other) <= limit for own, other in zip(ours, peers, strict=True))
+        else "no"
+    )
 
 
 def measure(row: Row, packages: list[Package], rounds: int) -> dict:
@@ -145,8 +151,12 @@ def table(figures: list[tuple[Row, dict]], versions: dict[str, str]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--peer", required=True, help="folder with the peer's package")
-    parser.add_argument("--rounds", type=int, default=5, help="runs of each row per package (default: %(default)s)")
-    parser.add_argument("--only", nargs="*", metavar="RUN", help="measure only these runs and write no results")
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="runs of each row per package (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--only", nargs="*", metavar="RUN", help="measure only these runs and write no results"
+    )
     args = parser.parse_args()
     packages = [Package("ours", None), Package("peer", os.path.abspath(args.peer))]
     figures = []
@@ -162,7 +172,9 @@ def main() -> None:
         machine = machine_info()
         kind = f"{machine['system']}-{machine['cores']}cpu".lower().replace(" ", "-")
         path = HERE / "results" / f"{datetime.date.today():%Y-%m-%d}-{kind}-clients.md"
-        properties = ", ".join(f"{key} {value}" for key, value in machine.items() if value is not None)
+        properties = ", ".join(
+            f"{key} {value}" for key, value in machine.items() if value is not None
+        )
         path.write_text(
             f"# Clients\n\nMachine: {properties}. Medians over {args.rounds} rounds, in which both packages ran in "
             f"turns. The ratios are ours over peer.\n\n{text}\n"

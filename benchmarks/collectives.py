@@ -18,7 +18,9 @@ gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 def raw_gather(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
     def run() -> torch.Tensor:
-        out = torch.empty(dist.get_world_size() * tensor.shape[0], *tensor.shape[1:], dtype=tensor.dtype)
+        out = torch.empty(
+            dist.get_world_size() * tensor.shape[0], *tensor.shape[1:], dtype=tensor.dtype
+        )
         gather_flat(out, tensor)
         return out
 
@@ -54,7 +56,9 @@ def total_bytes(data: object) -> int:
     return sum(total_bytes(value) for value in values)  # type: ignore[attr-defined]
 
 
-def measure(name: str, raw: Callable[[], object], own: Callable[[], object], repeat: int = REPEAT) -> None:
+def measure(
+    name: str, raw: Callable[[], object], own: Callable[[], object], repeat: int = REPEAT
+) -> None:
     seconds = alternate({"raw": raw, "own": own}, rounds=ROUNDS, repeat=repeat)
     if dist.get_rank() == 0:
         emit(name, "us", seconds["raw"], seconds["own"])
@@ -75,7 +79,9 @@ def main() -> None:
     measure("gather nested", raw_gather(same_bytes), lambda: gather(batch))
     small = [{"id": index, "text": "a short line of text", "score": 0.5} for index in range(8)]
     measure("gather_object", raw_gather_object(small), lambda: gather_object(small))
-    long = [{"id": index, "text": "a longer line of text " * 20, "score": 0.5} for index in range(500)]
+    long = [
+        {"id": index, "text": "a longer line of text " * 20, "score": 0.5} for index in range(500)
+    ]
     measure("gather_object large", raw_gather_object(long), lambda: gather_object(long), repeat=5)
     dist.barrier()
     dist.destroy_process_group()

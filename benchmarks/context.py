@@ -51,7 +51,9 @@ def split_step(tokens: torch.Tensor, accelerator: Accelerator) -> Callable[[], N
 
     def run() -> None:
         ids, labels = tokens[:, :-1].clone(), tokens[:, 1:].clone()
-        with accelerator.maybe_context_parallel([ids, labels], [1, 1], no_restore_buffers={ids, labels}):
+        with accelerator.maybe_context_parallel(
+            [ids, labels], [1, 1], no_restore_buffers={ids, labels}
+        ):
             accelerator.backward(F.cross_entropy(model(ids).flatten(0, 1), labels.flatten()))
         optimizer.step()
         optimizer.zero_grad()
@@ -87,7 +89,10 @@ def main() -> None:
         return
     for name, accelerator in accelerators.items():
         volumes = accelerator.strategy.sequence.communication_volume(1)
-        sent = {"messages": sum(each.messages for each in volumes), "bytes": sum(each.sent for each in volumes)}
+        sent = {
+            "messages": sum(each.messages for each in volumes),
+            "bytes": sum(each.sent for each in volumes),
+        }
         emit(f"{name}, {length} tokens", "ms", seconds["plain"], seconds[name], **sent)
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from timing import alternate, emit
@@ -50,7 +51,9 @@ def loaders(size: int) -> dict[str, DataLoader]:
         f"loader: tensors, batch {size}": DataLoader(
             TensorDataset(FEATURES[:length], LABELS[:length]), batch_size=size, shuffle=True
         ),
-        f"loader: samples, batch {size}": DataLoader(Samples(length), batch_size=size, shuffle=True),
+        f"loader: samples, batch {size}": DataLoader(
+            Samples(length), batch_size=size, shuffle=True
+        ),
         f"loader: stream, batch {size}": DataLoader(Stream(length), batch_size=size),
         f"loader: generator stream, batch {size}": DataLoader(Generator(length), batch_size=size),
     }
@@ -66,7 +69,8 @@ def main() -> None:
     for size in (8, 64):
         for name, raw in loaders(size).items():
             own = prepare_data_loader(raw, num_processes=1, process_index=0)
-            seconds = alternate({"raw": lambda: read(raw), "own": lambda: read(own)}, rounds=ROUNDS, repeat=1)  # noqa: B023
+            readers = {"raw": partial(read, raw), "own": partial(read, own)}
+            seconds = alternate(readers, rounds=ROUNDS, repeat=1)
             emit(name, "us", seconds["raw"] / BATCHES, seconds["own"] / BATCHES)
 
 

@@ -44,7 +44,10 @@ def main() -> None:
         models: dict[str, tuple[nn.Module, dict[str, list[str]]]] = {
             "transformer": (Transformer(), {"no_split_module_classes": ["Block"]}),
             "transformer, split": (Transformer(), {}),
-            "nested": (nn.Sequential(*(nn.Sequential(*(group() for _ in range(10))) for _ in range(122))), {}),
+            "nested": (
+                nn.Sequential(*(nn.Sequential(*(group() for _ in range(10))) for _ in range(122))),
+                {},
+            ),
             "flat": (nn.Sequential(*(nn.Linear(8, 8) for _ in range(5000))), {}),
         }
     for name, (model, options) in models.items():

@@ -43,7 +43,8 @@ moments = [optimizer.state[parameter]["exp_avg"] for parameter in model.paramete
 weights = {{parameter[0, 0].item() for parameter in model.parameters()}}
 print("loaded weights", weights, "and moments", {{moment[0, 0].item() for moment in moments}})
 """,
-    "processes.py": BEGIN + 'print("rank", accelerator.process_index, "of", accelerator.num_processes)\n',
+    "processes.py": BEGIN
+    + 'print("rank", accelerator.process_index, "of", accelerator.num_processes)\n',
     "killed_rank.py": f"""{BEGIN}
 model = torch.nn.Linear(8, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -71,14 +72,24 @@ else:
 """,
     "shapes.py": BEGIN + "accelerator.gather(torch.ones(4 - accelerator.process_index))\n",
 }
-TWO_RANKS = {"killed_rank.py": 60, "mismatch.py": 60, "shapes.py": 60, "hang.py": 75}  # seconds to wait
+TWO_RANKS = {
+    "killed_rank.py": 60,
+    "mismatch.py": 60,
+    "shapes.py": 60,
+    "hang.py": 75,
+}  # seconds to wait
 
 
 def show(title: str, command: list[str], folder: str, limit: float) -> None:
     """Run a command and print the end of what it printed."""
     begin = time.monotonic()
     with subprocess.Popen(
-        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment()
+        command,
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment(),
     ) as process:
         try:
             output, _ = process.communicate(timeout=limit)
@@ -92,7 +103,12 @@ def show(title: str, command: list[str], folder: str, limit: float) -> None:
 
 
 def environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HOME": tempfile.gettempdir(), "CUDA_VISIBLE_DEVICES": ""}
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "HF_HOME": tempfile.gettempdir(),
+        "CUDA_VISIBLE_DEVICES": "",
+    }
 
 
 def kill_a_save(python: str, folder: str, seconds: float) -> None:
@@ -113,10 +129,17 @@ def kill_a_save(python: str, folder: str, seconds: float) -> None:
         process.kill()
         ended = "after" if "saved" in process.stdout.read() else "during"
     done = subprocess.run(
-        [python, "load.py"], cwd=folder, capture_output=True, text=True, timeout=120, env=environment()
+        [python, "load.py"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment(),
     )
     print(
-        f"    killed {ended} the second save ({seconds} s):", (done.stdout or done.stderr[-200:]).strip(), flush=True
+        f"    killed {ended} the second save ({seconds} s):",
+        (done.stdout or done.stderr[-200:]).strip(),
+        flush=True,
     )
 
 

@@ -71,14 +71,18 @@ def own_losses(cpu: bool, precision: str, pin: bool = False) -> list[float]:
 
     fresh_state()
     accelerator = Accelerator(
-        cpu=cpu, mixed_precision=precision, dataloader_config=DataLoaderConfiguration(non_blocking=pin)
+        cpu=cpu,
+        mixed_precision=precision,
+        dataloader_config=DataLoaderConfiguration(non_blocking=pin),
     )
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model, optimizer, loader = accelerator.prepare(model, optimizer, make_loader(pin))
     losses = []
     for x, y in loader:
-        assert x.device.type == accelerator.device.type, f"expected the batch on {accelerator.device}, got {x.device}"
+        assert x.device.type == accelerator.device.type, (
+            f"expected the batch on {accelerator.device}, got {x.device}"
+        )
         loss = cross_entropy(model(x), y)
         accelerator.backward(loss)
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
@@ -91,7 +95,9 @@ def own_losses(cpu: bool, precision: str, pin: bool = False) -> list[float]:
 def check_precision(device: torch.device, precision: str) -> None:
     """Check that the losses equal those of the plain loop in the same precision."""
     # Both run the same kernels in the same order. Only the order of atomic additions may differ.
-    assert_close(own_losses(device.type == "cpu", precision), raw_losses(device, DTYPES[precision]), 1e-4)
+    assert_close(
+        own_losses(device.type == "cpu", precision), raw_losses(device, DTYPES[precision]), 1e-4
+    )
 
 
 def check_skipped_step(device: torch.device) -> None:
@@ -118,7 +124,11 @@ def check_skipped_step(device: torch.device) -> None:
 
 def check_pinned(device: torch.device) -> None:
     """Check that pinned memory with non-blocking copies gives the same losses."""
-    assert_close(own_losses(device.type == "cpu", "no", pin=device.type != "cpu"), raw_losses(device, None), 1e-4)
+    assert_close(
+        own_losses(device.type == "cpu", "no", pin=device.type != "cpu"),
+        raw_losses(device, None),
+        1e-4,
+    )
 
 
 def check_loader_values(device: torch.device) -> None:
@@ -168,7 +178,9 @@ def worker() -> None:
     accelerator = Accelerator()
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    loader = make_loader(batch=BATCH // accelerator.num_processes, batches=BATCHES * accelerator.num_processes)
+    loader = make_loader(
+        batch=BATCH // accelerator.num_processes, batches=BATCHES * accelerator.num_processes
+    )
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     losses = []
     for x, y in loader:
@@ -198,7 +210,9 @@ def benchmark(device: torch.device) -> None:
     raw_model = make_model().to(device)
     raw_optimizer = torch.optim.AdamW(raw_model.parameters(), lr=1e-3)
     own_model = make_model()
-    own_model, own_optimizer = accelerator.prepare(own_model, torch.optim.AdamW(own_model.parameters(), lr=1e-3))
+    own_model, own_optimizer = accelerator.prepare(
+        own_model, torch.optim.AdamW(own_model.parameters(), lr=1e-3)
+    )
 
     def raw_step() -> None:
         for _ in range(50):
@@ -266,9 +280,18 @@ def benchmark_checkpoint(accelerator: Any, width: int) -> None:
             emit(f"{name}, a width of {width}", "ms", seconds["raw"], seconds["own"])
         if "blocking" in inspect.signature(accelerator.save_state).parameters:
             seconds = alternate(
-                {"raw": raw_save, "own": lambda: accelerator.save_state(f"{folder}/own", blocking=False)}, rounds=5
+                {
+                    "raw": raw_save,
+                    "own": lambda: accelerator.save_state(f"{folder}/own", blocking=False),
+                },
+                rounds=5,
             )
-            emit("save_state(blocking=False), until the loop goes on", "ms", seconds["raw"], seconds["own"])
+            emit(
+                "save_state(blocking=False), until the loop goes on",
+                "ms",
+                seconds["raw"],
+                seconds["own"],
+            )
             accelerator.end_training()
 
 
@@ -299,14 +322,22 @@ def checks(device: torch.device) -> dict[str, Callable[[], None]]:
 
 def large_models(peer: str | None, small: bool) -> None:
     """Benchmark a large model with plain PyTorch, this package, the peer and, if torchao is installed, fp8."""
-    script, options = str(Path(__file__).with_name("gpu_llama.py")), ["--small", "--steps", "3"] if small else []
-    runs = [("raw", sys.executable, ["--variant", "raw"]), ("ours", sys.executable, ["--variant", "api"])]
+    script, options = (
+        str(Path(__file__).with_name("gpu_llama.py")),
+        ["--small", "--steps", "3"] if small else [],
+    )
+    runs = [
+        ("raw", sys.executable, ["--variant", "raw"]),
+        ("ours", sys.executable, ["--variant", "api"]),
+    ]
     if peer is not None:
         runs.append(("peer", peer, ["--variant", "api"]))
     if importlib.util.find_spec("torchao") is not None and not small:
         runs.append(("ours, fp8", sys.executable, ["--variant", "api", "--fp8"]))
     for package, python, variant in runs:
-        done = subprocess.run([python, script, *variant, *options], capture_output=True, text=True, timeout=600)
+        done = subprocess.run(
+            [python, script, *variant, *options], capture_output=True, text=True, timeout=600
+        )
         print(f"{package}: {done.stdout.strip() or 'failed: ' + done.stderr[-1000:]}")
 
 
@@ -327,7 +358,9 @@ def main() -> int:
     if args.times:
         benchmark(device)
         return 0
-    print(f"device: {'CPU' if args.cpu else torch.cuda.get_device_name(0)}, torch {torch.__version__}")
+    print(
+        f"device: {'CPU' if args.cpu else torch.cuda.get_device_name(0)}, torch {torch.__version__}"
+    )
     failures: list[str] = []
     for name, check in checks(device).items():
         with report_result(name, failures):

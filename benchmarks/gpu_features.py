@@ -25,7 +25,11 @@ STEPS, WIDTH, TOKENS = 10, 128, 64
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 4 * WIDTH),
+            nn.Linear(4 * WIDTH, WIDTH),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
@@ -34,7 +38,10 @@ class Block(nn.Module):
 class Model(nn.Module):
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
-        self.embedding, self.blocks = nn.Embedding(TOKENS, WIDTH), nn.ModuleList(Block() for _ in range(3))
+        self.embedding, self.blocks = (
+            nn.Embedding(TOKENS, WIDTH),
+            nn.ModuleList(Block() for _ in range(3)),
+        )
         self.dropout, self.head = nn.Dropout(dropout), nn.Linear(WIDTH, TOKENS)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -112,13 +119,19 @@ def accelerator_on(device: torch.device, **options: Any) -> Any:
 def assert_close(actual: list[float], expected: list[float], tolerance: float) -> None:
     assert len(actual) == len(expected), f"expected {len(expected)} losses, got {len(actual)}"
     difference = max(abs(a - b) for a, b in zip(actual, expected, strict=True))
-    assert difference <= tolerance, f"the losses differ by {difference:.2e}, more than {tolerance:.0e}"
+    assert difference <= tolerance, (
+        f"the losses differ by {difference:.2e}, more than {tolerance:.0e}"
+    )
 
 
 def assert_same(actual: nn.Module, expected: nn.Module, tolerance: float) -> None:
-    for (name, one), two in zip(actual.state_dict().items(), expected.state_dict().values(), strict=True):
+    for (name, one), two in zip(
+        actual.state_dict().items(), expected.state_dict().values(), strict=True
+    ):
         difference = (one - two).abs().max().item()
-        assert difference <= tolerance, f"{name} differs by {difference:.2e}, more than {tolerance:.0e}"
+        assert difference <= tolerance, (
+            f"{name} differs by {difference:.2e}, more than {tolerance:.0e}"
+        )
 
 
 def check_resumed(device: torch.device) -> None:
@@ -143,7 +156,9 @@ def check_compiled(device: torch.device) -> None:
     accelerator = accelerator_on(device, dynamo_backend="inductor", mixed_precision="bf16")
     model = made()
     model, optimizer = accelerator.prepare(model, adamw(model))
-    assert_close(through_api(accelerator, model, optimizer), plain(made(), device, torch.bfloat16), 2e-2)
+    assert_close(
+        through_api(accelerator, model, optimizer), plain(made(), device, torch.bfloat16), 2e-2
+    )
 
 
 def check_average(device: torch.device) -> None:
@@ -184,10 +199,16 @@ def check_precision_policy(device: torch.device) -> None:
             block.norm.forward = in_fp32
         return model
 
-    accelerator = accelerator_on(device, mixed_precision="bf16", precision_policy={"*norm": torch.float32})
+    accelerator = accelerator_on(
+        device, mixed_precision="bf16", precision_policy={"*norm": torch.float32}
+    )
     model = made()
     model, optimizer = accelerator.prepare(model, adamw(model))
-    assert_close(through_api(accelerator, model, optimizer), plain(by_hand(made()), device, torch.bfloat16), 1e-4)
+    assert_close(
+        through_api(accelerator, model, optimizer),
+        plain(by_hand(made()), device, torch.bfloat16),
+        1e-4,
+    )
 
 
 def check_lazy_batches(device: torch.device) -> None:
@@ -198,13 +219,19 @@ def check_lazy_batches(device: torch.device) -> None:
 
     size, used = 2**20 * 4, {}
     for placement in (None, "lazy"):
-        accelerator = accelerator_on(device, dataloader_config=DataLoaderConfiguration(device_placement=placement))
+        accelerator = accelerator_on(
+            device, dataloader_config=DataLoaderConfiguration(device_placement=placement)
+        )
         model = nn.Linear(1024, 8)
         data = torch.zeros(8 * 1024, 1024)  # 8 batches of 4 MiB
-        model, loader = accelerator.prepare(model, DataLoader(data, 1024, pin_memory=device.type == "cuda"))
+        model, loader = accelerator.prepare(
+            model, DataLoader(data, 1024, pin_memory=device.type == "cuda")
+        )
         window = list(loader)
         used[placement] = torch.cuda.memory_allocated() if device.type == "cuda" else 0
-        assert device.type == "cpu" or all(batch.is_cuda != (placement == "lazy") for batch in window)
+        assert device.type == "cpu" or all(
+            batch.is_cuda != (placement == "lazy") for batch in window
+        )
         for batch in window:
             assert model(batch).device.type == device.type
         del window, batch, loader, model
@@ -223,11 +250,15 @@ def check_out_of_memory(device: torch.device) -> None:
     @find_executable_batch_size(starting_batch_size=64)
     def fill(batch_size: int) -> int:
         tried.append(batch_size)
-        held = [torch.empty(total // 20, dtype=torch.uint8, device=device) for _ in range(batch_size)]
+        held = [
+            torch.empty(total // 20, dtype=torch.uint8, device=device) for _ in range(batch_size)
+        ]
         return len(held)
 
     assert 16 <= fill() < 20 and len(tried) > 1, f"tried {tried}"
-    assert torch.cuda.memory_allocated() < total // 20, "the tensors of a failed try are still allocated"
+    assert torch.cuda.memory_allocated() < total // 20, (
+        "the tensors of a failed try are still allocated"
+    )
     torch.cuda.empty_cache()  # the benchmarks run in processes of their own
 
 
@@ -249,7 +280,9 @@ def check_device_map(device: torch.device) -> None:
         for _ in range(3):
             output = dispatched(ids).cpu()
             # Products of another size may use another algorithm; the sizes are the same here.
-            assert torch.equal(output, expected), f"differs by {(output - expected).abs().max():.1e}"
+            assert torch.equal(output, expected), (
+                f"differs by {(output - expected).abs().max():.1e}"
+            )
 
 
 def llama() -> nn.Module:
@@ -285,7 +318,9 @@ def check_adapters(device: torch.device, quantized: bool) -> None:
                             compute_dtype=torch.bfloat16,
                         )  # fmt: skip
                         weight = layer.weight.data
-                        small.weight = bitsandbytes.nn.Params4bit(weight, requires_grad=False, quant_type="nf4")
+                        small.weight = bitsandbytes.nn.Params4bit(
+                            weight, requires_grad=False, quant_type="nf4"
+                        )
                         setattr(parent, name, small)
             model.is_loaded_in_4bit = model.is_quantized = True
             model.to(device)
@@ -306,13 +341,21 @@ def check_adapters(device: torch.device, quantized: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         saved = Path(accelerator.save_state(f"{folder}/state"))
         accelerator.save_model(model, f"{folder}/adapter")
-        trained = {name: p for name, p in accelerator.unwrap_model(model).named_parameters() if p.requires_grad}
+        trained = {
+            name: p
+            for name, p in accelerator.unwrap_model(model).named_parameters()
+            if p.requires_grad
+        }
         for path in (saved / "adapter", Path(folder, "adapter")):
             loaded = dict(PeftModel.from_pretrained(base().to(device), path).named_parameters())
-            assert all(torch.equal(loaded[name], tensor) for name, tensor in trained.items()), f"{path} differs"
+            assert all(torch.equal(loaded[name], tensor) for name, tensor in trained.items()), (
+                f"{path} differs"
+            )
         again = through_api(accelerator, model, optimizer, loss=own_loss)
         accelerator.load_state(saved)
-        assert through_api(accelerator, model, optimizer, loss=own_loss) == again, "the load changed the run"
+        assert through_api(accelerator, model, optimizer, loss=own_loss) == again, (
+            "the load changed the run"
+        )
 
 
 def sharded_worker() -> None:
@@ -346,7 +389,9 @@ def launched(device: torch.device, script: str, *arguments: str, options: tuple[
     command = [sys.executable, "-m", "accelerate.commands.main", "launch", *options]
     if device.type == "cpu":
         command.append("--cpu")
-    done = subprocess.run([*command, script, *arguments], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [*command, script, *arguments], capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, f"exit code {done.returncode}:\n{done.stderr[-2000:]}"
     return done.stdout
 
@@ -354,7 +399,12 @@ def launched(device: torch.device, script: str, *arguments: str, options: tuple[
 def check_sharded(device: torch.device, version: int, precision: str) -> None:
     """Check that one shard trains, saves, loads and generates as the plain loop does."""
     output = launched(
-        device, __file__, "sharded", str(version), precision, options=("--num_processes", "1", "--use_fsdp")
+        device,
+        __file__,
+        "sharded",
+        str(version),
+        precision,
+        options=("--num_processes", "1", "--use_fsdp"),
     )
     found = json.loads(next(line for line in output.splitlines() if line.startswith("{")))
     raw = llama()
@@ -366,7 +416,9 @@ def check_sharded(device: torch.device, version: int, precision: str) -> None:
         raw.eval()
         with torch.no_grad():
             ids = next(batches(device))[:2, :4]
-            assert raw.generate(ids, max_new_tokens=8, do_sample=False).tolist() == found["generated"]
+            assert (
+                raw.generate(ids, max_new_tokens=8, do_sample=False).tolist() == found["generated"]
+            )
 
 
 def recorded_worker() -> None:
@@ -383,9 +435,21 @@ def recorded_worker() -> None:
 def check_recorded(device: torch.device) -> None:
     """Check that a recorded run has its steps and the GPU's memory."""
     with tempfile.TemporaryDirectory() as folder:
-        launched(device, __file__, "recorded", folder, options=("--num_processes", "1", "--telemetry"))
-        command = [sys.executable, "-m", "accelerate.commands.main", "report", folder, "--format", "json"]
-        found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+        launched(
+            device, __file__, "recorded", folder, options=("--num_processes", "1", "--telemetry")
+        )
+        command = [
+            sys.executable,
+            "-m",
+            "accelerate.commands.main",
+            "report",
+            folder,
+            "--format",
+            "json",
+        ]
+        found = subprocess.run(
+            command, capture_output=True, text=True, timeout=120, check=True
+        ).stdout
         assert json.loads(found), "the report is empty"
         assert device.type == "cpu" or "memory" in found, "no memory of the GPU in the report"
 

@@ -26,14 +26,25 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "parallel"))
 from llama import Block, Llama, LlamaConfig
 
 # Peak dense bf16 FLOP/s from the data sheets. The keys are substrings of device names.
-PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "4090": 165e12}
+PEAK = {
+    "H200": 989e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "4090": 165e12,
+}
 
 
 def sizes(small: bool) -> tuple[LlamaConfig, int, int]:
     """Return the model configuration, the batch size and the sequence length."""
     if small:
         return LlamaConfig(vocabulary=512, width=64, hidden=128, layers=2), 2, 64
-    return LlamaConfig(vocabulary=32000, width=2048, hidden=5632, layers=22, heads=32, kv_heads=4), 8, 2048
+    return (
+        LlamaConfig(vocabulary=32000, width=2048, hidden=5632, layers=22, heads=32, kv_heads=4),
+        8,
+        2048,
+    )
 
 
 def flops_per_token(model: torch.nn.Module, config: LlamaConfig, length: int) -> float:
@@ -42,7 +53,9 @@ def flops_per_token(model: torch.nn.Module, config: LlamaConfig, length: int) ->
     return 6.0 * matrix_parameters + 6.0 * config.layers * config.width * length
 
 
-def plain(model: torch.nn.Module, device: torch.device) -> tuple[torch.nn.Module, torch.optim.Optimizer, Any]:
+def plain(
+    model: torch.nn.Module, device: torch.device
+) -> tuple[torch.nn.Module, torch.optim.Optimizer, Any]:
     import torch.distributed as dist
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -51,7 +64,10 @@ def plain(model: torch.nn.Module, device: torch.device) -> tuple[torch.nn.Module
     model.to(device)
     for block in model.layers:
         fully_shard(block, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32))
+    fully_shard(
+        model,
+        mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32),
+    )
     for block in model.layers:
         block.compile()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -69,7 +85,9 @@ def through_api(model: torch.nn.Module, fp8: bool) -> tuple[torch.nn.Module, Any
         handlers = [AORecipeKwargs()]
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29512")
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", ACCELERATE_USE_FSDP="true")
+    os.environ.update(
+        RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", ACCELERATE_USE_FSDP="true"
+    )
     accelerator = Accelerator(
         mixed_precision="fp8" if fp8 else "bf16",
         fsdp_plugin=FullyShardedDataParallelPlugin(
@@ -87,10 +105,14 @@ def through_api(model: torch.nn.Module, fp8: bool) -> tuple[torch.nn.Module, Any
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--variant", choices=("raw", "api"), required=True)
     parser.add_argument("--fp8", action="store_true", help="use torchao's float8 layers (api only)")
-    parser.add_argument("--small", action="store_true", help="train a tiny model, to test this script")
+    parser.add_argument(
+        "--small", action="store_true", help="train a tiny model, to test this script"
+    )
     parser.add_argument("--steps", type=int, default=20)
     args = parser.parse_args()
     config, batch, length = sizes(args.small)
@@ -99,7 +121,9 @@ def main() -> None:
     model = Llama(config)
     token_flops = flops_per_token(model, config, length)
     parameters = sum(p.numel() for p in model.parameters())
-    model, optimizer, backward = plain(model, device) if args.variant == "raw" else through_api(model, args.fp8)
+    model, optimizer, backward = (
+        plain(model, device) if args.variant == "raw" else through_api(model, args.fp8)
+    )
     ids = torch.randint(0, config.vocabulary, (batch, length), device=device)
 
     def step() -> torch.Tensor:
@@ -128,7 +152,9 @@ def main() -> None:
         "device": name,
         "tokens_per_second": round(rate),
         "mfu": None if peak is None else round(rate * token_flops / peak, 4),
-        "peak_GiB": round(torch.cuda.max_memory_allocated() / 2**30, 2) if device.type == "cuda" else None,
+        "peak_GiB": round(torch.cuda.max_memory_allocated() / 2**30, 2)
+        if device.type == "cuda"
+        else None,
         "loss": round(final, 4),
     }
     print(json.dumps(line), flush=True)

@@ -20,7 +20,9 @@ TENSORS = (1, 10, 100)
 STEPS = 10
 
 
-def step(count: int, prepare: Callable[..., tuple], backward: Callable[[torch.Tensor], None]) -> Callable[[], None]:
+def step(
+    count: int, prepare: Callable[..., tuple], backward: Callable[[torch.Tensor], None]
+) -> Callable[[], None]:
     """Return a loop that trains a model with `count` small parameters."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(4, 4, bias=False) for _ in range(count)))
@@ -44,12 +46,19 @@ def one_process() -> None:
         own = step(count, accelerator.prepare, accelerator.backward)
         raw = step(count, lambda *objects: objects, torch.Tensor.backward)
         seconds = alternate({"raw": raw, "own": own}, rounds=15)
-        emit(f"growth: step, {count} parameters", "us", seconds["raw"] / STEPS, seconds["own"] / STEPS)
+        emit(
+            f"growth: step, {count} parameters",
+            "us",
+            seconds["raw"] / STEPS,
+            seconds["own"] / STEPS,
+        )
     for count in SAMPLES:
         raw_loader = DataLoader(TensorDataset(torch.zeros(count, 4)), batch_size=64, shuffle=True)
         own_loader = accelerator.prepare(raw_loader)
         # The first batch: the order of the epoch is drawn before it.
-        seconds = alternate({"raw": lambda x=raw_loader: next(iter(x)), "own": lambda x=own_loader: next(iter(x))})
+        seconds = alternate(
+            {"raw": lambda x=raw_loader: next(iter(x)), "own": lambda x=own_loader: next(iter(x))}
+        )
         emit(f"growth: first batch, {count} samples", "us", seconds["raw"], seconds["own"])
 
 
@@ -62,7 +71,9 @@ def two_ranks() -> None:
 
         def raw(tensors: list[torch.Tensor] = tensors) -> None:
             for tensor in tensors:
-                dist.all_gather([torch.empty_like(tensor) for _ in range(dist.get_world_size())], tensor)
+                dist.all_gather(
+                    [torch.empty_like(tensor) for _ in range(dist.get_world_size())], tensor
+                )
 
         seconds = alternate({"raw": raw, "own": lambda x=tensors: accelerator.gather(x)}, rounds=15)
         if accelerator.is_main_process:

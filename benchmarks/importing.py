@@ -22,8 +22,12 @@ STATEMENTS = {
 
 def seconds_of(statement: str) -> float:
     """Return the time of a statement in a fresh interpreter, without the interpreter's startup."""
-    source = f"import time; begin = time.perf_counter(); {statement}; print(time.perf_counter() - begin)"
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
+    source = (
+        f"import time; begin = time.perf_counter(); {statement}; print(time.perf_counter() - begin)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, check=True
+    )
     return float(done.stdout.split()[-1])
 
 

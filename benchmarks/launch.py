@@ -26,7 +26,11 @@ FIRST_LINE = (
 
 def run(command: list[str]) -> bool:
     """Run a command without output. Return whether it succeeded."""
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "stdin": subprocess.DEVNULL}
+    quiet = {
+        "stdout": subprocess.DEVNULL,
+        "stderr": subprocess.DEVNULL,
+        "stdin": subprocess.DEVNULL,
+    }
     return subprocess.run(command, timeout=120, **quiet).returncode == 0
 
 
@@ -57,7 +61,9 @@ def time_many(command: Callable[[str], list[str]]) -> float | None:
         return seconds if len(logs) == MANY else None
 
 
-def medians(measurements: dict[str, Callable[[], float | None]], rounds: int) -> dict[str, float | None]:
+def medians(
+    measurements: dict[str, Callable[[], float | None]], rounds: int
+) -> dict[str, float | None]:
     """Return the median of each measurement. They run in turn. The first round warms the file cache and is dropped."""
     results: dict[str, list[float]] = {name: [] for name in measurements}
     for round_number in range(rounds + 1):
@@ -67,7 +73,10 @@ def medians(measurements: dict[str, Callable[[], float | None]], rounds: int) ->
                 results[name].append(seconds)
     for name, values in results.items():
         print(f"{name}: {[round(value, 3) for value in sorted(values)]}", file=sys.stderr)
-    return {name: statistics.median(values) if len(values) == rounds else None for name, values in results.items()}
+    return {
+        name: statistics.median(values) if len(values) == rounds else None
+        for name, values in results.items()
+    }
 
 
 def report(name: str, unit: str, raw: float | None, own: float | None) -> None:
@@ -102,9 +111,20 @@ def main() -> None:
     report("launch two", "ms", two["torchrun"], two["own"])
     programs = medians(
         {
-            "own": lambda: time_many(lambda folder: [*cpu, str(MANY), "--log_dir", folder, "--no_python", "true"]),
+            "own": lambda: time_many(
+                lambda folder: [*cpu, str(MANY), "--log_dir", folder, "--no_python", "true"]
+            ),
             "torchrun": lambda: time_many(
-                lambda folder: [*torchrun, str(MANY), "--log-dir", folder, "-r", "3", "--no-python", "true"]
+                lambda folder: [
+                    *torchrun,
+                    str(MANY),
+                    "--log-dir",
+                    folder,
+                    "-r",
+                    "3",
+                    "--no-python",
+                    "true",
+                ]
             ),
         },
         3,

@@ -29,7 +29,8 @@ from llama import Block, Llama, LlamaConfig
 BATCH, LENGTH, CLIP = 4, 64, 1.0
 CONFIG = LlamaConfig(vocabulary=512, width=128, hidden=256, layers=4)
 TP_PLAN = {"layers.*.attention.o_proj": "rowwise", "layers.*.mlp.down_proj": "rowwise"} | {
-    f"layers.*.{key}_proj": "colwise" for key in ("attention.q", "attention.k", "attention.v", "mlp.gate", "mlp.up")
+    f"layers.*.{key}_proj": "colwise"
+    for key in ("attention.q", "attention.k", "attention.v", "mlp.gate", "mlp.up")
 }
 
 
@@ -45,7 +46,9 @@ def tokens(shared: bool) -> torch.Tensor:
     return torch.randint(CONFIG.vocabulary, (BATCH, LENGTH + 1), generator=generator)
 
 
-def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> Callable[[], None]:
+def plain_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor
+) -> Callable[[], None]:
     inputs, labels = batch[:, :-1], batch[:, 1:]
 
     def step() -> None:
@@ -70,13 +73,19 @@ def fsdp_by_hand() -> Callable[[], None]:
 
 def tensor_by_torch() -> Callable[[], None]:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
 
     model, _ = make()
     ranks = dist.get_world_size()
     styles = {"rowwise": RowwiseParallel, "colwise": ColwiseParallel}
     parallelize_module(
-        model, init_device_mesh("cpu", (ranks,)), {name: styles[style]() for name, style in TP_PLAN.items()}
+        model,
+        init_device_mesh("cpu", (ranks,)),
+        {name: styles[style]() for name, style in TP_PLAN.items()},
     )
     for layer in model.layers:
         layer.attention.num_heads //= ranks
@@ -93,7 +102,9 @@ def tensor_by_torch() -> Callable[[], None]:
         sharded_norm = nn.utils.get_total_norm([p.grad for p in sharded]).full_tensor()
         norm = (sharded_norm**2 + nn.utils.get_total_norm([p.grad for p in replicated]) ** 2).sqrt()
         nn.utils.clip_grads_with_norm_(replicated, CLIP, norm)
-        torch._foreach_mul_([p.grad.to_local() for p in sharded], torch.clamp(CLIP / (norm + 1e-6), max=1.0))
+        torch._foreach_mul_(
+            [p.grad.to_local() for p in sharded], torch.clamp(CLIP / (norm + 1e-6), max=1.0)
+        )
         optimizer.step()
         optimizer.zero_grad()
 
@@ -120,7 +131,9 @@ def tensor_by_hand() -> Callable[[], None]:
     return step
 
 
-def prepared_step(shared: bool, averages: bool = False, **options: object) -> Callable[[], None] | None:
+def prepared_step(
+    shared: bool, averages: bool = False, **options: object
+) -> Callable[[], None] | None:
     """Return a training step, or None if `prepare` shards no parameter."""
     from accelerate import Accelerator
     from accelerate.utils import DistributedType
@@ -153,7 +166,9 @@ def fsdp(averages: bool = False) -> Callable[[], None] | None:
     from accelerate import FullyShardedDataParallelPlugin
 
     plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=[Block.__name__]
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=[Block.__name__],
     )
     return prepared_step(False, averages=averages, fsdp_plugin=plugin)
 
@@ -228,12 +243,16 @@ def averaged() -> Callable[[], None] | None:
     return fsdp(averages=True) if hasattr(Accelerator, "track_average") else None
 
 
-def run(own: Callable[[], None] | None, baselines: dict[str, Callable[[], Callable[[], None]]]) -> None:
+def run(
+    own: Callable[[], None] | None, baselines: dict[str, Callable[[], Callable[[], None]]]
+) -> None:
     """Print one result per baseline."""
     if own is None:
         return
     seconds = alternate(
-        {**{name: make_step() for name, make_step in baselines.items()}, "own": own}, rounds=15, repeat=2
+        {**{name: make_step() for name, make_step in baselines.items()}, "own": own},
+        rounds=15,
+        repeat=2,
     )
     if dist.get_rank() == 0:
         for name in baselines:

@@ -53,7 +53,9 @@ def plain(dataset: torch.Tensor) -> tuple[float, float]:
     return len(rows) / seconds, len(rows) / (seconds - waited() + before)
 
 
-def work(variables: dict[str, object], samples: int, folder: str, results: multiprocessing.Queue) -> None:
+def work(
+    variables: dict[str, object], samples: int, folder: str, results: multiprocessing.Queue
+) -> None:
     """One process of a run: puts its seconds, and those in which it waited for a processor."""
     env.publish(variables)
     torch.set_num_threads(1)
@@ -81,14 +83,21 @@ def run(ranks: int, samples: int) -> tuple[float, float]:
         for rank in range(ranks):
             variables: dict[str, object] = {"ACCELERATE_USE_CPU": "true"}
             if ranks > 1:
-                variables |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+                variables |= {
+                    "RANK": rank,
+                    "LOCAL_RANK": rank,
+                    "WORLD_SIZE": ranks,
+                    "LOCAL_WORLD_SIZE": ranks,
+                }
                 variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             workers.append(context.Process(target=work, args=(variables, samples, folder, results)))
             workers[-1].start()
         found = [results.get(timeout=600) for _ in workers]
         for worker in workers:
             worker.join()
-    return samples / max(seconds for seconds, _ in found), samples / max(seconds - lost for seconds, lost in found)
+    return samples / max(seconds for seconds, _ in found), samples / max(
+        seconds - lost for seconds, lost in found
+    )
 
 
 @torch.no_grad()
@@ -107,8 +116,15 @@ def main() -> None:
         for ranks in given.ranks:
             rates.setdefault(f"{ranks} ranks", []).append(run(ranks, given.samples))
     for name, found in rates.items():
-        measured, undisturbed = (round(statistics.median(column)) for column in zip(*found, strict=True))
-        line = {"name": f"map_dataset, {name}", "unit": "samples/s", "measured": measured, "undisturbed": undisturbed}
+        measured, undisturbed = (
+            round(statistics.median(column)) for column in zip(*found, strict=True)
+        )
+        line = {
+            "name": f"map_dataset, {name}",
+            "unit": "samples/s",
+            "measured": measured,
+            "undisturbed": undisturbed,
+        }
         print(json.dumps(line), flush=True)
 
 

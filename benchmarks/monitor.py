@@ -50,13 +50,22 @@ def main() -> None:
                     "each step": "pixels=1200&start=700001&stop=701000",
                 }
                 times = alternate(
-                    {title: lambda query=query, port=port: fetch(port, query) for title, query in ranges.items()},
+                    {
+                        title: lambda query=query, port=port: fetch(port, query)
+                        for title, query in ranges.items()
+                    },
                     rounds=7,
                 )
                 new = []
                 for step in range(5):
                     for rank in range(RANKS):
-                        write_steps(folder, rank, RANKS, planted_records(1, rank, begin=STEPS + step + 1), "ab")
+                        write_steps(
+                            folder,
+                            rank,
+                            RANKS,
+                            planted_records(1, rank, begin=STEPS + step + 1),
+                            "ab",
+                        )
                     after = time.perf_counter()
                     while not fetch(port, "pixels=1200&version=x"):
                         pass

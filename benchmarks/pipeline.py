@@ -32,7 +32,9 @@ def make() -> nn.Module:
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
-    tokens = torch.randint(CONFIG.vocabulary, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        CONFIG.vocabulary, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(0)
+    )
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
@@ -63,7 +65,9 @@ def by_hand(schedule: str, cut: list[int]) -> Callable[[], None]:
     module = HandStage(make(), layers, rank == 0, rank == ranks - 1)
     stage = PipelineStage(module, rank, ranks, torch.device("cpu"))
     run = getattr(schedules, schedule)(
-        stage, MICROBATCHES, loss_fn=lambda logits, labels: F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        stage,
+        MICROBATCHES,
+        loss_fn=lambda logits, labels: F.cross_entropy(logits.flatten(0, 1), labels.flatten()),
     )
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
     inputs, labels = batch()
@@ -95,7 +99,9 @@ def ours(schedule: str) -> tuple[Callable[[], None], list[int]]:
     handler = PipelineParallelConfig(
         schedule=schedule, num_microbatches=MICROBATCHES, gather_output=False, loss_reduction="mean"
     )
-    layout = ParallelismConfig(pp_size=dist.get_world_size() if dist.is_initialized() else ranks(), pp_handler=handler)
+    layout = ParallelismConfig(
+        pp_size=dist.get_world_size() if dist.is_initialized() else ranks(), pp_handler=handler
+    )
     accelerator = Accelerator(cpu=True, parallelism_config=layout)
     model = make()
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
@@ -108,7 +114,13 @@ def ours(schedule: str) -> tuple[Callable[[], None], list[int]]:
         optimizer.zero_grad()
 
     stages: list[list[int]] = [[] for _ in range(layout.pp_size)]
-    local = sorted({int(name.split(".")[1]) for name, _ in model.named_parameters() if name.startswith("layers.")})
+    local = sorted(
+        {
+            int(name.split(".")[1])
+            for name, _ in model.named_parameters()
+            if name.startswith("layers.")
+        }
+    )
     dist.all_gather_object(stages, local)
     return step, [*(layers[0] for layers in stages), CONFIG.layers]
 
@@ -130,7 +142,9 @@ def main() -> None:
     torch.set_num_threads(1)
     for name, schedule in (("gpipe", "ScheduleGPipe"), ("1f1b", "Schedule1F1B")):
         own, cut = ours(name)
-        seconds = alternate({"raw": by_hand(schedule, cut), "own": own}, rounds=15, repeat=2, warmup=3)
+        seconds = alternate(
+            {"raw": by_hand(schedule, cut), "own": own}, rounds=15, repeat=2, warmup=3
+        )
         if dist.get_rank() == 0:
             emit(f"pipeline step, {name}, {ranks()} ranks", "ms", seconds["raw"], seconds["own"])
     dist.barrier()

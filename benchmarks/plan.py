@@ -39,7 +39,14 @@ LAYOUTS = ("single", "ddp", "fsdp", "fsdp+ckpt")
 FIFTH = {"llama": "tp2", "mixture": "hsdp2x2", "bert": "hsdp2x2", "gpt": "hsdp2x2"}
 
 # Of four ranks: pipelines whose stages are replicated, sharded, or split where the model has a plan for it.
-COMPOSED = ("pp2+dp2", "pp2+fsdp2", "pp2+fsdp2+1f1b", "pp2+fsdp2+ckpt+1f1b", "pp2+tp2", "pp2+tp2+1f1b")
+COMPOSED = (
+    "pp2+dp2",
+    "pp2+fsdp2",
+    "pp2+fsdp2+1f1b",
+    "pp2+fsdp2+ckpt+1f1b",
+    "pp2+tp2",
+    "pp2+tp2+1f1b",
+)
 # Of mixtures that transformers shards while it loads them.
 EXPERTS = {"ep2+fsdp2": 2, "ep2+tp2": 2, "ep2+fsdp4": 4, "ep4+fsdp4": 4, "ep2+tp2+fsdp2": 4}
 PIPELINES = ("pp2", "pp2+1f1b", "pp2+looped_bfs", "pp2+interleaved", "pp2+zero_bubble", "pp2+zbv")
@@ -53,12 +60,16 @@ def build(kind: str) -> nn.Module:
     wide = {"hidden_size": 384, "num_hidden_layers": 6, "vocab_size": 8000}
     match kind:
         case "gpt":
-            return tf.GPT2LMHeadModel(tf.GPT2Config(n_embd=384, n_layer=6, n_head=6, vocab_size=8000))
+            return tf.GPT2LMHeadModel(
+                tf.GPT2Config(n_embd=384, n_layer=6, n_head=6, vocab_size=8000)
+            )
         case "llama":
             heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
             return tf.LlamaForCausalLM(tf.LlamaConfig(intermediate_size=1024, **wide, **heads))
         case "bert":
-            return tf.BertForMaskedLM(tf.BertConfig(intermediate_size=1536, num_attention_heads=6, **wide))
+            return tf.BertForMaskedLM(
+                tf.BertConfig(intermediate_size=1536, num_attention_heads=6, **wide)
+            )
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_local_experts": 4}
     return tf.MixtralForCausalLM(tf.MixtralConfig(intermediate_size=512, **wide, **heads))
 
@@ -89,7 +100,9 @@ def loaded(folder: str, sizes: dict[str, int]) -> nn.Module:
     import transformers as tf
 
     config = tf.distributed.DistributedConfig(**sizes)
-    return tf.MixtralForCausalLM.from_pretrained(folder, distributed_config=config, dtype=torch.float32).train()
+    return tf.MixtralForCausalLM.from_pretrained(
+        folder, distributed_config=config, dtype=torch.float32
+    ).train()
 
 
 def train(make, batch: BatchShape, accumulation: int, variables: dict, steps: int, results) -> None:
@@ -99,19 +112,29 @@ def train(make, batch: BatchShape, accumulation: int, variables: dict, steps: in
     torch.set_num_threads(1)
     kinds = [torch.profiler.ProfilerActivity.CPU]
     accelerator = Accelerator(cpu=True)
-    profiled = torch.profiler.profile(activities=kinds, profile_memory=True) if not steps else nullcontext()
+    profiled = (
+        torch.profiler.profile(activities=kinds, profile_memory=True)
+        if not steps
+        else nullcontext()
+    )
     with profiled as profile:
         model = make()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         model, optimizer = accelerator.prepare(model, optimizer)
         # Different tokens, so that they have different experts.
         torch.manual_seed(accelerator.strategy.data_shard[0])
-        inputs = {name: torch.randint_like(one, 8000) for name, one in fake_batch(model, batch).items()}
+        inputs = {
+            name: torch.randint_like(one, 8000) for name, one in fake_batch(model, batch).items()
+        }
         since = step(accelerator, model, optimizer, inputs, accumulation)
         gc.collect()
         for _ in range(1 if steps else 3):
             step(accelerator, model, optimizer, inputs, accumulation)
-    peak = max((count for when, count in counts(profile) if when >= since), default=0) if profile else 0
+    peak = (
+        max((count for when, count in counts(profile) if when >= since), default=0)
+        if profile
+        else 0
+    )
     times = []
     for _ in range(steps):
         start = time.perf_counter()
@@ -133,7 +156,9 @@ def step(accelerator, model, optimizer, inputs, accumulation: int) -> int:
     return time.time_ns()
 
 
-def run(kind: str, training: trace.PlannedTraining, layout: layouts.PlannedLayout, steps: int) -> tuple[int, float]:
+def run(
+    kind: str, training: trace.PlannedTraining, layout: layouts.PlannedLayout, steps: int
+) -> tuple[int, float]:
     """(peak bytes, seconds of a step) of a real run."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -148,10 +173,22 @@ def run(kind: str, training: trace.PlannedTraining, layout: layouts.PlannedLayou
         make = functools.partial(loaded, folder.name, dict(layout.loading))
     workers = []
     for rank in range(layout.ranks):
-        ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": layout.ranks, "LOCAL_WORLD_SIZE": layout.ranks}
+        ranks = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": layout.ranks,
+            "LOCAL_WORLD_SIZE": layout.ranks,
+        }
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         variables = {**shared, **(ranks | address if layout.ranks > 1 else {})}
-        arguments = (make, training.batch.of_rank(layout), layout.accumulation, variables, steps, results)
+        arguments = (
+            make,
+            training.batch.of_rank(layout),
+            layout.accumulation,
+            variables,
+            steps,
+            results,
+        )
         workers.append(context.Process(target=train, args=arguments))
         workers[-1].start()
     found = sorted(results.get(timeout=1200) for _ in workers)
@@ -214,16 +251,23 @@ def compare_memory(kind: str, batch: BatchShape, chosen: list[tuple[str, int]]) 
         )  # fmt: skip
 
 
-def compare_order(kind: str, batch: BatchShape, ranks: int, steps: int, names: list[str] | None) -> None:
+def compare_order(
+    kind: str, batch: BatchShape, ranks: int, steps: int, names: list[str] | None
+) -> None:
     training = training_of(kind, batch)
     names = names or ["ddp", "fsdp", "fsdp+ckpt", "hsdp2x2", f"tp{ranks}", *PIPELINES]
     chosen = [layout for layout in candidates(kind, ranks) if layout.name in names]
     chosen += [layout.accumulated(2) for layout in chosen if layout.name in ("ddp", "fsdp")]
     here = machine.measure(ranks)
-    planned = [(layout, estimate.estimate(layout, one, here)) for layout, one in trace.trace_all(training, chosen)]
+    planned = [
+        (layout, estimate.estimate(layout, one, here))
+        for layout, one in trace.trace_all(training, chosen)
+    ]
     planned = [(layout, row) for layout, row in planned if not row.failure]
     # Other processes disturb a measurement in one direction only, and each round for all layouts.
-    rounds = [[run(kind, training, layout, steps)[1] for layout, _ in planned] for _ in range(ROUNDS)]
+    rounds = [
+        [run(kind, training, layout, steps)[1] for layout, _ in planned] for _ in range(ROUNDS)
+    ]
     found = []
     for (layout, row), times in zip(planned, zip(*rounds, strict=True), strict=True):
         best, second = sorted(times)[:2]
@@ -235,12 +279,19 @@ def compare_order(kind: str, batch: BatchShape, ranks: int, steps: int, names: l
         )  # fmt: skip
     tau, ties = kendall(found)
     emit(
-        name=f"tau {kind} on {ranks}", unit="", tau=round(tau, 2), ties=ties, pairs=len(found) * (len(found) - 1) // 2
+        name=f"tau {kind} on {ranks}",
+        unit="",
+        tau=round(tau, 2),
+        ties=ties,
+        pairs=len(found) * (len(found) - 1) // 2,
     )
 
 
 def candidates(kind: str, ranks: int) -> list[layouts.PlannedLayout]:
-    return [*layouts.candidates(ranks), *(layouts.expert_candidates(ranks) if kind == "mixture" else ())]
+    return [
+        *layouts.candidates(ranks),
+        *(layouts.expert_candidates(ranks) if kind == "mixture" else ()),
+    ]
 
 
 def training_of(kind: str, batch: BatchShape) -> trace.PlannedTraining:

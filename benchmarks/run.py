@@ -37,7 +37,12 @@ class Script:
 
 SCRIPTS = [
     Script(
-        "step.py", {"step": Row("overhead per step: Linear(16, 1), batch 8, SGD + LambdaLR, accumulate", "added", 15)}
+        "step.py",
+        {
+            "step": Row(
+                "overhead per step: Linear(16, 1), batch 8, SGD + LambdaLR, accumulate", "added", 15
+            )
+        },
     ),
     Script(
         "telemetry.py",
@@ -49,9 +54,15 @@ SCRIPTS = [
             "telemetry of given batches, twice without": Row(
                 "telemetry: two such steps, batches of unknown sizes", "added"
             ),
-            "telemetry of given batches": Row("telemetry: a recorded step, batches of unknown sizes", "added", 30),
-            "telemetry of a long step, twice without": Row("telemetry: two steps of 5 ms, neither recorded", "ratio"),
-            "telemetry of a long step": Row("telemetry: a recorded step of 5 ms / one that is not", "ratio", 1.01),
+            "telemetry of given batches": Row(
+                "telemetry: a recorded step, batches of unknown sizes", "added", 30
+            ),
+            "telemetry of a long step, twice without": Row(
+                "telemetry: two steps of 5 ms, neither recorded", "ratio"
+            ),
+            "telemetry of a long step": Row(
+                "telemetry: a recorded step of 5 ms / one that is not", "ratio", 1.01
+            ),
         },
     ),
     Script(
@@ -67,11 +78,17 @@ SCRIPTS = [
         {
             "launch help": Row("accelerate launch -h", "time", 200),
             "launch one": Row(
-                "launch, one process: time to the first line of the script, over plain python", "added", 150
+                "launch, one process: time to the first line of the script, over plain python",
+                "added",
+                150,
             ),
-            "launch one, torchrun": Row("launch, one process: total time to the first line (raw: torchrun)", "time"),
+            "launch one, torchrun": Row(
+                "launch, one process: total time to the first line (raw: torchrun)", "time"
+            ),
             "launch two": Row(
-                "launch, two CPU processes: time to the first line of the last one (raw: torchrun)", "time", 400
+                "launch, two CPU processes: time to the first line of the last one (raw: torchrun)",
+                "time",
+                400,
             ),
             "launch many": Row("launch of 64 processes with a log each / torchrun", "ratio", 0.5),
         },
@@ -79,7 +96,9 @@ SCRIPTS = [
     Script(
         "agreement.py",
         {
-            f"agreement, {case}: {figure}": Row(f"agreement of 512 simulated ranks, {case}: {title}", "time", target)
+            f"agreement, {case}: {figure}": Row(
+                f"agreement of 512 simulated ranks, {case}: {title}", "time", target
+            )
             for case, operations, size, seconds in (
                 ("together", 12, 1000, 1),
                 ("one late", 100, None, 1),
@@ -99,10 +118,14 @@ SCRIPTS = [
             "gather": Row("gather of one tensor, 2 gloo ranks / raw", "ratio", 1.2),
             "gather large": Row("gather of one tensor of 4 MiB, 2 gloo ranks / raw", "ratio", 1.2),
             "gather nested": Row(
-                "gather of a nested batch of 8 tensors, 2 gloo ranks / one flat tensor, raw", "ratio", 1.3
+                "gather of a nested batch of 8 tensors, 2 gloo ranks / one flat tensor, raw",
+                "ratio",
+                1.3,
             ),
             "gather_object": Row("gather_object, 2 gloo ranks / raw", "ratio", 1.1),
-            "gather_object large": Row("gather_object of 234 KiB, 2 gloo ranks / raw", "ratio", 1.1),
+            "gather_object large": Row(
+                "gather_object of 234 KiB, 2 gloo ranks / raw", "ratio", 1.1
+            ),
         },
         ranks=2,
     ),
@@ -120,7 +143,9 @@ SCRIPTS = [
                     f"FSDP2 step with track_average, {ranks} gloo ranks / without", "ratio"
                 ),
                 f"tensor step, {ranks} ranks": Row(
-                    f"tensor-parallel step, {ranks} gloo ranks / torch's parallelize_module", "ratio", 1.03
+                    f"tensor-parallel step, {ranks} gloo ranks / torch's parallelize_module",
+                    "ratio",
+                    1.03,
                 ),
                 f"tensor step, lower bound, {ranks} ranks": Row(
                     f"tensor-parallel step, {ranks} gloo ranks / lower bound: two autograd functions, plain tensors",
@@ -136,7 +161,9 @@ SCRIPTS = [
             "pipeline.py",
             {
                 f"pipeline step, {name}, {ranks} ranks": Row(
-                    f"pipeline step ({name}), {ranks} gloo ranks / torch's stages and schedule by hand", "ratio", 1.03
+                    f"pipeline step ({name}), {ranks} gloo ranks / torch's stages and schedule by hand",
+                    "ratio",
+                    1.03,
                 )
                 for name in ("gpipe", "1f1b")
             },
@@ -148,18 +175,32 @@ SCRIPTS = [
         "checkpoint.py",
         {
             "checkpoint save": Row("save_state of 1.1 GiB / torch.save and fsync", "ratio", 1.0),
-            "checkpoint load": Row("load_state of 1.1 GiB / reading its bytes from the disk", "ratio", 1.2),
-            "checkpoint wait": Row("time that a save blocks the loop, in the background if supported", "time"),
-            "checkpoint load memory": Row("peak memory of load_state over the resident memory", "time", 4.2),
-            "checkpoint verify": Row("verifying 1.1 GiB / reading its bytes from the disk", "ratio", 1.1),
-            "checkpoint resume data": Row("resume after 1,000 batches of an epoch: time to the next batch", "time", 5),
+            "checkpoint load": Row(
+                "load_state of 1.1 GiB / reading its bytes from the disk", "ratio", 1.2
+            ),
+            "checkpoint wait": Row(
+                "time that a save blocks the loop, in the background if supported", "time"
+            ),
+            "checkpoint load memory": Row(
+                "peak memory of load_state over the resident memory", "time", 4.2
+            ),
+            "checkpoint verify": Row(
+                "verifying 1.1 GiB / reading its bytes from the disk", "ratio", 1.1
+            ),
+            "checkpoint resume data": Row(
+                "resume after 1,000 batches of an epoch: time to the next batch", "time", 5
+            ),
         },
     ),
     Script(
         "adapters.py",
         {
-            "adapter size": Row("checkpoint of LoRA adapters / adapters and their AdamW", "ratio", 1.05),
-            "adapter save": Row("save_state of LoRA adapters: FSDP2 on 4 gloo ranks / one process", "ratio", 1.2),
+            "adapter size": Row(
+                "checkpoint of LoRA adapters / adapters and their AdamW", "ratio", 1.05
+            ),
+            "adapter save": Row(
+                "save_state of LoRA adapters: FSDP2 on 4 gloo ranks / one process", "ratio", 1.2
+            ),
             "adapter save by torch": Row(
                 "save_state of LoRA adapters on 4 gloo ranks / full states by torch", "ratio", 1
             ),
@@ -171,9 +212,13 @@ SCRIPTS = [
             "big model load": Row("load of 384 MiB to the CPU", "time", 100),
             "big model load half": Row("load of 384 MiB, half of it on disk", "time", 100),
             "big model written": Row("bytes that this load writes", "time", 0.1),
-            "big model forward": Row("forward with half of the weights on disk / all in memory", "ratio", 1.15),
+            "big model forward": Row(
+                "forward with half of the weights on disk / all in memory", "ratio", 1.15
+            ),
             "big model cold forward": Row(
-                "the same with nothing in the file cache / max(compute, reading the bytes)", "ratio", 1.1
+                "the same with nothing in the file cache / max(compute, reading the bytes)",
+                "ratio",
+                1.1,
             ),
             "big model memory": Row("memory that this forward takes (a layer: 16 MiB)", "time", 34),
         },
@@ -181,7 +226,9 @@ SCRIPTS = [
     Script(
         "device_map.py",
         {
-            f"device map: {kind}, {part}": Row(f"device map of 5,000 modules, {kind}, {shown}", "time")
+            f"device map: {kind}, {part}": Row(
+                f"device map of 5,000 modules, {kind}, {shown}", "time"
+            )
             for kind in ("transformer", "transformer, split", "nested", "flat")
             for part, shown in (("half", "half of them on disk"), ("all", "all on the CPU"))
         },
@@ -189,7 +236,9 @@ SCRIPTS = [
     Script(
         "data_loader.py",
         {
-            f"loader: {kind}, batch {size}": Row(f"prepared loader / raw, {kind}, batch {size}", "ratio", 1.0)
+            f"loader: {kind}, batch {size}": Row(
+                f"prepared loader / raw, {kind}, batch {size}", "ratio", 1.0
+            )
             for kind in ("tensors", "samples", "stream", "generator stream")
             for size in (8, 64)
         },
@@ -198,11 +247,15 @@ SCRIPTS = [
         "growth.py",
         {
             **{
-                f"growth: step, {count} parameters": Row(f"step with {count} parameters / raw", "ratio")
+                f"growth: step, {count} parameters": Row(
+                    f"step with {count} parameters / raw", "ratio"
+                )
                 for count in (10, 100, 1000)
             },
             **{
-                f"growth: first batch, {count} samples": Row(f"first batch of {count:,} samples / raw", "ratio")
+                f"growth: first batch, {count} samples": Row(
+                    f"first batch of {count:,} samples / raw", "ratio"
+                )
                 for count in (1_000, 10_000, 100_000)
             },
         },
@@ -210,7 +263,9 @@ SCRIPTS = [
     Script(
         "growth.py",
         {
-            f"growth: gather, {count} tensors": Row(f"gather of {count} tensors / a gather of each, raw", "ratio")
+            f"growth: gather, {count} tensors": Row(
+                f"gather of {count} tensors / a gather of each, raw", "ratio"
+            )
             for count in (1, 10, 100)
         },
         ranks=2,
@@ -222,14 +277,32 @@ def run_script(python: str, script: Script, timeout: float) -> list[dict[str, ob
     """Run a script with an interpreter and return its results."""
     command = [python]
     if script.ranks:
-        command += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(script.ranks)]
+        command += [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc_per_node",
+            str(script.ranks),
+        ]
     # The peer joins a CPU process group only if ACCELERATE_USE_CPU is set.
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
+    env = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "ACCELERATE_USE_CPU": "true",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     done = subprocess.run(
-        [*command, str(HERE / script.file)], capture_output=True, text=True, timeout=timeout, env=env, cwd=HERE
+        [*command, str(HERE / script.file)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=env,
+        cwd=HERE,
     )
     if done.returncode:
-        raise RuntimeError(f"failed with {python} (exit code {done.returncode}):\n{done.stderr[-3000:]}")
+        raise RuntimeError(
+            f"failed with {python} (exit code {done.returncode}):\n{done.stderr[-3000:]}"
+        )
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
@@ -251,11 +324,17 @@ def measure(
             for package in sorted(pythons, reverse=bool(number % 2)):
                 if (script.file, script.ranks, package) in failures:
                     continue
-                print(f"{script.file}: {package}, round {number + 1} of {rounds}", file=sys.stderr, flush=True)
+                print(
+                    f"{script.file}: {package}, round {number + 1} of {rounds}",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 try:
                     lines = run_script(pythons[package], script, timeout)
                 except (RuntimeError, subprocess.TimeoutExpired) as error:
-                    failures[script.file, script.ranks, package] = f"{script.file} with {package}: {error}"
+                    failures[script.file, script.ranks, package] = (
+                        f"{script.file} with {package}: {error}"
+                    )
                     continue
                 for line in lines:
                     results.setdefault(str(line["name"]), {}).setdefault(package, []).append(line)
@@ -273,8 +352,12 @@ def summary(lines: list[dict]) -> dict:
         "own": statistics.median(line["own"] for line in lines),
         "raw": statistics.median(raws) if raws else None,
         # The ratio within a process varies less, since raw and own ran alternately.
-        "ratio": statistics.median(line["own"] / line["raw"] for line in lines if line["raw"]) if raws else None,
-        "added": statistics.median(line["own"] - line["raw"] for line in lines if line["raw"] is not None)
+        "ratio": statistics.median(line["own"] / line["raw"] for line in lines if line["raw"])
+        if raws
+        else None,
+        "added": statistics.median(
+            line["own"] - line["raw"] for line in lines if line["raw"] is not None
+        )
         if raws
         else None,
     }
@@ -291,17 +374,38 @@ def format_value(result: dict | None, metric: str) -> str:
 
 
 def table(scripts: list[Script], summaries: dict[str, dict[str, dict]]) -> str:
-    lines = ["| benchmark | raw PyTorch | peer | ours | target | met |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| benchmark | raw PyTorch | peer | ours | target | met |",
+        "|---|---|---|---|---|---|",
+    ]
     for script in scripts:
         for name, row in script.rows.items():
             by_package = summaries.get(name, {})
             ours, peer = by_package.get("ours"), by_package.get("peer")
-            raw = next((result["raw"] for result in (ours, peer) if result and result["raw"] is not None), None)
+            raw = next(
+                (result["raw"] for result in (ours, peer) if result and result["raw"] is not None),
+                None,
+            )
             raw_text = "-" if raw is None else f"{raw:.1f} {(ours or peer or {})['unit']}"
-            target = "" if row.target is None else f"at most {row.target:g}" + ("x" if row.metric == "ratio" else "")
+            target = (
+                ""
+                if row.target is None
+                else f"at most {row.target:g}" + ("x" if row.metric == "ratio" else "")
+            )
             value = None if ours is None else ours["own" if row.metric == "time" else row.metric]
-            met = "" if row.target is None or value is None else ("yes" if value <= row.target else "no")
-            texts = (row.title, raw_text, format_value(peer, row.metric), format_value(ours, row.metric), target, met)
+            met = (
+                ""
+                if row.target is None or value is None
+                else ("yes" if value <= row.target else "no")
+            )
+            texts = (
+                row.title,
+                raw_text,
+                format_value(peer, row.metric),
+                format_value(ours, row.metric),
+                target,
+                met,
+            )
             lines.append(f"| {' | '.join(texts)} |")
     return "\n".join(lines)
 
@@ -321,7 +425,11 @@ def machine_info() -> dict[str, object]:
 
 
 def write_results(
-    text: str, summaries: dict[str, dict[str, dict]], rounds: int, machine: dict[str, object], folder: Path
+    text: str,
+    summaries: dict[str, dict[str, dict]],
+    rounds: int,
+    machine: dict[str, object],
+    folder: Path,
 ) -> Path:
     """Write the table and the summaries to files named after the date and the kind of machine."""
     kind = f"{machine['system']}-{machine['cores']}cpu".lower().replace(" ", "-")
@@ -332,26 +440,43 @@ def write_results(
     properties = ", ".join(f"{key} {value}" for key, value in machine.items() if value is not None)
     method = f"Medians over {rounds} alternating rounds."
     path.write_text(f"# Benchmarks\n\nMachine: {properties}. {method}\n\n{text}\n")
-    path.with_suffix(".json").write_text(json.dumps({"machine": machine, "figures": summaries}, indent=1) + "\n")
+    path.with_suffix(".json").write_text(
+        json.dumps({"machine": machine, "figures": summaries}, indent=1) + "\n"
+    )
     return path
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--peer", help="Python interpreter of the environment with the peer")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each script per package (default: %(default)s)")
-    parser.add_argument("--only", nargs="*", metavar="FILE", help="run only these scripts and write no results")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=3,
+        help="runs of each script per package (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--only", nargs="*", metavar="FILE", help="run only these scripts and write no results"
+    )
     parser.add_argument("--write", action="store_true", help="write the results of --only too")
     parser.add_argument(
-        "--timeout", type=float, default=600, help="time limit of a script in seconds (default: %(default)s)"
+        "--timeout",
+        type=float,
+        default=600,
+        help="time limit of a script in seconds (default: %(default)s)",
     )
     args = parser.parse_args()
     known = {script.file for script in SCRIPTS}
     unknown = set(args.only or ()) - known
     if unknown:
-        parser.error(f"no such script: {', '.join(sorted(unknown))} (choose from {', '.join(sorted(known))})")
+        parser.error(
+            f"no such script: {', '.join(sorted(unknown))} (choose from {', '.join(sorted(known))})"
+        )
     scripts = [script for script in SCRIPTS if not args.only or script.file in args.only]
-    pythons = {"ours": sys.executable, **({"peer": os.path.abspath(args.peer)} if args.peer else {})}
+    pythons = {
+        "ours": sys.executable,
+        **({"peer": os.path.abspath(args.peer)} if args.peer else {}),
+    }
     summaries, failures = measure(scripts, pythons, args.rounds, args.timeout)
     text = table(scripts, summaries)
     print(text)

@@ -29,7 +29,9 @@ from llama import Llama, LlamaConfig
 
 def local_parameters(model: torch.nn.Module) -> int:
     """Return the number of parameters that this process has memory for."""
-    return sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in model.parameters())
+    return sum(
+        p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in model.parameters()
+    )
 
 
 def measure(ranks: int, tp: int, pp: int, copies: int, config: LlamaConfig) -> dict[str, object]:
@@ -49,10 +51,15 @@ def measure(ranks: int, tp: int, pp: int, copies: int, config: LlamaConfig) -> d
     accelerator = Accelerator(
         cpu=True,
         parallelism_config=ParallelismConfig(
-            dp_replicate_size=copies, dp_shard_size=ranks // (tp * pp * copies), tp_size=tp, pp_size=pp
+            dp_replicate_size=copies,
+            dp_shard_size=ranks // (tp * pp * copies),
+            tp_size=tp,
+            pp_size=pp,
         ),
         fsdp_plugin=FullyShardedDataParallelPlugin(
-            fsdp_version=2, auto_wrap_policy="TRANSFORMER_BASED_WRAP", transformer_cls_names_to_wrap=["Block"]
+            fsdp_version=2,
+            auto_wrap_policy="TRANSFORMER_BASED_WRAP",
+            transformer_cls_names_to_wrap=["Block"],
         ),
     )
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -61,7 +68,12 @@ def measure(ranks: int, tp: int, pp: int, copies: int, config: LlamaConfig) -> d
     return {
         "name": "prepare on a fake group",
         "ranks": ranks,
-        "layout": {"dp_replicate": copies, "dp_shard": ranks // (tp * pp * copies), "tp": tp, "pp": pp},
+        "layout": {
+            "dp_replicate": copies,
+            "dp_shard": ranks // (tp * pp * copies),
+            "tp": tp,
+            "pp": pp,
+        },
         "seconds": round(seconds, 2),
         "parameters": total,
         "local parameters": local_parameters(model),
@@ -72,7 +84,9 @@ def measure(ranks: int, tp: int, pp: int, copies: int, config: LlamaConfig) -> d
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=1024)
     parser.add_argument("--tp", type=int, default=8)
     parser.add_argument("--pp", type=int, default=1)

@@ -12,7 +12,9 @@ from torch.nn.functional import mse_loss
 STEPS = 300
 
 
-def make_training() -> tuple[torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+def make_training() -> tuple[
+    torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler
+]:
     torch.manual_seed(0)
     model = torch.nn.Linear(16, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)

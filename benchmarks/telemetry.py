@@ -80,7 +80,9 @@ def added(loops: dict[str, Callable[[], float]], steps: int) -> tuple[float, dic
         rounds.append({name: loops[name]() for name in order})
     rounds = rounds[WARMUP // steps :]
     usual = statistics.median(found[first] for found in rounds)
-    return usual, {name: statistics.median(found[name] - found[first] for found in rounds) for name in others}
+    return usual, {
+        name: statistics.median(found[name] - found[first] for found in rounds) for name in others
+    }
 
 
 def main() -> None:
@@ -100,9 +102,15 @@ def main() -> None:
         loops["telemetry both"] = short.loop(str(Path(folder, "both")))
         compared = [(loops, short.steps)]
         del os.environ["ACCELERATE_STATUS_DIR"]
-        others = {"given batches": Training(16, 8, batched=True), "a long step": Training(640, 256, 64, batched=True)}
+        others = {
+            "given batches": Training(16, 8, batched=True),
+            "a long step": Training(640, 256, 64, batched=True),
+        }
         for name, training in others.items():
-            loops = {"off": training.loop(False), f"telemetry of {name}, twice without": training.loop(False)}
+            loops = {
+                "off": training.loop(False),
+                f"telemetry of {name}, twice without": training.loop(False),
+            }
             loops[f"telemetry of {name}"] = training.loop(str(Path(folder, name)))
             compared.append((loops, training.steps))
         for loops, steps in compared:

@@ -10,7 +10,10 @@ from collections.abc import Callable, Mapping
 
 
 def alternate(
-    functions: Mapping[str, Callable[[], object]], rounds: int = 15, repeat: int = 1, warmup: int = 2
+    functions: Mapping[str, Callable[[], object]],
+    rounds: int = 15,
+    repeat: int = 1,
+    warmup: int = 2,
 ) -> dict[str, float]:
     """Return the median seconds per call of each function.
 
@@ -36,5 +39,11 @@ SCALE = {"": 1.0, "s": 1.0, "ms": 1e3, "us": 1e6, "MB": 1e-6}
 def emit(name: str, unit: str, raw: float | None, own: float, **more: object) -> None:
     """Print one result. `raw` (None if there is no baseline) and `own` are in seconds or bytes, printed in `unit`."""
     scale = SCALE[unit]
-    line = {"name": name, "unit": unit, "raw": None if raw is None else raw * scale, "own": own * scale, **more}
+    line = {
+        "name": name,
+        "unit": unit,
+        "raw": None if raw is None else raw * scale,
+        "own": own * scale,
+        **more,
+    }
     print(json.dumps(line), flush=True)

@@ -55,12 +55,19 @@ html_show_copyright = False
 copybutton_exclude = ".linenos, .gp, .go"
 
 
-def _show_examples_as_code(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+def _show_examples_as_code(
+    app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]
+) -> None:
     """Turn the indented lines below `Example:` of a docstring into a block of code."""
     for number, line in enumerate(lines):
         if line.strip() in ("Example:", "Examples:"):
             indent = line[: len(line) - len(line.lstrip())]
-            lines[number : number + 1] = [f"{indent}.. rubric:: Example", "", f"{indent}.. code-block:: python", ""]
+            lines[number : number + 1] = [
+                f"{indent}.. rubric:: Example",
+                "",
+                f"{indent}.. code-block:: python",
+                "",
+            ]
             return
 
 
@@ -78,7 +85,11 @@ def _index_search_words(app: Any, name: str, source: list[str]) -> None:
     """Turn `<!-- search: OOM, out of memory -->` into entries of the index, which a search shows first."""
 
     def directive(match: re.Match[str]) -> str:
-        return "```{index} " + ", ".join(f"!{phrase.strip()}" for phrase in match[1].split(",")) + "\n```"
+        return (
+            "```{index} "
+            + ", ".join(f"!{phrase.strip()}" for phrase in match[1].split(","))
+            + "\n```"
+        )
 
     source[0] = re.sub(r"^<!-- search: (.+) -->$", directive, source[0], flags=re.MULTILINE)
 
@@ -101,7 +112,13 @@ def _write_start_page(app: Any, error: Exception | None) -> None:
 
 
 def _show_effective_defaults(
-    app: Any, what: str, name: str, found: object, options: object, signature: str | None, returns: str | None
+    app: Any,
+    what: str,
+    name: str,
+    found: object,
+    options: object,
+    signature: str | None,
+    returns: str | None,
 ) -> tuple[str | None, str | None]:
     """Show what an argument that was not given means, instead of the name of its marker."""
     return signature and signature.replace("_NOT_GIVEN", "False"), returns

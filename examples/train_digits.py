@@ -30,17 +30,33 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--epochs", type=positive_int, default=15, help="(default: %(default)s)")
     parser.add_argument(
-        "--batch_size", type=positive_int, default=32, help="batch size per process (default: %(default)s)"
-    )
-    parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate (default: %(default)s)")
-    parser.add_argument("--max_steps", type=positive_int, help="stop after this many steps (default: run all epochs)")
-    parser.add_argument(
-        "--mixed_precision", choices=["no", "bf16", "fp16"], help="default: the setting of the launcher, else no"
+        "--batch_size",
+        type=positive_int,
+        default=32,
+        help="batch size per process (default: %(default)s)",
     )
     parser.add_argument(
-        "--seed", type=int, default=0, help="seed of the split, the weights and the data order (default: %(default)s)"
+        "--lr", type=float, default=3e-3, help="peak learning rate (default: %(default)s)"
     )
-    parser.add_argument("--cpu", action="store_true", help="use the CPU even if an accelerator is available")
+    parser.add_argument(
+        "--max_steps",
+        type=positive_int,
+        help="stop after this many steps (default: run all epochs)",
+    )
+    parser.add_argument(
+        "--mixed_precision",
+        choices=["no", "bf16", "fp16"],
+        help="default: the setting of the launcher, else no",
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="seed of the split, the weights and the data order (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--cpu", action="store_true", help="use the CPU even if an accelerator is available"
+    )
     return parser.parse_args()
 
 
@@ -60,7 +76,9 @@ def digits(seed: int) -> tuple[TensorDataset, TensorDataset]:
         raise SystemExit("this example needs scikit-learn: pip install scikit-learn") from None
     images, labels = load_digits(return_X_y=True)
     arrays = train_test_split(images, labels, test_size=0.2, stratify=labels, random_state=seed)
-    train_x, test_x = (torch.tensor(x, dtype=torch.float32).view(-1, 1, 8, 8) / 16 for x in arrays[:2])
+    train_x, test_x = (
+        torch.tensor(x, dtype=torch.float32).view(-1, 1, 8, 8) / 16 for x in arrays[:2]
+    )
     train_y, test_y = (torch.tensor(y) for y in arrays[2:])
     return TensorDataset(train_x, train_y), TensorDataset(test_x, test_y)
 
@@ -87,7 +105,9 @@ def evaluate(accelerator: Accelerator, model: nn.Module, loader: DataLoader) -> 
     correct = count = 0
     for images, labels in loader:
         # Duplicates that fill up the last batch are dropped: each image counts once.
-        labels, predictions = accelerator.gather_for_metrics((labels, model(images).argmax(dim=1)))  # [4]
+        labels, predictions = accelerator.gather_for_metrics(
+            (labels, model(images).argmax(dim=1))
+        )  # [4]
         correct += (labels == predictions).sum().item()
         count += len(labels)
     model.train()
@@ -125,7 +145,9 @@ def main() -> None:
                 break
         correct, test_size = evaluate(accelerator, model, test_loader)
         mean = accelerator.reduce(total / count, reduction="mean").item()
-        accelerator.print(f"epoch {epoch + 1:2d}   training loss {mean:.4f}   test accuracy {correct / test_size:.2%}")
+        accelerator.print(
+            f"epoch {epoch + 1:2d}   training loss {mean:.4f}   test accuracy {correct / test_size:.2%}"
+        )
         if steps == args.max_steps:
             break
 

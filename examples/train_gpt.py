@@ -47,10 +47,16 @@ def parse_arguments() -> argparse.Namespace:
         parser.add_argument(name, type=type, default=default, help=f"{help} (default: %(default)s)")
 
     add("--output_dir", Path("runs/gpt"), "folder for all output", Path)
-    parser.add_argument("--resume", action="store_true", help="resume from the newest checkpoint in --output_dir")
-    parser.add_argument("--cpu", action="store_true", help="use the CPU even if an accelerator is available")
     parser.add_argument(
-        "--mixed_precision", choices=["no", "bf16", "fp16"], help="default: the setting of the launcher, else no"
+        "--resume", action="store_true", help="resume from the newest checkpoint in --output_dir"
+    )
+    parser.add_argument(
+        "--cpu", action="store_true", help="use the CPU even if an accelerator is available"
+    )
+    parser.add_argument(
+        "--mixed_precision",
+        choices=["no", "bf16", "fp16"],
+        help="default: the setting of the launcher, else no",
     )
     add("--max_steps", 1000, "optimizer steps")
     add("--batch_size", 32, "samples per process and forward")
@@ -70,7 +76,9 @@ def parse_arguments() -> argparse.Namespace:
     if args.width % args.heads:
         parser.error(f"--width {args.width} is not divisible by --heads {args.heads}")
     if not args.resume and args.output_dir.is_dir() and any(args.output_dir.iterdir()):
-        raise SystemExit(f"{args.output_dir} has the files of a run: pass --resume, or another --output_dir")
+        raise SystemExit(
+            f"{args.output_dir} has the files of a run: pass --resume, or another --output_dir"
+        )
     return args
 
 
@@ -101,7 +109,9 @@ class Dates(Dataset):
     def __init__(self, held_out: bool, count: int | None = None) -> None:
         first = date(1970, 1, 1)
         days = (first + timedelta(number) for number in range((date(2070, 1, 1) - first).days))
-        self.days = [day for day in days if (zlib.crc32(day.isoformat().encode()) % 10 == 0) == held_out]
+        self.days = [
+            day for day in days if (zlib.crc32(day.isoformat().encode()) % 10 == 0) == held_out
+        ]
         total = len(self.days) * len(STYLES)
         # All samples, or `count` of them that are evenly spaced.
         self.indices = range(total) if count is None else [i * total // count for i in range(count)]
@@ -130,11 +140,21 @@ class Block(nn.Module):
         super().__init__()
         self.heads = heads
         self.norm_attention, self.norm_mlp = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
-        self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+        self.qkv, self.out = (
+            nn.Linear(width, 3 * width, bias=False),
+            nn.Linear(width, width, bias=False),
+        )
+        self.up, self.down = (
+            nn.Linear(width, 4 * width, bias=False),
+            nn.Linear(4 * width, width, bias=False),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.qkv(self.norm_attention(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        q, k, v = (
+            self.qkv(self.norm_attention(x))
+            .unflatten(-1, (3, self.heads, -1))
+            .permute(2, 0, 3, 1, 4)
+        )
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm_mlp(x))))
@@ -145,7 +165,10 @@ class GPT(nn.Module):
 
     def __init__(self, width: int, layers: int, heads: int) -> None:
         super().__init__()
-        self.embed, self.position = nn.Embedding(CHARACTERS, width), nn.Embedding(QUESTION + ANSWER, width)
+        self.embed, self.position = (
+            nn.Embedding(CHARACTERS, width),
+            nn.Embedding(QUESTION + ANSWER, width),
+        )
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.norm = nn.RMSNorm(width)
         for parameter in self.parameters():
@@ -196,7 +219,9 @@ def evaluate(accelerator: Accelerator, model: nn.Module, loader: Iterable[torch.
     """Return the share of held-out dates that are right in every character, each counted once."""
     model.eval()
     right = [
-        accelerator.gather_for_metrics((answer(model, tokens[:, :QUESTION]) == tokens).all(dim=1))  # [5]
+        accelerator.gather_for_metrics(
+            (answer(model, tokens[:, :QUESTION]) == tokens).all(dim=1)
+        )  # [5]
         for tokens in loader
     ]
     model.train()
@@ -211,7 +236,9 @@ def rate(step: int, warmup: int, steps: int) -> float:
     return 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * min(1.0, fraction)))
 
 
-def train(args, accelerator, model, optimizer, scheduler, loader, eval_loader, progress: Progress) -> None:
+def train(
+    args, accelerator, model, optimizer, scheduler, loader, eval_loader, progress: Progress
+) -> None:
     """Train up to --max_steps. Log, evaluate and save at the intervals of the arguments."""
     losses = []
     while progress.step < args.max_steps:
@@ -237,7 +264,9 @@ def train(args, accelerator, model, optimizer, scheduler, loader, eval_loader, p
             if evaluates:
                 accuracy = evaluate(accelerator, model, eval_loader)
                 accelerator.log({"held-out accuracy": accuracy}, step=progress.step)
-                accelerator.print(f"step {progress.step:4d}   loss {mean:.4f}   held-out accuracy {accuracy:.1%}")
+                accelerator.print(
+                    f"step {progress.step:4d}   loss {mean:.4f}   held-out accuracy {accuracy:.1%}"
+                )
             if last or progress.step % args.save_every == 0:
                 accelerator.save_state()
             if last:
@@ -250,14 +279,20 @@ def main() -> None:
         cpu=args.cpu,
         mixed_precision=args.mixed_precision,
         gradient_accumulation_steps=args.accumulate,
-        project_config=ProjectConfiguration(str(args.output_dir), automatic_checkpoint_naming=True, total_limit=2),
+        project_config=ProjectConfiguration(
+            str(args.output_dir), automatic_checkpoint_naming=True, total_limit=2
+        ),
         exact=True,  # each sample counts once per epoch, even if the last batch is short
         step_scheduler_with_optimizer=False,  # the scheduler counts optimizer steps, not batches of all processes
     )
     set_seed(args.seed)
     model = GPT(args.width, args.layers, args.heads)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, args.warmup, args.max_steps))
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1
+    )
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: rate(step, args.warmup, args.max_steps)
+    )
     loader = DataLoader(Dates(held_out=False), args.batch_size, shuffle=True)
     eval_loader = DataLoader(Dates(held_out=True, count=args.eval_samples), 4 * args.batch_size)
     model, optimizer, scheduler, loader, eval_loader = accelerator.prepare(  # [2]
@@ -265,7 +300,9 @@ def main() -> None:
     )
     progress = Progress()
     accelerator.register_for_checkpointing(progress)
-    accelerator.init_trackers("train_gpt", config={name: str(value) for name, value in vars(args).items()})
+    accelerator.init_trackers(
+        "train_gpt", config={name: str(value) for name, value in vars(args).items()}
+    )
     # Loads the newest checkpoint, if there is one. From here on SIGTERM and SIGUSR1 save one.
     if accelerator.resume() is None and args.resume:
         accelerator.print(f"no checkpoint in {args.output_dir}: starting from step 0")
@@ -279,7 +316,9 @@ def main() -> None:
 def show_answers(model: GPT) -> None:
     """Print held-out dates, one in each style, with the model's answers."""
     dates = Dates(held_out=True)
-    table = Table(title="Days that the model was not trained on", title_justify="left", title_style="bold")
+    table = Table(
+        title="Days that the model was not trained on", title_justify="left", title_style="bold"
+    )
     for title in ("question", "answer", ""):
         table.add_column(title)
     for style in range(len(STYLES)):
@@ -288,7 +327,9 @@ def show_answers(model: GPT) -> None:
         tokens = dates[index][None].to(model.embed.weight.device)
         answered = answer(model, tokens[:, :QUESTION])
         text = bytes(answered[0, QUESTION:].tolist()).decode("ascii", errors="replace")
-        table.add_row(dates.question(index), text, "right" if torch.equal(answered, tokens) else "wrong")
+        table.add_row(
+            dates.question(index), text, "right" if torch.equal(answered, tokens) else "wrong"
+        )
     Console().print(table)
 
 

@@ -38,7 +38,8 @@ def test_order_and_unknown_objects(accelerator):
 
 
 @pytest.mark.parametrize(
-    ("name", "argument"), [("prepare_model", 3), ("prepare_optimizer", "adam"), ("prepare_data_loader", [1, 2])]
+    ("name", "argument"),
+    [("prepare_model", 3), ("prepare_optimizer", "adam"), ("prepare_data_loader", [1, 2])],
 )
 def test_wrong_types(accelerator, name, argument):
     with pytest.raises(ValueError, match=f"{name} takes a torch"):
@@ -48,16 +49,30 @@ def test_wrong_types(accelerator, name, argument):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda accelerator, model: accelerator.accumulate(3), "must be a torch.nn.Module, not an object of type int"),
+        (
+            lambda accelerator, model: accelerator.accumulate(3),
+            "must be a torch.nn.Module, not an object of type int",
+        ),
         (lambda accelerator, model: accelerator.get_state_dict(None), "must be a torch.nn.Module"),
-        (lambda accelerator, model: accelerator.save_model(3, "nowhere"), "must be a torch.nn.Module"),
+        (
+            lambda accelerator, model: accelerator.save_model(3, "nowhere"),
+            "must be a torch.nn.Module",
+        ),
         (
             lambda accelerator, model: accelerator.backward(model(torch.ones(1)), num_items="x"),
             "num_items='x' must be",
         ),
-        (lambda accelerator, model: accelerator.prepare_scheduler(torch.optim.SGD(model.parameters())), "not SGD"),
+        (
+            lambda accelerator, model: accelerator.prepare_scheduler(
+                torch.optim.SGD(model.parameters())
+            ),
+            "not SGD",
+        ),
         (lambda accelerator, model: set_seed(-1), "set_seed: -1 is not a seed"),
-        (lambda accelerator, model: Accelerator(deepspeed_plugin={}, deepspeed_plugins={}), "are both given"),
+        (
+            lambda accelerator, model: Accelerator(deepspeed_plugin={}, deepspeed_plugins={}),
+            "are both given",
+        ),
         (lambda accelerator, model: find_executable_batch_size(8), "takes a function, not 8"),
     ],
 )
@@ -102,7 +117,9 @@ def test_the_named_numbers():
         model = torch.nn.Linear(1, 1, bias=False)
         torch.nn.init.zeros_(model.weight)
         loader = DataLoader(TensorDataset(x[:, None]), batch_size=8 // steps)
-        model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.02), loader)
+        model, optimizer, loader = accelerator.prepare(
+            model, torch.optim.SGD(model.parameters(), lr=0.02), loader
+        )
         for (inputs,) in loader:
             with accelerator.accumulate(model):
                 accelerator.backward(torch.nn.functional.mse_loss(model(inputs), 2 * inputs))
@@ -124,7 +141,9 @@ def test_tokens_count_alike(by_hand):
         with accelerator.accumulate(model):
             scores, classes = model(sample[:, None]), (sample % 2).long()
             if by_hand:
-                loss = torch.nn.functional.cross_entropy(scores, classes, reduction="sum") * 8 / items
+                loss = (
+                    torch.nn.functional.cross_entropy(scores, classes, reduction="sum") * 8 / items
+                )
                 accelerator.backward(loss)
             else:
                 loss = torch.nn.functional.cross_entropy(scores, classes)
@@ -150,7 +169,9 @@ def test_a_window_without_items_has_no_gradient(caplog):
 def test_methods_name_what_is_no_model(value):
     accelerator = Accelerator(cpu=True)
     for method in (accelerator.verify_device_map, accelerator.trigger_sync_in_backward):
-        with pytest.raises(TypeError, match=rf"{method.__name__} takes a torch.nn.Module, not .* \(of type"):
+        with pytest.raises(
+            TypeError, match=rf"{method.__name__} takes a torch.nn.Module, not .* \(of type"
+        ):
             method(value)
 
 
@@ -158,8 +179,14 @@ def test_a_pickled_accelerator_has_the_process_and_the_options(accelerator):
     """As for a spawned worker or an actor: without the group and what was prepared."""
     model = accelerator.prepare(torch.nn.Linear(2, 1))
     copied = pickle.loads(pickle.dumps(accelerator))
-    assert (copied.device, copied.process_index, copied.is_main_process) == (accelerator.device, 0, True)
-    assert copied.plan.values() == accelerator.plan.values() and copied._models == [] and repr(copied)
+    assert (copied.device, copied.process_index, copied.is_main_process) == (
+        accelerator.device,
+        0,
+        True,
+    )
+    assert (
+        copied.plan.values() == accelerator.plan.values() and copied._models == [] and repr(copied)
+    )
     assert accelerator._models == [model] and copied.unwrap_model(model) is model
     assert copied.on_main_process(lambda: "run")() == "run"
     copied.backward(copied.prepare(torch.nn.Linear(2, 1))(torch.ones(1, 2)).sum())

@@ -74,7 +74,9 @@ def test_init_empty_weights(monkeypatch):
         outside = torch.zeros(2)
     assert {tensor.device for tensor in [*model.parameters(), huge.weight]} == {META}
     assert {buffer.device.type for buffer in model.buffers()} == {outside.device.type} == {"cpu"}
-    assert model.head.weight is model.embed.weight and list(model.norm._non_persistent_buffers_set) == ["scale"]
+    assert model.head.weight is model.embed.weight and list(
+        model.norm._non_persistent_buffers_set
+    ) == ["scale"]
     assert nn.Linear(2, 2).weight.device.type == "cpu"
     with init_empty_weights(include_buffers=True):
         model = Model()
@@ -118,7 +120,10 @@ def test_offload_of_the_whole_model(model, ids, plain, way, buffers, tmp_path):
     for _ in range(2):
         assert torch.equal(model(ids)["logits"], plain)
     assert {parameter.device for parameter in model.parameters()} == {META}
-    assert all(torch.equal(value, state[name]) for name, value in get_state_dict_offloaded_model(model).items())
+    assert all(
+        torch.equal(value, state[name])
+        for name, value in get_state_dict_offloaded_model(model).items()
+    )
     remove_hook_from_submodules(model)
     assert torch.equal(model(ids)["logits"], plain)
 
@@ -128,7 +133,9 @@ def test_disk_offload_uses_what_the_folder_holds(model, ids, plain, tmp_path):
     with init_empty_weights():
         other = Model().eval()
     disk_offload(other, tmp_path, execution_device="cpu")
-    other.norm.load_state_dict({**other.norm.state_dict(), "running_mean": model.norm.running_mean}, strict=False)
+    other.norm.load_state_dict(
+        {**other.norm.state_dict(), "running_mean": model.norm.running_mean}, strict=False
+    )
     assert torch.equal(other(ids)["logits"], plain)
 
 
@@ -143,8 +150,14 @@ def test_cpu_offload_with_hook(ids, plain, model):
 @pytest.mark.parametrize("device", ["cpu", torch.device("cpu")])
 def test_a_model_on_one_device_has_no_hooks(model, ids, plain, device):
     assert dispatch_model(model, {"": device}) is model
-    assert model.hf_device_map == {"": device} and not hasattr(model, "_hf_hook") and "to" not in vars(model)
-    dispatch_model(model, {"embed": device, "norm": device, "body": device, "head": device}, force_hooks=True)
+    assert (
+        model.hf_device_map == {"": device}
+        and not hasattr(model, "_hf_hook")
+        and "to" not in vars(model)
+    )
+    dispatch_model(
+        model, {"embed": device, "norm": device, "body": device, "head": device}, force_hooks=True
+    )
     assert all(hasattr(module, "_hf_hook") for module in (model, model.embed, model.body[0]))
     assert torch.equal(model(ids)["logits"], plain)
     with torch.device("meta"):
@@ -172,15 +185,21 @@ def test_dispatch_over_cpu_and_disk(model, ids, plain, device_map, buffers, tmp_
     for _ in range(2):
         assert torch.equal(model(ids)["logits"], plain)
     assert model.body[0].weight.device == (
-        META if device_map.get("body.0", device_map.get("body", "disk")) == "disk" else torch.device("cpu")
+        META
+        if device_map.get("body.0", device_map.get("body", "disk")) == "disk"
+        else torch.device("cpu")
     )
     whole = get_state_dict_offloaded_model(model)
-    assert list(whole) == list(state) and all(torch.equal(whole[name], value) for name, value in state.items())
+    assert list(whole) == list(state) and all(
+        torch.equal(whole[name], value) for name, value in state.items()
+    )
     twin = copy.deepcopy(model)
     del model
     assert torch.equal(twin(ids)["logits"], plain)
     remove_hook_from_submodules(twin)
-    assert torch.equal(twin(ids)["logits"], plain) and {p.device.type for p in twin.parameters()} == {"cpu"}
+    assert torch.equal(twin(ids)["logits"], plain) and {
+        p.device.type for p in twin.parameters()
+    } == {"cpu"}
 
 
 def test_a_tied_weight_stays_with_its_twin_that_is_there(model, ids, plain, tmp_path):
@@ -202,7 +221,11 @@ def test_a_checkpoint_holds_a_tied_weight_under_one_name(model, ids, plain, tmp_
     save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
     names = [name for name, _ in model.named_parameters()]
     index = {
-        name: {"safetensors_file": str(tmp_path / "model.safetensors"), "weight_name": name, "dtype": "float32"}
+        name: {
+            "safetensors_file": str(tmp_path / "model.safetensors"),
+            "weight_name": name,
+            "dtype": "float32",
+        }
         for name in names
     }
     with init_empty_weights():
@@ -213,15 +236,21 @@ def test_a_checkpoint_holds_a_tied_weight_under_one_name(model, ids, plain, tmp_
 
 
 def test_dispatch_refuses_what_cannot_work(model, tmp_path):
-    with pytest.raises(ValueError, match=r"any device for the following parameters: norm\.weight, .*, head\.weight"):
+    with pytest.raises(
+        ValueError, match=r"any device for the following parameters: norm\.weight, .*, head\.weight"
+    ):
         dispatch_model(model, {"embed": "cpu", "body": "cpu"})
-    with pytest.raises(ValueError, match=r"We need an `offload_dir` to dispatch .* offloaded: norm, body\."):
+    with pytest.raises(
+        ValueError, match=r"We need an `offload_dir` to dispatch .* offloaded: norm, body\."
+    ):
         dispatch_model(model, SPREAD)
     with pytest.raises(ValueError, match=r"offloaded: the entire model\."):
         dispatch_model(model, {"": "disk"})
     with init_empty_weights():
         empty = Model()
-    with pytest.raises(ValueError, match=r"norm\.weight is on the meta device: it has no data to write"):
+    with pytest.raises(
+        ValueError, match=r"norm\.weight is on the meta device: it has no data to write"
+    ):
         dispatch_model(empty, SPREAD, offload_dir=tmp_path)
 
 
@@ -229,7 +258,10 @@ def test_a_dispatched_model_is_not_moved(model, tmp_path, caplog):
     dispatch_model(model, {**SPREAD}, offload_dir=tmp_path)
     for move in (lambda: model.to("cpu"), lambda: model.cuda(), lambda: model.to(torch.float16)):
         caplog.clear()
-        with caplog.at_level(logging.WARNING), pytest.raises(RuntimeError, match="offloaded to cpu or disk"):
+        with (
+            caplog.at_level(logging.WARNING),
+            pytest.raises(RuntimeError, match="offloaded to cpu or disk"),
+        ):
             move()
         assert "shouldn't move a model that is dispatched" in caplog.text
     remove_hook_from_submodules(model)
@@ -247,12 +279,25 @@ def test_two_accelerators_the_cpu_and_a_tied_weight(model):
         for name, parameter in list(module.named_parameters(recurse=False)):
             data = fake.from_tensor(parameter.detach(), static_shapes=True)
             module._parameters[name] = nn.Parameter(data, requires_grad=False)
-        module._buffers.update({name: fake.from_tensor(value) for name, value in module._buffers.items()})
-    ids, bias = fake.from_tensor(torch.zeros(2, 5, dtype=torch.long)), fake.from_tensor(torch.zeros(11))
+        module._buffers.update(
+            {name: fake.from_tensor(value) for name, value in module._buffers.items()}
+        )
+    ids, bias = (
+        fake.from_tensor(torch.zeros(2, 5, dtype=torch.long)),
+        fake.from_tensor(torch.zeros(11)),
+    )
     with fake:
-        spread = {"embed": "cuda:0", "norm": "cpu", "body.0": "cuda:1", "body.1": "cuda:1", "body.2": "cpu"}
+        spread = {
+            "embed": "cuda:0",
+            "norm": "cpu",
+            "body.0": "cuda:1",
+            "body.1": "cuda:1",
+            "body.2": "cpu",
+        }
         dispatch_model(model, {**spread, "head": "cuda:1"}, skip_keys="bias", main_device="cuda:1")
-        assert str(model.embed.weight.device) == "cuda:0" and str(model.head.weight.device) == "cuda:1"
+        assert (
+            str(model.embed.weight.device) == "cuda:0" and str(model.head.weight.device) == "cuda:1"
+        )
         # Offloaded weights wait for the forward, buffers do not.
         assert model.norm.weight.device == model.body[2].weight.device == META
         assert str(model.norm.running_mean.device) == str(model.norm.scale.device) == "cuda:1"
@@ -269,8 +314,17 @@ def test_two_accelerators_the_cpu_and_a_tied_weight(model):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
 def test_an_accelerator_the_cpu_and_the_disk(model, ids, tmp_path):
-    plain = copy.deepcopy(model).to(torch.accelerator.current_accelerator())(ids.to(0))["logits"].cpu()
-    device_map = {"embed": 0, "norm": "cpu", "body.0": 0, "body.1": 0, "body.2": "disk", "head": "cpu"}
+    plain = (
+        copy.deepcopy(model).to(torch.accelerator.current_accelerator())(ids.to(0))["logits"].cpu()
+    )
+    device_map = {
+        "embed": 0,
+        "norm": "cpu",
+        "body.0": 0,
+        "body.1": 0,
+        "body.2": "disk",
+        "head": "cpu",
+    }
     dispatch_model(model, device_map, offload_dir=tmp_path)
     for _ in range(2):
         assert torch.equal(model(ids)["logits"], plain)  # back where the input came from
@@ -302,7 +356,9 @@ def checkpoint(model, tmp_path):
     return folder
 
 
-@pytest.mark.parametrize("device_map", ["auto", "balanced", "balanced_low_0", "sequential", {"": "cpu"}, SPREAD, None])
+@pytest.mark.parametrize(
+    "device_map", ["auto", "balanced", "balanced_low_0", "sequential", {"": "cpu"}, SPREAD, None]
+)
 @pytest.mark.parametrize("limit", [None, 900])
 def test_load_checkpoint_and_dispatch(model, ids, plain, checkpoint, device_map, limit, tmp_path):
     with init_empty_weights():
@@ -339,18 +395,26 @@ def test_layerwise_casting_of_linear_layers_alone(ids):
         torch.manual_seed(0)
         model = Model(tied=False).eval()
         attach_layerwise_casting_hooks(model, torch.float8_e4m3fn, torch.float32, **options)
-        return model, {name for name, module in model.named_modules() if hasattr(module, "_hf_hook")}
+        return model, {
+            name for name, module in model.named_modules() if hasattr(module, "_hf_hook")
+        }
 
     model, cast_layers = cast()
     assert cast_layers == {"body.0", "body.2", "head"}
-    assert model.head.weight.dtype == torch.float8_e4m3fn and model.embed.weight.dtype == torch.float32
+    assert (
+        model.head.weight.dtype == torch.float8_e4m3fn and model.embed.weight.dtype == torch.float32
+    )
     rounded = Model(tied=False).eval()
     state = model.state_dict()
     rounded.load_state_dict({name: value.float() for name, value in state.items()})
     assert torch.equal(model(ids)["logits"], rounded(ids)["logits"])
     assert cast(skip_modules_pattern="head")[1] == {"body.0", "body.2"}
     assert cast(skip_modules_pattern=["^head$", r"body\.0"])[1] == {"body.2"}
-    assert cast(skip_modules_classes=nn.Sequential)[1] == cast(skip_modules_classes=[{nn.Sequential}])[1] == {"head"}
+    assert (
+        cast(skip_modules_classes=nn.Sequential)[1]
+        == cast(skip_modules_classes=[{nn.Sequential}])[1]
+        == {"head"}
+    )
 
 
 def _transformers_model(kind):
@@ -358,18 +422,33 @@ def _transformers_model(kind):
     sizes = {"vocab_size": 97, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     torch.manual_seed(0)
     if kind == "llama":
-        layers = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+        layers = {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+        }
         config = transformers.LlamaConfig(**sizes, **layers, num_key_value_heads=2)
     else:
         config = transformers.GPT2Config(**sizes, n_embd=32, n_layer=3, n_head=4)
-    return transformers.AutoModelForCausalLM, transformers.AutoModelForCausalLM.from_config(config).eval()
+    return transformers.AutoModelForCausalLM, transformers.AutoModelForCausalLM.from_config(
+        config
+    ).eval()
 
 
 @pytest.mark.parametrize(
     "kind, device_map",
     [
         ("llama", {"model": "cpu", "model.layers": "disk", "lm_head": "disk"}),
-        ("gpt2", {"transformer": "disk", "transformer.wte": "cpu", "transformer.h.1": "cpu", "lm_head": "disk"}),
+        (
+            "gpt2",
+            {
+                "transformer": "disk",
+                "transformer.wte": "cpu",
+                "transformer.h.1": "cpu",
+                "lm_head": "disk",
+            },
+        ),
         ("gpt2", "auto"),
     ],
     ids=["llama", "gpt2 tied", "gpt2 auto"],
@@ -386,8 +465,12 @@ def test_transformers_generates_over_cpu_and_disk(kind, device_map, tmp_path):
     )
     assert {"cpu", "disk"} <= set(loaded.hf_device_map.values())
     assert any(parameter.device == META for parameter in loaded.parameters())
-    assert torch.equal(loaded(prompt).logits, logits) and torch.equal(loaded.generate(prompt, **options), tokens)
+    assert torch.equal(loaded(prompt).logits, logits) and torch.equal(
+        loaded.generate(prompt, **options), tokens
+    )
     # What is spread can be saved again.
     loaded.save_pretrained(tmp_path / "again")
     again = cls.from_pretrained(tmp_path / "again")
-    assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
+    assert all(
+        torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items()
+    )

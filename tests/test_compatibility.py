@@ -30,9 +30,21 @@ API_MODULES = [
 @pytest.mark.parametrize("module", API_MODULES)
 def test_each_module_of_the_api_gives_every_public_name(module):
     found = importlib.import_module(f"accelerate.{module}")
-    for name in ("DataLoaderConfiguration", "GradientAccumulationPlugin", "DistributedType", "gather", "set_seed"):
+    for name in (
+        "DataLoaderConfiguration",
+        "GradientAccumulationPlugin",
+        "DistributedType",
+        "gather",
+        "set_seed",
+    ):
         assert getattr(found, name) is getattr(accelerate.utils, name)
-    for name in ("Accelerator", "PartialState", "GradientState", "AcceleratorState", "GeneralTracker"):
+    for name in (
+        "Accelerator",
+        "PartialState",
+        "GradientState",
+        "AcceleratorState",
+        "GeneralTracker",
+    ):
         assert getattr(found, name).__name__ == name
     with pytest.raises(AttributeError, match="has no attribute 'nothing_of_the_kind'"):
         _ = found.nothing_of_the_kind
@@ -42,18 +54,33 @@ def test_each_module_of_the_api_gives_every_public_name(module):
     ("module", "names"),
     [
         ("commands.accelerate_cli", ["main", "launch_command_parser"]),
-        ("commands.launch", ["ComputeEnvironment", "launch_command", "multi_gpu_launcher", "prepare_multi_gpu_env"]),
+        (
+            "commands.launch",
+            ["ComputeEnvironment", "launch_command", "multi_gpu_launcher", "prepare_multi_gpu_env"],
+        ),
         ("commands.utils", ["CustomArgumentParser"]),
-        ("commands.estimate", ["check_has_model", "create_empty_model", "estimate_command", "gather_data"]),
+        (
+            "commands.estimate",
+            ["check_has_model", "create_empty_model", "estimate_command", "gather_data"],
+        ),
         ("accelerator", ["load_custom_state", "save_accelerator_state"]),
         ("optimizer", ["move_to_device"]),
         ("test_utils.testing", ["get_backend", "is_cuda_available"]),
         ("utils.bnb", ["get_keys_to_not_convert", "replace_with_bnb_layers"]),
-        ("utils.imports", ["is_numpy_available", "is_torch_distributed_available", "is_tqdm_available"]),
+        (
+            "utils.imports",
+            ["is_numpy_available", "is_torch_distributed_available", "is_tqdm_available"],
+        ),
         ("utils.launch", ["env_var_path_add"]),
-        ("utils.constants", ["BETA_TP_AVAILABLE_PYTORCH_VERSION", "FSDP2_PYTORCH_VERSION", "FSDP_MODEL_NAME"]),
+        (
+            "utils.constants",
+            ["BETA_TP_AVAILABLE_PYTORCH_VERSION", "FSDP2_PYTORCH_VERSION", "FSDP_MODEL_NAME"],
+        ),
         ("utils.constants", ["SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING"]),
-        ("utils.megatron_lm", ["AbstractTrainStep", "BertTrainStep", "GPTTrainStep", "T5TrainStep"]),
+        (
+            "utils.megatron_lm",
+            ["AbstractTrainStep", "BertTrainStep", "GPTTrainStep", "T5TrainStep"],
+        ),
         ("utils", ["MegatronLMDummyDataLoader", "MegatronLMDummyScheduler"]),
     ],
 )
@@ -67,20 +94,32 @@ def test_scripts_change_what_a_checkpoint_has(tmp_path):
     trained, frozen = nn.Linear(2, 1), nn.Linear(3, 1)
     optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    trained, frozen, optimizer, scheduler = accelerator.prepare(trained, frozen, optimizer, scheduler)
-    assert list(accelerator._models) == accelerator._models == [trained, frozen] and len(accelerator._models[:1]) == 1
+    trained, frozen, optimizer, scheduler = accelerator.prepare(
+        trained, frozen, optimizer, scheduler
+    )
+    assert (
+        list(accelerator._models) == accelerator._models == [trained, frozen]
+        and len(accelerator._models[:1]) == 1
+    )
     assert accelerator._models.pop(-1) is frozen
     accelerator._schedulers = []
     calls = []
-    handle = accelerator.register_save_state_pre_hook(lambda models, weights, folder: calls.append(len(models)))
-    assert list(accelerator._save_model_state_pre_hook) == [handle.id] and not accelerator._load_model_state_pre_hook
+    handle = accelerator.register_save_state_pre_hook(
+        lambda models, weights, folder: calls.append(len(models))
+    )
+    assert (
+        list(accelerator._save_model_state_pre_hook) == [handle.id]
+        and not accelerator._load_model_state_pre_hook
+    )
     accelerator.save_state(tmp_path / "c")
     assert calls == [1] and not (tmp_path / "c" / "model_1.safetensors").exists()
     assert accelerator.load_state(tmp_path / "c").step == 0
     accelerator._models = [trained, nn.Linear(1, 1)]
     accelerator._models.append(frozen)
     accelerator.save_state(tmp_path / "d")
-    assert (tmp_path / "d" / "model_2.safetensors").exists() and accelerator._models.index(frozen) == 2
+    assert (tmp_path / "d" / "model_2.safetensors").exists() and accelerator._models.index(
+        frozen
+    ) == 2
     assert list(accelerator._get_named_parameters(trained, optimizer)) == ["weight", "bias"]
     (other,) = accelerator._prepare_deepspeed(nn.Linear(1, 1))
     assert other in accelerator._models
@@ -96,8 +135,13 @@ def test_the_device_of_a_script_that_runs_on_any():
 def test_the_defaults_of_a_loader():
     from accelerate.data_loader import _PYTORCH_DATALOADER_KWARGS as defaults
 
-    names = set(inspect.signature(torch.utils.data.DataLoader.__init__).parameters) - {"self", "dataset"}
-    assert names == set(defaults) and torch.utils.data.DataLoader([1], **{**defaults, "prefetch_factor": None})
+    names = set(inspect.signature(torch.utils.data.DataLoader.__init__).parameters) - {
+        "self",
+        "dataset",
+    }
+    assert names == set(defaults) and torch.utils.data.DataLoader(
+        [1], **{**defaults, "prefetch_factor": None}
+    )
 
 
 def test_tools_check_arguments_and_launch(tmp_path, monkeypatch):
@@ -147,7 +191,9 @@ def test_state_dict_entries_of_an_offloaded_module():
     state = dict.fromkeys(["0.weight", "0.bias", "1.bias"], "")
     returned = get_state_dict_from_offload(model[0], "0.weight", state)
     assert returned is state and state["1.bias"] == ""
-    assert torch.equal(state["0.weight"], expected["0.weight"]) and torch.equal(state["0.bias"], expected["0.bias"])
+    assert torch.equal(state["0.weight"], expected["0.weight"]) and torch.equal(
+        state["0.bias"], expected["0.bias"]
+    )
     assert model[0].weight.is_meta
 
 
@@ -204,10 +250,14 @@ def test_names_that_packages_import_from_the_utilities():
     assert modeling.compute_module_total_buffer_size(model) == 2 * 4 * 4 + 8
     assert modeling._get_proper_dtype("torch.float16") is torch.float16
     sizes = {"head": 8, "head.weight": 8, "embedding": 24, "embedding.weight": 8}
-    found = modeling.get_module_size_with_ties(["embedding.weight"], 8, sizes, [("embedding", model), ("norm", None)])
+    found = modeling.get_module_size_with_ties(
+        ["embedding.weight"], 8, sizes, [("embedding", model), ("norm", None)]
+    )
     assert found == (24, ["embedding"], [model])
     plugin = accelerate.FullyShardedDataParallelPlugin(
-        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Linear"]
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Linear"],
     )
     is_unit = fsdp.fsdp2_prepare_auto_wrap_policy(plugin, model)
     assert [is_unit(module) for module in model] == [True, False]
@@ -222,7 +272,11 @@ def test_names_that_packages_import_from_the_utilities():
 
 @pytest.mark.parametrize(
     ("argument", "use"),
-    [("fp16", 'mixed_precision="fp16"'), ("logging_dir", "project_dir"), ("dispatch_batches", "dataloader_config")],
+    [
+        ("fp16", 'mixed_precision="fp16"'),
+        ("logging_dir", "project_dir"),
+        ("dispatch_batches", "dataloader_config"),
+    ],
 )
 def test_retired_arguments_name_the_present_ones(argument, use):
     with pytest.raises(TypeError, match=rf"Accelerator no longer takes {argument}=: use {use}"):
@@ -231,10 +285,14 @@ def test_retired_arguments_name_the_present_ones(argument, use):
 
 def test_unknown_arguments_and_names_name_the_nearest_and_the_version_of_the_api():
     with pytest.raises(
-        TypeError, match=r"argument 'mixed_precison' .*version 1\.15 of the API; did you mean mixed_pre"
+        TypeError,
+        match=r"argument 'mixed_precison' .*version 1\.15 of the API; did you mean mixed_pre",
     ):
         Accelerator(mixed_precison="no")
-    with pytest.raises(AttributeError, match=r"'gathr_object' .*version 1\.15 of the API; did you mean gather_object"):
+    with pytest.raises(
+        AttributeError,
+        match=r"'gathr_object' .*version 1\.15 of the API; did you mean gather_object",
+    ):
         accelerate.utils.gathr_object  # noqa: B018
     assert not hasattr(importlib.import_module("accelerate.state"), "PartialStat")
 
@@ -242,14 +300,24 @@ def test_unknown_arguments_and_names_name_the_nearest_and_the_version_of_the_api
 def test_an_argument_of_a_newer_version_is_explained_by_whatever_takes_options():
     names = json.loads((Path(__file__).parent / "data" / "api-1.15.json").read_text())["modules"]
     endings = ("Plugin", "Kwargs", "Config", "Configuration")
-    takes_options = {name for module in ("accelerate", "accelerate.utils") for name in names[module]}
+    takes_options = {
+        name for module in ("accelerate", "accelerate.utils") for name in names[module]
+    }
     found = [(accelerate.utils, name) for name in sorted(takes_options) if name.endswith(endings)]
-    found = [(module, name) for module, name in found if isinstance(getattr(module, name, None), type)]
+    found = [
+        (module, name) for module, name in found if isinstance(getattr(module, name, None), type)
+    ]
     assert len(found) > 15
-    found += [(accelerate, name) for name in ("dispatch_model", "infer_auto_device_map", "notebook_launcher")]
+    found += [
+        (accelerate, name)
+        for name in ("dispatch_model", "infer_auto_device_map", "notebook_launcher")
+    ]
     found += [(accelerate.data_loader, "prepare_data_loader"), (accelerate.utils, "set_seed")]
     for module, name in found:
-        with pytest.raises(TypeError, match=rf"{name} got an unexpected keyword argument 'newer' .*version 1\.15 of"):
+        with pytest.raises(
+            TypeError,
+            match=rf"{name} got an unexpected keyword argument 'newer' .*version 1\.15 of",
+        ):
             getattr(module, name)(newer=1)
     with pytest.raises(TypeError, match=r"did you mean even_batches=\?"):
         accelerate.utils.DataLoaderConfiguration(even_batch=True)
@@ -259,9 +327,13 @@ def test_names_that_are_public_without_documentation():
     accelerator = Accelerator(cpu=True)
     for name in ("ao_recipe_handler", "te_recipe_handler", "msamp_recipe_handler"):
         assert getattr(accelerator, name) is None
-    assert not (accelerator.has_fp8_handler or accelerator.fp8_enabled or accelerator.has_lomo_optimizer)
+    assert not (
+        accelerator.has_fp8_handler or accelerator.fp8_enabled or accelerator.has_lomo_optimizer
+    )
     assert accelerate.utils.GPTTrainStep is accelerate.utils.megatron_lm.GPTTrainStep
-    shapes = accelerate.utils.operations.get_shape({"a": torch.ones(2, 3), "b": [torch.ones(())], "c": 3})
+    shapes = accelerate.utils.operations.get_shape(
+        {"a": torch.ones(2, 3), "b": [torch.ones(())], "c": 3}
+    )
     assert shapes == {"a": [2, 3], "b": [[]], "c": 3}
 
     assert not accelerator.delayed_fp8_autocast and accelerate.state.is_initialized()
@@ -284,7 +356,9 @@ def test_outputs_are_converted_by_an_object_that_is_not_pickled():
 def test_adapters_have_the_state_of_a_stateful_loader():
     pytest.importorskip("torchdata")
     adapter = accelerate.data_loader.DataLoaderAdapter
-    first, second = (adapter(range(6), use_stateful_dataloader=True, batch_size=2) for _ in range(2))
+    first, second = (
+        adapter(range(6), use_stateful_dataloader=True, batch_size=2) for _ in range(2)
+    )
     batches = iter(first.base_dataloader)
     next(batches)
     second.load_state_dict(first.state_dict())
@@ -303,5 +377,7 @@ def test_steps_of_megatron_models_are_refused():
 
     with pytest.raises(ValueError, match="GPTTrainStep drives a model class of Megatron-LM"):
         GPTTrainStep(None, None)
-    with pytest.raises(ValueError, match="nothing here is translated into arguments of Megatron-LM"):
+    with pytest.raises(
+        ValueError, match="nothing here is translated into arguments of Megatron-LM"
+    ):
         accelerate.utils.add_model_config_to_megatron_parser("gpt2")

@@ -20,7 +20,10 @@ PROJECT = Path(__file__).parents[1]
 DOCUMENTS = [
     path
     for path in sorted(PROJECT.rglob("*.md"))
-    if not any(part.startswith(".") or part in ("build", "results") for part in path.relative_to(PROJECT).parts)
+    if not any(
+        part.startswith(".") or part in ("build", "results")
+        for part in path.relative_to(PROJECT).parts
+    )
 ]
 
 
@@ -60,7 +63,9 @@ def test_programs_run(
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(PROJECT)))
 def test_links_lead_to_files(path: Path) -> None:
     targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", path.read_text())
-    lost = [target for target in targets if "://" not in target and not (path.parent / target).exists()]
+    lost = [
+        target for target in targets if "://" not in target and not (path.parent / target).exists()
+    ]
     assert lost == []
 
 
@@ -85,15 +90,25 @@ def test_imported_names_exist() -> None:
     lost = []
     for path in DOCUMENTS:
         for block in blocks(path):
-            for line in re.findall(r"^\s*(from accelerate\S* import [\w, ]+)$", block, re.MULTILINE):
+            for line in re.findall(
+                r"^\s*(from accelerate\S* import [\w, ]+)$", block, re.MULTILINE
+            ):
                 statement = ast.parse(line.strip()).body[0]
                 assert isinstance(statement, ast.ImportFrom) and statement.module
                 home = importlib.import_module(statement.module)
-                lost += [f"{path.name}: {line}" for alias in statement.names if not hasattr(home, alias.name)]
+                lost += [
+                    f"{path.name}: {line}"
+                    for alias in statement.names
+                    if not hasattr(home, alias.name)
+                ]
     assert lost == []
 
 
-CHANGES = re.findall(r"^```diff\n(diff --git .*?|--- .*?)^```", (PROJECT / "CONTRIBUTING.md").read_text(), re.M | re.S)
+CHANGES = re.findall(
+    r"^```diff\n(diff --git .*?|--- .*?)^```",
+    (PROJECT / "CONTRIBUTING.md").read_text(),
+    re.M | re.S,
+)
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=range(len(CHANGES)))
@@ -101,7 +116,9 @@ def test_changes_shown_to_contributors_apply(change: str, tmp_path: Path) -> Non
     """The diffs fit the sources as they are now, so that a reader can try them."""
     (tmp_path / "change.diff").write_text(change)
     command = ["git", "apply", "--check", str(tmp_path / "change.diff")]
-    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        command, cwd=PROJECT, capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -129,9 +146,14 @@ def test_each_module_of_utils_has_a_subject() -> None:
 
 def test_all_documents_are_in_the_index() -> None:
     index = (PROJECT / "docs/index.md").read_text()
-    tree = set(re.findall(r"^(?:[\w ]+ <)?([\w./]+)>?$", index.split("```{toctree}", 1)[1], re.MULTILINE))
+    tree = set(
+        re.findall(r"^(?:[\w ]+ <)?([\w./]+)>?$", index.split("```{toctree}", 1)[1], re.MULTILINE)
+    )
     linked = set(re.findall(r"\]\(([\w./]+)\.md", index))
-    pages = {str(path.relative_to(PROJECT / "docs").with_suffix("")) for path in (PROJECT / "docs").glob("*.md")}
+    pages = {
+        str(path.relative_to(PROJECT / "docs").with_suffix(""))
+        for path in (PROJECT / "docs").glob("*.md")
+    }
     assert pages - {"index"} <= tree and pages - {"index"} <= linked
     assert {page for page in tree if "api" not in page} == linked
 
@@ -146,7 +168,9 @@ TROUBLESHOOTING = (PROJECT / "docs/troubleshooting.md").read_text()
 
 @functools.cache
 def sources() -> dict[Path, ast.Module]:
-    return {path: ast.parse(path.read_text()) for path in (PROJECT / "src/accelerate").rglob("*.py")}
+    return {
+        path: ast.parse(path.read_text()) for path in (PROJECT / "src/accelerate").rglob("*.py")
+    }
 
 
 def test_each_error_class_has_an_entry() -> None:
@@ -169,13 +193,18 @@ def test_quoted_messages_occur_in_the_source() -> None:
     """Each heading in code is a message; between its dots it has text that the package contains."""
     texts = "\n".join(
         "".join(
-            str(part.value) if isinstance(part, ast.Constant) else "\0" for part in getattr(node, "values", [node])
+            str(part.value) if isinstance(part, ast.Constant) else "\0"
+            for part in getattr(node, "values", [node])
         )
         for tree in sources().values()
         for node in ast.walk(tree)
-        if isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
+        if isinstance(node, ast.JoinedStr)
+        or (isinstance(node, ast.Constant) and isinstance(node.value, str))
     )
     headings = re.findall(r"^### `(.*)`$", TROUBLESHOOTING, re.MULTILINE)
     assert len(headings) > 40
-    pieces = {piece.strip() for heading in headings for piece in heading.split("...")} - {"", "CUDA out of memory"}
+    pieces = {piece.strip() for heading in headings for piece in heading.split("...")} - {
+        "",
+        "CUDA out of memory",
+    }
     assert {piece for piece in pieces if piece not in texts} == set()

@@ -34,7 +34,9 @@ class Rows(Dataset):
 def data(size, dtype):
     generator = torch.Generator().manual_seed(size)
     x = torch.randn(size, 6, generator=generator, dtype=dtype)
-    return x, torch.sin(x.sum(1, keepdim=True)) + 0.1 * torch.randn(size, 1, generator=generator, dtype=dtype)
+    return x, torch.sin(x.sum(1, keepdim=True)) + 0.1 * torch.randn(
+        size, 1, generator=generator, dtype=dtype
+    )
 
 
 def network(dtype):
@@ -48,7 +50,9 @@ def loader_of(kind, size, batch_size, dtype):
     dataset = {"tensors": TensorDataset, "rows": Rows, "stream": Stream}[kind](*tensors)
     if kind == "stream":
         return DataLoader(dataset, batch_size=batch_size)
-    return DataLoader(dataset, batch_size=batch_size, shuffle=True, generator=torch.Generator().manual_seed(7))
+    return DataLoader(
+        dataset, batch_size=batch_size, shuffle=True, generator=torch.Generator().manual_seed(7)
+    )
 
 
 def pair(batch):
@@ -77,7 +81,9 @@ def accelerated_run(kind, size, batch_size, steps, dtype, loss_kind):
     accelerator = Accelerator(gradient_accumulation_steps=steps, exact=True)
     model = network(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader_of(kind, size, batch_size, dtype))
+    model, optimizer, loader = accelerator.prepare(
+        model, optimizer, loader_of(kind, size, batch_size, dtype)
+    )
     history = []
     for _ in range(EPOCHS):
         for batch in loader:

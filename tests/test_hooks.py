@@ -23,7 +23,11 @@ from accelerate.hooks import (
     remove_hook_from_module,
     remove_hook_from_submodules,
 )
-from accelerate.placement.align import align_module_device, get_state_dict_offloaded_model, has_offloaded_params
+from accelerate.placement.align import (
+    align_module_device,
+    get_state_dict_offloaded_model,
+    has_offloaded_params,
+)
 
 META = torch.device("meta")
 
@@ -105,7 +109,9 @@ def test_replaced_or_in_sequence(x):
     assert log == ["init a", "init b", "pre b", "post b"]
     add_hook_to_module(layer, AddOne(log, "c"), append=True)
     add_hook_to_module(layer, AddOne(log, "d"), append=True)
-    assert isinstance(layer._hf_hook, SequentialHook) and [hook.name for hook in layer._hf_hook.hooks] == [
+    assert isinstance(layer._hf_hook, SequentialHook) and [
+        hook.name for hook in layer._hf_hook.hooks
+    ] == [
         "b",
         "c",
         "d",
@@ -114,7 +120,9 @@ def test_replaced_or_in_sequence(x):
     assert torch.allclose(layer(x), 8 * layer._old_forward(x + 3))
     assert log == ["pre b", "pre c", "pre d", "post b", "post c", "post d"]
     remove_hook_from_module(layer)
-    assert log[6:] == ["detach b", "detach c", "detach d"] and torch.equal(layer(x), nn.Linear.forward(layer, x))
+    assert log[6:] == ["detach b", "detach c", "detach d"] and torch.equal(
+        layer(x), nn.Linear.forward(layer, x)
+    )
 
 
 def test_remove_recursively(model):
@@ -123,7 +131,9 @@ def test_remove_recursively(model):
     remove_hook_from_module(model)
     assert not hasattr(model, "_hf_hook") and hasattr(model.linear1, "_hf_hook")
     remove_hook_from_submodules(model)
-    assert not any(hasattr(module, "_hf_hook") or "forward" in vars(module) for module in model.modules())
+    assert not any(
+        hasattr(module, "_hf_hook") or "forward" in vars(module) for module in model.modules()
+    )
 
 
 def test_a_failed_forward_is_told(x):
@@ -142,7 +152,10 @@ def test_copies_and_pickles_have_hooks_of_their_own(model, x):
     attach_align_device_hook(model.linear2, "cpu", offload=True)
     wanted = model(x)
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert twin.linear1.forward.args == (twin.linear1,) and twin.linear1._hf_hook is not model.linear1._hf_hook
+        assert (
+            twin.linear1.forward.args == (twin.linear1,)
+            and twin.linear1._hf_hook is not model.linear1._hf_hook
+        )
         with torch.no_grad():
             twin.linear1.weight.zero_()
         assert not torch.equal(twin(x), wanted) and torch.equal(model(x), wanted)
@@ -154,17 +167,23 @@ def test_align_offloads_and_brings(model, x):
     seen = []
     for module in (model.linear1, model.batchnorm, model.linear2):
         add_hook_to_module(module, AlignDevicesHook(execution_device="cpu", offload=True))
-        module.register_forward_pre_hook(lambda module, args: seen.append((module, devices_of(module))))
+        module.register_forward_pre_hook(
+            lambda module, args: seen.append((module, devices_of(module)))
+        )
     assert all(devices_of(module) == {META} for module in (model.linear1, model.linear2))
     # Buffers stay on the device unless they are said to go too.
-    assert model.batchnorm.weight.device == META and model.batchnorm.running_mean.device.type == "cpu"
+    assert (
+        model.batchnorm.weight.device == META and model.batchnorm.running_mean.device.type == "cpu"
+    )
     add_hook_to_module(model.linear2, ModelHook(), append=True)
     assert torch.equal(model(x), wanted) and len(seen) == 3
     assert devices_of(model.linear1) == {META}
     assert has_offloaded_params(model.linear1) and has_offloaded_params(model.linear2)
     assert not has_offloaded_params(model)
     whole = get_state_dict_offloaded_model(model)
-    assert list(whole) == list(state) and all(torch.equal(whole[name], value) for name, value in state.items())
+    assert list(whole) == list(state) and all(
+        torch.equal(whole[name], value) for name, value in state.items()
+    )
     remove_hook_from_submodules(model)
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert torch.equal(model(x), wanted)
@@ -175,7 +194,9 @@ def test_align_offloads_buffers_but_for_those_that_no_state_dict_has(model, x):
     wanted = model(x)
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     attach_align_device_hook(model, "cpu", offload=True, weights_map=weights, offload_buffers=True)
-    assert model.batchnorm.running_mean.device == META and model.batchnorm.hidden.device.type == "cpu"
+    assert (
+        model.batchnorm.running_mean.device == META and model.batchnorm.hidden.device.type == "cpu"
+    )
     assert torch.equal(model(x), wanted) and model.batchnorm.running_mean.device == META
     hook = model.batchnorm._hf_hook
     assert hook.weights_map.prefix == "batchnorm." and hook.weights_map.dataset is weights
@@ -187,7 +208,9 @@ def test_align_offloads_buffers_but_for_those_that_no_state_dict_has(model, x):
 
 def test_align_runs_where_there_is_no_memory(model):
     """On the meta device the whole way of inputs and outputs can be seen without an accelerator."""
-    hook = AlignDevicesHook(execution_device="meta", io_same_device=True, place_submodules=True, skip_keys=[("mask",)])
+    hook = AlignDevicesHook(
+        execution_device="meta", io_same_device=True, place_submodules=True, skip_keys=[("mask",)]
+    )
     seen = {}
 
     def forward(x, pair, mask=None):
@@ -236,7 +259,9 @@ def test_attach_on_blocks(model, x):
     attach_align_device_hook_on_blocks(model, "cpu")
     assert model._hf_hook.place_submodules and hasattr(model.linear1, "_hf_hook")
     remove_hook_from_submodules(model)
-    attach_align_device_hook_on_blocks(model, "cpu", offload={"linear1": True, "batchnorm": False, "linear2": False})
+    attach_align_device_hook_on_blocks(
+        model, "cpu", offload={"linear1": True, "batchnorm": False, "linear2": False}
+    )
     assert model.linear1._hf_hook.offload and torch.equal(model(x), wanted)
     remove_hook_from_submodules(model)
     attach_align_device_hook_on_blocks(model, {"linear1": "cpu", "linear2": "meta"}, offload=False)
@@ -273,14 +298,20 @@ def test_cpu_offload_chain(x):
     first, second = nn.Linear(3, 3), nn.Linear(3, 3)
     moves = []
     for name, module in (("first", first), ("second", second)):
-        module.to = lambda device, name=name, module=module: moves.append((name, str(device))) or module
+        module.to = lambda device, name=name, module=module: (
+            moves.append((name, str(device))) or module
+        )
     handle = UserCpuOffloadHook(first, CpuOffload("cpu"))
     add_hook_to_module(first, handle.hook)
     add_hook_to_module(second, CpuOffload("cpu", prev_module_hook=handle))
     assert moves == [("first", "cpu"), ("second", "cpu")]
     del moves[:]
     second(first(x))
-    assert moves == [("first", "cpu"), ("first", "cpu"), ("second", "cpu")]  # first comes, first goes, second comes
+    assert moves == [
+        ("first", "cpu"),
+        ("first", "cpu"),
+        ("second", "cpu"),
+    ]  # first comes, first goes, second comes
     # A model before it that runs elsewhere need not go.
     second._hf_hook.prev_module_hook.hook.execution_device = "meta"
     del moves[:]
@@ -295,7 +326,9 @@ def test_layerwise_casting(x):
     wanted = nn.functional.linear(
         x, *(tensor.to(torch.float8_e4m3fn).float() for tensor in (layer.weight, layer.bias))
     )
-    add_hook_to_module(layer, LayerwiseCastingHook(torch.float8_e4m3fn, torch.float32, non_blocking=False))
+    add_hook_to_module(
+        layer, LayerwiseCastingHook(torch.float8_e4m3fn, torch.float32, non_blocking=False)
+    )
     assert layer.weight.dtype == torch.float8_e4m3fn
     assert torch.equal(layer(x), wanted) and layer.weight.dtype == torch.float8_e4m3fn
 

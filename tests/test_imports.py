@@ -64,7 +64,9 @@ def module_name(path: Path) -> str:
 
 
 def run_python(source: str) -> str:
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=400)
+    done = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=400
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -94,7 +96,11 @@ print(*(set(sys.modules) - loaded) & set({HEAVY!r}))
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="each module is imported in a fork of its own")
 def test_each_module_imports_alone() -> None:
     """An import cycle fails only in the module that is imported first, so each is, in its own process."""
-    names = [module_name(path) for path in FILES if not {"__main__", "scripts"} & {path.stem, *path.parts}]
+    names = [
+        module_name(path)
+        for path in FILES
+        if not {"__main__", "scripts"} & {path.stem, *path.parts}
+    ]
     # torch's own heavy parts are imported once: circles are among ours.
     source = f"""
 import importlib, os, sys, torch
@@ -121,7 +127,9 @@ def test_packages_import_lower_layers_only() -> None:
 from importlinter.cli import lint_imports
 raise SystemExit(lint_imports(config_filename={str(PROJECT / "pyproject.toml")!r}, no_cache=True, no_logo=True))
 """
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=400)
+    done = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=400
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -131,7 +139,11 @@ ENVIRONMENT_NAMES = {"environ", "environb", "getenv", "putenv", "unsetenv"}
 def environment_reads(tree: ast.AST) -> Iterator[int]:
     """The lines at which a module reads the environment itself."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os":
+        if (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "os"
+        ):
             words = {node.attr}
         elif isinstance(node, ast.ImportFrom) and node.module == "os":
             words = {alias.name for alias in node.names}
@@ -156,7 +168,9 @@ def test_each_file_says_what_it_is_for() -> None:
     silent = []
     for path in FILES:
         text = path.read_text()
-        if not text.startswith("# SPDX-License-Identifier: Apache-2.0\n") or not ast.get_docstring(ast.parse(text)):
+        if not text.startswith("# SPDX-License-Identifier: Apache-2.0\n") or not ast.get_docstring(
+            ast.parse(text)
+        ):
             silent.append(str(path.relative_to(PACKAGE)))
     assert silent == []
 
@@ -200,5 +214,7 @@ accelerator.load_state({str(tmp_path / "saved")!r})
 assert accelerator.gather_for_metrics(loss).item() == loss.item()
 accelerator.end_training()
 """
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=200
+    )
     assert done.returncode == 0, done.stderr[-2000:]

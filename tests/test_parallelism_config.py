@@ -11,7 +11,11 @@ from accelerate.parallelism_config import ParallelismConfig
 
 def test_sizes_and_names():
     config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2, tp_size=2, cp_size=2)
-    assert config.total_size == 16 and config.data_parallel_size == 4 and config.non_data_parallel_size == 4
+    assert (
+        config.total_size == 16
+        and config.data_parallel_size == 4
+        and config.non_data_parallel_size == 4
+    )
     assert config.active_mesh_dims == ["dp_replicate", "dp_shard", "tp", "cp"]
     assert config.dp_shard_cp_dim_names == ["dp_shard", "cp"]
     assert config.dp_cp_dim_names == ["dp_replicate", "dp_shard", "cp"]
@@ -28,12 +32,16 @@ def test_variables(monkeypatch):
     monkeypatch.setenv("PARALLELISM_CONFIG_CP_COMM_STRATEGY", "alltoall")
     config = ParallelismConfig(tp_size=2)
     assert config.total_size == 4 and config.cp_handler.cp_comm_strategy == "alltoall"
-    with pytest.raises(ValueError, match=r"cp_size=2 \(PARALLELISM_CONFIG_CP_SIZE\) x tp_size=2 = 4 processes"):
+    with pytest.raises(
+        ValueError, match=r"cp_size=2 \(PARALLELISM_CONFIG_CP_SIZE\) x tp_size=2 = 4 processes"
+    ):
         config.validate(2)
 
 
 def test_validation_shows_the_product():
-    with pytest.raises(ValueError, match=r"dp_shard_size=3 x tp_size=2 = 6 processes, but 4 were started"):
+    with pytest.raises(
+        ValueError, match=r"dp_shard_size=3 x tp_size=2 = 6 processes, but 4 were started"
+    ):
         ParallelismConfig(dp_shard_size=3, tp_size=2).validate(4)
     ParallelismConfig(dp_shard_size=2, tp_size=2).validate(4)
 
@@ -46,7 +54,10 @@ def test_validation_shows_the_product():
         ({"cp_size": 2, "sp_size": 2}, "mutually exclusive"),
         ({"cp_size": 2, "cp_backend": "deepspeed"}, "cp_backend"),
         ({"sp_size": 2, "sp_backend": "torch"}, "sp_backend"),
-        ({"cp_size": 2, "cp_handler": DeepSpeedSequenceParallelConfig()}, "TorchContextParallelConfig"),
+        (
+            {"cp_size": 2, "cp_handler": DeepSpeedSequenceParallelConfig()},
+            "TorchContextParallelConfig",
+        ),
     ],
 )
 def test_refusals(options, named):
@@ -97,7 +108,12 @@ def test_megatron_optimizer_and_schedule():
     plugin = MegatronLMPlugin(num_micro_batches=2)
     plugin.set_training_args(4, 2)
     assert plugin.megatron_lm_default_args["global_batch_size"] == 16
-    plugin.set_optimizer_type(torch.optim.AdamW([torch.zeros(1, requires_grad=True)], lr=0.1, weight_decay=0.02))
-    assert plugin.megatron_lm_default_args["adam_beta2"] == 0.999 and plugin.megatron_lm_default_args["lr"] == 0.1
+    plugin.set_optimizer_type(
+        torch.optim.AdamW([torch.zeros(1, requires_grad=True)], lr=0.1, weight_decay=0.02)
+    )
+    assert (
+        plugin.megatron_lm_default_args["adam_beta2"] == 0.999
+        and plugin.megatron_lm_default_args["lr"] == 0.1
+    )
     with pytest.raises(ValueError, match="adagrad"):
         plugin.set_optimizer_type(torch.optim.Adagrad([torch.zeros(1, requires_grad=True)]))

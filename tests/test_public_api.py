@@ -37,7 +37,9 @@ def shown(value: Any) -> str:
     if isinstance(value, enum.Enum):
         return f"{type(value).__name__}.{value.name}"
     empty = isinstance(value, (list, tuple, dict, set)) and not value
-    return repr(value) if value is None or isinstance(value, (bool, int, float, str)) or empty else "?"
+    return (
+        repr(value) if value is None or isinstance(value, (bool, int, float, str)) or empty else "?"
+    )
 
 
 def disagreements(recorded: list[str], function: Callable[..., Any]) -> Iterator[str]:
@@ -48,7 +50,11 @@ def disagreements(recorded: list[str], function: Callable[..., Any]) -> Iterator
     last, known = -1, {"self"}
     for text in recorded:
         if text.startswith("*"):
-            wanted = inspect.Parameter.VAR_KEYWORD if text.startswith("**") else inspect.Parameter.VAR_POSITIONAL
+            wanted = (
+                inspect.Parameter.VAR_KEYWORD
+                if text.startswith("**")
+                else inspect.Parameter.VAR_POSITIONAL
+            )
             if wanted not in kinds:
                 yield f"does not take {text}"
             continue
@@ -69,7 +75,10 @@ def disagreements(recorded: list[str], function: Callable[..., Any]) -> Iterator
         elif default and default != "?" and shown(ours[name].default) not in (default, "?"):
             yield f"{name} defaults to {shown(ours[name].default)}, not {default}"
     for name, parameter in ours.items():
-        gathers = parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        gathers = parameter.kind in (
+            inspect.Parameter.VAR_POSITIONAL,
+            inspect.Parameter.VAR_KEYWORD,
+        )
         if name not in known and not gathers and parameter.default is inspect.Parameter.empty:
             yield f"demands {name}"
 
@@ -127,8 +136,12 @@ def test_parameters_and_results_are_annotated(module: str) -> None:
         functions = {name: value} if inspect.isfunction(value) else {}
         if inspect.isclass(value) and value.__module__.startswith("accelerate."):
             for member, plain in vars(value).items():
-                plain = plain.fget if isinstance(plain, property) else getattr(plain, "__func__", plain)
-                if inspect.isfunction(plain) and (member == "__init__" or not member.startswith("_")):
+                plain = (
+                    plain.fget if isinstance(plain, property) else getattr(plain, "__func__", plain)
+                )
+                if inspect.isfunction(plain) and (
+                    member == "__init__" or not member.startswith("_")
+                ):
                     functions[f"{name}.{member}"] = plain
         for where, function in functions.items():
             if function.__module__.startswith("accelerate."):
@@ -146,11 +159,15 @@ def test_launcher_options() -> None:
     from accelerate.commands.launch import launch_command_parser
 
     ours = {flag for action in launch_command_parser()._actions for flag in action.option_strings}
-    frozen = [[flag for flag in flags if flag.startswith("-")] for flags in FROZEN["commands"]["launch"]]
+    frozen = [
+        [flag for flag in flags if flag.startswith("-")] for flags in FROZEN["commands"]["launch"]
+    ]
     assert [flags for flags in frozen if flags and not ours & set(flags)] == []
 
 
-@pytest.mark.parametrize("module", ["accelerate", *(name for name in MODULES if name.startswith("accelerate.utils"))])
+@pytest.mark.parametrize(
+    "module", ["accelerate", *(name for name in MODULES if name.startswith("accelerate.utils"))]
+)
 def test_every_export_resolves(module: str) -> None:
     exports = importlib.import_module(module).EXPORTS
     lost = []
@@ -164,7 +181,10 @@ def test_type_checkers_see_the_same_exports() -> None:
     """The stubs are those that `tools/stubs.py` writes; mypy checks that each name in them exists."""
     project = Path(__file__).parents[1]
     done = subprocess.run(
-        [sys.executable, project / "tools" / "stubs.py", "--check"], capture_output=True, text=True, timeout=120
+        [sys.executable, project / "tools" / "stubs.py", "--check"],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert accelerate.__all__ == sorted(accelerate.__all__)

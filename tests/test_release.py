@@ -30,8 +30,15 @@ def train(steps, **arguments):
                 schedule.step()
                 wrapped.zero_grad()
     weight = next(net.parameters())
-    made = {"optimizer": wrapped, "loader": batches, "scheduler": schedule, "accelerator": accelerator}
-    return {name: weakref.ref(one) for name, one in {"weight": weight, "model": net, **made}.items()}
+    made = {
+        "optimizer": wrapped,
+        "loader": batches,
+        "scheduler": schedule,
+        "accelerator": accelerator,
+    }
+    return {
+        name: weakref.ref(one) for name, one in {"weight": weight, "model": net, **made}.items()
+    }
 
 
 def left(references):

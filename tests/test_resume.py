@@ -13,7 +13,14 @@ import torch.nn.functional as F
 from rank_pool import on_ranks
 from states import reset_states
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, default_collate, get_worker_info
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    default_collate,
+    get_worker_info,
+)
 
 from accelerate import Accelerator, DataLoaderConfiguration, skip_first_batches
 from accelerate.utils import set_seed

@@ -19,7 +19,11 @@ def fresh_state():
 def pair(processes=1, make=None, **options):
     AcceleratorState().num_processes = processes
     plain = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
-    make = make or (lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step)))
+    make = make or (
+        lambda optimizer: torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: 1.0 / (1 + step)
+        )
+    )
     optimizer = AcceleratedOptimizer(plain)
     return optimizer, AcceleratedScheduler(make(plain), optimizer, **options)
 
@@ -56,7 +60,10 @@ def test_a_step_with_a_value_is_one_step(processes):
     plateau = partial(torch.optim.lr_scheduler.ReduceLROnPlateau, factor=0.5, patience=1)
     halved = partial(PerUpdate, lr_lambda=lambda step: 0.5**step)
     metrics = [1, 0.9, 0.9, 0.9, 0.8, 0.8, 0.8]
-    for make, expected in ((plateau, [1, 1, 1, 0.5, 0.5, 0.5, 0.25]), (halved, [0.5**step for step in range(1, 8)])):
+    for make, expected in (
+        (plateau, [1, 1, 1, 0.5, 0.5, 0.5, 0.25]),
+        (halved, [0.5**step for step in range(1, 8)]),
+    ):
         _, scheduler = pair(processes, make)
         found = []
         for metric in metrics:
@@ -77,7 +84,8 @@ def test_a_left_out_step_leaves_the_schedule():
 
 def test_a_schedule_with_an_end_stays_there():
     optimizer, scheduler = pair(
-        processes=4, make=lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=1.0, total_steps=10)
+        processes=4,
+        make=lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=1.0, total_steps=10),
     )
     assert len(rates(optimizer, scheduler, [True] * 4)) == 4
 
@@ -108,7 +116,9 @@ cosine = torch.optim.lr_scheduler.CosineAnnealingLR
         (warm_up, 2, 10, False),
     ],
 )
-def test_a_schedule_that_ends_before_the_loop_is_reported_once(make, processes, steps, told, caplog):
+def test_a_schedule_that_ends_before_the_loop_is_reported_once(
+    make, processes, steps, told, caplog
+):
     """10 epochs of 5 batches are 3 steps an epoch on 2 processes: the last step of each epoch is filled."""
     optimizer, scheduler = pair(processes, lambda plain: make(plain, steps))
 
@@ -119,9 +129,13 @@ def test_a_schedule_that_ends_before_the_loop_is_reported_once(make, processes, 
     scheduler.gradient_state._add_dataloader(loader)
     for loader.iteration in range(10):
         rates(optimizer, scheduler, [True] * -(-5 // processes))
-    messages = [record.getMessage() for record in caplog.records if "has ended" in record.getMessage()]
+    messages = [
+        record.getMessage() for record in caplog.records if "has ended" in record.getMessage()
+    ]
     assert len(messages) == told
-    assert all("step_scheduler_with_optimizer" in message and str(steps) in message for message in messages)
+    assert all(
+        "step_scheduler_with_optimizer" in message and str(steps) in message for message in messages
+    )
 
 
 def test_state_goes_through():

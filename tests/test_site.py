@@ -20,9 +20,14 @@ from browser import Browser, find
 SITE = os.environ.get("SITE", "")
 pytestmark = [
     pytest.mark.skipif(not SITE, reason="SITE is not set: `make docs` sets it"),
-    pytest.mark.skipif(find() is None, reason="no Chromium is installed (Debian: apt-get install chromium)"),
+    pytest.mark.skipif(
+        find() is None, reason="no Chromium is installed (Debian: apt-get install chromium)"
+    ),
 ]
-MEMORY, MACHINES = {"docs/planning.html"}, {"docs/launch.html", "docs/recipes/several_machines.html"}
+MEMORY, MACHINES = (
+    {"docs/planning.html"},
+    {"docs/launch.html", "docs/recipes/several_machines.html"},
+)
 STANDSTILL, API = {"docs/errors.html"}, {"docs/reference/api/accelerator.html"}
 # What is searched for, and the guides of which one comes first.
 SEARCHES = {
@@ -54,7 +59,9 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=SITE))
+    server = http.server.ThreadingHTTPServer(
+        ("127.0.0.1", 0), functools.partial(Quiet, directory=SITE)
+    )
     thread = threading.Thread(target=server.serve_forever, args=(0.02,))
     thread.start()
     yield f"http://127.0.0.1:{server.server_port}/"
@@ -74,10 +81,14 @@ def test_a_search_leads_to_the_guide(query: str, browser: Browser, url: str) -> 
     browser.open("about:blank")
     browser.open(f"{url}search.html?q={quote(query)}")
     browser.wait("!!document.querySelector('#search-results .search-summary')?.innerText")
-    links = browser.evaluate("[...document.querySelectorAll('#search-results li a')].map((link) => link.href)")
+    links = browser.evaluate(
+        "[...document.querySelectorAll('#search-results li a')].map((link) => link.href)"
+    )
     pages = [link.removeprefix(url).partition("?")[0].partition("#")[0] for link in links]
     assert pages and pages[0] in SEARCHES[query], pages[:3]
-    assert not {page for page in pages if page.startswith(("benchmarks", "CHANGELOG", "CONTRIBUTING"))}
+    assert not {
+        page for page in pages if page.startswith(("benchmarks", "CHANGELOG", "CONTRIBUTING"))
+    }
 
 
 def test_no_page_is_wider_than_a_phone(browser: Browser, url: str) -> None:

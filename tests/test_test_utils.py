@@ -45,8 +45,16 @@ def test_conditions_skip_with_a_reason() -> None:
 
 
 def test_the_launcher_command() -> None:
-    command = test_utils.get_launch_command(num_processes=2, mixed_precision="bf16", cpu=True, debug=False, port=None)
-    assert command == ["accelerate", "launch", "--num_processes=2", "--mixed_precision=bf16", "--cpu"]
+    command = test_utils.get_launch_command(
+        num_processes=2, mixed_precision="bf16", cpu=True, debug=False, port=None
+    )
+    assert command == [
+        "accelerate",
+        "launch",
+        "--num_processes=2",
+        "--mixed_precision=bf16",
+        "--cpu",
+    ]
     assert test_utils.DEFAULT_LAUNCH_COMMAND[:2] == ["accelerate", "launch"]
 
 
@@ -66,7 +74,10 @@ def test_commands_return_their_output_or_fail_with_it(capsys: pytest.CaptureFixt
 def test_exceptions_and_output_are_caught() -> None:
     with test_utils.assert_exception(KeyError, "name"):
         raise KeyError("the name")
-    with pytest.raises(AssertionError, match="Expected message"), test_utils.assert_exception(KeyError, "other"):
+    with (
+        pytest.raises(AssertionError, match="Expected message"),
+        test_utils.assert_exception(KeyError, "other"),
+    ):
         raise KeyError("the name")
     with pytest.raises(AssertionError, match="no exception"), test_utils.assert_exception(KeyError):
         pass

@@ -65,7 +65,9 @@ def test_item_weights_are_the_mean_over_the_window(by_hand):
         plain.step()
         plain.zero_grad()
     accelerator = fresh(gradient_accumulation_steps=steps)
-    model, optimizer = accelerator.prepare(model_ := linear(), torch.optim.SGD(model_.parameters(), lr=0.1))
+    model, optimizer = accelerator.prepare(
+        model_ := linear(), torch.optim.SGD(model_.parameters(), lr=0.1)
+    )
     mine = samples[accelerator.process_index :: world()]
     for start in range(0, len(mine), steps):
         window = mine[start : start + steps]
@@ -87,7 +89,9 @@ def test_item_weights_are_the_mean_over_the_window(by_hand):
 @everywhere
 def test_two_item_backwards_for_one_step_are_refused():
     accelerator = fresh()
-    model, optimizer = accelerator.prepare(model_ := linear(), torch.optim.SGD(model_.parameters(), lr=0.1))
+    model, optimizer = accelerator.prepare(
+        model_ := linear(), torch.optim.SGD(model_.parameters(), lr=0.1)
+    )
     x = torch.ones(2, 4, dtype=torch.float64)
     accelerator.backward(model(x).mean(), num_items=2)
     with pytest.raises(AccelerateError, match="twice"):
@@ -104,13 +108,19 @@ def test_accumulation_of_plain_losses():
     model = torch.nn.Linear(1, 1, bias=False, dtype=torch.float64)
     model.weight.data.zero_()
     loader = DataLoader(TensorDataset(x[:, None], 2 * x[:, None]), batch_size=2)
-    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.02), loader)
+    model, optimizer, loader = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.02), loader
+    )
     for inputs, targets in loader:
         with accelerator.accumulate(model):
             accelerator.backward(torch.nn.functional.mse_loss(model(inputs), targets))
             optimizer.step()
             optimizer.zero_grad()
-    close(accelerator.unwrap_model(model).weight.detach(), torch.tensor([[2.04]], dtype=torch.float64), 1e-12)
+    close(
+        accelerator.unwrap_model(model).weight.detach(),
+        torch.tensor([[2.04]], dtype=torch.float64),
+        1e-12,
+    )
 
 
 class Left(Exception):
@@ -122,8 +132,13 @@ def test_windows_are_divided_by_their_own_length():
     """Also when the number of steps changes in one, and when a loop is left before the backward of a batch."""
     accelerator = fresh(gradient_accumulation_steps=2)
     model = torch.nn.Linear(1, 1, bias=False, dtype=torch.float64)
-    raw = DataLoader(TensorDataset(torch.arange(1.0, 8.0 * world() + 1, dtype=torch.float64)[:, None]), batch_size=1)
-    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0), raw)
+    raw = DataLoader(
+        TensorDataset(torch.arange(1.0, 8.0 * world() + 1, dtype=torch.float64)[:, None]),
+        batch_size=1,
+    )
+    model, optimizer, loader = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=1.0), raw
+    )
     weight = accelerator.unwrap_model(model).weight
     rows, updates, before = [], [], weight.item()
 
@@ -135,11 +150,15 @@ def test_windows_are_divided_by_their_own_length():
                     raise Left
                 accelerator.backward(model(x).mean())
                 rows.extend(accelerator.gather(x).flatten().tolist())
-                accelerator.gradient_accumulation_steps = steps.get(number, accelerator.gradient_accumulation_steps)
+                accelerator.gradient_accumulation_steps = steps.get(
+                    number, accelerator.gradient_accumulation_steps
+                )
                 optimizer.step()
                 optimizer.zero_grad()
             if accelerator.sync_gradients:
-                updates.append((sum(rows) / len(rows), before - weight.item(), len(rows) // world()))
+                updates.append(
+                    (sum(rows) / len(rows), before - weight.item(), len(rows) // world())
+                )
                 before = weight.item()
                 rows.clear()
 
@@ -154,7 +173,9 @@ def test_windows_are_divided_by_their_own_length():
 @everywhere
 def test_no_message_before_the_window_ends():
     accelerator = fresh(gradient_accumulation_steps=2)
-    model, optimizer = accelerator.prepare(model_ := linear(), torch.optim.SGD(model_.parameters(), lr=0.1))
+    model, optimizer = accelerator.prepare(
+        model_ := linear(), torch.optim.SGD(model_.parameters(), lr=0.1)
+    )
     rank = accelerator.process_index
     gradients = []
     for step in range(2):
@@ -175,7 +196,9 @@ def test_options_of_accumulation():
     rank = torch.distributed.get_rank() if world() > 1 else 0
     x = torch.full((1, 4), 1.0 + rank, dtype=torch.float64)
     mean = torch.full((3, 4), sum(1.0 + r for r in range(world())) / world(), dtype=torch.float64)
-    accelerator = fresh(gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=2, sync_each_batch=True))
+    accelerator = fresh(
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=2, sync_each_batch=True)
+    )
     model = accelerator.prepare(linear())
     with accelerator.accumulate(model):
         accelerator.backward(model(x).sum())
@@ -199,7 +222,9 @@ def test_options_of_accumulation():
     model = accelerator.prepare(linear())
     accelerator.backward(model(x).sum())
     accelerator.clip_grad_value_(model.parameters(), 0.25)
-    close(accelerator.unwrap_model(model).weight.grad, torch.full((3, 4), 0.25, dtype=torch.float64))
+    close(
+        accelerator.unwrap_model(model).weight.grad, torch.full((3, 4), 0.25, dtype=torch.float64)
+    )
 
 
 @everywhere
@@ -214,7 +239,10 @@ def test_a_late_sync():
         with accelerator.trigger_sync_in_backward(model):
             accelerator.backward(losses[1])
     mean = sum(1.0 + r for r in range(world())) / world()
-    close(accelerator.unwrap_model(model).weight.grad, torch.full((3, 4), 2 * mean, dtype=torch.float64))
+    close(
+        accelerator.unwrap_model(model).weight.grad,
+        torch.full((3, 4), 2 * mean, dtype=torch.float64),
+    )
 
 
 @everywhere
@@ -230,9 +258,14 @@ def test_who_does_what(tmp_path):
     accelerator.on_main_process(lambda: done.append("main"))()
     accelerator.on_last_process(lambda: done.append("last"))()
     accelerator.on_process(process_index=world() - 1)(lambda: done.append("this"))()
-    expected = ["main"] * accelerator.is_main_process + ["last", "this"] * accelerator.is_last_process
+    expected = ["main"] * accelerator.is_main_process + [
+        "last",
+        "this",
+    ] * accelerator.is_last_process
     assert done == expected, done
-    with accelerator.split_between_processes(list(range(2 * world() + 1)), apply_padding=True) as part:
+    with accelerator.split_between_processes(
+        list(range(2 * world() + 1)), apply_padding=True
+    ) as part:
         shared = accelerator.gather(torch.tensor(part))
     assert sorted(set(shared.tolist())) == list(range(2 * world() + 1))
 
@@ -249,19 +282,27 @@ def test_who_does_what(tmp_path):
     ],
 )
 def test_communication_hooks(hook, wrapper, tolerance):
-    accelerator = fresh(kwargs_handlers=[DistributedDataParallelKwargs(comm_hook=hook, comm_wrapper=wrapper)])
+    accelerator = fresh(
+        kwargs_handlers=[DistributedDataParallelKwargs(comm_hook=hook, comm_wrapper=wrapper)]
+    )
     model = accelerator.prepare(linear(dtype=torch.float32))
     inputs = [torch.full((1, 4), 0.25 + r) for r in range(world())]
     accelerator.backward(model(inputs[accelerator.process_index]).square().sum())
     reference = linear(dtype=torch.float32)
     (sum(reference(x).square().sum() for x in inputs) / world()).backward()
     expected = reference.weight.grad
-    close(accelerator.unwrap_model(model).weight.grad, expected, tolerance * float(expected.abs().max()))
+    close(
+        accelerator.unwrap_model(model).weight.grad,
+        expected,
+        tolerance * float(expected.abs().max()),
+    )
 
 
 @everywhere
 def test_fp16_skips_on_every_rank_and_unscales_once():
-    accelerator = fresh(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=1024.0)])
+    accelerator = fresh(
+        mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=1024.0)]
+    )
     model = linear(dtype=torch.float32)
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(plain, 1)
@@ -315,7 +356,9 @@ def test_tied_and_frozen_parameters():
     model[1].requires_grad_(False)
     accelerator = fresh()
     prepared = accelerator.prepare(model)
-    assert accelerator.unwrap_model(prepared)[2].weight is accelerator.unwrap_model(prepared)[0].weight
+    assert (
+        accelerator.unwrap_model(prepared)[2].weight is accelerator.unwrap_model(prepared)[0].weight
+    )
     accelerator.backward(prepared(torch.ones(2, 4, dtype=torch.float64)).sum())
     assert model[1].weight.grad is None
     frozen = accelerator.prepare(linear().requires_grad_(False))
@@ -325,7 +368,9 @@ def test_tied_and_frozen_parameters():
 @everywhere
 def test_uneven_inputs_join():
     accelerator = fresh()
-    loader = DataLoader(TensorDataset(torch.arange(6 * world() + 1.0, dtype=torch.float64)[:, None]), batch_size=2)
+    loader = DataLoader(
+        TensorDataset(torch.arange(6 * world() + 1.0, dtype=torch.float64)[:, None]), batch_size=2
+    )
     model = torch.nn.Linear(1, 1, dtype=torch.float64)
     model, loader = accelerator.prepare(model, loader)
     seen = 0
@@ -376,13 +421,17 @@ def test_two_models_join_one_after_the_other():
 @everywhere
 def test_local_sgd_averages():
     accelerator = fresh()
-    model, optimizer = accelerator.prepare(model_ := linear(), torch.optim.SGD(model_.parameters(), lr=0.1))
+    model, optimizer = accelerator.prepare(
+        model_ := linear(), torch.optim.SGD(model_.parameters(), lr=0.1)
+    )
     start = accelerator.unwrap_model(model).weight.detach().clone()
     rank = accelerator.process_index
     with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2) as local:
         for _ in range(2):
             with accelerator.accumulate(model):
-                accelerator.backward(model(torch.full((1, 4), 1.0 + rank, dtype=torch.float64)).sum())
+                accelerator.backward(
+                    model(torch.full((1, 4), 1.0 + rank, dtype=torch.float64)).sum()
+                )
                 optimizer.step()
                 optimizer.zero_grad()
                 local.step()
@@ -418,7 +467,9 @@ def test_trigger_and_metrics():
     for size in (1, 2 * world(), 2 * world() + 1, 5 * world() - 1):
         for exact in (False, True):
             accelerator = fresh(exact=exact)
-            loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(size)), batch_size=2))
+            loader = accelerator.prepare(
+                DataLoader(TensorDataset(torch.arange(size)), batch_size=2)
+            )
             found, objects = [], []
             for (ids,) in loader:
                 found.append(accelerator.gather_for_metrics({"ids": ids})["ids"])

@@ -18,7 +18,9 @@ def _is_public(name):
 
 def _is_evident(value):
     """Whether all type checkers infer the same type: a constant, or a parameter or another declared name."""
-    return isinstance(value.operand if isinstance(value, ast.UnaryOp) else value, (ast.Constant, ast.Name))
+    return isinstance(
+        value.operand if isinstance(value, ast.UnaryOp) else value, (ast.Constant, ast.Name)
+    )
 
 
 def _targets(statement):
@@ -34,21 +36,32 @@ def _targets(statement):
 
 def _unannotated(function):
     arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
-    arguments += [argument for argument in (function.args.vararg, function.args.kwarg) if argument is not None]
+    arguments += [
+        argument for argument in (function.args.vararg, function.args.kwarg) if argument is not None
+    ]
     wrong = [a.arg for a in arguments if a.annotation is None and a.arg not in ("self", "cls")]
     return [*wrong, *(["return"] if function.returns is None else [])]
 
 
 def _undeclared(tree):
     """The public names of a module whose types are inferred."""
-    for function in [node for node in tree.body if isinstance(node, ast.FunctionDef) and _is_public(node.name)]:
+    for function in [
+        node for node in tree.body if isinstance(node, ast.FunctionDef) and _is_public(node.name)
+    ]:
         yield from (f"{function.name}({name})" for name in _unannotated(function))
     for statement in tree.body:
         for target, value in _targets(statement):
             evident = _is_evident(value) or isinstance(value, ast.Attribute)
-            if isinstance(target, ast.Name) and target.id.islower() and _is_public(target.id) and not evident:
+            if (
+                isinstance(target, ast.Name)
+                and target.id.islower()
+                and _is_public(target.id)
+                and not evident
+            ):
                 yield target.id
-    for owner in [node for node in tree.body if isinstance(node, ast.ClassDef) and _is_public(node.name)]:
+    for owner in [
+        node for node in tree.body if isinstance(node, ast.ClassDef) and _is_public(node.name)
+    ]:
         methods = [node for node in owner.body if isinstance(node, ast.FunctionDef)]
         declared = {node.target.id for node in owner.body if isinstance(node, ast.AnnAssign)}
         found = {}
@@ -69,8 +82,12 @@ def _undeclared(tree):
                 yield f"{owner.name}.{name}"
 
 
-@pytest.mark.parametrize("folder", sorted(path.name for path in SOURCE.iterdir() if path.suffix in ("", ".py")))
+@pytest.mark.parametrize(
+    "folder", sorted(path.name for path in SOURCE.iterdir() if path.suffix in ("", ".py"))
+)
 def test_public_names_have_declared_types(folder):
     paths = (SOURCE / folder).rglob("*.py") if (SOURCE / folder).is_dir() else [SOURCE / folder]
     modules = {str(path.relative_to(SOURCE)): ast.parse(path.read_text()) for path in paths}
-    assert [f"{module}: {name}" for module, tree in modules.items() for name in _undeclared(tree)] == []
+    assert [
+        f"{module}: {name}" for module, tree in modules.items() for name in _undeclared(tree)
+    ] == []

@@ -87,7 +87,10 @@ def claims(figures: dict[str, Any], dates: dict[str, str]) -> str:
     lines = ["| | Hugging Face Accelerate 1.15 | this package |", "|---|---|---|"]
     for name, title in CLAIMS.items():
         if "ours" in figures.get(name, {}):
-            cells = (short(figures[name].get(package), metrics[name].metric) for package in ("peer", "ours"))
+            cells = (
+                short(figures[name].get(package), metrics[name].metric)
+                for package in ("peer", "ours")
+            )
             lines.append(f"| {title} | {' | '.join(cells)} |")
     two = short(figures.get("launch two", {}).get("ours"), "time")
     lines += [f"| {title} | {peer} | {ours.format(two=two)} |" for title, peer, ours in SITUATIONS]
@@ -95,7 +98,9 @@ def claims(figures: dict[str, Any], dates: dict[str, str]) -> str:
         ours, peer = figures.get(name, {}).get("ours"), figures.get(name, {}).get("peer")
         if ours and peer and rank(peer, row.metric) < 0.95 * rank(ours, row.metric):
             title, why = SLOWER.get(name, (row.title, ": slower"))
-            lines.append(f"| {title} | {short(peer, row.metric)} | {short(ours, row.metric)}{why} |")
+            lines.append(
+                f"| {title} | {short(peer, row.metric)} | {short(ours, row.metric)}{why} |"
+            )
     shown = sorted({dates[name] for name in (*CLAIMS, "launch two") if name in dates})
     when = f"measured on {' and '.join(shown)} on two CPU cores" if shown else "not measured yet"
     lines += [
@@ -111,11 +116,17 @@ CHECKPOINTS = ("save", "wait", "load", "load memory", "resume data")
 def checkpoint_rows(figures: dict[str, Any], dates: dict[str, str]) -> str:
     """Return the table of the page on checkpoints."""
     rows = {name: row for script in scripts() for name, row in script.rows.items()}
-    names = [f"checkpoint {what}" for what in CHECKPOINTS if "ours" in figures.get(f"checkpoint {what}", {})]
+    names = [
+        f"checkpoint {what}"
+        for what in CHECKPOINTS
+        if "ours" in figures.get(f"checkpoint {what}", {})
+    ]
     when = " and ".join(sorted({dates[name] for name in names}))
     lines = [f"| measured on {when} | Hugging Face's accelerate | this package |", "|---|---|---|"]
     for name in names:
-        cells = (value(figures[name].get(package), rows[name].metric) for package in ("peer", "ours"))
+        cells = (
+            value(figures[name].get(package), rows[name].metric) for package in ("peer", "ours")
+        )
         lines.append(f"| {rows[name].title} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -167,12 +178,16 @@ def measured() -> tuple[dict[str, Any], dict[str, str], Path, dict[str, Any]]:
 def svg(width: int, height: int, parts: list[str]) -> str:
     """Return a picture on a white background, with the text in the page's size."""
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" {FONT}>'
-    return "\n".join([head, f'<rect width="{width}" height="{height}" fill="white"/>', *parts, "</svg>", ""])
+    return "\n".join(
+        [head, f'<rect width="{width}" height="{height}" fill="white"/>', *parts, "</svg>", ""]
+    )
 
 
 def text(x: float, y: float, content: str, anchor: str = "start", color: str = "#222") -> str:
     """Return a line of text; `anchor` is start, middle or end."""
-    return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" fill="{color}">{escape(content)}</text>'
+    return (
+        f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" fill="{color}">{escape(content)}</text>'
+    )
 
 
 def bars(rows: list[tuple[str, float, float | None]], largest: float = 2.0) -> str:
@@ -187,10 +202,14 @@ def bars(rows: list[tuple[str, float, float | None]], largest: float = 2.0) -> s
         for offset, value, color in ((0, own, OURS), (15, peer, PEER)):
             if value is not None:
                 length = max(scale * min(value, largest), 1)
-                parts.append(f'<rect x="{left}" y="{y + offset}" width="{length:.1f}" height="13" fill="{color}"/>')
+                parts.append(
+                    f'<rect x="{left}" y="{y + offset}" width="{length:.1f}" height="13" fill="{color}"/>'
+                )
                 parts.append(text(left + length + 5, y + offset + 11, f"{value:.2f}x"))
     x = left + scale
-    parts.append(f'<line x1="{x:g}" y1="22" x2="{x:g}" y2="{height - 4}" stroke="{RAW}" stroke-dasharray="4 3"/>')
+    parts.append(
+        f'<line x1="{x:g}" y1="22" x2="{x:g}" y2="{height - 4}" stroke="{RAW}" stroke-dasharray="4 3"/>'
+    )
     return svg(740, height, parts)
 
 
@@ -204,10 +223,16 @@ def growth(figures: dict[str, Any]) -> str | None:
     if not series:
         return None
     largest = max(value for _, points in series for pair in points for value in pair)
-    parts = [text(60, 18, "ms per step: by hand with plain PyTorch", color=RAW), text(330, 18, "ours", color=OURS)]
+    parts = [
+        text(60, 18, "ms per step: by hand with plain PyTorch", color=RAW),
+        text(330, 18, "ours", color=OURS),
+    ]
     for number, (title, points) in enumerate(series):
         x = 60 + number * 165
-        parts += [text(x + 60, 232, title, "middle"), text(x + 20, 213, "2 ranks", "middle", "#777")]
+        parts += [
+            text(x + 60, 232, title, "middle"),
+            text(x + 20, 213, "2 ranks", "middle", "#777"),
+        ]
         parts.append(text(x + 100, 213, "4 ranks", "middle", "#777"))
         for which, color in ((0, RAW), (1, OURS)):
             y = [195 - 150 * pair[which] / largest for pair in points]
@@ -218,7 +243,11 @@ def growth(figures: dict[str, Any]) -> str | None:
             for place, pair, height in zip((x + 20, x + 100), points, y, strict=True):
                 parts.append(f'<circle cx="{place}" cy="{height:.1f}" r="3" fill="{color}"/>')
                 above = pair[which] >= pair[1 - which]
-                parts.append(text(place, height + (-8 if above else 17), f"{pair[which]:.0f}", "middle", color))
+                parts.append(
+                    text(
+                        place, height + (-8 if above else 17), f"{pair[which]:.0f}", "middle", color
+                    )
+                )
     return svg(740, 245, parts)
 
 
@@ -226,16 +255,27 @@ def sizes(figures: dict[str, Any]) -> str | None:
     """Draw how the time relative to plain PyTorch changes with parameters, samples and tensors."""
     parts, shown = [], 0
     for what, unit in (("step", "parameters"), ("first batch", "samples"), ("gather", "tensors")):
-        found = [(re.fullmatch(rf"growth: {what}, (\d+) {unit}", name), item) for name, item in figures.items()]
-        points = sorted((int(match[1]), item["ours"]["ratio"]) for match, item in found if match and "ours" in item)
+        found = [
+            (re.fullmatch(rf"growth: {what}, (\d+) {unit}", name), item)
+            for name, item in figures.items()
+        ]
+        points = sorted(
+            (int(match[1]), item["ours"]["ratio"])
+            for match, item in found
+            if match and "ours" in item
+        )
         if not points:
             continue
         x = 30 + 235 * shown
         shown += 1
         parts.append(text(x + 100, 222, f"{what}: number of {unit}", "middle"))
         one = 190 - 80
-        parts.append(f'<line x1="{x}" y1="{one}" x2="{x + 200}" y2="{one}" stroke="{RAW}" stroke-dasharray="4 3"/>')
-        places = [(x + 20 + 80 * n, 190 - 80 * min(ratio, 2.0)) for n, (_, ratio) in enumerate(points)]
+        parts.append(
+            f'<line x1="{x}" y1="{one}" x2="{x + 200}" y2="{one}" stroke="{RAW}" stroke-dasharray="4 3"/>'
+        )
+        places = [
+            (x + 20 + 80 * n, 190 - 80 * min(ratio, 2.0)) for n, (_, ratio) in enumerate(points)
+        ]
         line = " ".join(f"{left},{top:.1f}" for left, top in places)
         parts.append(f'<polyline points="{line}" fill="none" stroke="{OURS}" stroke-width="2"/>')
         for (left, top), (count, ratio) in zip(places, points, strict=True):
@@ -284,7 +324,9 @@ def write() -> dict[Path, str]:
             )
             table.append(f"| {' | '.join(cells)} |")
             seen.add(command)
-            if row.metric == "ratio" and not name.startswith(("import", "growth", "checkpoint verify")):
+            if row.metric == "ratio" and not name.startswith(
+                ("import", "growth", "checkpoint verify")
+            ):
                 ratios.append((name, ours["ratio"], peer["ratio"] if peer else None))
     date = path.name[:10]
     about = ", ".join(f"{key} {item}" for key, item in machine.items() if item is not None)
@@ -348,7 +390,10 @@ def write() -> dict[Path, str]:
         *table,
     ]
     pages = {PROJECT / "docs/comparison.md": "\n".join(lines) + "\n"}
-    for page, table_of in ((PROJECT / "README.md", claims), (PROJECT / "docs/checkpoints.md", checkpoint_rows)):
+    for page, table_of in (
+        (PROJECT / "README.md", claims),
+        (PROJECT / "docs/checkpoints.md", checkpoint_rows),
+    ):
         before, after = page.read_text().split(START)
         pages[page] = f"{before}{START}\n\n{table_of(figures, dates)}\n\n{END}{after.split(END)[1]}"
     return {**pages, **pictures}
@@ -361,7 +406,9 @@ def main(arguments: list[str] | None = None) -> int:
         0, or 1 if `--check` finds a difference.
     """
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if a file differs")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; fail if a file differs"
+    )
     args = parser.parse_args(arguments)
     stale = 0
     for path, content in write().items():

@@ -42,10 +42,19 @@ SUBJECTS = {
     "Enumerations": ("core.enums",),
     "Precision and quantization": ("precision", "placement.quantize"),
     "Large models": ("big_modeling", "placement"),
-    "Models and compilation": ("core.modules", "parallel.unwrap", "parallel.compile", "torch_internals.compiled"),
+    "Models and compilation": (
+        "core.modules",
+        "parallel.unwrap",
+        "parallel.compile",
+        "torch_internals.compiled",
+    ),
     "Saving": ("checkpointing",),
     "FSDP": ("parallel.fsdp",),
-    "DeepSpeed and Megatron-LM": ("config.deepspeed_file", "parallel.deepspeed", "parallel.placeholders"),
+    "DeepSpeed and Megatron-LM": (
+        "config.deepspeed_file",
+        "parallel.deepspeed",
+        "parallel.placeholders",
+    ),
     "Launching": ("launchers", "commands"),
     "Environment variables and processors": ("core.env", "runtime.hardware"),
     "Installed packages and devices": ("core.availability", "core.imports"),
@@ -70,7 +79,12 @@ MODULES = {
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table in Markdown."""
     lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines) + "\n"
+    return (
+        "\n".join(
+            "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines
+        )
+        + "\n"
+    )
 
 
 def code(text: object) -> str:
@@ -79,7 +93,11 @@ def code(text: object) -> str:
 
 
 def _default(row: Option) -> str:
-    return "" if row.default is False else code(as_text(row.default) if row.default is not None else None)
+    return (
+        ""
+        if row.default is False
+        else code(as_text(row.default) if row.default is not None else None)
+    )
 
 
 def _flags_as_code(text: str) -> str:
@@ -120,7 +138,9 @@ def launch_options() -> str:
         "the key means that a file cannot hold the option.\n",
     ]
     for group in options.GROUPS:
-        text.append(f"## {group.title[0].upper() + group.title[1:]}\n\n{_flags_as_code(group.help)}\n")
+        text.append(
+            f"## {group.title[0].upper() + group.title[1:]}\n\n{_flags_as_code(group.help)}\n"
+        )
         rows = [
             (
                 "<br>".join(code(flag) for flag in row.spellings if "-" not in flag.lstrip("-")),
@@ -147,7 +167,10 @@ def environment() -> str:
         "precedence.\n",
         table(
             ("variable", "option", "passed to the processes", "meaning"),
-            [(code(name), code(own[name].flag), _published(own[name]), _meaning(own[name])) for name in sorted(own)],
+            [
+                (code(name), code(own[name].flag), _published(own[name]), _meaning(own[name]))
+                for name in sorted(own)
+            ],
         ),
         "## Further variables of this package\n",
         table(
@@ -207,7 +230,14 @@ def pipeline_schedules() -> str:
         )
         for name, row in PIPELINE_SCHEDULES.items()
     ]
-    header = ("name", "class of torch", "stages on each rank", "order of ranks", "splits the backward", "torch")
+    header = (
+        "name",
+        "class of torch",
+        "stages on each rank",
+        "order of ranks",
+        "splits the backward",
+        "torch",
+    )
     return "\n".join(
         [
             "# Pipeline schedules\n",
@@ -234,7 +264,15 @@ def devices() -> str:
         )
         for row in DEVICES.values()
     ]
-    header = ("device", "backend", "run on several", "visible devices", "package", "Ray", "Kubernetes")
+    header = (
+        "device",
+        "backend",
+        "run on several",
+        "visible devices",
+        "package",
+        "Ray",
+        "Kubernetes",
+    )
     return "\n".join(
         [
             "# Devices\n",
@@ -307,9 +345,13 @@ def _summary(path: str, values: dict[str, Any]) -> str:
 
 def _members(kind: type) -> dict[str, Any]:
     """The public methods and properties of a class and of its bases."""
-    members = {name: value for base in reversed(kind.__mro__[:-1]) for name, value in vars(base).items()}
+    members = {
+        name: value for base in reversed(kind.__mro__[:-1]) for name, value in vars(base).items()
+    }
     documented = {
-        name for name, value in members.items() if inspect.getdoc(value) not in (None, inspect.getdoc(type(value)))
+        name
+        for name, value in members.items()
+        if inspect.getdoc(value) not in (None, inspect.getdoc(type(value)))
     }
     return {name: members[name] for name in documented if not name.startswith("_")}
 
@@ -321,11 +363,14 @@ class Pages:
         self.documented: set[int] = set()
         self.summaries: dict[str, str] = {}
 
-    def page(self, file: str, title: str, intro: str, module: str, names: Iterable[str]) -> tuple[str, str]:
+    def page(
+        self, file: str, title: str, intro: str, module: str, names: Iterable[str]
+    ) -> tuple[str, str]:
         """A page that documents names of a module. Those that an earlier page documents are listed at its end."""
         home = importlib.import_module(module)
         objects = {
-            name: getattr(home, name) for name in sorted(set(names), key=lambda name: (name[0].islower(), name))
+            name: getattr(home, name)
+            for name in sorted(set(names), key=lambda name: (name[0].islower(), name))
         }
         objects = {name: value for name, value in objects.items() if not inspect.ismodule(value)}
         constants = {name: value for name, value in objects.items() if not callable(value)}
@@ -335,18 +380,30 @@ class Pages:
                 self.documented.add(id(value))
                 new[name] = value
         self.summaries[file] = _summary(module, new) if new else ""
-        text = [f"# {title}\n", intro, *(_directive(f"{module}.{name}", value) for name, value in new.items())]
+        text = [
+            f"# {title}\n",
+            intro,
+            *(_directive(f"{module}.{name}", value) for name, value in new.items()),
+        ]
         if constants:
             text.append(
-                table(("name", "value"), ((code(name), code(_short(value))) for name, value in constants.items()))
+                table(
+                    ("name", "value"),
+                    ((code(name), code(_short(value))) for name, value in constants.items()),
+                )
             )
         if again := objects.keys() - new.keys() - constants.keys():
-            text.append("Also here, and documented above: " + ", ".join(map(code, sorted(again))) + ".\n")
+            text.append(
+                "Also here, and documented above: " + ", ".join(map(code, sorted(again))) + ".\n"
+            )
         return f"{file}.md", "\n".join(text)
 
     def contents(self, files: dict[str, str]) -> str:
         """The table of contents of pages with these titles: the names on each, with a sentence."""
-        text = [f"## [{title}]({file}.md)\n\n{self.summaries.get(file, '')}" for file, title in files.items()]
+        text = [
+            f"## [{title}]({file}.md)\n\n{self.summaries.get(file, '')}"
+            for file, title in files.items()
+        ]
         return "\n".join([*text, "```{toctree}", ":hidden:", "", *files, "```", ""])
 
 
@@ -364,7 +421,9 @@ def subject_of(home: str) -> str:
         if home == prefix or home.startswith(prefix + ".")
     ]
     if not fitting:
-        raise LookupError(f"accelerate.utils exports names of {home}: add it to SUBJECTS of tools/reference.py")
+        raise LookupError(
+            f"accelerate.utils exports names of {home}: add it to SUBJECTS of tools/reference.py"
+        )
     return max(fitting)[1]
 
 
@@ -378,7 +437,9 @@ def api_pages() -> Iterator[tuple[str, str]]:
     intro = "## Methods\n\n{}\n## Attributes\n\n{}\n## Details\n".format(*tables)
     yield pages.page("accelerator", "Accelerator", intro, "accelerate", ["Accelerator"])
     top = set(accelerate.__all__) - set(accelerate.SUBMODULES) - {"__version__", "Accelerator"}
-    yield pages.page("accelerate", "The package accelerate", "`from accelerate import ...`\n", "accelerate", top)
+    yield pages.page(
+        "accelerate", "The package accelerate", "`from accelerate import ...`\n", "accelerate", top
+    )
     for name, title in MODULES.items():
         module = f"accelerate.{name}"
         home = importlib.import_module(module)
@@ -396,7 +457,9 @@ def api_pages() -> Iterator[tuple[str, str]]:
     for subject, exported in names_by_subject.items():
         file = "utils_" + subject.lower().replace(" ", "_").replace("-", "_")
         subjects[file] = subject
-        yield pages.page(file, subject, "`from accelerate.utils import ...`\n", "accelerate.utils", exported)
+        yield pages.page(
+            file, subject, "`from accelerate.utils import ...`\n", "accelerate.utils", exported
+        )
     yield "utils.md", "# accelerate.utils\n\n" + pages.contents(subjects)
     files = {
         "accelerator": "Accelerator",
@@ -427,7 +490,11 @@ def main(arguments: list[str]) -> int:
         else:
             path.write_text(text)
     if differ:
-        print("run `python tools/reference.py`: these pages do not match their registries:", *differ, sep="\n  ")
+        print(
+            "run `python tools/reference.py`: these pages do not match their registries:",
+            *differ,
+            sep="\n  ",
+        )
     return 1 if differ else 0
 
 

@@ -59,15 +59,21 @@ def open_page(browser: Browser, url: str) -> None:
     browser.open(url)
     browser.wait(f"location.href === {url!r} && document.readyState === 'complete'")
     # The page of a run draws what it has received.
-    browser.wait("!document.querySelector('#charts') || document.querySelectorAll('canvas').length >= 5")
+    browser.wait(
+        "!document.querySelector('#charts') || document.querySelectorAll('canvas').length >= 5"
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Write the pictures. Returns 1 if a page has errors, or is wider than its window, else 0."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("folder", type=Path, help="folder for the pictures")
-    parser.add_argument("--run", type=Path, help="folder of a recorded run (default: a run with invented values)")
-    parser.add_argument("--site", type=Path, default=PROJECT / "build" / "site", help="the built site")
+    parser.add_argument(
+        "--run", type=Path, help="folder of a recorded run (default: a run with invented values)"
+    )
+    parser.add_argument(
+        "--site", type=Path, default=PROJECT / "build" / "site", help="the built site"
+    )
     options = parser.parse_args(arguments)
     if find() is None:
         parser.error("no Chromium is installed (Debian: apt-get install chromium)")
@@ -81,7 +87,10 @@ def main(arguments: list[str] | None = None) -> int:
         report.main([str(run), "-o", str(page)])
         with served(run) as url:
             targets = [("monitor", url), ("report", page.as_uri())]
-            targets += [(f"site-{Path(name).stem}", (options.site.resolve() / name).as_uri()) for name in PAGES]
+            targets += [
+                (f"site-{Path(name).stem}", (options.site.resolve() / name).as_uri())
+                for name in PAGES
+            ]
             for name, url in targets:
                 for size in (DESKTOP, PHONE):
                     for scheme in ("light", "dark"):
@@ -91,7 +100,10 @@ def main(arguments: list[str] | None = None) -> int:
                         path = options.folder / f"{name}-{size[0]}-{scheme}.png"
                         browser.screenshot(path, full=not name.startswith("site"))
                         width = browser.evaluate("document.documentElement.scrollWidth")
-                        problems = [*browser.errors, *([f"it is {width} pixels wide"] if width > size[0] else [])]
+                        problems = [
+                            *browser.errors,
+                            *([f"it is {width} pixels wide"] if width > size[0] else []),
+                        ]
                         failed |= bool(problems)
                         print("\n  ".join([str(path), *problems]))
     return int(failed)

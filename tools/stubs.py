@@ -29,19 +29,26 @@ def lazy_modules() -> Iterator[tuple[Path, ModuleType]]:
     for path in sorted(ROOT.rglob("*.py")):
         if "attach(__name__, EXPORTS" in path.read_text():
             parts = path.relative_to(ROOT.parent).with_suffix("").parts
-            yield path, importlib.import_module(".".join(part for part in parts if part != "__init__"))
+            yield (
+                path,
+                importlib.import_module(".".join(part for part in parts if part != "__init__")),
+            )
 
 
 def stub(path: Path, module: ModuleType) -> str:
     """The text of a module's stub: one import for each exported name."""
     package = path.parent.relative_to(ROOT).parts
-    names = {(_relative(package, home), name) for home, names in module.EXPORTS.items() for name in names}
+    names = {
+        (_relative(package, home), name) for home, names in module.EXPORTS.items() for name in names
+    }
     exported = {name for _, name in names}
     names |= {(".", name) for name in module.__all__ if name not in exported}
     if hasattr(module, "__version__"):
         names.add((".core.version", "__version__"))
     lines = [f"from {home} import {name} as {name}" for home, name in sorted(names)]
-    return "\n".join([HEADER.format(module=module.__name__), *lines, "", "EXPORTS: dict[str, list[str]]", ""])
+    return "\n".join(
+        [HEADER.format(module=module.__name__), *lines, "", "EXPORTS: dict[str, list[str]]", ""]
+    )
 
 
 def _relative(package: tuple[str, ...], home: str) -> str:
@@ -65,7 +72,11 @@ def main(arguments: list[str]) -> int:
         else:
             target.write_text(text)
     if differ:
-        print("run `python tools/stubs.py`: these stubs do not match their tables:", *differ, sep="\n  ")
+        print(
+            "run `python tools/stubs.py`: these stubs do not match their tables:",
+            *differ,
+            sep="\n  ",
+        )
     return 1 if differ else 0
 
 

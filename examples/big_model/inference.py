@@ -50,9 +50,13 @@ def main() -> None:
     given = parser.parse_args()
     state = PartialState()
     dataset = samples()
-    files = map_dataset(Embedding(), dataset, given.output, batch_size=16, part_size=32, collate=collate)
+    files = map_dataset(
+        Embedding(), dataset, given.output, batch_size=16, part_size=32, collate=collate
+    )
     rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
-    state.print(f"{len(dataset)} samples, {len(rows)} rows in {len(files)} files, the first is {rows[0]}")
+    state.print(
+        f"{len(dataset)} samples, {len(rows)} rows in {len(files)} files, the first is {rows[0]}"
+    )
     state.destroy_process_group()
 
 

@@ -14,14 +14,22 @@ import torch
 from plan import Model
 from safetensors.torch import save_file
 
-from accelerate import PartialState, infer_auto_device_map, init_empty_weights, load_checkpoint_and_dispatch
+from accelerate import (
+    PartialState,
+    infer_auto_device_map,
+    init_empty_weights,
+    load_checkpoint_and_dispatch,
+)
 from accelerate.utils import compute_module_sizes
 
 
 def save_sharded(model: torch.nn.Module, folder: Path, files: int = 3) -> None:
     """Write a checkpoint as `save_pretrained` does: files of weights, and an index of them."""
     names = list(model.state_dict())
-    places = {name: f"model-{number % files + 1:05d}-of-{files:05d}.safetensors" for number, name in enumerate(names)}
+    places = {
+        name: f"model-{number % files + 1:05d}-of-{files:05d}.safetensors"
+        for number, name in enumerate(names)
+    }
     for file in sorted(set(places.values())):
         part = {name: value for name, value in model.state_dict().items() if places[name] == file}
         save_file(part, folder / file, metadata={"format": "pt"})
@@ -30,7 +38,9 @@ def save_sharded(model: torch.nn.Module, folder: Path, files: int = 3) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--cpu", default="8MB", help="main memory for weights; what does not fit stays on disk")
+    parser.add_argument(
+        "--cpu", default="8MB", help="main memory for weights; what does not fit stays on disk"
+    )
     given = parser.parse_args()
     state = PartialState()
     torch.manual_seed(0)
@@ -47,7 +57,9 @@ def main() -> None:
         device_map = infer_auto_device_map(
             model, max_memory={**accelerators, "cpu": given.cpu}, no_split_module_classes=["Block"]
         )
-        model = load_checkpoint_and_dispatch(model, folder, device_map=device_map, offload_folder=folder / "offload")
+        model = load_checkpoint_and_dispatch(
+            model, folder, device_map=device_map, offload_folder=folder / "offload"
+        )
 
         sizes = compute_module_sizes(plain)
         for module, device in device_map.items():

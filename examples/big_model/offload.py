@@ -49,12 +49,16 @@ def main() -> None:
         with init_empty_weights():
             model = build(given.layers)
         # The weights are read from the checkpoint itself: the offload folder gets an index only.
-        model = load_checkpoint_and_dispatch(model, checkpoint, device_map={"": "disk"}, offload_folder=name)
+        model = load_checkpoint_and_dispatch(
+            model, checkpoint, device_map={"": "disk"}, offload_folder=name
+        )
         model(batch)  # the order of the layers is learnt: from now on the next layer is read ahead
         begin = time.perf_counter()
         output = model(batch)
         seconds = time.perf_counter() - begin
-        state.print(f"{total / 2**20:.0f} MiB of weights, {(resident() - before) / 2**20:.0f} MiB more in memory")
+        state.print(
+            f"{total / 2**20:.0f} MiB of weights, {(resident() - before) / 2**20:.0f} MiB more in memory"
+        )
         state.print(
             f"a forward takes {seconds * 1e3:.0f} ms; outputs are equal: {torch.equal(output.cpu(), expected)}"
         )

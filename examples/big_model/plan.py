@@ -52,7 +52,9 @@ def main() -> None:
     for row in rows:
         if row.failure is None:
             low, high = (size / 2**20 for size in row.memory)
-            print(f"{row.layout.name:10} {low:8.1f} to {high:.1f} MiB, {'fits' if row.fits else 'does not fit'}")
+            print(
+                f"{row.layout.name:10} {low:8.1f} to {high:.1f} MiB, {'fits' if row.fits else 'does not fit'}"
+            )
     for names, reason in report.failures(rows):
         print(f"not estimated: {names}: {reason}")
 

@@ -27,7 +27,9 @@ def make_data(samples: int, seed: int) -> TensorDataset:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--output", default="runs/cluster", help="folder of checkpoints (default: %(default)s)")
+    parser.add_argument(
+        "--output", default="runs/cluster", help="folder of checkpoints (default: %(default)s)"
+    )
     parser.add_argument("--epochs", type=int, default=3)
     args = parser.parse_args()
     project = ProjectConfiguration(args.output, automatic_checkpoint_naming=True, total_limit=2)
@@ -51,7 +53,9 @@ def main() -> None:
         for points, classes in test_loader:
             with torch.no_grad():
                 right.append(accelerator.gather_for_metrics(model(points).argmax(1) == classes))
-        accelerator.print(f"epoch {epoch}: accuracy {torch.cat(right).float().mean():.3f}", flush=True)
+        accelerator.print(
+            f"epoch {epoch}: accuracy {torch.cat(right).float().mean():.3f}", flush=True
+        )
         accelerator.save_state()
     accelerator.end_training()
 

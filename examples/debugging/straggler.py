@@ -41,7 +41,9 @@ def main():
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
-    accelerator.print(f"trained {step + 1} steps, mean loss {accelerator.reduce(loss.detach(), 'mean').item():.3f}")
+    accelerator.print(
+        f"trained {step + 1} steps, mean loss {accelerator.reduce(loss.detach(), 'mean').item():.3f}"
+    )
 
 
 if __name__ == "__main__":

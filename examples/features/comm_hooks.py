@@ -26,7 +26,9 @@ def train(hook: DDPCommunicationHookType) -> tuple[Accelerator, torch.Tensor, fl
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
     loader, test_loader = DataLoader(data, 32, shuffle=True), DataLoader(test, 128)
-    model, optimizer, loader, test_loader = accelerator.prepare(model, optimizer, loader, test_loader)
+    model, optimizer, loader, test_loader = accelerator.prepare(
+        model, optimizer, loader, test_loader
+    )
     for _ in range(2):
         for images, labels in loader:
             accelerator.backward(F.cross_entropy(model(images), labels))
@@ -38,7 +40,11 @@ def train(hook: DDPCommunicationHookType) -> tuple[Accelerator, torch.Tensor, fl
 
 def main() -> None:
     rows, exact = [], None
-    for hook in (DDPCommunicationHookType.NO, DDPCommunicationHookType.FP16, DDPCommunicationHookType.BF16):
+    for hook in (
+        DDPCommunicationHookType.NO,
+        DDPCommunicationHookType.FP16,
+        DDPCommunicationHookType.BF16,
+    ):
         accelerator, parameters, loss, accuracy = train(hook)
         exact = parameters if exact is None else exact
         difference = (parameters - exact).abs().max().item()

@@ -18,7 +18,9 @@ torch.set_default_dtype(torch.float64)
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
     """Return 1,437 images of handwritten digits to train on and 360 to test on: (1, 8, 8) with values in [0, 1]."""
-    from sklearn.datasets import load_digits  # pip install scikit-learn; examples on text do without
+    from sklearn.datasets import (
+        load_digits,
+    )  # pip install scikit-learn; examples on text do without
 
     images, labels = load_digits(return_X_y=True)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
@@ -61,7 +63,11 @@ def bar(value: float, largest: float, width: int = 30) -> str:
 
 def print_table(accelerator: Accelerator, *rows: tuple[object, ...]) -> None:
     """Print rows with aligned columns, on the main process. The first row has the names of the columns."""
-    texts = [[f"{cell:.4f}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows]
+    texts = [
+        [f"{cell:.4f}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows
+    ]
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     for row in texts:
-        accelerator.print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        accelerator.print(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        )

@@ -17,7 +17,9 @@ FOLDS = 3
 
 
 def main() -> None:
-    accelerator = Accelerator(exact=True, dataloader_config=DataLoaderConfiguration(split_batches=True))
+    accelerator = Accelerator(
+        exact=True, dataloader_config=DataLoaderConfiguration(split_batches=True)
+    )
     data, test = digits()
     rows, scores = [], torch.zeros(len(test), 10)
     for fold in range(FOLDS):
@@ -27,8 +29,14 @@ def main() -> None:
         held_out = Subset(data, [index for index in indices if index % FOLDS == fold])
         model = network()
         optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-        loaders = DataLoader(train, 32, shuffle=True), DataLoader(held_out, 128), DataLoader(test, 128)
-        model, optimizer, loader, held_out_loader, test_loader = accelerator.prepare(model, optimizer, *loaders)
+        loaders = (
+            DataLoader(train, 32, shuffle=True),
+            DataLoader(held_out, 128),
+            DataLoader(test, 128),
+        )
+        model, optimizer, loader, held_out_loader, test_loader = accelerator.prepare(
+            model, optimizer, *loaders
+        )
         for _ in range(3):
             for images, labels in loader:
                 accelerator.backward(F.cross_entropy(model(images), labels))
@@ -39,7 +47,10 @@ def main() -> None:
 
         model.eval()
         with torch.no_grad():
-            batches = [accelerator.gather_for_metrics(model(images).softmax(-1)).cpu() for images, _ in test_loader]
+            batches = [
+                accelerator.gather_for_metrics(model(images).softmax(-1)).cpu()
+                for images, _ in test_loader
+            ]
         scores += torch.cat(batches) / FOLDS
         # The next fold prepares its own model.
         model, optimizer, loader = accelerator.free_memory(model, optimizer, loader)

@@ -30,13 +30,17 @@ class Patience:
 
 
 def main() -> None:
-    accelerator = Accelerator(exact=True, dataloader_config=DataLoaderConfiguration(split_batches=True))
+    accelerator = Accelerator(
+        exact=True, dataloader_config=DataLoaderConfiguration(split_batches=True)
+    )
     set_seed(0)
     data, test = digits()
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-2)
     loader, test_loader = DataLoader(data, 32, shuffle=True), DataLoader(test, 128)
-    model, optimizer, loader, test_loader = accelerator.prepare(model, optimizer, loader, test_loader)
+    model, optimizer, loader, test_loader = accelerator.prepare(
+        model, optimizer, loader, test_loader
+    )
 
     patience, rows = Patience(2), []
     for epoch in range(20):

@@ -25,13 +25,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--output", help="folder for the averaged weights")
     args = parser.parse_args()
-    accelerator = Accelerator(exact=True, dataloader_config=DataLoaderConfiguration(split_batches=True))
+    accelerator = Accelerator(
+        exact=True, dataloader_config=DataLoaderConfiguration(split_batches=True)
+    )
     set_seed(0)
     data, test = digits()
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     loader, test_loader = DataLoader(data, 32, shuffle=True), DataLoader(test, 128)
-    model, optimizer, loader, test_loader = accelerator.prepare(model, optimizer, loader, test_loader)
+    model, optimizer, loader, test_loader = accelerator.prepare(
+        model, optimizer, loader, test_loader
+    )
     average = accelerator.track_average(model, decay=0.95)
 
     rows = []

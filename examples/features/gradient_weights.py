@@ -45,7 +45,11 @@ class Windows(Dataset):
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         start, end = index * LENGTH, (index + 1) * LENGTH
-        return self.tokens[start:end], self.tokens[start + 1 : end + 1], self.weights[start + 1 : end + 1]
+        return (
+            self.tokens[start:end],
+            self.tokens[start + 1 : end + 1],
+            self.weights[start + 1 : end + 1],
+        )
 
 
 class Model(nn.Module):
@@ -65,7 +69,8 @@ class Model(nn.Module):
 
 def train(accumulation: int) -> tuple[Accelerator, list[float]]:
     accelerator = Accelerator(
-        gradient_accumulation_steps=accumulation, dataloader_config=DataLoaderConfiguration(split_batches=True)
+        gradient_accumulation_steps=accumulation,
+        dataloader_config=DataLoaderConfiguration(split_batches=True),
     )
     set_seed(0)
     model = Model()
@@ -95,7 +100,11 @@ def main() -> None:
         accelerator, columns[accumulation] = train(accumulation)
         accelerator.free_memory()
     header = "step", *(f"batches a step: {number}" for number in columns)
-    print_table(accelerator, header, *((step, *row) for step, row in enumerate(zip(*columns.values(), strict=True))))
+    print_table(
+        accelerator,
+        header,
+        *((step, *row) for step, row in enumerate(zip(*columns.values(), strict=True))),
+    )
     accelerator.end_training()
 
 

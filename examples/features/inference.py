@@ -30,9 +30,13 @@ def main() -> None:
     rows = []
     for digit in range(10):
         scores = [result["score"] for result in results if result["digit"] == digit]
-        rows.append((digit, len(scores), sum(scores) / max(len(scores), 1), bar(len(scores), len(results))))
+        rows.append(
+            (digit, len(scores), sum(scores) / max(len(scores), 1), bar(len(scores), len(results)))
+        )
     print_table(accelerator, ("predicted digit", "images", "mean score", ""), *rows)
-    accelerator.print(f"{len(results)} predictions of {len(images)} images, by a network that has not been trained")
+    accelerator.print(
+        f"{len(results)} predictions of {len(images)} images, by a network that has not been trained"
+    )
     accelerator.end_training()
 
 

@@ -24,8 +24,12 @@ def train(interval: int) -> tuple[Accelerator, tuple]:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
     loader, test_loader = DataLoader(data, 32, shuffle=True, drop_last=True), DataLoader(test, 128)
-    model, optimizer, loader, test_loader = accelerator.prepare(model, optimizer, loader, test_loader)
-    with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=interval, enabled=interval > 1) as local_sgd:
+    model, optimizer, loader, test_loader = accelerator.prepare(
+        model, optimizer, loader, test_loader
+    )
+    with LocalSGD(
+        accelerator=accelerator, model=model, local_sgd_steps=interval, enabled=interval > 1
+    ) as local_sgd:
         for _ in range(3):
             for images, labels in loader:
                 with accelerator.accumulate(model):
@@ -46,7 +50,11 @@ def main() -> None:
         accelerator, row = train(interval)
         rows.append(row)
         accelerator.free_memory()
-    print_table(accelerator, ("steps between averages", "loss", "accuracy", "parameters differ by", ""), *rows)
+    print_table(
+        accelerator,
+        ("steps between averages", "loss", "accuracy", "parameters differ by", ""),
+        *rows,
+    )
     accelerator.end_training()
 
 

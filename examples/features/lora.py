@@ -29,7 +29,9 @@ class LoRA(nn.Module):
     def __init__(self, layer: nn.Linear, rank: int) -> None:
         super().__init__()
         self.layer = layer.requires_grad_(False)
-        self.down = nn.Parameter(torch.randn(rank, layer.in_features) / math.sqrt(layer.in_features))
+        self.down = nn.Parameter(
+            torch.randn(rank, layer.in_features) / math.sqrt(layer.in_features)
+        )
         self.up = nn.Parameter(torch.zeros(layer.out_features, rank))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -56,24 +58,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--output", type=Path, help="folder for the adapter")
     args = parser.parse_args()
-    accelerator = Accelerator(exact=True, dataloader_config=DataLoaderConfiguration(split_batches=True))
+    accelerator = Accelerator(
+        exact=True, dataloader_config=DataLoaderConfiguration(split_batches=True)
+    )
     set_seed(0)
     data, test = digits()
     few = Subset(data, (data.tensors[1] < 5).nonzero().flatten().tolist())
     test_loader = accelerator.prepare(DataLoader(test, 128))
 
     rows: list = []
-    model = train(accelerator, network(), DataLoader(few, 32, shuffle=True), test_loader, 3, 3e-3, rows)
+    model = train(
+        accelerator, network(), DataLoader(few, 32, shuffle=True), test_loader, 3, 3e-3, rows
+    )
     model.requires_grad_(False)
-    set_seed(1)  # the same adapter, whatever numbers the training on this number of processes has drawn
+    set_seed(
+        1
+    )  # the same adapter, whatever numbers the training on this number of processes has drawn
     model[4], model[6] = LoRA(model[4], rank=8), LoRA(model[6], rank=8)
     model.to(accelerator.device)
-    model = train(accelerator, model, DataLoader(data, 32, shuffle=True), test_loader, 4, 1e-2, rows)
+    model = train(
+        accelerator, model, DataLoader(data, 32, shuffle=True), test_loader, 4, 1e-2, rows
+    )
 
     print_table(accelerator, ("epoch", "trained parameters", "loss", "accuracy", ""), *rows)
     if args.output and accelerator.is_main_process:
         args.output.mkdir(parents=True, exist_ok=True)
-        adapter = {name: p.detach().cpu() for name, p in model.named_parameters() if p.requires_grad}
+        adapter = {
+            name: p.detach().cpu() for name, p in model.named_parameters() if p.requires_grad
+        }
         save_file(adapter, args.output / "adapter.safetensors")
     accelerator.end_training()
 

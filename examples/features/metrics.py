@@ -18,13 +18,20 @@ from accelerate.utils import set_seed
 
 
 def main() -> None:
-    accelerator = Accelerator(exact=True, dataloader_config=DataLoaderConfiguration(split_batches=True))
+    accelerator = Accelerator(
+        exact=True, dataloader_config=DataLoaderConfiguration(split_batches=True)
+    )
     set_seed(0)
     data, test = digits()
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    loader, test_loader = DataLoader(data, 32, shuffle=True), DataLoader(Subset(test, range(350)), 64)
-    model, optimizer, loader, test_loader = accelerator.prepare(model, optimizer, loader, test_loader)
+    loader, test_loader = (
+        DataLoader(data, 32, shuffle=True),
+        DataLoader(Subset(test, range(350)), 64),
+    )
+    model, optimizer, loader, test_loader = accelerator.prepare(
+        model, optimizer, loader, test_loader
+    )
     for _ in range(3):
         for images, labels in loader:
             accelerator.backward(F.cross_entropy(model(images), labels))
@@ -42,7 +49,10 @@ def main() -> None:
     rows = []
     for digit in range(10):
         right = confusion[digit, digit].item()
-        precision, recall = right / confusion[:, digit].sum().item(), right / confusion[digit].sum().item()
+        precision, recall = (
+            right / confusion[:, digit].sum().item(),
+            right / confusion[digit].sum().item(),
+        )
         rows.append((digit, confusion[digit].sum().item(), precision, recall, bar(recall, 1)))
     print_table(accelerator, ("digit", "images", "precision", "recall", ""), *rows)
     accelerator.print(f"{confusion.trace().item()} of {confusion.sum().item()} images are right")

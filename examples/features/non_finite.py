@@ -21,7 +21,9 @@ from accelerate.utils import set_seed
 
 def train(non_finite: str) -> tuple[str, int, int, float, float]:
     accelerator = Accelerator(
-        exact=True, dataloader_config=DataLoaderConfiguration(split_batches=True), non_finite=non_finite
+        exact=True,
+        dataloader_config=DataLoaderConfiguration(split_batches=True),
+        non_finite=non_finite,
     )
     set_seed(0)
     data, test = digits()

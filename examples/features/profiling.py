@@ -20,17 +20,23 @@ from accelerate.utils import ProfileKwargs, set_seed
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--output", default="runs/profile", help="folder for the traces (default: %(default)s)")
+    parser.add_argument(
+        "--output", default="runs/profile", help="folder for the traces (default: %(default)s)"
+    )
     args = parser.parse_args()
     accelerator = Accelerator()
     set_seed(0)
     data, _ = digits()
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, 32, shuffle=True))
+    model, optimizer, loader = accelerator.prepare(
+        model, optimizer, DataLoader(data, 32, shuffle=True)
+    )
 
     schedule = {"wait": 1, "warmup": 1, "active": 2, "repeat": 1}
-    with accelerator.profile(ProfileKwargs(schedule_option=schedule, output_trace_dir=args.output)) as profiler:
+    with accelerator.profile(
+        ProfileKwargs(schedule_option=schedule, output_trace_dir=args.output)
+    ) as profiler:
         for step, (images, labels) in enumerate(loader):
             accelerator.backward(F.cross_entropy(model(images), labels))
             optimizer.step()
@@ -40,7 +46,9 @@ def main() -> None:
                 break
 
     operators = [event for event in profiler.key_averages() if event.key.startswith("aten::conv")]
-    operators += [event for event in profiler.key_averages() if event.key in ("aten::addmm", "aten::relu")]
+    operators += [
+        event for event in profiler.key_averages() if event.key in ("aten::addmm", "aten::relu")
+    ]
     rows = [(event.key, event.count, round(event.cpu_time_total), event) for event in operators]
     slowest = max(row[2] for row in rows)
     table = [(name, count, micros, bar(micros, slowest)) for name, count, micros, _ in rows]

@@ -38,20 +38,28 @@ class History:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--output", default="runs/resume", help="folder of the run (default: %(default)s)")
-    parser.add_argument("--stop_after", type=int, help="end after this many steps, as a killed run would")
+    parser.add_argument(
+        "--output", default="runs/resume", help="folder of the run (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--stop_after", type=int, help="end after this many steps, as a killed run would"
+    )
     args = parser.parse_args()
     accelerator = Accelerator(
         exact=True,
         dataloader_config=DataLoaderConfiguration(split_batches=True),
-        project_config=ProjectConfiguration(args.output, automatic_checkpoint_naming=True, total_limit=2),
+        project_config=ProjectConfiguration(
+            args.output, automatic_checkpoint_naming=True, total_limit=2
+        ),
     )
     set_seed(0)
     data, test = digits()
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     loader, test_loader = DataLoader(data, 32, shuffle=True), DataLoader(test, 128)
-    model, optimizer, loader, test_loader = accelerator.prepare(model, optimizer, loader, test_loader)
+    model, optimizer, loader, test_loader = accelerator.prepare(
+        model, optimizer, loader, test_loader
+    )
     history = History()
     accelerator.register_for_checkpointing(history)
 

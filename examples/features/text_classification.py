@@ -32,7 +32,10 @@ def texts() -> list[tuple[str, int]]:
     """Return (docstring, index of its package) pairs."""
     found: dict[str, int] = {}
     for label, package in enumerate(PACKAGES):
-        for owner in (package, *(value for _, value in inspect.getmembers(package, inspect.isclass))):
+        for owner in (
+            package,
+            *(value for _, value in inspect.getmembers(package, inspect.isclass)),
+        ):
             for _, value in inspect.getmembers(owner, callable):
                 home, text = getattr(value, "__module__", None) or "", inspect.getdoc(value) or ""
                 if home.split(".")[0] == package.__name__ and len(text) > 20:
@@ -45,7 +48,9 @@ def collate(pairs: list[tuple[str, int]]) -> tuple[torch.Tensor, torch.Tensor]:
     tokens = torch.zeros(len(pairs), LONGEST, dtype=torch.long)
     for row, (text, _) in enumerate(pairs):
         words = re.findall(r"\w+", text.lower())[:LONGEST]
-        tokens[row, : len(words)] = torch.tensor([1 + zlib.crc32(word.encode()) % (WORDS - 1) for word in words])
+        tokens[row, : len(words)] = torch.tensor(
+            [1 + zlib.crc32(word.encode()) % (WORDS - 1) for word in words]
+        )
     return tokens, torch.tensor([label for _, label in pairs])
 
 
@@ -62,7 +67,9 @@ class Classifier(nn.Module):
 
 
 def main() -> None:
-    accelerator = Accelerator(exact=True, dataloader_config=DataLoaderConfiguration(split_batches=True))
+    accelerator = Accelerator(
+        exact=True, dataloader_config=DataLoaderConfiguration(split_batches=True)
+    )
     set_seed(0)
     pairs = texts()
     train, test = [pair for i, pair in enumerate(pairs) if i % 4], pairs[::4]

@@ -21,7 +21,9 @@ from accelerate.utils import set_seed
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--output", default="runs/tracking", help="folder of the run (default: %(default)s)")
+    parser.add_argument(
+        "--output", default="runs/tracking", help="folder of the run (default: %(default)s)"
+    )
     args = parser.parse_args()
     accelerator = Accelerator(
         exact=True,
@@ -34,7 +36,9 @@ def main() -> None:
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     loader, test_loader = DataLoader(data, 32, shuffle=True), DataLoader(test, 128)
-    model, optimizer, loader, test_loader = accelerator.prepare(model, optimizer, loader, test_loader)
+    model, optimizer, loader, test_loader = accelerator.prepare(
+        model, optimizer, loader, test_loader
+    )
 
     accelerator.init_trackers("digits", config={"lr": 3e-3, "batch_size": 32})
     for epoch in range(4):
@@ -47,8 +51,13 @@ def main() -> None:
     accelerator.end_training()
 
     if accelerator.is_main_process:
-        lines = [line["values"] | {"epoch": line["step"]} for line in read_values(f"{args.output}/digits")]
-        rows = [(x["epoch"], x["test/loss"], x["test/accuracy"], bar(x["test/loss"], 1)) for x in lines]
+        lines = [
+            line["values"] | {"epoch": line["step"]}
+            for line in read_values(f"{args.output}/digits")
+        ]
+        rows = [
+            (x["epoch"], x["test/loss"], x["test/accuracy"], bar(x["test/loss"], 1)) for x in lines
+        ]
         print_table(accelerator, ("epoch", "loss", "accuracy", ""), *rows)
 
 

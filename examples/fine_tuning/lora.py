@@ -41,16 +41,22 @@ def counting(rows: int, length: int = 16) -> torch.Tensor:
 
 def train(model: torch.nn.Module, output: Path, merge: bool) -> None:
     # Each process computes its part of a batch.
-    accelerator = Accelerator(exact=True, dataloader_config=DataLoaderConfiguration(split_batches=True))
+    accelerator = Accelerator(
+        exact=True, dataloader_config=DataLoaderConfiguration(split_batches=True)
+    )
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(counting(256), 16, shuffle=True))
+    model, optimizer, loader = accelerator.prepare(
+        model, optimizer, DataLoader(counting(256), 16, shuffle=True)
+    )
     for epoch in range(3):
         for tokens in loader:
             loss = model(input_ids=tokens, labels=tokens).loss
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
-        accelerator.print(f"epoch {epoch}: loss {accelerator.reduce(loss.detach(), 'mean').item():.3f}")
+        accelerator.print(
+            f"epoch {epoch}: loss {accelerator.reduce(loss.detach(), 'mean').item():.3f}"
+        )
     accelerator.save_state(output / "checkpoint")
     accelerator.save_model(model, output / "adapter")
     if merge:
@@ -64,7 +70,9 @@ def train(model: torch.nn.Module, output: Path, merge: bool) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--output", type=Path, default=Path("runs/lora"), help="folder for what is saved")
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs/lora"), help="folder for what is saved"
+    )
     args = parser.parse_args()
     config = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
     train(get_peft_model(base(), config), args.output, merge=True)

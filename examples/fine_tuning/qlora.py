@@ -25,17 +25,27 @@ def quantized(model: torch.nn.Module) -> torch.nn.Module:
         for name, layer in list(parent.named_children()):
             if isinstance(layer, torch.nn.Linear) and name != "lm_head":
                 # FSDP2 shards the default, packed bytes, on torch 2.12 or later only.
-                options = {"quant_type": "nf4", "compute_dtype": torch.float32, "quant_storage": torch.float32}
-                small = bitsandbytes.nn.Linear4bit(layer.in_features, layer.out_features, bias=False, **options)
+                options = {
+                    "quant_type": "nf4",
+                    "compute_dtype": torch.float32,
+                    "quant_storage": torch.float32,
+                }
+                small = bitsandbytes.nn.Linear4bit(
+                    layer.in_features, layer.out_features, bias=False, **options
+                )
                 small.load_state_dict(layer.state_dict())
                 setattr(parent, name, small)
     model.is_loaded_in_4bit = True
-    return model.to(PartialState().device)  # which quantizes; `prepare` does not move quantized models
+    return model.to(
+        PartialState().device
+    )  # which quantizes; `prepare` does not move quantized models
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--output", type=Path, default=Path("runs/qlora"), help="folder for what is saved")
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs/qlora"), help="folder for what is saved"
+    )
     args = parser.parse_args()
     config = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
     train(get_peft_model(quantized(base()).requires_grad_(False), config), args.output, merge=False)

@@ -54,7 +54,9 @@ class Attention(nn.Module):
         k = self.k_proj(x).view(batch, length, self.num_kv_heads, self.head_dim).transpose(1, 2)
         v = self.v_proj(x).view(batch, length, self.num_kv_heads, self.head_dim).transpose(1, 2)
         q, k = rotate(q, position_ids), rotate(k, position_ids)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.num_kv_heads != self.num_heads)
+        out = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=self.num_kv_heads != self.num_heads
+        )
         return self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
 
 
@@ -107,7 +109,9 @@ class Llama(nn.Module):
         labels: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         if position_ids is None:
-            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(
+                input_ids
+            )
         x = self.embedding(input_ids)
         for layer in self.layers:
             x = layer(x, position_ids)

@@ -36,7 +36,9 @@ class Layout:
     """The mesh and the plugins of a layout."""
 
     about: str
-    sizes: dict[str, int] = field(default_factory=dict)  # mesh dimensions; 0: all remaining processes
+    sizes: dict[str, int] = field(
+        default_factory=dict
+    )  # mesh dimensions; 0: all remaining processes
     fsdp: bool = False
     fsdp_version: int = 2
     zero_stage: int | None = None
@@ -50,15 +52,25 @@ LAYOUTS = {
     "tp": Layout("matrices split over all processes", {"tp": 0}),
     "dp_tp": Layout("replicas, each with matrices split in two", {"dp_replicate": 0, "tp": 2}),
     "fsdp_tp": Layout("matrices split in two, then sharded", {"dp_shard": 0, "tp": 2}, fsdp=True),
-    "cp": Layout("sequence split over all processes, ring or all-gather attention", {"cp": 0}, fsdp=True),
-    "cp_fsdp": Layout(
-        "sequence split in two, parameters sharded over all processes", {"dp_shard": 0, "cp": 2}, fsdp=True
+    "cp": Layout(
+        "sequence split over all processes, ring or all-gather attention", {"cp": 0}, fsdp=True
     ),
-    "sp": Layout("sequence split over all processes, all-to-all around attention", {"sp": 0}, fsdp=True),
-    "sp_fsdp": Layout("sequence split in two, parameters sharded", {"dp_shard": 0, "sp": 2}, fsdp=True),
+    "cp_fsdp": Layout(
+        "sequence split in two, parameters sharded over all processes",
+        {"dp_shard": 0, "cp": 2},
+        fsdp=True,
+    ),
+    "sp": Layout(
+        "sequence split over all processes, all-to-all around attention", {"sp": 0}, fsdp=True
+    ),
+    "sp_fsdp": Layout(
+        "sequence split in two, parameters sharded", {"dp_shard": 0, "sp": 2}, fsdp=True
+    ),
     "pp": Layout("one pipeline stage per process", {"pp": 0}),
     "pp_dp": Layout("replicas of a two-stage pipeline", {"pp": 2, "dp_replicate": 0}),
-    "pp_fsdp": Layout("a two-stage pipeline, each stage sharded", {"pp": 2, "dp_shard": 0}, fsdp=True),
+    "pp_fsdp": Layout(
+        "a two-stage pipeline, each stage sharded", {"pp": 2, "dp_shard": 0}, fsdp=True
+    ),
     "pp_tp": Layout("a two-stage pipeline, matrices split", {"pp": 2, "tp": 0}),
     "zero1": Layout("DeepSpeed ZeRO-1: optimizer state sharded", zero_stage=1),
     "zero2": Layout("DeepSpeed ZeRO-2: gradients sharded too", zero_stage=2),
@@ -66,7 +78,9 @@ LAYOUTS = {
 }
 
 
-def accelerator_options(layout: Layout, processes: int, block: str, clip: float, accumulate: int) -> dict[str, Any]:
+def accelerator_options(
+    layout: Layout, processes: int, block: str, clip: float, accumulate: int
+) -> dict[str, Any]:
     """Return the `Accelerator` arguments of a layout, the only difference between layouts."""
     if layout.zero_stage is not None:
         from accelerate.utils import DeepSpeedPlugin
@@ -88,7 +102,9 @@ def accelerator_options(layout: Layout, processes: int, block: str, clip: float,
                 fixed *= max(other, 1)
             sizes[name] = max(processes // fixed, 1)
     if sizes:
-        options["parallelism_config"] = ParallelismConfig(**{f"{name}_size": size for name, size in sizes.items()})
+        options["parallelism_config"] = ParallelismConfig(
+            **{f"{name}_size": size for name, size in sizes.items()}
+        )
     if layout.fsdp:
         options["fsdp_plugin"] = FullyShardedDataParallelPlugin(
             fsdp_version=layout.fsdp_version,
@@ -133,7 +149,11 @@ class Windows(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         window = self.data[index * self.length : (index + 1) * self.length + 1]
-        return {"input_ids": window[:-1], "labels": window[1:], "position_ids": torch.arange(self.length)}
+        return {
+            "input_ids": window[:-1],
+            "labels": window[1:],
+            "position_ids": torch.arange(self.length),
+        }
 
 
 # ----------------------------------------------------------------------------------------------------------- the loop
@@ -153,7 +173,11 @@ def main() -> None:
         # batch_size is the global batch size in every layout, and the seed determines the order of the data.
         dataloader_config=DataLoaderConfiguration(split_batches=True, use_seedable_sampler=True),
         **accelerator_options(
-            LAYOUTS[arguments.layout], PartialState().num_processes, block, arguments.clip, arguments.accumulate
+            LAYOUTS[arguments.layout],
+            PartialState().num_processes,
+            block,
+            arguments.clip,
+            arguments.accumulate,
         ),
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr)
@@ -170,7 +194,9 @@ def main() -> None:
             with (
                 accelerator.accumulate(model),
                 accelerator.maybe_context_parallel(
-                    buffers=list(batch.values()), buffer_seq_dims=[1, 1, 1], no_restore_buffers=set(batch.values())
+                    buffers=list(batch.values()),
+                    buffer_seq_dims=[1, 1, 1],
+                    no_restore_buffers=set(batch.values()),
                 ),
             ):
                 output = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"])
@@ -203,8 +229,12 @@ def main() -> None:
 def compare_and_save(state: dict[str, torch.Tensor], arguments: argparse.Namespace) -> None:
     if arguments.compare:
         expected = load_file(Path(arguments.compare) / "parameters.safetensors")
-        difference = max((state[name].cpu() - value).abs().max().item() for name, value in expected.items())
-        print(f"{arguments.layout}: parameters differ by at most {difference:.2e} from {arguments.compare}")
+        difference = max(
+            (state[name].cpu() - value).abs().max().item() for name, value in expected.items()
+        )
+        print(
+            f"{arguments.layout}: parameters differ by at most {difference:.2e} from {arguments.compare}"
+        )
     if arguments.save:
         Path(arguments.save).mkdir(parents=True, exist_ok=True)
         tensors = {name: value.detach().cpu().contiguous() for name, value in state.items()}
@@ -219,21 +249,48 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--layout", choices=LAYOUTS, default="data", help="(default: %(default)s)")
     parser.add_argument("--list", action="store_true", help="list the layouts and exit")
-    parser.add_argument("--model", choices=("own", "transformers"), default="own", help="(default: %(default)s)")
-    parser.add_argument("--dtype", choices=("float32", "float64"), default="float32", help="dtype of the weights")
-    parser.add_argument("--mixed_precision", choices=("no", "bf16", "fp16"), help="default: the launcher's, else no")
-    parser.add_argument("--steps", type=int, default=20, help="optimizer steps (default: %(default)s)")
-    parser.add_argument("--accumulate", type=int, default=2, help="gradient accumulation steps (default: %(default)s)")
-    parser.add_argument("--batch_size", type=int, default=8, help="global batch size (default: %(default)s)")
-    parser.add_argument("--length", type=int, default=64, help="sequence length (default: %(default)s)")
+    parser.add_argument(
+        "--model", choices=("own", "transformers"), default="own", help="(default: %(default)s)"
+    )
+    parser.add_argument(
+        "--dtype", choices=("float32", "float64"), default="float32", help="dtype of the weights"
+    )
+    parser.add_argument(
+        "--mixed_precision", choices=("no", "bf16", "fp16"), help="default: the launcher's, else no"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=20, help="optimizer steps (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--accumulate",
+        type=int,
+        default=2,
+        help="gradient accumulation steps (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--batch_size", type=int, default=8, help="global batch size (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--length", type=int, default=64, help="sequence length (default: %(default)s)"
+    )
     parser.add_argument("--lr", type=float, default=3e-3, help="(default: %(default)s)")
-    parser.add_argument("--clip", type=float, default=1.0, help="maximum gradient norm (default: %(default)s)")
+    parser.add_argument(
+        "--clip", type=float, default=1.0, help="maximum gradient norm (default: %(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
-    parser.add_argument("--log_every", type=int, default=5, help="steps between log lines (default: %(default)s)")
-    parser.add_argument("--explain", action="store_true", help="print the layout and the memory of the prepared model")
+    parser.add_argument(
+        "--log_every", type=int, default=5, help="steps between log lines (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--explain",
+        action="store_true",
+        help="print the layout and the memory of the prepared model",
+    )
     parser.add_argument("--save", help="folder to save the trained parameters to")
     parser.add_argument("--compare", help="folder of parameters to compare with")
-    parser.add_argument("--checkpoint", help="folder to save the training state to; any layout can load it")
+    parser.add_argument(
+        "--checkpoint", help="folder to save the training state to; any layout can load it"
+    )
     parser.add_argument("--load", help="folder to load the training state from")
     return parser.parse_args()
 

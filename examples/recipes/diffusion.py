@@ -37,7 +37,9 @@ def main() -> None:
         dataloader_config=DataLoaderConfiguration(split_batches=True),
     )
     set_seed(0)
-    images = torch.tensor(load_digits(return_X_y=True)[0], dtype=torch.float32).view(-1, 1, 8, 8) / 8 - 1
+    images = (
+        torch.tensor(load_digits(return_X_y=True)[0], dtype=torch.float32).view(-1, 1, 8, 8) / 8 - 1
+    )
     loader = DataLoader(TensorDataset(images), batch_size=BATCH, shuffle=True, drop_last=True)
     model = UNet2DModel(
         sample_size=8,
@@ -52,7 +54,9 @@ def main() -> None:
     noise_scheduler = DDPMScheduler(num_train_timesteps=200)
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr)
     steps = arguments.epochs * len(loader)
-    scheduler = get_cosine_schedule_with_warmup(optimizer, num_warmup_steps=10, num_training_steps=steps)
+    scheduler = get_cosine_schedule_with_warmup(
+        optimizer, num_warmup_steps=10, num_training_steps=steps
+    )
     model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
 
     random = torch.Generator().manual_seed(1)
@@ -60,9 +64,14 @@ def main() -> None:
         losses = []
         for (clean,) in loader:
             # Noise for the global batch, of which each process takes its part.
-            drawn = torch.randn(BATCH, 1, 8, 8, generator=random), torch.randint(0, 200, (BATCH,), generator=random)
+            drawn = (
+                torch.randn(BATCH, 1, 8, 8, generator=random),
+                torch.randint(0, 200, (BATCH,), generator=random),
+            )
             with accelerator.split_between_processes(list(zip(*drawn, strict=True))) as part:
-                noise, times = (torch.stack(values).to(accelerator.device) for values in zip(*part, strict=True))
+                noise, times = (
+                    torch.stack(values).to(accelerator.device) for values in zip(*part, strict=True)
+                )
             predicted = model(noise_scheduler.add_noise(clean, noise, times), times).sample
             loss = F.mse_loss(predicted.float(), noise)
             accelerator.backward(loss)

@@ -18,14 +18,27 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
 from accelerate import Accelerator, DataLoaderConfiguration, export
-from accelerate.utils import FullyShardedDataParallelPlugin, ProjectConfiguration, TorchDynamoPlugin, set_seed
+from accelerate.utils import (
+    FullyShardedDataParallelPlugin,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
+    set_seed,
+)
 
 
 def windows(path: Path | None, model: str | None, length: int) -> list[dict[str, torch.Tensor]]:
     """Cut a text into windows of equal length, so that no token is padding."""
-    text = path.read_text() if path else "\n".join(prompt + completion for prompt, completion in prompts(None))
+    text = (
+        path.read_text()
+        if path
+        else "\n".join(prompt + completion for prompt, completion in prompts(None))
+    )
     tokens = torch.tensor(tokenizer_of(model).encode(text))
-    return [{"input_ids": window, "labels": window} for window in tokens.split(length) if len(window) == length]
+    return [
+        {"input_ids": window, "labels": window}
+        for window in tokens.split(length)
+        if len(window) == length
+    ]
 
 
 def main() -> None:
@@ -44,12 +57,16 @@ def main() -> None:
         dynamo_plugin=compiled if arguments.compile else None,
         dataloader_config=DataLoaderConfiguration(split_batches=True, use_seedable_sampler=True),
         project_config=ProjectConfiguration(
-            arguments.checkpoints, automatic_checkpoint_naming=bool(arguments.checkpoints), total_limit=2
+            arguments.checkpoints,
+            automatic_checkpoint_naming=bool(arguments.checkpoints),
+            total_limit=2,
         ),
     )
     set_seed(0)
     # The shards are float32, whatever the checkpoint has; the blocks compute in the mixed precision of the run.
-    model = AutoModelForCausalLM.from_pretrained(arguments.model or tiny_model(accelerator), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        arguments.model or tiny_model(accelerator), dtype=torch.float32
+    )
     data = windows(arguments.data, arguments.model, arguments.length)
     loader = DataLoader(data, batch_size=arguments.batch_size, shuffle=True, drop_last=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr)
@@ -88,11 +105,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", help="folder of a causal language model, or its name on the Hub")
     parser.add_argument("--data", type=Path, help="text file")
     parser.add_argument("--output", type=Path, help="folder for the trained model")
-    parser.add_argument("--checkpoints", type=Path, help="folder for checkpoints, from which the run resumes")
+    parser.add_argument(
+        "--checkpoints", type=Path, help="folder for checkpoints, from which the run resumes"
+    )
     parser.add_argument("--save_every", type=int, default=50, help="steps between two checkpoints")
     parser.add_argument("--compile", action="store_true", help="compile each block")
     parser.add_argument("--mixed_precision", choices=["no", "bf16"], help="bf16 on GPUs")
-    parser.add_argument("--batch_size", type=int, default=8, help="windows in a batch, over all processes")
+    parser.add_argument(
+        "--batch_size", type=int, default=8, help="windows in a batch, over all processes"
+    )
     parser.add_argument("--accumulate", type=int, default=2, help="batches in an optimizer step")
     parser.add_argument("--length", type=int, default=128, help="tokens in a window")
     parser.add_argument("--lr", type=float, default=1e-3)

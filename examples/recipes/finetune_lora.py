@@ -29,13 +29,19 @@ def load_model(name: str, four_bit: bool, rank: int, device: torch.device) -> to
         quantization = BitsAndBytesConfig(
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
         )
-        model = AutoModelForCausalLM.from_pretrained(name, quantization_config=quantization, device_map={"": device})
+        model = AutoModelForCausalLM.from_pretrained(
+            name, quantization_config=quantization, device_map={"": device}
+        )
         # Norms in float32, and activations recomputed in the backward.
-        model = prepare_model_for_kbit_training(model, gradient_checkpointing_kwargs={"use_reentrant": False})
+        model = prepare_model_for_kbit_training(
+            model, gradient_checkpointing_kwargs={"use_reentrant": False}
+        )
     else:
         model = AutoModelForCausalLM.from_pretrained(name)
     set_seed(0)  # the same adapter in each process
-    return get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
+    return get_peft_model(
+        model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
+    )
 
 
 def main() -> None:
@@ -62,7 +68,9 @@ def main() -> None:
             with accelerator.accumulate(model):
                 loss = model(**batch).loss
                 tokens = (batch["labels"][:, 1:] != -100).sum()
-                accelerator.backward(loss, num_items=tokens)  # a mean over tokens, however many each batch has
+                accelerator.backward(
+                    loss, num_items=tokens
+                )  # a mean over tokens, however many each batch has
                 window += torch.stack([loss.detach() * tokens, tokens])
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(trained, 1.0)
@@ -87,15 +95,21 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", help="folder of a causal language model, or its name on the Hub")
     parser.add_argument("--data", type=Path, help="JSON Lines with prompt and completion")
     parser.add_argument("--output", type=Path, help="folder for the adapter")
-    parser.add_argument("--four_bit", action="store_true", help="QLoRA: the frozen weights in 4 bits (bitsandbytes)")
+    parser.add_argument(
+        "--four_bit", action="store_true", help="QLoRA: the frozen weights in 4 bits (bitsandbytes)"
+    )
     parser.add_argument("--mixed_precision", choices=["no", "bf16"], help="bf16 on a GPU")
     parser.add_argument("--rank", type=int, default=16, help="rank of the adapter's matrices")
-    parser.add_argument("--batch_size", type=int, default=16, help="samples in a batch, over all processes")
+    parser.add_argument(
+        "--batch_size", type=int, default=16, help="samples in a batch, over all processes"
+    )
     parser.add_argument("--accumulate", type=int, default=2, help="batches in an optimizer step")
     parser.add_argument("--length", type=int, default=512, help="longest sample, in tokens")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--log_every", type=int, default=10, help="steps between two printed losses")
+    parser.add_argument(
+        "--log_every", type=int, default=10, help="steps between two printed losses"
+    )
     return parser.parse_args()
 
 

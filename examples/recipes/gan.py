@@ -50,18 +50,35 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--dtype", default="float32", help="float64 shows the losses of any number of processes alike")
+    parser.add_argument(
+        "--dtype",
+        default="float32",
+        help="float64 shows the losses of any number of processes alike",
+    )
     arguments = parser.parse_args()
     torch.set_default_dtype(getattr(torch, arguments.dtype))
-    accelerator = Accelerator(exact=True, dataloader_config=DataLoaderConfiguration(split_batches=True))
+    accelerator = Accelerator(
+        exact=True, dataloader_config=DataLoaderConfiguration(split_batches=True)
+    )
     set_seed(0)
-    images = torch.tensor(load_digits(return_X_y=True)[0], dtype=torch.get_default_dtype()).view(-1, 1, 8, 8) / 16
+    images = (
+        torch.tensor(load_digits(return_X_y=True)[0], dtype=torch.get_default_dtype()).view(
+            -1, 1, 8, 8
+        )
+        / 16
+    )
     loader = DataLoader(TensorDataset(images), batch_size=BATCH, shuffle=True, drop_last=True)
     generator, discriminator = generator_network(), discriminator_network()
-    generator_optimizer = torch.optim.Adam(generator.parameters(), lr=arguments.lr, betas=(0.5, 0.999))
-    discriminator_optimizer = torch.optim.Adam(discriminator.parameters(), lr=arguments.lr, betas=(0.5, 0.999))
-    generator, discriminator, generator_optimizer, discriminator_optimizer, loader = accelerator.prepare(
-        generator, discriminator, generator_optimizer, discriminator_optimizer, loader
+    generator_optimizer = torch.optim.Adam(
+        generator.parameters(), lr=arguments.lr, betas=(0.5, 0.999)
+    )
+    discriminator_optimizer = torch.optim.Adam(
+        discriminator.parameters(), lr=arguments.lr, betas=(0.5, 0.999)
+    )
+    generator, discriminator, generator_optimizer, discriminator_optimizer, loader = (
+        accelerator.prepare(
+            generator, discriminator, generator_optimizer, discriminator_optimizer, loader
+        )
     )
 
     random = torch.Generator().manual_seed(1)
@@ -69,7 +86,9 @@ def main() -> None:
         sums = torch.zeros(3, device=accelerator.device)
         for (real,) in loader:
             # Noise for the global batch, of which each process takes its part.
-            with accelerator.split_between_processes(torch.randn(BATCH, NOISE, generator=random)) as part:
+            with accelerator.split_between_processes(
+                torch.randn(BATCH, NOISE, generator=random)
+            ) as part:
                 noise = part.to(accelerator.device)
 
             # 1. The discriminator learns to tell real images from generated ones: two forwards, then one backward.
@@ -90,7 +109,11 @@ def main() -> None:
             generator_optimizer.zero_grad()
             discriminator_optimizer.zero_grad()
             sums += torch.stack(
-                [discriminator_loss.detach(), generator_loss.detach(), torch.ones_like(generator_loss)]
+                [
+                    discriminator_loss.detach(),
+                    generator_loss.detach(),
+                    torch.ones_like(generator_loss),
+                ]
             )
         of_discriminator, of_generator, batches = accelerator.reduce(sums).tolist()
         accelerator.print(

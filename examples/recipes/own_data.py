@@ -45,7 +45,9 @@ def write_parquet(folder: Path) -> None:
     from pyarrow import parquet
 
     for file in range(FILES):
-        parquet.write_table(pyarrow.Table.from_pylist([*map(sample, rows(file))]), folder / f"{file}.parquet")
+        parquet.write_table(
+            pyarrow.Table.from_pylist([*map(sample, rows(file))]), folder / f"{file}.parquet"
+        )
 
 
 def write_webdataset(folder: Path) -> None:
@@ -84,7 +86,10 @@ def webdataset_loader(folder: Path, batch_size: int, workers: int) -> DataLoader
     return DataLoader(data, batch_size, collate_fn=collate, num_workers=workers)
 
 
-FORMATS = {"parquet": (write_parquet, parquet_loader), "webdataset": (write_webdataset, webdataset_loader)}
+FORMATS = {
+    "parquet": (write_parquet, parquet_loader),
+    "webdataset": (write_webdataset, webdataset_loader),
+}
 
 
 class Progress:
@@ -103,17 +108,27 @@ class Progress:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--format", choices=FORMATS, required=True)
-    parser.add_argument("--output", type=Path, default=Path("runs/own_data"), help="default: %(default)s")
-    parser.add_argument("--batch_size", type=int, default=16, help="samples of a process (default: %(default)s)")
-    parser.add_argument("--workers", type=int, default=0, help="of each process (default: %(default)s)")
-    parser.add_argument("--stop_after", type=int, help="end after this many steps, as a killed run would")
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs/own_data"), help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--batch_size", type=int, default=16, help="samples of a process (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--workers", type=int, default=0, help="of each process (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--stop_after", type=int, help="end after this many steps, as a killed run would"
+    )
     args = parser.parse_args()
     output = args.output / args.format
     project = ProjectConfiguration(str(output), automatic_checkpoint_naming=True, total_limit=2)
     # With dispatch_batches=True, which is the default for streams on a GPU, one process would read for all.
     accelerator = Accelerator(
         project_config=project,
-        dataloader_config=DataLoaderConfiguration(dispatch_batches=False, use_seedable_sampler=True, data_seed=0),
+        dataloader_config=DataLoaderConfiguration(
+            dispatch_batches=False, use_seedable_sampler=True, data_seed=0
+        ),
     )
     set_seed(0)
     write, make_loader = FORMATS[args.format]
@@ -124,12 +139,16 @@ def main() -> None:
             write(folder)
         loader = make_loader(folder, args.batch_size, args.workers)
     model = torch.nn.Linear(8, 4)
-    model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01), loader)
+    model, optimizer, loader = accelerator.prepare(
+        model, torch.optim.AdamW(model.parameters(), lr=0.01), loader
+    )
     progress = Progress()
     accelerator.register_for_checkpointing(progress)
 
     report = accelerator.resume()  # None if there is no checkpoint yet
-    accelerator.print(f"resumed at step {report.step} of epoch {report.epoch}" if report else "started")
+    accelerator.print(
+        f"resumed at step {report.step} of epoch {report.epoch}" if report else "started"
+    )
     for epoch in range(report.epoch if report else 0, EPOCHS):
         for batch in loader:  # of the resumed epoch: the batches that are left
             loss = F.cross_entropy(model(batch["x"]), batch["label"])
@@ -145,7 +164,10 @@ def main() -> None:
                 accelerator.end_training()
                 return
         times = Counter(Counter(progress.numbers).values())
-        read = ", ".join(f"{count} samples read {'once' if n == 1 else f'{n} times'}" for n, count in times.items())
+        read = ", ".join(
+            f"{count} samples read {'once' if n == 1 else f'{n} times'}"
+            for n, count in times.items()
+        )
         accelerator.print(f"epoch {epoch}: {read}; loss {loss.item():.3f}")
         progress.numbers = []
     accelerator.end_training()

@@ -56,7 +56,9 @@ def prompts(path: Path | None) -> list[tuple[str, str]]:
     return [(f"{a} + {b} = ", str(a + b)) for a, b in pairs]
 
 
-def tokens_of(pairs: list[tuple[str, str]], tokenizer: ByteTokenizer, length: int) -> list[dict[str, list[int]]]:
+def tokens_of(
+    pairs: list[tuple[str, str]], tokenizer: ByteTokenizer, length: int
+) -> list[dict[str, list[int]]]:
     """Return token ids, and labels that are -100 on the prompt: only the completion counts for the loss."""
     rows = []
     for prompt, completion in pairs:
@@ -74,5 +76,11 @@ def pad(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
     def column(name: str, value: int) -> torch.Tensor:
         return torch.tensor([row[name] + [value] * (length - len(row[name])) for row in rows])
 
-    mask = torch.tensor([[1] * len(row["input_ids"]) + [0] * (length - len(row["input_ids"])) for row in rows])
-    return {"input_ids": column("input_ids", 0), "attention_mask": mask, "labels": column("labels", -100)}
+    mask = torch.tensor(
+        [[1] * len(row["input_ids"]) + [0] * (length - len(row["input_ids"])) for row in rows]
+    )
+    return {
+        "input_ids": column("input_ids", 0),
+        "attention_mask": mask,
+        "labels": column("labels", -100),
+    }

@@ -58,7 +58,9 @@ def evaluate(accelerator: Accelerator, model: nn.Module, loader: DataLoader) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--batch_size", type=int, default=8, help="lines of a process (default: %(default)s)")
+    parser.add_argument(
+        "--batch_size", type=int, default=8, help="lines of a process (default: %(default)s)"
+    )
     args = parser.parse_args()
     accelerator = Accelerator()
     torch.manual_seed(0)

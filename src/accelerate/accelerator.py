@@ -19,7 +19,12 @@ from .checkpointing.weights import save, save_model
 from .collectives import gather_object
 from .config import checks
 from .config.precision import AutocastKwargs
-from .config.training import DataLoaderConfiguration, ProfileKwargs, ProjectConfiguration, TorchDynamoPlugin
+from .config.training import (
+    DataLoaderConfiguration,
+    ProfileKwargs,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
+)
 from .core import env, memory
 from .core.enums import DistributedType, DynamoBackend, LoggerType, RNGType
 from .core.errors import ConfigurationError, PrepareError
@@ -178,16 +183,22 @@ class Accelerator(RunInterface):
             non_finite = env.get("ACCELERATE_NON_FINITE", "ignore")
         non_finite = checks.word("non_finite", non_finite, ("skip", "raise", "ignore"))
         non_finite_limit = checks.integer("non_finite_limit", non_finite_limit)
-        step_scheduler_with_optimizer = checks.truth("step_scheduler_with_optimizer", step_scheduler_with_optimizer)
+        step_scheduler_with_optimizer = checks.truth(
+            "step_scheduler_with_optimizer", step_scheduler_with_optimizer
+        )
         kinds = [RNGType.GENERATOR] if rng_types is None else checks.texts("rng_types", rng_types)
-        self.rng_types: list[str] = [str(checks.member("rng_types", kind, RNGType)) for kind in kinds]
+        self.rng_types: list[str] = [
+            str(checks.member("rng_types", kind, RNGType)) for kind in kinds
+        ]
         if deepspeed_plugin is not None and deepspeed_plugins is not None:
             raise ConfigurationError(
                 "deepspeed_plugin and deepspeed_plugins are both given, and they are the same argument: give one"
             )
         if dynamo_backend is not None:
             if dynamo_plugin is not None:
-                raise ConfigurationError("dynamo_backend and dynamo_plugin are both given: set backend in the plugin")
+                raise ConfigurationError(
+                    "dynamo_backend and dynamo_plugin are both given: set backend in the plugin"
+                )
             dynamo_plugin = TorchDynamoPlugin(backend=dynamo_backend)  # type: ignore[arg-type]
         resolved = resolve(
             Request(
@@ -196,7 +207,9 @@ class Accelerator(RunInterface):
                 gradient_accumulation_steps=gradient_accumulation_steps,
                 gradient_accumulation_plugin=gradient_accumulation_plugin,
                 dynamo_plugin=dynamo_plugin,
-                deepspeed_plugin=deepspeed_plugins if deepspeed_plugin is None else deepspeed_plugin,
+                deepspeed_plugin=deepspeed_plugins
+                if deepspeed_plugin is None
+                else deepspeed_plugin,
                 fsdp_plugin=fsdp_plugin,
                 megatron_lm_plugin=megatron_lm_plugin,
                 torch_tp_plugin=torch_tp_plugin,
@@ -215,7 +228,9 @@ class Accelerator(RunInterface):
         self.strategy: Strategy = resolved.strategy
         self.gradient_state: GradientState = GradientState(resolved.plan.accumulation)
         self.device_placement = device_placement
-        self.dataloader_config: DataLoaderConfiguration = dataloader_config or DataLoaderConfiguration()
+        self.dataloader_config: DataLoaderConfiguration = (
+            dataloader_config or DataLoaderConfiguration()
+        )
         if split_batches is not _NOT_GIVEN:
             self.dataloader_config.split_batches = checks.truth("split_batches", split_batches)
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
@@ -235,13 +250,16 @@ class Accelerator(RunInterface):
         self._recorder = start_recorder(telemetry, project, self.strategy.data_shard[1])
         if self._recorder is not None:
             self._observers.add(self._recorder)
-        if (profile := start_profile(project, self._recorder)) is not None:
+        profile = start_profile(project, self._recorder)
+        if profile is not None:
             self._observers.add(profile)
         self._observers.add(OutOfMemory(self._objects, self._recorder))
         watch_memory(self._observers)
         if resume is not None:
             if resume != "auto":
-                raise ConfigurationError(f"resume={resume!r}: it is 'auto', or None to start from scratch")
+                raise ConfigurationError(
+                    f"resume={resume!r}: it is 'auto', or None to start from scratch"
+                )
             self._checkpoints.resume_at_first_use()
 
         if self.parallelism_config is not None:
@@ -275,7 +293,10 @@ class Accelerator(RunInterface):
     # -- prepare
 
     def prepare(
-        self, *args: Any, device_placement: list[bool] | None = None, forward_methods: Sequence[str] = ()
+        self,
+        *args: Any,
+        device_placement: list[bool] | None = None,
+        forward_methods: Sequence[str] = (),
     ) -> Any:
         """Prepare objects for this run.
 
@@ -314,11 +335,16 @@ class Accelerator(RunInterface):
         check_preparable(args)
         result = list(args)
         models = [i for i, obj in enumerate(args) if isinstance(obj, torch.nn.Module)]
-        methods = [name for name in checks.texts("forward_methods", forward_methods) if name != "forward"]
+        methods = [
+            name for name in checks.texts("forward_methods", forward_methods) if name != "forward"
+        ]
         check_names([args[i] for i in models], methods)
         raw = [obj for obj in args if isinstance(obj, torch.optim.Optimizer)]
         prepared = self._prepare_models(
-            [args[i] for i in models], raw, [self._place(device_placement[i]) for i in models], methods=methods
+            [args[i] for i in models],
+            raw,
+            [self._place(device_placement[i]) for i in models],
+            methods=methods,
         )
         for i, model in zip(models, prepared, strict=True):
             result[i] = model
@@ -331,13 +357,20 @@ class Accelerator(RunInterface):
         for i, obj in enumerate(args):
             if isinstance(obj, torch.optim.lr_scheduler.LRScheduler | AcceleratedScheduler):
                 result[i] = self.prepare_scheduler(obj)
-        return result[0] if len(result) == 1 else tuple(result)
+        if len(result) == 1:
+            return result[0]
+        return tuple(result)
 
     def _place(self, requested: bool | None) -> bool:
-        return self.device_placement if requested is None else requested
+        if requested is None:
+            return self.device_placement
+        return requested
 
     def prepare_model(
-        self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+        self,
+        model: torch.nn.Module,
+        device_placement: bool | None = None,
+        evaluation_mode: bool = False,
     ) -> torch.nn.Module:
         """Prepare one model.
 
@@ -354,7 +387,9 @@ class Accelerator(RunInterface):
         """
         if not isinstance(model, torch.nn.Module):
             raise PrepareError(f"prepare_model takes a torch.nn.Module, not {type(model).__name__}")
-        return self._prepare_models([model], [], [self._place(device_placement)], evaluation_mode)[0]
+        return self._prepare_models([model], [], [self._place(device_placement)], evaluation_mode)[
+            0
+        ]
 
     def _prepare_models(
         self,
@@ -366,9 +401,15 @@ class Accelerator(RunInterface):
     ) -> list[torch.nn.Module]:
         known = [self._prepared_twin(model, evaluation) for model in models]
         bundle = Bundle(
-            models=[_without_replica(model) for model, twin in zip(models, known, strict=True) if twin is None],
+            models=[
+                _without_replica(model)
+                for model, twin in zip(models, known, strict=True)
+                if twin is None
+            ],
             optimizers=[getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers],
-            place=[flag for flag, model, twin in zip(place, models, known, strict=True) if twin is None],
+            place=[
+                flag for flag, model, twin in zip(place, models, known, strict=True) if twin is None
+            ],
             evaluation=evaluation,
         )
         for i, model in enumerate(bundle.models):
@@ -396,7 +437,9 @@ class Accelerator(RunInterface):
         for prepared in fresh:
             prepared.module._is_accelerate_prepared = True  # type: ignore[assignment]
             if self.device_placement and self.dataloader_config.device_placement == "lazy":
-                move = functools.partial(_move_inputs, self.device, self.dataloader_config.non_blocking)
+                move = functools.partial(
+                    _move_inputs, self.device, self.dataloader_config.non_blocking
+                )
                 prepared.module.register_forward_pre_hook(move, prepend=True, with_kwargs=True)
             if not evaluation:
                 prepared.add_forward_methods(methods)
@@ -414,7 +457,10 @@ class Accelerator(RunInterface):
         strategy = resolved.strategy
         if strategy is former:
             return
-        earlier = [*self._objects.dataloaders, *(prepared.inner for prepared in self._objects.models)]
+        earlier = [
+            *self._objects.dataloaders,
+            *(prepared.inner for prepared in self._objects.models),
+        ]
         if earlier and strategy.data_shard != former.data_shard:
             raise PrepareError(
                 f"a {type(earlier[0]).__name__} was prepared for {former.data_shard[1]} data shards, and "
@@ -437,7 +483,10 @@ class Accelerator(RunInterface):
         plain = extract_model_from_parallel(model, keep_torch_compile=False)
         for prepared in self._objects.models:
             module = prepared.module
-            if module is not model and extract_model_from_parallel(module, keep_torch_compile=False) is not plain:
+            if (
+                module is not model
+                and extract_model_from_parallel(module, keep_torch_compile=False) is not plain
+            ):
                 continue
             if not evaluation and prepared.is_outgrown:
                 self._objects.models.remove(prepared)
@@ -471,7 +520,9 @@ class Accelerator(RunInterface):
                 self._observe(optimizer)
             return optimizer
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise PrepareError(f"prepare_optimizer takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
+            raise PrepareError(
+                f"prepare_optimizer takes a torch.optim.Optimizer, not {type(optimizer).__name__}"
+            )
         if self._guard is not None:
             check_optimizer(optimizer)
         self.precision.attach_master_weights(optimizer)
@@ -479,9 +530,14 @@ class Accelerator(RunInterface):
         if offload is not None and self.device.type != "cpu":
             offload_state(optimizer, offload.chunk_size)
         # Others may decide by the loss, as a line search does: all ranks have to make the same decision.
-        average_loss = None if is_elementwise(optimizer) else functools.partial(global_loss, self.strategy)
+        if is_elementwise(optimizer):
+            average_loss = None
+        else:
+            average_loss = functools.partial(global_loss, self.strategy)
         placement = self._place(device_placement)
-        prepared = AcceleratedOptimizer(optimizer, placement, self.scaler, average_loss=average_loss)
+        prepared = AcceleratedOptimizer(
+            optimizer, placement, self.scaler, average_loss=average_loss
+        )
         self._observe(prepared)
         return prepared
 
@@ -493,7 +549,9 @@ class Accelerator(RunInterface):
         for observer in self._observers.active:
             observer.after_prepare(optimizer)
 
-    def prepare_scheduler(self, scheduler: LRScheduler | AcceleratedScheduler) -> AcceleratedScheduler:
+    def prepare_scheduler(
+        self, scheduler: LRScheduler | AcceleratedScheduler
+    ) -> AcceleratedScheduler:
         """Prepare one learning-rate scheduler: it steps with the prepared optimizer it belongs to.
 
         Args:
@@ -511,7 +569,9 @@ class Accelerator(RunInterface):
             return scheduler
         refuse_placeholder(scheduler)
         if isinstance(scheduler, torch.optim.Optimizer | AcceleratedOptimizer | torch.nn.Module):
-            raise PrepareError(f"prepare_scheduler takes a learning-rate scheduler, not {type(scheduler).__name__}")
+            raise PrepareError(
+                f"prepare_scheduler takes a learning-rate scheduler, not {type(scheduler).__name__}"
+            )
         own = getattr(scheduler, "optimizer", None)
         known = self._objects.optimizers
         optimizers = [found for found in known if own in (found, found.optimizer)] or known
@@ -574,7 +634,9 @@ class Accelerator(RunInterface):
         prepared.observers = self._observers
         return prepared
 
-    def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
+    def skip_first_batches(
+        self, dataloader: DataLoader[Any], num_batches: int = 0
+    ) -> DataLoader[Any]:
         """Return a loader that starts after its first batches. A map-style dataset does not read the skipped samples.
 
         Args:
@@ -642,7 +704,11 @@ class Accelerator(RunInterface):
         if not models:
             return self._batch
         # Called for each batch: the usual case avoids a generator.
-        prepared = (self.prepared_model(models[0]),) if len(models) == 1 else tuple(map(self.prepared_model, models))
+        prepared = (
+            (self.prepared_model(models[0]),)
+            if len(models) == 1
+            else tuple(map(self.prepared_model, models))
+        )
         return AccumulatedBatch(self._accumulation, prepared)
 
     @contextlib.contextmanager
@@ -675,7 +741,9 @@ class Accelerator(RunInterface):
         require_module(model, "trigger_sync_in_backward")
         return sync_in_backward(model)
 
-    def backward(self, loss: torch.Tensor, num_items: int | float | torch.Tensor | None = None, **kwargs: Any) -> None:
+    def backward(
+        self, loss: torch.Tensor, num_items: int | float | torch.Tensor | None = None, **kwargs: Any
+    ) -> None:
         """Compute gradients of a loss, divided by the accumulation steps and scaled as the precision requires.
 
         Args:
@@ -694,7 +762,10 @@ class Accelerator(RunInterface):
         """
         for observer in self._observers.active:
             observer.before_backward(loss)
-        loader = self.gradient_state.active_dataloader if self._exact else None
+        if self._exact:
+            loader = self.gradient_state.active_dataloader
+        else:
+            loader = None
         weight = 1.0 if loader is None else loader.batch_weight
         if num_items is not None and weight == 0.0:
             num_items = 0  # those of a placeholder
@@ -703,7 +774,11 @@ class Accelerator(RunInterface):
             observer.after_backward(loss, num_items)
 
     def _compute_gradients(
-        self, loss: torch.Tensor, num_items: int | float | torch.Tensor | None, weight: float, kwargs: dict[str, Any]
+        self,
+        loss: torch.Tensor,
+        num_items: int | float | torch.Tensor | None,
+        weight: float,
+        kwargs: dict[str, Any],
     ) -> None:
         window, strategy = self._accumulation, self.strategy
         window.has_backward = True
@@ -722,7 +797,9 @@ class Accelerator(RunInterface):
                 loss = loss * weight
             if factor != 1.0:
                 factors = torch.tensor(window.take_factor(), dtype=torch.float64)
-                strategy.backward_items(loss / steps, lambda: factors, self._window_models(), **kwargs)
+                strategy.backward_items(
+                    loss / steps, lambda: factors, self._window_models(), **kwargs
+                )
                 return
             if steps != 1 and strategy.divides_loss:
                 loss = loss / steps
@@ -761,9 +838,15 @@ class Accelerator(RunInterface):
         return bool(self._lomo_optimizers())
 
     def _lomo_optimizers(self) -> list[Any]:
-        return [found for found in self._objects.optimizers if hasattr(found.optimizer, "fused_backward")]
+        return [
+            found
+            for found in self._objects.optimizers
+            if hasattr(found.optimizer, "fused_backward")
+        ]
 
-    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> contextlib.AbstractContextManager[None]:
+    def autocast(
+        self, autocast_handler: AutocastKwargs | None = None
+    ) -> contextlib.AbstractContextManager[None]:
         """Return a context in which operations run in the run's mixed precision.
 
         Args:
@@ -790,26 +873,44 @@ class Accelerator(RunInterface):
         if self.scaler is None:
             return
         known = self._objects.optimizers
-        optimizers = known if optimizer is None else optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+        optimizers = (
+            known
+            if optimizer is None
+            else optimizer
+            if isinstance(optimizer, (list, tuple))
+            else [optimizer]
+        )
         for requested in optimizers:
             prepared = next((other for other in known if other.optimizer is requested), requested)
             if not isinstance(prepared, AcceleratedOptimizer):
                 raise PrepareError("unscale_gradients takes an optimizer that prepare returned")
             prepared.unscale()
 
-    def _unscaled(self, parameters: torch.Tensor | Iterable[torch.Tensor]) -> Iterable[torch.Tensor]:
+    def _unscaled(
+        self, parameters: torch.Tensor | Iterable[torch.Tensor]
+    ) -> Iterable[torch.Tensor]:
         """The parameters, after unscaling the gradients of the optimizers that contain some of them."""
-        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if isinstance(parameters, torch.Tensor):
+            parameters = [parameters]
+        else:
+            parameters = list(parameters)
         if self.scaler is None:
             return parameters
         wanted = {id(parameter) for parameter in parameters}
         for optimizer in self._objects.optimizers:
-            if any(id(parameter) in wanted for group in optimizer.param_groups for parameter in group["params"]):
+            if any(
+                id(parameter) in wanted
+                for group in optimizer.param_groups
+                for parameter in group["params"]
+            ):
                 optimizer.unscale()
         return parameters
 
     def clip_grad_norm_(
-        self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: int | float = 2
+        self,
+        parameters: torch.Tensor | Iterable[torch.Tensor],
+        max_norm: float,
+        norm_type: int | float = 2,
     ) -> torch.Tensor | None:
         """Scale gradients so that their total norm over all shards is at most `max_norm`.
 
@@ -839,7 +940,9 @@ class Accelerator(RunInterface):
             observer.after_clip(norm, perf_counter() - begin)
         return norm
 
-    def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
+    def clip_grad_value_(
+        self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float
+    ) -> None:
         """Clamp each element of the gradients to [-clip_value, clip_value].
 
         Args:
@@ -888,7 +991,9 @@ class Accelerator(RunInterface):
         """
         if self.strategy.sequence is None:
             return contextlib.nullcontext()
-        return self.strategy.sequence.open(buffers or [], buffer_seq_dims or [], no_restore_buffers or set())
+        return self.strategy.sequence.open(
+            buffers or [], buffer_seq_dims or [], no_restore_buffers or set()
+        )
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> Any:
         """Return a loader whose batches are sharded along the sequence (`sp_size`); `dl` itself without that layout.
@@ -902,7 +1007,9 @@ class Accelerator(RunInterface):
         Returns:
             A loader of this rank's shards, with `position_ids`, and with `shift_labels` instead of `labels`.
         """
-        return dl if self.strategy.sequence is None else self.strategy.sequence.split_loader(dl)
+        if self.strategy.sequence is None:
+            return dl
+        return self.strategy.sequence.split_loader(dl)
 
     def explain(self, all_ranks: bool = False) -> Report:
         """Print the requested options, the resulting layout, and the parameters, communication volume and memory.
@@ -927,7 +1034,8 @@ class Accelerator(RunInterface):
             # The attribute may be set, and a DeepSpeed configuration may decide.
             decided["gradient_accumulation_steps"] = (steps, "set after the plan")
         requested = [
-            Row(name, str(got), "" if origin == "default" else origin) for name, (got, origin) in decided.items()
+            Row(name, str(got), "" if origin == "default" else origin)
+            for name, (got, origin) in decided.items()
         ]
         # An engine that manages accumulation windows itself decides when it reduces.
         each = self.gradient_state.sync_each_batch and self.strategy.divides_loss
@@ -935,7 +1043,9 @@ class Accelerator(RunInterface):
         if all_ranks:
             usage = gather_object([memory_usage(models, optimizers, steps > 1 and not each)])
         has_stepped = any(optimizer.steps_made for optimizer in self._objects.optimizers)
-        report = explain(requested, self.strategy, models, optimizers, steps, usage, each, has_stepped)
+        report = explain(
+            requested, self.strategy, models, optimizers, steps, usage, each, has_stepped
+        )
         if self.is_main_process:
             show_report(report)
         return report
@@ -956,11 +1066,16 @@ class Accelerator(RunInterface):
         """
         found = self._objects.find_model(model)
         if found is None and not isinstance(model, torch.nn.Module):
-            raise TypeError(f"the model must be a torch.nn.Module, not an object of type {type(model).__name__}")
+            raise TypeError(
+                f"the model must be a torch.nn.Module, not an object of type {type(model).__name__}"
+            )
         return found or self.strategy.as_prepared(model)
 
     def unwrap_model(
-        self, model: torch.nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+        self,
+        model: torch.nn.Module,
+        keep_fp32_wrapper: bool = True,
+        keep_torch_compile: bool = True,
     ) -> torch.nn.Module:
         """Return the user's model inside a prepared one.
 
@@ -991,7 +1106,9 @@ class Accelerator(RunInterface):
         if any(has_offloaded_params(module) for module in model.modules()):
             return get_state_dict_offloaded_model(model)
         with self.precision.swap_in_master_weights([model], [], [prepared.swappable()]):
-            return prepared.state_dict() if unwrap else model.state_dict()
+            if unwrap:
+                return prepared.state_dict()
+            return model.state_dict()
 
     def verify_device_map(self, model: torch.nn.Module) -> bool:
         """Return whether a module of the model is distributed over several devices by a device map.
@@ -1003,7 +1120,9 @@ class Accelerator(RunInterface):
             TypeError: `model` is not a module.
         """
         require_module(model, "verify_device_map")
-        return any(len(getattr(module, "hf_device_map", None) or ()) > 1 for module in model.modules())
+        return any(
+            len(getattr(module, "hf_device_map", None) or ()) > 1 for module in model.modules()
+        )
 
     def free_memory(self, *objects: Any) -> list[Any]:
         """Release all prepared objects and the device's cached memory.
@@ -1040,10 +1159,14 @@ class Accelerator(RunInterface):
     # -- checkpoints
 
     project_configuration: ProjectConfiguration = forwarded(
-        "_checkpoints.project", "The folders of the run and the naming of its checkpoints.", settable=True
+        "_checkpoints.project",
+        "The folders of the run and the naming of its checkpoints.",
+        settable=True,
     )
 
-    save_iteration: int = forwarded("_checkpoints.project.iteration", "The number of the next automatic checkpoint.")
+    save_iteration: int = forwarded(
+        "_checkpoints.project.iteration", "The number of the next automatic checkpoint."
+    )
 
     def save_state(
         self,
@@ -1107,7 +1230,9 @@ class Accelerator(RunInterface):
         """
         return self._checkpoints.load(input_dir, load_kwargs, **load_model_func_kwargs)
 
-    def resume(self, signals: Sequence[str] = DEFAULT_SIGNALS, exit_code: int | None = None) -> LoadReport | None:
+    def resume(
+        self, signals: Sequence[str] = DEFAULT_SIGNALS, exit_code: int | None = None
+    ) -> LoadReport | None:
         """Load the project's newest valid checkpoint, if there is one, and save when the run is preempted.
 
         Loaders continue after the last batch that was trained on. From then on, the run also saves when it is
@@ -1189,7 +1314,9 @@ class Accelerator(RunInterface):
             max_shard_size: the largest size of a file, in bytes or as text such as "10GB".
             safe_serialization: save safetensors; otherwise torch's format.
         """
-        if self._checkpoints.save_adapters(self.prepared_model(model), save_directory, safe_serialization):
+        if self._checkpoints.save_adapters(
+            self.prepared_model(model), save_directory, safe_serialization
+        ):
             return
         save_model(
             self.get_state_dict(model),
@@ -1199,7 +1326,10 @@ class Accelerator(RunInterface):
             process=PartialState(),
             save_on_each_node=self.project_configuration.save_on_each_node,
         )
-        print_or_log(logger, f"saved the weights of {class_name(self.unwrap_model(model))} in {save_directory}")
+        print_or_log(
+            logger,
+            f"saved the weights of {class_name(self.unwrap_model(model))} in {save_directory}",
+        )
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
         """Save an object on one process of the run, or on one process of each machine (`save_on_each_node`).
@@ -1213,9 +1343,15 @@ class Accelerator(RunInterface):
 
     # -- trackers
 
-    project_dir: str | None = forwarded("_checkpoints.project.project_dir", "The folder for logs and checkpoints.")
-    logging_dir: str | None = forwarded("_checkpoints.project.logging_dir", "The folder of trackers that write files.")
-    log_with: list[Any] = forwarded("_trackers.log_with", "The trackers that `init_trackers` starts.", settable=True)
+    project_dir: str | None = forwarded(
+        "_checkpoints.project.project_dir", "The folder for logs and checkpoints."
+    )
+    logging_dir: str | None = forwarded(
+        "_checkpoints.project.logging_dir", "The folder of trackers that write files."
+    )
+    log_with: list[Any] = forwarded(
+        "_trackers.log_with", "The trackers that `init_trackers` starts.", settable=True
+    )
 
     @property
     def trackers(self) -> list[GeneralTracker]:
@@ -1272,7 +1408,11 @@ class Accelerator(RunInterface):
         self._trackers.log(*args, **kwargs)
 
     def record_work(
-        self, *, flops_per_token: float | None = None, flops_per_sample: float | None = None, peak: float | None = None
+        self,
+        *,
+        flops_per_token: float | None = None,
+        flops_per_sample: float | None = None,
+        peak: float | None = None,
     ) -> None:
         """State how much training computes, so that telemetry shows the utilization of the devices (MFU).
 
@@ -1303,7 +1443,9 @@ class Accelerator(RunInterface):
 
     # -- profile
 
-    def profile(self, profile_handler: ProfileKwargs | None = None) -> contextlib.AbstractContextManager[Any]:
+    def profile(
+        self, profile_handler: ProfileKwargs | None = None
+    ) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which torch's profiler runs.
 
         Args:
@@ -1318,7 +1460,9 @@ class Accelerator(RunInterface):
 
     # -- the prepared objects, under the names that libraries read
 
-    step: int = forwarded("_accumulation.step", "The number of batches so far in this window.", settable=True)
+    step: int = forwarded(
+        "_accumulation.step", "The number of batches so far in this window.", settable=True
+    )
 
     @property
     def _models(self) -> MutableSequence[torch.nn.Module]:
@@ -1328,12 +1472,22 @@ class Accelerator(RunInterface):
     def _models(self, modules: Iterable[torch.nn.Module]) -> None:
         self._models[:] = modules
 
-    _optimizers: list[AcceleratedOptimizer] = forwarded("_objects.optimizers", "The prepared optimizers.", True)
-    _schedulers: list[AcceleratedScheduler] = forwarded("_objects.schedulers", "The prepared schedulers.", True)
+    _optimizers: list[AcceleratedOptimizer] = forwarded(
+        "_objects.optimizers", "The prepared optimizers.", True
+    )
+    _schedulers: list[AcceleratedScheduler] = forwarded(
+        "_objects.schedulers", "The prepared schedulers.", True
+    )
     _dataloaders: list[Any] = forwarded("_objects.dataloaders", "The prepared loaders.", True)
-    _custom_objects: list[Any] = forwarded("_objects.custom", "The objects that were registered.", True)
-    _save_model_state_pre_hook: Any = forwarded("_checkpoints.save_hooks", "The hooks of `save_state`, by number.")
-    _load_model_state_pre_hook: Any = forwarded("_checkpoints.load_hooks", "The hooks of `load_state`, by number.")
+    _custom_objects: list[Any] = forwarded(
+        "_objects.custom", "The objects that were registered.", True
+    )
+    _save_model_state_pre_hook: Any = forwarded(
+        "_checkpoints.save_hooks", "The hooks of `save_state`, by number."
+    )
+    _load_model_state_pre_hook: Any = forwarded(
+        "_checkpoints.load_hooks", "The hooks of `load_state`, by number."
+    )
 
     def _prepare_deepspeed(self, *args: Any) -> tuple[Any, ...]:
         """What `prepare` returns, as a tuple also for one object."""
@@ -1346,19 +1500,28 @@ class Accelerator(RunInterface):
 
     def _get_named_parameters(self, *args: Any) -> dict[str, torch.nn.Parameter]:
         """The parameters of the models among `args`, by the names of the user's model."""
-        models = [extract_model_from_parallel(one) for one in args if isinstance(one, torch.nn.Module)]
+        models = [
+            extract_model_from_parallel(one) for one in args if isinstance(one, torch.nn.Module)
+        ]
         return {name: parameter for model in models for name, parameter in model.named_parameters()}
 
     def __repr__(self) -> str:
         count = self.num_processes
-        words = [f"rank {self.process_index} of {count}"] if count > 1 else []
+        if count > 1:
+            words = [f"rank {self.process_index} of {count}"]
+        else:
+            words = []
         words += [self.strategy.name, str(self.device)]
         if self.mixed_precision != "no":
             words.append(self.mixed_precision)
         if self.gradient_accumulation_steps != 1:
             words.append(f"{self.gradient_accumulation_steps} accumulation steps")
         prepared = self._objects
-        kinds = (prepared.models, "model"), (prepared.optimizers, "optimizer"), (prepared.dataloaders, "loader")
+        kinds = (
+            (prepared.models, "model"),
+            (prepared.optimizers, "optimizer"),
+            (prepared.dataloaders, "loader"),
+        )
         counts = [(len(objects), kind) for objects, kind in kinds if objects]
         words += [f"{count} {kind}{'s' * (count > 1)}" for count, kind in counts]
         return f"<Accelerator: {', '.join(words)}>"
@@ -1370,16 +1533,22 @@ class Accelerator(RunInterface):
     def __getstate__(self) -> dict[str, Any]:
         # Another process is told which one this is, and its options. What was prepared, and the group, stay here.
         parts = "strategy _accumulation _batch _items _objects _observers _guard _trackers _recorder _checkpoints"
-        options = {name: value for name, value in self.__dict__.items() if name not in parts.split()}
+        options = {
+            name: value for name, value in self.__dict__.items() if name not in parts.split()
+        }
         return options | {"project": self.project_configuration}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         project = state.pop("project")
-        self.__dict__.update(state, strategy=Strategy(state["state"].device, state["precision"]), _recorder=None)
+        self.__dict__.update(
+            state, strategy=Strategy(state["state"].device, state["precision"]), _recorder=None
+        )
         self._compose(project, TrackerGroup(None, project.logging_dir))
 
 
-def _move_inputs(device: torch.device, non_blocking: bool, _: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+def _move_inputs(
+    device: torch.device, non_blocking: bool, _: torch.nn.Module, args: Any, kwargs: Any
+) -> Any:
     """A forward pre-hook of models whose batches stay on the host until then."""
     return send_to_device((args, kwargs), device, non_blocking)
 
@@ -1388,7 +1557,9 @@ def _without_replica(model: torch.nn.Module) -> torch.nn.Module:
     """The model inside a DDP wrapper, which is wrapped again; any other as it is."""
     inner = uncompiled(model)
     wrapped = isinstance(inner, torch.nn.parallel.DistributedDataParallel)
-    return extract_model_from_parallel(model, keep_torch_compile=False) if wrapped else model
+    if wrapped:
+        return extract_model_from_parallel(model, keep_torch_compile=False)
+    return model
 
 
 def _repoint(optimizers: list[torch.optim.Optimizer], pairs: Any) -> None:

@@ -70,7 +70,10 @@ def init_on_device(device: Place, include_buffers: bool | None = None) -> Iterat
         include_buffers = env.get_flag("ACCELERATE_INIT_INCLUDE_BUFFERS")
     if include_buffers:
         with torch.device(device):
-            with _registering("register_buffer", device), _registering("register_parameter", device):
+            with (
+                _registering("register_buffer", device),
+                _registering("register_parameter", device),
+            ):
                 yield
     else:
         with _registering("register_parameter", device):
@@ -119,8 +122,13 @@ def cpu_offload(
     require_module(model, "cpu_offload")
     execution_device = _take_back(model, execution_device)
     if state_dict is None:
-        state_dict = {name: value if value.is_meta else value.to("cpu") for name, value in model.state_dict().items()}
-    return _offload_all(model, execution_device, state_dict, offload_buffers, preload_module_classes)
+        state_dict = {
+            name: value if value.is_meta else value.to("cpu")
+            for name, value in model.state_dict().items()
+        }
+    return _offload_all(
+        model, execution_device, state_dict, offload_buffers, preload_module_classes
+    )
 
 
 @explained
@@ -150,7 +158,9 @@ def disk_offload(
     if not os.path.isfile(os.path.join(offload_dir, INDEX_NAME)):
         offload_state_dict(offload_dir, model.state_dict())
     # Without weights there is no index.
-    index: dict[str, Any] | None = None if os.path.isfile(os.path.join(offload_dir, INDEX_NAME)) else {}
+    index: dict[str, Any] | None = (
+        None if os.path.isfile(os.path.join(offload_dir, INDEX_NAME)) else {}
+    )
     weights = OffloadedWeightsLoader(save_folder=offload_dir, index=index)
     return _offload_all(model, execution_device, weights, offload_buffers, preload_module_classes)
 
@@ -164,7 +174,9 @@ def _take_back(model: nn.Module, device: Place | None) -> Place:
     if device is not None:
         return device
     first = next(model.parameters(), next(model.buffers(), None))
-    return "cpu" if first is None else first.device
+    if first is None:
+        return "cpu"
+    return first.device
 
 
 def _offload_all(

@@ -30,11 +30,16 @@ class GradientState:
     _is_xla_gradients_synced: bool
     _references: list[weakref.ref[Any] | None]
 
-    def __init__(self, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> None:
+    def __init__(
+        self, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None
+    ) -> None:
         self.__dict__ = self._shared_state
         if not self.initialized:
             self.__dict__.update(
-                sync_gradients=True, _references=[None], plugin_kwargs={}, _is_xla_gradients_synced=False
+                sync_gradients=True,
+                _references=[None],
+                plugin_kwargs={},
+                _is_xla_gradients_synced=False,
             )
         if gradient_accumulation_plugin is not None:
             kwargs = gradient_accumulation_plugin.to_kwargs()
@@ -75,7 +80,9 @@ class GradientState:
     def active_dataloader(self) -> Any:
         """The prepared loader that is being read (the innermost one), or None."""
         reference = self._references[-1]
-        return None if reference is None else reference()
+        if reference is None:
+            return None
+        return reference()
 
     @property
     def dataloader_references(self) -> list[Any]:
@@ -86,13 +93,17 @@ class GradientState:
     def end_of_dataloader(self) -> bool:
         """Whether the active loader's present batch is its last."""
         loader = self.active_dataloader
-        return False if loader is None else bool(loader.end_of_dataloader)
+        if loader is None:
+            return False
+        return bool(loader.end_of_dataloader)
 
     @property
     def remainder(self) -> int:
         """Samples of the active loader's last global batch without repetitions; -1 where that is not known."""
         loader = self.active_dataloader
-        return -1 if loader is None else int(loader.remainder)
+        if loader is None:
+            return -1
+        return int(loader.remainder)
 
     @property
     def in_dataloader(self) -> bool:
@@ -100,7 +111,9 @@ class GradientState:
         return self.active_dataloader is not None
 
     is_xla_gradients_synced: bool = forwarded(
-        "_is_xla_gradients_synced", "Whether gradients have been reduced on XLA devices.", settable=True
+        "_is_xla_gradients_synced",
+        "Whether gradients have been reduced on XLA devices.",
+        settable=True,
     )
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
@@ -111,7 +124,9 @@ class GradientState:
 
     def _remove_dataloader(self, dataloader: Any) -> None:
         self._references = [
-            reference for reference in self._references if reference is None or reference() not in (dataloader, None)
+            reference
+            for reference in self._references
+            if reference is None or reference() not in (dataloader, None)
         ]
 
     def __repr__(self) -> str:

@@ -57,16 +57,22 @@ class CpuOffload(ModelHook):
     """
 
     def __init__(
-        self, execution_device: Place | None = None, prev_module_hook: UserCpuOffloadHook | None = None
+        self,
+        execution_device: Place | None = None,
+        prev_module_hook: UserCpuOffloadHook | None = None,
     ) -> None:
         self.prev_module_hook = prev_module_hook
-        self.execution_device: Place = main_device() if execution_device is None else execution_device
+        self.execution_device: Place = (
+            main_device() if execution_device is None else execution_device
+        )
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Move the module to the CPU."""
         return module.to("cpu")
 
-    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def pre_forward(
+        self, module: nn.Module, *args: Any, **kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Offload the previous model of the chain, and move the module and its inputs to the execution device."""
         target = as_device(self.execution_device)
         previous = self.prev_module_hook
@@ -96,7 +102,9 @@ class UserCpuOffloadHook:
 class LayerwiseCastingHook(ModelHook):
     """Stores a module's weights in one dtype (such as an 8-bit one) and casts them to another for each forward."""
 
-    def __init__(self, storage_dtype: torch.dtype, compute_dtype: torch.dtype, non_blocking: bool) -> None:
+    def __init__(
+        self, storage_dtype: torch.dtype, compute_dtype: torch.dtype, non_blocking: bool
+    ) -> None:
         self.storage_dtype = storage_dtype
         self.compute_dtype = compute_dtype
         self.non_blocking = non_blocking
@@ -105,7 +113,9 @@ class LayerwiseCastingHook(ModelHook):
         """Cast the module to the storage dtype."""
         return module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
 
-    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def pre_forward(
+        self, module: nn.Module, *args: Any, **kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Cast the module to the compute dtype."""
         module.to(dtype=self.compute_dtype, non_blocking=self.non_blocking)
         return args, kwargs

@@ -37,11 +37,16 @@ class LocalSGD:
                     local_sgd.step()
     """
 
-    def __init__(self, accelerator: Any, model: torch.nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
+    def __init__(
+        self, accelerator: Any, model: torch.nn.Module, local_sgd_steps: int, enabled: bool = True
+    ) -> None:
         if local_sgd_steps < 1:
             raise ValueError(f"local_sgd_steps={local_sgd_steps} must be at least 1")
         self.enabled: bool = enabled and accelerator.use_distributed
-        if self.enabled and accelerator.strategy.name not in ("single process", "DistributedDataParallel"):
+        if self.enabled and accelerator.strategy.name not in (
+            "single process",
+            "DistributedDataParallel",
+        ):
             raise NotImplementedError(
                 f"LocalSGD averages full replicas of the model, and {accelerator.strategy.name} keeps none on a "
                 "process: use DDP, or train without LocalSGD"
@@ -76,7 +81,10 @@ class LocalSGD:
         accelerator = self.accelerator
         accelerator.wait_for_everyone()
         contexts = [accelerator.prepared_model(self.model).swappable()]
-        with torch.no_grad(), accelerator.precision.swap_in_master_weights([self.model], [], contexts):
+        with (
+            torch.no_grad(),
+            accelerator.precision.swap_in_master_weights([self.model], [], contexts),
+        ):
             parameters = [p for p in self.model.parameters() if p.requires_grad]
             for parameter, mean in zip(
                 parameters, collectives.reduce([p.data for p in parameters], "mean"), strict=True

@@ -108,16 +108,25 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
     def _is_shown(self, level: int) -> bool:
         """Whether a handler of this logger, or of one to which it passes its records, accepts the level."""
         logger: logging.Logger | None = self.logger
-        ignored = (logging.NullHandler, _DefaultHandler) if _is_configured(logger) else logging.NullHandler
+        ignored = (
+            (logging.NullHandler, _DefaultHandler)
+            if _is_configured(logger)
+            else logging.NullHandler
+        )
         while logger is not None:
             if any(level >= one.level and not isinstance(one, ignored) for one in logger.handlers):
                 return True
             logger = logger.parent if logger.propagate else None
         return False
 
-    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+    def process(
+        self, msg: Any, kwargs: MutableMapping[str, Any]
+    ) -> tuple[Any, MutableMapping[str, Any]]:
         """Add the rank to the message of a script."""
-        text = msg if self.logger.name.startswith(_PACKAGE) else f"[RANK {PartialState().process_index}] {msg}"
+        if self.logger.name.startswith(_PACKAGE):
+            text = msg
+        else:
+            text = f"[RANK {PartialState().process_index}] {msg}"
         return text, dict(kwargs)
 
     def warning_once(self, *args: Any, **kwargs: Any) -> None:

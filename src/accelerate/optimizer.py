@@ -68,7 +68,11 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             if not isinstance(parameter, torch.Tensor):
                 continue
             for name, value in state.items():
-                if isinstance(value, torch.Tensor) and value.dim() > 0 and value.device != parameter.device:
+                if (
+                    isinstance(value, torch.Tensor)
+                    and value.dim() > 0
+                    and value.device != parameter.device
+                ):
                     state[name] = send_to_device(value, parameter.device)
 
     @property
@@ -77,8 +81,12 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return AcceleratorState()
 
     state: Any = forwarded("optimizer.state", "The state of each parameter.", settable=True)
-    param_groups: Any = forwarded("optimizer.param_groups", "The parameters in groups with options.", settable=True)
-    defaults: Any = forwarded("optimizer.defaults", "The options that a new group gets.", settable=True)
+    param_groups: Any = forwarded(
+        "optimizer.param_groups", "The parameters in groups with options.", settable=True
+    )
+    defaults: Any = forwarded(
+        "optimizer.defaults", "The options that a new group gets.", settable=True
+    )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with their own options, as `torch.optim.Optimizer.add_param_group` does."""
@@ -147,7 +155,10 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
                 self._unscaled = False
         elif self.scaler is None:
             self._is_overflow = False
-            result = self.optimizer.step() if closure is None else self.optimizer.step(closure)
+            if closure is None:
+                result = self.optimizer.step()
+            else:
+                result = self.optimizer.step(closure)
         else:
             result = self._scaled_step(closure)
         self.steps_made += 1
@@ -158,7 +169,10 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     def _scaled_step(self, closure: Callable[[], Any] | None) -> Any:
         scaler: Any = self.scaler
         before = scaler.get_scale()
-        result = scaler.step(self.optimizer) if closure is None else scaler.step(self.optimizer, closure)
+        if closure is None:
+            result = scaler.step(self.optimizer)
+        else:
+            result = scaler.step(self.optimizer, closure)
         scaler.update()
         # The scale is reduced exactly when gradients were not finite and the step was skipped.
         self._is_overflow = scaler.get_scale() < before

@@ -84,14 +84,19 @@ class ParallelismConfig:
             self._read_backend(name)
         for name, kind in _HANDLERS.items():
             if not self._take_handler(name, kind):
-                warn(f"{name}_handler has no effect with {name}_size=1: set {name}_size above 1, or leave it out")
+                warn(
+                    f"{name}_handler has no effect with {name}_size=1: set {name}_size above 1, or leave it out"
+                )
         if self.cp_enabled and self.sp_enabled:
             raise ConfigurationError(
                 "Context Parallelism (CP) and Sequence Parallelism (SP) are mutually exclusive. Got "
                 f"cp_size={self.cp_size} and sp_size={self.sp_size}. Please set either cp_size=1 or sp_size=1."
             )
         sequence = self.sp_handler
-        length = None if sequence is None or sequence.sp_seq_length_is_variable else sequence.sp_seq_length
+        if sequence is None or sequence.sp_seq_length_is_variable:
+            length = None
+        else:
+            length = sequence.sp_seq_length
         if self.sp_enabled and length and length % self.sizes["sp"]:
             raise ConfigurationError(
                 f"sp_seq_length={length} with sp_size={self.sp_size}: each rank holds an equal part of a sequence, so "
@@ -121,7 +126,9 @@ class ParallelismConfig:
             if found is not None:
                 self._variables[name] = origin
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ConfigurationError(f"{origin} must be at least 1, an integer, but got {origin}={size!r}")
+            raise ConfigurationError(
+                f"{origin} must be at least 1, an integer, but got {origin}={size!r}"
+            )
         setattr(self, attribute, size)
 
     def _read_backend(self, name: str) -> None:
@@ -131,18 +138,34 @@ class ParallelismConfig:
         if found is None:
             found = env.get(row.variable, row.default)
         if found not in row.choices:
-            raise ConfigurationError(f"{attribute} must be one of {list(row.choices)}, but got {found}")
+            raise ConfigurationError(
+                f"{attribute} must be one of {list(row.choices)}, but got {found}"
+            )
         setattr(self, attribute, found)
 
     def __repr__(self) -> str:
-        values = {f"{name}_size": size for name, size in self.sizes.items()} | {"total_size": self.total_size}
-        values |= {name: getattr(self, name) for name in ("tp_handler", "cp_handler", "sp_handler", "pp_handler")}
-        return "ParallelismConfig(" + ", ".join(f"{name}={value}" for name, value in values.items()) + ")"
+        values = {f"{name}_size": size for name, size in self.sizes.items()} | {
+            "total_size": self.total_size
+        }
+        values |= {
+            name: getattr(self, name)
+            for name in ("tp_handler", "cp_handler", "sp_handler", "pp_handler")
+        }
+        return (
+            "ParallelismConfig("
+            + ", ".join(f"{name}={value}" for name, value in values.items())
+            + ")"
+        )
 
     def to_json(self) -> dict[str, Any]:
         """The configuration as plain values, for a log or a file."""
         values = {name: copy.deepcopy(getattr(self, name)) for name in self.__dataclass_fields__}
-        plain = {name: asdict(value) if is_dataclass(value) else value for name, value in values.items()}  # type: ignore[arg-type]
+        plain = {}
+        for name, value in values.items():
+            if is_dataclass(value) and not isinstance(value, type):
+                plain[name] = asdict(value)
+            else:
+                plain[name] = value
         return json.loads(json.dumps(plain, default=str))  # type: ignore[no-any-return]
 
     @property
@@ -217,7 +240,12 @@ class ParallelismConfig:
         if self.total_size != world_size:
             origins = {name: f" ({variable})" for name, variable in self._variables.items()}
             active = {name: size for name, size in self.sizes.items() if size > 1}
-            product = " x ".join(f"{name}_size={size}{origins.get(name, '')}" for name, size in active.items()) or "1"
+            product = (
+                " x ".join(
+                    f"{name}_size={size}{origins.get(name, '')}" for name, size in active.items()
+                )
+                or "1"
+            )
             raise ConfigurationError(
                 f"ParallelismConfig requests {product} = {self.total_size} processes, but {world_size} were started. "
                 f"Start {self.total_size}, or change one of the sizes."
@@ -283,6 +311,8 @@ class ParallelismConfig:
         """
         if self.device_mesh is None:
             if device_type is None:
-                raise ConfigurationError("You need to pass a device_type e.g cuda to build the device mesh")
+                raise ConfigurationError(
+                    "You need to pass a device_type e.g cuda to build the device mesh"
+                )
             self.device_mesh = self.build_device_mesh(device_type)
         return self.device_mesh

@@ -47,13 +47,19 @@ class AcceleratedScheduler:
         split_batches: bool = False,
     ) -> None:
         self.scheduler = scheduler
-        self.optimizers: Sequence[Any] = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
+        self.optimizers: Sequence[Any] = (
+            optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
+        )
         self.step_with_optimizer = step_with_optimizer
         self.split_batches = split_batches
         self.gradient_state: GradientState = GradientState()
         state = AcceleratorState()
-        self._steps_per_call = 1 if split_batches else count_data_shards(state.parallelism_config, state.num_processes)
-        self._batches_without_step = 0  # that count towards the end of a schedule (`adjust_scheduler`)
+        if split_batches:
+            self._steps_per_call = 1
+        else:
+            self._steps_per_call = count_data_shards(state.parallelism_config, state.num_processes)
+        # that count towards the end of a schedule (`adjust_scheduler`)
+        self._batches_without_step = 0
         self._calls = self._calls_past_end = 0
         self._early_end_reported = False
 
@@ -74,7 +80,9 @@ class AcceleratedScheduler:
         for optimizer in self.optimizers:
             if optimizer.step_was_skipped:
                 return
-        has_value = (args or kwargs) and any(value is not None for value in (*args, *kwargs.values()))
+        has_value = (args or kwargs) and any(
+            value is not None for value in (*args, *kwargs.values())
+        )
         if not has_value:
             self._report_early_end()
         for _ in range(1 if has_value else self._steps_per_call):
@@ -91,7 +99,11 @@ class AcceleratedScheduler:
         elif self._steps_per_call > 1 and isinstance(schedule, lr_scheduler.CosineAnnealingLR):
             end = schedule.T_max
         elif self._steps_per_call > 1 and isinstance(schedule, lr_scheduler.LinearLR):
-            end = schedule.total_iters if schedule.end_factor < schedule.start_factor else None  # not a warm-up
+            # not a warm-up
+            if schedule.end_factor < schedule.start_factor:
+                end = schedule.total_iters
+            else:
+                end = None
         self._calls += 1
         if end is None or schedule.last_epoch < end:
             return

@@ -110,7 +110,9 @@ class ProcessView:
             >>> with state.split_between_processes(["a", "b", "c"]) as inputs:
             ...     print(inputs)
         """
-        with process.split(inputs, self.process_index, self.num_processes, apply_padding, self.device) as share:
+        with process.split(
+            inputs, self.process_index, self.num_processes, apply_padding, self.device
+        ) as share:
             yield share
 
     def on_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
@@ -124,7 +126,9 @@ class ProcessView:
         """
         return self.on_process(function, process_index=0)
 
-    def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    def on_local_main_process(
+        self, function: Callable[..., Any] | None = None
+    ) -> Callable[..., Any]:
         """Decorate a function to run on the first process of each machine only; the other processes get None.
 
         Args:
@@ -165,7 +169,9 @@ class ProcessView:
         if function is None:
             return functools.partial(self.on_process, process_index=process_index)
         rank = process_index or 0
-        return process.only_if(lambda: not self.use_distributed or self.process_index == rank, function)
+        return process.only_if(
+            lambda: not self.use_distributed or self.process_index == rank, function
+        )
 
     def on_local_process(
         self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
@@ -183,7 +189,9 @@ class ProcessView:
         if function is None:
             return functools.partial(self.on_local_process, local_process_index=local_process_index)
         rank = local_process_index or 0
-        return process.only_if(lambda: not self.use_distributed or self.local_process_index == rank, function)
+        return process.only_if(
+            lambda: not self.use_distributed or self.local_process_index == rank, function
+        )
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on the first process of each machine only; the arguments are those of `print`."""
@@ -245,7 +253,10 @@ class PartialState(ProcessView):
         distributed_type, used_backend = DistributedType.NO, None
         if topology.world_size > 1:
             # "nccl" is the API's word for the device's own backend.
-            wanted = kind.backend if backend in (None, "nccl") else str(backend)
+            if backend in (None, "nccl"):
+                wanted = kind.backend
+            else:
+                wanted = str(backend)
             if _use_sagemaker_dp or smddp.is_requested():
                 wanted = smddp.BACKEND
             if _host_tensors and wanted == kind.backend:
@@ -295,7 +306,9 @@ class PartialState(ProcessView):
     def default_device(self) -> torch.device:
         """The device that a single process would use: the accelerator, or the CPU."""
         kind = devices.accelerator_type()
-        return torch.device("cpu") if kind is None else torch.device(kind)
+        if kind is None:
+            return torch.device("cpu")
+        return torch.device(kind)
 
     def set_device(self) -> None:
         """Make this process's device the current one."""
@@ -327,7 +340,9 @@ def _present_topology() -> Topology:
     """The topology of an existing process group, else that of the environment."""
     topology = Topology.from_environment()
     if not group.is_running():
-        return (xla.topology() or topology) if topology.launcher == "none" else topology
+        if topology.launcher == "none":
+            return xla.topology() or topology
+        return topology
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if topology.world_size == world_size and topology.rank == rank:
         return topology
@@ -380,7 +395,9 @@ class AcceleratorState(ProcessView):
         self.__dict__ = self._shared_state
         if not PartialState._shared_state:
             PartialState(cpu, **kwargs)
-        self.__dict__.update(PartialState._shared_state if "_mixed_precision" not in self.__dict__ else {})
+        self.__dict__.update(
+            PartialState._shared_state if "_mixed_precision" not in self.__dict__ else {}
+        )
         if self.initialized:
             self._check_unchanged(mixed_precision, cpu)
             return
@@ -397,7 +414,10 @@ class AcceleratorState(ProcessView):
         # The plugin of the active strategy. The others stay absent: callers use `getattr`.
         if deepspeed_plugin is not None:
             self.deepspeed_plugins = deepspeed_plugin
-            plugins = deepspeed_plugin if isinstance(deepspeed_plugin, dict) else {"": deepspeed_plugin}
+            if isinstance(deepspeed_plugin, dict):
+                plugins = deepspeed_plugin
+            else:
+                plugins = {"": deepspeed_plugin}
             for plugin in plugins.values():
                 plugin.set_mixed_precision(precision)
             next(iter(plugins.values())).select(_from_accelerator_state=True)
@@ -478,8 +498,13 @@ class AcceleratorState(ProcessView):
         plugins = self.deepspeed_plugins
         if isinstance(plugins, dict) and name in plugins:
             return plugins
-        names = ", ".join(map(repr, plugins)) if isinstance(plugins, dict) else "none with a name"
-        raise ConfigurationError(f"there is no DeepSpeed plugin {name!r}: the Accelerator was given {names}")
+        if isinstance(plugins, dict):
+            names = ", ".join(map(repr, plugins))
+        else:
+            names = "none with a name"
+        raise ConfigurationError(
+            f"there is no DeepSpeed plugin {name!r}: the Accelerator was given {names}"
+        )
 
     @property
     def is_fsdp2(self) -> bool:
@@ -500,13 +525,18 @@ class AcceleratorState(ProcessView):
         return {**self.__dict__, "device_mesh": None}
 
     def __getattr__(self, name: str) -> Any:
-        if name in (*self._known_attributes, "mixed_precision") and "_mixed_precision" not in self.__dict__:
+        if (
+            name in (*self._known_attributes, "mixed_precision")
+            and "_mixed_precision" not in self.__dict__
+        ):
             raise AttributeError(
                 f"`AcceleratorState` object has no attribute `{name}`: the state was reset. "
                 "Make a new `Accelerator()` first."
             )
         if name in STATE_ATTRIBUTES:
-            raise AttributeError(f"`AcceleratorState` has no `{name}` any more: use {STATE_ATTRIBUTES[name]}")
+            raise AttributeError(
+                f"`AcceleratorState` has no `{name}` any more: use {STATE_ATTRIBUTES[name]}"
+            )
         raise AttributeError(f"'AcceleratorState' object has no attribute '{name}'")
 
 

@@ -52,7 +52,9 @@ class SmallRun:
         self.width = width
         self.model = Tied(width)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (step + 1))
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: 1 / (step + 1)
+        )
         self.registered = Registered(custom)
 
     def bundle(self, **more: Any) -> RunState:
@@ -76,7 +78,9 @@ class SmallRun:
 
 
 def same(ours: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
-    return len(ours) == len(others) and all(torch.equal(a, b) for a, b in zip(ours, others, strict=True))
+    return len(ours) == len(others) and all(
+        torch.equal(a, b) for a, b in zip(ours, others, strict=True)
+    )
 
 
 @pytest.fixture

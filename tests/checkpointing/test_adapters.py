@@ -24,7 +24,11 @@ from accelerate.state import PartialState
 from accelerate.utils import load_fsdp_model, save_fsdp_model
 
 peft = pytest.importorskip("peft")
-PRELOADED = ("transformers.models.llama.modeling_llama", "transformers.models.mixtral.modeling_mixtral", "peft")
+PRELOADED = (
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.mixtral.modeling_mixtral",
+    "peft",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +45,9 @@ def prepared(accelerator, case, model=None):
 
 
 def adapter_of(model, name="default", state=None):
-    return peft.get_peft_model_state_dict(model, state_dict=state, adapter_name=name, save_embedding_layers=False)
+    return peft.get_peft_model_state_dict(
+        model, state_dict=state, adapter_name=name, save_embedding_layers=False
+    )
 
 
 def read_adapters(case, folder, others):
@@ -88,10 +94,16 @@ def test_training_and_checkpoint(nproc, layout, tmp_path):
             expected = plain(case, 2)
             for name, state in read_adapters(case, folder / "adapter", others).items():
                 assert distance(adapter_of(expected, name), state) < 1e-8, (case, name)
-            files = json.loads((folder / "checkpoint_manifest.json").read_text())["manifest"]["files"]
-            sizes = {name: row["size"] for name, row in files.items() if name.endswith(".safetensors")}
+            files = json.loads((folder / "checkpoint_manifest.json").read_text())["manifest"][
+                "files"
+            ]
+            sizes = {
+                name: row["size"] for name, row in files.items() if name.endswith(".safetensors")
+            }
             trained = 8 * sum(p.numel() for p in expected.parameters() if p.requires_grad)
-            embedding = 8 * base(case).model.embed_tokens.weight.numel() if case == "embedding" else 0  # as peft saves
+            embedding = (
+                8 * base(case).model.embed_tokens.weight.numel() if case == "embedding" else 0
+            )  # as peft saves
             assert sum(sizes.values()) < 3.01 * trained + embedding + 20_000, (case, sizes)
         accelerator.wait_for_everyone()
 
@@ -142,7 +154,9 @@ def test_tensor_parallelism_splits_lora_alone():
         accelerator.prepare(build("experts"))
     layer = accelerator.prepare(build("lora")).base_model.model.model.layers[0]
     shapes = {
-        f"{name}.{part}": tuple(getattr(getattr(getattr(layer, block), name), part)["default"].weight.to_local().shape)
+        f"{name}.{part}": tuple(
+            getattr(getattr(getattr(layer, block), name), part)["default"].weight.to_local().shape
+        )
         for block, name, part in (("self_attn", "q_proj", "lora_B"), ("mlp", "down_proj", "lora_A"))
     }
     assert shapes == {"q_proj.lora_B": (16, 4), "down_proj.lora_A": (4, 24)}
@@ -177,7 +191,14 @@ def test_shards_of_all_dtypes_are_gathered_on_rank_0(nproc):
     mesh, places = init_device_mesh("cpu", (nproc,)), {}
     full = {
         f"{dtype}, {dim}": (3 * torch.arange(35).view(5, 7)).to(dtype)
-        for dtype in (torch.bfloat16, torch.bool, torch.float64, torch.int8, torch.float32, torch.complex64)
+        for dtype in (
+            torch.bfloat16,
+            torch.bool,
+            torch.float64,
+            torch.int8,
+            torch.float32,
+            torch.complex64,
+        )
         for dim in range(2)
     }
     tensors = {name: distribute_tensor(full[name], mesh, [Shard(int(name[-1]))]) for name in full}
@@ -215,7 +236,9 @@ def test_prompts_are_saved_with_their_model(tmp_path):
             accelerator.save_state(tmp_path)
         else:
             accelerator.load_state(tmp_path)
-        states.append({name: value.clone() for name, value in accelerator.get_state_dict(model).items()})
+        states.append(
+            {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+        )
         accelerator.free_memory()
     assert not accelerator.is_main_process or distance(*states) == 0
 
@@ -244,9 +267,15 @@ def test_resized_embeddings_are_saved(tmp_path):
 def test_save_model_writes_the_files_of_peft(case, safe, tmp_path):
     accelerator = Accelerator(cpu=True)
     model = build(case)
-    model.save_pretrained(tmp_path / "peft", safe_serialization=safe, save_embedding_layers=case == "embedding")
+    model.save_pretrained(
+        tmp_path / "peft", safe_serialization=safe, save_embedding_layers=case == "embedding"
+    )
     accelerator.save_model(accelerator.prepare(model), tmp_path / "ours", safe_serialization=safe)
-    names = {path.relative_to(tmp_path / "ours") for path in (tmp_path / "ours").rglob("*") if path.is_file()}
+    names = {
+        path.relative_to(tmp_path / "ours")
+        for path in (tmp_path / "ours").rglob("*")
+        if path.is_file()
+    }
     assert names == {
         path.relative_to(tmp_path / "peft")
         for path in (tmp_path / "peft").rglob("*")
@@ -282,7 +311,9 @@ def test_another_base(tmp_path):
     model = build("lora", other)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     model = accelerator.prepare(model)
-    with pytest.raises(CheckpointMismatch, match=r"1 of 21 frozen .* model\.layers\.1\.mlp\.up_proj\.weight"):
+    with pytest.raises(
+        CheckpointMismatch, match=r"1 of 21 frozen .* model\.layers\.1\.mlp\.up_proj\.weight"
+    ):
         accelerator.load_state(tmp_path / "adapter")
     assert distance(before, model.state_dict()) == 0
     accelerator.free_memory()
@@ -353,7 +384,11 @@ def test_checksums_do_not_depend_on_the_layout():
     first, last = lambda tensor: Shard(0), lambda tensor: Shard(tensor.ndim - 1)
     copies = lambda tensor: Replicate()  # noqa: E731
     layouts = [tensors, sharded(line, first), sharded(line, last), sharded(square, first, last)]
-    layouts += [sharded(square, copies, first), sharded(square["tp"], first), sharded(square, first, first)]
+    layouts += [
+        sharded(square, copies, first),
+        sharded(square["tp"], first),
+        sharded(square, first, first),
+    ]
     for dimension in (0, 1):
         layer = torch.nn.Linear(5, 7, bias=False, dtype=torch.float32)
         split = distribute_tensor(tensors["rows"], square["tp"], [Shard(dimension)])

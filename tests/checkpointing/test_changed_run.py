@@ -21,7 +21,9 @@ class Run:
         self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
         model = torch.nn.Linear(3, 1).double()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        schedule = schedule or (lambda one: torch.optim.lr_scheduler.LambdaLR(one, lambda step: 1.0))
+        schedule = schedule or (
+            lambda one: torch.optim.lr_scheduler.LambdaLR(one, lambda step: 1.0)
+        )
         loader = DataLoader(ROWS, batch_size, **{"shuffle": True, **options})
         self.model, self.optimizer, self.schedule, self.loader = self.accelerator.prepare(
             model, optimizer, schedule(optimizer), loader
@@ -54,7 +56,10 @@ def test_another_batch_size_reads_the_rest_of_the_samples(tmp_path, caplog):
     rest, _ = other.train()
     assert sorted_rows(torch.cat([read, rest])) == sorted_rows(ROWS)
     assert len(report.notes) == 1
-    assert "an optimizer step had 2 samples when this was saved" in report.notes[0] and "has 7 here" in caplog.text
+    assert (
+        "an optimizer step had 2 samples when this was saved" in report.notes[0]
+        and "has 7 here" in caplog.text
+    )
 
 
 def test_an_open_window_keeps_its_length(tmp_path):
@@ -91,7 +96,9 @@ def multiplicative(optimizer):
 
 
 def chained(optimizer):
-    return torch.optim.lr_scheduler.ChainedScheduler([cosine(optimizer), cosine(optimizer)], optimizer)
+    return torch.optim.lr_scheduler.ChainedScheduler(
+        [cosine(optimizer), cosine(optimizer)], optimizer
+    )
 
 
 def test_another_scheduler(tmp_path):
@@ -100,7 +107,9 @@ def test_another_scheduler(tmp_path):
     run.accelerator.save_state(tmp_path / "c")
     run.accelerator.save_state(tmp_path / "compat", layout="compat")
     for folder in ("c", "compat"):
-        with pytest.raises(CheckpointMismatch, match=r"scheduler 0 .*T_max.* and this is MultiplicativeLR"):
+        with pytest.raises(
+            CheckpointMismatch, match=r"scheduler 0 .*T_max.* and this is MultiplicativeLR"
+        ):
             Run(schedule=multiplicative).accelerator.load_state(tmp_path / folder)
     with pytest.raises(CheckpointMismatch, match="this is ChainedScheduler"):
         Run(schedule=chained).accelerator.load_state(tmp_path / "c")
@@ -110,7 +119,9 @@ def test_another_scheduler(tmp_path):
     run.accelerator.save_state(tmp_path / "d")
     notes = other.accelerator.load_state(tmp_path / "d", strict=False).notes
     assert (
-        len(notes) == 1 and "scheduler 0 (AcceleratedScheduler) stays as it is: saved by CosineAnnealingLR" in notes[0]
+        len(notes) == 1
+        and "scheduler 0 (AcceleratedScheduler) stays as it is: saved by CosineAnnealingLR"
+        in notes[0]
     )
     assert (other.model.weight == 3).all() and other.schedule.last_epoch == 0
 

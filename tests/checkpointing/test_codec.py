@@ -136,7 +136,9 @@ def test_values_come_back_in_their_type(group, inline):
             assert found.flags.writeable or not found.size
 
 
-DTYPES = sorted({dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}, key=str)
+DTYPES = sorted(
+    {dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}, key=str
+)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -146,7 +148,9 @@ def test_tensors_of_every_dtype_come_back_or_are_refused(dtype, count):
         if dtype in (torch.bool, torch.complex64, torch.complex128):
             value = torch.arange(count).to(dtype)
         else:
-            value = (torch.arange(count * 16, dtype=torch.int64) % 120).to(torch.uint8)[: count * dtype.itemsize]
+            value = (torch.arange(count * 16, dtype=torch.int64) % 120).to(torch.uint8)[
+                : count * dtype.itemsize
+            ]
             value = value.view(dtype)
     except (RuntimeError, TypeError, NotImplementedError):
         pytest.skip("torch makes no such tensor")
@@ -154,7 +158,13 @@ def test_tensors_of_every_dtype_come_back_or_are_refused(dtype, count):
         found = through_json({"t": value})["t"]
     except CheckpointError as error:
         assert f"root.t: a tensor of dtype {dtype}" in str(error)
-        assert dtype not in (torch.uint16, torch.float8_e5m2, torch.bfloat16, torch.complex128, torch.bool)
+        assert dtype not in (
+            torch.uint16,
+            torch.float8_e5m2,
+            torch.bfloat16,
+            torch.complex128,
+            torch.bool,
+        )
         return
     assert same(found, value)
 
@@ -172,9 +182,14 @@ def test_tensors_keep_views_ties_and_gradients():
     found = through_json(state)
     for name, value in state.items():
         assert same(found[name], value), name
-    assert found["values"] is found["again"] and found["values"].data_ptr() == found["weight"].data_ptr()
+    assert (
+        found["values"] is found["again"]
+        and found["values"].data_ptr() == found["weight"].data_ptr()
+    )
     apart = through_json(state, unshare=True)
-    assert apart["values"].data_ptr() != apart["again"].data_ptr() and torch.equal(apart["values"], apart["again"])
+    assert apart["values"].data_ptr() != apart["again"].data_ptr() and torch.equal(
+        apart["values"], apart["again"]
+    )
 
 
 def test_the_versions_in_a_modules_state_stay():
@@ -227,7 +242,9 @@ def test_what_has_no_plain_form_is_refused_with_its_place():
     loop: list = []
     loop.append(loop)
     for value in (loop, nested_list(3000)):
-        with pytest.raises(CheckpointError, match=r"root: .*contains itself, or is nested too deep"):
+        with pytest.raises(
+            CheckpointError, match=r"root: .*contains itself, or is nested too deep"
+        ):
             encode(value, TensorSink(), "root")
 
 
@@ -239,7 +256,12 @@ def test_entries_of_earlier_versions_are_read():
         small,
         {"$": "tensor", "same": 0},
         {"$": "ndarray", "v": {"$": "tensor", "ref": "x"}},
-        {"$": "ndarray", "dtype": {"text": "<i8", "char": "q"}, "shape": [1], "b64": "BwAAAAAAAAA="},
+        {
+            "$": "ndarray",
+            "dtype": {"text": "<i8", "char": "q"},
+            "shape": [1],
+            "b64": "BwAAAAAAAAA=",
+        },
     ]
     moment, first, second, array, numbers = decode(document, {"x": torch.arange(3)}, "a file")
     assert moment.utcoffset() == datetime.timedelta(hours=1)
@@ -256,7 +278,10 @@ def test_decoding_imports_nothing_and_calls_nothing(tmp_path, monkeypatch):
             with pytest.raises(CheckpointError, match="Import the module"):
                 decode({"$": tag, "type": name, "v": ["true"]}, {}, "a file")
     assert not marker.exists()
-    for document, words in (({"$": "reduce", "v": 1}, "'reduce'"), ({"$": "dtype", "v": "nn"}, "dtype")):
+    for document, words in (
+        ({"$": "reduce", "v": 1}, "'reduce'"),
+        ({"$": "dtype", "v": "nn"}, "dtype"),
+    ):
         with pytest.raises(CheckpointError, match=words):
             decode(document, {}, "a file")
 
@@ -266,9 +291,20 @@ scalars = st.one_of(
     st.datetimes(timezones=st.none() | st.just(datetime.UTC)), st.dates(), st.timedeltas(),
     st.sampled_from([*Access, *Level]),
 )  # fmt: skip
-dtypes = st.one_of(hnp.scalar_dtypes(), hnp.unicode_string_dtypes(min_len=1), hnp.byte_string_dtypes(min_len=1))
-arrays = dtypes.flatmap(lambda dtype: hnp.arrays(dtype, hnp.array_shapes(min_dims=0, min_side=0, max_side=4)))
-keys = st.one_of(st.text(), st.integers(), st.booleans(), st.none(), st.binary(), st.tuples(st.integers(), st.text()))
+dtypes = st.one_of(
+    hnp.scalar_dtypes(), hnp.unicode_string_dtypes(min_len=1), hnp.byte_string_dtypes(min_len=1)
+)
+arrays = dtypes.flatmap(
+    lambda dtype: hnp.arrays(dtype, hnp.array_shapes(min_dims=0, min_side=0, max_side=4))
+)
+keys = st.one_of(
+    st.text(),
+    st.integers(),
+    st.booleans(),
+    st.none(),
+    st.binary(),
+    st.tuples(st.integers(), st.text()),
+)
 states = st.recursive(
     scalars | arrays,
     lambda inner: st.one_of(
@@ -296,7 +332,9 @@ SCHEDULERS = {
     "plateau": lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o),
     "milestones": lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [2, 2, 4]),
     "sequence": lambda o: torch.optim.lr_scheduler.SequentialLR(
-        o, [torch.optim.lr_scheduler.ConstantLR(o), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)], [2]
+        o,
+        [torch.optim.lr_scheduler.ConstantLR(o), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)],
+        [2],
     ),
 }
 

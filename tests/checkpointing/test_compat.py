@@ -38,7 +38,11 @@ FOLDER = Path(__file__).parent / "data" / "api_format"
 def build():
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+    return (
+        model,
+        optimizer,
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1)),
+    )
 
 
 class Counted:
@@ -54,10 +58,16 @@ class Counted:
 def test_a_folder_of_the_api_goes_on_where_it_stopped(process):
     model, optimizer, scheduler = build()
     counted = Counted()
-    run = RunState([PreparedModel(model)], [PreparedOptimizer(optimizer)], [scheduler], custom=[counted])
+    run = RunState(
+        [PreparedModel(model)], [PreparedOptimizer(optimizer)], [scheduler], custom=[counted]
+    )
     report = load_run(run, FOLDER, process=process)
     expected = json.loads((FOLDER / "expected.json").read_text())
-    drawn = {"python": random.random(), "numpy": float(np.random.rand()), "torch": torch.rand(()).item()}
+    drawn = {
+        "python": random.random(),
+        "numpy": float(np.random.rand()),
+        "torch": torch.rand(()).item(),
+    }
     assert drawn == {key: expected[key] for key in drawn}
     assert counted.n == 3 and report.world_size == 0 and report.manifest is None
     model(torch.linspace(-1, 1, 20).reshape(5, 4)).square().mean().backward()
@@ -69,11 +79,17 @@ def test_a_folder_of_the_api_goes_on_where_it_stopped(process):
 def test_the_api_names_of_layout_compat(tmp_path, process):
     model, optimizer, scheduler = build()
     run = RunState(
-        [PreparedModel(model)], [PreparedOptimizer(optimizer)], [scheduler], custom=[Counted()], progress={"step": 4}
+        [PreparedModel(model)],
+        [PreparedOptimizer(optimizer)],
+        [scheduler],
+        custom=[Counted()],
+        progress={"step": 4},
     )
     save_run(run, tmp_path / "c", process=process, options=Options(layout="compat"))
     theirs = {path.name for path in FOLDER.iterdir()} - {"expected.json"}
-    assert {path.name for path in (tmp_path / "c").iterdir()} == theirs | {"checkpoint_manifest.json"}
+    assert {path.name for path in (tmp_path / "c").iterdir()} == theirs | {
+        "checkpoint_manifest.json"
+    }
     for name in theirs - {"model.safetensors"}:
         ours, peers = load_pickled(tmp_path / "c" / name), load_pickled(FOLDER / name)
         assert set(ours) == set(peers), name
@@ -110,7 +126,9 @@ def test_functions_that_need_no_accelerator(tmp_path):
         load_accelerator_state(saved, [second], [optimizer], [scheduler], [loader], 1)
     with pytest.raises(CheckpointError, match="there is no folder"):
         load_accelerator_state(tmp_path / "none", [second], [optimizer], [scheduler], [loader], 0)
-    assert load_accelerator_state(saved, [second], [optimizer], [scheduler], [loader], 0) == {"step": 5}
+    assert load_accelerator_state(saved, [second], [optimizer], [scheduler], [loader], 0) == {
+        "step": 5
+    }
     assert all(map(torch.equal, train(second, optimizer, scheduler, 3), expected))
     counted = Counted()
     counted.n = 7
@@ -131,13 +149,17 @@ class Trap:
         return os.mkdir, (str(self.marker),)
 
 
-@pytest.mark.parametrize("name", ["optimizer.bin", "scheduler.bin", "random_states_0.pkl", "custom_checkpoint_0.pkl"])
+@pytest.mark.parametrize(
+    "name", ["optimizer.bin", "scheduler.bin", "random_states_0.pkl", "custom_checkpoint_0.pkl"]
+)
 def test_a_crafted_pickle_is_not_run(tmp_path, process, name):
     shutil.copytree(FOLDER, tmp_path / "c")
     torch.save({"x": Trap(tmp_path / "owned")}, tmp_path / "c" / name)
     model, optimizer, scheduler = build()
     before = [parameter.clone() for parameter in model.parameters()]
-    run = RunState([PreparedModel(model)], [PreparedOptimizer(optimizer)], [scheduler], custom=[Counted()])
+    run = RunState(
+        [PreparedModel(model)], [PreparedOptimizer(optimizer)], [scheduler], custom=[Counted()]
+    )
     with pytest.raises(CheckpointError, match=f"{name}.*mkdir.*allow_pickle=True"):
         load_run(run, tmp_path / "c", process=process)
     assert not (tmp_path / "owned").exists()
@@ -146,7 +168,10 @@ def test_a_crafted_pickle_is_not_run(tmp_path, process, name):
 
 def test_trust_is_given_by_the_user_alone(tmp_path):
     torch.save({"x": Trap(tmp_path / "made")}, tmp_path / "f")
-    assert load_pickled(tmp_path / "f", allow_pickle=True) == {"x": None} and (tmp_path / "made").exists()
+    assert (
+        load_pickled(tmp_path / "f", allow_pickle=True) == {"x": None}
+        and (tmp_path / "made").exists()
+    )
     (tmp_path / "g").write_bytes(b"not a pickle at all")
     with pytest.raises(CheckpointError, match=r"cannot be read|plain data"):
         load_pickled(tmp_path / "g")
@@ -164,15 +189,29 @@ def test_a_missing_file_is_named_and_a_folder_without_manifest_is_not_picked(tmp
 
 
 def test_positions_of_other_loaders_are_not_used_and_noted(tmp_path, process):
-    loader = prepare_data_loader(DataLoader(range(12), 2, shuffle=True), num_processes=1, process_index=0)
+    loader = prepare_data_loader(
+        DataLoader(range(12), 2, shuffle=True), num_processes=1, process_index=0
+    )
     model, optimizer, scheduler = build()
     shutil.copytree(FOLDER, tmp_path / "c")
     torch.save({"x": Trap(tmp_path / "owned")}, tmp_path / "c" / "sampler.bin")
     torch.save({"_num_yielded": 5}, tmp_path / "c" / "dl_state_dict.bin")
-    run = RunState([PreparedModel(model)], [PreparedOptimizer(optimizer)], [scheduler], [loader], custom=[Counted()])
-    assert any("leave the 5 batches" in note for note in load_run(run, tmp_path / "c", process=process).notes)
+    run = RunState(
+        [PreparedModel(model)],
+        [PreparedOptimizer(optimizer)],
+        [scheduler],
+        [loader],
+        custom=[Counted()],
+    )
+    assert any(
+        "leave the 5 batches" in note
+        for note in load_run(run, tmp_path / "c", process=process).notes
+    )
     (tmp_path / "c" / "dl_state_dict.bin").unlink()
-    assert any("sampler.bin was not read" in note for note in load_run(run, tmp_path / "c", process=process).notes)
+    assert any(
+        "sampler.bin was not read" in note
+        for note in load_run(run, tmp_path / "c", process=process).notes
+    )
     assert not (tmp_path / "owned").exists() and len(list(loader)) == 6
 
 
@@ -181,7 +220,9 @@ def test_views_are_written_without_the_rest_of_their_storage(tmp_path, process):
     view = torch.arange(4_000_000.0)[7:17]
     state = {"view": view, "again": view, "rows": torch.zeros(3, 4)}
     custom = SimpleNamespace(state_dict=lambda: state)
-    save_run(RunState(custom=[custom]), tmp_path / "c", process=process, options=Options(layout="compat"))
+    save_run(
+        RunState(custom=[custom]), tmp_path / "c", process=process, options=Options(layout="compat")
+    )
     file = tmp_path / "c" / "custom_checkpoint_0.pkl"
     state = torch.load(file)
     assert file.stat().st_size < 10_000 and torch.equal(state["view"], view)

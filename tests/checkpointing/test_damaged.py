@@ -70,7 +70,9 @@ def link_to_a_missing_disk(root, *numbers):
 
 
 @pytest.mark.parametrize("way", ["resume", "load_state", "auto"])
-@pytest.mark.parametrize("damage", [cut, flip, lose_rank_file, file_in_its_place, link_to_a_missing_disk])
+@pytest.mark.parametrize(
+    "damage", [cut, flip, lose_rank_file, file_in_its_place, link_to_a_missing_disk]
+)
 def test_the_next_save_takes_the_number(root, caplog, way, damage):
     damage(root, 3)
     if way == "auto":
@@ -81,13 +83,19 @@ def test_the_next_save_takes_the_number(root, caplog, way, damage):
     else:
         accelerator, model = new_run(root.parent)
         report = accelerator.resume(signals=()) if way == "resume" else accelerator.load_state()
-        assert report.folder.name == "checkpoint_2" and [path.name for path, _ in report.skipped] == ["checkpoint_3"]
+        assert report.folder.name == "checkpoint_2" and [
+            path.name for path, _ in report.skipped
+        ] == ["checkpoint_3"]
     assert model.weight[0, 0] == 2
     assert names(root) == [f"checkpoint_{number}" for number in range(4)]  # a load moves nothing
     assert Path(accelerator.save_state(blocking=way != "resume")).name == "checkpoint_3"
     assert Path(accelerator.save_state()).name == "checkpoint_4"
     assert "checkpoint_3.damaged" in names(root) and verify(root / "checkpoint_3")
-    moved = [record.getMessage() for record in caplog.records if "checkpoint_3.damaged" in record.getMessage()]
+    moved = [
+        record.getMessage()
+        for record in caplog.records
+        if "checkpoint_3.damaged" in record.getMessage()
+    ]
     assert len(moved) == 1 and ("is damaged" in moved[0] or "is a " in moved[0])
     with pytest.raises(CheckpointError):
         verify(root / "checkpoint_3.damaged")
@@ -115,7 +123,9 @@ def test_where_all_are_damaged_nothing_moves(root):
     for call in (lambda run: run.resume(signals=()), lambda run: run.load_state()):
         accelerator, model = new_run(root.parent)
         before = model.weight.clone()
-        with pytest.raises(CheckpointError, match=r"no valid checkpoint is left.*move them away to start anew"):
+        with pytest.raises(
+            CheckpointError, match=r"no valid checkpoint is left.*move them away to start anew"
+        ):
             call(accelerator)
         assert torch.equal(model.weight, before)
         with pytest.raises(ConfigurationError, match="exists already"):

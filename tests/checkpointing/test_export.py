@@ -14,7 +14,11 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismC
 from accelerate.commands.export import main
 
 peft = pytest.importorskip("peft")
-PRELOADED = ("transformers.models.llama.modeling_llama", "transformers.models.mixtral.modeling_mixtral", "peft")
+PRELOADED = (
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.mixtral.modeling_mixtral",
+    "peft",
+)
 
 BATCH = {"input_ids": torch.stack([row["input_ids"] for row in ROWS[:4]])}
 
@@ -38,7 +42,9 @@ def check_what_is_read(layout, nproc, tmp_path):
     for case in [case for case in CASES if "tp" not in layout or case not in ("dora", "experts")]:
         model = accelerator.prepare(build(case))
         before = model(**BATCH).logits
-        accelerate.export(model, tmp_path / case / "merged", merge_adapters=True, max_shard_size="20KB")
+        accelerate.export(
+            model, tmp_path / case / "merged", merge_adapters=True, max_shard_size="20KB"
+        )
         accelerate.export(model, tmp_path / case / "adapter")
         assert torch.equal(before, model(**BATCH).logits), case
         if accelerator.is_main_process:
@@ -49,13 +55,20 @@ def check_what_is_read(layout, nproc, tmp_path):
                 base(case), tmp_path / case / "adapter", autocast_adapter_dtype=False
             )
             names = {"save_embedding_layers": False}
-            adapter, reference = (peft.get_peft_model_state_dict(m, **names) for m in (loaded, build(case)))
+            adapter, reference = (
+                peft.get_peft_model_state_dict(m, **names) for m in (loaded, build(case))
+            )
             assert distance(reference, adapter) == 0, case
         accelerator.free_memory()
     model = accelerator.prepare(llama(tie_word_embeddings=True))
     accelerate.export(model, tmp_path / "plain")
     if accelerator.is_main_process:
-        assert distance(llama(tie_word_embeddings=True).state_dict(), read(tmp_path / "plain").state_dict()) == 0
+        assert (
+            distance(
+                llama(tie_word_embeddings=True).state_dict(), read(tmp_path / "plain").state_dict()
+            )
+            == 0
+        )
 
 
 @pytest.mark.thorough
@@ -70,18 +83,27 @@ def test_layouts_without_whole_tensors(layout, tmp_path):
     """Checkpoints of them are exported."""
     torch.set_default_dtype(torch.float64)
     if layout == "fsdp1":
-        options = {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=1, use_orig_params=True)}
+        options = {
+            "fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=1, use_orig_params=True)
+        }
     else:
         options = {"parallelism_config": ParallelismConfig(pp_size=2)}
     accelerator = Accelerator(cpu=True, **options)
     model = accelerator.prepare(build("lora"))
-    with pytest.raises(ValueError, match=r"FSDP1, DeepSpeed and pipelines .*accelerate export CHECKPOINT"):
+    with pytest.raises(
+        ValueError, match=r"FSDP1, DeepSpeed and pipelines .*accelerate export CHECKPOINT"
+    ):
         accelerate.export(model, tmp_path / "out")
     accelerator.save_state(tmp_path / "checkpoint")
     if accelerator.is_main_process:
         assert not (tmp_path / "out").exists()
         main([str(tmp_path / "checkpoint"), str(tmp_path / "out"), "--merge_adapters"])
-        assert distance(build("lora").merge_and_unload().state_dict(), read(tmp_path / "out").state_dict()) < 1e-12
+        assert (
+            distance(
+                build("lora").merge_and_unload().state_dict(), read(tmp_path / "out").state_dict()
+            )
+            < 1e-12
+        )
 
 
 def test_what_is_refused(tmp_path):
@@ -89,7 +111,9 @@ def test_what_is_refused(tmp_path):
     model = accelerator.prepare(llama())
     with pytest.raises(ValueError, match="merge_adapters=True, and this LlamaForCausalLM"):
         accelerate.export(model, tmp_path / "out", merge_adapters=True)
-    prompts = peft.get_peft_model(llama(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    prompts = peft.get_peft_model(
+        llama(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    )
     prompts = accelerator.prepare(prompts)
     with pytest.raises(ValueError, match="has no adapters that can be merged"):
         accelerate.export(prompts, tmp_path / "out", merge_adapters=True)

@@ -46,12 +46,20 @@ class Run:
         set_seed(3)
         project = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True, total_limit=2)
         self.accelerator = Accelerator(cpu=True, project_config=project, **options)
-        self.model = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Dropout(0.2), torch.nn.Linear(4, 1))
+        self.model = torch.nn.Sequential(
+            torch.nn.Linear(2, 4), torch.nn.Dropout(0.2), torch.nn.Linear(4, 1)
+        )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         x = torch.randn(20, 2)
         data = TensorDataset(x, x.sum(1, keepdim=True))
-        loaders = (DataLoader(data, 2, shuffle=True), DataLoader(data, 4, shuffle=True), DataLoader(data, 5))
-        self.model, self.optimizer, *loaders = self.accelerator.prepare(self.model, self.optimizer, *loaders)
+        loaders = (
+            DataLoader(data, 2, shuffle=True),
+            DataLoader(data, 4, shuffle=True),
+            DataLoader(data, 5),
+        )
+        self.model, self.optimizer, *loaders = self.accelerator.prepare(
+            self.model, self.optimizer, *loaders
+        )
         self.evaluation, self.main, self.second = loaders[2], *loaders[:2]
         self.steps = Steps()
         self.accelerator.register_for_checkpointing(self.steps)
@@ -102,7 +110,11 @@ def two_loaders(run):
             run.batch(batch)
 
 
-LOOPS = {"usual": (usual, (4, 10, 17)), "copies": (copies, (3, 14, 20)), "two loaders": (two_loaders, (4, 10, 12, 27))}
+LOOPS = {
+    "usual": (usual, (4, 10, 17)),
+    "copies": (copies, (3, 14, 20)),
+    "two loaders": (two_loaders, (4, 10, 12, 27)),
+}
 
 
 @pytest.mark.parametrize("name", LOOPS)
@@ -114,7 +126,9 @@ def test_stopped_anywhere_and_started_again_the_run_ends_where_it_would_have(nam
         cut = Run(tmp_path / str(stop), stop_at=stop, resume="auto")
         with pytest.raises(SystemExit) as left:
             loop(cut)
-        assert (left.value.code, cut.batches) == (143, stop), "it stops behind the batch that was worked on"
+        assert (left.value.code, cut.batches) == (143, stop), (
+            "it stops behind the batch that was worked on"
+        )
         again = Run(tmp_path / str(stop), resume="auto")
         loop(again)
         assert again.steps.done == whole.steps.done == progress(again)["step"]
@@ -161,7 +175,9 @@ def test_where_no_step_shows_itself_models_in_training_mode_do(tmp_path):
 def test_what_is_prepared_later_is_stopped_too(tmp_path):
     run = Run(tmp_path, stop_at=2)
     run.accelerator.resume()
-    loader = run.accelerator.prepare(DataLoader(TensorDataset(torch.ones(8, 2), torch.ones(8, 1)), 2))
+    loader = run.accelerator.prepare(
+        DataLoader(TensorDataset(torch.ones(8, 2), torch.ones(8, 1)), 2)
+    )
     with pytest.raises(SystemExit):
         for batch in loader:
             run.batch(batch)

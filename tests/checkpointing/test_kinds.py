@@ -71,7 +71,9 @@ def test_a_new_kind_is_saved_and_loaded_by_the_accelerator(tmp_path, add_kind, w
 
 
 @pytest.mark.parametrize("written", [Written.FILE, Written.ONCE, Written.RANK])
-def test_a_new_kind_is_counted_and_its_damage_found(tmp_path, small_run, process, add_kind, written):
+def test_a_new_kind_is_counted_and_its_damage_found(
+    tmp_path, small_run, process, add_kind, written
+):
     save_run(averaged(small_run()).bundle(), tmp_path / "before", process=process)
     add_kind(written)
     other = averaged(small_run(seed=1), 7.0)
@@ -81,13 +83,19 @@ def test_a_new_kind_is_counted_and_its_damage_found(tmp_path, small_run, process
     other.model.average.values = torch.zeros(3)
     with pytest.raises(CheckpointError, match=r"/c: weight trace 0 \(Average\).*another shape"):
         load_run(other.bundle(), tmp_path / "c", process=process)
-    name = {Written.FILE: "average", Written.ONCE: "session", Written.RANK: "random_states_0"}[written]
-    (tmp_path / "c" / f"{name}.json").write_bytes(b" " * (tmp_path / "c" / f"{name}.json").stat().st_size)
+    name = {Written.FILE: "average", Written.ONCE: "session", Written.RANK: "random_states_0"}[
+        written
+    ]
+    (tmp_path / "c" / f"{name}.json").write_bytes(
+        b" " * (tmp_path / "c" / f"{name}.json").stat().st_size
+    )
     with pytest.raises(CorruptCheckpoint, match=f"{name}.json"):
         load_run(other.bundle(), tmp_path / "c", process=process)
 
 
-def test_a_version_without_the_kind_reports_what_it_leaves_out(tmp_path, small_run, process, add_kind, monkeypatch):
+def test_a_version_without_the_kind_reports_what_it_leaves_out(
+    tmp_path, small_run, process, add_kind, monkeypatch
+):
     with monkeypatch.context():
         add_kind(Written.ONCE)
         save_run(averaged(small_run()).bundle(), tmp_path / "c", process=process)
@@ -97,15 +105,25 @@ def test_a_version_without_the_kind_reports_what_it_leaves_out(tmp_path, small_r
 
 
 @pytest.mark.parametrize("written", [Written.FILE, Written.ONCE, Written.RANK])
-def test_layout_compat_warns_of_a_kind_without_a_file(tmp_path, small_run, process, add_kind, written, caplog):
+def test_layout_compat_warns_of_a_kind_without_a_file(
+    tmp_path, small_run, process, add_kind, written, caplog
+):
     add_kind(written)
     with caplog.at_level(logging.WARNING):
-        save_run(averaged(small_run()).bundle(), tmp_path / "c", process=process, options=Options("compat"))
+        save_run(
+            averaged(small_run()).bundle(),
+            tmp_path / "c",
+            process=process,
+            options=Options("compat"),
+        )
     assert "layout='compat' has no place for the weight trace: not saved" in caplog.text
     other = averaged(small_run(seed=1), 7.0)
     report = load_run(other.bundle(), tmp_path / "c", process=process)
     assert other.model.average.values[0] == 7
-    assert written is Written.RANK or "has no place for the state of the weight trace" in report.notes[0]
+    assert (
+        written is Written.RANK
+        or "has no place for the state of the weight trace" in report.notes[0]
+    )
 
 
 def test_layout_compat_warns_of_unfinished_gradients(tmp_path, caplog):
@@ -116,7 +134,10 @@ def test_layout_compat_warns_of_unfinished_gradients(tmp_path, caplog):
     with accelerator.accumulate(model):
         accelerator.backward(model(torch.ones(1, 2)).sum())
     accelerator.save_state(tmp_path / "b", layout="compat")
-    assert "layout='compat' has no place for the unfinished gradients and random streams" in caplog.text
+    assert (
+        "layout='compat' has no place for the unfinished gradients and random streams"
+        in caplog.text
+    )
 
 
 def test_a_damaged_file_of_a_hook_is_found(tmp_path, small_run, process):

@@ -57,7 +57,9 @@ def test_a_removal_that_was_cut_off_is_finished(tmp_path, process, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("shutil.rmtree", lambda *_, **__: None)  # killed right after the rename
         rotate(tmp_path, 2)
-    assert checkpoints(tmp_path, 1, 2) and any(entry.name.startswith(".") for entry in tmp_path.iterdir())
+    assert checkpoints(tmp_path, 1, 2) and any(
+        entry.name.startswith(".") for entry in tmp_path.iterdir()
+    )
     rotate(tmp_path, 2)
     assert not any(entry.name.startswith(".") for entry in tmp_path.iterdir())
 
@@ -68,7 +70,9 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize("atomic", [True, False])
 @pytest.mark.parametrize("at", range(12))
-def test_a_replacement_cut_off_at_each_step_loses_nothing(tmp_path, process, monkeypatch, at, atomic):
+def test_a_replacement_cut_off_at_each_step_loses_nothing(
+    tmp_path, process, monkeypatch, at, atomic
+):
     """Stop before the n-th change: the next save or load finds one whole checkpoint, and the user's file."""
     folder = tmp_path / "c"
     save(process, folder, step=1)
@@ -89,7 +93,11 @@ def test_a_replacement_cut_off_at_each_step_loses_nothing(tmp_path, process, mon
         patch.setattr(os, "rename", counted(os.rename))
         patch.setattr(committing.shutil, "rmtree", counted(committing.shutil.rmtree))
         patch.setattr(committing, "fsync_path", counted(committing.fsync_path))
-        patch.setattr(committing, "_exchange", counted(committing._exchange) if atomic else lambda one, other: False)
+        patch.setattr(
+            committing,
+            "_exchange",
+            counted(committing._exchange) if atomic else lambda one, other: False,
+        )
         try:
             save(process, folder, step=2)
         except Killed:

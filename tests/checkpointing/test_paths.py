@@ -51,7 +51,9 @@ def test_a_save_through_a_link_writes_the_target(tmp_path, process, state, kind)
     if state in ("checkpoint", "other files"):
         assert (real / "mine.txt").read_text() == "mine"
     assert names(scratch) == ["real"]
-    assert names(tmp_path) == sorted({"latest", "scratch"} | ({"between"} if kind == "chain" else set()))
+    assert names(tmp_path) == sorted(
+        {"latest", "scratch"} | ({"between"} if kind == "chain" else set())
+    )
 
 
 def test_links_that_lead_nowhere_are_refused(tmp_path, process):
@@ -77,7 +79,9 @@ def test_retention_leaves_links_and_what_they_lead_to(tmp_path, process):
     (root / ".checkpoint_1.trash-0123abcd").symlink_to(elsewhere)
     rotate(root, 2)
     assert [number for number, _ in list_checkpoints(root)] == [0, 3, 4]
-    assert verify(elsewhere).progress == {"step": 1} and (root / ".checkpoint_1.trash-mine").is_dir()
+    assert (
+        verify(elsewhere).progress == {"step": 1} and (root / ".checkpoint_1.trash-mine").is_dir()
+    )
     assert names(root / "checkpoint_0") == names(elsewhere)
 
 
@@ -97,7 +101,11 @@ def test_what_names_no_folder_is_refused(tmp_path, monkeypatch, path):
     monkeypatch.chdir(tmp_path)
     accelerator = Accelerator()
     model = accelerator.prepare(torch.nn.Linear(2, 2))
-    calls = [accelerator.save_state, accelerator.load_state, lambda folder: accelerator.save_model(model, folder)]
+    calls = [
+        accelerator.save_state,
+        accelerator.load_state,
+        lambda folder: accelerator.save_model(model, folder),
+    ]
     if path not in (3, b"", "~no-such-user-at-all/x"):
         calls += [
             lambda folder: ProjectConfiguration(project_dir=folder),
@@ -124,7 +132,11 @@ def test_folders_that_a_save_must_not_replace(tmp_path, monkeypatch, process):
         Accelerator().save_state(None)
     with pytest.raises(CheckpointError, match="is a file"):
         Accelerator().load_state(tmp_path / "file")
-    assert names(tmp_path) == ["file", "home"] and names(home) == [] and (tmp_path / "file").read_text() == "text"
+    assert (
+        names(tmp_path) == ["file", "home"]
+        and names(home) == []
+        and (tmp_path / "file").read_text() == "text"
+    )
 
 
 # --- files of the user's -------------------------------------------------------------------------------------------
@@ -151,7 +163,9 @@ def test_an_entry_of_another_kind_is_named_and_nothing_moves(tmp_path, process):
     folder = tmp_path / "c"
     folder.mkdir()
     (folder / "adapter").write_text("a file")
-    with pytest.raises(CheckpointError, match=r"adapter is a file where the checkpoint has a file or folder"):
+    with pytest.raises(
+        CheckpointError, match=r"adapter is a file where the checkpoint has a file or folder"
+    ):
         save(process, folder, save_hooks=[hook])
     assert names(folder) == ["adapter"] and names(tmp_path) == ["c"]
 

@@ -15,7 +15,12 @@ from accelerate.core.errors import ConfigurationError, PrepareError
 from accelerate.core.imports import is_torch_version
 
 peft = pytest.importorskip("peft")
-PRELOADED = ("transformers.models.llama.modeling_llama", "peft", "bitsandbytes", "torchao.quantization")
+PRELOADED = (
+    "transformers.models.llama.modeling_llama",
+    "peft",
+    "bitsandbytes",
+    "torchao.quantization",
+)
 
 # FSDP2 shards whole numbers since torch 2.12.
 STORAGE = torch.float32 if is_torch_version("<", "2.12") else torch.uint8
@@ -25,7 +30,9 @@ def quantized(kind):
     """The base of the case "lora" with its linear layers, except the output layer, quantized by a library."""
     model = base("lora").requires_grad_(False)
     layers = [
-        (name, layer) for name, layer in model.named_modules() if type(layer) is torch.nn.Linear and name != "lm_head"
+        (name, layer)
+        for name, layer in model.named_modules()
+        if type(layer) is torch.nn.Linear and name != "lm_head"
     ]
     if kind == "torchao":
         from torchao.quantization import Int8WeightOnlyConfig, quantize_
@@ -39,7 +46,9 @@ def quantized(kind):
         if kind == "8 bits":
             small = bitsandbytes.nn.Linear8bitLt(*shape, has_fp16_weights=False)
         else:
-            small = bitsandbytes.nn.Linear4bit(*shape, torch.float32, quant_type="nf4", quant_storage=STORAGE)
+            small = bitsandbytes.nn.Linear4bit(
+                *shape, torch.float32, quant_type="nf4", quant_storage=STORAGE
+            )
         small.load_state_dict(layer.state_dict())
         model.set_submodule(name, small.to("cpu"))
     model.is_loaded_in_8bit, model.is_loaded_in_4bit = kind == "8 bits", kind == "4 bits"
@@ -72,7 +81,8 @@ def trained_values(accelerator, model):
 
 @on_ranks(1, 2, env=on_cpu(), timeout=300)
 @pytest.mark.parametrize(
-    ("layout", "kind"), [("ddp", "4 bits"), ("ddp", "8 bits"), ("ddp", "torchao"), ("fsdp", "4 bits")]
+    ("layout", "kind"),
+    [("ddp", "4 bits"), ("ddp", "8 bits"), ("ddp", "torchao"), ("fsdp", "4 bits")],
 )
 def test_training_and_checkpoint(nproc, layout, kind, tmp_path):
     """The values of a plain loop; a checkpoint of the adapter, which peft reads and which resumes bit-equal."""
@@ -122,9 +132,13 @@ def test_training_and_checkpoint(nproc, layout, kind, tmp_path):
 def test_layouts_that_do_not_split_quantized_weights():
     fsdp = Accelerator(cpu=True, **arguments("fsdp", 2)[0])
     for kind, name in (("8 bits", "Int8Params"), ("torchao", "Int8Tensor")):
-        with pytest.raises(PrepareError, match=rf"q_proj\.base_layer\.weight is a {name}, .* FSDP2 does not"):
+        with pytest.raises(
+            PrepareError, match=rf"q_proj\.base_layer\.weight is a {name}, .* FSDP2 does not"
+        ):
             fsdp.prepare(build("lora", quantized(kind)))
-    with pytest.raises(PrepareError, match=r"q_proj\.base_layer, whose weight is quantized \(Params4bit\)"):
+    with pytest.raises(
+        PrepareError, match=r"q_proj\.base_layer, whose weight is quantized \(Params4bit\)"
+    ):
         Accelerator(cpu=True, **arguments("tp", 2)[0]).prepare(build("lora", quantized("4 bits")))
 
 
@@ -134,14 +148,20 @@ def test_kernels_without_a_backward(target):
     from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
 
     model = base("lora").requires_grad_(False)
-    quantize_(model, Int8DynamicActivationInt8WeightConfig(), lambda layer, name: "mlp" in name and "proj" in name)
+    quantize_(
+        model,
+        Int8DynamicActivationInt8WeightConfig(),
+        lambda layer, name: "mlp" in name and "proj" in name,
+    )
     model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=[target]))
     model = Accelerator(cpu=True).prepare(model)
     tokens = torch.arange(8).view(1, 8)
     if target == "lm_head":
         model(tokens).logits.sum().backward()
         return
-    with pytest.raises(PrepareError, match=r"layers\.0\.mlp\.gate_proj\.weight is a Int8Tensor .* no backward"):
+    with pytest.raises(
+        PrepareError, match=r"layers\.0\.mlp\.gate_proj\.weight is a Int8Tensor .* no backward"
+    ):
         model(tokens)
 
 
@@ -150,12 +170,23 @@ def test_export_writes_no_quantized_weights(kind, tmp_path):
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(build("lora", quantized(kind)))
     with pytest.raises(
-        ConfigurationError, match=r"layers\.0\.self_attn\.q_proj\.base_layer is quantized.*unquantized base"
+        ConfigurationError,
+        match=r"layers\.0\.self_attn\.q_proj\.base_layer is quantized.*unquantized base",
     ):
         accelerate.export(model, tmp_path / "merged", merge_adapters=True)
-    with pytest.raises(ConfigurationError, match=r"layers\.0\.self_attn\.q_proj is quantized.*save_pretrained"):
+    with pytest.raises(
+        ConfigurationError, match=r"layers\.0\.self_attn\.q_proj is quantized.*save_pretrained"
+    ):
         accelerate.export(quantized(kind), tmp_path / "base")
     assert not list(tmp_path.iterdir())
     accelerate.export(model, tmp_path / "adapter")
     loaded = peft.PeftModel.from_pretrained(dequantized(kind), tmp_path / "adapter")
-    assert distance(*(peft.get_peft_model_state_dict(m, save_embedding_layers=False) for m in (model, loaded))) == 0
+    assert (
+        distance(
+            *(
+                peft.get_peft_model_state_dict(m, save_embedding_layers=False)
+                for m in (model, loaded)
+            )
+        )
+        == 0
+    )

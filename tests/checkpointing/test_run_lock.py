@@ -93,7 +93,11 @@ def test_the_second_of_two_live_runs_is_refused(tmp_path, other):
     assert first.save().startswith("saved")
     for _ in range(2):
         told = second.save()
-        assert "is in use: another run" in told and f"pid {first.process.pid}" in told and "other.py" in told
+        assert (
+            "is in use: another run" in told
+            and f"pid {first.process.pid}" in told
+            and "other.py" in told
+        )
         assert first.save().startswith("saved")
     first.kill()
     place = root / "checkpoints"
@@ -126,7 +130,11 @@ def test_a_script_that_saves_once_leaves_nothing(tmp_path, process):
     accelerator.save_state(tmp_path / "two")
     assert names(tmp_path) == ["one", "two"]
     runs = [
-        Accelerator(project_config=ProjectConfiguration(tmp_path, automatic_checkpoint_naming=True, iteration=number))
+        Accelerator(
+            project_config=ProjectConfiguration(
+                tmp_path, automatic_checkpoint_naming=True, iteration=number
+            )
+        )
         for number in range(2)
     ]
     for run in runs:  # two runs of this process share a lock
@@ -149,7 +157,10 @@ def test_a_process_takes_the_place_of_the_one_that_started_it(tmp_path, process)
         "RunLocks().acquire(Path(sys.argv[1])); print('taken')"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "c")]
-    assert subprocess.run(command, capture_output=True, text=True, timeout=120).stdout.strip() == "taken"
+    assert (
+        subprocess.run(command, capture_output=True, text=True, timeout=120).stdout.strip()
+        == "taken"
+    )
     save(process, tmp_path / "c")
     locks.release()
     assert names(tmp_path) == ["c"]
@@ -187,7 +198,9 @@ def test_a_lock_that_was_lost_stops_the_commit(tmp_path, process):
 
 
 def test_a_lock_file_that_was_deleted_is_made_again(tmp_path):
-    accelerator = Accelerator(project_config=ProjectConfiguration(tmp_path, automatic_checkpoint_naming=True))
+    accelerator = Accelerator(
+        project_config=ProjectConfiguration(tmp_path, automatic_checkpoint_naming=True)
+    )
     for _ in range(2):
         accelerator.save_state()
         lock_path(tmp_path, tmp_path / "checkpoints").unlink()
@@ -214,7 +227,10 @@ sys.stdin.readline()
 def test_of_several_at_once_one_takes_a_stale_lock(tmp_path):
     foreign(lock_path(tmp_path / "c"))  # its process has ended
     command = [sys.executable, "-c", CONTEND, str(tmp_path / "c")]
-    runs = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    runs = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(4)
+    ]
     assert [run.stdout.readline() for run in runs] == ["ready\n"] * 4
     start = time.time() + 0.5
     for run in runs:
@@ -237,7 +253,9 @@ def test_a_read_only_folder_is_loaded_from(tmp_path, process, small_run, monkeyp
     for name in ("rename", "link", "unlink", "mkdir"):
         monkeypatch.setattr(os, name, refuse)
     write = os.open
-    monkeypatch.setattr(os, "open", lambda path, flags, *_: refuse() if flags & os.O_CREAT else write(path, flags))
+    monkeypatch.setattr(
+        os, "open", lambda path, flags, *_: refuse() if flags & os.O_CREAT else write(path, flags)
+    )
     accelerator = Accelerator(project_dir=tmp_path / "root")
     fresh = small_run(seed=5)
     accelerator.prepare(fresh.model, fresh.optimizer, fresh.scheduler)

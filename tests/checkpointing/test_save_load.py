@@ -39,15 +39,23 @@ from accelerate.core.errors import CheckpointError, ConfigurationError
 
 
 def saved(small_run, process, folder, steps=2, **options):
-    run = small_run(custom={"seen": [1, (2, 3)], "window": torch.arange(100.0), "best": float("nan")})
+    run = small_run(
+        custom={"seen": [1, (2, 3)], "window": torch.arange(100.0), "best": float("nan")}
+    )
     for _ in range(steps):
         run.step()
-    save_run(run.bundle(progress={"step": steps}), folder, process=process, options=Options(**options))
+    save_run(
+        run.bundle(progress={"step": steps}), folder, process=process, options=Options(**options)
+    )
     return run
 
 
-@pytest.mark.parametrize("options", [{}, {"safe_serialization": False}, {"layout": "compat"}], ids=str)
-def test_a_loaded_run_is_the_one_that_was_saved(tmp_path, small_run, process, same_tensors, options):
+@pytest.mark.parametrize(
+    "options", [{}, {"safe_serialization": False}, {"layout": "compat"}], ids=str
+)
+def test_a_loaded_run_is_the_one_that_was_saved(
+    tmp_path, small_run, process, same_tensors, options
+):
     run = saved(small_run, process, tmp_path / "c", **options)
     drawn = random.random(), np.random.rand(), torch.rand(3).tolist()
     run.step()
@@ -62,11 +70,19 @@ def test_a_loaded_run_is_the_one_that_was_saved(tmp_path, small_run, process, sa
     assert other.model.first.weight is other.model.second.weight
     assert {name: tensor.data_ptr() for name, tensor in other.model.state_dict().items()} == places
     state = other.registered.state
-    assert state["seen"] == [1, (2, 3)] and torch.equal(state["window"], torch.arange(100.0)) and state["best"] != 0
+    assert (
+        state["seen"] == [1, (2, 3)]
+        and torch.equal(state["window"], torch.arange(100.0))
+        and state["best"] != 0
+    )
     names = {entry.name for entry in (tmp_path / "c").iterdir()}
     pickles = {name for name in names if name.endswith((".bin", ".pkl", ".pt"))}
     assert pickles == (
-        {"pytorch_model.bin"} if options == {"safe_serialization": False} else pickles if options else set()
+        {"pytorch_model.bin"}
+        if options == {"safe_serialization": False}
+        else pickles
+        if options
+        else set()
     )
 
 
@@ -91,14 +107,19 @@ def test_optimizer_counters_are_not_shared_after_a_load(tmp_path, small_run, pro
     assert wide.optimizer.state[wide.model.first.weight]["exp_avg"].data_ptr() == place
 
 
-def test_every_damaged_file_is_refused_by_name_and_nothing_changes(tmp_path, small_run, process, same_tensors):
+def test_every_damaged_file_is_refused_by_name_and_nothing_changes(
+    tmp_path, small_run, process, same_tensors
+):
     saved(small_run, process, tmp_path / "c")
     other = small_run(seed=5)
     before = other.weights()
     for path in sorted((tmp_path / "c").iterdir()):
         content = path.read_bytes()
         damages = [content[: len(content) // 2], None]
-        damages += [content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :] for at in (0, len(content) // 2, -2)]
+        damages += [
+            content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+            for at in (0, len(content) // 2, -2)
+        ]
         for damaged in damages:
             path.unlink() if damaged is None else path.write_bytes(damaged)
             with pytest.raises(CorruptCheckpoint, match=path.name.replace(".", r"\.")):
@@ -134,13 +155,22 @@ def test_the_newest_valid_one_is_taken_and_the_skipped_are_told(tmp_path, small_
 def test_a_foreign_file_is_refused_by_name(tmp_path, small_run, process, same_tensors):
     """One that the manifest does not list but a load could take for its own, and one of another checkpoint."""
     for number in (0, 1, 2):
-        saved(small_run, process, tmp_path / f"checkpoint_{number}", steps=number + 1, safe_serialization=number != 2)
+        saved(
+            small_run,
+            process,
+            tmp_path / f"checkpoint_{number}",
+            steps=number + 1,
+            safe_serialization=number != 2,
+        )
     foreign = tmp_path / "checkpoint_2" / "model.safetensors"
     shutil.copy(tmp_path / "checkpoint_0" / "model.safetensors", foreign)
     shutil.copy(tmp_path / "checkpoint_0" / "model.safetensors", tmp_path / "checkpoint_1")
     other = small_run(seed=5)
     before = other.weights()
-    for number, why in ((2, r"model\.safetensors is none of its files"), (1, r"model\.safetensors: .*checksum")):
+    for number, why in (
+        (2, r"model\.safetensors is none of its files"),
+        (1, r"model\.safetensors: .*checksum"),
+    ):
         with pytest.raises(CorruptCheckpoint, match=why):
             verify(tmp_path / f"checkpoint_{number}")
         with pytest.raises(CorruptCheckpoint, match=why):
@@ -155,13 +185,18 @@ def test_another_model_is_listed_and_not_loaded(tmp_path, small_run, process, sa
     other.model.extra = torch.nn.Linear(2, 2)
     other.model.norm = torch.nn.BatchNorm1d(6)
     del other.model.second
-    bundle = other.bundle(optimizers=[PreparedOptimizer(torch.optim.AdamW(other.model.parameters()))])
+    bundle = other.bundle(
+        optimizers=[PreparedOptimizer(torch.optim.AdamW(other.model.parameters()))]
+    )
     before = other.weights()
     with pytest.raises(CheckpointMismatch) as caught:
         load_run(bundle, tmp_path / "c", process=process)
     text = str(caught.value)
     assert "missing in the checkpoint: extra.weight, extra.bias" in text
-    assert "not in the model: second.bias, second.weight" in text or "not in the model: second.weight" in text
+    assert (
+        "not in the model: second.bias, second.weight" in text
+        or "not in the model: second.weight" in text
+    )
     assert "norm.weight (saved [4], here [6])" in text
     assert same_tensors(before, other.weights())
     report = load_run(bundle, tmp_path / "c", process=process, strict=False, models_only=True)
@@ -186,9 +221,19 @@ def test_another_optimizer_and_other_numbers_of_objects(tmp_path, small_run, pro
         (torch.optim.AdamW(parameters[::-1]), r"parameter 0: shape \[4, 4\] saved, \[4\] here"),
     ):
         with pytest.raises(CheckpointMismatch, match=needle):
-            load_run(other.bundle(optimizers=[PreparedOptimizer(optimizer)]), tmp_path / "c", process=process)
-    with pytest.raises(CheckpointMismatch, match="1 schedulers saved, 0 here; 1 registered objects saved, 2 here"):
-        load_run(other.bundle(schedulers=[], custom=[other.registered] * 2), tmp_path / "c", process=process)
+            load_run(
+                other.bundle(optimizers=[PreparedOptimizer(optimizer)]),
+                tmp_path / "c",
+                process=process,
+            )
+    with pytest.raises(
+        CheckpointMismatch, match="1 schedulers saved, 0 here; 1 registered objects saved, 2 here"
+    ):
+        load_run(
+            other.bundle(schedulers=[], custom=[other.registered] * 2),
+            tmp_path / "c",
+            process=process,
+        )
     assert same_tensors(before, other.weights())
 
 
@@ -217,7 +262,9 @@ def test_an_error_of_the_disk_leaves_run_and_older_checkpoint(
 
 def test_an_object_that_cannot_be_saved_is_named(tmp_path, small_run, process):
     run = small_run(custom={"rows": [1, object()]})
-    with pytest.raises(CheckpointError, match=r"session\.custom\[0\]\.rows\[1\]: a builtins\.object"):
+    with pytest.raises(
+        CheckpointError, match=r"session\.custom\[0\]\.rows\[1\]: a builtins\.object"
+    ):
         save_run(run.bundle(), tmp_path / "c", process=process)
     assert not any(tmp_path.iterdir())
     with pytest.raises(ConfigurationError, match="layout"):
@@ -232,13 +279,19 @@ def test_files_of_the_user_in_the_folder_stay(tmp_path, small_run, process):
     (tmp_path / "c" / "session.safetensors.bak").write_text("z")
     save_run(run.bundle(custom=[]), tmp_path / "c", process=process)
     names = {entry.name for entry in (tmp_path / "c").iterdir()}
-    assert {"logs", "tokenizer.json", "session.safetensors.bak"} <= names and "session.safetensors" not in names
+    assert {
+        "logs",
+        "tokenizer.json",
+        "session.safetensors.bak",
+    } <= names and "session.safetensors" not in names
     assert (tmp_path / "c" / "logs" / "events").read_text() == "x"
     assert [entry.name for entry in tmp_path.iterdir()] == ["c"]
     verify(tmp_path / "c")
 
 
-def test_hooks_write_into_the_checkpoint_and_take_weights_away(tmp_path, small_run, process, same_tensors):
+def test_hooks_write_into_the_checkpoint_and_take_weights_away(
+    tmp_path, small_run, process, same_tensors
+):
     run = small_run()
     run.step()
     calls = []
@@ -252,7 +305,10 @@ def test_hooks_write_into_the_checkpoint_and_take_weights_away(tmp_path, small_r
         models.pop()
 
     save_run(run.bundle(save_hooks=[save_hook]), tmp_path / "c", process=process)
-    assert "mine.bin" in verify(tmp_path / "c").files and not (tmp_path / "c" / "model.safetensors").exists()
+    assert (
+        "mine.bin" in verify(tmp_path / "c").files
+        and not (tmp_path / "c" / "model.safetensors").exists()
+    )
     other = small_run(seed=4)
     before = other.weights()
     load_run(other.bundle(load_hooks=[load_hook]), tmp_path / "c", process=process)
@@ -282,9 +338,18 @@ def test_models_that_load_in_their_own_way(tmp_path, process):
     assert other.note == "a" and torch.equal(one.weight, other.weight)
     half = torch.nn.Linear(30, 20).to(torch.bfloat16)
     wide = torch.nn.Linear(30, 20)
-    save_run(RunState(models=[PreparedModel(half), PreparedModel(one)]), tmp_path / "c", process=process)
-    load_run(RunState(models=[PreparedModel(wide), PreparedModel(other)]), tmp_path / "c", process=process)
-    assert torch.equal(wide.weight, half.weight.float()) and (tmp_path / "c" / "model_1.safetensors").exists()
+    save_run(
+        RunState(models=[PreparedModel(half), PreparedModel(one)]), tmp_path / "c", process=process
+    )
+    load_run(
+        RunState(models=[PreparedModel(wide), PreparedModel(other)]),
+        tmp_path / "c",
+        process=process,
+    )
+    assert (
+        torch.equal(wide.weight, half.weight.float())
+        and (tmp_path / "c" / "model_1.safetensors").exists()
+    )
 
 
 def test_a_manifest_of_the_future_and_one_that_points_outside(tmp_path, small_run, process):
@@ -347,7 +412,8 @@ def test_killed_anywhere_what_is_listed_as_valid_is_whole(tmp_path, process, mod
         started.wait()
         model = torch.nn.Linear(1000, 1000)
         bundle = RunState(
-            models=[PreparedModel(model)], optimizers=[PreparedOptimizer(torch.optim.AdamW(model.parameters()))]
+            models=[PreparedModel(model)],
+            optimizers=[PreparedOptimizer(torch.optim.AdamW(model.parameters()))],
         )
         for load, place in ((load_newest, root), (load_run, root / "same")):
             report = load(bundle, place, process=process)
@@ -374,7 +440,9 @@ class SavesOver:
         for parameter in (*model.parameters(), *custom.parameters()):
             torch.nn.init.constant_(parameter, number)
         progress = {"number": number}
-        return RunState(models=[PreparedModel(model)], custom=[custom], dataloaders=[self], progress=progress)
+        return RunState(
+            models=[PreparedModel(model)], custom=[custom], dataloaders=[self], progress=progress
+        )
 
     def state_dict(self):
         return {"format": 1, "number": self.number}
@@ -411,7 +479,9 @@ def test_a_folder_that_is_saved_over_while_it_is_read(tmp_path, process, monkeyp
     assert verify(tmp_path / "c").progress["number"] == 4
 
 
-def test_what_is_made_anew_while_a_folder_is_replaced_stays(tmp_path, small_run, process, monkeypatch):
+def test_what_is_made_anew_while_a_folder_is_replaced_stays(
+    tmp_path, small_run, process, monkeypatch
+):
     folder = tmp_path / "c"
     run = saved(small_run, process, folder)
     (folder / "runs").mkdir()

@@ -33,7 +33,8 @@ def mixed() -> dict[str, torch.Tensor]:
 
 def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.dtype == other.dtype and torch.equal(
-        one.contiguous().reshape(-1).view(torch.uint8), other.contiguous().reshape(-1).view(torch.uint8)
+        one.contiguous().reshape(-1).view(torch.uint8),
+        other.contiguous().reshape(-1).view(torch.uint8),
     )
 
 
@@ -49,15 +50,21 @@ def test_both_libraries_read_both(tmp_path):
     tensors = mixed()
     with BlockIO() as io:
         record = io.write(tmp_path / "ours", segments(tensors, {"note": "x"}))
-        assert record.size == (tmp_path / "ours").stat().st_size and len(record.crc32) == -(-record.size // 1000)
+        assert record.size == (tmp_path / "ours").stat().st_size and len(record.crc32) == -(
+            -record.size // 1000
+        )
         theirs = safetensors.torch.load_file(tmp_path / "ours")
-        safetensors.torch.save_file({name: t.contiguous() for name, t in tensors.items()}, tmp_path / "theirs")
+        safetensors.torch.save_file(
+            {name: t.contiguous() for name, t in tensors.items()}, tmp_path / "theirs"
+        )
         ours = read_tensors(io, tmp_path / "ours", record)
         foreign = read_tensors(io, tmp_path / "theirs")
         io.check(tmp_path / "ours", record)
         assert io.record(tmp_path / "ours") == record
     for found in (theirs, ours, foreign):
-        assert set(found) == set(tensors) and all(equal(found[name], tensors[name]) for name in tensors)
+        assert set(found) == set(tensors) and all(
+            equal(found[name], tensors[name]) for name in tensors
+        )
     assert read_header(tmp_path / "ours").metadata == {"format": "pt", "note": "x"}
 
 
@@ -69,7 +76,10 @@ def test_reading_into_tensors_that_exist(tmp_path):
         same = {name: torch.empty_like(t).contiguous() for name, t in tensors.items()}
         places = {name: t.data_ptr() for name, t in same.items()}
         read_into(io, tmp_path / "f", same)
-        assert all(equal(same[name], tensors[name]) and same[name].data_ptr() == places[name] for name in tensors)
+        assert all(
+            equal(same[name], tensors[name]) and same[name].data_ptr() == places[name]
+            for name in tensors
+        )
         other = {"strided": torch.empty(40, 30).t(), "half": torch.empty(3, 5, dtype=torch.float64)}
         read_into(io, tmp_path / "f", other)
     assert torch.equal(other["strided"], tensors["strided"])

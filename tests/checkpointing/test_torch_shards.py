@@ -20,7 +20,9 @@ STATE = {"a": torch.arange(600.0).reshape(20, 30), "b": torch.ones(7)}
 @pytest.fixture
 def folder(tmp_path):
     path = tmp_path / "pytorch_model_fsdp_0"
-    dcp.save({name: value.clone() for name, value in STATE.items()}, checkpoint_id=path, no_dist=True)
+    dcp.save(
+        {name: value.clone() for name, value in STATE.items()}, checkpoint_id=path, no_dist=True
+    )
     return path
 
 

@@ -57,7 +57,9 @@ def test_a_tied_model_loads_with_the_format_s_own_function(tmp_path, process):
     model, other = build(), build()
     save_model(model.state_dict(), tmp_path, process=process)
     assert safetensors.torch.load_model(other, tmp_path / "model.safetensors") == (set(), [])
-    assert torch.equal(model[1].weight, other[1].weight) and torch.equal(model[0].bias, other[0].bias)
+    assert torch.equal(model[1].weight, other[1].weight) and torch.equal(
+        model[0].bias, other[0].bias
+    )
 
 
 def test_torch_files_hold_every_name(tmp_path, process):
@@ -84,10 +86,14 @@ def test_an_error_while_writing_leaves_the_earlier_file(tmp_path, process, monke
     state = weights()
     save_model(state, tmp_path, process=process)
     before = (tmp_path / "model.safetensors").read_bytes()
-    monkeypatch.setattr("os.pwritev", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    monkeypatch.setattr(
+        "os.pwritev", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    )
     with pytest.raises(OSError, match="No space"):
         save_model({name: value * 2 for name, value in state.items()}, tmp_path, process=process)
-    assert (tmp_path / "model.safetensors").read_bytes() == before and len(list(tmp_path.iterdir())) == 1
+    assert (tmp_path / "model.safetensors").read_bytes() == before and len(
+        list(tmp_path.iterdir())
+    ) == 1
 
 
 def test_the_utility_functions(tmp_path):

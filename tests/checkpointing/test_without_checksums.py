@@ -24,7 +24,9 @@ class Runs:
 DAMAGES = {
     "cut": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
     "empty": lambda path: path.write_bytes(b""),
-    "flipped at the start": lambda path: path.write_bytes(bytes(b ^ 1 for b in path.read_bytes()[:40])),
+    "flipped at the start": lambda path: path.write_bytes(
+        bytes(b ^ 1 for b in path.read_bytes()[:40])
+    ),
     "longer": lambda path: path.write_bytes((2**60).to_bytes(8, "little") + path.read_bytes()[8:]),
     "code": lambda path: path.write_bytes(pickle.dumps({"x": Runs()}, protocol=2)),
     "missing": lambda path: path.unlink(),
@@ -45,7 +47,9 @@ def test_it_is_loaded_or_named(kind, damage, tmp_path, small_run, process, capfd
         elif kind == "offload":
             offload_state_dict(made, run.model.state_dict())
         else:
-            Accelerator(cpu=True).save_model(run.model, made, max_shard_size=200, safe_serialization=kind == "weights")
+            Accelerator(cpu=True).save_model(
+                run.model, made, max_shard_size=200, safe_serialization=kind == "weights"
+            )
 
     def load():
         if kind in ("compat", "bin"):

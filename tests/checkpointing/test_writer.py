@@ -43,12 +43,20 @@ def test_the_state_is_that_of_the_call_whatever_trains_on(
 
     monkeypatch.setattr(saving, "_write", slow)
     writer = Writer()
-    save_run(run.bundle(), tmp_path / "c", process=process, writer=writer, options=saving.Options(layout=layout))
+    save_run(
+        run.bundle(),
+        tmp_path / "c",
+        process=process,
+        writer=writer,
+        options=saving.Options(layout=layout),
+    )
     writer.wait()
     assert next(steps, None) is None and not same_tensors(expected, run.weights())
     other = small_run(seed=3)
     load_run(other.bundle(), tmp_path / "c", process=process)
-    assert same_tensors(expected, other.weights()) and torch.equal(other.registered.state["t"], torch.arange(50.0))
+    assert same_tensors(expected, other.weights()) and torch.equal(
+        other.registered.state["t"], torch.arange(50.0)
+    )
     assert all(state["step"] == 1 for state in other.optimizer.state.values())
 
 
@@ -69,7 +77,9 @@ def test_an_error_surfaces_once_at_the_next_call(tmp_path, small_run, process, m
     run = small_run()
     writer = Writer()
     with monkeypatch.context() as patch:
-        patch.setattr(os, "pwritev", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        patch.setattr(
+            os, "pwritev", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+        )
         save_run(run.bundle(), tmp_path / "a", process=process, writer=writer)
         writer._job.thread.join()
     with pytest.raises(CheckpointError, match=r"background save of .*No space left"):
@@ -108,9 +118,17 @@ def test_gradients_of_an_open_window(tmp_path, process):
     model(data).sum().backward()
     for pending in (True, False):
         part = PendingGradients([model], lambda: pending)  # noqa: B023
-        save_run(RunState(models=[PreparedModel(model)], rank_state=part), tmp_path / "c", process=process)
+        save_run(
+            RunState(models=[PreparedModel(model)], rank_state=part),
+            tmp_path / "c",
+            process=process,
+        )
         taken = PendingGradients([other], lambda: True)
-        load_run(RunState(models=[PreparedModel(other)], rank_state=taken), tmp_path / "c", process=process)
+        load_run(
+            RunState(models=[PreparedModel(other)], rank_state=taken),
+            tmp_path / "c",
+            process=process,
+        )
         if pending:
             assert torch.equal(other.weight.grad, model.weight.grad) and other.bias.grad is None
         else:

@@ -39,7 +39,9 @@ def channels_first(image):
 transforms = ModuleType("torchvision.transforms")
 transforms.InterpolationMode = InterpolationMode
 transforms.Compose = compose
-transforms.Resize = lambda size, interpolation: lambda image: image.resize((size, size), interpolation)
+transforms.Resize = lambda size, interpolation: (
+    lambda image: image.resize((size, size), interpolation)
+)
 # The images are square, so nothing is left to crop.
 transforms.CenterCrop = transforms.RandomCrop = lambda size: lambda image: image
 transforms.Lambda = lambda function: function

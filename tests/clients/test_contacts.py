@@ -37,7 +37,9 @@ def test_prepare_model_for_evaluation():
     prepared.eval()
     assert torch.equal(accelerator.unwrap_model(prepared).weight, model.weight)
     # The training model of the same run is wrapped as before.
-    assert accelerator.prepare_model(nn.Linear(2, 2)) is not accelerator.unwrap_model(accelerator.prepare_model(model))
+    assert accelerator.prepare_model(nn.Linear(2, 2)) is not accelerator.unwrap_model(
+        accelerator.prepare_model(model)
+    )
 
 
 @on_ranks(2, env=on_cpu())
@@ -47,7 +49,9 @@ def test_ranks_of_a_batch_sampler_that_are_set_after_prepare():
     accelerator = Accelerator(cpu=True)
     prepared = accelerator.prepare(DataLoader(TensorDataset(torch.arange(8)), batch_sampler=own))
     assert prepared.batch_sampler.batch_sampler is own
-    assert [batch[0].tolist() for batch in prepared] == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]][accelerator.process_index]
+    assert [batch[0].tolist() for batch in prepared] == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]][
+        accelerator.process_index
+    ]
     prepared.batch_sampler.num_processes, prepared.batch_sampler.process_index = 1, 0
     assert len(prepared) == 4
     assert [batch[0].tolist() for batch in prepared] == [[0, 1], [2, 3], [4, 5], [6, 7]]
@@ -68,7 +72,9 @@ def test_even_batches_that_are_set_for_one_loader():
 def test_ddp_options_that_are_set_before_prepare():
     """transformers 4 decides on `find_unused_parameters` when it has the model."""
     accelerator = Accelerator(cpu=True)
-    accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=True, bucket_cap_mb=3)
+    accelerator.ddp_handler = DistributedDataParallelKwargs(
+        find_unused_parameters=True, bucket_cap_mb=3
+    )
     model = accelerator.prepare(nn.Linear(2, 2))
     assert model.find_unused_parameters and model.bucket_bytes_cap == 3 * 1024**2
     assert accelerator.ddp_handler.bucket_cap_mb == 3
@@ -112,7 +118,11 @@ def test_fully_shard_by_hand_under_a_plugin():
 
     accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
     torch.manual_seed(0)
-    plugin, mesh, model = accelerator.state.fsdp_plugin, accelerator.torch_device_mesh, nn.Linear(2, 2)
+    plugin, mesh, model = (
+        accelerator.state.fsdp_plugin,
+        accelerator.torch_device_mesh,
+        nn.Linear(2, 2),
+    )
     assert mesh is None, "without a parallelism_config there is nothing to select dimensions by"
     ignored = get_parameters_from_modules(plugin.ignored_modules, model, accelerator.device)
     expected = model(torch.ones(1, 2))
@@ -128,15 +138,22 @@ def test_mesh_dimensions_of_a_layout():
     """trl passes this mesh to `fully_shard`."""
     layout = ParallelismConfig(dp_shard_size=2)
     accelerator = Accelerator(
-        cpu=True, parallelism_config=layout, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2)
+        cpu=True,
+        parallelism_config=layout,
+        fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2),
     )
-    assert accelerator.torch_device_mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)].size() == 2
+    assert (
+        accelerator.torch_device_mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)].size()
+        == 2
+    )
 
 
 def test_wrap_policy_of_a_plugin():
     """trl and peft call this under FSDP1."""
     plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=1, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Linear"]
+        fsdp_version=1,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Linear"],
     )
     plugin.set_auto_wrap_policy(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
     wraps = plugin.auto_wrap_policy
@@ -183,7 +200,11 @@ def test_parser_of_launch_options(tmp_path):
     parser = launch_command_parser()
     known, rest = parser.parse_known_args(["--num_processes", "2", "train.py", "--rate", "1"])
     assert callable(launch_command) and rest == []
-    assert (known.num_processes, known.training_script, known.training_script_args) == (2, "train.py", ["--rate", "1"])
+    assert (known.num_processes, known.training_script, known.training_script_args) == (
+        2,
+        "train.py",
+        ["--rate", "1"],
+    )
     assert "num_processes" in {action.dest for action in parser._actions}
     file = tmp_path / "config.yaml"
     file.write_text(
@@ -199,7 +220,8 @@ def test_loops_as_scripts_write_them(tmp_path):
     size = accelerator.num_processes
     # A loss for each process, gathered together with rows of a last batch that is not full.
     losses = [
-        accelerator.gather_for_metrics((batch[0].mean(), batch[0]))[0] for batch in accelerator.prepare(loader(rows=9))
+        accelerator.gather_for_metrics((batch[0].mean(), batch[0]))[0]
+        for batch in accelerator.prepare(loader(rows=9))
     ]
     assert losses[-1].numel() == 1
     # A script that may resume catches this.
@@ -210,4 +232,6 @@ def test_loops_as_scripts_write_them(tmp_path):
         assert prompt == "a prompt"
     for rows in (np.arange(3), range(3), [0, 1, 2], (0, 1, 2)):
         with accelerator.split_between_processes(rows, apply_padding=True) as part:
-            assert list(part) == ([0, 1, 2] if size == 1 else [[0, 1], [2, 2]][accelerator.process_index])
+            assert list(part) == (
+                [0, 1, 2] if size == 1 else [[0, 1], [2, 2]][accelerator.process_index]
+            )

@@ -36,7 +36,9 @@ def trained(loader, accelerator=None):
         loss.backward() if accelerator is None else accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
-        seen.append(batch["x"] if accelerator is None else accelerator.gather_for_metrics(batch["x"]))
+        seen.append(
+            batch["x"] if accelerator is None else accelerator.gather_for_metrics(batch["x"])
+        )
     return next(model.parameters()).detach(), torch.cat(seen)
 
 
@@ -50,7 +52,9 @@ def matches_a_plain_loop(data, accelerator, **options):
 
 
 def splitting(**options):
-    return Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=True, **options))
+    return Accelerator(
+        cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=True, **options)
+    )
 
 
 class Rows(torch.utils.data.Dataset):
@@ -70,7 +74,9 @@ class Rows(torch.utils.data.Dataset):
 def test_polars_frame():
     polars = pytest.importorskip("polars")
     frame = polars.DataFrame(TABLE)
-    matches_a_plain_loop(Rows(frame.height, lambda number: frame.row(number, named=True)), splitting())
+    matches_a_plain_loop(
+        Rows(frame.height, lambda number: frame.row(number, named=True)), splitting()
+    )
 
 
 @on_ranks(1, 2, env=on_cpu())
@@ -93,7 +99,9 @@ def test_datasets(form):
     else:
         data = datasets.Dataset(pytest.importorskip("pyarrow").table(TABLE))
     # One process reads a stream and sends each rank its part.
-    matches_a_plain_loop(data.to_iterable_dataset(num_shards=2) if form == "stream" else data, splitting())
+    matches_a_plain_loop(
+        data.to_iterable_dataset(num_shards=2) if form == "stream" else data, splitting()
+    )
 
 
 @pytest.fixture
@@ -120,7 +128,9 @@ def streamed(folder, nodesplitter):
 @pytest.mark.parametrize("dispatch", [False, True])
 def test_webdataset_stream(archives, dispatch):
     """Every rank reads all archives and keeps its rows, or one reads them and sends the others theirs."""
-    matches_a_plain_loop(streamed(archives, lambda urls: urls), splitting(dispatch_batches=dispatch))
+    matches_a_plain_loop(
+        streamed(archives, lambda urls: urls), splitting(dispatch_batches=dispatch)
+    )
 
 
 @on_ranks(2, env=on_cpu())

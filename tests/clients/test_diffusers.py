@@ -47,7 +47,9 @@ def dit():
     # As built, the last layers are zero and nothing before them would learn.
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
-        parameter.data.copy_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype) * 0.1)
+        parameter.data.copy_(
+            torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype) * 0.1
+        )
     return model
 
 
@@ -62,7 +64,9 @@ def samples():
     """Images, their noise, and the steps of the noise."""
     generator = torch.Generator().manual_seed(2)
     images, noise = (torch.randn(2 * STEPS * 4, 3, 8, 8, generator=generator) for _ in range(2))
-    return torch.utils.data.TensorDataset(images, noise, torch.randint(0, 100, (len(images),), generator=generator))
+    return torch.utils.data.TensorDataset(
+        images, noise, torch.randint(0, 100, (len(images),), generator=generator)
+    )
 
 
 def parts(model):
@@ -72,7 +76,11 @@ def parts(model):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     schedule = get_scheduler("cosine", optimizer, num_warmup_steps=2, num_training_steps=STEPS)
     ema = EMAModel(
-        model.parameters(), decay=0.9, use_ema_warmup=True, model_cls=type(model), model_config=model.config
+        model.parameters(),
+        decay=0.9,
+        use_ema_warmup=True,
+        model_cls=type(model),
+        model_config=model.config,
     )
     return optimizer, schedule, ema
 
@@ -99,7 +107,9 @@ def test_training(nproc, make, tmp_path):
     torch.set_default_dtype(torch.float64)
     from diffusers.training_utils import EMAModel
 
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, step_scheduler_with_optimizer=False)
+    accelerator = Accelerator(
+        cpu=True, gradient_accumulation_steps=2, step_scheduler_with_optimizer=False
+    )
     model = make()
     kind = type(model)
     optimizer, schedule, ema = parts(model)
@@ -135,7 +145,9 @@ def test_training(nproc, make, tmp_path):
         if accelerator.sync_gradients:
             ema.step(model.parameters())
     expected, expected_ema = plain(make())
-    found = {name: value.clone() for name, value in accelerator.unwrap_model(model).state_dict().items()}
+    found = {
+        name: value.clone() for name, value in accelerator.unwrap_model(model).state_dict().items()
+    }
     assert distance(expected.state_dict(), found) < 1e-9
     shadows = dict(enumerate(ema.shadow_params))
     assert distance(dict(enumerate(expected_ema.shadow_params)), shadows) < 1e-9
@@ -146,7 +158,10 @@ def test_training(nproc, make, tmp_path):
             parameter.add_(1)
     accelerator.load_state(tmp_path / "state")
     assert distance(found, accelerator.unwrap_model(model).state_dict()) == 0.0
-    assert distance(dict(enumerate(expected_ema.shadow_params)), dict(enumerate(ema.shadow_params))) < 1e-9
+    assert (
+        distance(dict(enumerate(expected_ema.shadow_params)), dict(enumerate(ema.shadow_params)))
+        < 1e-9
+    )
 
 
 @pytest.fixture(scope="module")
@@ -154,10 +169,19 @@ def pipeline(tmp_path_factory):
     """The folder of a Stable Diffusion pipeline of toy models, and the image that it makes."""
     transformers = pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("pipeline")
-    words = ["<|startoftext|>", "<|endoftext|>", *"abcdefgh", *(f"{letter}</w>" for letter in "abcdefgh")]
-    (folder / "vocab.json").write_text(json.dumps({word: number for number, word in enumerate(words)}))
+    words = [
+        "<|startoftext|>",
+        "<|endoftext|>",
+        *"abcdefgh",
+        *(f"{letter}</w>" for letter in "abcdefgh"),
+    ]
+    (folder / "vocab.json").write_text(
+        json.dumps({word: number for number, word in enumerate(words)})
+    )
     (folder / "merges.txt").write_text("#version: 0.2\n")
-    tokenizer = transformers.CLIPTokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"), model_max_length=16)
+    tokenizer = transformers.CLIPTokenizer(
+        str(folder / "vocab.json"), str(folder / "merges.txt"), model_max_length=16
+    )
     torch.manual_seed(0)
     text = transformers.CLIPTextModel(
         transformers.CLIPTextConfig(
@@ -187,7 +211,14 @@ def image(made):
     made.set_progress_bar_config(disable=True)
     generator = torch.Generator().manual_seed(3)
     return torch.tensor(
-        made("a b c", num_inference_steps=2, generator=generator, output_type="np", height=16, width=16).images
+        made(
+            "a b c",
+            num_inference_steps=2,
+            generator=generator,
+            output_type="np",
+            height=16,
+            width=16,
+        ).images
     )
 
 
@@ -197,14 +228,19 @@ def loaded(folder, **options):
 
 @pytest.mark.parametrize(
     ("method", "hook", "device"),
-    [("enable_model_cpu_offload", "CpuOffload", "cpu"), ("enable_sequential_cpu_offload", "AlignDevicesHook", "meta")],
+    [
+        ("enable_model_cpu_offload", "CpuOffload", "cpu"),
+        ("enable_sequential_cpu_offload", "AlignDevicesHook", "meta"),
+    ],
 )
 def test_offloaded_pipeline(method, hook, device, pipeline):
     """Twice, then with the hooks removed: always the image of the plain pipeline."""
     folder, expected = pipeline
     made = loaded(folder)
     getattr(made, method)(device="cpu")
-    assert type(made.unet._hf_hook).__name__ == hook and made._execution_device == torch.device("cpu:0")
+    assert type(made.unet._hf_hook).__name__ == hook and made._execution_device == torch.device(
+        "cpu:0"
+    )
     assert made.unet.conv_in.weight.device.type == device
     assert torch.equal(image(made), expected) and torch.equal(image(made), expected)
     made.maybe_free_model_hooks()
@@ -235,7 +271,9 @@ def images(tmp_path_factory):
     """A folder of 8 images with captions, each of which is its own condition."""
     folder = tmp_path_factory.mktemp("images")
     rows = []
-    for number, pixels in enumerate(numpy.random.default_rng(0).integers(0, 255, (8, 16, 16, 3), dtype=numpy.uint8)):
+    for number, pixels in enumerate(
+        numpy.random.default_rng(0).integers(0, 255, (8, 16, 16, 3), dtype=numpy.uint8)
+    ):
         name = f"{number}.png"
         Image.fromarray(pixels).save(folder / name)
         rows.append({"file_name": name, "text": "a b c", "conditioning_image_file_name": name})
@@ -253,7 +291,11 @@ def unconditional(folder, pipeline):
 
 def lora(folder, pipeline):
     options = ["--resolution=16", "--rank=2", "--caption_column=text", "--checkpointing_steps=3"]
-    return [f"--pretrained_model_name_or_path={pipeline}", *options], ["--max_train_steps=4"], ["--max_train_steps=6"]
+    return (
+        [f"--pretrained_model_name_or_path={pipeline}", *options],
+        ["--max_train_steps=4"],
+        ["--max_train_steps=6"],
+    )
 
 
 def controlnet(folder, pipeline):

@@ -38,9 +38,13 @@ def test_a_keras_model_trains_as_in_plain_torch(tmp_path):
     data = TensorDataset(INPUTS, TARGETS)
     plain = keras_model()
     assert isinstance(plain, torch.nn.Module)
-    expected = train(plain, torch.optim.Adam(plain.parameters()), DataLoader(data, 4), torch.Tensor.backward)
+    expected = train(
+        plain, torch.optim.Adam(plain.parameters()), DataLoader(data, 4), torch.Tensor.backward
+    )
     accelerator, model = Accelerator(cpu=True), keras_model()
-    model, optimizer, loader = accelerator.prepare(model, torch.optim.Adam(model.parameters()), DataLoader(data, 4))
+    model, optimizer, loader = accelerator.prepare(
+        model, torch.optim.Adam(model.parameters()), DataLoader(data, 4)
+    )
     found = train(model, optimizer, loader, accelerator.backward)
     assert all(map(torch.equal, found, expected))
     accelerator.save_state(tmp_path)

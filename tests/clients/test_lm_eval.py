@@ -11,7 +11,12 @@ import torch
 from toys import llama, on_cpu, word_tokenizer, words
 
 pytest.importorskip("lm_eval")
-PRELOADED = ("transformers.models.llama.modeling_llama", "lm_eval", "lm_eval.models.huggingface", "datasets")
+PRELOADED = (
+    "transformers.models.llama.modeling_llama",
+    "lm_eval",
+    "lm_eval.models.huggingface",
+    "datasets",
+)
 ROWS = 11
 
 
@@ -41,11 +46,15 @@ def scores(folder, **options):
     model = HFLM(pretrained=str(folder), device="cpu", batch_size=4, dtype="float32", **options)
     # Without the thousands of tasks that it comes with.
     manager = TaskManager(include_defaults=False)
-    found = lm_eval.simple_evaluate(model=model, tasks=[task], bootstrap_iters=0, task_manager=manager)
+    found = lm_eval.simple_evaluate(
+        model=model, tasks=[task], bootstrap_iters=0, task_manager=manager
+    )
     if found is None:
         return None
     samples = sorted(found["samples"]["toy"], key=lambda sample: sample["doc_id"])
-    return [[choice[0] for choice in sample["filtered_resps"]] for sample in samples], found["results"]["toy"]
+    return [[choice[0] for choice in sample["filtered_resps"]] for sample in samples], found[
+        "results"
+    ]["toy"]
 
 
 def test_ranks_score_as_one_process(ranks, tmp_path):
@@ -56,9 +65,14 @@ def test_ranks_score_as_one_process(ranks, tmp_path):
     assert found[0][0] == pytest.approx(logits[[4, 5, 6]].tolist(), abs=1e-4)
     both = ranks(2).run(scores, tmp_path, env=on_cpu())[0]
     assert (
-        both[0] == [pytest.approx(row, abs=1e-4) for row in found[0]] and both[1]["acc,none"] == found[1]["acc,none"]
+        both[0] == [pytest.approx(row, abs=1e-4) for row in found[0]]
+        and both[1]["acc,none"] == found[1]["acc,none"]
     )
-    offloaded = {"parallelize": True, "max_cpu_memory": 60_000, "offload_folder": str(tmp_path / "offload")}
+    offloaded = {
+        "parallelize": True,
+        "max_cpu_memory": 60_000,
+        "offload_folder": str(tmp_path / "offload"),
+    }
     placed = ranks(1).run(scores, tmp_path, **offloaded, env=on_cpu())[0]
     assert placed[0] == [pytest.approx(row, abs=1e-4) for row in found[0]]
 

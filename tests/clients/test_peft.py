@@ -21,7 +21,9 @@ MAP = {
 def adapted(model=None, **options):
     model = model or llama()
     torch.manual_seed(1)
-    return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "down_proj"], r=4, **options))
+    return peft.get_peft_model(
+        model, peft.LoraConfig(target_modules=["q_proj", "down_proj"], r=4, **options)
+    )
 
 
 def probe(model):
@@ -45,7 +47,9 @@ def run(accelerator, folder):
     data, nproc = Sequences(32, length=8), accelerator.num_processes
     model = adapted()
     if getattr(accelerator.state, "fsdp_plugin", None) is not None:
-        accelerator.state.fsdp_plugin.auto_wrap_policy = peft.utils.other.fsdp_auto_wrap_policy(model)
+        accelerator.state.fsdp_plugin.auto_wrap_policy = peft.utils.other.fsdp_auto_wrap_policy(
+            model
+        )
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     loader = torch.utils.data.DataLoader(data, batch_size=8 // nproc, collate_fn=list)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -58,7 +62,9 @@ def run(accelerator, folder):
     if accelerator.is_main_process:
         adapter = peft.get_peft_model_state_dict(accelerator.unwrap_model(model), state_dict=state)
         expected = peft.get_peft_model_state_dict(adapted())
-        assert {name: value.shape for name, value in adapter.items()} == {n: v.shape for n, v in expected.items()}
+        assert {name: value.shape for name, value in adapter.items()} == {
+            n: v.shape for n, v in expected.items()
+        }
     accelerator.unwrap_model(model).save_pretrained(
         folder, state_dict=state, is_main_process=accelerator.is_main_process
     )
@@ -75,7 +81,9 @@ def test_training(nproc, version, tmp_path):
     plugin = None
     if version is not None:
         plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=version, cpu_ram_efficient_loading=False, use_orig_params=True if version == 1 else None
+            fsdp_version=version,
+            cpu_ram_efficient_loading=False,
+            use_orig_params=True if version == 1 else None,
         )
     data = run(Accelerator(cpu=True, fsdp_plugin=plugin), tmp_path / "adapter")
     expected = plain([data.rows[start : start + 8] for start in range(0, 32, 8)])
@@ -120,7 +128,9 @@ def test_adapter_of_an_offloaded_model(placement, offloaded, tmp_path, monkeypat
     expected = probe(peft.PeftModel.from_pretrained(llama(), folder))
     model = load()
     assert model.model.layers[1].mlp.up_proj.weight.is_meta
-    model = peft.PeftModel.from_pretrained(model, folder, offload_folder=str(tmp_path / "second"), **placement)
+    model = peft.PeftModel.from_pretrained(
+        model, folder, offload_folder=str(tmp_path / "second"), **placement
+    )
     assert "disk" in model.hf_device_map.values()
     assert torch.equal(probe(model), expected)
     assert torch.allclose(probe(model.merge_and_unload()), expected, atol=1e-5)

@@ -44,7 +44,12 @@ def test_device_map(name, saved, tmp_path):
 def test_memory_limit_and_saving_again(saved, tmp_path):
     """A limit offloads what does not fit; such a model is saved with all its weights."""
     model, folder = saved
-    limited = load(folder, device_map="auto", max_memory={"cpu": 60_000}, offload_folder=str(tmp_path / "offload"))
+    limited = load(
+        folder,
+        device_map="auto",
+        max_memory={"cpu": 60_000},
+        offload_folder=str(tmp_path / "offload"),
+    )
     assert set(limited.hf_device_map.values()) == {"cpu", "disk"}
     tokens = torch.arange(12)[None]
     with torch.no_grad():

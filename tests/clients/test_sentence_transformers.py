@@ -14,7 +14,12 @@ from rank_pool import on_ranks
 from toys import distance, on_cpu, replace_owner_check, sentence_encoder
 
 pytest.importorskip("sentence_transformers")
-PRELOADED = ("transformers.models.bert.modeling_bert", "sentence_transformers", "setfit", "datasets")
+PRELOADED = (
+    "transformers.models.bert.modeling_bert",
+    "sentence_transformers",
+    "setfit",
+    "datasets",
+)
 
 
 def training(folder, nproc, kind):
@@ -23,7 +28,11 @@ def training(folder, nproc, kind):
 
     replace_owner_check()
     from datasets import Dataset
-    from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments, losses
+    from sentence_transformers import (
+        SentenceTransformerTrainer,
+        SentenceTransformerTrainingArguments,
+        losses,
+    )
 
     model = sentence_encoder(folder / f"encoder{os.environ.get('RANK', 0)}-{nproc}")
     data = Dataset.from_dict(
@@ -42,7 +51,9 @@ def training(folder, nproc, kind):
         output_dir=str(folder / "out"), per_device_train_batch_size=8 // nproc, num_train_epochs=2, report_to=[],
         use_cpu=True, disable_tqdm=True, logging_steps=1, save_strategy="no", learning_rate=1e-2, seed=0,
     )  # fmt: skip
-    trainer = SentenceTransformerTrainer(model=model, args=arguments, train_dataset=data, eval_dataset=data, loss=loss)
+    trainer = SentenceTransformerTrainer(
+        model=model, args=arguments, train_dataset=data, eval_dataset=data, loss=loss
+    )
     trainer.train()
     assert trainer.evaluate()["eval_loss"] > 0
     found = [row["loss"] for row in trainer.state.log_history if "loss" in row]
@@ -72,15 +83,26 @@ def test_few_shot_training(tmp_path):
             "label": [row % 2 for row in range(16)],
         }
     )
-    model = SetFitModel(model_body=sentence_encoder(tmp_path / "encoder"), model_head=LogisticRegression())
+    model = SetFitModel(
+        model_body=sentence_encoder(tmp_path / "encoder"), model_head=LogisticRegression()
+    )
     arguments = TrainingArguments(
-        output_dir=str(tmp_path / "out"), batch_size=4, num_epochs=1, report_to="none", num_iterations=2
+        output_dir=str(tmp_path / "out"),
+        batch_size=4,
+        num_epochs=1,
+        report_to="none",
+        num_iterations=2,
     )
 
     def accuracy(predicted, expected):
-        return {"accuracy": sum(int(a) == int(b) for a, b in zip(predicted, expected, strict=True)) / len(expected)}
+        return {
+            "accuracy": sum(int(a) == int(b) for a, b in zip(predicted, expected, strict=True))
+            / len(expected)
+        }
 
-    trainer = Trainer(model=model, args=arguments, train_dataset=data, eval_dataset=data, metric=accuracy)
+    trainer = Trainer(
+        model=model, args=arguments, train_dataset=data, eval_dataset=data, metric=accuracy
+    )
     trainer.train()
     assert trainer.evaluate()["accuracy"] == 1.0
 

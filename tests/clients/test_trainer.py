@@ -29,10 +29,18 @@ from toys import (
 )  # fmt: skip
 
 transformers = pytest.importorskip("transformers")
-PRELOADED = ("transformers.models.llama.modeling_llama", "transformers.models.t5.modeling_t5", "transformers.trainer")
+PRELOADED = (
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.t5.modeling_t5",
+    "transformers.trainer",
+)
 pytestmark = pytest.mark.usefixtures("float64")
 
-GROUPED = {"group_by_length": True} if transformers_4() else {"train_sampling_strategy": "group_by_length"}
+GROUPED = (
+    {"group_by_length": True}
+    if transformers_4()
+    else {"train_sampling_strategy": "group_by_length"}
+)
 # Each case trains on global batches of 8 rows, in two epochs. The names are those of `TrainingArguments`.
 OPTIONS = {
     "defaults": {},
@@ -55,7 +63,8 @@ LIGHT = ("defaults", "accumulation", "dispatch_batches")
 
 @on_ranks(1, 2, env=on_cpu())
 @pytest.mark.parametrize(
-    "name", [name if name in LIGHT else pytest.param(name, marks=pytest.mark.thorough) for name in OPTIONS]
+    "name",
+    [name if name in LIGHT else pytest.param(name, marks=pytest.mark.thorough) for name in OPTIONS],
 )
 def test_option(nproc, name, tmp_path):
     data, options = Sequences(48), OPTIONS[name]
@@ -72,7 +81,9 @@ def test_option(nproc, name, tmp_path):
         for half in (batches[: len(batches) // 2], batches[len(batches) // 2 :])
     ]
     assert all(sorted(epoch) == list(range(48)) for epoch in epochs) and epochs[0] != epochs[1]
-    expected = plain_training(llama(), [[data.rows[row] for row in batch] for batch in batches], accumulated)
+    expected = plain_training(
+        llama(), [[data.rows[row] for row in batch] for batch in batches], accumulated
+    )
     assert distance(expected.state_dict(), unsharded_state(trainer)) < 1e-9
 
 
@@ -80,7 +91,11 @@ def test_option(nproc, name, tmp_path):
 @pytest.mark.parametrize("dispatch", [None, False])
 def test_iterable_set(nproc, dispatch, tmp_path):
     data = Iterable(48)
-    options = {"accelerator_config": {"dispatch_batches": dispatch}, "max_steps": 6, "num_train_epochs": 1}
+    options = {
+        "accelerator_config": {"dispatch_batches": dispatch},
+        "max_steps": 6,
+        "num_train_epochs": 1,
+    }
     trainer = trained(tmp_path, data, per_device_train_batch_size=8 // nproc, **options)
     expected = plain_training(llama(), [data.rows[start : start + 8] for start in range(0, 48, 8)])
     assert distance(expected.state_dict(), unsharded_state(trainer)) < 1e-9
@@ -107,7 +122,11 @@ def test_without_the_average_over_devices_each_rank_has_its_own_mean(tmp_path):
     """Then a step takes the mean over ranks of the mean over a rank's tokens, as DDP does without Accelerate."""
     data = Sequences(48)
     trainer = trained(
-        tmp_path, data, per_device_train_batch_size=4, average_tokens_across_devices=False, num_train_epochs=1
+        tmp_path,
+        data,
+        per_device_train_batch_size=4,
+        average_tokens_across_devices=False,
+        num_train_epochs=1,
     )
     batches = [[data.rows[row] for row in batch] for batch in batches_read(data, 8, 2)]
     expected = plain_training(llama(), batches, parts=2)
@@ -130,7 +149,12 @@ def test_auto_find_batch_size(nproc, tmp_path):
     model.forward = limited
     data = Sequences(48)
     trainer = trained(
-        tmp_path, data, model=model, per_device_train_batch_size=4, auto_find_batch_size=True, num_train_epochs=1
+        tmp_path,
+        data,
+        model=model,
+        per_device_train_batch_size=4,
+        auto_find_batch_size=True,
+        num_train_epochs=1,
     )
     data.order = data.order[-48 // nproc :]
     batches = [[data.rows[row] for row in batch] for batch in batches_read(data, 3 * nproc, nproc)]
@@ -193,7 +217,9 @@ def test_bf16(nproc, tmp_path):
     assert {value.dtype for value in found.values()} == {torch.float32}
 
     def size(first, second):
-        return math.sqrt(sum(float((value - second[name]).square().sum()) for name, value in first.items()))
+        return math.sqrt(
+            sum(float((value - second[name]).square().sum()) for name, value in first.items())
+        )
 
     assert 0 < size(found, full) < 0.1 * size(full, initial)
 
@@ -205,7 +231,9 @@ def test_torch_compile(tmp_path):
     torch.set_default_dtype(torch.float32)
     data = Sequences(16)
     trainer = trained(tmp_path, data, per_device_train_batch_size=8, torch_compile=True)
-    expected = plain_training(llama(), [[data.rows[row] for row in batch] for batch in batches_read(data, 8, 1)])
+    expected = plain_training(
+        llama(), [[data.rows[row] for row in batch] for batch in batches_read(data, 8, 1)]
+    )
     assert distance(expected.state_dict(), unsharded_state(trainer)) < 1e-5
     # Saved names are those of the model, not of the compiled wrapper.
     trainer.save_model(tmp_path / "saved")

@@ -24,7 +24,9 @@ from toys import (
 transformers = pytest.importorskip("transformers")
 PRELOADED = ("transformers.models.llama.modeling_llama", "transformers.trainer")
 pytestmark = pytest.mark.thorough
-needs_deepspeed = pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), reason="needs deepspeed")
+needs_deepspeed = pytest.mark.skipif(
+    not importlib.util.find_spec("deepspeed"), reason="needs deepspeed"
+)
 
 
 def fsdp(**options):
@@ -35,9 +37,16 @@ def fsdp(**options):
 
 
 def zero(stage, **options):
-    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    names = (
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "gradient_clipping",
+    )
     optimization = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": stage == 3}
-    return {"deepspeed": {"zero_optimization": optimization, **dict.fromkeys(names, "auto"), **options}}
+    return {
+        "deepspeed": {"zero_optimization": optimization, **dict.fromkeys(names, "auto"), **options}
+    }
 
 
 LAYOUTS = {
@@ -52,7 +61,8 @@ LAYOUTS = {
 @pytest.mark.timeout(300)
 @on_ranks(2, env=on_cpu(), timeout=150)
 @pytest.mark.parametrize(
-    "name", [name if "fsdp" in name else pytest.param(name, marks=needs_deepspeed) for name in LAYOUTS]
+    "name",
+    [name if "fsdp" in name else pytest.param(name, marks=needs_deepspeed) for name in LAYOUTS],
 )
 def test_layout(name, tmp_path):
     precise = name.startswith("fsdp")

@@ -18,11 +18,21 @@ PRELOADED = (
     "transformers.models.llama.modeling_llama", "trl.trainer.sft_trainer", "trl.trainer.dpo_trainer",
     "trl.trainer.grpo_trainer", "trl.trainer.reward_trainer", "peft",
 )  # fmt: skip
-needs_deepspeed = pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), reason="needs deepspeed")
-NAMES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+needs_deepspeed = pytest.mark.skipif(
+    not importlib.util.find_spec("deepspeed"), reason="needs deepspeed"
+)
+NAMES = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+)
 LAYOUTS = {
     "ddp": {},
-    "fsdp2": {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}},
+    "fsdp2": {
+        "fsdp": True,
+        "fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
+    },
     "zero3": {
         "deepspeed": {
             "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True},
@@ -45,7 +55,9 @@ def rows(kind):
         "chosen": [words(number + 1, 4) for number in numbers],
         "rejected": [words(number + 5, 3) for number in numbers],
     }
-    return pairs if kind == "reward" else {"prompt": [words(number, 3) for number in numbers], **pairs}
+    return (
+        pairs if kind == "reward" else {"prompt": [words(number, 3) for number in numbers], **pairs}
+    )
 
 
 def train(kind, folder, nproc, lora=False, **layout):
@@ -63,13 +75,23 @@ def train(kind, folder, nproc, lora=False, **layout):
         import peft
 
         more["peft_config"] = peft.LoraConfig(target_modules=["q_proj"], r=4)
-    given = {"train_dataset": data, "eval_dataset": data, "processing_class": word_tokenizer(), **more}
+    given = {
+        "train_dataset": data,
+        "eval_dataset": data,
+        "processing_class": word_tokenizer(),
+        **more,
+    }
     if kind == "sft":
-        trainer = trl.SFTTrainer(model=model(), args=trl.SFTConfig(max_length=16, **options), **given)
+        trainer = trl.SFTTrainer(
+            model=model(), args=trl.SFTConfig(max_length=16, **options), **given
+        )
     elif kind == "dpo":
         reference = None if lora else model()
         trainer = trl.DPOTrainer(
-            model=model(), ref_model=reference, args=trl.DPOConfig(max_length=16, **options), **given
+            model=model(),
+            ref_model=reference,
+            args=trl.DPOConfig(max_length=16, **options),
+            **given,
         )
     else:
         from transformers import LlamaForSequenceClassification
@@ -78,7 +100,9 @@ def train(kind, folder, nproc, lora=False, **layout):
         config.num_labels = 1
         torch.manual_seed(0)
         scorer = LlamaForSequenceClassification(config)
-        trainer = trl.RewardTrainer(model=scorer, args=trl.RewardConfig(max_length=16, **options), **given)
+        trainer = trl.RewardTrainer(
+            model=scorer, args=trl.RewardConfig(max_length=16, **options), **given
+        )
     trainer.train()
     return trainer
 
@@ -106,13 +130,17 @@ def test_ranks_train_as_one_process(kind, layout, lora, ranks, tmp_path):
     # DeepSpeed computes in float32.
     dtype, limit = (torch.float32, 5e-4) if layout == "zero3" else (torch.float64, 1e-6)
     alone = ranks(1).run(results, kind, tmp_path / "alone", 1, dtype, lora=lora, env=on_cpu())[0]
-    both = ranks(2).run(results, kind, tmp_path / "both", 2, dtype, lora=lora, **LAYOUTS[layout], env=on_cpu())[0]
+    both = ranks(2).run(
+        results, kind, tmp_path / "both", 2, dtype, lora=lora, **LAYOUTS[layout], env=on_cpu()
+    )[0]
     # The trainer rounds its losses to 4 digits.
     assert both[0] == pytest.approx(alone[0], abs=2e-4) and len(set(alone[0])) > 1
     assert both[1] == pytest.approx(alone[1], abs=1e-4)
     assert distance(alone[2], both[2]) < limit
     if lora:
-        one, two = (load_file(tmp_path / run / "adapter_model.safetensors") for run in ("alone", "both"))
+        one, two = (
+            load_file(tmp_path / run / "adapter_model.safetensors") for run in ("alone", "both")
+        )
         assert distance(one, two) < limit
 
 

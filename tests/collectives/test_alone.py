@@ -17,7 +17,9 @@ from accelerate.collectives.tensors import (
 from accelerate.core.errors import ConfigurationError
 
 
-@pytest.mark.parametrize("data", [torch.ones(2), torch.tensor(1.0), {"a": [torch.ones(1)]}, "text", None, [], 5])
+@pytest.mark.parametrize(
+    "data", [torch.ones(2), torch.tensor(1.0), {"a": [torch.ones(1)]}, "text", None, [], 5]
+)
 def test_identity(data):
     assert collectives.gather(data) is data
     assert collectives.broadcast(data, from_process=3) is data
@@ -44,7 +46,10 @@ def test_reduce():
 
 def test_padding_across_processes():
     data = [torch.ones(2, 3), torch.tensor(1.0)]
-    assert all(one is other for one, other in zip(collectives.pad_across_processes(data), data, strict=True))
+    assert all(
+        one is other
+        for one, other in zip(collectives.pad_across_processes(data), data, strict=True)
+    )
     ragged = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
     with pytest.warns(collectives.CannotPadNestedTensorWarning):
         assert collectives.pad_across_processes(ragged) is ragged
@@ -68,15 +73,23 @@ def test_counted_rows():
 def test_pad_input_tensors(size, parts, padded):
     batch = {"x": torch.ones(size, 2), "n": [torch.arange(size)], "one": torch.tensor(1.0)}
     found = collectives.pad_input_tensors(batch, size, parts)
-    assert found["x"].shape == (padded, 2) and found["x"][:size].eq(1).all() and found["x"][size:].eq(0).all()
+    assert (
+        found["x"].shape == (padded, 2)
+        and found["x"][:size].eq(1).all()
+        and found["x"][size:].eq(0).all()
+    )
     assert found["n"][0].tolist() == list(range(size)) + [0] * (padded - size)
     assert found["one"] is batch["one"]
-    assert collectives.pad_input_tensors(torch.ones(2, size), size, parts, dim=1).shape == (2, padded)
+    assert collectives.pad_input_tensors(torch.ones(2, size), size, parts, dim=1).shape == (
+        2,
+        padded,
+    )
 
 
 def test_pad_input_tensors_refuses():
     with pytest.raises(
-        ConfigurationError, match=r"shape \[9\] is longer along dimension 0 than the batch of 3 padded to 4"
+        ConfigurationError,
+        match=r"shape \[9\] is longer along dimension 0 than the batch of 3 padded to 4",
     ):
         collectives.pad_input_tensors(torch.ones(9), 3, 2)
 

@@ -30,7 +30,9 @@ def test_without_arguments_it_starts_at_128_and_keeps_what_it_found():
         """Train."""
         tried.append(batch_size)
         if batch_size > 100:
-            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
+            raise RuntimeError(
+                "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"
+            )
         return batch_size, model, steps
 
     assert train.__name__ == "train" and train.__doc__ == "Train."
@@ -75,7 +77,9 @@ def test_the_batch_size_is_not_passed_by_the_caller():
 
     with pytest.raises(TypeError) as told:
         train(128, "hello", "world")
-    assert "Batch size was passed into `train` as the first argument when called." in str(told.value)
+    assert "Batch size was passed into `train` as the first argument when called." in str(
+        told.value
+    )
     assert "`train(first=hello, second=world)`" in str(told.value)
 
     @find_executable_batch_size(starting_batch_size=16)

@@ -56,7 +56,9 @@ def test_a_rank_leaves_the_others_in_an_all_reduce():
     my_rank()
     tried, models = [], []
 
-    @find_executable_batch_size(starting_batch_size=100, reduce_batch_size_fn=lambda: tried[-1] // 2)
+    @find_executable_batch_size(
+        starting_batch_size=100, reduce_batch_size_fn=lambda: tried[-1] // 2
+    )
     def together(size):
         tried.append(size)
         torch.manual_seed(0)
@@ -92,8 +94,10 @@ def test_an_error_of_another_kind_ends_all():
     except KeyError:
         assert is_last()
     except RuntimeError as error:
-        assert not is_last() and f"rank {WORLD - 1} has failed with batch size 8: KeyError: 'no such column'" in str(
-            error
+        assert (
+            not is_last()
+            and f"rank {WORLD - 1} has failed with batch size 8: KeyError: 'no such column'"
+            in str(error)
         )
     else:
         raise AssertionError("the error was lost")

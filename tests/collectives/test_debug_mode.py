@@ -86,7 +86,11 @@ def test_operations_of_users():
 
     owned = torch.ones(4, 0, 2, dtype=torch.bfloat16) if is_last() else None
     sizes, kind = gather_tensor_shape(owned)
-    assert (sizes.tolist(), sizes.dtype, TENSOR_INT_TO_DTYPE[kind]) == ([[4], [0], [2]], torch.int32, torch.bfloat16)
+    assert (sizes.tolist(), sizes.dtype, TENSOR_INT_TO_DTYPE[kind]) == (
+        [[4], [0], [2]],
+        torch.int32,
+        torch.bfloat16,
+    )
     losses = [torch.tensor(float(my_rank()), requires_grad=True), torch.tensor([6.0])]
     assert avg_losses_across_data_parallel_group(losses).tolist() == [1.0, 6.0]
 
@@ -111,14 +115,25 @@ def test_each_kind_of_disagreement_names_ranks_and_sides():
         reduce,
         one.double() if is_last() else one,
     )
-    disagree(["structure", "dict(['a']: tensor)", "list([0]: tensor)"], broadcast, [one] if is_last() else {"a": one})
+    disagree(
+        ["structure", "dict(['a']: tensor)", "list([0]: tensor)"],
+        broadcast,
+        [one] if is_last() else {"a": one},
+    )
     disagree(
         ["`accelerate.gather` or `accelerate.reduce`", "Process 2: `accelerate.reduce`"],
         reduce if is_last() else gather,
         one,
     )
-    disagree(["options", "reduction='sum'", "reduction='mean'"], reduce, one, "sum" if is_last() else "mean")
-    disagree(["options", "counts=(1, 1, 0)"], gather_counted, one, (1, 1, 0) if is_last() else (1, 1, 1))
+    disagree(
+        ["options", "reduction='sum'", "reduction='mean'"],
+        reduce,
+        one,
+        "sum" if is_last() else "mean",
+    )
+    disagree(
+        ["options", "counts=(1, 1, 0)"], gather_counted, one, (1, 1, 0) if is_last() else (1, 1, 1)
+    )
     disagree(
         ["shape", "[any, any]", "[any]"],
         pad_across_processes,
@@ -126,7 +141,9 @@ def test_each_kind_of_disagreement_names_ranks_and_sides():
     )
     assert pad_across_processes(torch.ones(my_rank(), 3)).shape == (2, 3)
     # Each pair differs: both sides are told.
-    told = disagree(["Process 0: [1]", "Process 1: [2]", "Process 2: [3]"], gather, torch.ones(my_rank() + 1))
+    told = disagree(
+        ["Process 0: [1]", "Process 1: [2]", "Process 2: [3]"], gather, torch.ones(my_rank() + 1)
+    )
     assert "rank 0" in told and "ranks 1, 2 differ" in told
 
 
@@ -135,7 +152,9 @@ def test_a_rank_that_comes_late_is_named_and_hears_of_it():
     begin_together()
     one = torch.ones(1, 5)
     lines = Path(__file__).read_text().splitlines()
-    sleeps = next(number for number, line in enumerate(lines, 1) if line.strip().startswith("time.sleep("))
+    sleeps = next(
+        number for number, line in enumerate(lines, 1) if line.strip().startswith("time.sleep(")
+    )
     gather_object([my_rank()])
     if is_last():
         time.sleep(3.5)  # longer than ACCELERATE_DEBUG_TIMEOUT; the others ask where this rank is

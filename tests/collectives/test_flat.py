@@ -56,14 +56,25 @@ def test_there_and_back(leaves, world):
         assert (found.dtype, found.shape) == (leaf.dtype, leaf.shape) and bits(found) == bits(leaf)
     stacked = flat.unpack_stacked(row.expand(world, -1).contiguous(), specs)
     for leaf, found in zip(leaves, stacked, strict=True):
-        assert found.dtype == leaf.dtype and found.is_contiguous() and bits(found) == bits(leaf) * world
+        assert (
+            found.dtype == leaf.dtype
+            and found.is_contiguous()
+            and bits(found) == bits(leaf) * world
+        )
         assert found.shape == (
-            (world, *leaf.shape[:0]) if leaf.dim() == 0 else (world * leaf.shape[0], *leaf.shape[1:])
+            (world, *leaf.shape[:0])
+            if leaf.dim() == 0
+            else (world * leaf.shape[0], *leaf.shape[1:])
         )
 
 
 def test_a_lone_contiguous_tensor_is_not_copied():
-    for tensor in (torch.ones(3, 4), torch.tensor(1.0), torch.nn.Parameter(torch.ones(2)), torch.ones(10)[::5][:1]):
+    for tensor in (
+        torch.ones(3, 4),
+        torch.tensor(1.0),
+        torch.nn.Parameter(torch.ones(2)),
+        torch.ones(10)[::5][:1],
+    ):
         row = flat.pack([tensor])
         assert row.data_ptr() == tensor.data_ptr() and not row.requires_grad
         row.zero_()
@@ -76,7 +87,11 @@ def test_join_and_part(shapes):
     leaves = [torch.rand(shape).requires_grad_() for shape in shapes]
     parts = flat.part(flat.join(leaves), leaves)
     assert all(torch.equal(one, leaf) for one, leaf in zip(parts, leaves, strict=True))
-    assert all(one.data_ptr() != leaf.data_ptr() for one, leaf in zip(parts, leaves, strict=True) if leaf.numel())
+    assert all(
+        one.data_ptr() != leaf.data_ptr()
+        for one, leaf in zip(parts, leaves, strict=True)
+        if leaf.numel()
+    )
     filled = [(index, one) for index, one in enumerate(parts) if one.numel()]
     if filled:
         sum((index + 1) * one.sum() for index, one in filled).backward()

@@ -25,7 +25,10 @@ LARGE = 1 << 20
 
 # Pairs of what two ranks call.
 PAIRS = {
-    "dtypes": (lambda run: gather(torch.ones(4)), lambda run: gather(torch.ones(4, dtype=torch.float64))),
+    "dtypes": (
+        lambda run: gather(torch.ones(4)),
+        lambda run: gather(torch.ones(4, dtype=torch.float64)),
+    ),
     "shapes": (lambda run: gather(torch.ones(2, 2)), lambda run: gather(torch.ones(4))),
     "sizes": (lambda run: gather(torch.ones(4)), lambda run: gather(torch.ones(LARGE))),
     "structures": (
@@ -37,12 +40,24 @@ PAIRS = {
         lambda run: reduce({"a": torch.ones(4), "c": torch.zeros(4)}),
     ),
     "options": (lambda run: reduce(torch.ones(4), "sum"), lambda run: reduce(torch.ones(4), "max")),
-    "sources": (lambda run: broadcast(torch.ones(4)), lambda run: broadcast(torch.ones(4), from_process=1)),
+    "sources": (
+        lambda run: broadcast(torch.ones(4)),
+        lambda run: broadcast(torch.ones(4), from_process=1),
+    ),
     "operations": (lambda run: gather(torch.ones(4)), lambda run: reduce(torch.ones(4), "sum")),
-    "tensors and objects": (lambda run: gather(torch.ones(4)), lambda run: gather_object(["x" * LARGE])),
+    "tensors and objects": (
+        lambda run: gather(torch.ones(4)),
+        lambda run: gather_object(["x" * LARGE]),
+    ),
     "objects": (lambda run: gather_object([1]), lambda run: broadcast_object_list([1])),
-    "ranks": (lambda run: pad_across_processes(torch.ones(4)), lambda run: pad_across_processes(torch.ones(2, 2))),
-    "barrier": (lambda run: run.wait_for_everyone(), lambda run: run.gather_for_metrics(torch.ones(4))),
+    "ranks": (
+        lambda run: pad_across_processes(torch.ones(4)),
+        lambda run: pad_across_processes(torch.ones(2, 2)),
+    ),
+    "barrier": (
+        lambda run: run.wait_for_everyone(),
+        lambda run: run.gather_for_metrics(torch.ones(4)),
+    ),
     "trigger": (lambda run: run.check_trigger(), lambda run: run.wait_for_everyone()),
 }
 
@@ -59,6 +74,9 @@ def test_ranks_that_call_different_things(nproc):
             said = str(caught.value)
             # Far from the timeout of the process group.
             assert time.monotonic() - begin < 30, name
-            assert all(f"Process {rank}: " in said for rank in range(nproc)) and __file__ in said, (name, said)
+            assert all(f"Process {rank}: " in said for rank in range(nproc)) and __file__ in said, (
+                name,
+                said,
+            )
             # Afterwards the ranks understand each other, and have been told the same.
             assert gather_object([said]) == [said] * nproc, name

@@ -56,7 +56,12 @@ class Messages:
     def __enter__(self):
         if not Messages.counts:
             Messages.counts = True
-            for name, place in (("all_gather_single", 1), ("exchange", 1), ("broadcast", 0), ("all_reduce", 0)):
+            for name, place in (
+                ("all_gather_single", 1),
+                ("exchange", 1),
+                ("broadcast", 0),
+                ("all_reduce", 0),
+            ):
                 Messages.count(transport, name, place)
             Messages.count(Channel, "swap")
         self.begin = Messages.total
@@ -164,7 +169,9 @@ def joined(values):
         assert flat.numel() == width * torch.Size(shape).numel()
         return flat.view(first.dtype).view(shape)
     if isinstance(first, collections.defaultdict):
-        return collections.defaultdict(first.default_factory, {k: joined([v[k] for v in values]) for k in first})
+        return collections.defaultdict(
+            first.default_factory, {k: joined([v[k] for v in values]) for k in first}
+        )
     if isinstance(first, dict):
         return type(first)((key, joined([value[key] for value in values])) for key in first)
     if isinstance(first, Point):
@@ -191,7 +198,11 @@ def test_gather():
             found = gather(leaf)
         assert messages.sent == 1  # the header, also of a tensor without elements
         expected = [
-            torch.tensor(r) if leaf.dim() == 0 else leaf - leaf + r if leaf.dtype == torch.int64 else leaf
+            torch.tensor(r)
+            if leaf.dim() == 0
+            else leaf - leaf + r
+            if leaf.dtype == torch.int64
+            else leaf
             for r in all_ranks()
         ]
         same(found, joined(expected))
@@ -207,7 +218,10 @@ def test_reduce():
     def values(rank):
         return {
             "a": torch.tensor([1.5, 2.0]) * (rank + 1),
-            "b": [torch.tensor(2.0 + rank, dtype=torch.float64), torch.full((2, 2), rank + 1.0).t()],
+            "b": [
+                torch.tensor(2.0 + rank, dtype=torch.float64),
+                torch.full((2, 2), rank + 1.0).t(),
+            ],
             "c": torch.tensor([1.0 + rank], dtype=torch.bfloat16),
         }
 
@@ -311,7 +325,10 @@ def test_uneven_rows():
             }
 
         # Behind the real rows stand placeholders, in another number on every rank.
-        mine = {**rows(my_rank(), counts[my_rank()] + my_rank()), "loss": torch.tensor(float(my_rank()))}
+        mine = {
+            **rows(my_rank(), counts[my_rank()] + my_rank()),
+            "loss": torch.tensor(float(my_rank())),
+        }
         mine["ids"][counts[my_rank()] :] = -1
         with Messages() as messages:
             found = gather_counted(mine, counts)
@@ -320,19 +337,34 @@ def test_uneven_rows():
         expected["loss"] = torch.tensor([float(rank) for rank in all_ranks() if counts[rank]])
         same(found, expected)
         assert gather_objects_counted(mine["ids"].tolist(), counts) == expected["ids"].tolist()
-    refuses(ConfigurationError, "was given a tensor of shape [1]", gather_counted, torch.ones(1), [2] * world())
+    refuses(
+        ConfigurationError,
+        "was given a tensor of shape [1]",
+        gather_counted,
+        torch.ones(1),
+        [2] * world(),
+    )
     refuses(ConfigurationError, "1 counts were given", gather_counted, torch.ones(1), [1])
 
 
 @everywhere
 def test_padding():
     size = my_rank() + 1
-    data = {"a": torch.ones(size, 2), "b": [torch.full((2, 4 - size), 7, dtype=torch.bool)], "c": torch.tensor(1.0)}
+    data = {
+        "a": torch.ones(size, 2),
+        "b": [torch.full((2, 4 - size), 7, dtype=torch.bool)],
+        "c": torch.tensor(1.0),
+    }
     with Messages() as messages:
         found = pad_across_processes(data)
     assert messages.sent == 1
     same(
-        found, {"a": torch.cat([torch.ones(size, 2), torch.zeros(world() - size, 2)]), "b": data["b"], "c": data["c"]}
+        found,
+        {
+            "a": torch.cat([torch.ones(size, 2), torch.zeros(world() - size, 2)]),
+            "b": data["b"],
+            "c": data["c"],
+        },
     )
     found = pad_across_processes(data, dim=1, pad_index=1, pad_first=True)
     same(found["b"][0], torch.ones(2, 3, dtype=torch.bool))
@@ -347,7 +379,9 @@ def test_padding():
         assert pad_across_processes(ragged) is ragged
     assert told[0].category is CannotPadNestedTensorWarning
     gathered = gather(pad_across_processes(torch.full((size,), my_rank()), pad_index=-1))
-    assert gathered.tolist() == [rank if place <= rank else -1 for rank in all_ranks() for place in all_ranks()]
+    assert gathered.tolist() == [
+        rank if place <= rank else -1 for rank in all_ranks() for place in all_ranks()
+    ]
 
 
 @everywhere
@@ -362,7 +396,10 @@ def test_generators():
     with Messages() as messages:
         synchronize_rng_states(["torch", "generator"], generator)
     assert messages.sent == 1
-    same(gather(torch.rand(2)), torch.rand(2, generator=torch.Generator().manual_seed(7)).repeat(world()))
+    same(
+        gather(torch.rand(2)),
+        torch.rand(2, generator=torch.Generator().manual_seed(7)).repeat(world()),
+    )
     same(
         gather(torch.rand(2, generator=generator)),
         torch.rand(2, generator=torch.Generator().manual_seed(0)).repeat(world()),
@@ -375,12 +412,24 @@ def test_subgroup():
     """The same operations among some of the ranks, numbered by their place in the group."""
     from accelerate.collectives.tensors import broadcast_nested, gather_nested, reduce_nested
 
-    groups = [dist.new_group(list(range(start, min(start + 2, world())))) for start in range(0, world(), 2)]
+    groups = [
+        dist.new_group(list(range(start, min(start + 2, world()))))
+        for start in range(0, world(), 2)
+    ]
     group = groups[my_rank() // 2]
     members = dist.get_process_group_ranks(group)
-    same(gather_nested({"a": torch.tensor(my_rank()), "b": torch.ones(1)}, group)["a"], torch.tensor(members))
-    same(reduce_nested(torch.tensor(float(my_rank())), "mean", group=group), torch.tensor(sum(members) / len(members)))
-    same(broadcast_nested(torch.tensor(my_rank()), len(members) - 1, group), torch.tensor(members[-1]))
+    same(
+        gather_nested({"a": torch.tensor(my_rank()), "b": torch.ones(1)}, group)["a"],
+        torch.tensor(members),
+    )
+    same(
+        reduce_nested(torch.tensor(float(my_rank())), "mean", group=group),
+        torch.tensor(sum(members) / len(members)),
+    )
+    same(
+        broadcast_nested(torch.tensor(my_rank()), len(members) - 1, group),
+        torch.tensor(members[-1]),
+    )
     same(
         gather_counted(torch.arange(3) + my_rank(), [2, 1][: len(members)], group)[-1],
         torch.tensor(members[-1] + (len(members) == 1)),
@@ -388,7 +437,9 @@ def test_subgroup():
 
 
 @on_ranks(2, env=DEBUG)
-@pytest.mark.parametrize("operation", [f"test_{name}" for name in ("reduce", "uneven_rows", "padding", "subgroup")])
+@pytest.mark.parametrize(
+    "operation", [f"test_{name}" for name in ("reduce", "uneven_rows", "padding", "subgroup")]
+)
 def test_all_operations_agree_in_debug_mode(operation):
     """The comparison itself must not refuse what is right."""
     assert PartialState(cpu=True).debug

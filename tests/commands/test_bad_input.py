@@ -28,13 +28,29 @@ CASES = [
         "--no_python train.py",
         "there is no program 'train.py' on the PATH; the file of this name is not executable",
     ),
-    (CPU, f"{TWO} --rdzv_conf join_timout=5 train.py", "no setting 'join_timout' (did you mean join_timeout?)"),
+    (
+        CPU,
+        f"{TWO} --rdzv_conf join_timout=5 train.py",
+        "no setting 'join_timout' (did you mean join_timeout?)",
+    ),
     (CPU, "--log_dir= --num_processes 2 train.py", "log_dir='' names no folder"),
-    (CPU, "--main_process_ip --cpu train.py", "expected one argument; a value that begins with a hyphen is given as"),
-    (CPU, "--main_process_ip -x train.py", "main_process_ip='-x': '-x' is not the name or address of a host"),
+    (
+        CPU,
+        "--main_process_ip --cpu train.py",
+        "expected one argument; a value that begins with a hyphen is given as",
+    ),
+    (
+        CPU,
+        "--main_process_ip -x train.py",
+        "main_process_ip='-x': '-x' is not the name or address of a host",
+    ),
     (CPU, "--engine deepspeed train.py", "the engine deepspeed needs --deepspeed_hostfile"),
     (CPU, "--config_file zero.json train.py", "zero.json:1: unknown key bf16"),
-    (CPU, "--num_proceses 2 train.py", "unknown option --num_proceses (did you mean --num_processes?)"),
+    (
+        CPU,
+        "--num_proceses 2 train.py",
+        "unknown option --num_proceses (did you mean --num_processes?)",
+    ),
     (
         CPU,
         "--nproc-per-node=2 --num_processes 2 train.py",
@@ -43,12 +59,32 @@ CASES = [
     (CPU, "--standalone train.py", "unknown option --standalone: leave it out"),
     (CPU, "-h resilence", "no topic or option 'resilence' (did you mean resilience?)"),
     (CPU, ".", "'.' is a folder without a __main__.py"),
-    (CPU, "--mixed_precision bf61 train.py", "--mixed_precision='bf61' is not one of no, fp16, bf16, fp8"),
-    (GPUS, "--num_processes 3 train.py", "requests 3 processes on this machine, which has 2 cuda devices to use"),
+    (
+        CPU,
+        "--mixed_precision bf61 train.py",
+        "--mixed_precision='bf61' is not one of no, fp16, bf16, fp8",
+    ),
+    (
+        GPUS,
+        "--num_processes 3 train.py",
+        "requests 3 processes on this machine, which has 2 cuda devices to use",
+    ),
     (GPUS, "--gpu_ids 1,2 train.py", "there is no device 2; this machine has 2 (cuda 0 to 1)"),
-    (CPU, "--gpu_ids 0,1 train.py", "gpu_ids='0,1' (flag --gpu_ids): this machine has no accelerator"),
-    (CPU, "--multi_gpu train.py", "multi_gpu=True (flag --multi_gpu): this machine has no accelerator"),
-    (CPU, "--num_gpus=all train.py", "it means one process for each accelerator, and there is none to use"),
+    (
+        CPU,
+        "--gpu_ids 0,1 train.py",
+        "gpu_ids='0,1' (flag --gpu_ids): this machine has no accelerator",
+    ),
+    (
+        CPU,
+        "--multi_gpu train.py",
+        "multi_gpu=True (flag --multi_gpu): this machine has no accelerator",
+    ),
+    (
+        CPU,
+        "--num_gpus=all train.py",
+        "it means one process for each accelerator, and there is none to use",
+    ),
     (CPU, "--num_processes 0 train.py", "--num_processes=0 is out of range: use 1"),
     (CPU, "--num_processes two train.py", "--num_processes='two' is not an integer"),
     (CPU, "--cpu --num_processes 99999999 train.py", "--num_processes=99999999 is out of range"),
@@ -59,10 +95,26 @@ CASES = [
         "deepspeed_config_file='none.json' does not exist",
     ),
     (CPU, "--config_file broken.yaml train.py", "broken.yaml:3:8: not YAML"),
-    (CPU, "--config_file typed.yaml train.py", "typed.yaml:2: num_processes='two' is not an integer"),
-    (CPU, "--config_file typo.yaml train.py", "typo.yaml:2: unknown key num_proceses (did you mean num_processes?)"),
-    (CPU, "--config_file both.yaml train.py", "use_cpu (both.yaml:1) and distributed_type MULTI_GPU (both.yaml:2)"),
-    (CPU, "--cpu --num_processes 2 --main_process_port PORT train.py", "port PORT is in use on this machine"),
+    (
+        CPU,
+        "--config_file typed.yaml train.py",
+        "typed.yaml:2: num_processes='two' is not an integer",
+    ),
+    (
+        CPU,
+        "--config_file typo.yaml train.py",
+        "typo.yaml:2: unknown key num_proceses (did you mean num_processes?)",
+    ),
+    (
+        CPU,
+        "--config_file both.yaml train.py",
+        "use_cpu (both.yaml:1) and distributed_type MULTI_GPU (both.yaml:2)",
+    ),
+    (
+        CPU,
+        "--cpu --num_processes 2 --main_process_port PORT train.py",
+        "port PORT is in use on this machine",
+    ),
     (
         CPU,
         "--cpu --num_processes 2 --main_process_port 70000 train.py",
@@ -73,23 +125,49 @@ CASES = [
         "--cpu --num_machines 2 --num_processes 2 --machine_rank 1 --main_process_ip no.such.host.invalid train.py",
         "main_process_ip='no.such.host.invalid' does not resolve",
     ),
-    (CPU, f"{TWO} --machine_rank 2 train.py", "machine_rank=2 is out of range: with num_machines=2 it is 0 to 1"),
+    (
+        CPU,
+        f"{TWO} --machine_rank 2 train.py",
+        "machine_rank=2 is out of range: with num_machines=2 it is 0 to 1",
+    ),
     (CPU, "--config_file rank.yaml train.py", "machine_rank is from rank.yaml:4"),
-    (CPU, f"{TWO} --num_processes 3 train.py", "num_processes=3 counts the processes of all machines together"),
+    (
+        CPU,
+        f"{TWO} --num_processes 3 train.py",
+        "num_processes=3 counts the processes of all machines together",
+    ),
     (CPU, f"{TWO} --engine local train.py", "engine='local' (flag --engine) is one machine"),
-    (CPU, "--cpu --multi_gpu train.py", "cpu (flag --cpu) and multi_gpu (flag --multi_gpu) contradict each other"),
+    (
+        CPU,
+        "--cpu --multi_gpu train.py",
+        "cpu (flag --cpu) and multi_gpu (flag --multi_gpu) contradict each other",
+    ),
     (
         CPU,
         "--use_fsdp --use_deepspeed train.py",
         "use_fsdp (flag --use_fsdp) and use_deepspeed (flag --use_deepspeed)",
     ),
-    (CPU, "--num_processes 2 --log_dir train.py train.py", "log_dir='train.py': train.py is not a folder"),
-    (CPU, "--num_processes 2 --error_file . train.py", "error_file='.' is a folder: name the file to write"),
-    (CPU, "-m --no_python train.py", "module (flag --module) and no_python (flag --no_python) contradict each other"),
+    (
+        CPU,
+        "--num_processes 2 --log_dir train.py train.py",
+        "log_dir='train.py': train.py is not a folder",
+    ),
+    (
+        CPU,
+        "--num_processes 2 --error_file . train.py",
+        "error_file='.' is a folder: name the file to write",
+    ),
+    (
+        CPU,
+        "-m --no_python train.py",
+        "module (flag --module) and no_python (flag --no_python) contradict each other",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("machine", "line", "told"), CASES, ids=[line or "nothing" for _, line, _ in CASES])
+@pytest.mark.parametrize(
+    ("machine", "line", "told"), CASES, ids=[line or "nothing" for _, line, _ in CASES]
+)
 def test_one_error_and_nothing_started(machine, line, told, tmp_path, monkeypatch, capsys):
     for name in ("ACCELERATE_CONFIG_FILE", "OMP_NUM_THREADS", "ACCELERATE_USE_CPU"):
         monkeypatch.delenv(name, raising=False)
@@ -106,7 +184,11 @@ def test_one_error_and_nothing_started(machine, line, told, tmp_path, monkeypatc
         with pytest.raises(SystemExit) as end:
             launch.main(line.replace("PORT", port).split())
     assert end.value.code == 2
-    errors = [text for text in capsys.readouterr().err.splitlines() if not text.startswith("accelerate: 2 ")]
+    errors = [
+        text
+        for text in capsys.readouterr().err.splitlines()
+        if not text.startswith("accelerate: 2 ")
+    ]
     assert len(errors) == 1 and errors[0].startswith("accelerate: error: ")
     assert told.replace("PORT", port) in errors[0]
     assert not (tmp_path / "started").exists()

@@ -13,7 +13,8 @@ from accelerate.utils import ProjectConfiguration
 @pytest.fixture
 def project(tmp_path):
     accelerator = Accelerator(
-        cpu=True, project_config=ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
+        cpu=True,
+        project_config=ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True),
     )
     accelerator.prepare(torch.nn.Linear(3, 3))
     for _ in range(2):
@@ -48,7 +49,10 @@ def test_checkpoints_that_were_set_aside_are_listed(project, capsys):
     moved = [set_aside(folder / "checkpoint_1"), set_aside(folder / "checkpoint_0")]
     assert run("list", project) == 0
     told = capsys.readouterr().out
-    assert told.index("checkpoint_0.damaged") < told.index("checkpoint_1.damaged") and "ok" not in told.split()
+    assert (
+        told.index("checkpoint_0.damaged") < told.index("checkpoint_1.damaged")
+        and "ok" not in told.split()
+    )
     moved[0].rename(folder / "checkpoint_1")
     assert run("list", folder) == 0
     told = capsys.readouterr().out.splitlines()

@@ -51,7 +51,12 @@ def test_tab_in_bash(folder):
     assert words("launch", "--cpu", "tr") == ["train.py"]
     assert "show" in words("config", "")
     # Each command completes its options, those of the parser that it runs with.
-    for command, option in (("merge-weights", "--remove"), ("report", "--format"), ("env", "--js"), ("test", "--num")):
+    for command, option in (
+        ("merge-weights", "--remove"),
+        ("report", "--format"),
+        ("env", "--js"),
+        ("test", "--num"),
+    ):
         assert words(command, option)[0].startswith(option)
     assert words("monitor", "tr") == words("report", "tr") == ["train.py"]
 

@@ -62,16 +62,24 @@ def test_explain_shows_origins(tmp_path, capsys, monkeypatch):
 
 
 def test_show_without_a_file_shows_where_a_launch_runs(monkeypatch, capsys):
-    monkeypatch.delenv("FSDP_CPU_RAM_EFFICIENT_LOADING", raising=False)  # plugins of other tests set it
+    monkeypatch.delenv(
+        "FSDP_CPU_RAM_EFFICIENT_LOADING", raising=False
+    )  # plugins of other tests set it
     config.main(["show", "--num_processes", "2", "--use_fsdp"])
     lines = [line for line in capsys.readouterr().out.splitlines() if line]
     assert [line.split()[0] for line in lines] == [
         "device", "num_processes", "num_machines", "mixed_precision", "layout", "file:"
     ]  # fmt: skip
-    assert lines[0].split()[1:] == ["cpu", "default"] and lines[4].split()[1:] == ["FSDP", "flag", "--use_fsdp"]
+    assert lines[0].split()[1:] == ["cpu", "default"] and lines[4].split()[1:] == [
+        "FSDP",
+        "flag",
+        "--use_fsdp",
+    ]
 
 
-@pytest.mark.parametrize("name", ["mixed_precision", "mixed-precision", "ACCELERATE_MIXED_PRECISION"])
+@pytest.mark.parametrize(
+    "name", ["mixed_precision", "mixed-precision", "ACCELERATE_MIXED_PRECISION"]
+)
 def test_explain_shows_only_the_named_options(name, tmp_path, capsys):
     config.main(["explain", name, "--mixed_precision", "fp16", "num_processes"])
     shown = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line]
@@ -79,7 +87,8 @@ def test_explain_shows_only_the_named_options(name, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["defualt"], ["default", "--config_file", "/"], ["update", "--config_file", "/no/such.yaml"]]
+    "arguments",
+    [["defualt"], ["default", "--config_file", "/"], ["update", "--config_file", "/no/such.yaml"]],
 )
 def test_what_cannot_be_ends_with_two(arguments, capsys):
     with pytest.raises(SystemExit) as end:
@@ -102,7 +111,9 @@ def answers(monkeypatch, *lines):
 
 
 def test_questions_on_a_cpu_machine(monkeypatch, tmp_path):
-    left = answers(monkeypatch, "", "", "1", "", "")  # machines, processes, precision, compile, write
+    left = answers(
+        monkeypatch, "", "", "1", "", ""
+    )  # machines, processes, precision, compile, write
     path = questions.run(tmp_path / "c.yaml")
     assert list(left) == []
     loaded = load_config_from_file(path)
@@ -120,13 +131,20 @@ def test_questions_go_back_and_follow_the_answers(monkeypatch, tmp_path):
     )  # fmt: skip
     loaded = load_config_from_file(questions.run(tmp_path / "c.yaml"))
     assert loaded.distributed_type is DistributedType.FSDP
-    assert (loaded.num_machines, loaded.machine_rank, loaded.main_process_ip, loaded.main_process_port) == (
+    assert (
+        loaded.num_machines,
+        loaded.machine_rank,
+        loaded.main_process_ip,
+        loaded.main_process_port,
+    ) == (
         2,
         1,
         "10.0.0.1",
         29500,
     )
-    assert loaded.num_processes == 16 and loaded.mixed_precision == "bf16" and loaded.use_cpu is False
+    assert (
+        loaded.num_processes == 16 and loaded.mixed_precision == "bf16" and loaded.use_cpu is False
+    )
     assert loaded.fsdp_config["fsdp_transformer_layer_cls_to_wrap"] == "Block"
     assert "fsdp_sharding_strategy" not in loaded.fsdp_config
 
@@ -136,14 +154,22 @@ def test_questions_go_back_and_follow_the_answers(monkeypatch, tmp_path):
     [
         (False, ["1", "1", "", "", ""], {"tp": 2, "dp_replicate": 4}),  # tp, cp, sp, pp
         (False, ["1", "", "", "", "3"], {"pp": 8}),
-        (True, ["1", "1", "1", ""], {"tp": 2, "cp": 2, "dp_shard": 2}),  # sp and pp are refused beside cp: copies
+        (
+            True,
+            ["1", "1", "1", ""],
+            {"tp": 2, "cp": 2, "dp_shard": 2},
+        ),  # sp and pp are refused beside cp: copies
         (
             True,
             ["1", "", "<", "1", "", "", "1"],
             {"tp": 2, "pp": 2, "dp_shard": 2},
         ),  # FSDP takes the last two
         (True, ["1", "", "", "", "", "2"], {"dp_replicate": 4, "dp_shard": 2}),
-        (True, ["1", "3", "2", "", ""], {"tp": 4, "dp_shard": 2}),  # 8 is not offered: it leaves FSDP none
+        (
+            True,
+            ["1", "3", "2", "", ""],
+            {"tp": 4, "dp_shard": 2},
+        ),  # 8 is not offered: it leaves FSDP none
         (False, ["1", "", "", "", ""], {}),
     ],
 )
@@ -153,10 +179,14 @@ def test_questions_split_a_model(monkeypatch, tmp_path, fsdp, given, sizes):
     left = answers(monkeypatch, *before, *given, "", "", "0")  # precision, compile, write
     loaded = load_config_from_file(questions.run(tmp_path / "c.yaml"))
     assert list(left) == []
-    assert loaded.parallelism_config == {f"parallelism_config_{name}_size": size for name, size in sizes.items()}
+    assert loaded.parallelism_config == {
+        f"parallelism_config_{name}_size": size for name, size in sizes.items()
+    }
     if sizes:
         layout = ParallelismConfig(**{f"{name}_size": size for name, size in sizes.items()})
-        assert choose_strategy(8, layout, FullyShardedDataParallelPlugin(fsdp_version=2) if fsdp else None)
+        assert choose_strategy(
+            8, layout, FullyShardedDataParallelPlugin(fsdp_version=2) if fsdp else None
+        )
 
 
 def test_an_ended_input_is_said(monkeypatch, tmp_path):

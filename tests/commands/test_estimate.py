@@ -31,13 +31,23 @@ CONFIGS = {
         "vocab_size": 60,
         "dtype": "bfloat16",
     },
-    "bert": {"architectures": ["Unheard"], "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
+    "bert": {
+        "architectures": ["Unheard"],
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    },
 }
 
 
 def stored(tensors):
     """The bytes of tensors by the memory they really have; what is shared counts once."""
-    return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+    return sum(
+        {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            for tensor in tensors
+        }.values()
+    )
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -49,7 +59,9 @@ def test_the_figures_are_those_of_a_built_model(tmp_path, kind, capsys):
 
     config = transformers.AutoConfig.from_pretrained(tmp_path)
     config.dtype = torch.float32
-    maker = getattr(transformers, CONFIGS[kind]["architectures"][0], transformers.AutoModel.from_config)
+    maker = getattr(
+        transformers, CONFIGS[kind]["architectures"][0], transformers.AutoModel.from_config
+    )
     built = maker(config)
     assert type(built) is type(model)
     whole, half = (
@@ -57,15 +69,23 @@ def test_the_figures_are_those_of_a_built_model(tmp_path, kind, capsys):
         estimate.footprint(model, "float16"),
     )
     assert whole.total == stored([*built.parameters(), *built.buffers()])
-    blocks = [part for part in built.modules() if type(part).__name__ in ("GPT2Block", "LlamaDecoderLayer")]
+    blocks = [
+        part
+        for part in built.modules()
+        if type(part).__name__ in ("GPT2Block", "LlamaDecoderLayer")
+    ]
     if blocks:
-        assert whole.largest == max(stored([*block.parameters(), *block.buffers()]) for block in blocks)
+        assert whole.largest == max(
+            stored([*block.parameters(), *block.buffers()]) for block in blocks
+        )
 
     optimizer = torch.optim.AdamW(built.parameters())
     for weight in built.parameters():
         weight.grad = torch.zeros_like(weight)
     optimizer.step()
-    moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    moments = [
+        state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")
+    ]
     gradients = stored([weight.grad for weight in built.parameters()])
     assert whole.training == whole.total + gradients + stored(moments)
 
@@ -73,8 +93,12 @@ def test_the_figures_are_those_of_a_built_model(tmp_path, kind, capsys):
     assert half.total == stored([*built.parameters(), *built.buffers()])
     assert half.training == whole.training + stored(built.parameters())
     whole_numbers = stored(tensor for tensor in built.buffers() if not tensor.is_floating_point())
-    assert estimate.footprint(model, "int8").total == (half.total - whole_numbers) // 2 + whole_numbers
-    assert estimate.footprint(model, "int4").total == (half.total - whole_numbers) // 4 + whole_numbers
+    assert (
+        estimate.footprint(model, "int8").total == (half.total - whole_numbers) // 2 + whole_numbers
+    )
+    assert (
+        estimate.footprint(model, "int4").total == (half.total - whole_numbers) // 4 + whole_numbers
+    )
     assert estimate.footprint(model, "int4").training is None
 
     estimate.main([str(tmp_path), "--dtypes", "float32", "int8"])
@@ -105,7 +129,9 @@ def test_a_configuration_in_the_cache_needs_no_network(monkeypatch, tmp_path):
     import huggingface_hub
 
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", **CONFIGS["gpt2"]}))
-    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: str(tmp_path / "config.json"))
+    monkeypatch.setattr(
+        huggingface_hub, "try_to_load_from_cache", lambda *_: str(tmp_path / "config.json")
+    )
     assert type(estimate.build("some/model")).__name__ == "GPT2LMHeadModel"
 
 

@@ -46,7 +46,9 @@ def read(folder, kind=transformers.AutoModelForCausalLM):
 
 
 def same(expected, state):
-    return distance(expected, state) == 0 and {v.dtype for v in state.values()} == {v.dtype for v in expected.values()}
+    return distance(expected, state) == 0 and {v.dtype for v in state.values()} == {
+        v.dtype for v in expected.values()
+    }
 
 
 def save(folder):
@@ -69,17 +71,23 @@ def test_shards_of_two_ranks(ranks, tmp_path):
     assert same(model_of().state_dict(), read(tmp_path / "out"))
 
 
-@pytest.mark.parametrize("options", [{}, {"safe_serialization": False}, {"layout": "compat"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"safe_serialization": False}, {"layout": "compat"}], ids=str
+)
 def test_unsharded_checkpoints(options, tmp_path):
     accelerator = Accelerator(cpu=True)
     model = model_of().to(torch.bfloat16)
     model.generation_config.max_new_tokens = 7
     accelerator.prepare(model, llama())
     accelerator.save_state(tmp_path / "checkpoint", **options)
-    file = "pytorch_model.bin" if options.get("safe_serialization") is False else "model.safetensors"
+    file = (
+        "pytorch_model.bin" if options.get("safe_serialization") is False else "model.safetensors"
+    )
     export(tmp_path / "checkpoint" / file, tmp_path / "out")
     assert same(model.state_dict(), read(tmp_path / "out"))
-    assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["max_new_tokens"] == 7
+    assert (
+        json.loads((tmp_path / "out" / "generation_config.json").read_text())["max_new_tokens"] == 7
+    )
 
 
 def test_a_configuration_from_elsewhere(tmp_path, capsys):
@@ -87,7 +95,10 @@ def test_a_configuration_from_elsewhere(tmp_path, capsys):
     accelerator = Accelerator(cpu=True)
     accelerator.save_model(accelerator.prepare(model_of()), tmp_path / "weights")
     export(tmp_path / "weights", tmp_path / "out")
-    assert "without config.json" in capsys.readouterr().out and not (tmp_path / "out" / "config.json").exists()
+    assert (
+        "without config.json" in capsys.readouterr().out
+        and not (tmp_path / "out" / "config.json").exists()
+    )
     llama(tie_word_embeddings=True).save_pretrained(tmp_path / "base")
     export(tmp_path / "weights", tmp_path / "out", "--base", tmp_path / "base")
     assert same(model_of().state_dict(), read(tmp_path / "out"))
@@ -99,20 +110,32 @@ def test_adapters(case, tmp_path, capsys):
     accelerator.prepare(build(case))
     accelerator.save_state(tmp_path / "checkpoint")
     export(tmp_path / "checkpoint", tmp_path / "adapter")
-    loaded = peft.PeftModel.from_pretrained(base(case), tmp_path / "adapter", autocast_adapter_dtype=False)
+    loaded = peft.PeftModel.from_pretrained(
+        base(case), tmp_path / "adapter", autocast_adapter_dtype=False
+    )
     for name in ["default"] + ["other"] * (len(CASES[case][1]) - 1):
         if name == "other":
             loaded.load_adapter(tmp_path / "adapter" / name, name, autocast_adapter_dtype=False)
         options = {"adapter_name": name, "save_embedding_layers": False}
-        states = [peft.get_peft_model_state_dict(model, **options) for model in (build(case), loaded)]
+        states = [
+            peft.get_peft_model_state_dict(model, **options) for model in (build(case), loaded)
+        ]
         assert distance(*states) == 0
     base(case).save_pretrained(tmp_path / "base")
-    export(tmp_path / "checkpoint", tmp_path / "merged", "--base", tmp_path / "base", "--merge-adapters")
+    export(
+        tmp_path / "checkpoint",
+        tmp_path / "merged",
+        "--base",
+        tmp_path / "base",
+        "--merge-adapters",
+    )
     # With its base, in a file whose tied weights have one name.
     accelerator.save_state(tmp_path / "entire", layout="compat")
     export(tmp_path / "entire", tmp_path / "joined", "--merge-adapters")
     for folder in ("merged", "joined"):
-        assert distance(build(case).merge_and_unload().state_dict(), read(tmp_path / folder)) < 1e-12
+        assert (
+            distance(build(case).merge_and_unload().state_dict(), read(tmp_path / folder)) < 1e-12
+        )
 
 
 def test_a_head_that_the_base_does_not_have(tmp_path):
@@ -120,14 +143,18 @@ def test_a_head_that_the_base_does_not_have(tmp_path):
     llama().save_pretrained(tmp_path / "base")
     kind = transformers.AutoModelForSequenceClassification
     model = kind.from_pretrained(tmp_path / "base", num_labels=3)
-    model = peft.get_peft_model(model, peft.LoraConfig(task_type="SEQ_CLS"), autocast_adapter_dtype=False)
+    model = peft.get_peft_model(
+        model, peft.LoraConfig(task_type="SEQ_CLS"), autocast_adapter_dtype=False
+    )
     for parameter in model.parameters():
         if parameter.requires_grad:
             torch.nn.init.normal_(parameter)
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(model)
     accelerator.save_state(tmp_path / "checkpoint")
-    export(tmp_path / "checkpoint", tmp_path / "out", "--base", tmp_path / "base", "--merge-adapters")
+    export(
+        tmp_path / "checkpoint", tmp_path / "out", "--base", tmp_path / "base", "--merge-adapters"
+    )
     assert distance(model.merge_and_unload().state_dict(), read(tmp_path / "out", kind)) < 1e-12
 
 
@@ -137,7 +164,12 @@ def project(tmp_path_factory):
     folder = tmp_path_factory.mktemp("project")
     trained = build("rslora")
     trained.base_model.model.model.norm.weight.requires_grad_(True)
-    models = {"checkpoint_0": [llama()], "checkpoint_1": [build("lora")], "two": [llama(), llama()], "peft": [trained]}
+    models = {
+        "checkpoint_0": [llama()],
+        "checkpoint_1": [build("lora")],
+        "two": [llama(), llama()],
+        "peft": [trained],
+    }
     models["adapter"] = models["checkpoint_1"]
     for name, parts in models.items():
         accelerator = Accelerator(cpu=True)
@@ -161,12 +193,21 @@ def project(tmp_path_factory):
         ("two out", ["several models", "two/model_1.safetensors"]),
         ("checkpoint_0 file", ["file", "give a folder"]),
         ("checkpoint_0 out --max_shard_size 5", ["--max_shard_size", "5.0GB"]),
-        ("checkpoint_0 out --merge_adapters --base other", ["--merge_adapters", "without adapters"]),
-        ("checkpoint_0 out --base wide", ["wide", "model.embed_tokens.weight (saved [32, 32], here [32, 64])"]),
+        (
+            "checkpoint_0 out --merge_adapters --base other",
+            ["--merge_adapters", "without adapters"],
+        ),
+        (
+            "checkpoint_0 out --base wide",
+            ["wide", "model.embed_tokens.weight (saved [32, 32], here [32, 64])"],
+        ),
         ("checkpoint_1 out --merge_adapters", ["checkpoint_1/adapter", "--base"]),
         ("checkpoint_1 out --merge_adapters --base ./gone", ["--base ./gone", "no folder"]),
         ("checkpoint_1 out --base other", ["--merge_adapters"]),
-        ("checkpoint_1 out --merge_adapters --base other", ["other", "1 of 21 ", "layers.1.mlp.up_proj.weight"]),
+        (
+            "checkpoint_1 out --merge_adapters --base other",
+            ["other", "1 of 21 ", "layers.1.mlp.up_proj.weight"],
+        ),
         ("peft out", ["adapters and their base", "--merge_adapters"]),
         ("peft out --merge_adapters --base other", ["--base", "adapters and their base"]),
     ],

@@ -21,7 +21,10 @@ from accelerate.core.options import GROUPS
 
 def run(*arguments):
     return subprocess.run(
-        [sys.executable, "-m", "accelerate.commands.main", *arguments], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "accelerate.commands.main", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
 
 
@@ -33,13 +36,23 @@ def test_unknown_commands_get_the_nearest():
 @pytest.mark.parametrize(
     ("line", "code", "message"),
     [
-        ("config default --config_file taken/file.yaml", 2, "config_file='taken/file.yaml': taken is not a folder"),
+        (
+            "config default --config_file taken/file.yaml",
+            2,
+            "config_file='taken/file.yaml': taken is not a folder",
+        ),
         ("launch --cpu --log_dir taken taken", 2, "log_dir='taken': taken is not a folder"),
         # Only the attempt shows that nothing can be written here.
-        ("config default --config_file /proc/file.yaml", 1, "/proc/file.yaml cannot be read or written"),
+        (
+            "config default --config_file /proc/file.yaml",
+            1,
+            "/proc/file.yaml cannot be read or written",
+        ),
     ],
 )
-def test_a_place_that_cannot_be_written_is_one_line(line, code, message, tmp_path, monkeypatch, capsys):
+def test_a_place_that_cannot_be_written_is_one_line(
+    line, code, message, tmp_path, monkeypatch, capsys
+):
     (tmp_path / "taken").write_text("")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["accelerate", *line.split()])
@@ -66,7 +79,9 @@ def test_help_and_version_are_commands(words, code, text, monkeypatch, capsys):
 
 
 def test_console_commands_are_those_of_the_api(monkeypatch, capsys):
-    scripts = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["scripts"]
+    scripts = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"][
+        "scripts"
+    ]
     assert set(scripts) == {
         "accelerate",
         *(f"accelerate-{name}" for name in ("config", "estimate-memory", "launch", "merge-weights")),
@@ -85,7 +100,9 @@ def test_every_command_shows_help_without_torch():
         "    try: main.main()\n    except SystemExit as end: assert not end.code, name\n"
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules and 'yaml' not in sys.modules\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     assert all(name in done.stdout for name in command.COMMANDS)
 
@@ -113,11 +130,22 @@ def test_env_as_json(tmp_path):
 
 def test_the_parser_has_both_spellings_and_the_api_s_defaults():
     parser = launch_command_parser()
-    args = parser.parse_args(["--num-processes", "2", "--mixed_precision", "bf16", "x.py", "--lr", "1", "--cpu"])
+    args = parser.parse_args(
+        ["--num-processes", "2", "--mixed_precision", "bf16", "x.py", "--lr", "1", "--cpu"]
+    )
     assert (args.num_processes, args.mixed_precision, args.training_script) == (2, "bf16", "x.py")
     assert args.training_script_args == ["--lr", "1", "--cpu"] and args.cpu is False
-    assert (args.fsdp_version, args.fsdp_offload_params, args.fsdp_min_num_params) == ("1", "false", 100000000)
-    assert (args.rdzv_backend, args.max_restarts, args.monitor_interval, args.tee) == ("static", 0, 0.1, "0")
+    assert (args.fsdp_version, args.fsdp_offload_params, args.fsdp_min_num_params) == (
+        "1",
+        "false",
+        100000000,
+    )
+    assert (args.rdzv_backend, args.max_restarts, args.monitor_interval, args.tee) == (
+        "static",
+        0,
+        0.1,
+        "0",
+    )
     assert parser.parse_args(["--no_tpu_cluster", "x.py"]).tpu_use_cluster is False
     args = parser.parse_args(["--slurm_options", "--partition=gpu --exclusive", "--cpu", "x.py"])
     assert args.slurm_options == "--partition=gpu --exclusive" and args.cpu is True
@@ -142,7 +170,9 @@ def test_help_by_topic_fits_80_columns(capsys, monkeypatch):
     usual, everything = shown(capsys, "-h"), shown(capsys, "-h", "all")
     assert everything == shown(capsys, "--help-all")
     assert max(map(len, (usual + everything).splitlines())) <= 80 and len(usual.splitlines()) < 90
-    assert "examples:" in usual and "--num_processes" in usual and "--fsdp_offload_params" not in usual
+    assert (
+        "examples:" in usual and "--num_processes" in usual and "--fsdp_offload_params" not in usual
+    )
     topics = [shown(capsys, "-h", group.title.lower()) for group in GROUPS]
     for group, text in zip(GROUPS, topics, strict=True):
         assert f"\n  {group.title.lower()} " in usual
@@ -171,7 +201,10 @@ def test_options_of_torchrun():
     )
     assert (args.machine_rank, args.main_process_ip, args.main_process_port) == (1, "a", 29511)
     settings = resolve_settings(given(args))
-    assert (settings["num_processes"], settings.origin("num_processes")) == (12, "flag --nproc_per_node")
+    assert (settings["num_processes"], settings.origin("num_processes")) == (
+        12,
+        "flag --nproc_per_node",
+    )
 
 
 def test_launch_command_returns_to_its_caller(tmp_path, monkeypatch):
@@ -183,14 +216,18 @@ def test_launch_command_returns_to_its_caller(tmp_path, monkeypatch):
     )
     parser = launch_command_parser()
     launch_command(
-        parser.parse_args(["-q", "--cpu", "--mixed_precision", "bf16", str(script), str(tmp_path / "out"), "0"])
+        parser.parse_args(
+            ["-q", "--cpu", "--mixed_precision", "bf16", str(script), str(tmp_path / "out"), "0"]
+        )
     )
     assert (tmp_path / "out").read_text() == "bf16"
     with pytest.raises(SystemExit) as end:
         launch_command(parser.parse_args(["-q", "--cpu", str(script), str(tmp_path / "out"), "5"]))
     assert end.value.code == 5
     # A namespace that another tool made: what differs from the defaults counts as given.
-    plain = argparse.Namespace(**vars(parser.parse_args(["-q", str(script), str(tmp_path / "out"), "0"])))
+    plain = argparse.Namespace(
+        **vars(parser.parse_args(["-q", str(script), str(tmp_path / "out"), "0"]))
+    )
     del plain.given_options
     plain.cpu, plain.mixed_precision, plain.quiet = True, "fp16", True
     launch_command(plain)
@@ -207,7 +244,14 @@ def test_the_api_s_names_of_parsers_and_helpers():
     checks.test_command_parser(commands)
     args = parser.parse_args(["tpu-config", "--tpu_name", "pod"])
     assert args.func is tpu.tpu_command_launcher and args.tpu_name == "pod"
-    assert to_fsdp2.convert_config_to_fsdp2({"distributed_type": "FSDP"})["fsdp_config"] == {"fsdp_version": 2}
+    assert to_fsdp2.convert_config_to_fsdp2({"distributed_type": "FSDP"})["fsdp_config"] == {
+        "fsdp_version": 2
+    }
     assert estimate.add_timm_hub_prefix("timm/resnet18") == "hf-hub:timm/resnet18"
     words = ["--rate", "5e-5", "--train", "False", "--steps", "3", "--name", "bert"]
-    assert launch._convert_nargs_to_dict(words) == {"rate": 5e-5, "train": False, "steps": 3, "name": "bert"}
+    assert launch._convert_nargs_to_dict(words) == {
+        "rate": 5e-5,
+        "train": False,
+        "steps": 3,
+        "name": "bert",
+    }

@@ -32,7 +32,11 @@ from accelerate.telemetry.records import events_file
         ("run --json --port 1", 2, "--json shows one run"),
         ("run --once", 2, "--once needs --json"),
         ("run/values.jsonl", 1, "is a file: give the folder of a run"),
-        ("foreign", 1, "foreign is not the folder of a run: it has neither telemetry/ nor values.jsonl"),
+        (
+            "foreign",
+            1,
+            "foreign is not the folder of a run: it has neither telemetry/ nor values.jsonl",
+        ),
     ],
 )
 def test_bad_input(tmp_path, monkeypatch, capsys, arguments, code, message):
@@ -58,7 +62,10 @@ def test_a_port_in_use(tmp_path, capsys):
 @pytest.mark.parametrize("width", [60, 120])
 def test_the_terminal_shows_the_run(tmp_path, width):
     folder = planted_run(tmp_path, 1000, 3, slow=1)
-    write_lines(events_file(folder, 2), {"time": 2e9, "event": "out_of_memory", "message": "too [large]", "step": 9})
+    write_lines(
+        events_file(folder, 2),
+        {"time": 2e9, "event": "out_of_memory", "message": "too [large]", "step": 9},
+    )
     console = Console(width=width, file=io.StringIO(), record=True)
     terminal.show(open_runs([str(folder)])[0], console)
     text = console.export_text()
@@ -66,7 +73,9 @@ def test_the_terminal_shows_the_run(tmp_path, width):
     assert max(map(len, lines)) <= width
     (slow,) = (line for line in lines if "rank 1 slow" in line)
     shades = slow.split("slow ")[1].rstrip(" │")
-    assert set(shades[: len(shades) // 2 - 2]) <= set("·░") and set(shades[len(shades) // 2 + 2 :]) <= set("▓█")
+    assert set(shades[: len(shades) // 2 - 2]) <= set("·░") and set(
+        shades[len(shades) // 2 + 2 :]
+    ) <= set("▓█")
     for part in ("step 1,000", "loss", "communication", "out of memory", "too [large]"):
         assert part in text
 
@@ -80,7 +89,12 @@ def test_the_terminal_waits_for_an_empty_run(tmp_path):
 def test_the_present_state_as_json(tmp_path, capsys):
     monitor.main([str(planted_run(tmp_path / "run", 1000, 3, slow=2)), "--json", "--once"])
     state = json.loads(capsys.readouterr().out)
-    assert (state["name"], state["state"], state["step"], state["ranks"]) == ("run", "running", 1000, 3)
+    assert (state["name"], state["state"], state["step"], state["ranks"]) == (
+        "run",
+        "running",
+        1000,
+        3,
+    )
     assert state["slow_ranks"] == [2] and state["age_seconds"] > 0
     records = [planted_records(1000, rank, "data" if rank == 2 else None) for rank in range(3)]
     assert state["loss"] == pytest.approx(sum(rows["loss"][-1] for rows in records) / 3)
@@ -107,7 +121,11 @@ def test_states_are_printed_from_before_the_run_to_its_end(tmp_path, monkeypatch
     monitor.main([str(folder), "--json"])
     output, error = capsys.readouterr()
     states = [json.loads(line) for line in output.splitlines()]
-    assert [(state["state"], state["step"]) for state in states] == [("waiting", 0), ("running", 20), ("ended", 20)]
+    assert [(state["state"], state["step"]) for state in states] == [
+        ("waiting", 0),
+        ("running", 20),
+        ("ended", 20),
+    ]
     assert states[0]["loss"] is None
     assert error.count("\n") == 1 and f"waiting for {folder}" in error
 
@@ -118,7 +136,9 @@ def test_a_page_that_waits_for_a_run_ends_on_ctrl_c(tmp_path):
     program = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
     program += "from accelerate.commands.main import main; sys.exit(main())"
     command = [sys.executable, "-c", program, "monitor", str(tmp_path / "run")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert "waiting for" in process.stderr.readline()
         url = process.stdout.readline().split()[1]
         with urllib.request.urlopen(url, timeout=30) as answer:

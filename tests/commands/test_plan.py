@@ -79,19 +79,33 @@ def test_a_written_plan_launches_and_calibrates(folder, capsys, monkeypatch):
     from accelerate.planning import machine
 
     links = dict.fromkeys(machine._COLLECTIVES, (1e-5, 1e9))
-    here = machine.Machine(2, 1 << 30, "cpu", flops=1e10, bandwidth=1e10, overhead=1e-5, links=links)
+    here = machine.Machine(
+        2, 1 << 30, "cpu", flops=1e10, bandwidth=1e10, overhead=1e-5, links=links
+    )
     monkeypatch.setattr(machine, "found", lambda ranks: here)
     wanted = ("plan_net:make", "--batch", "4x64:float32", "--ranks", 2, "--layouts", "ddp", "fsdp")
     assert run(*wanted[:-1], "--json", "--write", "plan.yaml") == 0
     found = json.loads(capsys.readouterr().out)
     parameters = 4 * (64 * 64 + 64)
     (ddp,) = (one for one in found["layouts"] if one["layout"] == "ddp")
-    assert ddp["fits"] and ddp["memory_by_kind"]["weights"] == 4 * parameters and ddp["sent_bytes"] == 4 * parameters
+    assert (
+        ddp["fits"]
+        and ddp["memory_by_kind"]["weights"] == 4 * parameters
+        and ddp["sent_bytes"] == 4 * parameters
+    )
     assert {one["layout"] for one in found["layouts"]} == {"ddp"}
     assert launch_file.read("plan.yaml").values["num_processes"].value == 2
 
     (folder / "train.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "accelerate.commands.main", "launch", "--config_file", "plan.yaml", "train.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.main",
+        "launch",
+        "--config_file",
+        "plan.yaml",
+        "train.py",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (done.stdout + done.stderr).count("plan ddp: memory") == 1
@@ -99,7 +113,9 @@ def test_a_written_plan_launches_and_calibrates(folder, capsys, monkeypatch):
     assert measured["memory_of"] == "process" and measured["step_seconds"] > 0
 
     assert run(*wanted, "--json", "--calibrate", "plan.yaml") == 0
-    (ddp,) = (one for one in json.loads(capsys.readouterr().out)["layouts"] if one["layout"] == "ddp")
+    (ddp,) = (
+        one for one in json.loads(capsys.readouterr().out)["layouts"] if one["layout"] == "ddp"
+    )
     low, high = ddp["step_seconds"]
     assert (low + high) / 2 == pytest.approx(measured["step_seconds"])
     assert (high - low) / (high + low) == pytest.approx(0.2)
@@ -112,7 +128,10 @@ def test_nothing_fits(capsys):
     assert "does not fit; memory per rank and messages in KiB:" in printed.out
     assert max(map(len, printed.out.splitlines())) <= 100
     assert re.search("accelerate: 2 of [0-9]+ layouts: fsdp, .* per rank, step ", printed.err)
-    assert "nothing fits into 97.66 KiB per rank: the nearest, fsdp" in printed.err and "more" in printed.err
+    assert (
+        "nothing fits into 97.66 KiB per rank: the nearest, fsdp" in printed.err
+        and "more" in printed.err
+    )
 
 
 def test_what_was_estimated_before_an_interrupt_is_shown(capsys, monkeypatch):
@@ -122,12 +141,23 @@ def test_what_was_estimated_before_an_interrupt_is_shown(capsys, monkeypatch):
     def interrupted(training, machine, layouts, processes, on_estimate):
         interval = estimate.Interval(2 << 20, 3 << 20)
         kinds = dict.fromkeys(KINDS, 1 << 19)
-        on_estimate(estimate.Estimate(layouts[0], interval, kinds, estimate.Interval(1, 2), 0, True), len(layouts))
+        on_estimate(
+            estimate.Estimate(layouts[0], interval, kinds, estimate.Interval(1, 2), 0, True),
+            len(layouts),
+        )
         raise KeyboardInterrupt
 
     monkeypatch.setattr(estimate, "plan", interrupted)
-    assert run("plan_net:make", "--batch", "8x64:float32", "--machine", "2x1GB", "--write", "plan.yaml") == 130
-    assert re.search(r"ddp +2.00-3.00 +0.50 ", capsys.readouterr().out) and not Path("plan.yaml").exists()
+    assert (
+        run(
+            "plan_net:make", "--batch", "8x64:float32", "--machine", "2x1GB", "--write", "plan.yaml"
+        )
+        == 130
+    )
+    assert (
+        re.search(r"ddp +2.00-3.00 +0.50 ", capsys.readouterr().out)
+        and not Path("plan.yaml").exists()
+    )
 
 
 WRONG = {

@@ -77,20 +77,29 @@ def test_each_key_becomes_what_it_means(convert):
     ],
 )
 def test_strategies(convert, strategy, machines, reshard, told):
-    text = OLD.replace("FULL_SHARD", strategy).replace("num_machines: 1", f"num_machines: {machines}")
+    text = OLD.replace("FULL_SHARD", strategy).replace(
+        "num_machines: 1", f"num_machines: {machines}"
+    )
     data, said = convert(text)
     assert data["fsdp_config"]["fsdp_reshard_after_forward"] is reshard
     assert "fsdp_sharding_strategy" not in data["fsdp_config"]
     assert told is None or told in said
     replicas = machines if strategy.startswith("HYBRID") and machines in (2, 4) else None
-    assert data.get("parallelism_config", {}).get("parallelism_config_dp_replicate_size") == replicas
+    assert (
+        data.get("parallelism_config", {}).get("parallelism_config_dp_replicate_size") == replicas
+    )
 
 
 def test_state_dicts(convert):
     data, told = convert(OLD.replace("SHARDED_STATE_DICT", "LOCAL_STATE_DICT"))
-    assert data["fsdp_config"]["fsdp_state_dict_type"] == "SHARDED_STATE_DICT" and "no local one" in told
+    assert (
+        data["fsdp_config"]["fsdp_state_dict_type"] == "SHARDED_STATE_DICT"
+        and "no local one" in told
+    )
     data, told = convert(OLD.replace("  fsdp_state_dict_type: SHARDED_STATE_DICT\n", ""))
-    assert "fsdp_state_dict_type" not in data["fsdp_config"] and "FSDP1 saves FULL_STATE_DICT" in told
+    assert (
+        "fsdp_state_dict_type" not in data["fsdp_config"] and "FSDP1 saves FULL_STATE_DICT" in told
+    )
 
 
 def test_version_2_stays_what_it_is(convert, tmp_path):
@@ -108,7 +117,9 @@ def test_the_launcher_takes_the_result(convert, tmp_path, capsys, monkeypatch):
     convert(OLD.replace("FULL_SHARD", "HYBRID_SHARD").replace("num_machines: 1", "num_machines: 2"))
     assert launch_file.read(tmp_path / "new.yaml").notes == []
     (tmp_path / "train.py").write_text("")
-    launch.main(["--config_file", str(tmp_path / "new.yaml"), "--dry_run", str(tmp_path / "train.py")])
+    launch.main(
+        ["--config_file", str(tmp_path / "new.yaml"), "--dry_run", str(tmp_path / "train.py")]
+    )
     told = capsys.readouterr().out
     for line in ("FSDP_VERSION=2", "PARALLELISM_CONFIG_DP_REPLICATE_SIZE=2", "WORLD_SIZE=4"):
         assert f"export {line}\n" in told

@@ -34,12 +34,18 @@ def expected(steps, name="n", zone="z", alpha=""):
     ("arguments", "line"),
     [
         ([*POD, "--command", "echo hi"], expected("echo hi")),
-        ([*POD, "--command", "echo hi", "--command", "echo a b", "ls"], expected("echo hi; echo a b; ls")),
+        (
+            [*POD, "--command", "echo hi", "--command", "echo a b", "ls"],
+            expected("echo hi; echo a b; ls"),
+        ),
         ([*POD, "--command", "ls", "--use_alpha"], expected("ls", alpha=" alpha")),
         ([*POD, "--command_file", "steps.sh"], expected('echo one; echo "two three"')),
         (["--config_file", "listed.yaml"], expected("echo a; echo b", "kept", "there")),
         (["--config_file", "named.yaml"], expected('echo one; echo "two three"', "kept", "there")),
-        (["--config_file", "listed.yaml", "--command", "ls", "--tpu_name", "n"], expected("ls", "n", "there")),
+        (
+            ["--config_file", "listed.yaml", "--command", "ls", "--tpu_name", "n"],
+            expected("ls", "n", "there"),
+        ),
     ],
 )
 def test_debug_prints_the_command_and_runs_nothing(arguments, line, capsys, monkeypatch):
@@ -51,8 +57,20 @@ def test_debug_prints_the_command_and_runs_nothing(arguments, line, capsys, monk
 
 def test_this_installation_is_copied_and_installed(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", "")
-    main([*POD, "--command", "ls", "--install_accelerate", "--accelerate_version", __version__, "--debug"])
-    copy, run = (shlex.split(line.removeprefix("Running ")) for line in capsys.readouterr().out.splitlines())
+    main(
+        [
+            *POD,
+            "--command",
+            "ls",
+            "--install_accelerate",
+            "--accelerate_version",
+            __version__,
+            "--debug",
+        ]
+    )
+    copy, run = (
+        shlex.split(line.removeprefix("Running ")) for line in capsys.readouterr().out.splitlines()
+    )
     name = f"accelerate-{__version__}-py3-none-any.whl"
     assert copy[:5] == ["gcloud", "compute", "tpus", "tpu-vm", "scp"] and copy[5].endswith(name)
     assert copy[6:] == ["n:~/", "--zone", "z", "--worker", "all"]
@@ -61,11 +79,24 @@ def test_this_installation_is_copied_and_installed(tmp_path, monkeypatch, capsys
     # The wheel is this package: it installs without an index, and a name of ours that the other package has not works.
     place = tmp_path / "site"
     monkeypatch.undo()
-    pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--target", str(place)]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--no-deps",
+        "--no-index",
+        "--target",
+        str(place),
+    ]
     subprocess.run([*pip, str(build_wheel(tmp_path))], check=True, capture_output=True, timeout=120)
     code = "import accelerate.core.errors as e; print(e.__file__)"
     found = subprocess.run(
-        [sys.executable, "-c", code], env={"PYTHONPATH": str(place)}, check=True, capture_output=True, text=True
+        [sys.executable, "-c", code],
+        env={"PYTHONPATH": str(place)},
+        check=True,
+        capture_output=True,
+        text=True,
     )
     assert found.stdout.startswith(str(place))
     assert (place / "bin" / "accelerate").is_file()
@@ -105,8 +136,14 @@ def test_gcloud_gets_the_arguments_and_its_code_is_ours(tmp_path, monkeypatch, c
         (["--tpu_name", "n", "--command", "ls"], "no tpu_zone"),
         (POD, "nothing to run"),
         ([*POD, "--command_file", "none.sh"], "none.sh cannot be read"),
-        ([*POD, "--command_file", "steps.sh", "--command", "ls"], "--command_file and --command contradict"),
-        ([*POD, "--install_accelerate", "--accelerate_version", "dev"], "the workers get the version that runs this"),
+        (
+            [*POD, "--command_file", "steps.sh", "--command", "ls"],
+            "--command_file and --command contradict",
+        ),
+        (
+            [*POD, "--install_accelerate", "--accelerate_version", "dev"],
+            "the workers get the version that runs this",
+        ),
         (["--config_file", "none.yaml", "--command", "ls"], "none.yaml does not exist"),
         ([*POD, "--command", "ls"], "gcloud is not on the PATH"),
         ([*POD, "--commnd", "ls"], "did you mean --command"),

@@ -49,13 +49,21 @@ def from_file(zero=None, plugin=None, **others):
     return DeepSpeedPlugin(hf_ds_config=config, **(plugin or {}))
 
 
-TENSOR, CONTEXT, SEQUENCE = TorchTensorParallelConfig, TorchContextParallelConfig, DeepSpeedSequenceParallelConfig
+TENSOR, CONTEXT, SEQUENCE = (
+    TorchTensorParallelConfig,
+    TorchContextParallelConfig,
+    DeepSpeedSequenceParallelConfig,
+)
 PIPELINE, SIZES, COMPILE = PipelineParallelConfig, ParallelismConfig, TorchDynamoPlugin
 
 # (what is made, of which fields, what the message says)
 REFUSED = [
     (TorchTensorParallelPlugin, {"tp_size": 0}, "tp_size=0"),
-    (TorchTensorParallelPlugin, {"tp_size": 2, "torch_device_mesh": "cpu"}, "torch_device_mesh='cpu' with tp_size=2"),
+    (
+        TorchTensorParallelPlugin,
+        {"tp_size": 2, "torch_device_mesh": "cpu"},
+        "torch_device_mesh='cpu' with tp_size=2",
+    ),
     (TENSOR, {"enable_async_tp": True}, "enable_async_tp=True needs"),
     (SEQUENCE, {"sp_seq_length_is_variable": "no"}, "sp_seq_length. must be provided"),
     (PIPELINE, {"schedule": "1f2b"}, "schedule='1f2b': use one of gpipe"),
@@ -63,8 +71,16 @@ REFUSED = [
     (PIPELINE, {"split_points": ["layers.1", 2]}, "split_points holds 2"),
     (PIPELINE, {"balance": "time", "example_inputs": {}}, "balance='time'"),
     (SIZES, {"cp_backend": ""}, "cp_backend must be one of"),
-    (SIZES, {"tp_size": 2, "tp_handler": {}}, "tp_handler takes a TorchTensorParallelConfig, not <class 'dict'>"),
-    (SIZES, {"cp_size": 2, "cp_handler": SEQUENCE()}, "cp_handler takes a TorchContextParallelConfig"),
+    (
+        SIZES,
+        {"tp_size": 2, "tp_handler": {}},
+        "tp_handler takes a TorchTensorParallelConfig, not <class 'dict'>",
+    ),
+    (
+        SIZES,
+        {"cp_size": 2, "cp_handler": SEQUENCE()},
+        "cp_handler takes a TorchContextParallelConfig",
+    ),
     (SIZES, {"sp_size": 2, "sp_handler": SEQUENCE(7, False)}, "sp_seq_length=7 with sp_size=2"),
     (FullyShardedDataParallelPlugin, {"fsdp_version": 2.5}, "fsdp_version='2.5'"),
     (CONTEXT, {"cp_comm_strategy": "gather"}, "cp_comm_strategy='gather'"),
@@ -86,7 +102,11 @@ REFUSED = [
     (fsdp2, {"activation_checkpointing_offload": True}, "requires `activation_checkpointing=True`"),
     (fsdp2, {"cpu_ram_efficient_loading": "nope"}, "cpu_ram_efficient_loading='nope'"),
     (DeepSpeedPlugin, {"hf_ds_config": 3}, "Received: 3"),
-    (DeepSpeedPlugin, {"enable_msamp": True, "zero_stage": 3}, "enable_msamp=True with zero_stage=3"),
+    (
+        DeepSpeedPlugin,
+        {"enable_msamp": True, "zero_stage": 3},
+        "enable_msamp=True with zero_stage=3",
+    ),
     (COMPILE, {"backend": "fast"}, "backend='FAST' is unknown: use one of no, "),
     (COMPILE, {"backend": "inductor", "mode": "max"}, "mode='max': use one of default"),
     (MSAMPRecipeKwargs, {"opt_level": ""}, "opt_level"),
@@ -104,7 +124,9 @@ def no_variables(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "make, options, message", REFUSED, ids=[f"{make.__name__}-{'-'.join(options)}" for make, options, _ in REFUSED]
+    "make, options, message",
+    REFUSED,
+    ids=[f"{make.__name__}-{'-'.join(options)}" for make, options, _ in REFUSED],
 )
 @pytest.mark.filterwarnings("ignore")
 def test_what_cannot_be_is_refused_and_named(make, options, message):
@@ -117,7 +139,11 @@ def test_what_cannot_be_is_refused_and_named(make, options, message):
 @pytest.mark.parametrize(
     "make, options, message",
     [
-        (SIZES, {"tp_handler": TENSOR()}, "tp_handler has no effect with tp_size=1: set tp_size above 1"),
+        (
+            SIZES,
+            {"tp_handler": TENSOR()},
+            "tp_handler has no effect with tp_size=1: set tp_size above 1",
+        ),
         (SIZES, {"tp_size": 2, "cp_handler": CONTEXT()}, "cp_handler has no effect with cp_size=1"),
         (SIZES, {"pp_handler": PIPELINE()}, "pp_handler has no effect with pp_size=1"),
         (
@@ -125,9 +151,21 @@ def test_what_cannot_be_is_refused_and_named(make, options, message):
             {"offload_param_device": "cpu"},
             "offload_param_device='cpu' has no effect with zero_stage=2",
         ),
-        (from_file, {"zero": {"stage": 0, "offload_optimizer": {"device": "cpu"}}}, "no effect with zero_stage=0"),
-        (COMPILE, {"backend": "no", "use_regional_compilation": True}, "no effect with backend='no'"),
-        (COMPILE, {"mode": "max-autotune", "fullgraph": True}, "fullgraph, mode has no effect with backend='no'"),
+        (
+            from_file,
+            {"zero": {"stage": 0, "offload_optimizer": {"device": "cpu"}}},
+            "no effect with zero_stage=0",
+        ),
+        (
+            COMPILE,
+            {"backend": "no", "use_regional_compilation": True},
+            "no effect with backend='no'",
+        ),
+        (
+            COMPILE,
+            {"mode": "max-autotune", "fullgraph": True},
+            "fullgraph, mode has no effect with backend='no'",
+        ),
     ],
 )
 def test_what_does_nothing_is_said_once(make, options, message):
@@ -141,9 +179,19 @@ def test_words_of_truth_and_what_is_right_pass_without_a_word():
         warnings.simplefilter("error")
         assert TENSOR(sequence_parallel=1, loss_parallel="no").loss_parallel is False
         assert PIPELINE(split_points="layers.2", whole_inputs="mask").split_points == ["layers.2"]
-        assert fsdp2(reshard_after_forward=True, sharding_strategy="FULL_SHARD").reshard_after_forward is True
-        assert fsdp2(sharding_strategy=2).reshard_after_forward is False, "the number is FSDP1's SHARD_GRAD_OP"
-        assert fsdp2(ignored_modules=(layer for layer in [nn.Linear(1, 1)])).ignored_modules[0].in_features == 1
+        assert (
+            fsdp2(reshard_after_forward=True, sharding_strategy="FULL_SHARD").reshard_after_forward
+            is True
+        )
+        assert fsdp2(sharding_strategy=2).reshard_after_forward is False, (
+            "the number is FSDP1's SHARD_GRAD_OP"
+        )
+        assert (
+            fsdp2(ignored_modules=(layer for layer in [nn.Linear(1, 1)]))
+            .ignored_modules[0]
+            .in_features
+            == 1
+        )
         # A mode and options are two ways to say one thing: the default of the one must not be in the other's way.
         assert "mode" not in COMPILE(backend="inductor", options={"max_autotune": True}).to_kwargs()
         SIZES(sp_size=2, sp_handler=SEQUENCE(8, False))
@@ -155,7 +203,12 @@ def test_words_of_truth_and_what_is_right_pass_without_a_word():
     [
         (4, None, 3, r"reshard_after_forward=3.*divide the 4 processes. Use 2, 4, True or False"),
         (1, None, 2, "Use no number, True or False"),
-        (4, {"dp_replicate_size": 2, "dp_shard_size": 2}, 4, "the 2 ranks of dp_replicate=2 x dp_shard=2"),
+        (
+            4,
+            {"dp_replicate_size": 2, "dp_shard_size": 2},
+            4,
+            "the 2 ranks of dp_replicate=2 x dp_shard=2",
+        ),
         (8, {"dp_shard_size": 4, "cp_size": 2}, 3, "the 8 ranks of dp_shard=4 x cp=2"),
         (8, {"dp_shard_size": 4, "tp_size": 2}, 2, "reshard_after_forward=2 with tp_size=2"),
     ],
@@ -166,9 +219,18 @@ def test_groups_to_reshard_to_divide_the_ranks(world, sizes, size, message):
 
 
 def test_groups_that_divide_are_taken_and_a_pipeline_says_that_it_has_none():
-    for world, sizes in ((4, None), (4, {"dp_replicate_size": 2, "dp_shard_size": 2}), (4, {"cp_size": 4})):
+    for world, sizes in (
+        (4, None),
+        (4, {"dp_replicate_size": 2, "dp_shard_size": 2}),
+        (4, {"cp_size": 4}),
+    ):
         plugin = fsdp2(reshard_after_forward=2)
-        assert choose_strategy(world, sizes and SIZES(**sizes), plugin)[1]["plugin"].reshard_after_forward == 2
+        assert (
+            choose_strategy(world, sizes and SIZES(**sizes), plugin)[1][
+                "plugin"
+            ].reshard_after_forward
+            == 2
+        )
     piped = SIZES(pp_size=2, dp_shard_size=2)
     with pytest.warns(UserWarning, match="reshard_after_forward=2 has no effect with pp_size=2"):
         choose_strategy(4, piped, fsdp2(reshard_after_forward=2))
@@ -182,8 +244,16 @@ def test_groups_that_divide_are_taken_and_a_pipeline_says_that_it_has_none():
     "file, fields, both",
     [
         ({"gradient_accumulation_steps": 2}, {"gradient_accumulation_steps": 4}, ["=2 vs", "=4"]),
-        ({"gradient_clipping": 1.0}, {"gradient_clipping": 0.5}, ["gradient_clipping=1.0 vs", "=0.5"]),
-        ({"zero": {"stage": 1}}, {"zero_stage": 3}, ["zero_optimization.stage=1 vs", "zero_stage=3"]),
+        (
+            {"gradient_clipping": 1.0},
+            {"gradient_clipping": 0.5},
+            ["gradient_clipping=1.0 vs", "=0.5"],
+        ),
+        (
+            {"zero": {"stage": 1}},
+            {"zero_stage": 3},
+            ["zero_optimization.stage=1 vs", "zero_stage=3"],
+        ),
         (
             {"zero": {"offload_optimizer": {"device": "cpu"}}},
             {"offload_optimizer_device": "none"},
@@ -209,12 +279,19 @@ def test_a_field_that_differs_from_the_file_is_refused_with_both_values(file, fi
 
 def test_a_field_fills_what_the_file_leaves_open():
     plugin = from_file(
-        plugin={"gradient_clipping": 0.5, "gradient_accumulation_steps": 3, "offload_optimizer_device": "cpu"},
+        plugin={
+            "gradient_clipping": 0.5,
+            "gradient_accumulation_steps": 3,
+            "offload_optimizer_device": "cpu",
+        },
         gradient_clipping="auto",
     )
     config = plugin.deepspeed_config
     assert config["gradient_clipping"] == 0.5 and config["gradient_accumulation_steps"] == 3
-    assert config["zero_optimization"]["offload_optimizer"]["device"] == "cpu" and plugin.hf_ds_config.is_offload()
+    assert (
+        config["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
+        and plugin.hf_ds_config.is_offload()
+    )
     assert not plugin.accumulation_by_default
 
 
@@ -226,13 +303,37 @@ def test_precision_that_differs_from_the_file_is_refused():
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        (DataLoaderConfiguration, {"split_batches": "some"}, "DataLoaderConfiguration.split_batches='some' is not a"),
-        (GradientAccumulationPlugin, {"adjust_scheduler": 3}, "adjust_scheduler=3 is neither True nor False"),
-        (ProjectConfiguration, {"total_limit": "3"}, "ProjectConfiguration.total_limit='3' must be a number"),
-        (DistributedDataParallelKwargs, {"bucket_cap_mb": "25"}, "bucket_cap_mb='25' must be a number"),
+        (
+            DataLoaderConfiguration,
+            {"split_batches": "some"},
+            "DataLoaderConfiguration.split_batches='some' is not a",
+        ),
+        (
+            GradientAccumulationPlugin,
+            {"adjust_scheduler": 3},
+            "adjust_scheduler=3 is neither True nor False",
+        ),
+        (
+            ProjectConfiguration,
+            {"total_limit": "3"},
+            "ProjectConfiguration.total_limit='3' must be a number",
+        ),
+        (
+            DistributedDataParallelKwargs,
+            {"bucket_cap_mb": "25"},
+            "bucket_cap_mb='25' must be a number",
+        ),
         (GradScalerKwargs, {"enabled": "some"}, "GradScalerKwargs.enabled='some'"),
-        (AutocastKwargs, {"cache_enabled": 3}, "AutocastKwargs.cache_enabled=3 is neither True nor False"),
-        (DataLoaderConfiguration, {"device_placement": "lasy"}, "device_placement='lasy': use one of lazy"),
+        (
+            AutocastKwargs,
+            {"cache_enabled": 3},
+            "AutocastKwargs.cache_enabled=3 is neither True nor False",
+        ),
+        (
+            DataLoaderConfiguration,
+            {"device_placement": "lasy"},
+            "device_placement='lasy': use one of lazy",
+        ),
         (
             DataLoaderConfiguration,
             {"device_placement": "lazy", "dispatch_batches": True},

@@ -7,7 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from accelerate.config.deepspeed import DeepSpeedPlugin, HfDeepSpeedConfig, get_active_deepspeed_plugin
+from accelerate.config.deepspeed import (
+    DeepSpeedPlugin,
+    HfDeepSpeedConfig,
+    get_active_deepspeed_plugin,
+)
 
 
 def test_config_from_fields():
@@ -39,9 +43,15 @@ def test_variables_and_file(monkeypatch, tmp_path):
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "1")
     monkeypatch.setenv("ACCELERATE_GRADIENT_CLIPPING", "1.5")
     plugin = DeepSpeedPlugin()
-    assert plugin.zero_stage == 1 and plugin.gradient_clipping == 1.5 and plugin.zero3_init_flag is False
+    assert (
+        plugin.zero_stage == 1
+        and plugin.gradient_clipping == 1.5
+        and plugin.zero3_init_flag is False
+    )
     path = tmp_path / "ds.json"
-    path.write_text(json.dumps({"gradient_accumulation_steps": 3, "zero_optimization": {"stage": 2}}))
+    path.write_text(
+        json.dumps({"gradient_accumulation_steps": 3, "zero_optimization": {"stage": 2}})
+    )
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(path))
     plugin = DeepSpeedPlugin()
     assert plugin.zero_stage == 2 and plugin.gradient_accumulation_steps == 3
@@ -60,17 +70,25 @@ def test_auto_is_filled_and_conflicts_show_both_values():
     plugin = DeepSpeedPlugin(hf_ds_config=given)
     known = {"zero_optimization.reduce_bucket_size": 55, "optimizer.params.lr": 0.1}
     with pytest.raises(ValueError) as caught:
-        plugin.deepspeed_config_process(train_micro_batch_size_per_gpu=4, gradient_accumulation_steps=9, **known)
-    assert "train_micro_batch_size_per_gpu=2 vs arg train_micro_batch_size_per_gpu=4" in str(caught.value)
+        plugin.deepspeed_config_process(
+            train_micro_batch_size_per_gpu=4, gradient_accumulation_steps=9, **known
+        )
+    assert "train_micro_batch_size_per_gpu=2 vs arg train_micro_batch_size_per_gpu=4" in str(
+        caught.value
+    )
     assert "gradient_accumulation_steps=8 vs arg gradient_accumulation_steps=9" in str(caught.value)
-    assert plugin.get_value("optimizer.params.lr") == 0.1 and not plugin.is_auto("optimizer.params.lr")
+    assert plugin.get_value("optimizer.params.lr") == 0.1 and not plugin.is_auto(
+        "optimizer.params.lr"
+    )
     assert given["optimizer"]["params"]["lr"] == "auto", "the user's dict is not ours to change"
     plugin = DeepSpeedPlugin()
     with pytest.raises(ValueError, match="`gradient_clipping` not found in kwargs"):
         plugin.fill_match("gradient_clipping", must_match=False)
 
 
-@pytest.mark.parametrize("precision, bf16, fp16", [("bf16", True, False), ("fp16", False, True), ("no", False, False)])
+@pytest.mark.parametrize(
+    "precision, bf16, fp16", [("bf16", True, False), ("fp16", False, True), ("no", False, False)]
+)
 def test_mixed_precision(precision, bf16, fp16):
     plugin = DeepSpeedPlugin()
     plugin.set_mixed_precision(precision)
@@ -85,7 +103,9 @@ def test_refusals():
         DeepSpeedPlugin(hf_ds_config={"bf16": {"enabled": True}})
     with pytest.raises(ValueError, match=r"Received: /nope\.json"):
         DeepSpeedPlugin(hf_ds_config="/nope.json")
-    fixed = DeepSpeedPlugin(hf_ds_config={"fp16": {"enabled": True}, "zero_optimization": {"stage": 1}})
+    fixed = DeepSpeedPlugin(
+        hf_ds_config={"fp16": {"enabled": True}, "zero_optimization": {"stage": 1}}
+    )
     with pytest.raises(ValueError, match=r"mixed_precision='bf16'.*fp16\.enabled=True"):
         fixed.set_mixed_precision("bf16")
     with pytest.warns(UserWarning, match="Stage 3"):
@@ -98,18 +118,26 @@ def test_selection():
         first.select()
     second.select(_from_accelerator_state=True)
     assert second.selected and not first.selected
-    assert get_active_deepspeed_plugin(SimpleNamespace(deepspeed_plugins={"a": first, "b": second})) is second
+    assert (
+        get_active_deepspeed_plugin(SimpleNamespace(deepspeed_plugins={"a": first, "b": second}))
+        is second
+    )
     with pytest.raises(ValueError, match="none were enabled"):
         get_active_deepspeed_plugin(SimpleNamespace(deepspeed_plugins=None))
 
 
 def test_tree_of_dotted_keys():
     config = HfDeepSpeedConfig(
-        {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}, "a": {"b": False, "d": {"e": 1}}}
+        {
+            "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+            "a": {"b": False, "d": {"e": 1}},
+        }
     )
     assert config.is_zero2() and not config.is_zero3() and config.is_offload()
     assert config.is_false("a.b") and not config.is_true("a.b") and not config.is_false("a.missing")
-    assert config.find_config_node("a.d.e") == ({"e": 1}, "e") and config.find_config_node("z.y") == (None, "y")
+    assert config.find_config_node("a.d.e") == ({"e": 1}, "e") and config.find_config_node(
+        "z.y"
+    ) == (None, "y")
     config.del_config_sub_tree("a.d")
     assert config.config["a"] == {"b": False}
     with pytest.raises(ValueError, match=r"q\.d"):

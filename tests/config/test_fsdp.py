@@ -21,7 +21,9 @@ def test_defaults_of_version_1():
     plugin = Plugin()
     assert (plugin.fsdp_version, plugin.sharding_strategy) == (1, fsdp.ShardingStrategy.FULL_SHARD)
     assert plugin.state_dict_type == fsdp.StateDictType.FULL_STATE_DICT
-    assert plugin.state_dict_config == fsdp.FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+    assert plugin.state_dict_config == fsdp.FullStateDictConfig(
+        offload_to_cpu=True, rank0_only=True
+    )
     assert plugin.cpu_offload == fsdp.CPUOffload(offload_params=False)
     assert plugin.use_orig_params is False and plugin.auto_wrap_policy is None
 
@@ -50,10 +52,15 @@ def test_variables(monkeypatch):
     assert plugin.auto_wrap_policy is transformer_auto_wrap_policy
     assert plugin.transformer_cls_names_to_wrap == ["Block", "Head"]
     assert plugin.state_dict_type == fsdp.StateDictType.FULL_STATE_DICT
-    assert isinstance(plugin.cpu_offload, fsdp.CPUOffloadPolicy) and plugin.activation_checkpointing is True
+    assert (
+        isinstance(plugin.cpu_offload, fsdp.CPUOffloadPolicy)
+        and plugin.activation_checkpointing is True
+    )
 
 
-@pytest.mark.parametrize("word, expected", [("FULL_SHARD", True), ("SHARD_GRAD_OP", False), ("false", False), (4, 4)])
+@pytest.mark.parametrize(
+    "word, expected", [("FULL_SHARD", True), ("SHARD_GRAD_OP", False), ("false", False), (4, 4)]
+)
 def test_words_of_version_1_mean_something_to_version_2(word, expected):
     assert Plugin(fsdp_version=2, reshard_after_forward=word).reshard_after_forward is expected
 
@@ -69,9 +76,15 @@ def test_words_of_version_1_mean_something_to_version_2(word, expected):
         ({"fsdp_version": 2, "state_dict_type": "LOCAL_STATE_DICT"}, "LOCAL_STATE_DICT"),
         ({"fsdp_version": 2, "forward_prefetch": True}, "forward_prefetch"),
         ({"fsdp_version": 2, "cpu_offload": fsdp.CPUOffload(True)}, "OffloadPolicy"),
-        ({"fsdp_version": 2, "mixed_precision_policy": fsdp.MixedPrecision()}, "MixedPrecisionPolicy"),
+        (
+            {"fsdp_version": 2, "mixed_precision_policy": fsdp.MixedPrecision()},
+            "MixedPrecisionPolicy",
+        ),
         ({"mixed_precision_policy": {"param_dtype": "int7"}}, "int7"),
-        ({"activation_checkpointing": True, "activation_checkpointing_offload": True}, "fsdp_version=2"),
+        (
+            {"activation_checkpointing": True, "activation_checkpointing_offload": True},
+            "fsdp_version=2",
+        ),
         ({"activation_checkpointing_offload": True}, "activation_checkpointing=True"),
         ({"auto_wrap_policy": "TRANSFORMER_WRAP"}, "did you mean TRANSFORMER_BASED_WRAP"),
         ({"sharding_strategy": "FULL"}, "FULL_SHARD"),
@@ -84,7 +97,10 @@ def test_refusals_name_the_field(options, named):
 
 
 def test_mixed_precision():
-    plugin = Plugin(fsdp_version=2, mixed_precision_policy={"param_dtype": "bf16", "reduce_dtype": torch.float32})
+    plugin = Plugin(
+        fsdp_version=2,
+        mixed_precision_policy={"param_dtype": "bf16", "reduce_dtype": torch.float32},
+    )
     assert plugin.mixed_precision_policy == fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     plugin.set_mixed_precision("fp16")  # a policy that is set stays
     assert plugin.mixed_precision_policy.param_dtype == torch.bfloat16
@@ -107,11 +123,15 @@ def test_state_dict_type_takes_its_configs_along():
 
 def test_auto_wrap_policies_become_functions_of_the_model():
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.ReLU())
-    plugin = Plugin(auto_wrap_policy="TRANSFORMER_BASED_WRAP", transformer_cls_names_to_wrap=[{"Linear"}])
+    plugin = Plugin(
+        auto_wrap_policy="TRANSFORMER_BASED_WRAP", transformer_cls_names_to_wrap=[{"Linear"}]
+    )
     plugin.set_auto_wrap_policy(model)
     assert plugin.auto_wrap_policy.keywords == {"transformer_layer_cls": {torch.nn.Linear}}
     plugin = Plugin(fsdp_version=2, auto_wrap_policy="TRANSFORMER_BASED_WRAP")
-    with pytest.warns(UserWarning, match="transformer_cls_names_to_wrap names no class, and Sequential names none"):
+    with pytest.warns(
+        UserWarning, match="transformer_cls_names_to_wrap names no class, and Sequential names none"
+    ):
         plugin.set_auto_wrap_policy(model)
     model._no_split_modules = "ReLU"
     plugin = Plugin(fsdp_version=2, auto_wrap_policy="TRANSFORMER_BASED_WRAP")
@@ -121,7 +141,9 @@ def test_auto_wrap_policies_become_functions_of_the_model():
     plugin.set_auto_wrap_policy(model)
     assert isinstance(plugin.auto_wrap_policy, functools.partial)
     assert plugin.auto_wrap_policy.func is size_based_auto_wrap_policy
-    plugin = Plugin(auto_wrap_policy="TRANSFORMER_BASED_WRAP", transformer_cls_names_to_wrap=["Foo"])
+    plugin = Plugin(
+        auto_wrap_policy="TRANSFORMER_BASED_WRAP", transformer_cls_names_to_wrap=["Foo"]
+    )
     with pytest.raises(ValueError, match="class Foo"):
         plugin.set_auto_wrap_policy(model)
 
@@ -140,4 +162,7 @@ def test_efficient_loading_is_published_and_needs_synchronised_states(monkeypatc
 
 @pytest.mark.parametrize("word", ["HYBRID_SHARD_ZERO2", "_hybrid_shard_zero2", "5", 5])
 def test_every_spelling_of_the_api_for_hybrid_sharding(word):
-    assert Plugin(sharding_strategy=word).sharding_strategy is fsdp.ShardingStrategy._HYBRID_SHARD_ZERO2
+    assert (
+        Plugin(sharding_strategy=word).sharding_strategy
+        is fsdp.ShardingStrategy._HYBRID_SHARD_ZERO2
+    )

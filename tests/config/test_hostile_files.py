@@ -15,7 +15,14 @@ from accelerate.core.errors import ConfigurationError
 
 @pytest.mark.parametrize(
     "content",
-    [b"a: \0", "a: 1".encode("utf-16"), "a: \xe9".encode("latin-1"), b"a: [1", b"a: 1\na: 2", b"? [a]\n: b"],
+    [
+        b"a: \0",
+        "a: 1".encode("utf-16"),
+        "a: \xe9".encode("latin-1"),
+        b"a: [1",
+        b"a: 1\na: 2",
+        b"? [a]\n: b",
+    ],
     ids=["nul", "utf-16", "latin-1", "bracket", "twice", "list as key"],
 )
 def test_yaml_files(tmp_path, content):
@@ -38,13 +45,20 @@ def test_json_files(tmp_path, text):
 @pytest.mark.parametrize("kind", ["pipe", "folder", "loop"])
 def test_only_regular_files_are_opened(tmp_path, kind):
     path = tmp_path / "config.yaml"
-    make = {"pipe": lambda: os.mkfifo(path), "folder": path.mkdir, "loop": lambda: path.symlink_to(path)}
+    make = {
+        "pipe": lambda: os.mkfifo(path),
+        "folder": path.mkdir,
+        "loop": lambda: path.symlink_to(path),
+    }
     make[kind]()
     with pytest.raises(ConfigurationError, match=r"config\.yaml"):
         launch_file.read(path)
 
 
 def test_a_mark_at_the_start_is_fine(tmp_path):
-    for name, text in (("a.yaml", "num_processes: 3\n"), ("b.json", json.dumps({"num_processes": 3}))):
+    for name, text in (
+        ("a.yaml", "num_processes: 3\n"),
+        ("b.json", json.dumps({"num_processes": 3})),
+    ):
         (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + text.encode())
         assert launch_file.read(tmp_path / name).values["num_processes"].value == 3

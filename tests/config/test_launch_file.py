@@ -59,22 +59,32 @@ def read(tmp_path):
 def test_the_api_s_keys_become_options_with_their_line(read, tmp_path):
     found = read(FULL)
     settings = resolve_settings({"num_processes": 4}, found)
-    assert settings["use_fsdp"] is True and settings.origin("use_fsdp") == f"{tmp_path}/config.yaml:3"
+    assert (
+        settings["use_fsdp"] is True and settings.origin("use_fsdp") == f"{tmp_path}/config.yaml:3"
+    )
     assert settings["fsdp_version"] == "2"
     assert settings["fsdp_transformer_layer_cls_to_wrap"] == "Block"
     assert settings["dynamo_backend"] == "inductor"
     assert settings["fp8_backend"] == "te" and settings["fp8_format"] == "E4M3"
-    assert settings["use_parallelism_config"] is True and settings["parallelism_config_tp_size"] == 2
+    assert (
+        settings["use_parallelism_config"] is True and settings["parallelism_config_tp_size"] == 2
+    )
     assert settings["gpu_ids"] == "0,1"
     assert settings["mixed_precision"] == "bf16"
     assert settings.origin("mixed_precision") == f"{tmp_path}/config.yaml:22"
-    assert settings["num_processes"] == 4 and settings.origin("num_processes") == "flag --num_processes"
+    assert (
+        settings["num_processes"] == 4
+        and settings.origin("num_processes") == "flag --num_processes"
+    )
     assert settings["max_restarts"] == 0 and settings.origin("max_restarts") == "default"
 
 
 def test_json_says_the_same(read):
     found = read(
-        json.dumps({"compute_environment": "LOCAL_MACHINE", "num_processes": 3, "mixed_precision": "no"}, indent=1),
+        json.dumps(
+            {"compute_environment": "LOCAL_MACHINE", "num_processes": 3, "mixed_precision": "no"},
+            indent=1,
+        ),
         "c.json",
     )
     assert found.values["num_processes"].value == 3
@@ -100,13 +110,18 @@ def test_older_spellings_are_read_and_noted(read):
         "fsdp_sharding_strategy": "SHARD_GRAD_OP",
         "fsdp_backward_prefetch": "BACKWARD_PRE",
     }
-    assert len(found.notes) == 6 and any("use_mps_device has no effect" in note for note in found.notes)
+    assert len(found.notes) == 6 and any(
+        "use_mps_device has no effect" in note for note in found.notes
+    )
 
 
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("num_process: 2\n", r"config.yaml:1: unknown key num_process \(did you mean num_processes\?\)"),
+        (
+            "num_process: 2\n",
+            r"config.yaml:1: unknown key num_process \(did you mean num_processes\?\)",
+        ),
         ("a: 1\n\nfsdp_config:\n", r":1: unknown key a;"),
         ("debug: false\nfsdp_config:\n  fsdp_versoin: 2\n", r":3: .*did you mean fsdp_version"),
         ("debug: 7x\n", r":1: debug='7x' is not a truth value"),
@@ -134,10 +149,19 @@ def test_broken_json_says_where(read):
 
 
 def test_written_files_read_back(tmp_path, read):
-    data = {"mixed_precision": "no", "num_processes": 2, "fsdp_config": {"fsdp_version": "2"}, "gpu_ids": None}
+    data = {
+        "mixed_precision": "no",
+        "num_processes": 2,
+        "fsdp_config": {"fsdp_version": "2"},
+        "gpu_ids": None,
+    }
     for name in ("a.yaml", "a.json"):
         found = launch_file.read(launch_file.write(tmp_path / name, data))
-        assert found.data == {"mixed_precision": "no", "num_processes": 2, "fsdp_config": {"fsdp_version": "2"}}
+        assert found.data == {
+            "mixed_precision": "no",
+            "num_processes": 2,
+            "fsdp_config": {"fsdp_version": "2"},
+        }
 
 
 def test_the_place_follows_the_variables(monkeypatch, tmp_path):
@@ -148,4 +172,6 @@ def test_the_place_follows_the_variables(monkeypatch, tmp_path):
     assert launch_file.default_file() == tmp_path / "x/huggingface/accelerate/default_config.yaml"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert launch_file.default_file() == tmp_path / ".cache/huggingface/accelerate/default_config.yaml"
+    assert (
+        launch_file.default_file() == tmp_path / ".cache/huggingface/accelerate/default_config.yaml"
+    )

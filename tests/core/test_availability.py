@@ -13,7 +13,9 @@ import torch
 from accelerate.core import availability
 
 
-@pytest.mark.parametrize("package", ["transformers", "torchdata", "matplotlib", "tensorboard", "deepspeed", "wandb"])
+@pytest.mark.parametrize(
+    "package", ["transformers", "torchdata", "matplotlib", "tensorboard", "deepspeed", "wandb"]
+)
 def test_package_questions_agree_with_the_import_system(package: str) -> None:
     told = getattr(availability, f"is_{package}_available")()
     assert told is (importlib.util.find_spec(package) is not None)
@@ -37,7 +39,10 @@ def test_device_questions() -> None:
     assert availability.is_xpu_available(check_device=True) is torch.xpu.is_available()
     for absent in ("npu", "mlu", "sdaa", "musa", "neuron"):
         assert getattr(availability, f"is_{absent}_available")(check_device=True) is False
-    assert availability.is_hpu_available(init_hccl=True) is False and availability.is_habana_gaudi1() is False
+    assert (
+        availability.is_hpu_available(init_hccl=True) is False
+        and availability.is_habana_gaudi1() is False
+    )
     with pytest.raises(ValueError, match="not both"):
         availability.is_torch_xla_available(check_is_tpu=True, check_is_gpu=True)
 
@@ -49,7 +54,9 @@ def test_precisions_of_the_cpu() -> None:
 
 
 @pytest.mark.parametrize("package", ["deepspeed", "torchao"])
-def test_required_packages_are_asked_for_at_the_call(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_required_packages_are_asked_for_at_the_call(
+    package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     decorated = getattr(availability, f"{package}_required")(lambda: "ran")
     monkeypatch.setattr("accelerate.core.imports.is_available", lambda name: False)
     with pytest.raises(ImportError, match=f"pip install {package}"):

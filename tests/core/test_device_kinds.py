@@ -16,7 +16,9 @@ PLUGINS = [kind for kind in DEVICES.values() if kind.extension is not None]
 
 def test_each_kind_of_run_over_accelerators_has_a_row():
     runs = {kind.distributed for kind in DEVICES.values()}
-    named = {run for run in DistributedType if run.value.startswith("MULTI_")} | {DistributedType.XLA}
+    named = {run for run in DistributedType if run.value.startswith("MULTI_")} | {
+        DistributedType.XLA
+    }
     assert named <= runs
 
 
@@ -26,7 +28,9 @@ def test_programs_of_this_environment_are_found_without_the_path(tmp_path, monke
     program.touch(0o755)
     monkeypatch.setenv("PATH", str(tmp_path / "elsewhere"))
     monkeypatch.setattr(system.sys, "executable", str(tmp_path / "python"))
-    assert system.find_program("deepspeed") == str(program) and system.find_program("mpirun") is None
+    assert (
+        system.find_program("deepspeed") == str(program) and system.find_program("mpirun") is None
+    )
 
 
 @pytest.mark.parametrize("kind", PLUGINS, ids=lambda kind: kind.type)
@@ -39,9 +43,13 @@ def test_devices_of_an_extension_are_counted_without_torch(kind, tmp_path, monke
         path.touch()
     real = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *rest: object() if name == kind.extension else real(name, *rest)
+        importlib.util,
+        "find_spec",
+        lambda name, *rest: object() if name == kind.extension else real(name, *rest),
     )
-    monkeypatch.setattr(system, "Path", lambda *parts: tmp_path if parts == ("/dev",) else Path(*parts))
+    monkeypatch.setattr(
+        system, "Path", lambda *parts: tmp_path if parts == ("/dev",) else Path(*parts)
+    )
     monkeypatch.delenv(kind.visible, raising=False)
     assert system.accelerators() == system.Accelerators(kind.type, 2, kind.visible)
     assert machine_defaults()["distributed_type"] == kind.distributed.value

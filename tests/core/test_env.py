@@ -35,7 +35,9 @@ def test_a_wrong_value_is_named_with_what_is_accepted(monkeypatch, name, text, a
         assert part in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["y", "Yes", "t", "TRUE", "on", "1", "n", "No", "f", "FALSE", "off", "0", ""])
+@pytest.mark.parametrize(
+    "text", ["y", "Yes", "t", "TRUE", "on", "1", "n", "No", "f", "FALSE", "off", "0", ""]
+)
 def test_the_words_of_a_flag(monkeypatch, text):
     monkeypatch.setenv("ACCELERATE_USE_CPU", text)
     env.check_run()
@@ -43,7 +45,10 @@ def test_the_words_of_a_flag(monkeypatch, text):
 
 def test_the_default_of_a_flag_is_a_truth_value_too(monkeypatch):
     monkeypatch.delenv("ANY_FLAG", raising=False)
-    assert env.parse_flag_from_env("ANY_FLAG", "yes") is True and env.parse_flag_from_env("ANY_FLAG", 0) is False
+    assert (
+        env.parse_flag_from_env("ANY_FLAG", "yes") is True
+        and env.parse_flag_from_env("ANY_FLAG", 0) is False
+    )
     with pytest.raises(ValueError, match="maybe"):
         env.parse_flag_from_env("ANY_FLAG", "maybe")
 
@@ -53,7 +58,9 @@ XLA = RankVariables("torch_xla", "PJRT_LOCAL_PROCESS_RANK", "PJRT_LOCAL_PROCESS_
 
 
 @pytest.mark.parametrize("source", [*LAUNCHERS, XLA], ids=lambda source: source.launcher)
-def test_a_misspelt_variable_is_reported_with_the_nearest_one_on_rank_0(monkeypatch, recwarn, source):
+def test_a_misspelt_variable_is_reported_with_the_nearest_one_on_rank_0(
+    monkeypatch, recwarn, source
+):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISON", "bf16")
     monkeypatch.setenv("SLURM_STEP_ID", "0")
     monkeypatch.setenv(source.world_size, "2")
@@ -63,7 +70,9 @@ def test_a_misspelt_variable_is_reported_with_the_nearest_one_on_rank_0(monkeypa
     monkeypatch.setenv(source.rank, "0")
     # As transformers 4 does.
     monkeypatch.setenv("ACCELERATE_USE_IPEX", "false")
-    with pytest.warns(UserWarning, match="PRECISON .did you mean ACCELERATE_MIXED_PRECISION") as warned:
+    with pytest.warns(
+        UserWarning, match="PRECISON .did you mean ACCELERATE_MIXED_PRECISION"
+    ) as warned:
         env.check_run()
     assert len(warned) == 1
     monkeypatch.setenv("ACCELERATE_LAUNCH_TIME", "20260102")  # the launcher has warned

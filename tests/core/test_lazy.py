@@ -18,7 +18,9 @@ def wing(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     module = ModuleType("accelerate_wing")
     monkeypatch.setitem(sys.modules, "accelerate_wing", module)
     exports = {"core.trees": ["send_to_device"], "core.gone": ["lost"], "core.errors": ["absent"]}
-    module.__getattr__, module.__dir__, module.__all__ = lazy.attach("accelerate_wing", exports, ["child"])
+    module.__getattr__, module.__dir__, module.__all__ = lazy.attach(
+        "accelerate_wing", exports, ["child"]
+    )
     return module
 
 
@@ -34,7 +36,9 @@ def test_all_and_dir_list_the_names_before_they_are_used(wing: ModuleType) -> No
 
 
 def test_unknown_names_and_broken_homes_fail_as_python_fails(wing: ModuleType) -> None:
-    with pytest.raises(AttributeError, match=r"module 'accelerate_wing' has no attribute 'nothing'"):
+    with pytest.raises(
+        AttributeError, match=r"module 'accelerate_wing' has no attribute 'nothing'"
+    ):
         _ = wing.nothing
     with pytest.raises(ModuleNotFoundError, match=r"accelerate\.core\.gone"):
         _ = wing.lost
@@ -49,11 +53,15 @@ def test_the_function_tqdm_is_not_hidden_by_its_module() -> None:
 
     assert accelerate.utils.tqdm is tqdm
     assert sys.modules["accelerate.utils.tqdm"].tqdm is tqdm
-    assert module is tqdm  # `import a.b as c` takes the attribute, as it does for every package of this shape
+    assert (
+        module is tqdm
+    )  # `import a.b as c` takes the attribute, as it does for every package of this shape
 
 
 @pytest.mark.parametrize("collecting", [True, False])
-def test_garbage_collection_is_as_it_was_after_an_import(wing: ModuleType, collecting: bool) -> None:
+def test_garbage_collection_is_as_it_was_after_an_import(
+    wing: ModuleType, collecting: bool
+) -> None:
     before = gc.isenabled()
     try:
         (gc.enable if collecting else gc.disable)()

@@ -17,7 +17,12 @@ from accelerate.core.memory import clear_device_cache, release_memory, should_re
         (RuntimeError("XPU out of memory. Tried"), True),
         (RuntimeError("MPS backend out of memory (MPS allocated: 1 GB)"), True),
         (RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear"), True),
-        (RuntimeError("[enforce fail at alloc_cpu.cpp:75] DefaultCPUAllocator: can't allocate memory"), True),
+        (
+            RuntimeError(
+                "[enforce fail at alloc_cpu.cpp:75] DefaultCPUAllocator: can't allocate memory"
+            ),
+            True,
+        ),
         (torch.OutOfMemoryError("anything"), True),
         (MemoryError(), True),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
@@ -36,7 +41,10 @@ def test_the_cpu_itself_says_it_as_expected():
 
 
 def test_an_error_of_a_pipeline_stage_is_about_memory_if_its_cause_is():
-    for cause, expected in ((torch.OutOfMemoryError("anything"), True), (RuntimeError("shapes"), False)):
+    for cause, expected in (
+        (torch.OutOfMemoryError("anything"), True),
+        (RuntimeError("shapes"), False),
+    ):
         with pytest.raises(RuntimeError) as told:
             raise RuntimeError("[Stage 0] failed to run forward") from cause
         assert should_reduce_batch_size(told.value) is expected

@@ -18,7 +18,11 @@ from accelerate.core.modules import (
     model_has_dtensor,
     move_module,
 )
-from accelerate.parallel.compile import compile_regions, compile_regions_deepspeed, compile_regions_fsdp2
+from accelerate.parallel.compile import (
+    compile_regions,
+    compile_regions_deepspeed,
+    compile_regions_fsdp2,
+)
 from accelerate.parallel.unwrap import extract_model_from_parallel
 from accelerate.torch_internals.compiled import has_compiled_regions, is_compiled_module
 
@@ -52,7 +56,11 @@ def test_class_by_name() -> None:
 
 def test_plain_models_are_neither_compiled_nor_sharded() -> None:
     model = Stack()
-    assert not is_compiled_module(model) and not has_compiled_regions(model) and not model_has_dtensor(model)
+    assert (
+        not is_compiled_module(model)
+        and not has_compiled_regions(model)
+        and not model_has_dtensor(model)
+    )
     assert get_model_tp_size(model) is None
     model.tp_size = 4
     assert get_model_tp_size(model) == 4
@@ -62,7 +70,11 @@ def test_compile_regions_shares_parameters_and_leaves_the_original_alone() -> No
     model = Stack()
     compiled = compile_regions(model, backend="eager")
     assert all(is_compiled_module(layer) for layer in [*compiled.layers, compiled.head])
-    assert has_compiled_regions(compiled) and not is_compiled_module(compiled) and compiled._orig_mod is model
+    assert (
+        has_compiled_regions(compiled)
+        and not is_compiled_module(compiled)
+        and compiled._orig_mod is model
+    )
     assert not has_compiled_regions(model)
     assert extract_model_from_parallel(compiled, keep_torch_compile=False) is model
     assert extract_model_from_parallel(compiled) is compiled
@@ -86,8 +98,12 @@ def test_regions_compiled_in_place_keep_names_and_values() -> None:
         wanted = model(x)
         returned = compile_in_place(model, backend="eager")
         assert returned in (model, None) and list(model.state_dict()) == names
-        in_place = [name for name, module in model.named_modules() if module._compiled_call_impl is not None]
-        assert in_place == ["layers.0", "layers.1", "layers.2", "head"] and has_compiled_regions(model)
+        in_place = [
+            name for name, module in model.named_modules() if module._compiled_call_impl is not None
+        ]
+        assert in_place == ["layers.0", "layers.1", "layers.2", "head"] and has_compiled_regions(
+            model
+        )
         torch.testing.assert_close(model(x), wanted, rtol=0, atol=0)
 
 
@@ -107,6 +123,8 @@ def test_a_moved_model_has_the_same_parameters():
 def test_a_weak_reference_to_a_parameter_is_named():
     model = nn.Linear(2, 2)
     kept = weakref.ref(model.weight)
-    with pytest.raises(PrepareError, match=r"Linear cannot be moved to meta .* weakref .* before its optimizer"):
+    with pytest.raises(
+        PrepareError, match=r"Linear cannot be moved to meta .* weakref .* before its optimizer"
+    ):
         move_module(model, "meta")
     assert kept() is model.weight

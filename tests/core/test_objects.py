@@ -12,7 +12,13 @@ from accelerate.core.objects import convert_bytes, get_pretty_name, merge_dicts,
 
 @pytest.mark.parametrize(
     ("size", "words"),
-    [(12, "12 bytes"), (2048, "2.0 KB"), (1234567, "1.18 MB"), (3 * 2**30, "3.0 GB"), (5.5e15, "4.88 PB")],
+    [
+        (12, "12 bytes"),
+        (2048, "2.0 KB"),
+        (1234567, "1.18 MB"),
+        (3 * 2**30, "3.0 GB"),
+        (5.5e15, "4.88 PB"),
+    ],
 )
 def test_convert_bytes(size: float, words: str) -> None:
     assert convert_bytes(size) == words

@@ -29,7 +29,10 @@ KINDS = {
 @functools.cache
 def trees() -> dict[Path, ast.Module]:
     """The modules of the package, by their path in it."""
-    return {path.relative_to(PACKAGE): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+    return {
+        path.relative_to(PACKAGE): ast.parse(path.read_text())
+        for path in sorted(PACKAGE.rglob("*.py"))
+    }
 
 
 def reads() -> Iterator[tuple[str, str, str]]:
@@ -67,7 +70,9 @@ def test_each_name_that_looks_like_a_variable_is_one() -> None:
         f"{path}:{node.lineno} {node.value}"
         for path, tree in trees().items()
         for node in ast.walk(tree)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and ours.fullmatch(node.value)
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and ours.fullmatch(node.value)
         if node.value not in rows and node.value not in vars(accelerate.core.constants)
     }
     assert unknown == set()
@@ -82,13 +87,27 @@ def test_each_row_is_used() -> None:
             match node:
                 case ast.Constant(value=str(name)) | ast.Attribute(attr=name):
                     used.add(name)
-                case ast.AnnAssign(target=ast.Name(id=name)):  # a field of a dataclass that reads its own variables
+                case ast.AnnAssign(
+                    target=ast.Name(id=name)
+                ):  # a field of a dataclass that reads its own variables
                     used.add(name)
     # Read in a loop over a prefix: the end of the name says which field or rank it is.
-    families = ("fp8_", "ACCELERATE_FP8_", "ACCELERATE_FP8_OVERRIDE_", "parallelism_config_", "fsdp_", "megatron_lm_")
+    families = (
+        "fp8_",
+        "ACCELERATE_FP8_",
+        "ACCELERATE_FP8_OVERRIDE_",
+        "parallelism_config_",
+        "fsdp_",
+        "megatron_lm_",
+    )
     ranks = ("OMPI_COMM_WORLD_", "MV2_COMM_WORLD_")
     unused = []
-    for row in [*options.options().values(), *options.VARIABLES, *options.TORCHRUN, *options.FOREIGN]:
+    for row in [
+        *options.options().values(),
+        *options.VARIABLES,
+        *options.TORCHRUN,
+        *options.FOREIGN,
+    ]:
         names = {row.name, row.variable}
         names |= {name.removeprefix(family) for name in names for family in families}
         names |= {name.lower() for name in names}
@@ -119,14 +138,20 @@ def test_an_option_of_one_engine_names_one() -> None:
     """A flag of another engine is reported by this name, so that it must be one of `--engine`."""
     engines = {name: row.engine for name, row in options.options().items() if row.engine}
     assert engines["slurm_options"] == "slurm" and engines["vm"] == "tpu"
-    assert {name for text in engines.values() for name in text.split(" or ")} <= set(options.LAUNCHERS)
+    assert {name for text in engines.values() for name in text.split(" or ")} <= set(
+        options.LAUNCHERS
+    )
 
 
 def test_defaults_fit_their_own_rows() -> None:
     for row in options.options().values():
         row.convert(row.default, row.name)
         for choice in row.choices:
-            assert row.convert(choice.upper(), row.name) == row.convert(choice.lower(), row.name) == choice
+            assert (
+                row.convert(choice.upper(), row.name)
+                == row.convert(choice.lower(), row.name)
+                == choice
+            )
 
 
 @pytest.mark.parametrize(

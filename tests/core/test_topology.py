@@ -24,7 +24,14 @@ def test_alone():
 
 
 def test_torchrun():
-    found = told(RANK=5, WORLD_SIZE=8, LOCAL_RANK=1, LOCAL_WORLD_SIZE=4, MASTER_ADDR="10.0.0.1", MASTER_PORT=29500)
+    found = told(
+        RANK=5,
+        WORLD_SIZE=8,
+        LOCAL_RANK=1,
+        LOCAL_WORLD_SIZE=4,
+        MASTER_ADDR="10.0.0.1",
+        MASTER_PORT=29500,
+    )
     assert found == Topology(5, 8, 1, 4, "10.0.0.1", 29500, "torchrun")
 
 
@@ -34,7 +41,11 @@ def test_torchrun():
 )
 def test_mpi(prefix, launcher):
     names = {"RANK": 3, "SIZE": 4, "LOCAL_RANK": 1, "LOCAL_SIZE": 2}
-    found = told(**{prefix.format(name): value for name, value in names.items()}, MASTER_ADDR="h", MASTER_PORT=1)
+    found = told(
+        **{prefix.format(name): value for name, value in names.items()},
+        MASTER_ADDR="h",
+        MASTER_PORT=1,
+    )
     assert found == Topology(3, 4, 1, 2, "h", 1, launcher)
 
 

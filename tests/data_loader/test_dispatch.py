@@ -54,11 +54,17 @@ def test_batches_go_round_and_the_rest_is_cut_evenly(data):
         [([4, 5, 6, 7], (4, 4), False), ([0], (1, 0), True)],
     ]
     # The last batch is short: the whole step is cut anew.
-    assert [shard[-1][:2] for shard in dealt(DataLoader(data(15), batch_size=4), ShardSplit(2, even=True))] == [
+    assert [
+        shard[-1][:2]
+        for shard in dealt(DataLoader(data(15), batch_size=4), ShardSplit(2, even=True))
+    ] == [
         ([8, 9, 10, 11], (4, 3)),
         ([12, 13, 14, 0], (4, 3)),
     ]
-    assert dealt(DataLoader(data(1), batch_size=4), ShardSplit(3, even=True)) == [[([0], (1, 0, 0), True)]] * 3
+    assert (
+        dealt(DataLoader(data(1), batch_size=4), ShardSplit(3, even=True))
+        == [[([0], (1, 0, 0), True)]] * 3
+    )
 
 
 @pytest.mark.parametrize("data", [Ids, Numbers])
@@ -74,7 +80,9 @@ def test_exact_falls_as_it_falls(split):
     batch = 4 if split else 2
     for length in range(1, 14):
         for data in (Ids(length), Numbers(length)):
-            shards = dealt(DataLoader(data, batch_size=batch), ShardSplit(2, split=split, exact=True))
+            shards = dealt(
+                DataLoader(data, batch_size=batch), ShardSplit(2, split=split, exact=True)
+            )
             assert len(shards[0]) == len(shards[1])
             seen = []
             for left, right in zip(*shards, strict=True):
@@ -95,7 +103,9 @@ def test_uneven_shards_end_on_their_own():
 def test_what_is_left_is_dropped_where_the_loader_drops(data):
     shards = dealt(DataLoader(data(15), batch_size=4, drop_last=True), ShardSplit(2, even=True))
     assert shards == [[([0, 1, 2, 3], (4, 4), True)], [([4, 5, 6, 7], (4, 4), True)]]
-    shards = dealt(DataLoader(data(9), batch_size=4, drop_last=True), ShardSplit(2, split=True, even=True))
+    shards = dealt(
+        DataLoader(data(9), batch_size=4, drop_last=True), ShardSplit(2, split=True, even=True)
+    )
     assert shards == [
         [([0, 1], (2, 2), False), ([4, 5], (2, 2), True)],
         [([2, 3], (2, 2), False), ([6, 7], (2, 2), True)],
@@ -110,7 +120,9 @@ def test_batches_of_different_shapes_are_handed_out_as_they_were_collated():
     loader = DataLoader(list(range(8)), batch_size=2, collate_fn=padded)
     assert [shard[-1][0] for shard in dealt(loader, ShardSplit(2, even=True))] == [[4, 5], [6, 7]]
     loader = DataLoader(list(range(7)), batch_size=2, collate_fn=padded)
-    with pytest.raises(ValueError, match=r"shapes \(2, 6\), \(1, 7\), \(1, 2\), which cannot be joined"):
+    with pytest.raises(
+        ValueError, match=r"shapes \(2, 6\), \(1, 7\), \(1, 2\), which cannot be joined"
+    ):
         dealt(loader, ShardSplit(2, even=True))
     assert [shard[-1][0] for shard in dealt(loader, ShardSplit(2, exact=True))] == [[4, 5], [6]]
 
@@ -141,7 +153,9 @@ def test_the_last_step_loses_no_sample(kind):
         assert (left, right) == ((None, None) if kind == "none" else ("[4, 5]", "[6]"))
         plan.cut = ShardSplit(2, split=True, even=True)
         with pytest.raises(ValueError, match="neither tensors nor lists"):
-            next(BatchAssigner(plan).steps(BatchSource(raw).open(plan_for(raw), own_order(), place)))
+            next(
+                BatchAssigner(plan).steps(BatchSource(raw).open(plan_for(raw), own_order(), place))
+            )
 
 
 def test_a_cut_of_the_users_own():
@@ -182,18 +196,27 @@ def test_rows_of_nested_batches():
     assert repeat_rows(batch, 3, 4)["pair"].left.tolist() == [1, 2, 3, 1]
     columns = [torch.tensor([1, 2]), torch.tensor([3, 4])]
     assert [column.tolist() for column in take_rows(columns, 2, 0, 1)] == [[1], [3]]
-    assert (count_rows(["a", "b"]), count_rows(7), count_rows({"n": torch.tensor(1)})) == (2, None, None)
+    assert (count_rows(["a", "b"]), count_rows(7), count_rows({"n": torch.tensor(1)})) == (
+        2,
+        None,
+        None,
+    )
 
 
 def test_batches_with_a_tensor_of_other_rows_are_not_split():
     def graphs(samples):
         numbers = [int(sample["id"]) for sample in samples]
-        return {"id": torch.tensor(numbers), "nodes": torch.tensor([n for n in numbers for _ in range(n % 3 + 1)])}
+        return {
+            "id": torch.tensor(numbers),
+            "nodes": torch.tensor([n for n in numbers for _ in range(n % 3 + 1)]),
+        }
 
     def loader(size):
         return DataLoader(Ids(5), batch_size=size, collate_fn=graphs)
 
-    assert [[step[:2] for step in shard] for shard in dealt(loader(2), ShardSplit(2, even=True))] == [
+    assert [
+        [step[:2] for step in shard] for shard in dealt(loader(2), ShardSplit(2, even=True))
+    ] == [
         [([0, 1], (2, 2)), ([4], (1, 0))],
         [([2, 3], (2, 2)), ([0, 1], (1, 0))],
     ]
@@ -218,7 +241,10 @@ def test_parcels_come_out_as_they_went_in():
     found = unpack(padded_row(row, row.numel() + 37))
     assert (found.counts, found.position, found.last, found.final) == ((3, 0), 17, True, False)
     assert found.batch.keys() == batch.keys()
-    assert found.batch["names"] == batch["names"] and found.batch["record"].names == batch["record"].names
+    assert (
+        found.batch["names"] == batch["names"]
+        and found.batch["record"].names == batch["record"].names
+    )
     assert torch.equal(found.batch["sparse"].to_dense(), torch.eye(2))
     del batch["sparse"], found.batch["sparse"]
     for ours, theirs in zip(trees.leaves(found.batch), trees.leaves(batch), strict=True):
@@ -233,7 +259,9 @@ def test_a_dispatcher_on_one_process_is_a_plain_loop():
         runs = []
         for prepare in (
             lambda raw: raw,
-            lambda raw: prepare_data_loader(raw, num_processes=1, process_index=0, dispatch_batches=True),
+            lambda raw: prepare_data_loader(
+                raw, num_processes=1, process_index=0, dispatch_batches=True
+            ),
         ):
             seed(3)
             loader = prepare(DataLoader(data(), batch_size=2))

@@ -17,7 +17,9 @@ from accelerate.data_loader import prepare_data_loader
 
 def shards_of(build, count, **options):
     return [
-        prepare_data_loader(build(), num_processes=count, process_index=index, exact=True, **options)
+        prepare_data_loader(
+            build(), num_processes=count, process_index=index, exact=True, **options
+        )
         for index in range(count)
     ]
 
@@ -44,7 +46,9 @@ def check_against(plain, shards, epochs=2):
         found.append([steps_of(shard) for _ in range(epochs)])
     for number, batches in enumerate(wanted):
         passes = [one[number] for one in found]
-        assert [len(one) for one in passes] == [len(batches)] * count, "all shards make as many steps"
+        assert [len(one) for one in passes] == [len(batches)] * count, (
+            "all shards make as many steps"
+        )
         for step, batch in enumerate(batches):
             parts = [one[step] for one in passes]
             assert [sample for part in parts for sample in part[0]] == batch
@@ -60,8 +64,12 @@ def check_against(plain, shards, epochs=2):
 def test_the_shards_read_the_plain_loops_batches(count, length):
     for options in ({}, {"shuffle": True}, {"shuffle": True, "drop_last": True}):
         build = functools.partial(DataLoader, Ids(length), **options)
-        check_against(build(batch_size=3 * count), shards_of(lambda build=build: build(batch_size=3), count))
-        split = shards_of(lambda build=build: build(batch_size=3 * count), count, split_batches=True)
+        check_against(
+            build(batch_size=3 * count), shards_of(lambda build=build: build(batch_size=3), count)
+        )
+        split = shards_of(
+            lambda build=build: build(batch_size=3 * count), count, split_batches=True
+        )
         check_against(build(batch_size=3 * count), split)
 
 
@@ -76,7 +84,9 @@ SAMPLERS = {
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_any_sampler(name):
     plain = DataLoader(Ids(13), batch_size=6, sampler=SAMPLERS[name]())
-    check_against(plain, shards_of(lambda: DataLoader(Ids(13), batch_size=2, sampler=SAMPLERS[name]()), 3))
+    check_against(
+        plain, shards_of(lambda: DataLoader(Ids(13), batch_size=2, sampler=SAMPLERS[name]()), 3)
+    )
 
 
 def test_workers():
@@ -107,19 +117,28 @@ def test_batches_of_a_batch_sampler_are_taken_as_they_are():
 @pytest.mark.parametrize("length", [1, 5, 12, 13])
 def test_streams(workers, length):
     def build(batch_size):
-        return DataLoader(Numbers(length, shuffled=not workers), batch_size=batch_size, num_workers=workers)
+        return DataLoader(
+            Numbers(length, shuffled=not workers), batch_size=batch_size, num_workers=workers
+        )
 
     check_against(build(6), shards_of(lambda: build(2), 3))
 
 
 def test_a_placeholder_is_the_first_sample_of_its_step():
     dataset = Ids(9)
-    loader = prepare_data_loader(DataLoader(dataset, batch_size=4), num_processes=2, process_index=1, exact=True)
+    loader = prepare_data_loader(
+        DataLoader(dataset, batch_size=4), num_processes=2, process_index=1, exact=True
+    )
     batches = [(ids(batch), loader.batch_counts, loader.batch_weight) for batch in loader]
     assert batches == [([4, 5, 6, 7], (4, 4), 1.0), ([8], (1, 0), 0.0)]
     assert loader.remainder == 1
-    stream = prepare_data_loader(DataLoader(Numbers(9), batch_size=4), num_processes=2, process_index=1, exact=True)
-    assert [(ids(batch), stream.batch_weight) for batch in stream] == [([4, 5, 6, 7], 1.0), ([8], 0.0)]
+    stream = prepare_data_loader(
+        DataLoader(Numbers(9), batch_size=4), num_processes=2, process_index=1, exact=True
+    )
+    assert [(ids(batch), stream.batch_weight) for batch in stream] == [
+        ([4, 5, 6, 7], 1.0),
+        ([8], 0.0),
+    ]
 
 
 def test_one_process_is_the_plain_loop():
@@ -132,7 +151,9 @@ def test_one_process_is_the_plain_loop():
 def test_a_mean_loss_weighed_by_the_batch_weight_is_the_mean_over_all_samples():
     values = torch.randn(11, dtype=torch.float64)
     shards = shards_of(lambda: DataLoader(Ids(11), batch_size=2), 3)
-    passes = [[values[ids(batch)].mean() * loader.batch_weight for batch in loader] for loader in shards]
+    passes = [
+        [values[ids(batch)].mean() * loader.batch_weight for batch in loader] for loader in shards
+    ]
     plain = [values[ids(batch)].mean() for batch in DataLoader(Ids(11), batch_size=6)]
     for step, wanted in enumerate(plain):
         torch.testing.assert_close(sum(one[step] for one in passes) / 3, wanted, rtol=0, atol=1e-14)

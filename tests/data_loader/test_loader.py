@@ -39,7 +39,12 @@ from torch.utils.data import (
     default_collate,
 )
 
-from accelerate.data_loader import BatchSamplerShard, DataLoaderShard, DataLoaderStateMixin, prepare_data_loader
+from accelerate.data_loader import (
+    BatchSamplerShard,
+    DataLoaderShard,
+    DataLoaderStateMixin,
+    prepare_data_loader,
+)
 from accelerate.state import GradientState
 
 LENGTH = 11
@@ -52,15 +57,25 @@ def generator(number):
 LOADERS = {
     "sequential": lambda: DataLoader(Ids(LENGTH, noisy=True), batch_size=3),
     "shuffled": lambda: DataLoader(Ids(LENGTH, noisy=True), batch_size=3, shuffle=True),
-    "drop_last": lambda: DataLoader(Ids(LENGTH, noisy=True), batch_size=3, shuffle=True, drop_last=True),
+    "drop_last": lambda: DataLoader(
+        Ids(LENGTH, noisy=True), batch_size=3, shuffle=True, drop_last=True
+    ),
     "read in batches": lambda: DataLoader(ManyIds(LENGTH, noisy=True), batch_size=3, shuffle=True),
-    "subset": lambda: DataLoader(Subset(Ids(LENGTH, noisy=True), range(1, 8)), batch_size=3, shuffle=True),
-    "generator": lambda: DataLoader(Ids(LENGTH, noisy=True), batch_size=4, shuffle=True, generator=generator(3)),
+    "subset": lambda: DataLoader(
+        Subset(Ids(LENGTH, noisy=True), range(1, 8)), batch_size=3, shuffle=True
+    ),
+    "generator": lambda: DataLoader(
+        Ids(LENGTH, noisy=True), batch_size=4, shuffle=True, generator=generator(3)
+    ),
     "sampler's generator": lambda: DataLoader(
-        Ids(LENGTH, noisy=True), batch_size=4, sampler=RandomSampler(range(LENGTH), generator=generator(3))
+        Ids(LENGTH, noisy=True),
+        batch_size=4,
+        sampler=RandomSampler(range(LENGTH), generator=generator(3)),
     ),
     "replacement": lambda: DataLoader(
-        Ids(LENGTH, noisy=True), batch_size=4, sampler=RandomSampler(range(LENGTH), replacement=True, num_samples=40)
+        Ids(LENGTH, noisy=True),
+        batch_size=4,
+        sampler=RandomSampler(range(LENGTH), replacement=True, num_samples=40),
     ),
     "weighted": lambda: DataLoader(
         Ids(LENGTH, noisy=True), batch_size=4, sampler=WeightedRandomSampler([1.0] * LENGTH, 9)
@@ -68,19 +83,29 @@ LOADERS = {
     "subset sampler": lambda: DataLoader(
         Ids(LENGTH, noisy=True), batch_size=4, sampler=SubsetRandomSampler(range(2, 9))
     ),
-    "python's generators": lambda: DataLoader(Ids(LENGTH, noisy=True), batch_size=4, sampler=PythonShuffle(LENGTH)),
-    "drawn when iterated": lambda: DataLoader(Ids(LENGTH, noisy=True), batch_size=4, sampler=EagerOrder(LENGTH)),
-    "own batch sampler": lambda: DataLoader(Ids(LENGTH, noisy=True), batch_sampler=EagerBatches(LENGTH)),
+    "python's generators": lambda: DataLoader(
+        Ids(LENGTH, noisy=True), batch_size=4, sampler=PythonShuffle(LENGTH)
+    ),
+    "drawn when iterated": lambda: DataLoader(
+        Ids(LENGTH, noisy=True), batch_size=4, sampler=EagerOrder(LENGTH)
+    ),
+    "own batch sampler": lambda: DataLoader(
+        Ids(LENGTH, noisy=True), batch_sampler=EagerBatches(LENGTH)
+    ),
     "no batches": lambda: DataLoader(Ids(LENGTH, noisy=True), batch_size=None, shuffle=True),
     "batch sampler as sampler": lambda: DataLoader(
-        torch.arange(LENGTH), batch_size=None, sampler=BatchSampler(RandomSampler(range(LENGTH)), 4, False)
+        torch.arange(LENGTH),
+        batch_size=None,
+        sampler=BatchSampler(RandomSampler(range(LENGTH)), 4, False),
     ),
     "stream": lambda: DataLoader(Numbers(LENGTH), batch_size=3),
     "stream, drop_last": lambda: DataLoader(SizedNumbers(LENGTH), batch_size=3, drop_last=True),
     "shuffled stream": lambda: DataLoader(Numbers(LENGTH, shuffled=True), batch_size=3),
     "stream of batches": lambda: DataLoader(Numbers(LENGTH, shuffled=True), batch_size=None),
     "empty": lambda: DataLoader(Ids(0), batch_size=3),
-    "collate": lambda: DataLoader(list(range(LENGTH)), batch_size=3, shuffle=True, collate_fn=tuple),
+    "collate": lambda: DataLoader(
+        list(range(LENGTH)), batch_size=3, shuffle=True, collate_fn=tuple
+    ),
 }
 
 
@@ -117,7 +142,8 @@ def test_one_process_reads_and_draws_like_a_plain_loop(name):
 @pytest.mark.parametrize("workers", cases([1, 2], thorough=[1]))
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize(
-    "name", ["shuffled", "generator", "own batch sampler", "python's generators", "drawn when iterated"]
+    "name",
+    ["shuffled", "generator", "own batch sampler", "python's generators", "drawn when iterated"],
 )
 def test_workers_read_the_same_samples(name, workers, persistent):
     def build():
@@ -138,17 +164,27 @@ def test_workers_read_the_same_samples(name, workers, persistent):
             ends.append(loader.end_of_dataloader)
     assert found == wanted
     assert states() == after
-    assert ends == [number == len(batches) for batches in wanted for number in range(1, len(batches) + 1)]
+    assert ends == [
+        number == len(batches) for batches in wanted for number in range(1, len(batches) + 1)
+    ]
 
 
 def test_plain_tensors_are_read_bit_for_bit():
-    columns = torch.randn(10, 3, dtype=torch.float64), torch.randn(10, requires_grad=True), torch.arange(10) > 4
+    columns = (
+        torch.randn(10, 3, dtype=torch.float64),
+        torch.randn(10, requires_grad=True),
+        torch.arange(10) > 4,
+    )
     raw = DataLoader(TensorDataset(*columns), batch_size=4)
     for ours, theirs in zip(single(raw), raw, strict=True):
         assert type(ours) is type(theirs)
         for our, their in zip(ours, theirs, strict=True):
             assert torch.equal(our, their)
-            assert (our.dtype, our.stride(), our.requires_grad) == (their.dtype, their.stride(), their.requires_grad)
+            assert (our.dtype, our.stride(), our.requires_grad) == (
+                their.dtype,
+                their.stride(),
+                their.requires_grad,
+            )
     transposed = torch.arange(12).view(3, 4).t()
     (batch,) = single(DataLoader(TensorDataset(transposed), batch_size=4))
     assert batch[0].is_contiguous() and torch.equal(batch[0], transposed)
@@ -188,7 +224,11 @@ def test_it_is_a_torch_loader_with_the_attributes_of_its_base():
     raw = Own(dataset, batch_size=4, num_workers=0, collate_fn=default_collate, shuffle=True)
     for shards in (1, 2):
         loader = prepare_data_loader(raw, num_processes=shards, process_index=0)
-        assert isinstance(loader, DataLoader) and isinstance(loader, Own) and isinstance(loader, DataLoaderShard)
+        assert (
+            isinstance(loader, DataLoader)
+            and isinstance(loader, Own)
+            and isinstance(loader, DataLoaderShard)
+        )
         assert type(loader) is DataLoaderShard and isinstance(loader, DataLoaderStateMixin)
         assert (loader.dataset, loader.batch_size, loader.extra) == (dataset, 4, "kept")
         assert loader.collate_fn is default_collate and loader.num_workers == 0
@@ -209,7 +249,8 @@ def test_a_loader_that_iterates_in_a_way_of_its_own_does_so():
             return (ids(batch) * 2 for batch in super().__iter__())
 
     loaders = [
-        prepare_data_loader(Doubling(Ids(7), batch_size=2), num_processes=2, process_index=index) for index in range(2)
+        prepare_data_loader(Doubling(Ids(7), batch_size=2), num_processes=2, process_index=index)
+        for index in range(2)
     ]
     found, ends = [], []
     for loader in loaders:
@@ -239,7 +280,12 @@ def test_a_loader_that_cannot_be_shared_out_says_so():
 @pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize(
     ("length", "drop_last", "remainders"),
-    [(10, False, {1: 2, 2: 2}), (8, False, {1: 0, 2: 0}), (10, True, {1: -1, 2: -1}), (3, False, {1: 3, 2: 3})],
+    [
+        (10, False, {1: 2, 2: 2}),
+        (8, False, {1: 0, 2: 0}),
+        (10, True, {1: -1, 2: -1}),
+        (3, False, {1: 3, 2: 3}),
+    ],
 )
 def test_the_remainder(shards, length, drop_last, remainders):
     for data in (Ids(length), SizedNumbers(length)):
@@ -249,7 +295,9 @@ def test_the_remainder(shards, length, drop_last, remainders):
         assert loader.remainder == remainders[shards] or not len(loader)
     # A stream without a length tells at its end.
     loader = prepare_data_loader(
-        DataLoader(Numbers(length), batch_size=4, drop_last=drop_last), num_processes=shards, process_index=0
+        DataLoader(Numbers(length), batch_size=4, drop_last=drop_last),
+        num_processes=shards,
+        process_index=0,
     )
     seen = [loader.remainder for _ in loader]
     if seen:
@@ -258,15 +306,22 @@ def test_the_remainder(shards, length, drop_last, remainders):
 
 def test_the_counts_of_every_step():
     for index in range(2):
-        loader = prepare_data_loader(DataLoader(Ids(11), batch_size=4), num_processes=2, process_index=index)
+        loader = prepare_data_loader(
+            DataLoader(Ids(11), batch_size=4), num_processes=2, process_index=index
+        )
         assert [loader.batch_counts for _ in loader] == [(4, 4), (3, 0)]
         assert loader.batch_weight == 1.0
         loader = prepare_data_loader(
-            DataLoader(Ids(9), batch_size=4), num_processes=2, process_index=index, split_batches=True
+            DataLoader(Ids(9), batch_size=4),
+            num_processes=2,
+            process_index=index,
+            split_batches=True,
         )
         assert [loader.batch_counts for _ in loader] == [(2, 2), (2, 2), (1, 0)]
         stream = prepare_data_loader(
-            DataLoader(Numbers(11), batch_size=4, num_workers=1), num_processes=2, process_index=index
+            DataLoader(Numbers(11), batch_size=4, num_workers=1),
+            num_processes=2,
+            process_index=index,
         )
         assert [stream.batch_counts for _ in stream] == [(4, 4), (3, 0)]
         own = prepare_data_loader(
@@ -341,7 +396,9 @@ def test_the_epoch_reaches_samplers_and_datasets():
         heard.clear()
         for _ in loader:
             break
-        assert sorted(heard) == [("dataset", 2), ("sampler", 2)], "a pass that is left does not count as an epoch"
+        assert sorted(heard) == [("dataset", 2), ("sampler", 2)], (
+            "a pass that is left does not count as an epoch"
+        )
     loader.set_epoch(7)
     heard.clear()
     list(loader)
@@ -380,7 +437,9 @@ def test_an_epoch_that_the_user_has_set_stays_and_counts_on():
     for options in ({}, {"exact": True}):
         dataset = Stream(1)
         dataset.set_epoch(7)
-        loader = prepare_data_loader(DataLoader(dataset), num_processes=2, process_index=0, **options)
+        loader = prepare_data_loader(
+            DataLoader(dataset), num_processes=2, process_index=0, **options
+        )
         assert [ids(next(iter(loader))), *map(ids, loader), *map(ids, loader)] == [[7], [7], [8]]
 
 
@@ -401,7 +460,9 @@ weakref.main = sys.modules["__main__"]  # Other packages keep it too: its names 
 batches = iter(Accelerator(cpu=True).prepare(torch.utils.data.DataLoader(range(4))))
 print(next(batches))
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
+    )
     assert (done.stdout, done.stderr) == ("tensor([0])\n", "")
 
 
@@ -426,7 +487,10 @@ def test_the_mixin_serves_loaders_of_the_users_own():
             self.end()
 
     loader = Own()
-    assert [(number, GradientState().end_of_dataloader) for number in loader] == [(0, False), (1, True)]
+    assert [(number, GradientState().end_of_dataloader) for number in loader] == [
+        (0, False),
+        (1, True),
+    ]
     assert not GradientState().in_dataloader
     loader.reset()
     assert (loader.end_of_dataloader, loader.remainder, loader.batch_counts) == (False, -1, None)

@@ -23,7 +23,13 @@ from loaders import (
     seed,
     seeded,
 )
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
 
 from accelerate.core.errors import CheckpointError
 from accelerate.data_loader import order, prepare_data_loader, skip_first_batches
@@ -34,16 +40,24 @@ pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 
 
 def sampler(source, workers=0):
-    return DataLoader(Ids(LENGTH), batch_size=4, sampler=DrawsAsItGoes(LENGTH, source), num_workers=workers)
+    return DataLoader(
+        Ids(LENGTH), batch_size=4, sampler=DrawsAsItGoes(LENGTH, source), num_workers=workers
+    )
 
 
 def batches(source, workers=0):
-    return DataLoader(Ids(LENGTH), batch_sampler=BatchesAsItGoes(LENGTH, source), num_workers=workers)
+    return DataLoader(
+        Ids(LENGTH), batch_sampler=BatchesAsItGoes(LENGTH, source), num_workers=workers
+    )
 
 
 def dropping(source, workers=0):
     return DataLoader(
-        Ids(LENGTH), batch_size=4, sampler=DrawsAsItGoes(LENGTH, source), num_workers=workers, drop_last=True
+        Ids(LENGTH),
+        batch_size=4,
+        sampler=DrawsAsItGoes(LENGTH, source),
+        num_workers=workers,
+        drop_last=True,
     )
 
 
@@ -66,7 +80,9 @@ def passed(loader, stop=None):
 
 
 @pytest.mark.parametrize("build", [sampler, batches, dropping])
-@pytest.mark.parametrize(("source", "workers"), [*((source, 0) for source in SOURCES), ("torch", 2)])
+@pytest.mark.parametrize(
+    ("source", "workers"), [*((source, 0) for source in SOURCES), ("torch", 2)]
+)
 def test_one_process_reads_as_the_plain_loader_does(build, source, workers):
     runs = []
     for loader in (build(source, workers), single(functools.partial(build, source, workers))):
@@ -79,7 +95,8 @@ def test_one_process_reads_as_the_plain_loader_does(build, source, workers):
 
 @pytest.mark.parametrize("build", [sampler, batches])
 @pytest.mark.parametrize(
-    ("source", "workers"), cases([*((source, 0) for source in SOURCES), ("torch", 2)], thorough=[("numpy", 0)])
+    ("source", "workers"),
+    cases([*((source, 0) for source in SOURCES), ("torch", 2)], thorough=[("numpy", 0)]),
 )
 def test_a_resumed_pass_continues_like_the_saved_one(build, source, workers):
     """Saving draws the rest of the order, without an effect on what the loop draws."""
@@ -125,7 +142,9 @@ def test_a_position_of_a_resumed_pass():
             rest = []
             for index in range(shards):
                 seed(70 + index)
-                loader = prepare_data_loader(build(), num_processes=shards, process_index=index, exact=True)
+                loader = prepare_data_loader(
+                    build(), num_processes=shards, process_index=index, exact=True
+                )
                 loader.load_state_dict(saved)
                 for batch in loader:
                     rest += ids(batch)[: loader.batch_counts[index]]
@@ -166,7 +185,9 @@ def counted(kind):
 def grouped():
     transformers = pytest.importorskip("transformers.trainer_pt_utils")
     lengths = [1 + number % 7 for number in range(LENGTH)]
-    return DataLoader(Ids(LENGTH), batch_size=4, sampler=transformers.LengthGroupedSampler(4, lengths=lengths))
+    return DataLoader(
+        Ids(LENGTH), batch_size=4, sampler=transformers.LengthGroupedSampler(4, lengths=lengths)
+    )
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -187,11 +208,17 @@ def test_the_rest_of_an_epoch_is_read_by_any_number_of_shards(build, exact):
         resumed.load_state_dict(saved)
         rest.append([ids(batch)[: resumed.batch_counts[index]] for batch in resumed])
         assert len(list(resumed)) == 5
-    assert [sample for step in zip(*rest, strict=True) for part in step for sample in part] == wanted
+    assert [
+        sample for step in zip(*rest, strict=True) for part in step for sample in part
+    ] == wanted
 
 
 def test_batches_and_keys_of_other_types_are_saved():
-    orders = ([["a", "b"], ["c"]], [("a", 1), ("b", 2), ("c", 3)], [torch.tensor([1, 0]), torch.tensor([2])])
+    orders = (
+        [["a", "b"], ["c"]],
+        [("a", 1), ("b", 2), ("c", 3)],
+        [torch.tensor([1, 0]), torch.tensor([2])],
+    )
     for elements in orders:
         assert str(order.decoded(order.encoded(elements))) == str(elements)
     assert order.decoded(order.encoded([[3, 1], [], [2]])) == [[3, 1], [], [2]]
@@ -209,7 +236,10 @@ def test_positions_of_earlier_versions():
     loader = single(shuffled)
     next(iter(loader))
     saved = loader.state_dict()
-    states = {"torch": torch.frombuffer(bytearray(saved["order"]["torch"]), dtype=torch.uint8), "later": []}
+    states = {
+        "torch": torch.frombuffer(bytearray(saved["order"]["torch"]), dtype=torch.uint8),
+        "later": [],
+    }
     earlier = {**saved, "order": states, "digest": 17}
     resumed = single(shuffled)
     resumed.load_state_dict(earlier)
@@ -243,7 +273,17 @@ def combination(number):
     length, size, shards = choose.randint(1, 40), choose.randint(1, 5), choose.randint(1, 4)
     source = choose.choice(SOURCES)
     kind = choose.choice(
-        ["sequential", "shuffled", "lazy", "weighted", "replacement", "batches", "none", "stream", "own"]
+        [
+            "sequential",
+            "shuffled",
+            "lazy",
+            "weighted",
+            "replacement",
+            "batches",
+            "none",
+            "stream",
+            "own",
+        ]
     )
     drop_last = choose.random() < 0.3 and kind not in ("batches", "none", "own")
     split = choose.random() < 0.3 and kind not in ("batches", "none", "own")
@@ -266,11 +306,19 @@ def combination(number):
             "shuffled": lambda: RandomSampler(range(length)),
             "lazy": lambda: DrawsAsItGoes(length, source),
             "weighted": lambda: WeightedRandomSampler([1.0] * length, length + 2),
-            "replacement": lambda: RandomSampler(range(length), True, 70, torch.Generator().manual_seed(1)),
+            "replacement": lambda: RandomSampler(
+                range(length), True, 70, torch.Generator().manual_seed(1)
+            ),
         }
         return DataLoader(Ids(length), sampler=chosen[kind](), **options)
 
-    return build, step, shards, {"split_batches": split, "exact": exact, "even_batches": even}, (kind, drop_last)
+    return (
+        build,
+        step,
+        shards,
+        {"split_batches": split, "exact": exact, "even_batches": even},
+        (kind, drop_last),
+    )
 
 
 def all_of(batch):
@@ -292,7 +340,9 @@ def compare(number):
     for index in range(shards):
         seed(number)
         loader = prepare_data_loader(build(), num_processes=shards, process_index=index, **options)
-        passes.append([[(all_of(batch), loader.batch_counts) for batch in loader] for _ in range(2)])
+        passes.append(
+            [[(all_of(batch), loader.batch_counts) for batch in loader] for _ in range(2)]
+        )
     case = (number, kind, shards, step, drop_last, options)
     for epoch, batches in enumerate(wanted):
         found = [one[epoch] for one in passes]

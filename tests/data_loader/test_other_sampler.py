@@ -23,7 +23,9 @@ class Shuffled(Sampler):
 @on_ranks(2)
 def test_a_sampler_that_uses_other_generators_continues():
     data = TensorDataset(torch.arange(24))
-    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
+    accelerator = Accelerator(
+        cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=True)
+    )
 
     def loader(sampler):
         return accelerator.prepare(DataLoader(data, batch_size=2, sampler=sampler))

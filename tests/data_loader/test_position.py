@@ -56,14 +56,22 @@ LOADERS = {
         Ids(LENGTH), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(3)
     ),
     "replacement": lambda: DataLoader(
-        Ids(LENGTH), batch_size=2, sampler=RandomSampler(range(LENGTH), replacement=True, num_samples=40)
+        Ids(LENGTH),
+        batch_size=2,
+        sampler=RandomSampler(range(LENGTH), replacement=True, num_samples=40),
     ),
-    "weighted": lambda: DataLoader(Ids(LENGTH), batch_size=2, sampler=WeightedRandomSampler([1.0] * LENGTH, 19)),
+    "weighted": lambda: DataLoader(
+        Ids(LENGTH), batch_size=2, sampler=WeightedRandomSampler([1.0] * LENGTH, 19)
+    ),
     "python's": lambda: DataLoader(Ids(LENGTH), batch_size=2, sampler=PythonShuffle(LENGTH)),
-    "drawn when iterated": lambda: DataLoader(Ids(LENGTH), batch_size=2, sampler=EagerOrder(LENGTH)),
+    "drawn when iterated": lambda: DataLoader(
+        Ids(LENGTH), batch_size=2, sampler=EagerOrder(LENGTH)
+    ),
     "own batches": lambda: DataLoader(Ids(LENGTH), batch_sampler=EagerBatches(LENGTH)),
     "workers": lambda: DataLoader(Ids(LENGTH), batch_size=2, shuffle=True, num_workers=2),
-    "persistent": lambda: DataLoader(Ids(LENGTH), batch_size=2, shuffle=True, num_workers=1, persistent_workers=True),
+    "persistent": lambda: DataLoader(
+        Ids(LENGTH), batch_size=2, shuffle=True, num_workers=1, persistent_workers=True
+    ),
     "four workers": lambda: DataLoader(Ids(LENGTH), batch_size=2, shuffle=True, num_workers=4),
     "stream": lambda: DataLoader(Numbers(LENGTH), batch_size=2),
     "shuffled stream": lambda: DataLoader(Numbers(LENGTH, shuffled=True), batch_size=2),
@@ -93,7 +101,11 @@ SEEDABLE = ("shuffled", "generator", "workers", "persistent")
     ("name", "seedable"),
     cases(
         [*((name, False) for name in LOADERS), *((name, True) for name in SEEDABLE)],
-        thorough=[("workers", False), ("workers", True), ("stream with workers", False)],  # others have four, or one
+        thorough=[
+            ("workers", False),
+            ("workers", True),
+            ("stream with workers", False),
+        ],  # others have four, or one
     ),
 )
 def test_a_resumed_run_goes_on_like_one_that_never_stopped(name, seedable):
@@ -163,7 +175,10 @@ def test_the_stream_of_samples_goes_on_in_its_order_on_another_number_of_shards(
         else:
             loader.load_state_dict(as_saved(saved))
         for batch in loader:
-            yield loader, batch_ids(batch)[: loader.batch_counts[index] if loader.batch_counts else None]
+            yield (
+                loader,
+                batch_ids(batch)[: loader.batch_counts[index] if loader.batch_counts else None],
+            )
 
     def stream(passes, steps=None):
         """The samples of so many steps of all shards, and the position behind them."""
@@ -177,7 +192,9 @@ def test_the_stream_of_samples_goes_on_in_its_order_on_another_number_of_shards(
 
     wanted, _ = stream([passing(1, 0)])
     slow = "workers" in name
-    for before, after, steps in ((2, 3, 1),) if slow else ((1, 3, 4), (2, 3, 1), (3, 2, 2), (3, 1, 3)):
+    for before, after, steps in (
+        ((2, 3, 1),) if slow else ((1, 3, 4), (2, 3, 1), (3, 2, 2), (3, 1, 3))
+    ):
         seen, saved = stream([passing(before, index) for index in range(before)], steps)
         rest, _ = stream([passing(after, index, saved) for index in range(after)])
         if name.startswith("stream with"):
@@ -200,7 +217,9 @@ def test_the_state_counts_what_was_handed_out():
     saved = loader.state_dict()
     fresh = single("sequential")
     fresh.load_state_dict(saved)
-    assert fresh.state_dict()["consumed"] == 2, "a position that was loaded is told until it is used"
+    assert fresh.state_dict()["consumed"] == 2, (
+        "a position that was loaded is told until it is used"
+    )
     skipped = skip_first_batches(fresh, 3)
     next(iter(skipped))
     assert skipped.state_dict()["consumed"] == 8
@@ -271,10 +290,14 @@ def test_a_state_that_does_not_fit_is_refused():
     loader = single("sequential")
     next(iter(loader))
     saved = loader.state_dict()
-    with pytest.raises(CheckpointError, match="counts samples of the epoch and this loader batches"):
+    with pytest.raises(
+        CheckpointError, match="counts samples of the epoch and this loader batches"
+    ):
         single("own batches").load_state_dict(saved)
     with pytest.raises(CheckpointError, match="over 23 samples, and this loader has 9"):
-        prepare_data_loader(DataLoader(Ids(9), batch_size=2), num_processes=1, process_index=0).load_state_dict(saved)
+        prepare_data_loader(
+            DataLoader(Ids(9), batch_size=2), num_processes=1, process_index=0
+        ).load_state_dict(saved)
     with pytest.raises(CheckpointError, match="not the state of a prepared data loader"):
         loader.load_state_dict({"epoch": 1})
     with pytest.raises(CheckpointError, match="format 99"):
@@ -390,7 +413,9 @@ class GoesOn(IterableDataset):
 @pytest.mark.parametrize("dispatch", [False, True])
 def test_a_stream_that_was_peeked_at_continues_at_the_position(dispatch, epoch, peeks_before):
     def build(peeks):
-        loader = prepare_data_loader(DataLoader(GoesOn(20), batch_size=2), dispatch_batches=dispatch)
+        loader = prepare_data_loader(
+            DataLoader(GoesOn(20), batch_size=2), dispatch_batches=dispatch
+        )
         if peeks:
             next(iter(loader))
         return loader

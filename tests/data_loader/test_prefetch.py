@@ -96,7 +96,9 @@ def test_the_next_batch_is_copied_before_the_present_one_is_handed_out():
 def test_the_position_is_that_of_the_batch_handed_out():
     loader = prepare_data_loader(DataLoader(Ids(7), batch_size=2), num_processes=1, process_index=0)
     loader._feed = DeviceFeed(torch.device("cpu"), Device(), pins=False)
-    told = [(ids(batch), loader.state_dict()["consumed"], loader.end_of_dataloader) for batch in loader]
+    told = [
+        (ids(batch), loader.state_dict()["consumed"], loader.end_of_dataloader) for batch in loader
+    ]
     assert told == [([0, 1], 2, False), ([2, 3], 4, False), ([4, 5], 6, False), ([6], 7, True)]
 
 
@@ -104,7 +106,11 @@ def test_no_feed_where_there_is_nothing_to_copy_to():
     assert feed_for(None) is None
     assert feed_for(torch.device("cpu", 0)) is None
     loader = prepare_data_loader(
-        DataLoader(Ids(2)), device=torch.device("cpu"), num_processes=1, process_index=0, put_on_device=True
+        DataLoader(Ids(2)),
+        device=torch.device("cpu"),
+        num_processes=1,
+        process_index=0,
+        put_on_device=True,
     )
     assert loader._feed is None
 
@@ -122,7 +128,9 @@ def test_batches_arrive_whole_on_an_accelerator():
     device = torch.accelerator.current_accelerator()
     for workers, pin in ((0, False), (0, True), (2, True)):
         raw = DataLoader(Ids(64), batch_size=8, num_workers=workers, pin_memory=pin)
-        loader = prepare_data_loader(raw, device=device, num_processes=1, process_index=0, put_on_device=True)
+        loader = prepare_data_loader(
+            raw, device=device, num_processes=1, process_index=0, put_on_device=True
+        )
         assert isinstance(loader._feed, DeviceFeed)
         seen = []
         for batch in loader:

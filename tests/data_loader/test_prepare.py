@@ -57,12 +57,18 @@ def test_prepared_with_a_seedable_sampler(shards, data_seed):
     raw = DataLoader(Ids(10), batch_size=5, shuffle=True)
     loaders = [
         prepare_data_loader(
-            raw, num_processes=shards, process_index=index, use_seedable_sampler=True, data_seed=data_seed
+            raw,
+            num_processes=shards,
+            process_index=index,
+            use_seedable_sampler=True,
+            data_seed=data_seed,
         )
         for index in range(shards)
     ]
     for epoch in range(3):
-        assert [sample for loader in loaders for sample in read(loader)] == permutation(start + epoch)
+        assert [sample for loader in loaders for sample in read(loader)] == permutation(
+            start + epoch
+        )
     for loader in loaders:
         loader.set_epoch(1)
         assert isinstance(loader.get_sampler(), SeedableRandomSampler)
@@ -77,28 +83,41 @@ def test_only_plain_shuffling_is_made_seedable():
 
     for sampler in (Backwards(range(10)), SequentialSampler(range(10))):
         raw = DataLoader(Ids(10), batch_size=5, sampler=sampler)
-        loader = prepare_data_loader(raw, num_processes=1, process_index=0, use_seedable_sampler=True, data_seed=1)
+        loader = prepare_data_loader(
+            raw, num_processes=1, process_index=0, use_seedable_sampler=True, data_seed=1
+        )
         assert loader.get_sampler() is sampler and read(loader) == list(sampler)
     raw = DataLoader(Ids(10), batch_sampler=BatchSampler(RandomSampler(range(10)), 5, False))
-    loader = prepare_data_loader(raw, num_processes=1, process_index=0, use_seedable_sampler=True, data_seed=1)
+    loader = prepare_data_loader(
+        raw, num_processes=1, process_index=0, use_seedable_sampler=True, data_seed=1
+    )
     assert read(loader) == permutation(1)
 
 
 def test_a_sharded_loader_is_not_sharded_again():
     sampler = DistributedSampler(range(10), num_replicas=2, rank=0)
     raw = DataLoader(Ids(10), batch_size=2, sampler=sampler)
-    with pytest.raises(PrepareError, match=r"sharded already: its DistributedSampler.*Or do not prepare the loader"):
+    with pytest.raises(
+        PrepareError, match=r"sharded already: its DistributedSampler.*Or do not prepare the loader"
+    ):
         prepare_data_loader(raw, num_processes=2, process_index=0)
     assert len(read(prepare_data_loader(raw, num_processes=1, process_index=0))) == 5
-    alone = DataLoader(Ids(10), batch_size=2, sampler=DistributedSampler(range(10), num_replicas=1, rank=0))
+    alone = DataLoader(
+        Ids(10), batch_size=2, sampler=DistributedSampler(range(10), num_replicas=1, rank=0)
+    )
     assert len(read(prepare_data_loader(alone, num_processes=2, process_index=0))) == 6
-    prepared = prepare_data_loader(DataLoader(Ids(8), batch_size=2), num_processes=2, process_index=1)
+    prepared = prepare_data_loader(
+        DataLoader(Ids(8), batch_size=2), num_processes=2, process_index=1
+    )
     assert prepare_data_loader(prepared, num_processes=2, process_index=1) is prepared
 
 
 def test_bad_input_is_one_clear_error():
     raw = DataLoader(Ids(10), batch_size=3)
-    with pytest.raises(ConfigurationError, match=r"takes a torch.utils.data.DataLoader; it was given a builtins.list"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"takes a torch.utils.data.DataLoader; it was given a builtins.list",
+    ):
         prepare_data_loader([1, 2])
     with pytest.raises(ConfigurationError, match=r"skip_first_batches takes a torch"):
         skip_first_batches([1, 2], 1)
@@ -107,7 +126,12 @@ def test_bad_input_is_one_clear_error():
     with pytest.raises(PrepareError, match="batch size 3 is not a multiple of 2"):
         prepare_data_loader(raw, num_processes=2, process_index=0, split_batches=True)
     with pytest.raises(PrepareError, match="batch size 3 is not a multiple of 2"):
-        prepare_data_loader(DataLoader(Numbers(4), batch_size=3), num_processes=2, process_index=0, split_batches=True)
+        prepare_data_loader(
+            DataLoader(Numbers(4), batch_size=3),
+            num_processes=2,
+            process_index=0,
+            split_batches=True,
+        )
     for loader in (
         DataLoader(Numbers(4), batch_size=None),
         DataLoader(Ids(4), batch_size=None),
@@ -116,13 +140,19 @@ def test_bad_input_is_one_clear_error():
         for dispatch in (False, True):
             with pytest.raises(PrepareError, match="has no batch size"):
                 prepare_data_loader(
-                    loader, num_processes=2, process_index=0, split_batches=True, dispatch_batches=dispatch
+                    loader,
+                    num_processes=2,
+                    process_index=0,
+                    split_batches=True,
+                    dispatch_batches=dispatch,
                 )
     for number in (-1, 1.5, True):
         with pytest.raises(PrepareError, match="number of batches to skip"):
             skip_first_batches(raw, number)
     with pytest.warns(UserWarning, match="has no effect without dispatch_batches=True"):
-        prepare_data_loader(raw, num_processes=2, process_index=0, slice_fn_for_dispatch=lambda *_, **__: None)
+        prepare_data_loader(
+            raw, num_processes=2, process_index=0, slice_fn_for_dispatch=lambda *_, **__: None
+        )
     with pytest.warns(UserWarning, match="has no effect without use_seedable_sampler=True"):
         prepare_data_loader(raw, num_processes=1, process_index=0, data_seed=3)
     with pytest.raises(ConfigurationError, match="in no process group"):
@@ -153,7 +183,11 @@ def test_skipping_reads_no_sample_of_a_map_style_dataset(number):
     for shards, index in ((1, 0), (2, 0), (2, 1)):
         dataset = Ids(9)
         raw = DataLoader(dataset, batch_size=2)
-        loader = prepare_data_loader(raw, num_processes=shards, process_index=index) if shards > 1 else raw
+        loader = (
+            prepare_data_loader(raw, num_processes=shards, process_index=index)
+            if shards > 1
+            else raw
+        )
         whole = [ids(batch) for batch in loader]
         dataset.read.clear()
         skipped = skip_first_batches(loader, number)
@@ -168,7 +202,11 @@ def test_skipping_reads_no_sample_of_a_map_style_dataset(number):
 def test_skipping_in_a_stream(workers):
     raw = DataLoader(SizedNumbers(13), batch_size=2, num_workers=workers)
     for shards, index in ((1, 0), (2, 1)):
-        loader = prepare_data_loader(raw, num_processes=shards, process_index=index) if shards > 1 else raw
+        loader = (
+            prepare_data_loader(raw, num_processes=shards, process_index=index)
+            if shards > 1
+            else raw
+        )
         whole = [ids(batch) for batch in loader]
         skipped = skip_first_batches(loader, 2)
         assert isinstance(skipped, SkipDataLoader if shards == 1 else DataLoaderShard)
@@ -192,14 +230,29 @@ def test_skipping_keeps_the_epoch_and_the_order():
 
 
 def test_loaders_that_do_not_batch_go_round_the_shards():
-    for build in (lambda: DataLoader(Numbers(5), batch_size=None), lambda: DataLoader(range(5), batch_size=None)):
-        shards = [list(prepare_data_loader(build(), num_processes=2, process_index=index)) for index in range(2)]
+    for build in (
+        lambda: DataLoader(Numbers(5), batch_size=None),
+        lambda: DataLoader(range(5), batch_size=None),
+    ):
+        shards = [
+            list(prepare_data_loader(build(), num_processes=2, process_index=index))
+            for index in range(2)
+        ]
         assert shards == [[0, 2, 4], [1, 3, 0]]
-    loader = prepare_data_loader(DataLoader(range(5), batch_size=None), num_processes=2, process_index=1)
+    loader = prepare_data_loader(
+        DataLoader(range(5), batch_size=None), num_processes=2, process_index=1
+    )
     assert list(loader.sampler) == [1, 3, 0]
-    for build in (lambda: DataLoader(Numbers(5), batch_size=None), lambda: DataLoader(range(5), batch_size=None)):
+    for build in (
+        lambda: DataLoader(Numbers(5), batch_size=None),
+        lambda: DataLoader(range(5), batch_size=None),
+    ):
         uneven = [
-            list(prepare_data_loader(build(), num_processes=2, process_index=index, even_batches=False))
+            list(
+                prepare_data_loader(
+                    build(), num_processes=2, process_index=index, even_batches=False
+                )
+            )
             for index in range(2)
         ]
         assert uneven == [[0, 2, 4], [1, 3]]
@@ -209,7 +262,10 @@ def test_uneven_shards_know_their_own_last_batch():
     ends = []
     for index in range(2):
         loader = prepare_data_loader(
-            DataLoader(Ids(10), batch_size=4), num_processes=2, process_index=index, even_batches=False
+            DataLoader(Ids(10), batch_size=4),
+            num_processes=2,
+            process_index=index,
+            even_batches=False,
         )
         ends.append([(ids(batch), loader.end_of_dataloader) for batch in loader])
     assert ends == [[([0, 1, 2, 3], False), ([8, 9], True)], [([4, 5, 6, 7], True)]]
@@ -231,8 +287,14 @@ def test_a_stateful_loader_is_built_where_it_is_asked_for():
     for raw in raws:
         seed(3)
         wanted = [str(batch) for batch in raw]
-        loader = prepare_data_loader(raw, num_processes=1, process_index=0, use_stateful_dataloader=True)
+        loader = prepare_data_loader(
+            raw, num_processes=1, process_index=0, use_stateful_dataloader=True
+        )
         assert isinstance(loader, stateful)
-        assert (loader.batch_size, loader.drop_last, loader.sampler) == (raw.batch_size, raw.drop_last, raw.sampler)
+        assert (loader.batch_size, loader.drop_last, loader.sampler) == (
+            raw.batch_size,
+            raw.drop_last,
+            raw.sampler,
+        )
         seed(3)
         assert [str(batch) for batch in loader] == wanted

@@ -51,22 +51,31 @@ def generator(number):
 
 
 def steps_of(loader):
-    return [(ids(batch), loader.batch_counts, loader.end_of_dataloader, loader.remainder) for batch in loader]
+    return [
+        (ids(batch), loader.batch_counts, loader.end_of_dataloader, loader.remainder)
+        for batch in loader
+    ]
 
 
 SOURCES = ("python", "numpy", "torch")
 LOADERS = {
     "shuffled": lambda: DataLoader(Ids(23), batch_size=2, shuffle=True),
-    "generator": lambda: DataLoader(Ids(23), batch_size=2, shuffle=True, generator=generator(my_rank())),
+    "generator": lambda: DataLoader(
+        Ids(23), batch_size=2, shuffle=True, generator=generator(my_rank())
+    ),
     "sampler's generator": lambda: DataLoader(
         Ids(23), batch_size=2, sampler=RandomSampler(range(23), generator=generator(my_rank()))
     ),
-    "weighted": lambda: DataLoader(Ids(23), batch_size=2, sampler=WeightedRandomSampler([1.0] * 23, 19)),
+    "weighted": lambda: DataLoader(
+        Ids(23), batch_size=2, sampler=WeightedRandomSampler([1.0] * 23, 19)
+    ),
     "python's": lambda: DataLoader(Ids(23), batch_size=2, sampler=PythonShuffle(23)),
     "own batches": lambda: DataLoader(Ids(23), batch_sampler=EagerBatches(23)),
     "workers": lambda: DataLoader(Ids(23), batch_size=2, shuffle=True, num_workers=1),
     "replacement": lambda: DataLoader(
-        Ids(23), batch_size=2, sampler=RandomSampler(range(23), True, 71, generator=generator(my_rank()))
+        Ids(23),
+        batch_size=2,
+        sampler=RandomSampler(range(23), True, 71, generator=generator(my_rank())),
     ),
     "stream": lambda: DataLoader(Numbers(23, shuffled=True), batch_size=2),
     **{
@@ -76,12 +85,21 @@ LOADERS = {
         for source in SOURCES
     },
     "batches as it goes": lambda: DataLoader(Ids(23), batch_sampler=BatchesAsItGoes(23, "python")),
-    "own batches in workers": lambda: DataLoader(Ids(23), batch_sampler=EagerBatches(23), num_workers=1),
-    "own generator": lambda: DataLoader(Ids(23), batch_size=2, sampler=OwnGenerator(23, random.Random(my_rank()))),
-    "numpy's own": lambda: DataLoader(
-        Ids(23), batch_size=2, sampler=OwnGenerator(23, np.random.default_rng(my_rank())), num_workers=1
+    "own batches in workers": lambda: DataLoader(
+        Ids(23), batch_sampler=EagerBatches(23), num_workers=1
     ),
-    "stream with a worker": lambda: DataLoader(Numbers(23, shuffled=True), batch_size=2, num_workers=1),
+    "own generator": lambda: DataLoader(
+        Ids(23), batch_size=2, sampler=OwnGenerator(23, random.Random(my_rank()))
+    ),
+    "numpy's own": lambda: DataLoader(
+        Ids(23),
+        batch_size=2,
+        sampler=OwnGenerator(23, np.random.default_rng(my_rank())),
+        num_workers=1,
+    ),
+    "stream with a worker": lambda: DataLoader(
+        Numbers(23, shuffled=True), batch_size=2, num_workers=1
+    ),
 }
 
 
@@ -90,7 +108,8 @@ def global_batches(name, build):
     raw = build()
     if "batches" in name:
         batches = [ids(batch) for batch in raw]
-        return [sum(batches[start : start + world()], []) for start in range(0, len(batches), world())]  # noqa: RUF017
+        starts = range(0, len(batches), world())
+        return [sum(batches[start : start + world()], []) for start in starts]  # noqa: RUF017
     raw.__dict__["batch_size"] = raw.batch_sampler.batch_size = 2 * world()
     return [ids(batch) for batch in raw]
 
@@ -152,7 +171,9 @@ def draw_in_between():
 
 def in_order(seen):
     """The samples that the ranks have seen (a list a step), step by step."""
-    return [sample for step in zip(*all_ranks(seen), strict=True) for part in step for sample in part]
+    return [
+        sample for step in zip(*all_ranks(seen), strict=True) for part in step for sample in part
+    ]
 
 
 @on_two
@@ -186,7 +207,9 @@ class Unseeded(DrawsAsItGoes):
 def test_samplers_that_draw_unlike_on_each_rank():
     """Each sample once, also when the rest is read on another number of shards."""
     my_rank()
-    loader = prepare_data_loader(DataLoader(Ids(53), batch_size=2, sampler=Unseeded(53, "python")), exact=True)
+    loader = prepare_data_loader(
+        DataLoader(Ids(53), batch_size=2, sampler=Unseeded(53, "python")), exact=True
+    )
     seen = []
     for step, batch in enumerate(loader):
         seen += ids(batch)[: loader.batch_counts[my_rank()]]
@@ -201,7 +224,9 @@ def test_samplers_that_draw_unlike_on_each_rank():
             raw = DataLoader(Ids(53), batch_size=2, sampler=Unseeded(53, "python"))
             resumed = prepare_data_loader(raw, num_processes=4, process_index=index, exact=True)
             resumed.load_state_dict(position)
-            rest += [sample for batch in resumed for sample in ids(batch)[: resumed.batch_counts[index]]]
+            rest += [
+                sample for batch in resumed for sample in ids(batch)[: resumed.batch_counts[index]]
+            ]
         assert sorted(sum(all_ranks(seen), []) + rest) == list(range(53))  # noqa: RUF017
 
 
@@ -244,7 +269,9 @@ def test_positions_go_on_with_any_number_of_shards(ranks, nproc):
 @everywhere
 def test_a_seed_that_differs_is_agreed_on():
     torch.manual_seed(50 + my_rank())
-    loader = prepare_data_loader(DataLoader(Ids(4 * world()), batch_size=2, shuffle=True), use_seedable_sampler=True)
+    loader = prepare_data_loader(
+        DataLoader(Ids(4 * world()), batch_size=2, shuffle=True), use_seedable_sampler=True
+    )
     for epoch in range(2):
         parts = all_ranks([ids(batch) for batch in loader])
         joined = [sample for step in range(2) for part in parts for sample in part[step]]
@@ -255,8 +282,12 @@ def test_a_seed_that_differs_is_agreed_on():
 def test_dispatched_batches():
     def build(data, batch_size, **options):
         sampler = data if isinstance(data, DrawsAsItGoes) else None
-        raw = DataLoader(data if sampler is None else Ids(sampler.length), batch_size=batch_size, sampler=sampler)
-        return prepare_data_loader(raw, device=CPU, put_on_device=True, dispatch_batches=True, **options)
+        raw = DataLoader(
+            data if sampler is None else Ids(sampler.length), batch_size=batch_size, sampler=sampler
+        )
+        return prepare_data_loader(
+            raw, device=CPU, put_on_device=True, dispatch_batches=True, **options
+        )
 
     for source in SOURCES:
         loader = build(DrawsAsItGoes(53, source), 2)
@@ -268,7 +299,12 @@ def test_dispatched_batches():
             assert sorted(sum(all_ranks(seen), [])) == list(range(53))  # noqa: RUF017
     for data in (Ids, Numbers):
         for length in (1, 4 * world(), 4 * world() + 1, 4 * world() + 3):
-            for options in ({}, {"exact": True}, {"split_batches": True}, {"split_batches": True, "exact": True}):
+            for options in (
+                {},
+                {"exact": True},
+                {"split_batches": True},
+                {"split_batches": True, "exact": True},
+            ):
                 size = 2 * world() if "split_batches" in options else 2
                 loader = build(data(length), size, **options)
                 assert isinstance(loader, DataLoaderDispatcher)
@@ -301,8 +337,12 @@ class SaysMore(SequentialSampler):
 
 METRICS = {
     "ragged batches": lambda: DataLoader(Ids(13), batch_sampler=EagerBatches(13)),
-    "a length that is too small": lambda: DataLoader(Ids(13), batch_size=2, sampler=SaysLess(range(13))),
-    "a length that is too large": lambda: DataLoader(Ids(13), batch_size=2, sampler=SaysMore(range(13))),
+    "a length that is too small": lambda: DataLoader(
+        Ids(13), batch_size=2, sampler=SaysLess(range(13))
+    ),
+    "a length that is too large": lambda: DataLoader(
+        Ids(13), batch_size=2, sampler=SaysMore(range(13))
+    ),
     "workers that end in the middle": lambda: DataLoader(Numbers(13), batch_size=2, num_workers=2),
 }
 
@@ -352,14 +392,23 @@ def test_the_fill_of_a_dispatched_epoch_does_not_depend_on_where_the_pass_begins
 @everywhere
 def test_dispatched_objects():
     def collate(samples):
-        return {"text": [f"#{sample}" for sample in samples], "id": torch.tensor(samples), "kind": "all"}
+        return {
+            "text": [f"#{sample}" for sample in samples],
+            "id": torch.tensor(samples),
+            "kind": "all",
+        }
 
     loader = prepare_data_loader(
-        DataLoader(list(range(2 * world() + 1)), batch_size=2, collate_fn=collate), dispatch_batches=True
+        DataLoader(list(range(2 * world() + 1)), batch_size=2, collate_fn=collate),
+        dispatch_batches=True,
     )
     first, last = list(loader)
-    assert first["text"] == [f"#{2 * my_rank()}", f"#{2 * my_rank() + 1}"] and first["kind"] == "all"
-    assert last["text"] == [f"#{number}" for number in last["id"].tolist()] and len(last["text"]) == 1
+    assert (
+        first["text"] == [f"#{2 * my_rank()}", f"#{2 * my_rank() + 1}"] and first["kind"] == "all"
+    )
+    assert (
+        last["text"] == [f"#{number}" for number in last["id"].tolist()] and len(last["text"]) == 1
+    )
     assert last["id"].item() == (2 * world() if my_rank() == 0 else my_rank() - 1)
 
 
@@ -383,7 +432,8 @@ def test_pipes_of_torch_are_read_once(dispatch, filtered):
     epochs = []
     for _ in range(2):
         batches = [
-            ids(batch)[: loader.batch_counts[my_rank()]] if loader.batch_counts else ids(batch) for batch in loader
+            ids(batch)[: loader.batch_counts[my_rank()]] if loader.batch_counts else ids(batch)
+            for batch in loader
         ]
         epochs.append([sample for part in all_ranks(batches) for batch in part for sample in batch])
         assert set(epochs[-1]) == set(range(11))
@@ -414,7 +464,9 @@ def test_a_reader_that_fails_fails_everywhere():
         for _ in loader:
             seen += 1
     except (OSError, RuntimeError) as error:
-        assert "the disk is gone" in str(error) and (my_rank() == 0 or "rank 0, which reads" in str(error))
+        assert "the disk is gone" in str(error) and (
+            my_rank() == 0 or "rank 0, which reads" in str(error)
+        )
     else:
         raise AssertionError("nothing was raised")
     # The stream is read a batch ahead, and fails while the first step is being read ahead of.

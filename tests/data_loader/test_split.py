@@ -55,7 +55,9 @@ class Files(IterableDataset):
 
 
 def split_by_node(dataset, rank, world_size):
-    return dataclasses.replace(dataset, files=dataset.files[rank::world_size], _distributed=(rank, world_size))
+    return dataclasses.replace(
+        dataset, files=dataset.files[rank::world_size], _distributed=(rank, world_size)
+    )
 
 
 def samples(files):
@@ -82,7 +84,9 @@ def build(files="even", shuffled=False, by_node=False, workers=0, **options):
         import datasets
         from datasets.distributed import split_dataset_by_node as split
 
-        dataset = datasets.IterableDataset.from_generator(samples, gen_kwargs={"files": FILES[files]})
+        dataset = datasets.IterableDataset.from_generator(
+            samples, gen_kwargs={"files": FILES[files]}
+        )
         if shuffled:
             dataset = dataset.shuffle(seed=3, buffer_size=4)
         dataset = dataset.with_format("torch")
@@ -116,7 +120,9 @@ CASES = {
 
 
 LIBRARY = "stand-in"
-REAL = pytest.param("datasets", marks=pytest.mark.skipif(not importlib.util.find_spec("datasets"), reason="missing"))
+REAL = pytest.param(
+    "datasets", marks=pytest.mark.skipif(not importlib.util.find_spec("datasets"), reason="missing")
+)
 
 
 def joined(batches):
@@ -163,7 +169,10 @@ def test_resumes_in_the_middle_of_an_epoch(library):
             batches.close()
             resumed = prepare_data_loader(build(**options))
             resumed.load_state_dict(position)
-            assert [[ids(batch) for batch in resumed] for _ in range(2)] == [passes[0][step:], passes[1]], name
+            assert [[ids(batch) for batch in resumed] for _ in range(2)] == [
+                passes[0][step:],
+                passes[1],
+            ], name
             skipping = skip_first_batches(prepare_data_loader(build(**options)), step)
             assert [ids(batch) for batch in skipping] == passes[0][step:], name
             if name not in ("by node", "workers"):
@@ -223,7 +232,9 @@ def split_files_by_node(files):
 
 @on_ranks(2)
 def test_a_pipeline_of_webdataset_that_splits_itself():
-    sys.modules["webdataset"] = types.SimpleNamespace(DataPipeline=Pipeline, split_by_node=split_files_by_node)
+    sys.modules["webdataset"] = types.SimpleNamespace(
+        DataPipeline=Pipeline, split_by_node=split_files_by_node
+    )
 
     def prepared(stage, **options):
         return prepare_data_loader(DataLoader(Pipeline(stage), batch_size=2), **options)
@@ -237,7 +248,9 @@ def test_a_pipeline_of_webdataset_that_splits_itself():
     read = [ids(next(batches)) for _ in range(2)]
     resumed = prepared(split_files_by_node)
     resumed.load_state_dict(loader.state_dict())
-    assert read + [ids(batch) for batch in resumed] == [ids(batch) for batch in prepared(split_files_by_node)]
+    assert read + [ids(batch) for batch in resumed] == [
+        ids(batch) for batch in prepared(split_files_by_node)
+    ]
     with pytest.raises(PrepareError, match="split between the processes already"):
         prepared(split_files_by_node, exact=True)
     # In a layout in which all ranks read the same data.
@@ -251,7 +264,9 @@ def test_refuses_what_would_lose_samples():
         with pytest.raises(PrepareError, match="split_dataset_by_node"):
             prepare_data_loader(build(by_node=True), **options)
     # By default batches go to a device, and rank 0 reads for all: not if each rank has one shard only.
-    loader = prepare_data_loader(build(by_node=True), put_on_device=True, device=torch.device("cpu"))
+    loader = prepare_data_loader(
+        build(by_node=True), put_on_device=True, device=torch.device("cpu")
+    )
     assert sorted(joined(all_ranks(joined(map(ids, loader))))) == everything("even")
     position = {**loader.state_dict(), "order": {}, "consumed": 12, "parts": [3, 4, 1]}
     with pytest.raises(CheckpointError, match="split_dataset_by_node"):

@@ -72,13 +72,17 @@ def test_every_shard_reads_its_slices(split, drop_last, even, exact):
         assert shard.total_length == len(torchs)
         steps = list(shard.plan().read(iter(range(length))))
         assert [step.counts for step in steps] == counts, case
-        assert [step.last for step in steps] == [number == len(wanted) for number in range(1, len(wanted) + 1)], case
+        assert [step.last for step in steps] == [
+            number == len(wanted) for number in range(1, len(wanted) + 1)
+        ], case
         if steps and (even or exact):
             assert steps[-1].position == (
                 length - length % (batch * (1 if split else shards)) if drop_last else length
             ), case
         # A sampler of the user's own with the same batches is cut alike.
-        own = BatchSamplerShard(Batches(list(torchs), batch, drop_last), shards, index, split, even, exact)
+        own = BatchSamplerShard(
+            Batches(list(torchs), batch, drop_last), shards, index, split, even, exact
+        )
         assert list(own) == wanted, case
 
 
@@ -88,7 +92,9 @@ def test_every_shard_reads_its_slices(split, drop_last, even, exact):
 def test_a_stream_is_cut_like_a_sampler(split, drop_last, exact):
     for length, batch, shards, index in grid(split):
         wanted, _ = expected(length, batch, shards, index, drop_last, True, exact, split)
-        stream = IterableDatasetShard(SizedNumbers(length), batch, drop_last, shards, index, split, exact=exact)
+        stream = IterableDatasetShard(
+            SizedNumbers(length), batch, drop_last, shards, index, split, exact=exact
+        )
         assert list(stream) == [sample for samples in wanted for sample in samples]
         if not exact:
             assert len(stream) == len(list(stream))
@@ -110,10 +116,15 @@ def test_going_on_in_the_middle_completes_from_the_start_of_the_epoch():
 
 def test_batches_of_many_lengths_are_all_read_and_none_is_changed():
     batches = [[0, 1], [2], [3, 4, 5], [6], [7, 8]]
-    shards = [list(BatchSamplerShard(Batches(batches, None, False), 2, index)) for index in range(2)]
+    shards = [
+        list(BatchSamplerShard(Batches(batches, None, False), 2, index)) for index in range(2)
+    ]
     # Without a batch size to fill up to, whole batches from the start complete the last step.
     assert shards == [[[0, 1], [3, 4, 5], [7, 8]], [[2], [6], [0, 1]]]
-    exact = [list(BatchSamplerShard(Batches(batches, 3, False), 2, index, exact=True)) for index in range(2)]
+    exact = [
+        list(BatchSamplerShard(Batches(batches, 3, False), 2, index, exact=True))
+        for index in range(2)
+    ]
     assert exact == [[[0, 1], [3, 4, 5], [7, 8]], [[2], [6], [7]]]
     plan = BatchSamplerShard(Batches(batches, 3, False), 2, 1, exact=True).plan()
     assert [step.counts for step in plan.steps(iter(batches))] == [(2, 1), (3, 1), (2, 0)]
@@ -124,7 +135,10 @@ def test_batches_of_many_lengths_are_all_read_and_none_is_changed():
 
 def test_exact_split_cuts_each_batch_of_unknown_size_into_equal_parts():
     batches = [[0, 1, 2, 3, 4], [5], [6, 7]]
-    shards = [list(BatchSamplerShard(Batches(batches, None, False), 2, index, True, exact=True)) for index in range(2)]
+    shards = [
+        list(BatchSamplerShard(Batches(batches, None, False), 2, index, True, exact=True))
+        for index in range(2)
+    ]
     assert shards == [[[0, 1, 2], [5], [6]], [[3, 4], [5], [7]]]
 
 
@@ -144,7 +158,9 @@ def test_what_cannot_be_cut_is_refused():
         BatchSamplerShard(BatchSampler(range(10), 3, False), 2, 0, split_batches=True)
     with pytest.raises(PrepareError, match="has no batch size"):
         BatchSamplerShard([[0], [1]], 2, 0, split_batches=True)
-    with pytest.raises(PrepareError, match=r"IterableDatasetShard.*batch size 3 is not a multiple of 2"):
+    with pytest.raises(
+        PrepareError, match=r"IterableDatasetShard.*batch size 3 is not a multiple of 2"
+    ):
         IterableDatasetShard(Numbers(3), 3, num_processes=2, split_batches=True)
     with pytest.raises(PrepareError, match="-1"):
         SkipBatchSampler([[0]], -1)

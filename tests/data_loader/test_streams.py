@@ -84,7 +84,9 @@ def test_an_epoch_resumes_on_another_number_of_processes(name, saved_on, resumed
     def loaders(count):
         for index in range(count):
             seed(5)
-            yield prepare_data_loader(build(name), num_processes=count, process_index=index, even_batches=False)
+            yield prepare_data_loader(
+                build(name), num_processes=count, process_index=index, even_batches=False
+            )
 
     def read(loader):
         seed(7)
@@ -114,7 +116,9 @@ def test_an_epoch_resumes_on_another_number_of_processes(name, saved_on, resumed
 def test_the_epoch_after_a_resumed_one_is_that_of_the_uninterrupted_run(dispatch, step):
     def prepared(number):
         seed(number)
-        return prepare_data_loader(DataLoader(StreamAsItGoes(23, "python"), batch_size=2), dispatch_batches=dispatch)
+        return prepare_data_loader(
+            DataLoader(StreamAsItGoes(23, "python"), batch_size=2), dispatch_batches=dispatch
+        )
 
     def read(batches):
         return [(ids(batch), torch.rand(()).item()) for batch in batches]

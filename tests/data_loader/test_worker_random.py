@@ -39,7 +39,11 @@ def start(worker):
 
 def build(shards=1, index=0, **options):
     raw = DataLoader(Augmented(), batch_size=2, shuffle=True, collate_fn=masking, **options)
-    return raw if shards is None else prepare_data_loader(raw, num_processes=shards, process_index=index)
+    return (
+        raw
+        if shards is None
+        else prepare_data_loader(raw, num_processes=shards, process_index=index)
+    )
 
 
 def flat(batch):
@@ -100,7 +104,9 @@ def test_a_resumed_pass_draws_the_same_numbers(name, shards, index):
         assert read(resumed) == wanted[first + 1], point
 
 
-@pytest.mark.parametrize("changed", [{"num_workers": 3}, {"num_workers": 2, "shards": 2, "index": 1}])
+@pytest.mark.parametrize(
+    "changed", [{"num_workers": 3}, {"num_workers": 2, "shards": 2, "index": 1}]
+)
 def test_other_workers_read_the_rest_with_new_numbers(changed):
     seed(5)
     loader = build(num_workers=2)

@@ -104,7 +104,9 @@ def train(window=1, tolerance=1e-8, **options):
     accelerator = Accelerator(gradient_accumulation_steps=window, **options)
     assert accelerator.device == torch.device(KIND, RANK), accelerator.device
     model, optimizer = build()
-    shards = 1 if accelerator.dataloader_config.split_batches else accelerator.strategy.data_shard[1]
+    shards = (
+        1 if accelerator.dataloader_config.split_batches else accelerator.strategy.data_shard[1]
+    )
     loader = DataLoader(DATA, BATCH // shards)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     is_lazy = accelerator.dataloader_config.device_placement == "lazy"
@@ -126,7 +128,10 @@ def train(window=1, tolerance=1e-8, **options):
                 for parameter in model.parameters():
                     parameter.zero_()
             accelerator.load_state(FOLDER / "checkpoint")
-    state = {name.removeprefix("_orig_mod."): value for name, value in accelerator.get_state_dict(model).items()}
+    state = {
+        name.removeprefix("_orig_mod."): value
+        for name, value in accelerator.get_state_dict(model).items()
+    }
     assert gather_object([RANK]) == list(range(WORLD))
     assert broadcast_object_list([RANK]) == [0]
     accelerator.save_model(model, FOLDER / "model")
@@ -134,7 +139,9 @@ def train(window=1, tolerance=1e-8, **options):
     if accelerator.is_main_process:
         expected = plain(window)
         assert set(state) == set(expected)
-        distance = max((state[name].cpu() - value).abs().max().item() for name, value in expected.items())
+        distance = max(
+            (state[name].cpu() - value).abs().max().item() for name, value in expected.items()
+        )
         assert distance <= tolerance, distance
     accelerator.end_training()
 
@@ -167,7 +174,9 @@ def resume():
         set_seed(seed)
         accelerator = Accelerator()
         model, optimizer = build(drop=0.3)
-        model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(DATA, BATCH, shuffle=True))
+        model, optimizer, loader = accelerator.prepare(
+            model, optimizer, DataLoader(DATA, BATCH, shuffle=True)
+        )
         first, done = loader, 0
         if load:
             accelerator.load_state(FOLDER / "checkpoint")
@@ -195,12 +204,17 @@ def placement():
     save_file(model.state_dict(), FOLDER / "model.safetensors", metadata={"format": "pt"})
     assert list(get_max_memory()) == [0, 1, 2, 3, "cpu"]
     blocks = {f"blocks.{number}": place for number, place in enumerate((0, 1, "cpu", "disk"))}
-    planned = infer_auto_device_map(build()[0], {0: 8000, 1: 8000, "cpu": 4000}, no_split_module_classes=["Block"])
+    planned = infer_auto_device_map(
+        build()[0], {0: 8000, 1: 8000, "cpu": 4000}, no_split_module_classes=["Block"]
+    )
     for devices in ({"inputs": 0, **blocks, "output": 0}, planned):
         with init_empty_weights():
             empty = Net()
         loaded = load_checkpoint_and_dispatch(
-            empty, FOLDER / "model.safetensors", device_map=devices, offload_folder=FOLDER / "offload"
+            empty,
+            FOLDER / "model.safetensors",
+            device_map=devices,
+            offload_folder=FOLDER / "offload",
         )
         moved = dispatch_model(build()[0], devices, offload_dir=FOLDER / "offload")
         for found in (loaded, loaded, moved):
@@ -217,16 +231,32 @@ def collectives():
     accelerator = Accelerator()
     ranks = list(range(WORLD))
     for device in (accelerator.device, torch.device("cpu")):
-        padded = accelerator.pad_across_processes(torch.full((RANK + 1, 2), float(RANK), device=device))
+        padded = accelerator.pad_across_processes(
+            torch.full((RANK + 1, 2), float(RANK), device=device)
+        )
         assert padded.shape == (WORLD, 2) and padded.device == device
         found = accelerator.gather({"x": padded, "ranks": [torch.tensor([RANK], device=device)]})
         assert found["x"].device == device and found["ranks"][0].tolist() == ranks
-        assert accelerator.reduce(torch.tensor([1.0 + RANK], device=device), "mean").item() == (WORLD + 1) / 2
-        for dtype in (torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.uint8, torch.complex64):
-            assert accelerator.gather(torch.ones(2, dtype=dtype, device=device)).shape == (2 * WORLD,)
+        assert (
+            accelerator.reduce(torch.tensor([1.0 + RANK], device=device), "mean").item()
+            == (WORLD + 1) / 2
+        )
+        for dtype in (
+            torch.bfloat16,
+            torch.float16,
+            torch.int64,
+            torch.bool,
+            torch.uint8,
+            torch.complex64,
+        ):
+            assert accelerator.gather(torch.ones(2, dtype=dtype, device=device)).shape == (
+                2 * WORLD,
+            )
     mixed = accelerator.gather({"device": torch.ones(1, device=KIND), "host": torch.ones(1)})
     assert mixed["device"].device == accelerator.device and mixed["host"].device.type == "cpu"
-    assert [each.item() for each in gather_object([torch.tensor(RANK, device=accelerator.device)])] == ranks
+    assert [
+        each.item() for each in gather_object([torch.tensor(RANK, device=accelerator.device)])
+    ] == ranks
     objects = [torch.full((2,), RANK, device=accelerator.device), {"rank": RANK}]
     broadcast_object_list(objects)
     assert objects[0].sum() == 0 and objects[1] == {"rank": 0}
@@ -255,7 +285,9 @@ def batches():
         for batch in accelerator.prepare(loader):
             assert batch.x.device == accelerator.device
             found.append(accelerator.gather_for_metrics(batch.x).cpu())
-        assert torch.equal(torch.cat(found).sort(0)[0], torch.stack([x for x, _ in DATA[:13]]).sort(0)[0])
+        assert torch.equal(
+            torch.cat(found).sort(0)[0], torch.stack([x for x, _ in DATA[:13]]).sort(0)[0]
+        )
     ragged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
     assert send_to_device({"x": [ragged]}, accelerator.device)["x"][0].device == accelerator.device
 
@@ -299,7 +331,9 @@ def places():
             accelerator.backward(nn.functional.mse_loss(model(x), y))
             optimizer.step()
             optimizer.zero_grad()
-        assert {value.device.type for value in model.state_dict().values()} == {"cpu" if cpu else KIND}
+        assert {value.device.type for value in model.state_dict().values()} == {
+            "cpu" if cpu else KIND
+        }
         accelerator.save_state(FOLDER / f"after {load}")
         return accelerator.get_state_dict(model)
 
@@ -324,7 +358,9 @@ def split_sequence(**sizes):
 
     def start():
         torch.manual_seed(0)
-        model = Llama(LlamaConfig(vocabulary=32, width=16, hidden=32, layers=2, heads=4, kv_heads=2))
+        model = Llama(
+            LlamaConfig(vocabulary=32, width=16, hidden=32, layers=2, heads=4, kv_heads=2)
+        )
         return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
     def loss_of(model, ids, labels):
@@ -374,7 +410,8 @@ CASES = {
     "compiled": lambda: train(dynamo_backend="aot_eager"),
     **{
         f"hook {hook}": lambda hook=hook: train(
-            kwargs_handlers=[DistributedDataParallelKwargs(comm_hook=hook, static_graph=True)], tolerance=LOW
+            kwargs_handlers=[DistributedDataParallelKwargs(comm_hook=hook, static_graph=True)],
+            tolerance=LOW,
         )
         for hook in ("fp16", "power_sgd")
     },
@@ -400,13 +437,22 @@ CASES = {
             "compiled": lambda: {"dynamo_backend": "aot_eager"},
         }.items()
     },
-    "tp": lambda: train(parallelism_config=ParallelismConfig(tp_size=2, dp_replicate_size=WORLD // 2)),
-    "pp": lambda: train(parallelism_config=ParallelismConfig(pp_size=2, dp_replicate_size=WORLD // 2)),
-    "hsdp": lambda: train(
-        parallelism_config=ParallelismConfig(dp_replicate_size=2, dp_shard_size=2), fsdp_plugin=fsdp()
+    "tp": lambda: train(
+        parallelism_config=ParallelismConfig(tp_size=2, dp_replicate_size=WORLD // 2)
     ),
-    "fsdp x tp": lambda: train(parallelism_config=ParallelismConfig(tp_size=2, dp_shard_size=2), fsdp_plugin=fsdp()),
-    "pp x fsdp": lambda: train(parallelism_config=ParallelismConfig(pp_size=2, dp_shard_size=2), fsdp_plugin=fsdp()),
+    "pp": lambda: train(
+        parallelism_config=ParallelismConfig(pp_size=2, dp_replicate_size=WORLD // 2)
+    ),
+    "hsdp": lambda: train(
+        parallelism_config=ParallelismConfig(dp_replicate_size=2, dp_shard_size=2),
+        fsdp_plugin=fsdp(),
+    ),
+    "fsdp x tp": lambda: train(
+        parallelism_config=ParallelismConfig(tp_size=2, dp_shard_size=2), fsdp_plugin=fsdp()
+    ),
+    "pp x fsdp": lambda: train(
+        parallelism_config=ParallelismConfig(pp_size=2, dp_shard_size=2), fsdp_plugin=fsdp()
+    ),
     "pp x tp": lambda: train(parallelism_config=ParallelismConfig(pp_size=2, tp_size=2)),
     "cp": lambda: split_sequence(cp_size=2),
     "sp": lambda: split_sequence(sp_size=2),

@@ -21,7 +21,14 @@ HERE = Path(__file__).parent
 KIND = "npu"
 TOTAL = 1 << 30
 # All that the module of a backend needs, which SIMULATED_MODULE=small leaves in it.
-NEEDED = {"is_available", "_is_in_bad_fork", "device_count", "current_device", "set_device", "manual_seed_all"}
+NEEDED = {
+    "is_available",
+    "_is_in_bad_fork",
+    "device_count",
+    "current_device",
+    "set_device",
+    "manual_seed_all",
+}
 
 
 def build(folder: Path) -> Any:
@@ -74,8 +81,12 @@ def install(extension: Any) -> None:
         "manual_seed_all": seed_all,
         "initial_seed": lambda: extension.generator(extension.current()).initial_seed(),
         "get_rng_state": lambda device=KIND: extension.generator(index(device)).get_state(),
-        "set_rng_state": lambda state, device=KIND: extension.generator(index(device)).set_state(state),
-        "get_rng_state_all": lambda: [extension.generator(each).get_state() for each in range(extension.count())],
+        "set_rng_state": lambda state, device=KIND: extension.generator(index(device)).set_state(
+            state
+        ),
+        "get_rng_state_all": lambda: [
+            extension.generator(each).get_state() for each in range(extension.count())
+        ],
         "set_rng_state_all": set_states,
         "synchronize": lambda device=None: None,
         "empty_cache": lambda: None,
@@ -99,7 +110,9 @@ def install(extension: Any) -> None:
     torch.utils.generate_methods_for_privateuse1_backend()
 
     def backend(store: Any, rank: int, size: int, timeout: Any) -> Any:
-        return extension.backend(dist.ProcessGroupGloo(dist.PrefixStore("device", store), rank, size, timeout))
+        return extension.backend(
+            dist.ProcessGroupGloo(dist.PrefixStore("device", store), rank, size, timeout)
+        )
 
     dist.Backend.register_backend("hccl", backend, devices=[KIND])
 

@@ -15,7 +15,9 @@ import pytest
 HERE = Path(__file__).parent
 pytestmark = [
     pytest.mark.device,
-    pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++ to build the simulated device"),
+    pytest.mark.skipif(
+        shutil.which("g++") is None, reason="needs g++ to build the simulated device"
+    ),
 ]
 # Numbers of devices, and the cases that run on them.
 ONE = [
@@ -51,10 +53,18 @@ TWO += [
     "sp",
 ]
 SHARDED = ["fsdp2", "fsdp2, bf16", "fsdp2, offloaded", "fsdp2, offloaded, sharded"]
-SHARDED += ["fsdp2, recomputed", "fsdp2, from rank 0", "fsdp2, fp16", "fsdp2, fp8", "fsdp2, fp8, from rank 0"]
+SHARDED += [
+    "fsdp2, recomputed",
+    "fsdp2, from rank 0",
+    "fsdp2, fp16",
+    "fsdp2, fp8",
+    "fsdp2, fp8, from rank 0",
+]
 FOUR = ["no", "tp", "pp", "hsdp", "fsdp x tp", "pp x fsdp", "pp x tp", "cp x fsdp", "cp x tp"]
 RUNS = (
-    [(1, case) for case in [*ONE, "placement"]] + [(2, case) for case in TWO + SHARDED] + [(4, case) for case in FOUR]
+    [(1, case) for case in [*ONE, "placement"]]
+    + [(2, case) for case in TWO + SHARDED]
+    + [(4, case) for case in FOUR]
 )
 
 
@@ -65,7 +75,9 @@ def run(arguments, limit, **variables):
     path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables}
     command = [sys.executable, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=limit, env=environment, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=limit, env=environment, check=False
+    )
     assert not done.returncode, done.stdout[-2000:] + done.stderr[-6000:]
 
 

@@ -64,7 +64,9 @@ def inputs():
 
 
 def bundle(model, optimizer, **more):
-    return RunState(models=[PreparedModel(model)], optimizers=[PreparedOptimizer(optimizer)], **more)
+    return RunState(
+        models=[PreparedModel(model)], optimizers=[PreparedOptimizer(optimizer)], **more
+    )
 
 
 def step(model, optimizer):
@@ -81,7 +83,11 @@ def trained(**more):
     """A model after one step, its optimizer, and both as a run at its first step."""
     model, optimizer = make()
     step(model, optimizer)
-    return model, optimizer, bundle(model, optimizer, dataloaders=[Place(32)], progress={"step": 1}, **more)
+    return (
+        model,
+        optimizer,
+        bundle(model, optimizer, dataloaders=[Place(32)], progress={"step": 1}, **more),
+    )
 
 
 def only(root, *names):
@@ -103,13 +109,20 @@ def test_each_rank_gets_its_own_state_back(tmp_path):
     save_run(run, tmp_path / "checkpoint_0", process=state)
     expected = (random.random(), torch.rand(()).item())
     manifest = verify(tmp_path / "checkpoint_0")
-    assert manifest.world_size == 2 and {"random_states_0.json", "random_states_1.json"} <= set(manifest.files)
+    assert manifest.world_size == 2 and {"random_states_0.json", "random_states_1.json"} <= set(
+        manifest.files
+    )
 
     other, other_optimizer = make(1)
     place, own = Place(), Place(-1)
     loaded = bundle(other, other_optimizer, dataloaders=[place], rank_state=own)
     report = load_run(loaded, tmp_path / "checkpoint_0", process=state)
-    assert report.progress == {"step": 1} and report.notes == [] and place.consumed == 32 and own.consumed == rank
+    assert (
+        report.progress == {"step": 1}
+        and report.notes == []
+        and place.consumed == 32
+        and own.consumed == rank
+    )
     assert (random.random(), torch.rand(()).item()) == expected
     for _ in range(3):
         step(model, optimizer)
@@ -173,10 +186,17 @@ def test_a_save_takes_two_exchanges(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Agreement, "exchange", counted)
     writer = Writer()
-    for number, (expected, hooks) in enumerate([(2, []), (2, []), (3, [lambda models, weights, folder: None])]):
+    for number, (expected, hooks) in enumerate(
+        [(2, []), (2, []), (3, [lambda models, weights, folder: None])]
+    ):
         _, _, run = trained(custom=[Place(state.process_index)], save_hooks=hooks)
         subjects.clear()
-        save_run(run, tmp_path / f"checkpoint_{number}", process=state, writer=writer if number == 1 else None)
+        save_run(
+            run,
+            tmp_path / f"checkpoint_{number}",
+            process=state,
+            writer=writer if number == 1 else None,
+        )
         writer.wait()
         assert len(subjects) == expected, subjects
         assert "session_rank_1.json" in verify(tmp_path / f"checkpoint_{number}").files
@@ -194,7 +214,11 @@ def test_saving_in_the_background(tmp_path):
     dist.all_gather([torch.zeros(3) for _ in range(2)], torch.full((3,), float(rank)))
     writer.wait()
     other, other_optimizer = make(1)
-    load_run(bundle(other, other_optimizer, dataloaders=[Place()]), tmp_path / "checkpoint_1", process=state)
+    load_run(
+        bundle(other, other_optimizer, dataloaders=[Place()]),
+        tmp_path / "checkpoint_1",
+        process=state,
+    )
     assert all(map(torch.equal, saved, other.parameters()))
 
     # An error of one rank is raised at the next call, on both.
@@ -256,7 +280,9 @@ def lay_out(model, layout):
     """All sharded, or tensor parallel pairs whose halves are sharded again."""
     world = PartialState().num_processes
     mesh = init_device_mesh(
-        "cpu", (2, 2) if layout == "both" else (world,), mesh_dim_names=("dp", "tp") if layout == "both" else ("dp",)
+        "cpu",
+        (2, 2) if layout == "both" else (world,),
+        mesh_dim_names=("dp", "tp") if layout == "both" else ("dp",),
     )
     if layout == "both":
         parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
@@ -269,12 +295,18 @@ def build(layout, seed, width=8):
         model, optimizer = make(seed)
         return model, optimizer, bundle(model, optimizer)
     torch.manual_seed(seed)
-    model = torch.nn.Sequential(torch.nn.Linear(4, width), torch.nn.Tanh(), torch.nn.Linear(width, 2))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(4, width), torch.nn.Tanh(), torch.nn.Linear(width, 2)
+    )
     lay_out(model, layout)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     prepared = Fsdp2Model(model, Precision(), torch.device("cpu"), saves_shards=True)
     models, optimizers = [prepared], [PreparedOptimizer(optimizer, prepared)]
-    return model, optimizer, RunState(models=models, optimizers=optimizers, sharded=ShardedState(models, optimizers))
+    return (
+        model,
+        optimizer,
+        RunState(models=models, optimizers=optimizers, sharded=ShardedState(models, optimizers)),
+    )
 
 
 def stream():
@@ -285,7 +317,11 @@ def stream():
 def samples_left(loader):
     """What all ranks read from here on, without padding."""
     state = PartialState()
-    mine = [sample for batch in loader for sample in batch.tolist()[: loader.batch_counts[state.process_index]]]
+    mine = [
+        sample
+        for batch in loader
+        for sample in batch.tolist()[: loader.batch_counts[state.process_index]]
+    ]
     if state.num_processes == 1:
         return mine
     parts = [None] * state.num_processes
@@ -302,7 +338,10 @@ def is_plain(model):
     plain, optimizer = make(0)
     for _ in range(3):
         step(plain, optimizer)
-    return all(torch.allclose(a, b, atol=1e-6) for a, b in zip(full(model), plain.parameters(), strict=True))
+    return all(
+        torch.allclose(a, b, atol=1e-6)
+        for a, b in zip(full(model), plain.parameters(), strict=True)
+    )
 
 
 def save_and_load(root, layout, names):
@@ -352,7 +391,10 @@ def save_compatible(root):
 def load_compatible(root, layout):
     """Complete, then as another library leaves it: no manifest, no document of ours."""
     state = PartialState(cpu=True)
-    for file in (root / "compat" / "checkpoint_manifest.json", root / "compat" / "optimizer_0" / "options.json"):
+    for file in (
+        root / "compat" / "checkpoint_manifest.json",
+        root / "compat" / "optimizer_0" / "options.json",
+    ):
         for _ in range(2):
             model, optimizer, run = build(layout, 5)
             load_run(run, root / "compat", process=state)
@@ -372,16 +414,22 @@ def refuse_others(root, names):
     for name in names:
         model, optimizer, run = build("dp", 5, width=9)
         before = full(model)
-        with pytest.raises(CheckpointMismatch, match=r"0\.weight \(saved \[8, 4\], here \[9, 4\]\)"):
+        with pytest.raises(
+            CheckpointMismatch, match=r"0\.weight \(saved \[8, 4\], here \[9, 4\]\)"
+        ):
             load_run(run, root / name, process=state)
         assert all(map(torch.equal, full(model), before)) and not optimizer.state, name
         report = load_run(run, root / name, process=state, strict=False, models_only=True)
-        assert "0.weight" in report.notes[0] and not torch.equal(full(model)[3], full(build("dp", 5)[0])[3])
+        assert "0.weight" in report.notes[0] and not torch.equal(
+            full(model)[3], full(build("dp", 5)[0])[3]
+        )
     # A shard that somebody else has put there.
     state.wait_for_everyone()
     if state.is_main_process:
         shard = next((root / "both" / "pytorch_model_fsdp_0").glob("*.safetensors"))
-        (shard.parent / "shard-99999-model-00001-of-00001.safetensors").write_bytes(shard.read_bytes())
+        (shard.parent / "shard-99999-model-00001-of-00001.safetensors").write_bytes(
+            shard.read_bytes()
+        )
     state.wait_for_everyone()
     with pytest.raises(CorruptCheckpoint, match="shard-99999"):
         load_run(build("dp", 5)[2], root / "both", process=state)

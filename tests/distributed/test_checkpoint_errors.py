@@ -52,7 +52,9 @@ def broken(accelerator, place, objects):
         return inner.register_state_dict_post_hook(fail).remove
     if place == "optimizer":
         return optimizer.optimizer.register_state_dict_pre_hook(fail).remove
-    target = {"registered": registered, "scheduler": getattr(scheduler, "scheduler", scheduler)}[place]
+    target = {"registered": registered, "scheduler": getattr(scheduler, "scheduler", scheduler)}[
+        place
+    ]
     target.state_dict = fail
 
     def mend():
@@ -100,9 +102,17 @@ def test_every_rank_raises_it_and_the_next_save_works(layout, tmp_path):
         for place in PLACES:
             for victim in (0, 1):
                 mend = broken(accelerator, place, objects) if rank == victim else lambda: None
-                told = raised(accelerator, lambda blocking=blocking: accelerator.save_state(blocking=blocking))
+                told = raised(
+                    accelerator, lambda blocking=blocking: accelerator.save_state(blocking=blocking)
+                )
                 mend()
-                assert f"rank {victim}: ValueError: bad state" in told, (layout, place, victim, blocking, told)
+                assert f"rank {victim}: ValueError: bad state" in told, (
+                    layout,
+                    place,
+                    victim,
+                    blocking,
+                    told,
+                )
         # A checkpoint under the same number, since the iteration did not go on anywhere.
         folder = Path(accelerator.save_state(blocking=blocking))
         assert folder.name == f"checkpoint_{saved}"

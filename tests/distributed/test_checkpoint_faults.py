@@ -94,7 +94,9 @@ def test_ranks_killed_in_the_middle_lose_nothing(tmp_path):
             processes[victim].wait()
         del store
         model = torch.nn.Linear(700, 700)
-        report = load_newest(RunState(models=[PreparedModel(model)]), root, process=PartialState(cpu=True))
+        report = load_newest(
+            RunState(models=[PreparedModel(model)]), root, process=PartialState(cpu=True)
+        )
         # A background save counts when the next call has come back.
         assert report.progress["number"] >= last - 1 and report.skipped == []
         assert torch.equal(model.weight, torch.full((700, 700), float(report.progress["number"])))
@@ -133,10 +135,16 @@ def test_machines_with_their_own_disks(tmp_path):
     drawn = torch.rand(3)
     other = linear(4)
     report = load_run(RunState(models=[PreparedModel(other)]), "out/checkpoint_0", process=state)
-    assert torch.equal(other.weight, model.weight) and torch.equal(torch.rand(3), drawn) and report.notes == []
+    assert (
+        torch.equal(other.weight, model.weight)
+        and torch.equal(torch.rand(3), drawn)
+        and report.notes == []
+    )
     # On a shared disk the same option writes one checkpoint.
     save_run(run, tmp_path / "shared", process=state, options=Options(save_on_each_node=True))
-    assert {"random_states_0.json", "random_states_1.json"} <= set(verify(tmp_path / "shared").files)
+    assert {"random_states_0.json", "random_states_1.json"} <= set(
+        verify(tmp_path / "shared").files
+    )
 
 
 @on_ranks(2)
@@ -198,7 +206,9 @@ def test_the_state_dict_of_a_sharded_model_and_of_its_adapter(full):
         pairs = zip(model.named_parameters(), other.parameters(), strict=True)
         return [name for (name, a), b in pairs if not torch.equal(a.full_tensor(), b.full_tensor())]
 
-    with mock.patch.dict(sys.modules, peft=types.SimpleNamespace(get_peft_model_state_dict=adapter_weights)):
+    with mock.patch.dict(
+        sys.modules, peft=types.SimpleNamespace(get_peft_model_state_dict=adapter_weights)
+    ):
         weights = get(model, True, StateDictOptions(full_state_dict=full))
         assert list(weights) == ["weight"] and isinstance(weights["weight"], DTensor) != full
         put(other, weights, True, StateDictOptions(full_state_dict=full, strict=False))
@@ -210,7 +220,9 @@ def test_the_state_dict_of_a_sharded_model_and_of_its_adapter(full):
 @on_ranks(2)
 def test_the_functions_of_the_api_for_sharded_models(tmp_path):
     state, seen = PartialState(cpu=True), []
-    waits = types.SimpleNamespace(wait_for_everyone=lambda: seen.append(folder.exists()) or state.wait_for_everyone())
+    waits = types.SimpleNamespace(
+        wait_for_everyone=lambda: seen.append(folder.exists()) or state.wait_for_everyone()
+    )
     model, optimizer = sharded(0)
     train(model, optimizer)
     for kind in ("FULL_STATE_DICT", "SHARDED_STATE_DICT"):
@@ -228,7 +240,9 @@ def test_the_functions_of_the_api_for_sharded_models(tmp_path):
             torch.testing.assert_close(a.full_tensor(), b.full_tensor())
     assert seen == [False, True] * 2  # Trainer's ranks look for the folder before they save
     index = folder / "pytorch_model_fsdp_0" / ".metadata"
-    assert (folder / "optimizer_0").is_dir() and (tmp_path / "FULL_STATE_DICT" / "pytorch_model_fsdp.bin").exists()
+    assert (folder / "optimizer_0").is_dir() and (
+        tmp_path / "FULL_STATE_DICT" / "pytorch_model_fsdp.bin"
+    ).exists()
     merge_fsdp_weights(index.parent, tmp_path / "merged")
     merged = load_file(tmp_path / "merged" / "model.safetensors")
     for name, parameter in model.named_parameters():

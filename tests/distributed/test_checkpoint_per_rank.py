@@ -42,7 +42,11 @@ def save(root):
     for name, blocking in (("later", False), ("now", True)):
         accelerator.save_state(root / name, blocking=blocking)
     accelerator.wait_for_everyone()
-    files = {name for name in read_manifest(root / "now").files if name.startswith("session") and name[-4:] == "json"}
+    files = {
+        name
+        for name in read_manifest(root / "now").files
+        if name.startswith("session") and name[-4:] == "json"
+    }
     assert files == {"session.json", "session_rank_1.json"}
     assert "same" not in (root / "now" / "session_rank_1.json").read_text()
     own.value = accelerator.process_index
@@ -74,7 +78,9 @@ def test_registered_objects_that_differ_come_back_on_each_rank(ranks, tmp_path):
     assert "has no place for the state of one rank" in str(two.outputs)
     two.run(load, tmp_path)
     one.run(load_alone, tmp_path)
-    assert "custom[1], custom[2], custom[3] differed between the 2 processes" in one.outputs[0].stderr
+    assert (
+        "custom[1], custom[2], custom[3] differed between the 2 processes" in one.outputs[0].stderr
+    )
 
 
 @on_ranks(2)

@@ -29,13 +29,18 @@ pytestmark = pytest.mark.usefixtures("float64")
 def layouts():
     """What each requests of the Accelerator, and the strategy that it gets. Plugins are made anew."""
     stages = PipelineParallelConfig(num_microbatches=2)
-    first = FullyShardedDataParallelPlugin(fsdp_version=1, use_orig_params=True, sync_module_states=True, **BLOCKS)
+    first = FullyShardedDataParallelPlugin(
+        fsdp_version=1, use_orig_params=True, sync_module_states=True, **BLOCKS
+    )
     ring = TorchContextParallelConfig("alltoall")
     return {
         "fsdp1": ({"fsdp_plugin": first}, "FSDP1"),
         "cp": ({"parallelism_config": ParallelismConfig(cp_size=2, cp_handler=ring)}, "FSDP2"),
         "sp": ({"parallelism_config": ParallelismConfig(sp_size=2)}, "FSDP2"),
-        "pp": ({"parallelism_config": ParallelismConfig(pp_size=2, pp_handler=stages)}, "pipeline parallel"),
+        "pp": (
+            {"parallelism_config": ParallelismConfig(pp_size=2, pp_handler=stages)},
+            "pipeline parallel",
+        ),
         "megatron tp": (
             {"megatron_lm_plugin": MegatronLMPlugin(tp_degree=2, sequence_parallelism=True)},
             "tensor parallel",
@@ -49,13 +54,19 @@ def layouts():
 
 @on_ranks(2)
 @pytest.mark.parametrize(
-    "regional", [pytest.param(True, id="regional"), pytest.param(False, id="whole", marks=pytest.mark.thorough)]
+    "regional",
+    [
+        pytest.param(True, id="regional"),
+        pytest.param(False, id="whole", marks=pytest.mark.thorough),
+    ],
 )
 @pytest.mark.parametrize(
     "layout",
     [
         "fsdp1",
-        pytest.param("cp", marks=pytest.mark.thorough),  # FSDP2, as in tests/parallel/test_compile_layouts.py
+        pytest.param(
+            "cp", marks=pytest.mark.thorough
+        ),  # FSDP2, as in tests/parallel/test_compile_layouts.py
         pytest.param("sp", marks=pytest.mark.thorough),  # FSDP2, as "cp" has
         "pp",
         # The strategies of tests/parallel/test_compile_layouts.py and of "pp".
@@ -83,5 +94,7 @@ def test_other_layouts(layout, regional):
     assert graphs > 0, "nothing was compiled"
     rest = accelerator.skip_first_batches(loader, chain.STEPS * chain.ACCUMULATION)
     chain.train(accelerator, model, optimizer, scheduler, rest)
-    assert counters["stats"]["unique_graphs"] == graphs, f"{graphs} graphs, then {counters['stats']}"
+    assert counters["stats"]["unique_graphs"] == graphs, (
+        f"{graphs} graphs, then {counters['stats']}"
+    )
     compare_state(accelerator, model, expected)

@@ -51,12 +51,17 @@ def train(folder, name, saves=True, resume=None):
     trainer.train(resume_from_checkpoint=resume)
     state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     kept = ("loss", "grad_norm", "eval_loss", "learning_rate", "epoch", "step")
-    log = [{name: value for name, value in line.items() if name in kept} for line in trainer.state.log_history]
+    log = [
+        {name: value for name, value in line.items() if name in kept}
+        for line in trainer.state.log_history
+    ]
     log = log[:-1]  # the last line is about the whole training: how long it took
     if alone:
         torch.save((state, log), folder / f"{name}.pt")
     elif trainer.is_world_process_zero():
-        torch.testing.assert_close((state, log), torch.load(folder / f"{name}.pt"), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            (state, log), torch.load(folder / f"{name}.pt"), rtol=1e-4, atol=1e-5
+        )
 
 
 def train_and_resume(folder, name):

@@ -26,10 +26,18 @@ def test_a_restart_goes_on_after_damaged_checkpoints(tmp_path):
         "--max_restarts",
         "1",
     ]
-    done = subprocess.run([*launch, str(WORKER), str(tmp_path)], capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        [*launch, str(WORKER), str(tmp_path)], capture_output=True, text=True, timeout=200
+    )
     assert done.returncode == 0, done.stderr
     found = sorted(entry.name for entry in (tmp_path / "checkpoints").iterdir())
-    assert found == ["checkpoint_1.damaged", "checkpoint_2", "checkpoint_2.damaged", "checkpoint_3", "checkpoint_4"]
+    assert found == [
+        "checkpoint_1.damaged",
+        "checkpoint_2",
+        "checkpoint_2.damaged",
+        "checkpoint_3",
+        "checkpoint_4",
+    ]
     for number in (2, 3, 4):
         assert verify(tmp_path / "checkpoints" / f"checkpoint_{number}").world_size == 2
     for number in (1, 2):

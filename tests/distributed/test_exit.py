@@ -44,7 +44,14 @@ if way in ("end", "late"):
 
 # Abort at exit struck about a third of the runs of plain DDP; 25 runs of 2 ranks are 50 exits. `EXITS=50` takes all of
 # them (`make test-faults`), a run of the tests takes one run of each way, 12 exits.
-RUNS = {"none": (10, 0), "end": (3, 0), "late": (3, 0), "raise": (3, 1), "exit": (3, 3), "lone": (3, 1)}
+RUNS = {
+    "none": (10, 0),
+    "end": (3, 0),
+    "late": (3, 0),
+    "raise": (3, 1),
+    "exit": (3, 3),
+    "lone": (3, 1),
+}
 
 
 ALL_EXITS = os.environ.get("EXITS") == "50"
@@ -52,7 +59,9 @@ ALL_EXITS = os.environ.get("EXITS") == "50"
 
 @pytest.mark.timeout(3600 if ALL_EXITS else 700)
 @pytest.mark.slow
-@pytest.mark.parametrize("fresh", [False, pytest.param(True, marks=pytest.mark.thorough)], ids=["forked", "fresh"])
+@pytest.mark.parametrize(
+    "fresh", [False, pytest.param(True, marks=pytest.mark.thorough)], ids=["forked", "fresh"]
+)
 def test_every_exit_is_clean(fresh):
     codes = Counter()
     for way, (runs, expected) in RUNS.items():

@@ -24,7 +24,9 @@ ELEMENTS = sum(shape.numel() for shape in SHAPES)
 
 def gradients():
     """All gradients that are there, wherever a library keeps them, by address."""
-    found = [obj.grad for obj in gc.get_objects() if issubclass(type(obj), torch.Tensor) and obj.is_leaf]
+    found = [
+        obj.grad for obj in gc.get_objects() if issubclass(type(obj), torch.Tensor) and obj.is_leaf
+    ]
     local = [getattr(grad, "_local_tensor", grad) for grad in found if grad is not None]
     return {grad.untyped_storage().data_ptr(): grad.untyped_storage() for grad in local}
 
@@ -44,7 +46,13 @@ def trained(each=False, **options):
         for _ in range(2):
             with accelerator.accumulate(model):
                 accelerator.backward(model(ids, labels=ids)[0])
-                sizes.append(sum(found.nbytes() for place, found in gradients().items() if place not in before))
+                sizes.append(
+                    sum(
+                        found.nbytes()
+                        for place, found in gradients().items()
+                        if place not in before
+                    )
+                )
                 optimizer.step()
                 optimizer.zero_grad()
 
@@ -75,9 +83,15 @@ def test_fsdp2(nproc):
     counts, report = trained(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, **BLOCKS))
     words = reported(report)
     number, size = counts["allgather_base"]
-    assert words["all-gather of parameters"].startswith(f"{number} messages, {size_of(size)}"), (words, counts)
+    assert words["all-gather of parameters"].startswith(f"{number} messages, {size_of(size)}"), (
+        words,
+        counts,
+    )
     number, size = counts["reduce_scatter_base"]
-    assert words["reduce-scatter of gradients"].startswith(f"{number} messages, {size_of(size)}"), (words, counts)
+    assert words["reduce-scatter of gradients"].startswith(f"{number} messages, {size_of(size)}"), (
+        words,
+        counts,
+    )
     for rank in range(nproc):
         memory = report.find("memory", f"rank {rank}")
         # A window keeps whole gradients until its last backward scatters them.
@@ -89,7 +103,9 @@ def test_fsdp2(nproc):
 @on_ranks(2, thorough=[4])
 def test_unsharded_modules():
     """They are averaged in one message, the matrices of both attentions, here in each of two backwards."""
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, ignored_modules=".*[qkv]_proj", **BLOCKS)
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, ignored_modules=".*[qkv]_proj", **BLOCKS
+    )
     counts, report = trained(fsdp_plugin=plugin, each=True)
     words = reported(report)
     assert counts["allreduce"][0] == 2, counts
@@ -110,5 +126,8 @@ def test_tensor_parallel():
 @on_ranks(2)
 def test_ddp():
     _, report = trained()
-    assert reported(report)["all-reduce of gradients"] == f"about 1 messages, {ELEMENTS * 4 / 1024:.2f} KiB"
+    assert (
+        reported(report)["all-reduce of gradients"]
+        == f"about 1 messages, {ELEMENTS * 4 / 1024:.2f} KiB"
+    )
     assert report.find("model: Llama", "(model)") == "DistributedDataParallel"

@@ -117,11 +117,16 @@ def test_the_rank_that_left_is_named(launch, way, who):
     code, cause = WAYS[way]
     done = launch(LEAVE, way, who)
     assert done.returncode == code, done.stderr
-    assert f"rank {who} failed: " in done.stderr and cause.format(other=1 - who) in done.report["cause"], done.stderr
+    assert (
+        f"rank {who} failed: " in done.stderr
+        and cause.format(other=1 - who) in done.report["cause"]
+    ), done.stderr
     # Native code leaves no traceback, and faulthandler its stacks.
     line = next(at for at, text in enumerate(LEAVE.splitlines(), 1) if "os.abort()" in text)
     if way == "abort":
-        assert re.search(rf"\(at .*\.py:{line}\)$", done.report["cause"], re.MULTILINE), done.report["cause"]
+        assert re.search(rf"\(at .*\.py:{line}\)$", done.report["cause"], re.MULTILINE), (
+            done.report["cause"]
+        )
     assert done.report["rank"] == who and done.report["exit_code"] == code
     assert set(done.report["others"]) == {str(1 - who)}
     assert done.stderr.count("\n  other ranks: ") == 1
@@ -235,6 +240,8 @@ def test_a_failed_run_ends_although_others_wait(launch, way, told):
     done = launch(HANG, way, load=0 if way == "backward" else 2, timeout=150)
     assert done.returncode == 1, done.stderr
     assert any(text in done.report["cause"] for text in told.split("|")), done.stderr
-    tracebacks = done.stderr.count("Traceback (most recent call last):\n") - done.stderr.count("Original Traceback")
+    tracebacks = done.stderr.count("Traceback (most recent call last):\n") - done.stderr.count(
+        "Original Traceback"
+    )
     # torch raises the error about a killed worker from another one, at times.
     assert tracebacks - done.stderr.count("was the direct cause of the following") == 1, done.stderr

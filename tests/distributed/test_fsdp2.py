@@ -15,12 +15,18 @@ from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.config.parallel import TorchTensorParallelConfig
 from accelerate.parallelism_config import ParallelismConfig
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak is read from /proc")
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="the peak is read from /proc"
+)
 WIDTH, LAYERS = 1024, 48
 TENSOR = WIDTH * WIDTH * 4
 WHOLE = LAYERS * TENSOR
 M_MMAP_THRESHOLD = -3
-BY_SIZE = {"fsdp_version": 2, "auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": WIDTH * WIDTH}
+BY_SIZE = {
+    "fsdp_version": 2,
+    "auto_wrap_policy": "SIZE_BASED_WRAP",
+    "min_num_params": WIDTH * WIDTH,
+}
 
 
 def memory(which):

@@ -82,9 +82,19 @@ def test_where_the_ranks_are_that_do_not_come(tmp_path):
 
     scenes = [
         (compute, rf"has waited \d s: rank 2 is in `compute` \({__file__}:", "`gather`", gather),
-        (wait, r"has waited \d s: rank 2 .* 0\.\d s of CPU time", "all_reduce of `accelerator.backward`", backward),
+        (
+            wait,
+            r"has waited \d s: rank 2 .* 0\.\d s of CPU time",
+            "all_reduce of `accelerator.backward`",
+            backward,
+        ),
         (wait, r"has waited \d s: rank 2 is in `wait`", "`gather`", gather),
-        (stop, rf"stands still for \d s: rank 2 is stopped \(process {pid}\): SIGSTOP", "`gather`", gather),
+        (
+            stop,
+            rf"stands still for \d s: rank 2 is stopped \(process {pid}\): SIGSTOP",
+            "`gather`",
+            gather,
+        ),
     ]
     for number, (how, words, place, collective) in enumerate(scenes):
         key, reports, told = f"test/{number}", [], threading.Event()
@@ -109,11 +119,17 @@ def test_where_the_ranks_are_that_do_not_come(tmp_path):
             assert re.search(rf"ranks 0, 1 wait in {place} \({re.escape(__file__)}:", text), text
             assert "Every rank must call" not in text
             if number == 2:
-                folder = Path(text.rpartition("of each rank: ")[2].removesuffix(" (on its machine)"))
+                folder = Path(
+                    text.rpartition("of each rank: ")[2].removesuffix(" (on its machine)")
+                )
                 assert folder.parent == tmp_path
                 pages = [(folder / f"rank_0000{rank}.txt").read_text() for rank in range(3)]
                 assert all(f"  gather float32 [2]  {__file__}:" in page for page in pages), pages
-                assert f'File "{__file__}"' in pages[1] and " in gather" in pages[1] and " in wait" in pages[2], pages
+                assert (
+                    f'File "{__file__}"' in pages[1]
+                    and " in gather" in pages[1]
+                    and " in wait" in pages[2]
+                ), pages
         elif rank == 1:
             assert reports == []
     if rank == late:
@@ -128,7 +144,11 @@ def test_where_the_ranks_are_that_do_not_come(tmp_path):
     accelerator.wait_for_everyone()
     assert len(ends) == count, ends
     accelerator.end_training()
-    left = [path for path in tmp_path.glob("accelerate-hang-*") if (path / f"rank_0000{rank}.txt").exists()]
+    left = [
+        path
+        for path in tmp_path.glob("accelerate-hang-*")
+        if (path / f"rank_0000{rank}.txt").exists()
+    ]
     assert left == []
     assert hang_watch.HangWatch.running is None
     assert "accelerate-hang-watch" not in [thread.name for thread in threading.enumerate()]
@@ -159,8 +179,12 @@ def test_a_mismatch_is_explained_and_ends_by_the_limit():
 @pytest.mark.thorough
 def test_a_slow_rank_does_not_end_the_run():
     """examples/debugging/straggler.py."""
-    first, _ = run_ranks(EXAMPLES / "straggler.py", 2, env={"ACCELERATE_HANG_REPORT": "2"}, timeout=60)
-    assert re.search(r"The run has waited \d s: rank 1 is in `augment` \(", first.stderr), first.stderr
+    first, _ = run_ranks(
+        EXAMPLES / "straggler.py", 2, env={"ACCELERATE_HANG_REPORT": "2"}, timeout=60
+    )
+    assert re.search(r"The run has waited \d s: rank 1 is in `augment` \(", first.stderr), (
+        first.stderr
+    )
     assert "trained 8 steps" in first.stdout
 
 
@@ -190,14 +214,18 @@ def test_a_mismatch_is_reported_long_before_the_limit():
 
 @on_ranks(2)
 def test_the_limit_and_the_end_of_the_watch():
-    accelerator = Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=90))])
+    accelerator = Accelerator(
+        cpu=True, kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=90))]
+    )
     watch = hang_watch.HangWatch.running
     # The report, with the time for two looks and the answers, comes within a minute, and before the timeout.
     assert watch.limit == 45 and hang_watch.LIMIT + 4 * hang_watch.INTERVAL + 3 <= 60
     accelerator.wait_for_everyone()
     text = communication.explanation("`gather`", RuntimeError("Connection closed by peer"))
     rank = accelerator.process_index
-    assert f"The last collectives of rank {rank} before it: wait_for_everyone ({__file__}:" in text, text
+    assert (
+        f"The last collectives of rank {rank} before it: wait_for_everyone ({__file__}:" in text
+    ), text
     accelerator.wait_for_everyone()
     if rank == 0:
         # As a failed process that hosts the store.

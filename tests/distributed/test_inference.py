@@ -51,8 +51,14 @@ def inputs():
 
 def check(found, rows=7):
     expected = make(Model)(**inputs())
-    assert list(found) == ["out", "past", "pair"] and found["past"] is None and type(found["pair"]) is tuple
-    for ours, plain in zip([found["out"], *found["pair"]], [expected["out"], *expected["pair"]], strict=True):
+    assert (
+        list(found) == ["out", "past", "pair"]
+        and found["past"] is None
+        and type(found["pair"]) is tuple
+    )
+    for ours, plain in zip(
+        [found["out"], *found["pair"]], [expected["out"], *expected["pair"]], strict=True
+    ):
         torch.testing.assert_close(ours, plain[:rows], rtol=0, atol=1e-12)
 
 
@@ -61,14 +67,18 @@ def test_batches_of_any_size():
     """Seven samples in two and in three parts: padded on the way, cut at the end."""
     state = PartialState(cpu=True)
     x, scale = inputs().values()
-    model = prepare_pippy(make(Model), example_args=(x,), example_kwargs={"scale": scale}, gather_output=True)
+    model = prepare_pippy(
+        make(Model), example_args=(x,), example_kwargs={"scale": scale}, gather_output=True
+    )
     assert model.hf_split_points == ["blocks.2"], model.hf_split_points
     check(model(x, scale=scale))
     # Of other sizes than the example's, and smaller than the number of parts.
     for rows in (2, 1, 5):
         check(model(x[:rows], scale=scale[:rows]), rows)
 
-    split = prepare_pippy(make(Model), split_points=["blocks.4"], example_kwargs=inputs(), num_chunks=3)
+    split = prepare_pippy(
+        make(Model), split_points=["blocks.4"], example_kwargs=inputs(), num_chunks=3
+    )
     found = split(x, scale=scale)
     if state.is_last_process:
         check(found)
@@ -84,7 +94,9 @@ def test_in_the_middle_of_a_block_over_a_skip_connection():
     def blocks():
         return nn.Sequential(make(Block), make(Block))
 
-    model = prepare_pippy(blocks(), split_points=["1.second"], example_args=(x,), gather_output=True)
+    model = prepare_pippy(
+        blocks(), split_points=["1.second"], example_args=(x,), gather_output=True
+    )
     torch.testing.assert_close(model(x), blocks()(x), rtol=0, atol=1e-12)
 
 
@@ -106,7 +118,11 @@ def test_encoder_and_decoder():
     PartialState(cpu=True)
     torch.manual_seed(1)
     tokens = torch.randint(3, 32, (4, 6))
-    given = {"input_ids": tokens, "decoder_input_ids": tokens[:, :5], "attention_mask": torch.ones_like(tokens)}
+    given = {
+        "input_ids": tokens,
+        "decoder_input_ids": tokens[:, :5],
+        "attention_mask": torch.ones_like(tokens),
+    }
     given["attention_mask"][1, 4:] = 0
     expected = bart()(**given, use_cache=False)
     for points in ("auto", ["model.encoder.layers.1"], ["model.decoder"]):

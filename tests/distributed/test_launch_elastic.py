@@ -31,7 +31,9 @@ def launch(tmp_path):
         end = (str(tmp_path),) if script is TRAINING else ()
         if program is None:
             arguments = ("--engine", "elastic", *arguments)
-        started.append(Launch(tmp_path / "home", *arguments, path, *end, prefix=prefix, program=program))
+        started.append(
+            Launch(tmp_path / "home", *arguments, path, *end, prefix=prefix, program=program)
+        )
         return started[-1]
 
     yield start
@@ -70,12 +72,16 @@ def test_killed_workers_restart_at_the_first_attempt(launch):
             _, rank, _, attempt, *told = line.split()
             if told[0] == "at":
                 began[int(rank), int(attempt)] = float(told[1])
-    assert sorted(began) == [(rank, attempt) for rank in (0, 1) for attempt in range(RESTARTS + 1)], run.text
+    assert sorted(began) == [
+        (rank, attempt) for rank in (0, 1) for attempt in range(RESTARTS + 1)
+    ], run.text
     assert run.count("SIGKILL") == run.count("accelerate: restart") == RESTARTS
     # The victims are named, without tracebacks of theirs.
     assert "Traceback" not in run.text and run.count("  other ranks: rank ") == RESTARTS
     took = sorted(began[0, attempt + 1] - began[0, attempt] for attempt in range(RESTARTS))
-    sys.stderr.write(f"{RESTARTS} of {RESTARTS} restarts at the first attempt, median {took[len(took) // 2]:.1f} s\n")
+    sys.stderr.write(
+        f"{RESTARTS} of {RESTARTS} restarts at the first attempt, median {took[len(took) // 2]:.1f} s\n"
+    )
 
 
 def reference(folder):
@@ -101,7 +107,16 @@ def test_a_worker_dies_then_a_machine_goes_and_comes_back(launch, tmp_path):
     limit = tmp_path / "limit"
     limit.write_text("0")
     with network_namespaces() as machines:
-        options = ["--nnodes", "1:2", "--num_processes", 2, "--max_restarts", 1, "--stop_timeout", 1]
+        options = [
+            "--nnodes",
+            "1:2",
+            "--num_processes",
+            2,
+            "--max_restarts",
+            1,
+            "--stop_timeout",
+            1,
+        ]
         options += ["--main_process_ip", "10.77.0.1"]
         one = launch(*options, script=TRAINING, prefix=machines[0])
         two = launch(*options, script=TRAINING, prefix=machines[1])
@@ -112,7 +127,9 @@ def test_a_worker_dies_then_a_machine_goes_and_comes_back(launch, tmp_path):
         two.kill_rank()
         limit.write_text("20")
         until(lambda: one.count("saved at 20 by 2"), one, two)
-        assert one.count("begins at step 10") == two.count("begins at step 10") == 1, one.text + two.text
+        assert one.count("begins at step 10") == two.count("begins at step 10") == 1, (
+            one.text + two.text
+        )
         # The launcher of a machine dies: its rank with it, and the other machine goes on alone.
         (rank,) = two.ranks()
         os.kill(two.process.pid, signal.SIGKILL)
@@ -131,7 +148,9 @@ def test_a_worker_dies_then_a_machine_goes_and_comes_back(launch, tmp_path):
     ended, wanted = torch.load(tmp_path / "final.pt"), reference(tmp_path)
     for name, tensor in wanted.items():
         torch.testing.assert_close(ended[name], tensor, rtol=0, atol=1e-12)
-    sys.stderr.write(f"a machine gone: noticed in {noticed:.1f} s, left behind in {left_behind:.1f} s\n")
+    sys.stderr.write(
+        f"a machine gone: noticed in {noticed:.1f} s, left behind in {left_behind:.1f} s\n"
+    )
 
 
 @pytest.mark.slow
@@ -141,9 +160,15 @@ def test_a_machine_without_network_is_left_behind(launch):
     with network_namespaces() as machines:
         options = ["--nnodes", "1:2", "--num_processes", 2, "--main_process_ip", "10.77.0.1"]
         one, two = (launch(*options, script=SLEEP, prefix=prefix) for prefix in machines)
-        until(lambda: one.count("2 machines") and one.count("asleep") and two.count("asleep"), one, two)
+        until(
+            lambda: one.count("2 machines") and one.count("asleep") and two.count("asleep"),
+            one,
+            two,
+        )
         subprocess.run([*machines[1], "ip", "link", "set", "lo", "down"], check=True)
-        links = subprocess.run([*machines[1], "ip", "-br", "link"], capture_output=True, text=True, check=True).stdout
+        links = subprocess.run(
+            [*machines[1], "ip", "-br", "link"], capture_output=True, text=True, check=True
+        ).stdout
         (cable,) = (line.split("@")[0] for line in links.splitlines() if "@" in line)
         subprocess.run([*machines[1], "ip", "link", "set", cable, "down"], check=True)
         noticed = until(lambda: one.count("gone"), one)
@@ -204,8 +229,16 @@ def test_a_machine_that_is_asked_to_end_leaves_the_others(launch):
 def test_who_is_absent_is_named(launch):
     alone = launch(*on_two(rdzv_conf="join_timeout=4")[0], script=SLEEP)
     lost = launch(*on_two(rdzv_conf="join_timeout=4")[1], script=SLEEP)
-    assert lost.end() == 1 and "does not answer yet" in lost.text and "did not answer within 4 s" in lost.text
-    assert alone.end() == 1 and "waiting for 2 of at most 2 machines" in alone.text and "here: 127.0.0.1" in alone.text
+    assert (
+        lost.end() == 1
+        and "does not answer yet" in lost.text
+        and "did not answer within 4 s" in lost.text
+    )
+    assert (
+        alone.end() == 1
+        and "waiting for 2 of at most 2 machines" in alone.text
+        and "here: 127.0.0.1" in alone.text
+    )
     assert "gave up after 4 s (--rdzv_conf join_timeout)" in alone.text
     wrong = launch("--rdzv_conf", "join_timout=7", script=SLEEP)
     assert wrong.end() == 2 and "did you mean join_timeout" in wrong.text
@@ -218,21 +251,57 @@ def test_torchrun_on_one_of_the_machines(launch, tmp_path):
     """A rank fails on each machine in turn, and all go on together."""
     (tmp_path / "limit").write_text("0")
     with network_namespaces() as machines:
-        ours = ["--nnodes", "2", "--num_processes", 2, "--rdzv_backend", "c10d", "--max_restarts", 3]
+        ours = [
+            "--nnodes",
+            "2",
+            "--num_processes",
+            2,
+            "--rdzv_backend",
+            "c10d",
+            "--max_restarts",
+            3,
+        ]
         one = launch(*ours, "--main_process_ip", "10.77.0.1", script=TRAINING, prefix=machines[0])
-        links = subprocess.run([*machines[1], "ip", "-br", "link"], capture_output=True, text=True, check=True).stdout
+        links = subprocess.run(
+            [*machines[1], "ip", "-br", "link"], capture_output=True, text=True, check=True
+        ).stdout
         (cable,) = (line.split("@")[0] for line in links.splitlines() if "@" in line)
-        variables = [f"GLOO_SOCKET_IFNAME={cable}", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", "ACCELERATE_USE_CPU=true"]
-        options = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-backend", "c10d"]
+        variables = [
+            f"GLOO_SOCKET_IFNAME={cable}",
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
+            "ACCELERATE_USE_CPU=true",
+        ]
+        options = [
+            "--nnodes",
+            "2",
+            "--nproc-per-node",
+            "1",
+            "--max-restarts",
+            "3",
+            "--rdzv-backend",
+            "c10d",
+        ]
         options += ["--rdzv-id", "none"]
         options += ["--rdzv-endpoint", "10.77.0.1:29500", "--local-addr", "10.77.0.2"]
         # Each machine judges the others by its own settings; torchrun gives a sign of life every 5 s by default.
         options += ["--rdzv-conf", "is_host=false,keep_alive_interval=1"]
-        command = [*machines[1], "env", *variables, sys.executable, "-m", "torch.distributed.run", *options]
+        command = [
+            *machines[1],
+            "env",
+            *variables,
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            *options,
+        ]
         two = launch(prefix=command, script=TRAINING, program=[])
         until(lambda: one.count("of 2 begins") == two.count("of 2 begins") == 1, one, two)
         for attempt, launched in ((2, one), (3, two)):
             launched.kill_rank()
-            until(lambda count=attempt: one.count("of 2 begins") == two.count("of 2 begins") == count, one, two)
+            until(
+                lambda count=attempt: one.count("of 2 begins") == two.count("of 2 begins") == count,
+                one,
+                two,
+            )
         (tmp_path / "limit").write_text("40")
         assert [one.end(), two.end()] == [0, 0], one.text + two.text

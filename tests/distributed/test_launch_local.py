@@ -25,7 +25,11 @@ def launch(tmp_path):
         script.write_text(textwrap.dedent(source))
         command = [*COMMAND, *options, str(script), *args]
         return subprocess.run(
-            command, env=clean_environment(tmp_path, **extra), capture_output=True, text=True, timeout=timeout
+            command,
+            env=clean_environment(tmp_path, **extra),
+            capture_output=True,
+            text=True,
+            timeout=timeout,
         )
 
     return run
@@ -58,7 +62,9 @@ def test_the_tracebacks_of_a_lone_script_are_its_own(launch):
     assert "accelerate/" not in done.stderr and "importlib" not in done.stderr
     assert launch("import sys; sys.exit(7)").returncode == 7
     # An error of ours that the script lets pass is the script's error too.
-    own = launch("from accelerate.core.errors import ConfigurationError\nraise ConfigurationError('mine')\n")
+    own = launch(
+        "from accelerate.core.errors import ConfigurationError\nraise ConfigurationError('mine')\n"
+    )
     assert own.returncode == 1 and "Traceback" in own.stderr
 
 
@@ -66,7 +72,9 @@ def test_modules_run_like_python_dash_m(launch, tmp_path):
     package = tmp_path / "package_x"
     package.mkdir()
     (package / "__init__.py").write_text("")
-    (package / "train.py").write_text("from . import other\nprint(other.A, __package__, __spec__.name)\n")
+    (package / "train.py").write_text(
+        "from . import other\nprint(other.A, __package__, __spec__.name)\n"
+    )
     (package / "other.py").write_text("A = 3\n")
     done = subprocess.run(
         [*COMMAND, "-q", "-m", "package_x.train"],
@@ -125,7 +133,8 @@ def test_the_first_failing_rank_is_shown_once(launch, tmp_path):
     assert done.stderr.count("Traceback") == 1
     assert "rank 1 failed: KeyError: 'the cause'" in done.stderr
     assert (
-        "  other ranks: rank 0: lost the connection to another rank; rank 2: stopped by the launcher\n" in done.stderr
+        "  other ranks: rank 0: lost the connection to another rank; rank 2: stopped by the launcher\n"
+        in done.stderr
     )
     assert "[rank2]: hello from 2" in done.stdout
     told = json.loads((tmp_path / "error.json").read_text())
@@ -188,7 +197,9 @@ def test_a_script_that_cannot_be_compiled_is_one_message(launch):
     for count in ("1", "2"):
         done = launch("x = (\nprint(x)\n", "--cpu", "--num_processes", count)
         assert done.returncode == 2 and "Traceback" not in done.stderr
-        assert done.stderr.count("SyntaxError: ") == done.stderr.count('script.py", line ') == 1, done.stderr
+        assert done.stderr.count("SyntaxError: ") == done.stderr.count('script.py", line ') == 1, (
+            done.stderr
+        )
 
 
 def test_a_script_file_after_dash_m_is_named(launch):
@@ -202,7 +213,9 @@ def test_a_reader_that_ends_early_causes_no_traceback(tmp_path):
     ours, theirs = os.pipe()
     os.close(ours)
     command = [*COMMAND, "-q", "--cpu", "--num_processes", "2", "--dry_run", str(script)]
-    done = subprocess.run(command, env=clean_environment(tmp_path), stdout=theirs, stderr=subprocess.PIPE, timeout=60)
+    done = subprocess.run(
+        command, env=clean_environment(tmp_path), stdout=theirs, stderr=subprocess.PIPE, timeout=60
+    )
     os.close(theirs)
     assert done.returncode == 141 and not done.stderr
 
@@ -233,7 +246,9 @@ def test_twenty_launches_at_once(tmp_path):
         )
     )
     command = [*COMMAND, "-q", "--cpu", "--num_processes", "2", str(script)]
-    launches = [subprocess.Popen(command, env=clean_environment(tmp_path, TOKEN=str(n))) for n in range(20)]
+    launches = [
+        subprocess.Popen(command, env=clean_environment(tmp_path, TOKEN=str(n))) for n in range(20)
+    ]
     assert [launch.wait(timeout=60) for launch in launches] == [0] * 20
 
 
@@ -260,7 +275,9 @@ def test_a_port_in_use_is_refused(launch):
     with socket.socket() as busy:
         busy.bind(("0.0.0.0", 0))
         busy.listen()
-        done = launch("", "--cpu", "--num_processes", "2", "--main_process_port", str(busy.getsockname()[1]))
+        done = launch(
+            "", "--cpu", "--num_processes", "2", "--main_process_port", str(busy.getsockname()[1])
+        )
     assert done.returncode == 2 and "in use" in done.stderr
 
 
@@ -270,7 +287,10 @@ def test_one_requested_process_is_no_rank_of_an_mpirun_that_started_the_shell(la
     script = "import os; print('rank', os.environ.get('OMPI_COMM_WORLD_RANK'))"
     assert "rank 1" in launch(script, "--cpu").stdout
     done = launch(script, "--cpu", "--num_processes", "1")
-    assert "rank None" in done.stdout and "OMPI_COMM_WORLD_SIZE is set, and one process was requested" in done.stderr
+    assert (
+        "rank None" in done.stdout
+        and "OMPI_COMM_WORLD_SIZE is set, and one process was requested" in done.stderr
+    )
 
 
 def test_a_launch_inside_of_a_rank_is_another_run(launch):
@@ -285,19 +305,34 @@ def test_a_launch_inside_of_a_rank_is_another_run(launch):
             for options in ((), ("--num_processes", "2", "--mixed_precision", "bf16")):
                 subprocess.run([*command, *options, __file__, "again"], check=True)
     """
-    options = ("--cpu", "--num_processes", "2", "--use_fsdp", "--mixed_precision", "fp16", "--max_restarts", "1")
+    options = (
+        "--cpu",
+        "--num_processes",
+        "2",
+        "--use_fsdp",
+        "--mixed_precision",
+        "fp16",
+        "--max_restarts",
+        "1",
+    )
     done = launch(source, *options, timeout=120)
     assert done.returncode == 0, done.stderr
-    alone, *pair = [ast.literal_eval(line.removeprefix("inner ")) for line in done.stdout.splitlines()]
+    alone, *pair = [
+        ast.literal_eval(line.removeprefix("inner ")) for line in done.stdout.splitlines()
+    ]
     assert alone == {"ACCELERATE_MIXED_PRECISION": "no"}
     assert {"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"} < pair[0].keys()
     for variables in pair:
-        assert not any(name.startswith(("ACCELERATE_USE_FSDP", "FSDP", "TORCHEL")) for name in variables)
+        assert not any(
+            name.startswith(("ACCELERATE_USE_FSDP", "FSDP", "TORCHEL")) for name in variables
+        )
         assert variables["ACCELERATE_MIXED_PRECISION"] == "bf16" and variables["WORLD_SIZE"] == "2"
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_an_option_of_the_launch_after_the_script_is_named_if_the_script_refuses_it(launch, processes):
+def test_an_option_of_the_launch_after_the_script_is_named_if_the_script_refuses_it(
+    launch, processes
+):
     source = """
         import argparse, sys
         parser = argparse.ArgumentParser()
@@ -307,7 +342,9 @@ def test_an_option_of_the_launch_after_the_script_is_named_if_the_script_refuses
     options = ("--cpu", "--num_processes", str(processes))
     done = launch(source, *options, args=("--mixed_precision", "bf16", "--num_machines=2"))
     assert done.returncode == 2
-    assert done.stderr.count("got --mixed_precision, --num_machines=2: options of") == 1, done.stderr
+    assert done.stderr.count("got --mixed_precision, --num_machines=2: options of") == 1, (
+        done.stderr
+    )
     done = launch(source, *options, args=("--mixed_precision", "bf16"))
     assert done.returncode == 0 and len(done.stderr.splitlines()) == 1, done.stderr
 
@@ -333,10 +370,17 @@ def test_dry_run_starts_nothing(launch):
 def test_output_to_a_full_disk_is_an_error(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("print('figures')\n")
-    for command in ([*COMMAND, "-q", "--cpu", "--num_processes", "2", str(script)], [*COMMAND[:-1], "config", "-h"]):
+    for command in (
+        [*COMMAND, "-q", "--cpu", "--num_processes", "2", str(script)],
+        [*COMMAND[:-1], "config", "-h"],
+    ):
         with open("/dev/full", "w") as full:
             done = subprocess.run(
-                command, env=clean_environment(tmp_path), stdout=full, stderr=subprocess.PIPE, text=True
+                command,
+                env=clean_environment(tmp_path),
+                stdout=full,
+                stderr=subprocess.PIPE,
+                text=True,
             )
         assert done.returncode == 1 and done.stderr.count("No space left") == 1, done.stderr
         assert len(done.stderr.splitlines()) == 1, done.stderr
@@ -347,15 +391,21 @@ def test_a_machine_without_its_own_address_is_an_error(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("raise SystemExit('started')\n")
     command = ["unshare", "-n", *COMMAND, "-q", "--cpu", "--num_processes", "2", str(script)]
-    done = subprocess.run(command, env=clean_environment(tmp_path), capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        command, env=clean_environment(tmp_path), capture_output=True, text=True, timeout=100
+    )
     if done.stderr.startswith("unshare"):
         pytest.skip("no namespaces here")
-    assert done.returncode == 2 and "127.0.0.1 is not an address of this machine" in done.stderr, done.stderr
+    assert done.returncode == 2 and "127.0.0.1 is not an address of this machine" in done.stderr, (
+        done.stderr
+    )
 
 
 def test_the_folder_of_a_killed_launcher_is_removed_by_the_next_launch(tmp_path):
     script = tmp_path / "script.py"
-    script.write_text("import os, time\nprint(os.environ['ACCELERATE_STATUS_DIR'], flush=True)\ntime.sleep(60)\n")
+    script.write_text(
+        "import os, time\nprint(os.environ['ACCELERATE_STATUS_DIR'], flush=True)\ntime.sleep(60)\n"
+    )
     folders = []
     for number in (signal.SIGKILL, signal.SIGTERM):
         launcher = subprocess.Popen(

@@ -28,7 +28,9 @@ def machines(tmp_path):
             for own, prefix in zip(each, prefixes, strict=False)
         ]  # fmt: skip
         outputs = [process.communicate(timeout=timeout) for process in started]
-        return [(process.returncode, *output) for process, output in zip(started, outputs, strict=True)]
+        return [
+            (process.returncode, *output) for process, output in zip(started, outputs, strict=True)
+        ]
 
     return run
 
@@ -37,7 +39,14 @@ def machines(tmp_path):
 def meeting():
     """Options that all machines of a test share."""
     port = free_port()
-    return ["--num_machines", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", str(port)]
+    return [
+        "--num_machines",
+        "2",
+        "--main_process_ip",
+        "127.0.0.1",
+        "--main_process_port",
+        str(port),
+    ]
 
 
 RANKS = (["--machine_rank", "0"], ["--machine_rank", "1"])
@@ -59,11 +68,16 @@ def test_a_failure_on_one_machine_stops_both(machines, meeting):
     time.sleep(50)
     """
     began = time.monotonic()
-    (code, _, errors), (other_code, _, other_errors) = machines(source, RANKS, *meeting, "--num_processes", "4")
+    (code, _, errors), (other_code, _, other_errors) = machines(
+        source, RANKS, *meeting, "--num_processes", "4"
+    )
     assert time.monotonic() - began < 40
     assert code == other_code == 1
     assert "rank 3 on" in errors and "KeyError: 'the cause'" in errors and "Traceback" not in errors
-    assert "rank 3 failed: KeyError: 'the cause'" in other_errors and other_errors.count("Traceback") == 1
+    assert (
+        "rank 3 failed: KeyError: 'the cause'" in other_errors
+        and other_errors.count("Traceback") == 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -85,10 +99,20 @@ def test_machines_that_disagree_are_told_so_on_each(machines, meeting, first, se
 def test_launchers_that_cannot_connect_start_their_ranks(machines, meeting):
     """The ranks then find each other, or not, at MASTER_ADDR and MASTER_PORT."""
     options = [*meeting, "--num_processes", "2", "--rdzv_conf", "join_timeout=1"]
-    for own, told in ((RANKS[0], "machine 1 of 2 did not connect"), (RANKS[1], "no connection to the launcher of")):
+    for own, told in (
+        (RANKS[0], "machine 1 of 2 did not connect"),
+        (RANKS[1], "no connection to the launcher of"),
+    ):
         ((code, output, errors),) = machines(REPORT, [own], *options)
-        assert code == 0 and told in errors and output == f"{own[1]} 0 2 127.0.0.1\n" and "Traceback" not in errors
-    ((code, _, errors),) = machines(REPORT, [RANKS[1]], *options, "--main_process_ip", "no.such.host.invalid")
+        assert (
+            code == 0
+            and told in errors
+            and output == f"{own[1]} 0 2 127.0.0.1\n"
+            and "Traceback" not in errors
+        )
+    ((code, _, errors),) = machines(
+        REPORT, [RANKS[1]], *options, "--main_process_ip", "no.such.host.invalid"
+    )
     assert code == 2 and "does not resolve" in errors
 
 
@@ -113,7 +137,10 @@ def test_ranks_of_another_program_take_part(machines, meeting, tmp_path):
         "MASTER_PORT": meeting[-1],
     }
     other = subprocess.Popen(
-        [sys.executable, str(script)], env={**os.environ, **variables}, stdout=subprocess.PIPE, text=True
+        [sys.executable, str(script)],
+        env={**os.environ, **variables},
+        stdout=subprocess.PIPE,
+        text=True,
     )
     ((code, output, errors),) = machines(source, RANKS[:1], *meeting, "--num_processes", "2")
     assert (code, output) == (0, "0 2.0\n") and "not a launcher" in errors, errors
@@ -148,4 +175,7 @@ def test_two_machines_with_addresses_of_their_own(machines, namespaces):
         "29500",
     ]
     told = machines(source, RANKS, *options, timeout=120, prefixes=namespaces)
-    assert [(code, output.strip()) for code, output, _ in told] == [(0, "0 3.0 a"), (0, "1 3.0 b")], told
+    assert [(code, output.strip()) for code, output, _ in told] == [
+        (0, "0 3.0 a"),
+        (0, "1 3.0 b"),
+    ], told

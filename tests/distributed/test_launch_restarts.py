@@ -46,7 +46,9 @@ def script(tmp_path):
 
 def start(tmp_path, *arguments):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen([*COMMAND, *map(str, arguments)], env=clean_environment(tmp_path), text=True, **pipes)
+    return subprocess.Popen(
+        [*COMMAND, *map(str, arguments)], env=clean_environment(tmp_path), text=True, **pipes
+    )
 
 
 def test_a_killed_rank_restarts_the_group(tmp_path, script):
@@ -60,12 +62,25 @@ def test_a_killed_rank_restarts_the_group(tmp_path, script):
 def test_restarts_are_used_up(tmp_path, script):
     launch = start(tmp_path, "--max_restarts", 1, script)
     _, errors = launch.communicate(timeout=60)
-    assert launch.returncode == 137 and errors.count("SIGKILL") == 2 and errors.count("restart 1 of 1") == 1
+    assert (
+        launch.returncode == 137
+        and errors.count("SIGKILL") == 2
+        and errors.count("restart 1 of 1") == 1
+    )
 
 
 def test_two_machines_restart_together(tmp_path, script):
     port = free_port()
-    options = ["--num_machines", 2, "--main_process_ip", "127.0.0.1", "--main_process_port", port, "--max_restarts", 2]
+    options = [
+        "--num_machines",
+        2,
+        "--main_process_ip",
+        "127.0.0.1",
+        "--main_process_port",
+        port,
+        "--max_restarts",
+        2,
+    ]
     launches = [start(tmp_path, *options, "--machine_rank", rank, script) for rank in (0, 1)]
     outputs = [launch.communicate(timeout=60) for launch in launches]
     assert [launch.returncode for launch in launches] == [0, 0], outputs
@@ -90,7 +105,16 @@ def test_mpirun_starts_ranks_that_cooperate(tmp_path):
             """
         )
     )
-    launch = start(tmp_path, "--engine", "mpi", "--main_process_port", free_port(), "--mixed_precision", "bf16", path)
+    launch = start(
+        tmp_path,
+        "--engine",
+        "mpi",
+        "--main_process_port",
+        free_port(),
+        "--mixed_precision",
+        "bf16",
+        path,
+    )
     output, errors = launch.communicate(timeout=120)
     assert launch.returncode == 0, errors
     assert sorted(output.splitlines()) == ["0 2 3.0 bf16", "1 2 3.0 bf16"]

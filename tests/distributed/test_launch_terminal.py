@@ -72,7 +72,9 @@ time.sleep(60)
 def test_the_terminal_is_as_it_was_after_an_interrupt(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(PROGRESS)
-    terminal = Terminal([*MAIN, "launch", "-q", "--cpu", "--num_processes", "2", str(script)], tmp_path)
+    terminal = Terminal(
+        [*MAIN, "launch", "-q", "--cpu", "--num_processes", "2", str(script)], tmp_path
+    )
     terminal.read_until(b"working")
     terminal.press(b"\x03")
     code, text = terminal.end()
@@ -84,7 +86,9 @@ def test_the_terminal_is_as_it_was_after_an_interrupt(tmp_path):
 def test_a_terminal_that_is_closed_ends_the_run(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(PROGRESS)
-    terminal = Terminal([*MAIN, "launch", "-q", "--cpu", "--num_processes", "2", str(script)], tmp_path)
+    terminal = Terminal(
+        [*MAIN, "launch", "-q", "--cpu", "--num_processes", "2", str(script)], tmp_path
+    )
     terminal.read_until(b"working")
     os.close(terminal.ours)
     assert terminal.process.wait(timeout=60) == 129

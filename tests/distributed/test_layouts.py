@@ -9,7 +9,8 @@ from ranks import run_ranks
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param("--tp 4", marks=pytest.mark.thorough), "--tp 2 --copies 4", "--tp 2 --pp 2"]
+    "layout",
+    [pytest.param("--tp 4", marks=pytest.mark.thorough), "--tp 2 --copies 4", "--tp 2 --pp 2"],
 )
 def test_the_first_of_many_ranks_holds_its_share(layout):
     """On a fake group, whose other ranks do not exist."""

@@ -50,7 +50,9 @@ def folder(tmp_path):
                 file = f"part-{part}.safetensors"
                 save_file(weights, tmp_path / kind / file, metadata={"format": "pt"})
                 weight_map.update(dict.fromkeys(weights, file))
-        (tmp_path / kind / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        (tmp_path / kind / "model.safetensors.index.json").write_text(
+            json.dumps({"weight_map": weight_map})
+        )
     return tmp_path
 
 
@@ -70,7 +72,9 @@ def test_rank_0_reads_for_all(folder):
     with pytest.raises(RuntimeError, match="rank 0 found no checkpoint to send"):
         load_checkpoint_in_model(build(False), "/nowhere", broadcast_from_rank0=True)
     with pytest.raises(RuntimeError, match=r"not in the checkpoint: 0\.bias"):
-        load_checkpoint_in_model(build(True), folder / "part", broadcast_from_rank0=True, strict=True)
+        load_checkpoint_in_model(
+            build(True), folder / "part", broadcast_from_rank0=True, strict=True
+        )
 
 
 @on_ranks(2)

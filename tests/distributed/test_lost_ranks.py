@@ -61,7 +61,9 @@ def test_a_rank_that_is_stopped_is_named():
     try:
         while not is_stopped(stopped):
             time.sleep(0.01)
-        text = explanation("`gather`", RuntimeError("Timed out waiting 10000ms for recv operation to complete"))
+        text = explanation(
+            "`gather`", RuntimeError("Timed out waiting 10000ms for recv operation to complete")
+        )
     finally:
         os.kill(stopped, signal.SIGCONT)
     assert f"- rank 1 is stopped (process {stopped}): SIGSTOP, or a debugger" in text
@@ -85,7 +87,9 @@ def test_an_error_on_one_rank_is_an_error_on_all(tmp_path):
 
     def ordered():
         with accelerator.main_process_first():
-            assert accelerator.is_main_process, "the block must not run after it failed on the first process"
+            assert accelerator.is_main_process, (
+                "the block must not run after it failed on the first process"
+            )
             raise ValueError("bad block")
 
     model = nn.Linear(2, 2)
@@ -125,8 +129,12 @@ def test_an_error_on_one_rank_is_an_error_on_all(tmp_path):
     ],
 )  # fmt: skip
 def test_survivors_name_the_rank_that_stopped(how, layout, world, needles, tmp_path):
-    results = run_ranks(WORKERS / "lost_rank.py", world, how, layout, tmp_path / "state", timeout=120, check=False)
-    assert [result.returncode for result in results] == [1] * (world - 1) + [CODES.get(how, 1)], results
+    results = run_ranks(
+        WORKERS / "lost_rank.py", world, how, layout, tmp_path / "state", timeout=120, check=False
+    )
+    assert [result.returncode for result in results] == [1] * (world - 1) + [CODES.get(how, 1)], (
+        results
+    )
     for result in results[:-1]:
         assert f"rank {world - 1}" in result.stderr, result.stderr
         for needle in needles:

@@ -108,7 +108,9 @@ def test_merged_models_are_the_plain_ones(saved, plain, kind, tmp_path, monkeypa
     assert "model.safetensors" in told and "model_1.safetensors" in told
     same(load_file(tmp_path / "out" / "model.safetensors"), plain[0])
     same(load_file(tmp_path / "out" / "model_1.safetensors"), plain[1])
-    merge_fsdp_weights(saved / kind / "pytorch_model_fsdp_1", tmp_path / "one", safe_serialization=False)
+    merge_fsdp_weights(
+        saved / kind / "pytorch_model_fsdp_1", tmp_path / "one", safe_serialization=False
+    )
     same(torch.load(tmp_path / "one" / "pytorch_model.bin", weights_only=True), plain[1])
     assert [path.name for path in (tmp_path / "one").iterdir()] == ["pytorch_model.bin"]
 
@@ -118,8 +120,17 @@ def test_what_is_removed_and_what_is_not(saved, plain, tmp_path, capsys):
     told = refused(capsys, tmp_path / "run", tmp_path / "out", "--remove_checkpoint_dir")
     assert "would also remove optimizer_0, optimizer_1" in told
     assert not (tmp_path / "out").exists() and (tmp_path / "run" / "pytorch_model_fsdp_0").is_dir()
-    main([str(tmp_path / "run/pytorch_model_fsdp_0"), str(tmp_path / "out"), "--remove-checkpoint-dir"])
-    assert not (tmp_path / "run/pytorch_model_fsdp_0").exists() and (tmp_path / "run/optimizer_0").is_dir()
+    main(
+        [
+            str(tmp_path / "run/pytorch_model_fsdp_0"),
+            str(tmp_path / "out"),
+            "--remove-checkpoint-dir",
+        ]
+    )
+    assert (
+        not (tmp_path / "run/pytorch_model_fsdp_0").exists()
+        and (tmp_path / "run/optimizer_0").is_dir()
+    )
     same(load_file(tmp_path / "out" / "model.safetensors"), plain[0])
     shutil.copytree(saved / "api", tmp_path / "api")
     main([str(tmp_path / "api"), str(tmp_path / "out"), "--remove_checkpoint_dir"])
@@ -131,7 +142,9 @@ def test_what_is_removed_and_what_is_not(saved, plain, tmp_path, capsys):
 def test_damage_is_named_before_anything_is_written(saved, kind, number, tmp_path, capsys):
     shutil.copytree(saved / kind, tmp_path / "bad")
     shards = tmp_path / "bad" / "pytorch_model_fsdp_0"
-    victim = sorted(path for path in shards.iterdir() if path.suffix in (".safetensors", ".distcp"))[number]
+    victim = sorted(
+        path for path in shards.iterdir() if path.suffix in (".safetensors", ".distcp")
+    )[number]
     if kind == "run":
         content = bytearray(victim.read_bytes())
         content[-1] ^= 1
@@ -144,13 +157,17 @@ def test_damage_is_named_before_anything_is_written(saved, kind, number, tmp_pat
     (tmp_path / "bad" / "checkpoint_manifest.json").unlink(missing_ok=True)
     assert victim.name in refused(capsys, shards, tmp_path / "out")
     with pytest.raises(CheckpointError, match=victim.name):
-        export_checkpoint(shards, tmp_path / "out", None, merge_adapters=False, max_shard_size="5GB")
+        export_checkpoint(
+            shards, tmp_path / "out", None, merge_adapters=False, max_shard_size="5GB"
+        )
     assert not (tmp_path / "out").exists()
 
 
 def test_what_is_no_sharded_model_is_told(saved, tmp_path, capsys):
     assert "no such folder" in refused(capsys, tmp_path / "none", tmp_path / "out")
     assert "no shards of a model" in refused(capsys, tmp_path, tmp_path / "out")
-    assert "the shards of an optimizer" in refused(capsys, saved / "run" / "optimizer_0", tmp_path / "out")
+    assert "the shards of an optimizer" in refused(
+        capsys, saved / "run" / "optimizer_0", tmp_path / "out"
+    )
     (tmp_path / "file").write_text("")
     assert "is a file" in refused(capsys, saved / "run", tmp_path / "file")

@@ -19,9 +19,13 @@ def test_stopped_and_gone_on(world, exit_code, ranks, tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     whole.mkdir(), cut.mkdir()
     ranks(world).run(run_script, WORKER, whole, 0)
-    stopped = run_ranks(WORKER, world, cut, 13, *([] if exit_code is None else [exit_code]), check=False)
+    stopped = run_ranks(
+        WORKER, world, cut, 13, *([] if exit_code is None else [exit_code]), check=False
+    )
     # Only the last rank has received the signal.
-    assert [rank.returncode for rank in stopped] == [143 if exit_code is None else exit_code] * world, stopped
+    assert [rank.returncode for rank in stopped] == [
+        143 if exit_code is None else exit_code
+    ] * world, stopped
     assert not (cut / "end.pt").exists()
     assert "saved" in stopped[0].stderr
     ranks(world).run(run_script, WORKER, cut, 0)

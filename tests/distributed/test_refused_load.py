@@ -19,16 +19,32 @@ FSDP = {
     "fsdp2": {"fsdp_version": 2, "state_dict_type": "FULL_STATE_DICT"},
     "fsdp2 sharded": {"fsdp_version": 2, "state_dict_type": "SHARDED_STATE_DICT"},
     "fsdp1": {"fsdp_version": 1, "state_dict_type": "FULL_STATE_DICT", "use_orig_params": True},
-    "fsdp1 sharded": {"fsdp_version": 1, "state_dict_type": "SHARDED_STATE_DICT", "use_orig_params": True},
+    "fsdp1 sharded": {
+        "fsdp_version": 1,
+        "state_dict_type": "SHARDED_STATE_DICT",
+        "use_orig_params": True,
+    },
 }
 # What differs from the run that saved, and a part of the message.
 CHANGES = {
-    "another dataset": ({"samples": 40}, r"data loader 0 .*epoch over 24 samples, and this loader has 40"),
-    "another sampler": ({"batches": True}, r"data loader 0 .*counts samples of the epoch and this loader batches"),
+    "another dataset": (
+        {"samples": 40},
+        r"data loader 0 .*epoch over 24 samples, and this loader has 40",
+    ),
+    "another sampler": (
+        {"batches": True},
+        r"data loader 0 .*counts samples of the epoch and this loader batches",
+    ),
     "another model": ({"width": 5}, r"model 0.*\[4, 4\].*\[5, 4\]"),
     "more groups": ({"groups": 2}, r"optimizer 0 .*1 parameter groups saved, 2 here"),
-    "another scheduler": ({"scheduler": "cosine"}, r"scheduler 0 .*saved by StepLR .* this is CosineAnnealingLR"),
-    "a list of schedulers": ({"scheduler": "list"}, r"scheduler 0 .*saved by StepLR .* this is SequentialLR"),
+    "another scheduler": (
+        {"scheduler": "cosine"},
+        r"scheduler 0 .*saved by StepLR .* this is CosineAnnealingLR",
+    ),
+    "a list of schedulers": (
+        {"scheduler": "list"},
+        r"scheduler 0 .*saved by StepLR .* this is SequentialLR",
+    ),
     "an object": ({}, r"registered object 0 \(Registered\).*ValueError: not mine"),
 }
 
@@ -55,7 +71,9 @@ class Batches(list):
 
 
 class Run:
-    def __init__(self, layout, seed=0, samples=24, width=4, groups=1, scheduler="step", batches=False):
+    def __init__(
+        self, layout, seed=0, samples=24, width=4, groups=1, scheduler="step", batches=False
+    ):
         plugin = FullyShardedDataParallelPlugin(**FSDP[layout]) if layout in FSDP else None
         self.accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
         torch.manual_seed(seed)
@@ -67,7 +85,9 @@ class Run:
             parts = [schedulers.StepLR(optimizer, 1), schedulers.StepLR(optimizer, 1)]
             scheduler = schedulers.SequentialLR(optimizer, parts, [2])
         else:
-            scheduler = {"step": schedulers.StepLR, "cosine": schedulers.CosineAnnealingLR}[scheduler](optimizer, 1)
+            scheduler = {"step": schedulers.StepLR, "cosine": schedulers.CosineAnnealingLR}[
+                scheduler
+            ](optimizer, 1)
         data = torch.rand(samples, 4)
         if batches:
             sampler = Batches([number, number + 1] for number in range(0, samples, 2))
@@ -93,7 +113,9 @@ class Run:
         model, optimizer, scheduler, loader = self.objects
         generators = [random.getstate(), np.random.get_state()[1], torch.get_rng_state()]
         states = [optimizer.optimizer, scheduler, loader, self.registered]
-        return plain([dict(model.named_parameters()), generators, *(one.state_dict() for one in states)])
+        return plain(
+            [dict(model.named_parameters()), generators, *(one.state_dict() for one in states)]
+        )
 
 
 def plain(value):
@@ -120,7 +142,9 @@ def test_one_process(tmp_path):
 
 
 @on_ranks(2, timeout=100)
-@pytest.mark.parametrize("layout", cases(["ddp", *FSDP], thorough=["fsdp2", "fsdp1", "fsdp1 sharded"]))
+@pytest.mark.parametrize(
+    "layout", cases(["ddp", *FSDP], thorough=["fsdp2", "fsdp1", "fsdp1 sharded"])
+)
 def test_two_processes(layout, tmp_path):
     check(layout, tmp_path)
 
@@ -160,9 +184,14 @@ def test_a_hook_that_fails_on_one_rank(tmp_path):
 
     handle = run.accelerator.register_load_state_pre_hook(hook)
     before = run.state()
-    with pytest.raises(CheckpointError, match=r"rank 1: the hook .* has failed \(ValueError: no adapter\)") as caught:
+    with pytest.raises(
+        CheckpointError, match=r"rank 1: the hook .* has failed \(ValueError: no adapter\)"
+    ) as caught:
         run.accelerator.load_state(tmp_path / "c")
-    assert "What load hooks have changed" in str(caught.value) and len(set(gather_object([str(caught.value)]))) == 1
+    assert (
+        "What load hooks have changed" in str(caught.value)
+        and len(set(gather_object([str(caught.value)]))) == 1
+    )
     assert run.state() == before
     handle.remove()
     run.accelerator.load_state(tmp_path / "c")

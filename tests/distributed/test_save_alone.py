@@ -43,7 +43,10 @@ def plain(epochs):
 
 
 def distance(model, other):
-    return max((a - b).abs().max().item() for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    return max(
+        (a - b).abs().max().item()
+        for a, b in zip(model.parameters(), other.parameters(), strict=True)
+    )
 
 
 def save_own(models, weights, folder):
@@ -84,7 +87,10 @@ def test_the_main_process_saves_alone(how, tmp_path):
             optimizer.zero_grad()
             if saves_steps and is_main:
                 begin = time.perf_counter()
-                options = {"blocking": how != "background", "layout": "compat" if how == "compat" else "native"}
+                options = {
+                    "blocking": how != "background",
+                    "layout": "compat" if how == "compat" else "native",
+                }
                 accelerator.save_state(tmp_path / f"step_{len(saves)}", **options)
                 saves.append(time.perf_counter() - begin)
 
@@ -103,14 +109,18 @@ def test_the_main_process_saves_alone(how, tmp_path):
         # The longest of them also where the machine is busy.
         assert sorted(saves)[STEPS // 2] < 1.0 and max(saves) < 15.0, saves
         about = [text for text in messages if "rank 0 only" in text]
-        assert len(about) == 1 and "random states" in about[0] and "of rank 1 are missing" in about[0], messages
+        assert (
+            len(about) == 1 and "random states" in about[0] and "of rank 1 are missing" in about[0]
+        ), messages
     else:
         assert not messages
     accelerator.wait_for_everyone()
     last = tmp_path / f"step_{STEPS - 1}"
     manifest = verify(last)
     assert (manifest.ranks, manifest.world_size) == ("rank 0 only", 2)
-    assert ("own.pt" in manifest.files) == (how == "hooks") != ("model.safetensors" in manifest.files)
+    assert (
+        ("own.pt" in manifest.files) == (how == "hooks") != ("model.safetensors" in manifest.files)
+    )
 
     draws = []
     for _ in range(2):

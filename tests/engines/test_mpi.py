@@ -23,7 +23,17 @@ def start(request, tmp_path):
 
     def run(source, *options):
         script.write_text(textwrap.dedent(source))
-        command = [*LAUNCH, "-q", "--cpu", "--engine", "mpi", "--num_processes", "2", *options, str(script)]
+        command = [
+            *LAUNCH,
+            "-q",
+            "--cpu",
+            "--engine",
+            "mpi",
+            "--num_processes",
+            "2",
+            *options,
+            str(script),
+        ]
         env = environment(tmp_path / "home", PATH=path)
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         return subprocess.Popen(command, cwd=tmp_path, env=env, text=True, **pipes)

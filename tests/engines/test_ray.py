@@ -21,12 +21,31 @@ def start(tmp_path, ray):
 
     def run(source, *options, **extra):
         script.write_text(textwrap.dedent(source))
-        command = [*map(str, [*LAUNCH, "-q", "--engine", "ray", "--num_processes", *options, script, "an argument"])]
+        command = [
+            *map(
+                str,
+                [
+                    *LAUNCH,
+                    "-q",
+                    "--engine",
+                    "ray",
+                    "--num_processes",
+                    *options,
+                    script,
+                    "an argument",
+                ],
+            )
+        ]
         env = environment(tmp_path / "home", **{**ray, **extra})
         # Two of the cluster's processors are pretended GPUs: what decides is the launch, not this variable.
         del env["ACCELERATE_USE_CPU"]
         return subprocess.Popen(
-            command, cwd=tmp_path, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            command,
+            cwd=tmp_path,
+            env=env,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
         )
 
     return run
@@ -90,7 +109,9 @@ def test_a_failure_is_told_once_and_a_restart_goes_on(start, tmp_path):
     assert "rank 1 failed: it ended with exit code 7" in errors
 
 
-@pytest.mark.parametrize("number", cases([signal.SIGINT, signal.SIGTERM, signal.SIGKILL], thorough=[signal.SIGINT]))
+@pytest.mark.parametrize(
+    "number", cases([signal.SIGINT, signal.SIGTERM, signal.SIGKILL], thorough=[signal.SIGINT])
+)
 def test_nobody_is_left_behind(start, number):
     launch = start(WAITING, 2, "--cpu")
     pids = [int(launch.stdout.readline().split()[1]) for _ in range(2)]
@@ -115,7 +136,10 @@ def test_a_lost_worker_is_a_failure(start):
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ([5], r"5 processes with 1 CPU, 1 GPU each do not fit: .* has 2 CPU, 2 GPU on .*; 2 CPU, 2 GPU on"),
+        (
+            [5],
+            r"5 processes with 1 CPU, 1 GPU each do not fit: .* has 2 CPU, 2 GPU on .*; 2 CPU, 2 GPU on",
+        ),
         ([3, "--num_machines", 3, "--cpu"], "3 machines with 1 CPU each do not fit"),
         ([2, "--cpu", "--num_cpu_threads_per_process", 3], "with 3 CPU each do not fit"),
         ([2, "--ray_address", "127.0.0.1:9"], "no Ray cluster answers at 127.0.0.1:9"),

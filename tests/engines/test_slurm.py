@@ -40,7 +40,11 @@ def test_ranks_on_two_nodes_cooperate(slurm, tmp_path):
     output, errors = launch.communicate(timeout=100)
     assert launch.returncode == 0, output + errors
     assert sorted(output.splitlines()) == ["0: 0 2 3.0 n1 bf16", "1: 1 2 3.0 n2 bf16"]
-    assert (tmp_path / "train.sbatch").read_text().startswith("#!/bin/bash\n#SBATCH --job-name=train\n")
+    assert (
+        (tmp_path / "train.sbatch")
+        .read_text()
+        .startswith("#!/bin/bash\n#SBATCH --job-name=train\n")
+    )
 
 
 def test_a_failing_rank_s_code_is_the_launcher_s_after_a_restart(slurm, tmp_path):
@@ -51,18 +55,35 @@ def test_a_failing_rank_s_code_is_the_launcher_s_after_a_restart(slurm, tmp_path
         "if os.environ['SLURM_PROCID'] == '1': raise SystemExit(3 + attempt)\n"
         "time.sleep(60)\n"
     )
-    launch = start(tmp_path, slurm, "--num_machines", 2, "--num_processes", 2, "--max_restarts", 1, script)
+    launch = start(
+        tmp_path, slurm, "--num_machines", 2, "--num_processes", 2, "--max_restarts", 1, script
+    )
     output, errors = launch.communicate(timeout=60)
     assert launch.returncode == 4 and "restart 1 of 1" in output, output + errors
 
 
 def test_inside_an_allocation_the_failing_rank_is_named(slurm, tmp_path):
     script = tmp_path / "fail.py"
-    script.write_text("import os, time\nif os.environ['SLURM_PROCID'] == '1': raise KeyError('x')\ntime.sleep(60)\n")
-    inner = [*LAUNCH, "-q", "--engine", "slurm", "--cpu", "--num_machines", 2, "--num_processes", 2, script]
+    script.write_text(
+        "import os, time\nif os.environ['SLURM_PROCID'] == '1': raise KeyError('x')\ntime.sleep(60)\n"
+    )
+    inner = [
+        *LAUNCH,
+        "-q",
+        "--engine",
+        "slurm",
+        "--cpu",
+        "--num_machines",
+        2,
+        "--num_processes",
+        2,
+        script,
+    ]
     command = ["salloc", "-Q", "-N", "2", "-n", "2", *map(str, inner)]
     env = environment(tmp_path / "home", **slurm)
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 1 and done.stderr.count("Traceback") == 1, done.stderr
     assert "rank 1 failed: KeyError: 'x'" in done.stderr and "srun (pid" in done.stderr
 
@@ -72,13 +93,30 @@ def test_a_rank_that_ends_too_early_without_an_error_is_named(slurm, tmp_path, i
     """Outside an allocation this is in the job's log, which the launcher prints."""
     script = tmp_path / "early.py"
     script.write_text(EARLY.format(early=1))
-    options = ["-q", "--engine", "slurm", "--cpu", "--num_machines", 2, "--num_processes", 2, script]
-    command = [*(["salloc", "-Q", "-N", "2", "-n", "2"] if inside else []), *map(str, [*LAUNCH, *options])]
+    options = [
+        "-q",
+        "--engine",
+        "slurm",
+        "--cpu",
+        "--num_machines",
+        2,
+        "--num_processes",
+        2,
+        script,
+    ]
+    command = [
+        *(["salloc", "-Q", "-N", "2", "-n", "2"] if inside else []),
+        *map(str, [*LAUNCH, *options]),
+    ]
     env = environment(tmp_path / "home", **slurm)
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100
+    )
     assert done.returncode == 1, done.stdout + done.stderr
     told = done.stderr if inside else done.stdout
-    assert "rank 1 failed: it ended with exit code 0 while rank 0 still needed it" in told, done.stdout + done.stderr
+    assert "rank 1 failed: it ended with exit code 0 while rank 0 still needed it" in told, (
+        done.stdout + done.stderr
+    )
     assert " ended, code " not in done.stdout + done.stderr
 
 
@@ -91,7 +129,9 @@ def test_an_interrupt_cancels_the_job(slurm, tmp_path):
     launch.communicate(timeout=30)
     assert launch.returncode == 130
     deadline = time.monotonic() + 20
-    while subprocess.run(["squeue", "-h"], env={**os.environ, **slurm}, capture_output=True, text=True).stdout.strip():
+    while subprocess.run(
+        ["squeue", "-h"], env={**os.environ, **slurm}, capture_output=True, text=True
+    ).stdout.strip():
         assert time.monotonic() < deadline, "the job goes on"
         time.sleep(0.2)
 
@@ -99,11 +139,29 @@ def test_an_interrupt_cancels_the_job(slurm, tmp_path):
 def submit(tmp_path, slurm, name, *options, arguments=()):
     """A ready batch file, on two nodes without GPUs and with one rank each. Returns the job and its log."""
     path = f"{os.path.dirname(LAUNCH[0])}{os.pathsep}{os.environ['PATH']}"
-    variables = {"SCRIPT": f"{ROOT}/examples/clusters/train.py", "OUTPUT": str(tmp_path / "run"), "PROCESSES": "1"}
+    variables = {
+        "SCRIPT": f"{ROOT}/examples/clusters/train.py",
+        "OUTPUT": str(tmp_path / "run"),
+        "PROCESSES": "1",
+    }
     env = environment(tmp_path / "home", **slurm, **variables, PATH=path)
-    small = ["--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1", f"--output={tmp_path}/job.log"]
-    command = ["sbatch", "--parsable", *small, *options, f"{ROOT}/examples/clusters/{name}.sbatch", *arguments]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    small = [
+        "--ntasks-per-node=1",
+        "--gpus-per-node=0",
+        "--cpus-per-task=1",
+        f"--output={tmp_path}/job.log",
+    ]
+    command = [
+        "sbatch",
+        "--parsable",
+        *small,
+        *options,
+        f"{ROOT}/examples/clusters/{name}.sbatch",
+        *arguments,
+    ]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip(), tmp_path / "job.log", env
 

@@ -55,7 +55,14 @@ def test_one_process_within_rounding(folder, env, reference):
 @pytest.mark.thorough
 def test_torchrun(folder, env, reference):
     run(
-        [*PYTHON, "torch.distributed.run", "--standalone", "--nproc_per_node", 2, *train(folder / "torchrun")],
+        [
+            *PYTHON,
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc_per_node",
+            2,
+            *train(folder / "torchrun"),
+        ],
         env,
         folder,
     )
@@ -82,7 +89,9 @@ def test_mpirun(folder, env, reference, implementation):
     hosts = programs / "hosts"
     hosts.write_text("localhost slots=2\n" if implementation == "openmpi" else "localhost:2\n")
     config = programs / "config.yaml"
-    config.write_text(f"use_cpu: true\nnum_processes: 2\nmpirun_config:\n  mpirun_hostfile: {hosts}\n")
+    config.write_text(
+        f"use_cpu: true\nnum_processes: 2\nmpirun_config:\n  mpirun_hostfile: {hosts}\n"
+    )
     output = programs / "out"
     run([*LAUNCH, "-q", "--config_file", config, *train(output)], env, folder)
     same(parameters(output), reference)
@@ -105,7 +114,11 @@ def test_deepspeeds_starter_through_pdsh(folder, env, reference):
     (folder / "ssh").chmod(0o755)
     env = {**env, "PATH": f"{folder}{os.pathsep}{env['PATH']}", "DS_ACCELERATOR": "cpu"}
     options = ["--engine", "deepspeed", "--num_machines", 2, "--deepspeed_hostfile", hosts]
-    run([*TWO, *options, "--main_process_ip", "127.0.0.1", *train(folder / "deepspeed")], env, folder)
+    run(
+        [*TWO, *options, "--main_process_ip", "127.0.0.1", *train(folder / "deepspeed")],
+        env,
+        folder,
+    )
     same(parameters(folder / "deepspeed"), reference)
 
 
@@ -117,5 +130,9 @@ def test_slurm_of_two_nodes(folder, env, reference, slurm):
 
 @pytest.mark.thorough
 def test_ray_of_two_nodes(folder, env, reference, ray):
-    run([*TWO, "--engine", "ray", "--num_machines", 2, *train(folder / "ray")], {**env, **ray}, folder)
+    run(
+        [*TWO, "--engine", "ray", "--num_machines", 2, *train(folder / "ray")],
+        {**env, **ray},
+        folder,
+    )
     same(parameters(folder / "ray"), reference)

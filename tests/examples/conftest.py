@@ -36,7 +36,12 @@ def logs_no_mistake():
     """A function that checks what ranks have printed: none has logged a mistake, as the checks of first steps do."""
 
     def check(outputs):
-        assert not [line for output in outputs for line in output.stderr.splitlines() if line.startswith("[RANK ")]
+        assert not [
+            line
+            for output in outputs
+            for line in output.stderr.splitlines()
+            if line.startswith("[RANK ")
+        ]
 
     return check
 
@@ -47,7 +52,9 @@ def printed(ranks, script, logs_no_mistake):
 
     def run(name, nproc, *arguments, function=output_of, env=None):
         case = ranks(nproc)
-        outputs = case.run(function, script(name), *arguments, env={"ACCELERATE_USE_CPU": "true", **(env or {})})
+        outputs = case.run(
+            function, script(name), *arguments, env={"ACCELERATE_USE_CPU": "true", **(env or {})}
+        )
         logs_no_mistake(case.outputs)
         assert not any(outputs[1:])
         return outputs[0].splitlines()

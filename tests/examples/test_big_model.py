@@ -17,13 +17,17 @@ def test_plan():
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     lines = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
     assert not done.stderr, done.stderr
-    assert {"ddp", "fsdp", "fsdp+ckpt"} <= {name for name, text in lines.items() if text.endswith(", fits")}
+    assert {"ddp", "fsdp", "fsdp+ckpt"} <= {
+        name for name, text in lines.items() if text.endswith(", fits")
+    }
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_load(printed, nproc):
     text = "\n".join(printed("big_model/load", nproc, "--cpu", "8MB"))
-    assert re.search(r"embed +0.98 MiB on cpu", text) and re.search(r"blocks.3 +2.00 MiB on disk", text), text
+    assert re.search(r"embed +0.98 MiB on cpu", text) and re.search(
+        r"blocks.3 +2.00 MiB on disk", text
+    ), text
     assert "outputs differ from the plain model by 0.0e+00" in text
 
 
@@ -40,7 +44,9 @@ def test_inference(printed, tmp_path):
     for nproc in (1, 2):
         folder = tmp_path / str(nproc)
         text = "\n".join(printed("big_model/inference", nproc, "--output", folder))
-        rows = [line for file in sorted(folder.glob("part-*")) for line in file.read_text().splitlines()]
+        rows = [
+            line for file in sorted(folder.glob("part-*")) for line in file.read_text().splitlines()
+        ]
         assert f"{len(rows)} samples, {len(rows)} rows in" in text
         assert expected in (None, rows)
         expected = rows

@@ -13,7 +13,18 @@ def test_the_run_is_killed_and_resumed(example, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(demo, "SAVE_EVERY", 150)
     monkeypatch.setattr(demo, "KILL_AT", 170)
-    options = ["--width", "16", "--layers", "1", "--heads", "2", "--max_steps", "400", "--eval_every", "400"]
+    options = [
+        "--width",
+        "16",
+        "--layers",
+        "1",
+        "--heads",
+        "2",
+        "--max_steps",
+        "400",
+        "--eval_every",
+        "400",
+    ]
     monkeypatch.setattr(sys, "argv", ["demo.py", *options, "--eval_samples", "7"])
     with pytest.raises(SystemExit) as ended:
         demo.main()

@@ -30,7 +30,9 @@ EXACT = [
 @pytest.fixture
 def table(printed):
     """A function that runs an example on ranks, and returns the lines that rank 0 printed."""
-    return lambda name, nproc, *arguments: printed(f"features/{name}", nproc, *arguments, function=with_digits)
+    return lambda name, nproc, *arguments: printed(
+        f"features/{name}", nproc, *arguments, function=with_digits
+    )
 
 
 def load_digits(return_X_y):
@@ -89,7 +91,9 @@ def test_tracking(table, tmp_path):
 
 def test_a_stopped_run_prints_the_table_of_one_that_was_not(table, tmp_path):
     whole = table("resume", 1, "--output", tmp_path / "whole")
-    assert table("resume", 1, "--output", tmp_path / "run", "--stop_after", 70) == ["stopped after step 70"]
+    assert table("resume", 1, "--output", tmp_path / "run", "--stop_after", 70) == [
+        "stopped after step 70"
+    ]
     assert table("resume", 2, "--output", tmp_path / "run") == whole
     assert len(whole) == 5
 

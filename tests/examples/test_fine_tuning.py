@@ -27,12 +27,15 @@ def test_two_processes_print_the_losses_of_one(name, printed, tmp_path):
     assert losses[0] > losses[1] > losses[2]
     assert texts["one"][:3] == texts["two"][:3] == texts["sharded"][:3]
     folders = [line.split(":")[0] for line in texts["sharded"][3:]]
-    assert folders == (["adapter", "checkpoint", "merged"] if name == "lora" else ["adapter", "checkpoint"])
+    assert folders == (
+        ["adapter", "checkpoint", "merged"] if name == "lora" else ["adapter", "checkpoint"]
+    )
     if name == "lora":
         from transformers import AutoModelForCausalLM
 
         tokens = torch.arange(12).view(1, 12)
         one, two = (
-            AutoModelForCausalLM.from_pretrained(outputs[run] / "merged")(tokens).logits for run in ("one", "sharded")
+            AutoModelForCausalLM.from_pretrained(outputs[run] / "merged")(tokens).logits
+            for run in ("one", "sharded")
         )
         assert (one - two).abs().max() < 1e-3

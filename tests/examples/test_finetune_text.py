@@ -20,11 +20,19 @@ def text(example):
 def model(tmp_path_factory):
     """The folder of a tiny BERT with a word-level tokenizer."""
     folder = tmp_path_factory.mktemp("model")
-    (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]))
-    vocabulary = {word: index for index, word in enumerate((folder / "vocab.txt").read_text().split("\n"))}
+    (folder / "vocab.txt").write_text(
+        "\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS])
+    )
+    vocabulary = {
+        word: index for index, word in enumerate((folder / "vocab.txt").read_text().split("\n"))
+    }
     transformers.BertTokenizer(vocab=vocabulary).save_pretrained(folder)
     config = transformers.BertConfig(
-        vocab_size=len(vocabulary), hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64
+        vocab_size=len(vocabulary),
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=64,
     )
     transformers.BertModel(config).save_pretrained(folder)
     return folder
@@ -102,7 +110,9 @@ def test_an_id_of_the_hub_is_passed_on_and_an_unknown_one_is_told(text, monkeypa
 
 
 @pytest.mark.timeout(300)
-def test_a_run_on_a_csv_beats_the_commonest_label(script, model, reviews, tmp_path, logs_no_mistake):
+def test_a_run_on_a_csv_beats_the_commonest_label(
+    script, model, reviews, tmp_path, logs_no_mistake
+):
     options = ["--csv", reviews, "--model", model, "--cpu"]
     options += ["--text_column", "said", "--label_column", "kind", "--output_dir", tmp_path / "out"]
     options += ["--epochs", 6, "--batch_size", 4, "--lr", 0.01]

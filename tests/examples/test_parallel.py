@@ -33,7 +33,9 @@ def plain(kind):
     model.double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.05 * step))
-    for number, batch in enumerate(DataLoader(train.Windows(LENGTH), batch_size=BATCH, drop_last=True), start=1):
+    for number, batch in enumerate(
+        DataLoader(train.Windows(LENGTH), batch_size=BATCH, drop_last=True), start=1
+    ):
         output = model(input_ids=batch["input_ids"])
         logits = output if isinstance(output, torch.Tensor) else output.logits
         (F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()) / ACCUMULATION).backward()
@@ -62,7 +64,11 @@ def expected(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=pytest.mark.thorough if name in REPEATED else ()) for name in LAYOUTS]
+    "layout",
+    [
+        pytest.param(name, marks=pytest.mark.thorough if name in REPEATED else ())
+        for name in LAYOUTS
+    ],
 )
 def test_own_model(layout, expected, ranks, logs_no_mistake):
     case = ranks(4)
@@ -74,7 +80,9 @@ def test_own_model(layout, expected, ranks, logs_no_mistake):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_model_of_transformers(layout, expected, ranks):
     pytest.importorskip("transformers")
-    ranks(4).run(check, layout, "transformers", expected("transformers"), env={"ACCELERATE_USE_CPU": "true"})
+    ranks(4).run(
+        check, layout, "transformers", expected("transformers"), env={"ACCELERATE_USE_CPU": "true"}
+    )
 
 
 def check(layout, kind, folder):
@@ -87,5 +95,7 @@ def check(layout, kind, folder):
         train.main()
     text = printed.getvalue()
     if PartialState().is_main_process:
-        assert float(re.search(rf"{layout}: parameters differ by at most (\S+)", text)[1]) <= 1e-8, text
+        assert (
+            float(re.search(rf"{layout}: parameters differ by at most (\S+)", text)[1]) <= 1e-8
+        ), text
         assert text.count("optimizer state") == 4, text

@@ -16,7 +16,10 @@ def losses(printed, tmp_path, monkeypatch):
 
     def run(name, nproc, *arguments):
         text = "\n".join(printed(f"recipes/{name}", nproc, *arguments))
-        return [float(value) for value in re.findall(r"(?:loss|discriminator|generator|token) (\d\S*\d)", text)]
+        return [
+            float(value)
+            for value in re.findall(r"(?:loss|discriminator|generator|token) (\d\S*\d)", text)
+        ]
 
     return run
 
@@ -25,12 +28,17 @@ def losses(printed, tmp_path, monkeypatch):
 def test_each_sample_is_read_once_also_by_a_resumed_run(printed, tmp_path, form):
     pytest.importorskip({"parquet": "datasets"}.get(form, form))
     arguments = ["--format", form, "--output", tmp_path]
-    assert printed("recipes/own_data", 2, *arguments, "--stop_after", 23) == ["started", "stopped after step 23"]
+    assert printed("recipes/own_data", 2, *arguments, "--stop_after", 23) == [
+        "started",
+        "stopped after step 23",
+    ]
     # The files of a stream that splits itself belong to the ranks; other data continues on another number of them.
     nproc, batch_size = (2, 16) if form == "webdataset" else (1, 32)
     first, *epochs = printed("recipes/own_data", nproc, *arguments, "--batch_size", batch_size)
     assert first == "resumed at step 20 of epoch 0"
-    assert [line.split(";")[0] for line in epochs] == [f"epoch {n}: 1003 samples read once" for n in (0, 1)]
+    assert [line.split(";")[0] for line in epochs] == [
+        f"epoch {n}: 1003 samples read once" for n in (0, 1)
+    ]
 
 
 def test_the_mean_over_tokens_is_that_of_one_process(printed):
@@ -77,7 +85,12 @@ def test_fsdp2_resumes(losses, tmp_path):
     first = losses("finetune_fsdp2", 2, "--steps", 4, *arguments, tmp_path / "2", *saving)
     second = losses("finetune_fsdp2", 2, "--steps", 8, *arguments, tmp_path / "2", *saving)
     assert first + second == pytest.approx(one, abs=1e-4)
-    assert largest_difference(tmp_path / "1" / "model.safetensors", tmp_path / "2" / "model.safetensors") < 1e-5
+    assert (
+        largest_difference(
+            tmp_path / "1" / "model.safetensors", tmp_path / "2" / "model.safetensors"
+        )
+        < 1e-5
+    )
 
 
 def test_the_script_of_the_cluster_files_continues(printed, tmp_path):

@@ -7,7 +7,9 @@ import re
 import pytest
 from ranks import run_ranks
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("sklearn") is None, reason="needs scikit-learn")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("sklearn") is None, reason="needs scikit-learn"
+)
 
 
 def test_the_split_holds_a_fifth_of_each_class_out(example):

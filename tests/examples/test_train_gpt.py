@@ -41,7 +41,17 @@ def test_a_sample_is_a_date_in_a_style_and_the_iso_date(gpt):
         "3/3/1998",
         "3.3.1998",
     ]
-    names = {1: "1st", 2: "2nd", 3: "3rd", 11: "11th", 12: "12th", 13: "13th", 20: "20th", 21: "21st", 22: "22nd"}
+    names = {
+        1: "1st",
+        2: "2nd",
+        3: "3rd",
+        11: "11th",
+        12: "12th",
+        13: "13th",
+        20: "20th",
+        21: "21st",
+        22: "22nd",
+    }
     assert {number: gpt.ordinal(number) for number in names} == names
     dates = gpt.Dates(held_out=False)
     assert max(len(style(day)) for style in gpt.STYLES for day in dates.days) < gpt.QUESTION
@@ -65,7 +75,9 @@ def test_the_model_looks_back_and_never_ahead(gpt):
     answered = gpt.answer(model, tokens[:, :34])
     assert answered.shape == (2, 44)
     assert torch.equal(answered[:, 34:], model(answered)[:, 33:-1].argmax(dim=-1))
-    expected = torch.nn.functional.cross_entropy(model(tokens)[:, 33:-1].reshape(20, 128), tokens[:, 34:].reshape(20))
+    expected = torch.nn.functional.cross_entropy(
+        model(tokens)[:, 33:-1].reshape(20, 128), tokens[:, 34:].reshape(20)
+    )
     assert torch.allclose(gpt.loss_of(model, tokens), expected)
 
 
@@ -84,13 +96,21 @@ def test_a_short_run_learns_and_leaves_what_it_promises(script, tmp_path, logs_n
     logs_no_mistake([done])
     assert done.stdout.count("right") + done.stdout.count("wrong") == 7
     # the checkpoints of the tenth and twentieth step were rotated out, the last two stay
-    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["checkpoint_2", "checkpoint_3"]
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [
+        "checkpoint_2",
+        "checkpoint_3",
+    ]
     assert load_file(folder / "model" / "model.safetensors")["embed.weight"].shape == (128, 32)
     records = read_values(folder / "train_gpt")
-    losses = {record["step"]: record["values"]["loss"] for record in records if "loss" in record["values"]}
+    losses = {
+        record["step"]: record["values"]["loss"] for record in records if "loss" in record["values"]
+    }
     assert list(losses) == [10, 20, 30, 40]
     assert losses[10] > 2.5 > losses[40]
-    assert [record["step"] for record in records if "held-out accuracy" in record["values"]] == [20, 40]
+    assert [record["step"] for record in records if "held-out accuracy" in record["values"]] == [
+        20,
+        40,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -118,14 +138,30 @@ def test_a_new_run_needs_an_empty_folder(gpt, monkeypatch, tmp_path):
 
 
 @pytest.mark.timeout(300)
-def test_two_processes_go_on_from_a_checkpoint_to_the_same_weights(script, ranks, tmp_path, logs_no_mistake):
+def test_two_processes_go_on_from_a_checkpoint_to_the_same_weights(
+    script, ranks, tmp_path, logs_no_mistake
+):
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    options = [*TINY, "--max_steps", 9, "--save_every", 5, "--eval_every", 4, "--log_every", 2, "--warmup", 3]
+    options = [
+        *TINY,
+        "--max_steps",
+        9,
+        "--save_every",
+        5,
+        "--eval_every",
+        4,
+        "--log_every",
+        2,
+        "--warmup",
+        3,
+    ]
     options += ["--batch_size", 4, "--accumulate", 2]
     two = ranks(2)
     two.run(run_script, script("train_gpt"), *options, "--output_dir", whole)
     # the run as it would have been left by a kill after the fifth step
-    shutil.copytree(whole / "checkpoints" / "checkpoint_0", resumed / "checkpoints" / "checkpoint_0")
+    shutil.copytree(
+        whole / "checkpoints" / "checkpoint_0", resumed / "checkpoints" / "checkpoint_0"
+    )
     two.run(run_script, script("train_gpt"), *options, "--output_dir", resumed, "--resume")
     logs_no_mistake(two.outputs)
     assert "resumed" in two.outputs[0].stderr and "step 5" in two.outputs[0].stderr

@@ -18,7 +18,10 @@ from accelerate.utils import ProjectConfiguration
 
 disk = Path(sys.argv[1])
 accelerator = Accelerator(
-    cpu=True, project_config=ProjectConfiguration(str(disk / "run"), automatic_checkpoint_naming=True, total_limit=2)
+    cpu=True,
+    project_config=ProjectConfiguration(
+        str(disk / "run"), automatic_checkpoint_naming=True, total_limit=2
+    ),
 )
 model = torch.nn.Linear(150, 150)
 optimizer = torch.optim.AdamW(model.parameters())
@@ -34,7 +37,10 @@ def train():
 
 
 def state():
-    values = [*model.parameters(), *(value for held in optimizer.state.values() for value in held.values())]
+    values = [
+        *model.parameters(),
+        *(value for held in optimizer.state.values() for value in held.values()),
+    ]
     return [value.detach().clone() for value in values]
 
 
@@ -97,14 +103,18 @@ together(lambda: (mount("--bind", str(disk)), mount("-o", "remount,bind,ro")))
 refused("Read-only file system", accelerator.save_state)
 kept = state()
 train()
-assert accelerator.load_state().folder.name == "checkpoint_2" and all(map(torch.equal, state(), kept))
+assert accelerator.load_state().folder.name == "checkpoint_2" and all(
+    map(torch.equal, state(), kept)
+)
 together(lambda: subprocess.run(["umount", "--lazy", str(disk)], check=True))
 
 # A rank whose files may not grow (a quota would do the same), and a folder that vanishes under the writers.
 together(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY)), on=1)
 refused("rank 1: OSError: .* File too large", accelerator.save_state)
 together(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2), on=1)
-hook = accelerator.register_save_state_pre_hook(lambda models, weights, folder: shutil.rmtree(folder, True))
+hook = accelerator.register_save_state_pre_hook(
+    lambda models, weights, folder: shutil.rmtree(folder, True)
+)
 refused("No such file or directory|was removed while", accelerator.save_state)
 hook.remove()
 

@@ -28,7 +28,9 @@ for step in range(3):
 """
 
 
-@pytest.mark.skipif("KILLS" not in os.environ, reason="waits for half a minute; make test-faults runs it")
+@pytest.mark.skipif(
+    "KILLS" not in os.environ, reason="waits for half a minute; make test-faults runs it"
+)
 def test_a_rank_that_does_not_save_is_named_within_seconds(tmp_path):
     begin = time.monotonic()
     first, second = run_ranks(WORKER, 2, tmp_path / "c", check=False, timeout=170)

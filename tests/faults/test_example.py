@@ -24,8 +24,23 @@ LIMIT = 120.0
 
 
 def start(folder, processes, steps):
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", str(processes)]
-    options = [*TINY.split(), *EVERY.split(), "--max_steps", str(steps), "--output_dir", str(folder), "--resume"]
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--cpu",
+        "--num_processes",
+        str(processes),
+    ]
+    options = [
+        *TINY.split(),
+        *EVERY.split(),
+        "--max_steps",
+        str(steps),
+        "--output_dir",
+        str(folder),
+        "--resume",
+    ]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     return subprocess.Popen([*command, str(SCRIPT), *options], text=True, **pipes)
 

@@ -46,7 +46,10 @@ def test_killed_at_random_moments(tmp_path):
                 target = dice.choice(["rank", "ranks", "launcher"])
                 # By its progress: in a second a run may make half of all parts.
                 aim = len(parts) + dice.randrange(2 * PARTS_A_KILL)
-                while launcher.poll() is None and len([*(tmp_path / "output").glob("part-*.jsonl")]) < aim:
+                while (
+                    launcher.poll() is None
+                    and len([*(tmp_path / "output").glob("part-*.jsonl")]) < aim
+                ):
                     time.sleep(0.002)
                 if launcher.poll() is None:
                     strike(target, pids, launcher)
@@ -57,7 +60,9 @@ def test_killed_at_random_moments(tmp_path):
             parts = sorted((tmp_path / "output").glob("part-*.jsonl"))
             for part in parts:
                 first = int(part.stem.removeprefix("part-")) * PART
-                assert [number for number, _ in rows_of(part)] == list(range(first, min(first + PART, total)))
+                assert [number for number, _ in rows_of(part)] == list(
+                    range(first, min(first + PART, total))
+                )
             record.append((ranks, len(parts)))
             if launcher.returncode == 0:
                 break
@@ -65,7 +70,11 @@ def test_killed_at_random_moments(tmp_path):
     finally:
         launches.stop()
     # On a busy machine a run comes further before this process kills it.
-    assert struck >= max(1, KILLS // 2), f"{struck} kills; (ranks, parts at the end) of each run: {record}"
+    assert struck >= max(1, KILLS // 2), (
+        f"{struck} kills; (ranks, parts at the end) of each run: {record}"
+    )
     found = [row for part in parts for row in rows_of(part)]
     assert [number for number, _ in found] == list(range(total))
-    torch.testing.assert_close(torch.tensor([value for _, value in found]), expected(total), rtol=0, atol=1e-4)
+    torch.testing.assert_close(
+        torch.tensor([value for _, value in found]), expected(total), rtol=0, atol=1e-4
+    )

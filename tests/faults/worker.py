@@ -29,9 +29,13 @@ def main(folder, total):
     set_seed(0)
     accelerator = Accelerator(
         gradient_accumulation_steps=2,
-        project_config=ProjectConfiguration(str(folder), automatic_checkpoint_naming=True, total_limit=3),
+        project_config=ProjectConfiguration(
+            str(folder), automatic_checkpoint_naming=True, total_limit=3
+        ),
     )
-    model = torch.nn.Sequential(torch.nn.Linear(6, 64), torch.nn.Dropout(0.1), torch.nn.Tanh(), torch.nn.Linear(64, 1))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(6, 64), torch.nn.Dropout(0.1), torch.nn.Tanh(), torch.nn.Linear(64, 1)
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     x = torch.randn(61, 6, generator=torch.Generator().manual_seed(1))
     loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True).sin()), batch_size=3, shuffle=True)

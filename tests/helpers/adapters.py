@@ -36,7 +36,10 @@ CASES = {
     "embedding": (llama, [{"target_modules": ["embed_tokens", "q_proj"]}]),
     "tokens": (llama, [{"target_modules": ["q_proj"], "trainable_token_indices": [1, 2, 3]}]),
     "two": (llama, [{"target_modules": ["q_proj"]}, {"target_modules": LAYERS, "r": 2}]),
-    "experts": (mixtral, [{"target_modules": ["q_proj"], "target_parameters": ["gate_up_proj", "down_proj"]}]),
+    "experts": (
+        mixtral,
+        [{"target_modules": ["q_proj"], "target_parameters": ["gate_up_proj", "down_proj"]}],
+    ),
 }
 
 

@@ -18,7 +18,9 @@ def peak_of(step: Callable[[], object], steps: int = 4) -> int:
     peaks = []
     for _ in range(steps + 1):
         gc.collect()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        ) as profile:
             step()
         events = _allocations(profile)
         before = events[0].total_allocated - events[0].alloc_size

@@ -36,8 +36,19 @@ class Browser:
         self.timeout = timeout
         self.errors: list[str] = []
         self._number = 0
-        arguments = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run")
-        others = ("--remote-debugging-port=0", f"--user-data-dir={folder}", "--hide-scrollbars", "about:blank")
+        arguments = (
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-dev-shm-usage",
+            "--no-first-run",
+        )
+        others = (
+            "--remote-debugging-port=0",
+            f"--user-data-dir={folder}",
+            "--hide-scrollbars",
+            "about:blank",
+        )
         self.process = subprocess.Popen(
             [program, *arguments, *others],
             stdout=subprocess.DEVNULL,
@@ -74,7 +85,9 @@ class Browser:
             except (OSError, IndexError):
                 pass
             assert time.monotonic() < end, "the browser did not start"
-            assert self.process.poll() is None, f"the browser has exited with {self.process.returncode}"
+            assert self.process.poll() is None, (
+                f"the browser has exited with {self.process.returncode}"
+            )
             time.sleep(0.05)
 
     def _get(self, path: str) -> Any:
@@ -132,7 +145,9 @@ class Browser:
     def _note(self, method: str | None, values: dict[str, Any]) -> None:
         if method == "Runtime.exceptionThrown":
             details = values["exceptionDetails"]
-            self.errors.append(str(details.get("exception", {}).get("description") or details["text"]))
+            self.errors.append(
+                str(details.get("exception", {}).get("description") or details["text"])
+            )
         elif method == "Log.entryAdded" and values["entry"]["level"] == "error":
             self.errors.append(f"{values['entry']['text']} {values['entry'].get('url', '')}")
         elif method == "Runtime.consoleAPICalled" and values["type"] in ("error", "assert"):
@@ -146,7 +161,9 @@ class Browser:
 
     def evaluate(self, expression: str) -> Any:
         """The value of a JavaScript expression."""
-        found = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        found = self.call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 

@@ -20,7 +20,9 @@ def cases(values: Iterable[Any], thorough: Collection[Any]) -> list[Any]:
     ]
 
 
-def pairs(first: Iterable[Any], second: Iterable[Any], usual: Collection[tuple[Any, Any]]) -> list[Any]:
+def pairs(
+    first: Iterable[Any], second: Iterable[Any], usual: Collection[tuple[Any, Any]]
+) -> list[Any]:
     """All pairs of two parameters' values; those that are not in `usual` are marked `thorough`."""
     return [
         pytest.param(*pair, marks=() if pair in usual else pytest.mark.thorough)

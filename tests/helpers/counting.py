@@ -15,8 +15,15 @@ class Messages(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function.__name__.split(".")[0].strip("_")
-        if function.namespace in ("c10d", "_c10d_functional") and not name.startswith("wait") and "wrap" not in name:
-            sides = [sum(leaf.nbytes for leaf in tree_leaves(arg) if isinstance(leaf, torch.Tensor)) for arg in args]
+        if (
+            function.namespace in ("c10d", "_c10d_functional")
+            and not name.startswith("wait")
+            and "wrap" not in name
+        ):
+            sides = [
+                sum(leaf.nbytes for leaf in tree_leaves(arg) if isinstance(leaf, torch.Tensor))
+                for arg in args
+            ]
             self.note(name, max(sides))
         return function(*args, **(kwargs or {}))
 

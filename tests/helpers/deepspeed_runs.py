@@ -22,7 +22,10 @@ LATE_IMPORTS = (
 # DeepSpeed chooses its device when it is imported.
 on_engine_ranks = functools.partial(on_ranks, env={"DS_ACCELERATOR": "cpu"})
 
-ADAMW = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True, "adam_w_mode": True}}
+ADAMW = {
+    "type": "AdamW",
+    "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True, "adam_w_mode": True},
+}
 
 
 def config(stage, clip=None, zero=None, **others):

@@ -59,17 +59,36 @@ def need_programs(packages: str, *names: str, root: bool = False) -> None:
 
 def environment(home: Path, **extra: str) -> dict[str, str]:
     """This environment without what another launch has left in it; one thread a process, on the CPU."""
-    names = ("ACCELERATE_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMP_", "SLURM_", "RAY_", "TORCHELASTIC_")
+    names = (
+        "ACCELERATE_",
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_",
+        "MASTER_",
+        "OMP_",
+        "SLURM_",
+        "RAY_",
+        "TORCHELASTIC_",
+    )
     kept = {name: text for name, text in os.environ.items() if not name.startswith(names)}
     # Nothing is compiled here, and a program imports torch's compiler for more than a second.
-    path = os.pathsep.join([str(ROOT / "tests" / "helpers" / "start"), *filter(None, [kept.get("PYTHONPATH")])])
-    own = {"HF_HOME": str(home), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "PYTHONPATH": path}
+    path = os.pathsep.join(
+        [str(ROOT / "tests" / "helpers" / "start"), *filter(None, [kept.get("PYTHONPATH")])]
+    )
+    own = {
+        "HF_HOME": str(home),
+        "OMP_NUM_THREADS": "1",
+        "ACCELERATE_USE_CPU": "true",
+        "PYTHONPATH": path,
+    }
     return {**kept, **own, **extra}
 
 
 def run(command: list[object], env: dict[str, str], cwd: Path, timeout: float = 150) -> str:
     """Run a command to its good end; its output."""
-    done = subprocess.run([*map(str, command)], env=env, cwd=cwd, capture_output=True, text=True, timeout=timeout)
+    done = subprocess.run(
+        [*map(str, command)], env=env, cwd=cwd, capture_output=True, text=True, timeout=timeout
+    )
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
@@ -90,7 +109,9 @@ def mpi_programs(folder: Path, implementation: str) -> str:
     folder.mkdir()
     for name in ("mpirun", "mpiexec"):
         # A link would do for Open MPI; MPICH looks for its own programs beside it.
-        (folder / name).write_text(f'#!/bin/sh\nexec {shutil.which(f"mpirun.{implementation}")} "$@"\n')
+        (folder / name).write_text(
+            f'#!/bin/sh\nexec {shutil.which(f"mpirun.{implementation}")} "$@"\n'
+        )
         (folder / name).chmod(0o755)
     return f"{folder}{os.pathsep}{os.environ['PATH']}"
 
@@ -112,9 +133,14 @@ def network_namespaces() -> Iterator[list[list[str]]]:
     tag = uuid.uuid4().hex[:6]
     names = [f"acc-{tag}-a", f"acc-{tag}-b"]
     commands = [f"ip netns add {name}" for name in names]
-    commands += [f"ip link add v{tag}a netns {names[0]} type veth peer name v{tag}b netns {names[1]}"]
+    commands += [
+        f"ip link add v{tag}a netns {names[0]} type veth peer name v{tag}b netns {names[1]}"
+    ]
     for name, end, address in ((names[0], "a", "10.77.0.1"), (names[1], "b", "10.77.0.2")):
-        commands += [f"ip -n {name} addr add {address}/24 dev v{tag}{end}", f"ip -n {name} link set v{tag}{end} up"]
+        commands += [
+            f"ip -n {name} addr add {address}/24 dev v{tag}{end}",
+            f"ip -n {name} link set v{tag}{end} up",
+        ]
         commands += [f"ip -n {name} link set lo up"]
     try:
         for command in commands:
@@ -160,12 +186,16 @@ PartitionName=main Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
 @contextlib.contextmanager
 def slurm_cluster(folder: Path) -> Iterator[dict[str, str]]:
     """Slurm with two nodes, both on this host: the variables of its clients."""
-    need_programs("slurmctld slurmd slurm-client munge", "munged", "slurmctld", "slurmd", "sbatch", root=True)
+    need_programs(
+        "slurmctld slurmd slurm-client munge", "munged", "slurmctld", "slurmd", "sbatch", root=True
+    )
     # Munge refuses a path that others may write to.
     for part in [folder, *list(folder.parents)[:3]]:
         os.chmod(part, 0o755)
     conf = folder / "slurm.conf"
-    conf.write_text(SLURM.format(folder=folder, host=socket.gethostname().split(".")[0], ports=_free_ports(3)))
+    conf.write_text(
+        SLURM.format(folder=folder, host=socket.gethostname().split(".")[0], ports=_free_ports(3))
+    )
     for name in ("state", "spool.n1", "spool.n2"):
         (folder / name).mkdir()
     key = folder / "munge.key"
@@ -191,7 +221,9 @@ def slurm_cluster(folder: Path) -> Iterator[dict[str, str]]:
         yield client
     finally:
         variables = {**os.environ, **client}
-        subprocess.run(["scancel", "--user", "root"], env=variables, capture_output=True, timeout=20)
+        subprocess.run(
+            ["scancel", "--user", "root"], env=variables, capture_output=True, timeout=20
+        )
         deadline = time.monotonic() + 20
         while subprocess.run(["squeue", "-h"], env=variables, capture_output=True).stdout:
             if time.monotonic() > deadline:
@@ -211,7 +243,9 @@ def _wait_for_slurm(folder: Path, client: dict[str, str]) -> None:
         if "2 idle" in told.stdout:
             return
         if time.monotonic() > deadline:
-            logs = "\n".join(path.read_text(errors="replace")[-600:] for path in folder.glob("*.log"))
+            logs = "\n".join(
+                path.read_text(errors="replace")[-600:] for path in folder.glob("*.log")
+            )
             need(False, f"Slurm did not come up here: {told.stdout}{told.stderr}\n{logs}")
         time.sleep(0.2)
 
@@ -228,7 +262,9 @@ def ray_cluster() -> Iterator[dict[str, str]]:
     cluster = Cluster()
     try:
         for _ in range(2):
-            cluster.add_node(num_cpus=2, num_gpus=2, include_dashboard=False, object_store_memory=80 * 2**20)
+            cluster.add_node(
+                num_cpus=2, num_gpus=2, include_dashboard=False, object_store_memory=80 * 2**20
+            )
         cluster.wait_for_nodes()
         yield {"RAY_ADDRESS": cluster.address, "RAY_AUTH_MODE": "disabled"}
     finally:

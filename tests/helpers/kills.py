@@ -30,7 +30,14 @@ class Launches:
         """Start a launch of so many ranks."""
         for note in folder.glob("rank*.pid"):
             note.unlink()
-        command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", str(ranks)]
+        command = [
+            sys.executable,
+            "-m",
+            "accelerate.commands.launch",
+            "--cpu",
+            "--num_processes",
+            str(ranks),
+        ]
         self.launcher = subprocess.Popen(
             [*command, *options, str(self.worker), str(folder), *map(str, arguments)],
             stdout=subprocess.DEVNULL,

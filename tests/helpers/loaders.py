@@ -10,7 +10,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, SequentialSampler, get_worker_info
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Sampler,
+    SequentialSampler,
+    get_worker_info,
+)
 
 
 class Ids(Dataset):
@@ -174,7 +181,10 @@ class BatchesAsItGoes(Sampler):
         return sum(1 for _ in self._lengths())
 
     def _lengths(self) -> Iterator[int]:
-        lengths, left = itertools.cycle((1, 3, 2) if self.size is None else (self.size,)), self.length
+        lengths, left = (
+            itertools.cycle((1, 3, 2) if self.size is None else (self.size,)),
+            self.length,
+        )
         while left:
             length = min(left, next(lengths))
             left -= length
@@ -209,7 +219,9 @@ class StreamAsItGoes(IterableDataset):
     def __iter__(self) -> Iterator[int]:
         buffer: list[int] = []
         info = get_worker_info()
-        for number in range(self.length) if info is None else range(info.id, self.length, info.num_workers):
+        for number in (
+            range(self.length) if info is None else range(info.id, self.length, info.num_workers)
+        ):
             buffer.append(number)
             if len(buffer) == 5:
                 yield buffer.pop(drawn(self.source, 5))
@@ -219,7 +231,11 @@ class StreamAsItGoes(IterableDataset):
 
 def seeded(loader: DataLoader) -> DataLoader:
     """`loader`, whose sampler gets the generator that `prepare` gives it on several processes."""
-    sampler = loader.sampler if loader.batch_sampler is None else getattr(loader.batch_sampler, "sampler", None)
+    sampler = (
+        loader.sampler
+        if loader.batch_sampler is None
+        else getattr(loader.batch_sampler, "sampler", None)
+    )
     if getattr(sampler, "generator", False) is None:
         number = torch.empty((), dtype=torch.int64).random_().item()
         sampler.generator = torch.Generator().manual_seed(number)
@@ -260,6 +276,10 @@ def epoch(loader: DataLoader, draws: bool = False) -> list[Any]:
     """The batches of a pass as plain data; with `draws` the loop draws between them, as dropout would."""
     found = []
     for batch in loader:
-        values = {key: value.tolist() for key, value in batch.items()} if isinstance(batch, dict) else ids(batch)
+        values = (
+            {key: value.tolist() for key, value in batch.items()}
+            if isinstance(batch, dict)
+            else ids(batch)
+        )
         found.append((values, torch.rand(1).item()) if draws else values)
     return found

@@ -19,7 +19,16 @@ LAUNCH = [sys.executable, "-m", "accelerate.commands.main", "launch", "-q", "--c
 
 def clean_environment(home: Path, **extra: str) -> dict[str, str]:
     """This environment, with `extra`, without what another launch may have left in it."""
-    names = ("ACCELERATE_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "OMP_", "TORCHELASTIC", "GLOO_")
+    names = (
+        "ACCELERATE_",
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "MASTER_",
+        "OMP_",
+        "TORCHELASTIC",
+        "GLOO_",
+    )
     kept = {name: text for name, text in os.environ.items() if not name.startswith(names)}
     return {**kept, "HF_HOME": str(home), **extra}
 
@@ -34,7 +43,11 @@ class Launch:
     """A running `accelerate launch` whose words are read as they come. Killed at the end of the block."""
 
     def __init__(
-        self, home: Path, *arguments: object, prefix: Sequence[str] = (), program: Sequence[str] | None = None
+        self,
+        home: Path,
+        *arguments: object,
+        prefix: Sequence[str] = (),
+        program: Sequence[str] | None = None,
     ) -> None:
         self.process = subprocess.Popen(
             [*prefix, *(LAUNCH if program is None else program), *map(str, arguments)],
@@ -81,7 +94,9 @@ class Launch:
 
 def children(pid: int) -> list[int]:
     with contextlib.suppress(FileNotFoundError):
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        return [
+            int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        ]
     return []
 
 

@@ -20,7 +20,14 @@ sys.path.append(str(Path(__file__).parents[2] / "examples" / "parallel"))
 from llama import Llama, LlamaConfig
 
 VOCABULARY, LENGTH, GLOBAL_BATCH, ACCUMULATION, CLIP = 32, 8, 8, 2, 0.1
-SIZES = {"vocabulary": VOCABULARY, "width": 16, "hidden": 32, "layers": 4, "heads": 2, "kv_heads": 2}
+SIZES = {
+    "vocabulary": VOCABULARY,
+    "width": 16,
+    "hidden": 32,
+    "layers": 4,
+    "heads": 2,
+    "kv_heads": 2,
+}
 
 
 def own(seed=0, **sizes):
@@ -78,7 +85,9 @@ def loss_of(model, tokens, labels, inside):
         output = model(tokens, labels=labels)
         return output[0] if isinstance(output, tuple) else output.loss
     logits = model(tokens)
-    return nn.functional.cross_entropy(getattr(logits, "logits", logits).flatten(0, 1), labels.flatten())
+    return nn.functional.cross_entropy(
+        getattr(logits, "logits", logits).flatten(0, 1), labels.flatten()
+    )
 
 
 def train(model, optimizer, accelerator, steps, inside, padded):
@@ -118,9 +127,13 @@ def accelerator(options=None, plugin=None, precision=None, **sizes):
     )
 
 
-def check_run(make, options, steps=20, inside=False, padded=False, plugin=None, tolerance=1e-8, **sizes):
+def check_run(
+    make, options, steps=20, inside=False, padded=False, plugin=None, tolerance=1e-8, **sizes
+):
     plain = make()
-    expected = train(plain, torch.optim.AdamW(plain.parameters(), lr=0.01), None, steps, inside, padded)
+    expected = train(
+        plain, torch.optim.AdamW(plain.parameters(), lr=0.01), None, steps, inside, padded
+    )
     run = accelerator(options, plugin, **sizes)
     # Every rank but the first builds another model: the weights are rank 0's.
     model = make(dist.get_rank())

@@ -52,13 +52,23 @@ def planted_records(
 
 
 def write_steps(
-    folder: Path, rank: int, world_size: int, records: np.ndarray, mode: str = "wb", **details: object
+    folder: Path,
+    rank: int,
+    world_size: int,
+    records: np.ndarray,
+    mode: str = "wb",
+    **details: object,
 ) -> Path:
     path = steps_file(folder, rank)
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, mode) as file:
         if mode == "wb":
-            described = {"host": f"node{rank // 4}", "device": "cuda:0", "started": START, **details}
+            described = {
+                "host": f"node{rank // 4}",
+                "device": "cuda:0",
+                "started": START,
+                **details,
+            }
             file.write(header_bytes(rank, world_size, **described))
         records.tofile(file)
     return path
@@ -82,13 +92,24 @@ def planted_run(
     for rank in range(ranks):
         records = planted_records(steps, rank, part if rank == slow else None, wait=wait)
         write_steps(folder, rank, ranks, records)
-        write_lines(events_file(folder, rank), {"time": START, "event": "start", "pid": 100 + rank, "restart": 0})
+        write_lines(
+            events_file(folder, rank),
+            {"time": START, "event": "start", "pid": 100 + rank, "restart": 0},
+        )
     times = records["time"]
     for at in range(499, steps, max(500, steps // 20 // 500 * 500)):
-        saved = {"event": "save", "path": f"checkpoints/checkpoint_{at // 500}", "step": at + 1, "seconds": 0.2}
+        saved = {
+            "event": "save",
+            "path": f"checkpoints/checkpoint_{at // 500}",
+            "step": at + 1,
+            "seconds": 0.2,
+        }
         write_lines(events_file(folder, 0), {"time": times[at], **saved})
     for at in range(0, steps, max(1, steps // 200)):
-        values = {"eval/accuracy": 1 - np.exp(-at / steps * 3) * 0.9, "eval/loss": 1.5 + np.exp(-at / steps * 4)}
+        values = {
+            "eval/accuracy": 1 - np.exp(-at / steps * 3) * 0.9,
+            "eval/loss": 1.5 + np.exp(-at / steps * 4),
+        }
         write_lines(folder / "values.jsonl", {"time": times[at], "step": at + 1, "values": values})
     return folder
 
@@ -100,7 +121,9 @@ def unpacked(data):
     def array(found):
         if set(found) == {"at", "shape"}:
             start = 4 + length + 4 * found["at"]
-            return np.frombuffer(data, "<f4", int(np.prod(found["shape"])), start).reshape(found["shape"])
+            return np.frombuffer(data, "<f4", int(np.prod(found["shape"])), start).reshape(
+                found["shape"]
+            )
         return found
 
     return json.loads(data[4 : 4 + length], object_hook=array)

@@ -67,7 +67,15 @@ STACKS = 2.0
 START = 150.0
 # What a launch outside may have left in the environment.
 _FOREIGN = ("ACCELERATE_", "TORCHELASTIC_")
-_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+_RANK_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 
 
 class RankFailure(AssertionError):
@@ -191,7 +199,9 @@ class Ranks:
         deadline: a time of `time.monotonic()` at which every run of these ranks is over.
     """
 
-    def __init__(self, pool: RankPool, nproc: int, fresh: bool = False, deadline: float = float("inf")) -> None:
+    def __init__(
+        self, pool: RankPool, nproc: int, fresh: bool = False, deadline: float = float("inf")
+    ) -> None:
         if not 1 <= nproc <= LARGEST:
             raise ValueError(f"nproc={nproc}: a test runs on 1 to {LARGEST} ranks")
         self._pool = pool
@@ -234,7 +244,11 @@ class Ranks:
                 reason = self._follow(ranks, limit)
             self.outputs = [Output(rank.read("out"), rank.read("err")) for rank in ranks]
             failure = _failure(ranks, reason, limit)
-            skipped = [rank.error["skipped"] for rank in ranks if rank.error and rank.error["skipped"] is not None]
+            skipped = [
+                rank.error["skipped"]
+                for rank in ranks
+                if rank.error and rank.error["skipped"] is not None
+            ]
         if skipped and reason == "error":
             pytest.skip(skipped[0])
         if failure is not None:
@@ -256,14 +270,29 @@ class Ranks:
         alone = self._nproc == 1
         store = None if alone else TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         pairs = [socket.socketpair() for _ in range(self._nproc)]
-        ranks = [_Rank(number, Connection(mine.detach()), folder) for number, (mine, _) in enumerate(pairs)]
-        environments = [rank_environment(rank, self._nproc, store, env) for rank in range(self._nproc)]
-        request = {**job, "folder": str(folder), "cwd": os.getcwd(), "dtype": torch.get_default_dtype()}
+        ranks = [
+            _Rank(number, Connection(mine.detach()), folder)
+            for number, (mine, _) in enumerate(pairs)
+        ]
+        environments = [
+            rank_environment(rank, self._nproc, store, env) for rank in range(self._nproc)
+        ]
+        request = {
+            **job,
+            "folder": str(folder),
+            "cwd": os.getcwd(),
+            "dtype": torch.get_default_dtype(),
+        }
         try:
             try:
                 if self._fresh:
                     for rank, (_, theirs) in zip(ranks, pairs, strict=True):
-                        _start_fresh(rank, theirs.fileno(), {**request, "rank": rank.rank}, environments[rank.rank])
+                        _start_fresh(
+                            rank,
+                            theirs.fileno(),
+                            {**request, "rank": rank.rank},
+                            environments[rank.rank],
+                        )
                 else:
                     request |= {"environments": environments}
                     pids = self._pool.fork(request, [theirs.fileno() for _, theirs in pairs])
@@ -302,7 +331,9 @@ class Ranks:
         if not reason:
             reason = self._let_go(ranks)
         self._kill([rank for rank in ranks if rank.status is None], stacks=False)
-        return "exit" if reason == "error" and any(rank.state == "exit" for rank in ranks) else reason
+        return (
+            "exit" if reason == "error" and any(rank.state == "exit" for rank in ranks) else reason
+        )
 
     def _let_go(self, ranks: list[_Rank]) -> str:
         """Let the ranks end, all of which have returned, or ended by themselves; what went wrong, if anything."""
@@ -345,7 +376,9 @@ class Ranks:
                     message = _receive(self._pool.ended())
                 except (EOFError, OSError):
                     self._pool.close()
-                    raise RankFailure("the rank server has died, and the ranks with it", 0, "exit") from None
+                    raise RankFailure(
+                        "the rank server has died, and the ranks with it", 0, "exit"
+                    ) from None
                 for rank in ranks:
                     if rank.pid == message["pid"]:
                         rank.status = message["status"]
@@ -368,7 +401,9 @@ class Ranks:
                 _signal(rank.pid, signal.SIGUSR1)
             deadline = time.monotonic() + STACKS
             # The last thread of the dump is the main one, which runs the case.
-            while time.monotonic() < deadline and not all("_run_case" in rank.read("stacks") for rank in alive):
+            while time.monotonic() < deadline and not all(
+                "_run_case" in rank.read("stacks") for rank in alive
+            ):
                 time.sleep(0.02)
         for rank in alive:
             _signal(rank.pid, signal.SIGKILL, whole_group=True)
@@ -424,7 +459,10 @@ def on_ranks(
                 return
             pytest.fail(report, pytrace=False)
 
-        own = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ("ranks", "nproc")]
+        own = [
+            inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+            for name in ("ranks", "nproc")
+        ]
         others = [parameter for parameter in taken if parameter.name != "nproc"]
         test.__signature__ = inspect.Signature([*own, *others])  # type: ignore[attr-defined]
         sizes = [*nproc, *(pytest.param(number, marks=pytest.mark.thorough) for number in thorough)]
@@ -433,11 +471,15 @@ def on_ranks(
     return decorate
 
 
-def _job(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def _job(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
     """What a rank needs to call the function."""
     module = sys.modules.get(getattr(function, "__module__", "") or "")
     if not hasattr(function, "__qualname__") or getattr(module, "__file__", None) is None:
-        raise TypeError(f"{function!r} is in no file: ranks need a function at the top level of a module")
+        raise TypeError(
+            f"{function!r} is in no file: ranks need a function at the top level of a module"
+        )
     try:
         content = pickle.dumps((function, args, kwargs))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -446,7 +488,12 @@ def _job(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
             "the top level of its module, and its arguments must be picklable"
         ) from error
     assert module is not None
-    return {"module": module.__name__, "file": module.__file__, "content": content, "path": sys.path[:]}
+    return {
+        "module": module.__name__,
+        "file": module.__file__,
+        "content": content,
+        "path": sys.path[:],
+    }
 
 
 def environment(extra: Mapping[str, str | None] | None) -> dict[str, str]:
@@ -489,7 +536,9 @@ def _failure(ranks: list[_Rank], reason: str, limit: float) -> RankFailure | Non
     if not reason:
         return None
     late = [rank for rank in ranks if rank.state == "killed"]
-    errors = sorted((rank for rank in ranks if rank.error), key=lambda rank: (rank.error or {})["time"])
+    errors = sorted(
+        (rank for rank in ranks if rank.error), key=lambda rank: (rank.error or {})["time"]
+    )
     died = [rank for rank in ranks if rank.state == "exit"]
     lines: list[str] = []
     # A rank that dies takes its connections along: errors of others follow from it.
@@ -497,11 +546,17 @@ def _failure(ranks: list[_Rank], reason: str, limit: float) -> RankFailure | Non
     if reason == "timeout":
         first = late[0] if late else first
         who = ", ".join(str(rank.rank) for rank in late)
-        lines.append(f"ranks {who} of {len(ranks)} did not return within {limit:g} s, and were killed")
+        lines.append(
+            f"ranks {who} of {len(ranks)} did not return within {limit:g} s, and were killed"
+        )
     elif first in died:
         stacks = first.read("stacks").rstrip()
         lines.append(f"rank {first.rank} of {len(ranks)} {_end(first.status)}")
-        if first.status == -signal.SIGSEGV and "\nThread" in stacks and "Current thread" not in stacks:
+        if (
+            first.status == -signal.SIGSEGV
+            and "\nThread" in stacks
+            and "Current thread" not in stacks
+        ):
             lines.append(NATIVE_CRASH)
         lines.append(stacks)
     elif first.error:

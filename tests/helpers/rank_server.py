@@ -280,7 +280,12 @@ def serve(control_end: int, channel_end: int, parent: int) -> dict[str, Any] | N
                 _load(request["module"], request["file"], request["path"])
                 _check_threads(request["module"])
             except BaseException:
-                _send(control, {"error": f"the rank server cannot import the module:\n{traceback.format_exc()}"})
+                _send(
+                    control,
+                    {
+                        "error": f"the rank server cannot import the module:\n{traceback.format_exc()}"
+                    },
+                )
             else:
                 gc.collect()
                 gc.freeze()
@@ -315,7 +320,9 @@ def _check_threads(module: str) -> None:
     """A forked process has none of the threads of the server, and whatever locks they held stay locked."""
     count = len(os.listdir("/proc/self/task"))
     if count > 1:
-        raise RuntimeError(f"{count} threads run after importing {module}: its cases need `ranks(..., fresh=True)`")
+        raise RuntimeError(
+            f"{count} threads run after importing {module}: its cases need `ranks(..., fresh=True)`"
+        )
 
 
 def fresh(end: int, parent: int) -> None:
@@ -327,7 +334,12 @@ def fresh(end: int, parent: int) -> None:
         _load(request["module"], request["file"], request["path"])
     except BaseException:
         trace = traceback.format_exc()
-        error = {"time": time.monotonic(), "what": trace.splitlines()[-1], "trace": trace, "skipped": None}
+        error = {
+            "time": time.monotonic(),
+            "what": trace.splitlines()[-1],
+            "trace": trace,
+            "skipped": None,
+        }
         _send(connection, {"error": error})
         _end_now(1)
     _be_rank(request["rank"], connection, request)

@@ -80,7 +80,9 @@ class Script:
                 "path": sys.path[:],
             }
             (self.pid,) = RankPool.shared().fork(request, ends, what="script")
-        self.stdin, self.stdout, self.stderr = (pipes.get(name) for name in ("stdin", "stdout", "stderr"))
+        self.stdin, self.stdout, self.stderr = (
+            pipes.get(name) for name in ("stdin", "stdout", "stderr")
+        )
 
     def wait(self, timeout: float | None = None) -> int:
         """Its exit code, negative for a signal."""
@@ -128,8 +130,12 @@ def run_ranks(
         if not isinstance(script, Path):
             path.write_text(textwrap.dedent(script))
         # This process hosts the rendezvous store, so that its port cannot be taken between choice and use.
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if nproc > 1 else None
-        logs = [(Path(folder) / f"{rank}.out", Path(folder) / f"{rank}.err") for rank in range(nproc)]
+        store = (
+            TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if nproc > 1 else None
+        )
+        logs = [
+            (Path(folder) / f"{rank}.out", Path(folder) / f"{rank}.err") for rank in range(nproc)
+        ]
         processes: list[Any] = []
         for rank, (out, err) in enumerate(logs):
             variables = rank_environment(rank, nproc, store, env)
@@ -148,7 +154,9 @@ def run_ranks(
     if late or (check and any(result.returncode for result in results)):
         report = [f"ranks {late} did not end within {timeout} s" if late else "a rank failed"]
         for rank, result in enumerate(results):
-            report.append(f"--- rank {rank}: exit code {result.returncode}\n{result.stdout}\n{result.stderr}")
+            report.append(
+                f"--- rank {rank}: exit code {result.returncode}\n{result.stdout}\n{result.stderr}"
+            )
         raise AssertionError("\n".join(report))
     return results
 

@@ -93,7 +93,11 @@ def test_a_case_that_hangs_is_killed_with_its_stacks(ranks, kind, tmp_path):
         ranks(3).run(hangs, kind, tmp_path, timeout=5)
     text = str(caught.value)
     assert caught.value.rank == 1 and caught.value.reason == "timeout"
-    assert text.count("in wait_here") == 2 and "--- rank 1 was here" in text and "rank 0: returned" in text
+    assert (
+        text.count("in wait_here") == 2
+        and "--- rank 1 was here" in text
+        and "rank 0: returned" in text
+    )
     assert not any(is_alive(int((tmp_path / str(rank)).read_text())) for rank in range(3))
     # The next case runs as if nothing had been.
     assert len(ranks(3).run(moved, Point(1), torch.ones(1))) == 3
@@ -116,7 +120,9 @@ def ends(how: str) -> None:
 
 
 @FORKED
-@pytest.mark.parametrize(("how", "ending"), [("abort", "was ended by SIGABRT"), ("3", "exit code 3"), ("0", "code 0")])
+@pytest.mark.parametrize(
+    ("how", "ending"), [("abort", "was ended by SIGABRT"), ("3", "exit code 3"), ("0", "code 0")]
+)
 def test_a_rank_that_ends_by_itself_is_named(ranks, how, ending, fresh):
     if fresh and how != "abort":
         pytest.skip("one shows it")

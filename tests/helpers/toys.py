@@ -44,7 +44,13 @@ def llama(**options):
 
     sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     config = LlamaConfig(
-        **{**sizes, "num_attention_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, **options}
+        **{
+            **sizes,
+            "num_attention_heads": 2,
+            "max_position_embeddings": 64,
+            "pad_token_id": 0,
+            **options,
+        }
     )
     torch.manual_seed(0)
     model = LlamaForCausalLM(config)
@@ -113,7 +119,10 @@ def trained(folder, data, model=None, callbacks=(), resume=None, **options):
     from transformers import Trainer
 
     trainer = Trainer(
-        model=model or llama(), args=arguments(folder, **options), train_dataset=data, callbacks=list(callbacks)
+        model=model or llama(),
+        args=arguments(folder, **options),
+        train_dataset=data,
+        callbacks=list(callbacks),
     )
     trainer.train(resume_from_checkpoint=resume)
     return trainer
@@ -131,7 +140,8 @@ def batches_read(data, size, nproc):
         orders, nproc = [order for order in orders if order], 1
     part = size // nproc
     return [
-        [row for order in orders for row in order[start : start + part]] for start in range(0, len(orders[0]), part)
+        [row for order in orders for row in order[start : start + part]]
+        for start in range(0, len(orders[0]), part)
     ]
 
 
@@ -148,7 +158,9 @@ def plain_training(model, batches, accumulation=1, parts=1):
         The model.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
-    windows = [batches[start : start + accumulation] for start in range(0, len(batches), accumulation)]
+    windows = [
+        batches[start : start + accumulation] for start in range(0, len(batches), accumulation)
+    ]
     steps = len(windows)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (steps - step) / steps)
     model.train()
@@ -175,13 +187,19 @@ def token_mean(model, rows, counts_first=False):
 def distance(first, second):
     """The largest difference between two state dicts, on the CPU."""
     assert first.keys() == second.keys()
-    return max(float((a.cpu().double() - second[name].cpu().double()).abs().max()) for name, a in first.items())
+    return max(
+        float((a.cpu().double() - second[name].cpu().double()).abs().max())
+        for name, a in first.items()
+    )
 
 
 def unsharded_state(trainer):
     """The weights of a trainer's model, of any layout, compiled or not, on each rank."""
     state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
-    return {name.removeprefix("_orig_mod."): value.detach().cpu().clone() for name, value in copy.copy(state).items()}
+    return {
+        name.removeprefix("_orig_mod."): value.detach().cpu().clone()
+        for name, value in copy.copy(state).items()
+    }
 
 
 def words(start, count):
@@ -195,10 +213,16 @@ def word_tokenizer():
     from transformers import PreTrainedTokenizerFast
 
     names = ["[PAD]", "[UNK]", "[EOS]", *(f"w{number}" for number in range(29))]
-    own = Tokenizer(models.WordLevel({name: number for number, name in enumerate(names)}, unk_token="[UNK]"))
+    own = Tokenizer(
+        models.WordLevel({name: number for number, name in enumerate(names)}, unk_token="[UNK]")
+    )
     own.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(
-        tokenizer_object=own, unk_token="[UNK]", eos_token="[EOS]", pad_token="[PAD]", padding_side="left"
+        tokenizer_object=own,
+        unk_token="[UNK]",
+        eos_token="[EOS]",
+        pad_token="[PAD]",
+        padding_side="left",
     )
 
 
@@ -230,5 +254,7 @@ def replace_owner_check():
     This distribution does not claim that page.
     """
     for name, module in list(sys.modules.items()):
-        if name.startswith(("sentence_transformers", "setfit")) and hasattr(module, "is_training_available"):
+        if name.startswith(("sentence_transformers", "setfit")) and hasattr(
+            module, "is_training_available"
+        ):
             module.is_training_available = lambda: True

@@ -12,7 +12,9 @@ ACCUMULATION, CLIP = 2, 0.05
 def token_batches(count, size, length, vocabulary):
     """Rows of tokens; the last one of a row is a label only."""
     generator = torch.Generator().manual_seed(1)
-    return [torch.randint(vocabulary, (size, length + 1), generator=generator) for _ in range(count)]
+    return [
+        torch.randint(vocabulary, (size, length + 1), generator=generator) for _ in range(count)
+    ]
 
 
 def token_loss(model, tokens):
@@ -72,7 +74,9 @@ def train(strategy, prepared, optimizer, batches, norms):
     for number, tokens in enumerate(batches):
         ends_window = number % ACCUMULATION == 1
         with contextlib.nullcontext() if ends_window else prepared.no_sync():
-            strategy.backward(token_loss(prepared.module, tokens.chunk(count)[index]) / ACCUMULATION)
+            strategy.backward(
+                token_loss(prepared.module, tokens.chunk(count)[index]) / ACCUMULATION
+            )
         if ends_window:
             norm = strategy.clip_grad_norm(prepared.module.parameters(), CLIP)
             torch.testing.assert_close(norm, norms[number // ACCUMULATION], rtol=1e-8, atol=0)

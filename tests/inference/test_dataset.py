@@ -18,7 +18,9 @@ from accelerate.core.errors import ConfigurationError, PrepareError
 from accelerate.inference import map_dataset
 from accelerate.state import PartialState
 
-SAMPLES = [{"input_ids": list(range(3 + 7 * number % 11)), "number": number} for number in range(50)]
+SAMPLES = [
+    {"input_ids": list(range(3 + 7 * number % 11)), "number": number} for number in range(50)
+]
 EXPECTED = [{"number": sample["number"], "sum": sum(sample["input_ids"])} for sample in SAMPLES]
 
 
@@ -61,7 +63,9 @@ def test_each_result_once_and_in_order(dataset, tmp_path):
 @on_ranks(2)
 def test_ranks_that_differ_are_refused(nproc, tmp_path):
     rank = PartialState(cpu=True).process_index
-    with pytest.raises(ConfigurationError, match=r"the ranks differ: rank 0: .*'samples': 50.*; rank 1: .*49"):
+    with pytest.raises(
+        ConfigurationError, match=r"the ranks differ: rank 0: .*'samples': 50.*; rank 1: .*49"
+    ):
         map_dataset(add_up, SAMPLES[: 50 - rank], tmp_path)
     with pytest.raises(ConfigurationError, match="has parts, but no plan"):
         (tmp_path / "part-00000.jsonl").write_text("")
@@ -98,7 +102,11 @@ def test_a_killed_run_goes_on_without_a_lost_or_doubled_row(calls, tmp_path):
     computed = []
     PartialState(cpu=True)
     files = map_dataset(
-        lambda samples: computed.extend(samples) or add_up(samples), SAMPLES, output, batch_size=4, part_size=8
+        lambda samples: computed.extend(samples) or add_up(samples),
+        SAMPLES,
+        output,
+        batch_size=4,
+        part_size=8,
     )
     assert read(files) == EXPECTED
     assert len(computed) == 50 - calls // 2 * 8
@@ -115,12 +123,21 @@ def test_models_get_batches_of_similar_length(alone, tmp_path):
         def forward(self, ids, number):
             sizes.append(ids.shape)
             assert not torch.is_grad_enabled() and not self.training
-            return {"mean": ids.double().mean(1), "twice": torch.stack([number, number], 1), "loss": None}
+            return {
+                "mean": ids.double().mean(1),
+                "twice": torch.stack([number, number], 1),
+                "loss": None,
+            }
 
     def collate(samples):
         width = max(len(sample["input_ids"]) for sample in samples)
-        rows = [sample["input_ids"] + [0] * (width - len(sample["input_ids"])) for sample in samples]
-        return {"ids": torch.tensor(rows), "number": torch.tensor([sample["number"] for sample in samples])}
+        rows = [
+            sample["input_ids"] + [0] * (width - len(sample["input_ids"])) for sample in samples
+        ]
+        return {
+            "ids": torch.tensor(rows),
+            "number": torch.tensor([sample["number"] for sample in samples]),
+        }
 
     sizes = []
     files = map_dataset(Model(), SAMPLES, tmp_path, batch_size=8, part_size=50, collate=collate)
@@ -142,8 +159,14 @@ def test_a_tensor_for_each_sample(alone, tmp_path):
 @pytest.mark.parametrize(
     ("result", "message"),
     [
-        (lambda samples: 1, r"the function returned an object of type int for 4 samples: return a row for each"),
-        (lambda samples: samples[:1], r"the function returned an object of type list with 1 rows for 4 samples"),
+        (
+            lambda samples: 1,
+            r"the function returned an object of type int for 4 samples: return a row for each",
+        ),
+        (
+            lambda samples: samples[:1],
+            r"the function returned an object of type list with 1 rows for 4 samples",
+        ),
         (
             lambda samples: {"x": torch.zeros(3)},
             r"the function returned an object of type Tensor with 3 rows as 'x' for 4 samples",
@@ -152,7 +175,10 @@ def test_a_tensor_for_each_sample(alone, tmp_path):
             lambda samples: [object()] * 4,
             r"the row of sample 0 cannot be written: an object of type object is neither a number",
         ),
-        (lambda samples: ["\ud800"] * 4, r"the row of sample 0 cannot be written: .*surrogates not allowed"),
+        (
+            lambda samples: ["\ud800"] * 4,
+            r"the row of sample 0 cannot be written: .*surrogates not allowed",
+        ),
     ],
 )
 def test_results_that_cannot_be_written_are_named(alone, result, message, tmp_path):
@@ -191,7 +217,10 @@ def test_finished_parts_of_another_model_or_dataset_are_kept_with_a_warning(alon
     data, torch_model = torch.randn(4, 3), nn.Linear(3, 2)
     files = map_dataset(torch_model, data, tmp_path)
     rows = read(files)
-    for model, samples, what in [(nn.Linear(3, 2), data, "model"), (torch_model, data + 1, "first sample")]:
+    for model, samples, what in [
+        (nn.Linear(3, 2), data, "model"),
+        (torch_model, data + 1, "first sample"),
+    ]:
         with pytest.warns(UserWarning, match=f"has 1 complete parts of a run with another {what}"):
             assert read(map_dataset(model, samples, tmp_path)) == rows
 

@@ -36,7 +36,10 @@ def test_split_points_that_do_not_fit_are_refused() -> None:
         cut(["body.blocks.9"], 2)
     with pytest.raises(PrepareError, match="make 2 stages; there are 3 processes"):
         cut(["head"], 3)
-    with pytest.raises(PrepareError, match=r"names drop, where Model computes nothing .* embed, .* head\.0, head\.1"):
+    with pytest.raises(
+        PrepareError,
+        match=r"names drop, where Model computes nothing .* embed, .* head\.0, head\.1",
+    ):
         cut(["drop"], 2)
     with pytest.raises(PrepareError, match="not in the order in which Model computes"):
         cut(["head.0", "body.blocks.1"], 3)

@@ -17,7 +17,10 @@ def test_more_processes_or_threads_than_processors_are_one_warning(monkeypatch):
     told = shortage_of_cpus(3, 64)
     assert "3 processes share 2 processors" in told and "--num_processes 2" in told
     told = shortage_of_cpus(1, 64)
-    assert "1 process of 64 threads share 2 processors" in told and "--num_cpu_threads_per_process 2" in told
+    assert (
+        "1 process of 64 threads share 2 processors" in told
+        and "--num_cpu_threads_per_process 2" in told
+    )
 
 
 def test_a_notebook_that_used_a_device_does_not_fork(monkeypatch):
@@ -36,7 +39,9 @@ def test_limits_of_containers_are_heeded(tmp_path, monkeypatch):
     read = system.Path.read_text
     own = "0::/outer/inner\n"
     monkeypatch.setattr(
-        system.Path, "read_text", lambda path, *rest: own if str(path) == "/proc/self/cgroup" else read(path, *rest)
+        system.Path,
+        "read_text",
+        lambda path, *rest: own if str(path) == "/proc/self/cgroup" else read(path, *rest),
     )
     outer, inner = tmp_path / "outer", tmp_path / "outer/inner"
     inner.mkdir(parents=True)

@@ -28,11 +28,22 @@ def parsed(*arguments):
 
 
 def test_one_process():
-    command, environment = prepare_simple_launcher_cmd_env(parsed("--cpu", "--mixed_precision", "bf16"))
+    command, environment = prepare_simple_launcher_cmd_env(
+        parsed("--cpu", "--mixed_precision", "bf16")
+    )
     assert command == [sys.executable, "x.py", "--a", "1"]
-    assert environment["ACCELERATE_USE_CPU"] == "true" and environment["ACCELERATE_MIXED_PRECISION"] == "bf16"
+    assert (
+        environment["ACCELERATE_USE_CPU"] == "true"
+        and environment["ACCELERATE_MIXED_PRECISION"] == "bf16"
+    )
     assert "MASTER_ADDR" not in environment
-    assert prepare_simple_launcher_cmd_env(parsed("-m"))[0] == [sys.executable, "-m", "x.py", "--a", "1"]
+    assert prepare_simple_launcher_cmd_env(parsed("-m"))[0] == [
+        sys.executable,
+        "-m",
+        "x.py",
+        "--a",
+        "1",
+    ]
     assert prepare_simple_launcher_cmd_env(parsed("--no_python"))[0] == ["x.py", "--a", "1"]
     with pytest.raises(ValueError, match="no_python"):
         prepare_simple_launcher_cmd_env(parsed("--no_python", "-m"))
@@ -42,8 +53,16 @@ def test_several_processes_are_prepared_for_torch_s_runner():
     args = parsed("--num_processes", "4", "--num_machines", "2", "--machine_rank", "1", "--main_process_ip", "1.2.3.4",
                   "--main_process_port", "55", "--use_fsdp", "--gpu_ids", "0,1")  # fmt: skip
     environment = prepare_multi_gpu_env(args)
-    assert (args.nproc_per_node, args.nnodes, args.node_rank, args.rdzv_endpoint) == ("2", "2", 1, "1.2.3.4:55")
-    assert environment["FSDP_SHARDING_STRATEGY"] == "FULL_SHARD" and environment["CUDA_VISIBLE_DEVICES"] == "0,1"
+    assert (args.nproc_per_node, args.nnodes, args.node_rank, args.rdzv_endpoint) == (
+        "2",
+        "2",
+        1,
+        "1.2.3.4:55",
+    )
+    assert (
+        environment["FSDP_SHARDING_STRATEGY"] == "FULL_SHARD"
+        and environment["CUDA_VISIBLE_DEVICES"] == "0,1"
+    )
     args = parsed("--num_processes", "2", "--main_process_port", "0")
     prepare_multi_gpu_env(args)
     assert int(args.master_port) > 0
@@ -77,5 +96,7 @@ def test_deepspeed_s_own_starter():
 
 
 def test_tpu():
-    _, environment = prepare_tpu(parsed("--mixed_precision", "bf16", "--downcast_bf16", "--debug"), {})
+    _, environment = prepare_tpu(
+        parsed("--mixed_precision", "bf16", "--downcast_bf16", "--debug"), {}
+    )
     assert environment == {"XLA_DOWNCAST_BF16": "1", "ACCELERATE_DEBUG_MODE": "true"}

@@ -79,8 +79,12 @@ def kernel():
 def test_lines_of_the_ranks_reach_the_cell_unbroken(kernel):
     printed, error = kernel.run("notebook_launcher(lines, (200,), num_processes=2)")
     assert error == ""
-    expected = [f"rank {rank} line {number} {'x' * 70}" for rank in range(2) for number in range(200)]
-    assert sorted(re.findall(r"^(?:\[rank 1\] )?(rank .*)$", printed, re.MULTILINE)) == sorted(expected)
+    expected = [
+        f"rank {rank} line {number} {'x' * 70}" for rank in range(2) for number in range(200)
+    ]
+    assert sorted(re.findall(r"^(?:\[rank 1\] )?(rank .*)$", printed, re.MULTILINE)) == sorted(
+        expected
+    )
     assert printed.count("an incomplete line") == 2
 
 
@@ -96,7 +100,9 @@ def test_the_cell_shows_the_error_of_the_rank_and_its_traceback(kernel):
 def test_five_launches_leave_nothing_behind(kernel):
     launch = "notebook_launcher(lines, (1,), num_processes=2)"
     kernel.run(f"{launch}; before = resources()")
-    printed, error = kernel.run(f"for _ in range(5): {launch}\nprint('unchanged', before == resources(), before)")
+    printed, error = kernel.run(
+        f"for _ in range(5): {launch}\nprint('unchanged', before == resources(), before)"
+    )
     assert error == "" and "unchanged True" in printed, printed
 
 

@@ -22,7 +22,15 @@ from accelerate.launchers.progress import Progress
 from accelerate.launchers.spec import LaunchSpec, Program
 from accelerate.telemetry.status import EVALUATING, TRAINING, StatusFile, status_file
 
-LAUNCH = [sys.executable, "-m", "accelerate.commands.main", "launch", "--cpu", "--num_processes", "2"]
+LAUNCH = [
+    sys.executable,
+    "-m",
+    "accelerate.commands.main",
+    "launch",
+    "--cpu",
+    "--num_processes",
+    "2",
+]
 # Publishes as a training script does, without the import of torch, until a file appears.
 SCRIPT = """
 import os, sys, time
@@ -81,8 +89,14 @@ def on_terminal(tmp_path, *options, color="1"):
 def test_a_panel_below_the_output(tmp_path):
     text = on_terminal(tmp_path)
     plain = re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", text).replace("\r", "\n")
-    assert "script.py · 2 processes ──" in plain and "ranks 0-1 training" in plain and "loss 0.125" in plain
-    assert re.search(r"step \d+ +epoch 2 \(\d+%\).*━.*to the end of the epoch", plain) and re.search(r"bar \d+", plain)
+    assert (
+        "script.py · 2 processes ──" in plain
+        and "ranks 0-1 training" in plain
+        and "loss 0.125" in plain
+    )
+    assert re.search(
+        r"step \d+ +epoch 2 \(\d+%\).*━.*to the end of the epoch", plain
+    ) and re.search(r"bar \d+", plain)
     # Every line of the script once, in order, and the panel is erased at the end.
     numbers = [int(number) for number in re.findall(r"line (\d+) *$", plain, re.MULTILINE)]
     assert numbers == list(range(1, len(numbers) + 1))
@@ -93,7 +107,9 @@ def test_a_panel_below_the_output(tmp_path):
 @pytest.mark.timeout(120)
 def test_no_color_and_quiet(tmp_path):
     text = on_terminal(tmp_path, color="")
-    assert "samples/s" in text and not [code for code in ("\x1b[3", "\x1b[9", "[38;") if code in text]
+    assert "samples/s" in text and not [
+        code for code in ("\x1b[3", "\x1b[9", "[38;") if code in text
+    ]
     (tmp_path / "stop").unlink()
     assert "samples/s" not in on_terminal(tmp_path, "--quiet")
 
@@ -101,14 +117,21 @@ def test_no_color_and_quiet(tmp_path):
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("options", "shown"),
-    [(["--progress_interval", "0.2"], True), (["--progress_interval", "0"], False), (["-q"], False)],
+    [
+        (["--progress_interval", "0.2"], True),
+        (["--progress_interval", "0"], False),
+        (["-q"], False),
+    ],
 )
 def test_lines_in_a_file(tmp_path, options, shown):
     script, stop, log = tmp_path / "script.py", tmp_path / "stop", tmp_path / "log"
     script.write_text(SCRIPT)
     with open(log, "wb") as file:
         process = subprocess.Popen(
-            [*LAUNCH, *options, str(script), str(stop)], stderr=file, stdout=subprocess.PIPE, env=environment(tmp_path)
+            [*LAUNCH, *options, str(script), str(stop)],
+            stderr=file,
+            stdout=subprocess.PIPE,
+            env=environment(tmp_path),
         )
         assert process.stdout is not None
         for text in process.stdout:
@@ -117,11 +140,17 @@ def test_lines_in_a_file(tmp_path, options, shown):
                 stop.touch()
         assert process.wait(timeout=60) == 0
     lines = [
-        text for text in log.read_text().replace("\r", "\n").splitlines() if "samples/s" in text or "steps/s" in text
+        text
+        for text in log.read_text().replace("\r", "\n").splitlines()
+        if "samples/s" in text or "steps/s" in text
     ]
     assert bool(lines) == shown
     for text in lines[-1:]:
-        assert text.startswith("accelerate: step ") and ", epoch 2 (" in text and ", loss 0.125, " in text
+        assert (
+            text.startswith("accelerate: step ")
+            and ", epoch 2 (" in text
+            and ", loss 0.125, " in text
+        )
 
 
 @pytest.mark.timeout(120)
@@ -133,9 +162,13 @@ def test_where_a_killed_rank_was(tmp_path):
     script.write_text(SCRIPT.partition("while")[0] + published + kill)
     done = subprocess.run([*LAUNCH, "--error_file", str(report), str(script), "stop"],
                           capture_output=True, text=True, env=environment(tmp_path), timeout=100)  # fmt: skip
-    assert done.returncode == 137 and "rank 1 failed: killed by signal 9" in done.stderr, done.stderr
+    assert done.returncode == 137 and "rank 1 failed: killed by signal 9" in done.stderr, (
+        done.stderr
+    )
     assert "\n    It was at step 7, batch 15 of epoch 2.\n" in done.stderr, done.stderr
-    assert json.loads(report.read_text())["cause"].endswith("\nIt was at step 7, batch 15 of epoch 2.")
+    assert json.loads(report.read_text())["cause"].endswith(
+        "\nIt was at step 7, batch 15 of epoch 2."
+    )
 
 
 def test_figures(tmp_path, monkeypatch):

@@ -72,12 +72,17 @@ def test_a_manifest_holds_what_was_given(text):
     _, job = yaml.safe_load_all(KubernetesLauncher(spec).dry_run())
     (container,) = job["spec"]["template"]["spec"]["containers"]
     literal = text.replace("$", "$$")  # Kubernetes makes one of two, and expands $(NAME)
-    assert container["command"][-2:] == [f"./{literal}.py" if text.startswith("-") else f"{literal}.py", literal]
+    assert container["command"][-2:] == [
+        f"./{literal}.py" if text.startswith("-") else f"{literal}.py",
+        literal,
+    ]
     assert {"name": "NAME", "value": literal} in container["env"]
     assert job["metadata"]["name"].strip("-") == job["metadata"]["name"]
 
 
-@pytest.mark.parametrize("name", ["-oProxyCommand=x", "a b", "a;b", "$(x)", "", "a\nb", "`x`", "a'b"])
+@pytest.mark.parametrize(
+    "name", ["-oProxyCommand=x", "a b", "a;b", "$(x)", "", "a\nb", "`x`", "a'b"]
+)
 def test_what_is_no_host_is_refused(name, tmp_path):
     with pytest.raises(ConfigurationError, match="not the name or address of a host"):
         LaunchSpec(Program(__file__), main_process_ip=name).check()

@@ -5,7 +5,14 @@ import pytest
 
 from accelerate.core.errors import ConfigurationError
 from accelerate.launchers import ray as engine
-from accelerate.launchers.ray import Member, RayLauncher, bundles, check_resources, running_cluster, visible_devices
+from accelerate.launchers.ray import (
+    Member,
+    RayLauncher,
+    bundles,
+    check_resources,
+    running_cluster,
+    visible_devices,
+)
 from accelerate.launchers.spec import LaunchSpec, Program
 
 SCRIPT = Program(__file__, ("--lr", "1"))
@@ -30,7 +37,9 @@ def test_what_is_reserved():
     spec = LaunchSpec(SCRIPT, num_processes=4, num_machines=2)
     reserved = bundles(spec, "GPU")
     assert reserved == ([{"CPU": 2, "GPU": 2}] * 2, "STRICT_SPREAD")
-    check_resources([("10.0.0.1", {"CPU": 2, "GPU": 2}), ("10.0.0.2", {"CPU": 9, "GPU": 3})], *reserved)
+    check_resources(
+        [("10.0.0.1", {"CPU": 2, "GPU": 2}), ("10.0.0.2", {"CPU": 9, "GPU": 3})], *reserved
+    )
     with pytest.raises(ConfigurationError, match="2 machines with 2 CPU, 2 GPU each do not fit"):
         check_resources([("10.0.0.1", {"CPU": 2, "GPU": 2}), ("10.0.0.2", {"CPU": 8})], *reserved)
 
@@ -39,7 +48,9 @@ def test_a_process_sees_the_devices_of_its_machine():
     """Whatever actor got which device: the i-th process of a machine owns the i-th device of the list."""
 
     def member(*devices):
-        visible = {name: "".join(devices) for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")}
+        visible = {
+            name: "".join(devices) for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+        }
         visible |= {"ONEAPI_DEVICE_SELECTOR": f"level_zero:{visible['CUDA_VISIBLE_DEVICES']}"}
         # What the machine's owner has set stays.
         visible["ROCR_VISIBLE_DEVICES"] = "4,5,6,7"
@@ -65,6 +76,8 @@ def test_the_file_with_the_cluster_s_address_is_this_user_s(tmp_path, monkeypatc
 
 
 def test_a_dry_run_needs_no_cluster():
-    told = RayLauncher(LaunchSpec(SCRIPT, num_processes=2, device="cpu", ray_address="10.0.0.1:6379")).dry_run()
+    told = RayLauncher(
+        LaunchSpec(SCRIPT, num_processes=2, device="cpu", ray_address="10.0.0.1:6379")
+    ).dry_run()
     assert "# cluster: 10.0.0.1:6379" in told and "# rank 1" in told and "export RANK=1" in told
     assert told.count(f"{__file__} --lr 1") == 2

@@ -134,7 +134,9 @@ def _hide(monkeypatch):
 
 def launched(client, *words, **keys):
     """The estimator's arguments, the inputs and the AWS variables of a launch with these words and the file's keys."""
-    file = "".join(f"{key}: {value}\n" for key, value in {**FILE, **keys}.items() if value is not None)
+    file = "".join(
+        f"{key}: {value}\n" for key, value in {**FILE, **keys}.items() if value is not None
+    )
     with open("config.yaml", "w") as target:
         target.write(file)
     client.CALLS.clear()
@@ -177,7 +179,10 @@ def test_every_key_of_the_file_is_used(client):
         "pytorch_version": "2.1",
         "transformers_version": "4.36",
         "py_version": "py310",
-        "metric_definitions": [{"Name": "loss", "Regex": 'loss: "([0-9.]+)"'}, {"Name": "f1", "Regex": "f1 = (.*?);"}],
+        "metric_definitions": [
+            {"Name": "loss", "Regex": 'loss: "([0-9.]+)"'},
+            {"Name": "f1", "Regex": "f1 = (.*?);"},
+        ],
         "volume_size": 50,
         "debugger_hook_config": True,
         "hyperparameters": {"z": 1},
@@ -203,7 +208,9 @@ def test_flags_and_variables_beat_the_file(client, monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
     dynamo = "{dynamo_backend: EAGER, dynamo_use_fullgraph: true}"
     words = ["--dynamo_backend", "inductor", "--num_machines", "3", "--cpu", "code/train.py"]
-    arguments, _, _ = launched(client, *words, distributed_type="DATA_PARALLEL", dynamo_config=dynamo)
+    arguments, _, _ = launched(
+        client, *words, distributed_type="DATA_PARALLEL", dynamo_config=dynamo
+    )
     assert arguments == {
         **ARGUMENTS,
         **BOTH,
@@ -221,14 +228,25 @@ def test_flags_and_variables_beat_the_file(client, monkeypatch):
     arguments, _, _ = launched(client, "--mixed_precision", "bf16", "--use_fsdp", "code/train.py")
     assert arguments["environment"]["ACCELERATE_MIXED_PRECISION"] == "bf16"
     assert arguments["environment"]["FSDP_SHARDING_STRATEGY"] == "FULL_SHARD"
-    for words in (["--num_processes", "8"], ["--multi_gpu"], ["--main_process_ip", "10.0.0.1"], ["--engine", "slurm"]):
-        with pytest.raises(ConfigurationError, match=f"^{words[0]} has no effect on a job of SageMaker"):
+    for words in (
+        ["--num_processes", "8"],
+        ["--multi_gpu"],
+        ["--main_process_ip", "10.0.0.1"],
+        ["--engine", "slurm"],
+    ):
+        with pytest.raises(
+            ConfigurationError, match=f"^{words[0]} has no effect on a job of SageMaker"
+        ):
             launched(client, *words, "code/train.py")
 
 
 def test_credentials(client, monkeypatch):
     keys = ["--aws_access_key_id", "K", "--aws_secret_access_key", "S"]
-    expected = {"AWS_ACCESS_KEY_ID": "K", "AWS_SECRET_ACCESS_KEY": "S", "AWS_DEFAULT_REGION": "eu-west-1"}
+    expected = {
+        "AWS_ACCESS_KEY_ID": "K",
+        "AWS_SECRET_ACCESS_KEY": "S",
+        "AWS_DEFAULT_REGION": "eu-west-1",
+    }
     assert launched(client, *keys, "code/train.py", profile=None)[2] == expected
     for name in expected:
         monkeypatch.delenv(name)
@@ -264,7 +282,9 @@ def test_arguments_of_the_script(client, words, expected):
     arguments, _, _ = launched(client, "code/train.py", *words.split())
     found = arguments["hyperparameters"]
     assert found == expected
-    assert {name: type(value) for name, value in found.items()} == {name: type(v) for name, v in expected.items()}
+    assert {name: type(value) for name, value in found.items()} == {
+        name: type(v) for name, v in expected.items()
+    }
 
 
 @pytest.mark.parametrize(
@@ -330,8 +350,13 @@ def test_what_is_no_script(client, words, told):
 
 
 def test_the_script_may_come_from_elsewhere(client):
-    arguments, _, _ = launched(client, "train.py", additional_args="{source_dir: 's3://bucket/code.tar.gz'}")
-    assert (arguments["entry_point"], arguments["source_dir"]) == ("train.py", "s3://bucket/code.tar.gz")
+    arguments, _, _ = launched(
+        client, "train.py", additional_args="{source_dir: 's3://bucket/code.tar.gz'}"
+    )
+    assert (arguments["entry_point"], arguments["source_dir"]) == (
+        "train.py",
+        "s3://bucket/code.tar.gz",
+    )
 
 
 def test_dry_run_shows_the_calls_and_needs_no_client(tmp_path, monkeypatch, capsys):
@@ -362,7 +387,10 @@ def test_failures_and_interruptions(client, capsys):
     with pytest.raises(SystemExit) as ended:
         launched(client, "code/train.py")
     assert ended.value.code == 130
-    assert client.CALLS[-1] == ("stop", "job-1") and "stop of job job-1 was requested" in capsys.readouterr().err
+    assert (
+        client.CALLS[-1] == ("stop", "job-1")
+        and "stop of job job-1 was requested" in capsys.readouterr().err
+    )
 
 
 def test_the_api_s_function_takes_a_configuration_object():

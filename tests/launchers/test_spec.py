@@ -21,7 +21,9 @@ SCRIPT = Program(__file__, ("--lr", "1"))
 def _four_gpus(monkeypatch):
     """A machine with four GPUs, whatever this one has."""
     monkeypatch.setattr(
-        planning.system, "accelerators", lambda: planning.system.Accelerators("cuda", 4, "CUDA_VISIBLE_DEVICES")
+        planning.system,
+        "accelerators",
+        lambda: planning.system.Accelerators("cuda", 4, "CUDA_VISIBLE_DEVICES"),
     )
     for name in ("ACCELERATE_MIXED_PRECISION", "OMP_NUM_THREADS", "ACCELERATE_USE_FSDP"):
         monkeypatch.delenv(name, raising=False)
@@ -38,7 +40,8 @@ def test_options_that_an_engine_does_not_use_are_reported():
     assert without_effect(launchers["elastic"], settings) == []
     settings = resolve_settings({"slurm_options": "--time=1", "image": "train", "vm": ["pod"]})
     of_others = [
-        f"--{name}: no effect without --engine {engine}" for name, engine in (("image", "kubernetes"), ("vm", "tpu"))
+        f"--{name}: no effect without --engine {engine}"
+        for name, engine in (("image", "kubernetes"), ("vm", "tpu"))
     ]
     assert without_effect(launchers["slurm"], settings) == of_others
     assert without_effect(launchers["local"], settings) == [
@@ -48,7 +51,14 @@ def test_options_that_an_engine_does_not_use_are_reported():
 
 
 def test_processes_of_a_machine_have_global_ranks():
-    spec = LaunchSpec(SCRIPT, num_processes=6, num_machines=3, machine_rank=2, main_process_ip="10.0.0.1", threads=3)
+    spec = LaunchSpec(
+        SCRIPT,
+        num_processes=6,
+        num_machines=3,
+        machine_rank=2,
+        main_process_ip="10.0.0.1",
+        threads=3,
+    )
     process = spec.process(1, port=1234)
     assert process.rank == 5
     told = {name: text for name, text in process.variables.items() if text is not None}
@@ -70,7 +80,11 @@ def test_all_accelerators_by_default_and_by_all():
 def test_cpu_is_one_process_unless_more_are_asked_for():
     assert planning.plan(resolve_settings({"cpu": True}), SCRIPT).num_processes == 1
     spec = planning.plan(resolve_settings({"cpu": True, "num_processes": 2}), SCRIPT)
-    assert (spec.device, spec.num_processes, spec.variables["ACCELERATE_USE_CPU"]) == ("cpu", 2, "true")
+    assert (spec.device, spec.num_processes, spec.variables["ACCELERATE_USE_CPU"]) == (
+        "cpu",
+        2,
+        "true",
+    )
     assert "ACCELERATE_USE_CPU" not in planning.plan(resolve_settings({}), SCRIPT).variables
 
 
@@ -104,28 +118,46 @@ def test_missing_programs_are_refused():
 
 
 def test_strategies_publish_their_variables_only_when_on():
-    assert not any(name.startswith(("FSDP_", "MEGATRON", "PARALLELISM")) for name in variables(resolve_settings({})))
-    fsdp = variables(resolve_settings({"use_fsdp": True, "fsdp_transformer_layer_cls_to_wrap": "A,B"}))
+    assert not any(
+        name.startswith(("FSDP_", "MEGATRON", "PARALLELISM"))
+        for name in variables(resolve_settings({}))
+    )
+    fsdp = variables(
+        resolve_settings({"use_fsdp": True, "fsdp_transformer_layer_cls_to_wrap": "A,B"})
+    )
     assert fsdp["ACCELERATE_USE_FSDP"] == "true"
     assert fsdp["FSDP_SHARDING_STRATEGY"] == "FULL_SHARD"
     assert fsdp["FSDP_OFFLOAD_PARAMS"] == "false"
     assert fsdp["FSDP_TRANSFORMER_CLS_TO_WRAP"] == "A,B"
     assert "FSDP_STATE_DICT_TYPE" not in fsdp
-    sizes = variables(resolve_settings({"use_parallelism_config": True, "parallelism_config_cp_size": 2}))
+    sizes = variables(
+        resolve_settings({"use_parallelism_config": True, "parallelism_config_cp_size": 2})
+    )
     assert sizes["PARALLELISM_CONFIG_CP_SIZE"] == "2"
     assert sizes["PARALLELISM_CONFIG_CP_COMM_STRATEGY"] == "allgather"
     assert "PARALLELISM_CONFIG_SP_SEQ_LENGTH_IS_VARIABLE" not in sizes
     # A size asks for the layout by itself.
     stages = {"parallelism_config_pp_size": 2, "parallelism_config_pp_schedule": "1f1b"}
     staged = variables(resolve_settings(stages))
-    assert staged["ACCELERATE_USE_PARALLELISM_CONFIG"] == "true" and staged["PARALLELISM_CONFIG_PP_SIZE"] == "2"
+    assert (
+        staged["ACCELERATE_USE_PARALLELISM_CONFIG"] == "true"
+        and staged["PARALLELISM_CONFIG_PP_SIZE"] == "2"
+    )
     assert staged["PARALLELISM_CONFIG_PP_SCHEDULE"] == "1f1b"
     assert "PARALLELISM_CONFIG_PP_NUM_MICROBATCHES" not in staged
-    assert "ACCELERATE_USE_PARALLELISM_CONFIG" not in variables(resolve_settings({"parallelism_config_tp_size": 1}))
-    deepspeed = variables(resolve_settings({"use_deepspeed": True, "zero_stage": 3, "gradient_accumulation_steps": 2}))
+    assert "ACCELERATE_USE_PARALLELISM_CONFIG" not in variables(
+        resolve_settings({"parallelism_config_tp_size": 1})
+    )
+    deepspeed = variables(
+        resolve_settings({"use_deepspeed": True, "zero_stage": 3, "gradient_accumulation_steps": 2})
+    )
     assert deepspeed["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == "3"
     assert deepspeed["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] == "2"
-    fp8 = variables(resolve_settings({"mixed_precision": "fp8", "fp8_override_linear_precision": "true,false,no"}))
+    fp8 = variables(
+        resolve_settings(
+            {"mixed_precision": "fp8", "fp8_override_linear_precision": "true,false,no"}
+        )
+    )
     assert fp8["ACCELERATE_FP8_OVERRIDE_FPROP"] == "true"
     assert fp8["ACCELERATE_FP8_OVERRIDE_WGRAD"] == "false"
     assert fp8["ACCELERATE_FP8_FORMAT"] == "HYBRID"
@@ -133,7 +165,10 @@ def test_strategies_publish_their_variables_only_when_on():
 
 def test_only_what_was_set_is_published_and_summarized():
     shown = []
-    for flags in ({}, {"dynamo_use_dynamic": False, "gradient_accumulation_steps": 2, "mixed_precision": "bf16"}):
+    for flags in (
+        {},
+        {"dynamo_use_dynamic": False, "gradient_accumulation_steps": 2, "mixed_precision": "bf16"},
+    ):
         settings = resolve_settings(flags)
         spec = planning.plan(settings, SCRIPT)
         # By these two, programs find out that they were launched.
@@ -141,7 +176,10 @@ def test_only_what_was_set_is_published_and_summarized():
         shown.append((len(spec.variables), planning.summary(settings, spec)))
     assert spec.variables["ACCELERATE_DYNAMO_USE_DYNAMIC"] == "false"
     assert [count for count, _ in shown] == [2, 4]
-    assert "precision" not in shown[0][1] and "mixed precision bf16, gradient accumulation steps 2" in shown[1][1]
+    assert (
+        "precision" not in shown[0][1]
+        and "mixed precision bf16, gradient accumulation steps 2" in shown[1][1]
+    )
 
 
 def test_flags_without_their_switch_are_named():
@@ -153,7 +191,12 @@ def test_flags_without_their_switch_are_named():
     ]
     assert without_effect(Launcher, resolve_settings({"fsdp_version": 2, "use_fsdp": True})) == []
     assert without_effect(Launcher, resolve_settings({})) == []
-    assert without_effect(launcher_class("deepspeed"), resolve_settings({"deepspeed_hostfile": "hosts"})) == []
+    assert (
+        without_effect(
+            launcher_class("deepspeed"), resolve_settings({"deepspeed_hostfile": "hosts"})
+        )
+        == []
+    )
 
 
 def test_dry_run_shows_every_process(capsys):
@@ -164,14 +207,28 @@ def test_dry_run_shows_every_process(capsys):
 
 
 def test_a_kubernetes_manifest_is_whole():
-    flags = {"engine": "kubernetes", "num_processes": 8, "num_machines": 2, "image": "i:1", "mixed_precision": "bf16"}
+    flags = {
+        "engine": "kubernetes",
+        "num_processes": 8,
+        "num_machines": 2,
+        "image": "i:1",
+        "mixed_precision": "bf16",
+    }
     settings = resolve_settings(flags)
     launcher = choose(planning.plan(settings, Program("/app/my_train.py", ("--lr", "1"))), settings)
     service, job = yaml.safe_load_all(launcher.dry_run())
     assert service["kind"] == "Service" and service["spec"]["clusterIP"] == "None"
-    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]} == {"job-name": "my-train"}
+    assert (
+        service["spec"]["selector"]
+        == {"job-name": job["metadata"]["name"]}
+        == {"job-name": "my-train"}
+    )
     inner = job["spec"]
-    assert (inner["completionMode"], inner["completions"], inner["parallelism"]) == ("Indexed", 2, 2)
+    assert (inner["completionMode"], inner["completions"], inner["parallelism"]) == (
+        "Indexed",
+        2,
+        2,
+    )
     pod = inner["template"]["spec"]
     (container,) = pod["containers"]
     assert pod["subdomain"] == service["metadata"]["name"] and pod["restartPolicy"] == "Never"
@@ -189,15 +246,29 @@ def test_a_kubernetes_manifest_is_whole():
 
 def test_a_slurm_script_has_the_sizes(monkeypatch):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    flags = {"engine": "slurm", "num_processes": 4, "num_machines": 2, "cpu": True, "num_cpu_threads_per_process": 3}
+    flags = {
+        "engine": "slurm",
+        "num_processes": 4,
+        "num_machines": 2,
+        "cpu": True,
+        "num_cpu_threads_per_process": 3,
+    }
     flags["slurm_options"] = "--partition=gpu --time=2:00:00"
     launcher = SlurmLauncher(planning.plan(resolve_settings(flags), SCRIPT))
     launcher.check()
     text = launcher.batch_script()
-    for option in ("nodes=2", "ntasks=4", "ntasks-per-node=2", "cpus-per-task=3", "partition=gpu", "time=2:00:00"):
+    for option in (
+        "nodes=2",
+        "ntasks=4",
+        "ntasks-per-node=2",
+        "cpus-per-task=3",
+        "partition=gpu",
+        "time=2:00:00",
+    ):
         assert f"\n#SBATCH --{option}\n" in text
     assert (
-        "\nexport OMP_NUM_THREADS=3\n" in text and " --engine slurm --cpu --num_processes=4 --num_machines=2 " in text
+        "\nexport OMP_NUM_THREADS=3\n" in text
+        and " --engine slurm --cpu --num_processes=4 --num_machines=2 " in text
     )
     with pytest.raises(ConfigurationError, match="not an option of sbatch"):
         SlurmLauncher(launcher.spec._replace(slurm_options="partition gpu")).check()

@@ -20,7 +20,9 @@ def console():
         out, sink = os.pipe()
         os.set_blocking(source, False)
         os.set_blocking(out, False)
-        stream = Stream(source, sink, **{"prefix": None, "log": None, "delay_tracebacks": True, **options})
+        stream = Stream(
+            source, sink, **{"prefix": None, "log": None, "delay_tracebacks": True, **options}
+        )
         made.extend((feed, out, sink))
 
         def read():
@@ -61,7 +63,10 @@ def test_a_traceback_is_delayed_from_its_line_on(console):
     stream, write, read = console()
     assert write(b"before\n[rank1]: Trace") == b"before\n"
     assert write(b"back (most recent call last):\n  File\nValueError: x\n") == b""
-    assert stream.take_delayed() == b"[rank1]: Traceback (most recent call last):\n  File\nValueError: x\n"
+    assert (
+        stream.take_delayed()
+        == b"[rank1]: Traceback (most recent call last):\n  File\nValueError: x\n"
+    )
     assert write(b"Traceback (most recent call last):\nX\n") == b""
     stream.flush()
     assert read() == b"Traceback (most recent call last):\nX\n"
@@ -70,7 +75,11 @@ def test_a_traceback_is_delayed_from_its_line_on(console):
 def test_what_torch_logs_of_a_lost_store_is_delayed_and_no_failure(console):
     stream, write, read = console()
     log = b"[rank1]:[W1126 TCPStore.cpp:125] [c10d] recvValue failed on SocketImpl(fd=4): got 0 bytes\nframe #0: x\n"
-    assert write(b"before\n" + log) == b"before\n" and stream.failing_since is None and stream.last_traceback == b""
+    assert (
+        write(b"before\n" + log) == b"before\n"
+        and stream.failing_since is None
+        and stream.last_traceback == b""
+    )
     assert write(TRACEBACK + b"\nX\n") == b"" and stream.failing_since is not None
     stream.flush()
     assert read() == log + TRACEBACK + b"\nX\n"
@@ -107,7 +116,9 @@ def test_reports_of_ended_ranks_are_taken_out_of_the_output(console):
     stream, write, _ = console()
     assert write(b"a\n1: accelerate: rank 1 ended, code 0\nb\naccelerate: rank 0 en") == b"a\nb\n"
     assert write(b"ded, code -9\nc\n") == b"c\n"
-    assert stream.ends == [(1, 0), (0, -9)] and stream.before_failure == stream.tail[:-2] == b"a\nb\n"
+    assert (
+        stream.ends == [(1, 0), (0, -9)] and stream.before_failure == stream.tail[:-2] == b"a\nb\n"
+    )
 
 
 def test_a_prefixed_last_line_is_completed(console):
@@ -130,7 +141,10 @@ def test_a_progress_bar_stays_before_what_is_printed_after_it(console):
 
 def test_a_full_disk_is_recorded(tmp_path):
     source, feed = os.pipe()
-    with open("/dev/full", "wb", buffering=0) as full, open(tmp_path / "log", "wb", buffering=0) as log:
+    with (
+        open("/dev/full", "wb", buffering=0) as full,
+        open(tmp_path / "log", "wb", buffering=0) as log,
+    ):
         stream = Stream(source, full.fileno(), None, log, delay_tracebacks=False)
         os.write(feed, b"lost\n")
         stream.read()

@@ -71,7 +71,9 @@ def xla(tmp_path, monkeypatch):
 def launch(*words, file=FILE):
     with open("config.yaml", "w") as target:
         target.write(file)
-    launch_command(launch_command_parser().parse_args(["--quiet", "--config_file", "config.yaml", *words]))
+    launch_command(
+        launch_command_parser().parse_args(["--quiet", "--config_file", "config.yaml", *words])
+    )
 
 
 def test_each_core_runs_the_function(xla):
@@ -83,7 +85,10 @@ def test_each_core_runs_the_function(xla):
     launch("--num_processes", "4", "-m", "script_of_cores")
     assert len(script_of_cores.RAN) == 8
     launch("--num_processes", "1", "script_of_cores.py")
-    assert xla.CALLS[1:] == [((), "spawn", False), ((), "spawn", True)] and len(script_of_cores.RAN) == 9
+    assert (
+        xla.CALLS[1:] == [((), "spawn", False), ((), "spawn", True)]
+        and len(script_of_cores.RAN) == 9
+    )
     with pytest.raises(ConfigurationError, match="num_processes=8: this TPU has 4 cores"):
         launch("--num_processes", "8", "script_of_cores.py")
     with pytest.raises(ConfigurationError, match="no function 'other': name the one to run"):
@@ -95,7 +100,10 @@ def test_what_cannot_run_on_cores(xla, monkeypatch, capsys):
     with pytest.raises(ConfigurationError, match="--no_python cannot be used with it"):
         launch("--no_python", "true")
     launch("--dry_run", "script_of_cores.py")
-    assert "torch_xla.launch(train, debug_single_process=False)" in capsys.readouterr().out and xla.CALLS == []
+    assert (
+        "torch_xla.launch(train, debug_single_process=False)" in capsys.readouterr().out
+        and xla.CALLS == []
+    )
     monkeypatch.setattr(tpu, "is_available", lambda name: False)
     with pytest.raises(ConfigurationError, match=r"pip install torch_xla\[tpu\]"):
         launch("script_of_cores.py")
@@ -115,7 +123,15 @@ POD = FILE + "tpu_use_cluster: true\ntpu_name: pod\ntpu_zone: eu-1\n"
 
 def test_a_pod(gcloud, tmp_path):
     launch(
-        "--mixed_precision", "bf16", "--downcast_bf16", "--env", "A=b c", "script_of_cores.py", "--x", "1 2", file=POD
+        "--mixed_precision",
+        "bf16",
+        "--downcast_bf16",
+        "--env",
+        "A=b c",
+        "script_of_cores.py",
+        "--x",
+        "1 2",
+        file=POD,
     )
     argv = json.loads((tmp_path / "pod.json").read_text())
     where = ["compute", "tpus", "tpu-vm", "ssh", "pod", "--zone", "eu-1", "--command"]
@@ -123,14 +139,18 @@ def test_a_pod(gcloud, tmp_path):
     words = shlex.split(argv[8])
     assert words[:4] == ["cd", str(tmp_path), "&&", "env"]
     python = words.index("python3")
-    assert {"ACCELERATE_MIXED_PRECISION=bf16", "XLA_DOWNCAST_BF16=1", "A=b c"} <= set(words[4:python])
+    assert {"ACCELERATE_MIXED_PRECISION=bf16", "XLA_DOWNCAST_BF16=1", "A=b c"} <= set(
+        words[4:python]
+    )
     assert words[python + 1 :] == [
         "-m", "accelerate.commands.launch", "--tpu", "--no_tpu_cluster", "--main_training_function=train",
         "script_of_cores.py", "--x", "1 2",
     ]  # fmt: skip
     # What the workers get is a launch on their own cores, whatever their own configuration file says.
     args = launch_command_parser().parse_args(words[python + 3 :])
-    assert args.tpu and args.tpu_use_cluster is False and args.training_script_args == ["--x", "1 2"]
+    assert (
+        args.tpu and args.tpu_use_cluster is False and args.training_script_args == ["--x", "1 2"]
+    )
 
 
 def test_several_pods_one_of_which_fails(gcloud, tmp_path, capfd):
@@ -139,7 +159,10 @@ def test_several_pods_one_of_which_fails(gcloud, tmp_path, capfd):
         launch("--tpu_use_sudo", "--num_processes", "8", *pods, "-m", "script_of_cores", file=POD)
     assert ended.value.code == 7 and not (tmp_path / "pod.json").exists()
     words = shlex.split(json.loads((tmp_path / "failing.json").read_text())[8])
-    assert words[3:5] == ["sudo", "env"] and words[-4:-2] == ["--num_processes=8", "--main_training_function=train"]
+    assert words[3:5] == ["sudo", "env"] and words[-4:-2] == [
+        "--num_processes=8",
+        "--main_training_function=train",
+    ]
 
 
 def test_what_a_pod_lacks(gcloud, tmp_path, monkeypatch):

@@ -21,7 +21,9 @@ LONG = (
 def printed(error: BaseException, rank: int | None = None) -> str:
     """The text of an exception as Python writes it, marked as torch does it."""
     text = "".join(traceback.format_exception(error))
-    return text if rank is None else "".join(f"[rank{rank}]: {line}\n" for line in text.splitlines())
+    return (
+        text if rank is None else "".join(f"[rank{rank}]: {line}\n" for line in text.splitlines())
+    )
 
 
 def raised(make, cause=None):
@@ -66,7 +68,11 @@ def test_a_message_is_whole(error, rank):
 
 def test_a_message_too_long_keeps_its_end():
     message = message_of(printed(raised(ValueError("a" * 20_000 + " do this"))))
-    assert len(message) < 7000 and message.startswith("ValueError: aaa") and message.endswith(" do this")
+    assert (
+        len(message) < 7000
+        and message.startswith("ValueError: aaa")
+        and message.endswith(" do this")
+    )
     assert "characters left out" in message
 
 
@@ -82,7 +88,10 @@ def test_lines_of_several_ranks_are_told_apart():
     one = printed(raised(ValueError("of one")), 1).splitlines()
     two = printed(raised(ValueError("of two")), 2).splitlines()
     mixed = "\n".join(line for pair in zip(one, two, strict=True) for line in pair)
-    assert message_of(mixed, 1) == "ValueError: of one" and message_of(mixed, 2) == "ValueError: of two"
+    assert (
+        message_of(mixed, 1) == "ValueError: of one"
+        and message_of(mixed, 2) == "ValueError: of two"
+    )
 
 
 @pytest.mark.parametrize(
@@ -96,7 +105,14 @@ def test_lines_of_several_ranks_are_told_apart():
         # Sockets of the script are not those between ranks.
         (raised(ConnectionResetError(104, "Connection reset by peer")), OWN),
         (raised(BrokenPipeError(32, "Broken pipe")), OWN),
-        (raised(RuntimeError("Timed out\nrank 1: the connection to another rank failed in a collective")), LOST),
+        (
+            raised(
+                RuntimeError(
+                    "Timed out\nrank 1: the connection to another rank failed in a collective"
+                )
+            ),
+            LOST,
+        ),
         # An error that every rank raises names the rank that it is about.
         (raised(RuntimeError("not saved: rank 0: ValueError: bad state")), UNCLEAR),
         (raised(RuntimeError("rank 1: the checkpoint was not saved: rank 0 did not come")), OWN),
@@ -116,7 +132,14 @@ def test_a_logged_warning_is_no_lost_connection():
     ("ends", "cause"),
     [
         # The first in time whose output points to no other rank.
-        ([(0, 1, 1.0, RuntimeError(GLOO)), (1, 1, 2.0, ValueError("mine")), (2, 1, 3.0, ValueError("late"))], 1),
+        (
+            [
+                (0, 1, 1.0, RuntimeError(GLOO)),
+                (1, 1, 2.0, ValueError("mine")),
+                (2, 1, 3.0, ValueError("late")),
+            ],
+            1,
+        ),
         ([(0, 1, 1.0, RuntimeError(GLOO)), (1, -9, 2.0, None)], 1),
         # A rank that ended without an error before, where the others only lost the connection or name it.
         ([(0, 0, 1.0, None), (1, 1, 2.0, RuntimeError(GLOO))], 0),
@@ -127,15 +150,24 @@ def test_a_logged_warning_is_no_lost_connection():
 )
 def test_the_first_failure(ends, cause):
     found = tracebacks.first_failure(
-        [tracebacks.End(rank, code, at, printed(raised(error)) if error else "") for rank, code, at, error in ends]
+        [
+            tracebacks.End(rank, code, at, printed(raised(error)) if error else "")
+            for rank, code, at, error in ends
+        ]
     )
     assert (found and found.end.rank) == cause
 
 
 def test_the_summary_has_the_whole_cause_and_one_line_for_the_others():
-    others = {0: "stopped by the launcher", 2: "lost the connection to another rank", 3: "stopped by the launcher"}
+    others = {
+        0: "stopped by the launcher",
+        2: "lost the connection to another rank",
+        3: "stopped by the launcher",
+    }
     others |= dict.fromkeys(range(4, 8), "lost the connection to another rank")
-    told = "\n".join(Failure(1, 1, 77, 1, f"RuntimeError: {LONG}", "h", 0.0, log="l.log", others=others).lines())
+    told = "\n".join(
+        Failure(1, 1, 77, 1, f"RuntimeError: {LONG}", "h", 0.0, log="l.log", others=others).lines()
+    )
     assert told == textwrap.dedent(
         """\
         accelerate: rank 1 failed: RuntimeError: Cannot apply: rank 1 did not call it.
@@ -156,7 +188,9 @@ def test_where_a_rank_has_lost_the_connection():
     lost = "lost the connection to another rank"
     head = "rank 0: the connection to another rank failed in `accelerator.backward` (at /a b/train.py:91"
     for end in (").", ", in batch 4 of epoch 0).\n  - rank 1 failed"):
-        assert tracebacks.loss_of(head + end) == f"{lost} in `accelerator.backward` (/a b/train.py:91)"
+        assert (
+            tracebacks.loss_of(head + end) == f"{lost} in `accelerator.backward` (/a b/train.py:91)"
+        )
     assert tracebacks.loss_of("RuntimeError: Connection closed by peer") == lost
 
 
@@ -182,7 +216,9 @@ Extension modules: numpy._core (total: 1)
 """
     native = stacks.format(current="Current thread 0x00009f", own="  <no Python frame>\n")
     assert tracebacks.crash_place(native) == "/home/u/train.py:53"
-    own = stacks.format(current="Current thread 0x00009f", own='  File "/home/u/worker.py", line 8 in work\n')
+    own = stacks.format(
+        current="Current thread 0x00009f", own='  File "/home/u/worker.py", line 8 in work\n'
+    )
     assert tracebacks.crash_place(own) == "/home/u/worker.py:8"
     assert cause_of(-6, own).endswith("collectives (at /home/u/worker.py:8)")
     assert tracebacks.crash_place("Aborted") == ""

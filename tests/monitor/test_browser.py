@@ -20,7 +20,9 @@ from accelerate.telemetry.records import events_file
 
 pytestmark = [
     pytest.mark.thorough,
-    pytest.mark.skipif(find() is None, reason="no Chromium is installed (Debian: apt-get install chromium)"),
+    pytest.mark.skipif(
+        find() is None, reason="no Chromium is installed (Debian: apt-get install chromium)"
+    ),
 ]
 # The pixels of a chart that have the colour of a variable.
 COLORED = """((card, name) => {
@@ -75,9 +77,14 @@ def no_errors(browser, request):
 
 
 def test_a_live_run(browser, serve, tmp_path):
-    records = [planted_records(400, rank, "data" if rank == 1 else None, wait="backward") for rank in range(2)]
+    records = [
+        planted_records(400, rank, "data" if rank == 1 else None, wait="backward")
+        for rank in range(2)
+    ]
     browser.open(serve(tmp_path))
-    browser.wait("document.querySelector('.empty')?.textContent.startsWith('Waiting for the first step of')")
+    browser.wait(
+        "document.querySelector('.empty')?.textContent.startsWith('Waiting for the first step of')"
+    )
     for rank in range(2):
         write_steps(tmp_path, rank, 2, records[rank][:100])
     browser.wait(f"{STEP} === 100")
@@ -87,16 +94,27 @@ def test_a_live_run(browser, serve, tmp_path):
     latencies = []
     for stop in range(120, 401, 40):
         for rank in range(2):
-            write_steps(tmp_path, rank, 2, records[rank][stop - 20 if stop == 120 else stop - 40 : stop], "ab")
+            write_steps(
+                tmp_path,
+                rank,
+                2,
+                records[rank][stop - 20 if stop == 120 else stop - 40 : stop],
+                "ab",
+            )
         begin = time.monotonic()
         browser.wait(f"{STEP} === {stop}")
         latencies.append(time.monotonic() - begin)
     print(f"a new step is shown after {min(latencies):.2f} to {max(latencies):.2f} s")
-    browser.wait("[...document.querySelectorAll('.tile.slow b')].some((tile) => tile.textContent === 'rank 1')")
+    browser.wait(
+        "[...document.querySelectorAll('.tile.slow b')].some((tile) => tile.textContent === 'rank 1')"
+    )
     browser.wait(f"{COLORED}('Step time of each rank', '--slow') > 200")
-    browser.wait("document.querySelector('#findings').textContent.includes('Rank 1 on node0 was slow')")
+    browser.wait(
+        "document.querySelector('#findings').textContent.includes('Rank 1 on node0 was slow')"
+    )
     write_lines(
-        events_file(tmp_path, 0), {"time": time.time(), "event": "hang", "message": "<img src=x onerror=alert(1)>"}
+        events_file(tmp_path, 0),
+        {"time": time.time(), "event": "hang", "message": "<img src=x onerror=alert(1)>"},
     )
     browser.wait("document.querySelector('#events')?.textContent.includes('onerror')")
     assert browser.evaluate("document.querySelectorAll('#events img').length") == 0
@@ -106,7 +124,9 @@ def test_zoom_and_hover(browser, serve, tmp_path):
     browser.open(serve(planted_run(tmp_path, 4000, 3, slow=2)))
     browser.wait("document.querySelectorAll('canvas').length >= 8")
     browser.evaluate("document.querySelector('canvas').scrollIntoView({block: 'center'})")
-    box = browser.evaluate("JSON.parse(JSON.stringify(document.querySelector('canvas').getBoundingClientRect()))")
+    box = browser.evaluate(
+        "JSON.parse(JSON.stringify(document.querySelector('canvas').getBoundingClientRect()))"
+    )
     y = box["y"] + 80
 
     def mouse(kind, part, **more):
@@ -133,7 +153,10 @@ def test_zoom_and_hover(browser, serve, tmp_path):
 
 
 def test_runs_side_by_side_in_both_themes_and_on_a_phone(browser, serve, tmp_path):
-    folders = [planted_run(tmp_path / name, steps, 2, slow=1) for name, steps in (("first", 900), ("second", 600))]
+    folders = [
+        planted_run(tmp_path / name, steps, 2, slow=1)
+        for name, steps in (("first", 900), ("second", 600))
+    ]
     browser.dark(True)
     browser.size(390, 800, mobile=True)
     browser.open(serve(*folders, host="127.0.0.1"))
@@ -152,13 +175,18 @@ def test_runs_side_by_side_in_both_themes_and_on_a_phone(browser, serve, tmp_pat
 def test_a_report_in_one_file(browser, tmp_path):
     folder = planted_run(tmp_path / "run", 2000, 4, slow=2)
     (folder / "note.txt").write_text("stuck")
-    write_lines(events_file(folder, 0), {"time": START + 9, "event": "hang", "path": "note.txt", "message": "<b>"})
+    write_lines(
+        events_file(folder, 0),
+        {"time": START + 9, "event": "hang", "path": "note.txt", "message": "<b>"},
+    )
     report.main([str(folder), "-o", str(tmp_path / "report.html")])
     browser.open((tmp_path / "report.html").as_uri())
     browser.wait("document.querySelectorAll('canvas').length >= 8")
     assert browser.evaluate(f"{COLORED}('Loss', '--run0')") > 100
     assert browser.evaluate(f"{COLORED}('Step time of each rank', '--slow')") > 200
-    assert browser.evaluate("document.querySelector('#findings').textContent.includes('Rank 2 on node0 was slow')")
+    assert browser.evaluate(
+        "document.querySelector('#findings').textContent.includes('Rank 2 on node0 was slow')"
+    )
     assert browser.evaluate("document.querySelector('#events a').href").endswith("/run/note.txt")
     assert browser.evaluate("document.querySelector('#status').textContent.includes('last step')")
     browser.evaluate("document.querySelector('#in').click()")

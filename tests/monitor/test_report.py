@@ -22,7 +22,8 @@ from accelerate.telemetry.records import events_file
 def run(tmp_path):
     folder = planted_run(tmp_path / "my <run>", 600, 3, slow=2)
     write_lines(
-        events_file(folder, 1), {"time": START + 9, "event": "hang", "message": "<script>x</script> | & stuck"}
+        events_file(folder, 1),
+        {"time": START + 9, "event": "hang", "message": "<script>x</script> | & stuck"},
     )
     return folder
 
@@ -32,7 +33,10 @@ def test_html_is_the_page_with_its_data_inside(run, tmp_path, capsys):
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "<title>my &lt;run&gt; " in text and "<run>" not in text
     # Nothing is loaded, and no text of the run is part of the page's own.
-    assert not re.search(r'(src|href)="(?!data:)|url\(|@import|^(import|export) ', text, re.M) and "stuck" not in text
+    assert (
+        not re.search(r'(src|href)="(?!data:)|url\(|@import|^(import|export) ', text, re.M)
+        and "stuck" not in text
+    )
     assert re.findall(r"</?script", text) == ["<script", "</script"] * 2
     data = re.search(r'id="data">([^<]*)<', text)[1]
     (sent,) = unpacked(base64.b64decode(data))["runs"]
@@ -42,8 +46,12 @@ def test_html_is_the_page_with_its_data_inside(run, tmp_path, capsys):
     assert np.allclose(sent["own"], shown.own) and np.allclose(
         sent["curves"]["loss"]["mean"], shown.curves["loss"].mean
     )
-    assert any("Rank 2 on node0 was slow in " in sentence for sentence in sent["summary"]["sentences"])
-    assert "eval/accuracy" in sent["logged"] and any("stuck" in event.get("message", "") for event in sent["events"])
+    assert any(
+        "Rank 2 on node0 was slow in " in sentence for sentence in sent["summary"]["sentences"]
+    )
+    assert "eval/accuracy" in sent["logged"] and any(
+        "stuck" in event.get("message", "") for event in sent["events"]
+    )
     assert "report.html, " in capsys.readouterr().err
 
 
@@ -52,9 +60,15 @@ def test_json_has_the_figures(run, capsys):
     found = json.loads(capsys.readouterr().out)
     (expected,) = open_runs([str(run)])
     expected.refresh()
-    assert np.allclose(found["curves"]["loss"]["mean"], view(expected, pixels=1000).curves["loss"].mean)
+    assert np.allclose(
+        found["curves"]["loss"]["mean"], view(expected, pixels=1000).curves["loss"].mean
+    )
     (slow,) = found["summary"]["stragglers"]
-    assert slow["rank"] == 2 and slow["phase"] == "data" and slow["excess"] == pytest.approx(0.03, rel=0.05)
+    assert (
+        slow["rank"] == 2
+        and slow["phase"] == "data"
+        and slow["excess"] == pytest.approx(0.03, rel=0.05)
+    )
     assert sum(found["summary"]["shares"].values()) == pytest.approx(1, rel=1e-3)
     assert found["ranks"][2]["host"] == "node0" and len(found["events"]) == 3
 
@@ -62,7 +76,11 @@ def test_json_has_the_figures(run, capsys):
 def test_markdown_is_the_default(run, tmp_path, capsys):
     command.main([str(run)])
     text = capsys.readouterr().out
-    assert text.startswith("# my \\<run>\n") and "| 2 | node0 | " in text and "x\\</script> \\| & stuck" in text
+    assert (
+        text.startswith("# my \\<run>\n")
+        and "| 2 | node0 | " in text
+        and "x\\</script> \\| & stuck" in text
+    )
     rows = [line for line in text.splitlines() if line.startswith("|")]
     assert {line.replace("\\|", "").count("|") for line in rows} <= {4, 5, 6}
     command.main([str(run), "-o", str(tmp_path / "x.md")])
@@ -107,7 +125,10 @@ def test_bad_input(tmp_path, monkeypatch, capsys, arguments, code, message):
 
 def test_logged_values_alone(tmp_path, capsys):
     for step in range(9):
-        write_lines(tmp_path / "values.jsonl", {"time": START + step, "step": step, "values": {"accuracy": step / 9}})
+        write_lines(
+            tmp_path / "values.jsonl",
+            {"time": START + step, "step": step, "values": {"accuracy": step / 9}},
+        )
     command.main([str(tmp_path)])
     text = capsys.readouterr().out
     assert "No steps are recorded" in text and "Where the time" not in text
@@ -118,7 +139,9 @@ def test_logged_values_alone(tmp_path, capsys):
 def test_a_pipe_is_written_to_and_not_replaced(run, tmp_path, capsys):
     os.mkfifo(tmp_path / "pipe")
     read = []
-    thread = threading.Thread(target=lambda: read.append((tmp_path / "pipe").read_text(encoding="utf-8")))
+    thread = threading.Thread(
+        target=lambda: read.append((tmp_path / "pipe").read_text(encoding="utf-8"))
+    )
     thread.start()
     command.main([str(run), "--format", "md", "-o", str(tmp_path / "pipe")])
     thread.join(20)

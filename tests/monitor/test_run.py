@@ -48,7 +48,10 @@ def test_a_run_that_has_no_folder_yet(tmp_path):
 def test_names_of_runs(tmp_path):
     for name in ("a/x", "b/x", "c"):
         (tmp_path / name / "telemetry").mkdir(parents=True)
-    assert [run.name for run in open_runs([str(tmp_path / "a/x"), str(tmp_path / "c")])] == ["x", "c"]
+    assert [run.name for run in open_runs([str(tmp_path / "a/x"), str(tmp_path / "c")])] == [
+        "x",
+        "c",
+    ]
     assert [run.name for run in open_runs([str(tmp_path / "a/x"), str(tmp_path / "b/x")])] == [
         str(tmp_path / "a/x"), str(tmp_path / "b/x")
     ]  # fmt: skip
@@ -63,7 +66,10 @@ def test_a_damaged_rank_leaves_the_others(tmp_path):
     run.refresh()
     assert sorted(run.ranks) == [0, 2]
     notes = " ".join(run.notes())
-    assert "rank_00001.steps is not a telemetry file" in notes and "events.jsonl: 2 lines that are no JSON" in notes
+    assert (
+        "rank_00001.steps is not a telemetry file" in notes
+        and "events.jsonl: 2 lines that are no JSON" in notes
+    )
     # A file that a restarted run writes anew is found.
     write_steps(tmp_path, 1, 3, planted_records(100, 1))
     run._searched = -10.0
@@ -99,7 +105,10 @@ def test_lines_are_followed(tmp_path):
 
 def test_equal_events_of_ranks_are_one(tmp_path):
     planted_run(tmp_path, 10, 3)
-    write_lines(events_file(tmp_path, 1), {"time": START + 2, "event": "hang", "message": "stuck", "path": 7})
+    write_lines(
+        events_file(tmp_path, 1),
+        {"time": START + 2, "event": "hang", "message": "stuck", "path": 7},
+    )
     for rank in range(3):
         write_lines(events_file(tmp_path, rank), {"time": START + 9, "event": "end"})
     (run,) = open_runs([str(tmp_path)])
@@ -119,16 +128,36 @@ def looked_at(folder):
         server.answer(None, None, 100, "")
     Console(file=io.StringIO()).print(picture(run))
     if not run.is_empty:
-        assert report.html(run).encode(errors="replace") and report.markdown(run) and json.loads(report.to_json(run))
+        assert (
+            report.html(run).encode(errors="replace")
+            and report.markdown(run)
+            and json.loads(report.to_json(run))
+        )
     return run
 
 
 def test_events_of_any_form_are_shown(tmp_path):
     planted_run(tmp_path, 20, 1)
-    lines = [{"time": time, "event": "x"} for time in (None, "1", 10**400, -1e300, 1e300, float("nan"), float("inf"))]
+    lines = [
+        {"time": time, "event": "x"}
+        for time in (None, "1", 10**400, -1e300, 1e300, float("nan"), float("inf"))
+    ]
     shown = [
-        {"time": START, "event": ["a"], "step": [1], "seconds": {}, "message": {"a": 1}, "path": ["x"]},
-        {"time": START, "event": None, "step": float("nan"), "seconds": float("inf"), "path": "a\0b" * 9000},
+        {
+            "time": START,
+            "event": ["a"],
+            "step": [1],
+            "seconds": {},
+            "message": {"a": 1},
+            "path": ["x"],
+        },
+        {
+            "time": START,
+            "event": None,
+            "step": float("nan"),
+            "seconds": float("inf"),
+            "path": "a\0b" * 9000,
+        },
         {"time": START, "event": "hang", "step": 10**400, "message": "\ud800"},
     ]
     write_lines(events_file(tmp_path, 0), *lines, *shown)
@@ -142,7 +171,10 @@ def test_logged_values_of_any_form_are_shown(tmp_path, has_steps):
         write_steps(tmp_path, 0, 1, planted_records(20))
     for step in (None, 10**400, float("inf"), "3", True, -5, 10**17, 2):
         for value in (1, 10**400, True, [1], "text", "-inf", None):
-            write_lines(tmp_path / "values.jsonl", {"time": START, "step": step, "values": {"a": value, "": 1}})
+            write_lines(
+                tmp_path / "values.jsonl",
+                {"time": START, "step": step, "values": {"a": value, "": 1}},
+            )
     run = looked_at(tmp_path)
     assert sorted(run.series) == ["", "a"] and len(run.series["a"].values) == 8 * 4
 
@@ -171,5 +203,7 @@ def test_files_that_are_missing(tmp_path):
     events_file(tmp_path, 0).mkdir()
     notes = looked_at(tmp_path).notes()
     assert len(notes) == 3 and notes[0].endswith("rank_00004.steps is not a regular file")
-    assert notes[1].startswith("5 ranks have begun, but nothing is recorded of ranks 1-2: their files are missing")
+    assert notes[1].startswith(
+        "5 ranks have begun, but nothing is recorded of ranks 1-2: their files are missing"
+    )
     assert notes[2].endswith("rank_00000.events.jsonl cannot be read: Is a directory")

@@ -50,7 +50,11 @@ def run(tmp_path_factory):
 def test_the_page_and_its_data(run):
     with serving(run) as server:
         status, page, headers = get(server, "/")
-        assert status == 200 and b'src="page.js"' in page and b"http" not in page.replace(b"http-equiv", b"")
+        assert (
+            status == 200
+            and b'src="page.js"' in page
+            and b"http" not in page.replace(b"http-equiv", b"")
+        )
         assert "default-src 'none'" in headers["Content-Security-Policy"]
         for name in ("page.js", "charts.js", "page.css"):
             status, content, _ = get(server, f"/{name}")
@@ -58,10 +62,16 @@ def test_the_page_and_its_data(run):
         found = unpacked(get(server, "/api/view?pixels=200")[1])
         (sent,) = found["runs"]
         expected = view(server.runs[0], pixels=200)
-        assert sent["width"] == 8 and np.allclose(sent["curves"]["loss"]["mean"], expected.curves["loss"].mean)
-        assert np.allclose(sent["own"], expected.own) and np.array_equal(sent["slow"], expected.slow)
+        assert sent["width"] == 8 and np.allclose(
+            sent["curves"]["loss"]["mean"], expected.curves["loss"].mean
+        )
+        assert np.allclose(sent["own"], expected.own) and np.array_equal(
+            sent["slow"], expected.slow
+        )
         assert np.allclose(sent["phases"]["data"], expected.phases["data"].mean(axis=0), rtol=1e-4)
-        assert "transfer" not in sent["phases"] and [one["rank"] for one in sent["summary"]["stragglers"]] == [2]
+        assert "transfer" not in sent["phases"] and [
+            one["rank"] for one in sent["summary"]["stragglers"]
+        ] == [2]
         assert get(server, f"/api/view?version={found['version']}")[0] == 204
         part = unpacked(get(server, "/api/view?start=301&stop=400&pixels=100")[1])["runs"][0]
         assert part["width"] == 1 and part["x"].tolist() == list(range(301, 401))
@@ -119,7 +129,10 @@ def test_an_old_summary_is_replaced_when_the_run_rests(tmp_path, monkeypatch):
         write_steps(tmp_path, 0, 1, records[100:], "ab")
         clock[0] += 1
         found = unpacked(server.answer(None, None, 100, ""))
-        assert found["runs"][0]["last"] == 300 and "to 100 " in found["runs"][0]["summary"]["sentences"][0]
+        assert (
+            found["runs"][0]["last"] == 300
+            and "to 100 " in found["runs"][0]["summary"]["sentences"][0]
+        )
         assert server.answer(None, None, 100, found["version"]) is None
         clock[0] += 2
         found = unpacked(server.answer(None, None, 100, found["version"]))
@@ -182,11 +195,22 @@ def test_only_files_of_events_inside_the_run_are_sent(tmp_path):
         write_lines(events_file(folder, 0), {"time": START, "event": "hang", "path": path})
     with serving(folder) as server:
         sent = unpacked(get(server, "/api/view")[1])["runs"][0]
-        assert [event["path"] for event in sent["events"] if "file" in event] == ["hang/report 1.txt"]
+        assert [event["path"] for event in sent["events"] if "file" in event] == [
+            "hang/report 1.txt"
+        ]
         status, data, headers = get(server, "/file/0/hang/report%201.txt")
-        assert (status, data) == (200, b"stuck here") and headers["Content-Disposition"] == "attachment"
+        assert (status, data) == (200, b"stuck here") and headers[
+            "Content-Disposition"
+        ] == "attachment"
         assert headers["Content-Type"] == "application/octet-stream"
-        double = ["..%2fsecret.txt", "%2e%2e/secret.txt", "..%252fsecret.txt", "//etc/passwd", "a%00b", "other.txt"]
+        double = [
+            "..%2fsecret.txt",
+            "%2e%2e/secret.txt",
+            "..%252fsecret.txt",
+            "//etc/passwd",
+            "a%00b",
+            "other.txt",
+        ]
         for path in [*map(quote, bad), *bad[:5], *double]:
             assert get(server, f"/file/0/{path.replace(' ', '%20')}")[0] == 404, path
         for path in (
@@ -207,7 +231,9 @@ def test_the_files_of_a_run_that_was_copied_are_linked(tmp_path):
         (folder / name).parent.mkdir()
         (folder / name).write_text(name)
     for name in ("profile/rank_00000.json", "memory/rank_00000.txt"):
-        write_lines(events_file(folder, 0), {"time": START, "event": "profile", "path": str(folder / name)})
+        write_lines(
+            events_file(folder, 0), {"time": START, "event": "profile", "path": str(folder / name)}
+        )
     folder.rename(tmp_path / "second")
     (tmp_path / "first" / "profile").mkdir(parents=True)
     (tmp_path / "first" / "profile" / "rank_00000.json").write_text("of another run")
@@ -225,7 +251,8 @@ def test_a_port_that_is_in_use(run):
     runs = open_runs([str(run)])
     with serving(run) as first:
         with pytest.raises(
-            ConfigurationError, match=f"port {first.server_port} is in use: choose another with --port"
+            ConfigurationError,
+            match=f"port {first.server_port} is in use: choose another with --port",
         ):
             Server(runs, port=first.server_port)
     with Server(runs) as one, Server(runs) as two:
@@ -255,7 +282,11 @@ def poll(condition):
 
 
 def test_packed_arrays_keep_what_json_has_not():
-    value = {"a": [np.array([[1.0, np.nan], [np.inf, 2.0]])], "b": float("nan"), "c": {"d": np.arange(3)}}
+    value = {
+        "a": [np.array([[1.0, np.nan], [np.inf, 2.0]])],
+        "b": float("nan"),
+        "c": {"d": np.arange(3)},
+    }
     (found,) = unpacked(packed("1", [value]))["runs"]
     assert np.array_equal(found["a"][0], value["a"][0], equal_nan=True) and found["b"] is None
     assert found["c"]["d"].tolist() == [0, 1, 2]

@@ -58,12 +58,20 @@ def test_buckets_are_those_of_numpy(tmp_path, width):
 def test_merged_records_count_with_their_steps(tmp_path, width):
     old, new = planted_records(100), planted_records(300, begin=401)
     old["step"], old["steps"] = np.arange(4, 404, 4), 4
-    compare(loaded(write_steps(tmp_path, 0, 1, np.concatenate([old, new]))), np.concatenate([old, new]), width)
+    compare(
+        loaded(write_steps(tmp_path, 0, 1, np.concatenate([old, new]))),
+        np.concatenate([old, new]),
+        width,
+    )
 
 
 @pytest.mark.parametrize("width", [8, 2 * BLOCK])
 def test_a_resumed_run_shows_the_later_records(tmp_path, width):
-    parts = [planted_records(1000), planted_records(500, 1, begin=601), planted_records(300, 2, begin=1050)]
+    parts = [
+        planted_records(1000),
+        planted_records(500, 1, begin=601),
+        planted_records(300, 2, begin=1050),
+    ]
     rank = loaded(write_steps(tmp_path, 0, 1, np.concatenate(parts)))
     compare(rank, np.concatenate([parts[0][:600], parts[1][:449], parts[2]]), width)
     # From before the first record: nothing of the past is left.
@@ -110,7 +118,10 @@ def test_the_end_of_a_damaged_file_is_left_out(tmp_path):
         file.seek(HEADER_SIZE + 50 * STEP.itemsize)
         file.write(b"\xff" * 3 * STEP.itemsize)
     rank = loaded(path)
-    assert rank.last_step == 50 and "rank_00000.steps is damaged at record 50: it is shown up to step 50" in rank.note
+    assert (
+        rank.last_step == 50
+        and "rank_00000.steps is damaged at record 50: it is shown up to step 50" in rank.note
+    )
 
 
 def with_header(path, **changes):
@@ -119,7 +130,9 @@ def with_header(path, **changes):
     path.write_bytes(json.dumps(header).encode().ljust(HEADER_SIZE) + data[HEADER_SIZE:])
 
 
-@pytest.mark.parametrize("fields", [7, [], [["o", "O"]], [["time", "U8"]], [["flags", "<f4"]], [["loss", "<u4"]]])
+@pytest.mark.parametrize(
+    "fields", [7, [], [["o", "O"]], [["time", "U8"]], [["flags", "<f4"]], [["loss", "<u4"]]]
+)
 def test_fields_of_other_types_are_refused(tmp_path, fields):
     path = write_steps(tmp_path, 0, 1, planted_records(10))
     if isinstance(fields, list) and fields:
@@ -134,7 +147,9 @@ def test_fields_of_other_types_are_refused(tmp_path, fields):
         RankSteps(path)
 
 
-@pytest.mark.parametrize("content", [b"", b"not telemetry", b"{}" * 3000, b"[" * 9000, b"null".ljust(9000)])
+@pytest.mark.parametrize(
+    "content", [b"", b"not telemetry", b"{}" * 3000, b"[" * 9000, b"null".ljust(9000)]
+)
 def test_a_foreign_file_is_refused(tmp_path, content):
     (tmp_path / "x.steps").write_bytes(content)
     with pytest.raises(ConfigurationError, match=r"x\.steps is not a telemetry file"):

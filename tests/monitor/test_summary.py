@@ -10,9 +10,22 @@ from planted_runs import START, write_lines
 from accelerate.monitor.run import open_runs
 from accelerate.monitor.sentences import advice, sentences
 from accelerate.monitor.summary import summarize
-from accelerate.telemetry.records import FLAG_FIRST, PHASES, STEP, events_file, header_bytes, steps_file
+from accelerate.telemetry.records import (
+    FLAG_FIRST,
+    PHASES,
+    STEP,
+    events_file,
+    header_bytes,
+    steps_file,
+)
 
-USUAL = {"data": 0.004, "forward": 0.028, "backward": 0.05, "communication": 0.009, "optimizer": 0.006}
+USUAL = {
+    "data": 0.004,
+    "forward": 0.028,
+    "backward": 0.05,
+    "communication": 0.009,
+    "optimizer": 0.006,
+}
 
 
 def planted(folder, edit=None, ranks=4, steps=1000, noise=0.03, seed=0, wait="backward", **seconds):
@@ -26,12 +39,17 @@ def planted(folder, edit=None, ranks=4, steps=1000, noise=0.03, seed=0, wait="ba
             records[name] = usual * np.clip(random.normal(1, noise, steps), 0.5, None)
         records["transfer"] = records["tokens"] = np.nan
         records["samples"], records["device_memory"], records["host_memory"] = 32, 9e9, 3e9
-        records["loss"] = 2 * np.exp(-3 * np.arange(steps) / steps) + 1.4 + 0.1 * random.normal(size=steps)
+        records["loss"] = (
+            2 * np.exp(-3 * np.arange(steps) / steps) + 1.4 + 0.1 * random.normal(size=steps)
+        )
         records["flags"][0] = FLAG_FIRST
         found.append(records)
     if edit:
         edit(found, random)
-    work = np.array([sum(np.nan_to_num(records[name]) for name in PHASES) for records in found], "f8") + 0.003
+    work = (
+        np.array([sum(np.nan_to_num(records[name]) for name in PHASES) for records in found], "f8")
+        + 0.003
+    )
     for rank, records in enumerate(found):
         records[wait] += work.max(axis=0) - work[rank]
         records["seconds"] = records["longest"] = work.max(axis=0)
@@ -70,7 +88,9 @@ def slower(rank, phase, seconds, start=0, stop=None):
 
 
 def everywhere(phase, seconds, start=0, stop=None, every=1):
-    return slower_all(lambda records: records[phase].__setitem__(slice(start, stop, every), seconds))
+    return slower_all(
+        lambda records: records[phase].__setitem__(slice(start, stop, every), seconds)
+    )
 
 
 def slower_all(change):
@@ -86,7 +106,9 @@ def test_two_slow_ranks_with_different_causes(tmp_path, wait):
     planted(tmp_path, edit, ranks=8, wait=wait)
     slow = {one.rank: one for one in summary_of(tmp_path).stragglers}
     assert {rank: one.phase for rank, one in slow.items()} == {3: "forward", 6: "data"}
-    assert slow[3].excess == pytest.approx(0.03, rel=0.05) and slow[6].excess == pytest.approx(0.04, rel=0.05)
+    assert slow[3].excess == pytest.approx(0.03, rel=0.05) and slow[6].excess == pytest.approx(
+        0.04, rel=0.05
+    )
     assert all(one.first == 1 and one.last == 1000 for one in slow.values())
 
 
@@ -94,10 +116,14 @@ def test_slow_ranks_of_one_machine_are_one_sentence(tmp_path):
     planted(tmp_path, slower((4, 5, 6, 7), "forward", 0.03), ranks=16)
     text = text_of(tmp_path)
     assert (
-        text.count("slow in") == 1 and "Ranks 4-7 on node1 were slow in 100 % of the steps (from 1 to 1,000)" in text
+        text.count("slow in") == 1
+        and "Ranks 4-7 on node1 were slow in 100 % of the steps (from 1 to 1,000)" in text
     )
     assert "The others wait 30 ms a step for them." in text
-    assert "Ranks 4-7 lose their time in the forward pass: look at the load, clock and temperature of node1." in text
+    assert (
+        "Ranks 4-7 lose their time in the forward pass: look at the load, clock and temperature of node1."
+        in text
+    )
 
 
 def test_one_slow_rank_of_256(tmp_path):
@@ -110,7 +136,9 @@ def test_a_rank_that_is_slow_for_a_minute_of_an_hour(tmp_path):
     planted(tmp_path, slower(2, "forward", 0.05, 18_000, 18_400), steps=36_000)
     (slow,) = summary_of(tmp_path).stragglers
     assert slow.rank == 2 and slow.share < 0.02 and slow.excess == pytest.approx(0.05, rel=0.1)
-    assert slow.first == pytest.approx(18_001, abs=16) and slow.last == pytest.approx(18_400, abs=16)
+    assert slow.first == pytest.approx(18_001, abs=16) and slow.last == pytest.approx(
+        18_400, abs=16
+    )
 
 
 def test_ranks_that_alternate_are_not_slow_ranks(tmp_path):
@@ -122,13 +150,18 @@ def test_ranks_that_alternate_are_not_slow_ranks(tmp_path):
     found = summary_of(tmp_path)
     assert found.stragglers == () and found.waiting == pytest.approx(0.02 / 0.14, rel=0.15)
     text = text_of(tmp_path)
-    assert "In about 14 % of the time ranks wait" in text and "The ranks take turns in being slow" in text
+    assert (
+        "In about 14 % of the time ranks wait" in text
+        and "The ranks take turns in being slow" in text
+    )
 
 
 def rare_peaks(phase, part, seconds):
     def edit(found, random):
         for records in found:
-            records[phase] += (random.random(len(records)) < part) * random.exponential(seconds, len(records))
+            records[phase] += (random.random(len(records)) < part) * random.exponential(
+                seconds, len(records)
+            )
 
     return edit
 
@@ -156,7 +189,9 @@ NOISE = {
 @pytest.mark.parametrize(("ranks", "steps"), [(2, 30), (8, 30), (2, 200), (8, 200), (8, 1500)])
 def test_noise_is_nobodys_fault(tmp_path, kind, ranks, steps):
     for seed in range(3):
-        planted(tmp_path / str(seed), ranks=ranks, steps=steps, seed=seed + steps + ranks, **NOISE[kind])
+        planted(
+            tmp_path / str(seed), ranks=ranks, steps=steps, seed=seed + steps + ranks, **NOISE[kind]
+        )
         found = summary_of(tmp_path / str(seed))
         assert found.stragglers == () and found.period is None
         assert "No rank stands out as slow." in sentences(found)
@@ -166,9 +201,17 @@ def test_noise_is_nobodys_fault(tmp_path, kind, ranks, steps):
 def test_a_first_step_and_three_steps_are_no_slow_rank(tmp_path):
     planted(tmp_path / "first", slower(0, "forward", 30, 0, 1), steps=200)
     found = summary_of(tmp_path / "first")
-    assert found.stragglers == () and found.period.first == found.period.last == 1 and found.period.is_first
+    assert (
+        found.stragglers == ()
+        and found.period.first == found.period.last == 1
+        and found.period.is_first
+    )
     text = text_of(tmp_path / "first")
-    assert "Step 1 was slow: 30.1 s instead of " in text and "includes its warm-up" in text and "TRY" not in text
+    assert (
+        "Step 1 was slow: 30.1 s instead of " in text
+        and "includes its warm-up" in text
+        and "TRY" not in text
+    )
     assert "(median 10" in text.split("\n")[0]
     planted(tmp_path / "three", slower(0, "forward", 30, 0, 1), steps=3)
     assert summary_of(tmp_path / "three").stragglers == ()
@@ -199,9 +242,14 @@ def test_where_the_time_goes_on_all_ranks(tmp_path, phase, seconds, every, advic
 def test_one_rank_that_saves_alone(tmp_path):
     planted(tmp_path, slower(0, "checkpoint", 0.0))
     assert "checkpoint" not in text_of(tmp_path)
-    planted(tmp_path, lambda found, _: found[0]["checkpoint"].__setitem__(slice(99, None, 100), 5.0))
+    planted(
+        tmp_path, lambda found, _: found[0]["checkpoint"].__setitem__(slice(99, None, 100), 5.0)
+    )
     text = text_of(tmp_path)
-    assert "Rank 0 on node0 was slow" in text and "wait while rank 0 saves checkpoints: save less often" in text
+    assert (
+        "Rank 0 on node0 was slow" in text
+        and "wait while rank 0 saves checkpoints: save less often" in text
+    )
 
 
 @pytest.mark.parametrize("phase", ["data", "forward"])
@@ -209,10 +257,15 @@ def test_slow_steps_in_the_middle(tmp_path, phase):
     planted(tmp_path, everywhere(phase, 0.3, 450, 550))
     found = summary_of(tmp_path)
     assert found.period.phase == phase and found.stragglers == () and not found.period.is_first
-    assert found.period.first == pytest.approx(451, abs=4) and found.period.last == pytest.approx(550, abs=4)
+    assert found.period.first == pytest.approx(451, abs=4) and found.period.last == pytest.approx(
+        550, abs=4
+    )
     assert found.period.lost == pytest.approx(30, rel=0.15)
     text = text_of(tmp_path)
-    assert "num_workers" not in text and "Look at what else ran on these machines during steps 4" in text
+    assert (
+        "num_workers" not in text
+        and "Look at what else ran on these machines during steps 4" in text
+    )
 
 
 def test_evaluations_and_restarts_cost_time_between_steps(tmp_path):
@@ -240,11 +293,17 @@ def test_evaluations_and_restarts_cost_time_between_steps(tmp_path):
         again = records[700:].copy()
         again["time"] += records["time"][799] - again["time"][0] + 90
         write(tmp_path, rank, 4, np.concatenate([records[:800], again]))
-        write_lines(events_file(tmp_path, rank), {"time": float(again["time"][0]) - 5, "event": "start", "restart": 1})
+        write_lines(
+            events_file(tmp_path, rank),
+            {"time": float(again["time"][0]) - 5, "event": "start", "restart": 1},
+        )
     found = summary_of(tmp_path)
     # 90 s until the first step of the new process, 40 of which are the evaluation, and 99 steps that were made twice.
     assert found.restarts == 1 and found.restarting == pytest.approx(90 - 40 + 99 * 0.102, rel=0.02)
-    assert "The run was restarted once, which cost 1 min 0 s with the steps that were repeated." in text_of(tmp_path)
+    assert (
+        "The run was restarted once, which cost 1 min 0 s with the steps that were repeated."
+        in text_of(tmp_path)
+    )
 
 
 def set_loss(value, start, stop=None, ranks=None):
@@ -290,9 +349,16 @@ def test_a_loss_that_is_not_known_is_not_broken(tmp_path):
 
 
 def test_a_loss_that_rises(tmp_path):
-    planted(tmp_path, slower_all(lambda records: records["loss"].__iadd__(np.maximum(0, records["step"] - 500.0))))
+    planted(
+        tmp_path,
+        slower_all(
+            lambda records: records["loss"].__iadd__(np.maximum(0, records["step"] - 500.0))
+        ),
+    )
     found = summary_of(tmp_path)
-    assert found.lowest_loss[1] == pytest.approx(480, abs=30) and "it was lowest" in text_of(tmp_path)
+    assert found.lowest_loss[1] == pytest.approx(480, abs=30) and "it was lowest" in text_of(
+        tmp_path
+    )
     planted(tmp_path)
     assert "lowest" not in text_of(tmp_path)
 
@@ -308,11 +374,20 @@ def test_hangs_and_missing_memory_come_first(tmp_path):
     after = float(records[0]["time"][-1]) + 600
     for rank in range(4):
         write_lines(
-            events_file(tmp_path, rank), {"time": after, "event": "hang", "message": "no progress\nfor 600 s."}
+            events_file(tmp_path, rank),
+            {"time": after, "event": "hang", "message": "no progress\nfor 600 s."},
         )
     for more in ({}, {"path": "memory/rank_00002.txt"}):
-        event = {"time": after, "event": "out_of_memory", "message": "tried to allocate 2 GiB", **more}
+        event = {
+            "time": after,
+            "event": "out_of_memory",
+            "message": "tried to allocate 2 GiB",
+            **more,
+        }
         write_lines(events_file(tmp_path, 2), event)
     found = summary_of(tmp_path)
-    assert sentences(found)[:2] == ["Ranks 0-3 reported a hang: no progress for 600 s.", "Rank 2 ran out of memory."]
+    assert sentences(found)[:2] == [
+        "Ranks 0-3 reported a hang: no progress for 600 s.",
+        "Rank 2 ran out of memory.",
+    ]
     assert any("accelerate plan" in text for text in advice(found))

@@ -21,11 +21,14 @@ def printed(folder, width):
     return console.file.getvalue()
 
 
-@pytest.mark.parametrize(("steps", "ranks", "width"), [(1, 1, 40), (3, 2, 60), (600, 3, 80), (600, 20, 160)])
+@pytest.mark.parametrize(
+    ("steps", "ranks", "width"), [(1, 1, 40), (3, 2, 60), (600, 3, 80), (600, 20, 160)]
+)
 def test_what_stands_out_is_first(tmp_path, steps, ranks, width):
     planted_run(tmp_path, steps, ranks, slow=ranks - 1 if steps > 10 else None)
     write_lines(
-        events_file(tmp_path, 0), {"time": START + 1e4, "event": "hang", "message": "no progress " * 50, "step": steps}
+        events_file(tmp_path, 0),
+        {"time": START + 1e4, "event": "hang", "message": "no progress " * 50, "step": steps},
     )
     lines = printed(tmp_path, width).splitlines()
     assert max(map(len, lines)) <= width

@@ -43,7 +43,9 @@ def test_the_slow_rank_is_marked(tmp_path, ranks, part, wait):
     summary = summarize(run)
     (slow,) = summary.stragglers
     assert (slow.rank, slow.phase) == (1, part) and slow.excess == pytest.approx(0.03, rel=0.05)
-    assert slow.phase_excess == pytest.approx(0.03, rel=0.05) and slow.waiting == pytest.approx(0.03, rel=0.05)
+    assert slow.phase_excess == pytest.approx(0.03, rel=0.05) and slow.waiting == pytest.approx(
+        0.03, rel=0.05
+    )
     assert slow.ratio == pytest.approx(1 + 0.03 / 0.092, rel=0.03)
     assert slow.first == pytest.approx(500, abs=12) and slow.last >= 996
     assert any(f"Rank 1 loses its time in {WORDS[part]}" in text for text in advice(summary))
@@ -73,7 +75,10 @@ def test_stragglers_need_a_window_and_an_excess():
     assert not stragglers(own / 100, step, weight).any()
     assert not stragglers(own[:1], step[:1], weight[:1]).any()
     # The lower median: one of two ranks can be slow.
-    assert stragglers(np.array([[1.0], [1.3]]), np.ones((2, 1)), np.full((2, 1), 64)).tolist() == [[False], [True]]
+    assert stragglers(np.array([[1.0], [1.3]]), np.ones((2, 1)), np.full((2, 1), 64)).tolist() == [
+        [False],
+        [True],
+    ]
 
 
 def test_throughput_is_the_sum_over_ranks(tmp_path):
@@ -117,7 +122,9 @@ def test_the_utilization_of_the_devices(tmp_path, work, flops, utilization):
         expected = math.nan if per_token is None else per_token * found.throughput / 2
         assert value == pytest.approx(expected, rel=1e-6, nan_ok=True)
     text = " ".join(sentences(found))
-    assert ("TFLOP/s" in text) == (flops is not None) and ("(MFU)" in text) == (utilization is not None)
+    assert ("TFLOP/s" in text) == (flops is not None) and ("(MFU)" in text) == (
+        utilization is not None
+    )
     assert not run.events
 
 
@@ -144,7 +151,9 @@ def test_many_ranks_share_rows(tmp_path):
     finally:
         module.MOST_ROWS = module_rows
     assert rows == [(0, 1), (2, 3), (4, 5)]
-    assert np.array_equal(own[2], shown.own[4:6].max(axis=0)) and slow[2].any() and not slow[:2].any()
+    assert (
+        np.array_equal(own[2], shown.own[4:6].max(axis=0)) and slow[2].any() and not slow[:2].any()
+    )
 
 
 def test_logged_values(tmp_path):
@@ -171,12 +180,18 @@ def test_logged_values(tmp_path):
 def test_logged_values_without_telemetry(tmp_path):
     for step in range(50):
         write_lines(
-            tmp_path / "values.jsonl", {"time": START + step, "step": step, "values": {"loss": 1 / (step + 1)}}
+            tmp_path / "values.jsonl",
+            {"time": START + step, "step": step, "values": {"loss": 1 / (step + 1)}},
         )
     run = opened(tmp_path)
     shown = view(run, pixels=10)
     assert not shown.ranks and run.last_step == 49 and not run.is_empty
-    assert shown.logged["loss"].low[0] < shown.logged["loss"].mean[0] < shown.logged["loss"].high[0] == 1
+    assert (
+        shown.logged["loss"].low[0]
+        < shown.logged["loss"].mean[0]
+        < shown.logged["loss"].high[0]
+        == 1
+    )
     assert sentences(summarize(run)) == ["No steps are recorded: `--telemetry` records them."]
 
 
@@ -193,7 +208,9 @@ def test_the_summary_says_where_the_time_went(tmp_path):
     shares = {part: round(share, 3) for part, share in summary.shares.items() if share}
     assert shares == {"data": 0.6, "forward": 0.2, "other": 0.2}
     assert summary.duration == pytest.approx(100) and summary.skipped == 100
-    assert summary.bad_loss == pytest.approx(801, abs=8) and summary.memory_growth == pytest.approx(1e9, rel=0.01)
+    assert summary.bad_loss == pytest.approx(801, abs=8) and summary.memory_growth == pytest.approx(
+        1e9, rel=0.01
+    )
     text = "\n".join([*sentences(summary), *advice(summary)])
     for part in (
         "waiting for the data loader (60",
@@ -213,8 +230,18 @@ def test_records_of_several_steps_that_end_differently(tmp_path, wait):
         ends = np.unique(np.append(np.arange(4 + rank, 1200, 5 + rank), 1199))
         merged = records[ends].copy()
         merged["steps"] = np.diff(ends, prepend=-1)
-        for name in ("seconds", "data", "forward", "backward", "communication", "optimizer", "checkpoint"):
-            merged[name] = np.add.reduceat(records[name], np.append(0, ends[:-1] + 1)) / merged["steps"]
+        for name in (
+            "seconds",
+            "data",
+            "forward",
+            "backward",
+            "communication",
+            "optimizer",
+            "checkpoint",
+        ):
+            merged[name] = (
+                np.add.reduceat(records[name], np.append(0, ends[:-1] + 1)) / merged["steps"]
+            )
         for name in ("samples", "tokens"):
             merged[name] = np.add.reduceat(records[name], np.append(0, ends[:-1] + 1))
         write_steps(tmp_path, rank, 3, merged)

@@ -24,7 +24,9 @@ class Net(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)) for _ in range(3))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)) for _ in range(3)
+        )
         self.blocks[1].requires_grad_(False)
         self.head = nn.Linear(4, 4)
         self.again = nn.Linear(4, 4)
@@ -62,7 +64,9 @@ class Blocks(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)) for _ in range(4))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)) for _ in range(4)
+        )
 
     def forward(self, x):
         for block in self.blocks:
@@ -78,14 +82,19 @@ def make(name="ddp", seed=0):
 
 def accelerator(name, **options):
     reset_states()
-    return Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATION, **LAYOUTS[name](), **options)
+    return Accelerator(
+        cpu=True, gradient_accumulation_steps=ACCUMULATION, **LAYOUTS[name](), **options
+    )
 
 
 def batches(shards, windows=4):
     """By window and micro-batch, the rows of each data shard."""
     generator = torch.Generator().manual_seed(1)
     return [
-        [[torch.randn(4, 4, generator=generator) for _ in range(shards)] for _ in range(ACCUMULATION)]
+        [
+            [torch.randn(4, 4, generator=generator) for _ in range(shards)]
+            for _ in range(ACCUMULATION)
+        ]
         for _ in range(windows)
     ]
 
@@ -116,7 +125,10 @@ def check(name):
     index, shards = run.strategy.data_shard
     expected, plain = make(name)
     averages = [run.track_average(model, decay=0.9), run.track_average(model, decay=None)]
-    wanted = [AveragedModel(expected, multi_avg_fn=get_ema_multi_avg_fn(0.9)), AveragedModel(expected)]
+    wanted = [
+        AveragedModel(expected, multi_avg_fn=get_ema_multi_avg_fn(0.9)),
+        AveragedModel(expected),
+    ]
     for number, window in enumerate(batches(shards), 1):
         train(run, model, optimizer, window, index)
         plain_train(expected, plain, window)
@@ -126,7 +138,9 @@ def check(name):
                 buffer.copy_(present)
             assert mine.updates == number
             with torch.no_grad(), mine.applied():
-                torch.testing.assert_close(model.eval()(window[0][0]), theirs.eval()(window[0][0]), rtol=0, atol=1e-8)
+                torch.testing.assert_close(
+                    model.eval()(window[0][0]), theirs.eval()(window[0][0]), rtol=0, atol=1e-8
+                )
                 compare_state(run, model, theirs.module.state_dict())
     compare_state(run, model, expected.state_dict())
 
@@ -135,7 +149,17 @@ def check(name):
 @pytest.mark.parametrize(
     "name",
     cases(
-        ["ddp", "fsdp2", "fsdp2, kept", "fsdp2, checkpointed", "fsdp2, ignored", "fsdp1", "fsdp1, flat", "tp", "pp"],
+        [
+            "ddp",
+            "fsdp2",
+            "fsdp2, kept",
+            "fsdp2, checkpointed",
+            "fsdp2, ignored",
+            "fsdp1",
+            "fsdp1, flat",
+            "tp",
+            "pp",
+        ],
         thorough=["fsdp2, kept", "fsdp2, checkpointed", "fsdp2, ignored"],
     ),
 )
@@ -210,7 +234,9 @@ def test_bf16_weights_with_masters(tmp_path):
         weights = run.get_state_dict(model)
         if run.is_main_process:
             expected = {
-                name: value.clone() if expected is None else torch.lerp(expected[name], value, 1 - 0.9)
+                name: value.clone()
+                if expected is None
+                else torch.lerp(expected[name], value, 1 - 0.9)
                 for name, value in weights.items()
             }
     with average.applied():
@@ -218,8 +244,12 @@ def test_bf16_weights_with_masters(tmp_path):
         run.save_model(model, str(tmp_path))
     after = run.get_state_dict(model)
     if run.is_main_process:
-        torch.testing.assert_close({**state, "seen": 0}, {**expected, "seen": 0}, rtol=1e-6, atol=1e-7)
-        torch.testing.assert_close(load_file(tmp_path / "model.safetensors")["head.weight"], state["head.weight"])
+        torch.testing.assert_close(
+            {**state, "seen": 0}, {**expected, "seen": 0}, rtol=1e-6, atol=1e-7
+        )
+        torch.testing.assert_close(
+            load_file(tmp_path / "model.safetensors")["head.weight"], state["head.weight"]
+        )
         torch.testing.assert_close(dict(after), dict(weights), rtol=0, atol=0)
 
 
@@ -270,7 +300,9 @@ def test_what_is_refused(tmp_path):
 
 def mean_teacher(prepare, backward, rows):
     """A frozen teacher that is prepared as well, and follows the student after each step."""
-    student, teacher = (nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)) for _ in range(2))
+    student, teacher = (
+        nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)) for _ in range(2)
+    )
     teacher.load_state_dict(student.state_dict())
     optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
     student, teacher, optimizer = prepare(student, teacher.requires_grad_(False), optimizer)

@@ -33,7 +33,9 @@ PLUGIN = FullyShardedDataParallelPlugin(fsdp_version=2)
     ],
 )
 def test_the_strategy_of_a_layout(world, sizes, plugin, expected):
-    name, arguments = choose_strategy(world, None if sizes is None else ParallelismConfig(**sizes), plugin)
+    name, arguments = choose_strategy(
+        world, None if sizes is None else ParallelismConfig(**sizes), plugin
+    )
     assert name == expected
     assert name.startswith("fsdp") == ("plugin" in arguments)
     if plugin is not None:
@@ -56,7 +58,10 @@ def test_refusals(world, sizes, plugin, named):
 
 def test_what_deepspeed_does_not_lay_out():
     check_deepspeed_layout(4, ParallelismConfig(dp_shard_size=4))
-    for sizes, named in (({"tp_size": 4}, "tp_size=4"), ({"sp_size": 2, "dp_shard_size": 2}, "sp_size=2")):
+    for sizes, named in (
+        ({"tp_size": 4}, "tp_size=4"),
+        ({"sp_size": 2, "dp_shard_size": 2}, "sp_size=2"),
+    ):
         with pytest.raises(ConfigurationError, match=f"{named} with a deepspeed_plugin"):
             check_deepspeed_layout(4, ParallelismConfig(**sizes))
     with pytest.raises(ConfigurationError, match="4 processes, but 2"):

@@ -46,7 +46,9 @@ def test_same_gradients_and_no_recompilation(regional):
     model = copy.deepcopy(plain)
     plugin = TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=regional)
     compiled = Compile(plugin).apply(model)
-    assert is_compiled_module(compiled) is not regional and has_compiled_regions(compiled) is regional
+    assert (
+        is_compiled_module(compiled) is not regional and has_compiled_regions(compiled) is regional
+    )
     x = torch.randn(3, 4)
     for _ in range(3):
         plain(x).backward()
@@ -106,7 +108,9 @@ def test_saved_names_are_those_of_the_plain_model(wrap, tmp_path):
         model.inlet = torch.compile(model.inlet, backend="eager")
     elif wrap != "plugin":
         model = wrap(model, backend="eager")
-    accelerator = Accelerator(cpu=True, dynamo_plugin=TorchDynamoPlugin(backend="eager") if wrap == "plugin" else None)
+    accelerator = Accelerator(
+        cpu=True, dynamo_plugin=TorchDynamoPlugin(backend="eager") if wrap == "plugin" else None
+    )
     model = accelerator.prepare(model)
     assert list(accelerator.get_state_dict(model)) == names
     accelerator.save_model(model, tmp_path)

@@ -90,7 +90,9 @@ def plain(make):
 def compiled(strategy, regional, backend, make):
     torch._dynamo.reset()
     counters.clear()
-    strategy.transforms = (Compile(TorchDynamoPlugin(backend=backend, use_regional_compilation=regional)),)
+    strategy.transforms = (
+        Compile(TorchDynamoPlugin(backend=backend, use_regional_compilation=regional)),
+    )
     model, optimizer = make()
     prepared = strategy.prepare(Bundle([model], [optimizer], [True]))[0]
     model = prepared.module
@@ -104,41 +106,60 @@ def compiled(strategy, regional, backend, make):
         if number == 0:
             graphs = counters["stats"]["unique_graphs"]
             assert graphs > 0, "nothing was compiled"
-    assert counters["stats"]["unique_graphs"] == graphs, (strategy.name, regional, graphs, counters["stats"])
+    assert counters["stats"]["unique_graphs"] == graphs, (
+        strategy.name,
+        regional,
+        graphs,
+        counters["stats"],
+    )
     return prepared.state_dict()
 
 
 def check(strategy, found, expected):
     for name, value in found.items():
-        torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-8, msg=f"{strategy.name} {name}")
+        torch.testing.assert_close(
+            value, expected[name], rtol=0, atol=1e-8, msg=f"{strategy.name} {name}"
+        )
     assert PartialState().process_index or len(found) == len(expected)
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.thorough), "aot_eager"])
 @pytest.mark.parametrize(
-    "layout, regional", pairs(["DDP", "FSDP2"], [False, True], usual=[("DDP", False), ("FSDP2", True)])
+    "backend", [pytest.param("eager", marks=pytest.mark.thorough), "aot_eager"]
+)
+@pytest.mark.parametrize(
+    "layout, regional",
+    pairs(["DDP", "FSDP2"], [False, True], usual=[("DDP", False), ("FSDP2", True)]),
 )
 def test_data_parallel(layout, regional, backend):
     PartialState(cpu=True)
     is_sharded = layout == "FSDP2"
     strategy = (
-        FullyShardedDataParallel(CPU, Precision(), units_of("Block")) if is_sharded else DataParallel(CPU, Precision())
+        FullyShardedDataParallel(CPU, Precision(), units_of("Block"))
+        if is_sharded
+        else DataParallel(CPU, Precision())
     )
     check(strategy, compiled(strategy, regional, backend, make), plain(make))
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("version, recompute, regional", [(1, False, False), (1, True, True), (2, True, False)])
+@pytest.mark.parametrize(
+    "version, recompute, regional", [(1, False, False), (1, True, True), (2, True, False)]
+)
 def test_losses_from_the_first_step_on(version, recompute, regional):
     PartialState(cpu=True)
     torch._dynamo.reset()
     plugin = units_of(
-        "Block", version=version, activation_checkpointing=recompute, use_orig_params=version == 1 or None
+        "Block",
+        version=version,
+        activation_checkpointing=recompute,
+        use_orig_params=version == 1 or None,
     )
     kind = FullyShardedDataParallel1 if version == 1 else FullyShardedDataParallel
     strategy = kind(CPU, Precision(), plugin)
-    strategy.transforms = (Compile(TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=regional)),)
+    strategy.transforms = (
+        Compile(TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=regional)),
+    )
     (model, optimizer), (plain, step) = make(), make()
     prepared = strategy.prepare(Bundle([model], [optimizer], [True]))[0]
     for x, _ in windows(make):

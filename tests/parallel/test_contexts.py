@@ -17,7 +17,9 @@ pytestmark = pytest.mark.usefixtures("float64")
 
 LAYOUTS = {
     "ddp": dict,
-    "ddp, unused": lambda: {"kwargs_handlers": [DistributedDataParallelKwargs(find_unused_parameters=True)]},
+    "ddp, unused": lambda: {
+        "kwargs_handlers": [DistributedDataParallelKwargs(find_unused_parameters=True)]
+    },
     "fsdp2": lambda: sharded_by_size(2),
     "fsdp1": lambda: sharded_by_size(1, use_orig_params=True),
 }
@@ -117,8 +119,13 @@ def test_equal_to_the_plain_loop_or_an_error(layout):
     case.run.step = 0
     with case.run.accumulate(first):
         case.run.backward(case.loss(0))
-    with pytest.raises(AccelerateError, match=r"in an earlier batch of this window.*accumulate\(first, second\)"):
+    with pytest.raises(
+        AccelerateError, match=r"in an earlier batch of this window.*accumulate\(first, second\)"
+    ):
         case.run.accumulate(second).__enter__()
     if layout == "fsdp2":
-        with pytest.raises(PrepareError, match="outside of the no_sync block"), case.run.no_sync(first):
+        with (
+            pytest.raises(PrepareError, match="outside of the no_sync block"),
+            case.run.no_sync(first),
+        ):
             case.run.trigger_sync_in_backward(first).__enter__()

@@ -37,12 +37,18 @@ def train(steps, **options):
     for step in range(3):
         x = torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(step))
         with_penalty = step in steps
-        run.backward(model(x[run.process_index]).square().mean() + (penalty(model) if with_penalty else 0))
-        (plain(x.flatten(0, 1)).square().mean() + (penalty(plain) if with_penalty else 0)).backward()
+        run.backward(
+            model(x[run.process_index]).square().mean() + (penalty(model) if with_penalty else 0)
+        )
+        (
+            plain(x.flatten(0, 1)).square().mean() + (penalty(plain) if with_penalty else 0)
+        ).backward()
         for each in (optimizer, expected):
             each.step()
             each.zero_grad()
-    torch.testing.assert_close(dict(module.state_dict()), dict(plain.state_dict()), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        dict(module.state_dict()), dict(plain.state_dict()), rtol=0, atol=1e-12
+    )
 
 
 @on_ranks(2)

@@ -47,7 +47,9 @@ LAYOUTS = {
     "tp": lambda: sized({"body.0": "colwise", "body.2": "rowwise"}, tp_size=2),
     "hsdp": lambda: sharded(2) | sized(dp_replicate_size=2, dp_shard_size=2),
 }
-everywhere = pytest.mark.parametrize("name", cases(["ddp", "fsdp2", "fsdp1", "fsdp1, flat", "tp"], ["fsdp1, flat"]))
+everywhere = pytest.mark.parametrize(
+    "name", cases(["ddp", "fsdp2", "fsdp1", "fsdp1, flat", "tp"], ["fsdp1, flat"])
+)
 
 
 def make():
@@ -67,7 +69,9 @@ def check_training(name):
         parts = [torch.randn(4, 4, generator=generator) for _ in range(shards)]
         with torch.no_grad():
             found = model.encode(parts[index], times=2)["code"]
-            torch.testing.assert_close(found, expected.encode(parts[index], times=2)["code"], rtol=0, atol=1e-8)
+            torch.testing.assert_close(
+                found, expected.encode(parts[index], times=2)["code"], rtol=0, atol=1e-8
+            )
         if step % 2:
             run.backward(model.encode(parts[index])["code"].square().mean())
         else:
@@ -148,7 +152,10 @@ def test_what_is_not_registered_and_what_is_not_there():
         run.prepare(make()[1], forward_methods=["encode"])
     model, _ = run.prepare(*make())
     assert model.describe() == "7 parameters"
-    with torch.no_grad(), pytest.raises(PrepareError, match=r"Net\.encode .*forward_methods=\['encode'\]"):
+    with (
+        torch.no_grad(),
+        pytest.raises(PrepareError, match=r"Net\.encode .*forward_methods=\['encode'\]"),
+    ):
         model.encode(torch.ones(2, 4))
     # As before.
     assert model(torch.ones(2, 4)).shape == (2, 4)

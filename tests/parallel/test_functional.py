@@ -29,14 +29,22 @@ def own_parameters(model, x):
 
 
 def other_parameters(model, x):
-    return functional_call(model, {name: p * 0.5 for name, p in model.named_parameters()}, (x,)).square().mean()
+    return (
+        functional_call(model, {name: p * 0.5 for name, p in model.named_parameters()}, (x,))
+        .square()
+        .mean()
+    )
 
 
 def two_steps(model, x):
     """As meta learning: the gradient of a step."""
     parameters = dict(model.named_parameters())
-    gradients = torch.autograd.grad(model(x).square().mean(), list(parameters.values()), create_graph=True)
-    stepped = {name: p - 0.1 * g for (name, p), g in zip(parameters.items(), gradients, strict=True)}
+    gradients = torch.autograd.grad(
+        model(x).square().mean(), list(parameters.values()), create_graph=True
+    )
+    stepped = {
+        name: p - 0.1 * g for (name, p), g in zip(parameters.items(), gradients, strict=True)
+    }
     return functional_call(model, stepped, (x,)).square().mean()
 
 
@@ -56,7 +64,15 @@ def forward_mode(model, x):
     return model(x).square().mean() + jvp(model, (x,), (torch.ones_like(x),))[1].square().mean()
 
 
-FUNCTIONS = [own_parameters, other_parameters, two_steps, each_sample, input_gradient, jacobian, forward_mode]
+FUNCTIONS = [
+    own_parameters,
+    other_parameters,
+    two_steps,
+    each_sample,
+    input_gradient,
+    jacobian,
+    forward_mode,
+]
 TRANSFORMS = FUNCTIONS[3:]
 # vmap needs torch 2.13: before, the backward finds parameters that are not gathered.
 FSDP2 = [own_parameters] if is_torch_version("<", "2.13") else [own_parameters, each_sample]
@@ -104,6 +120,8 @@ def test_equal_or_refused(layout):
             compare(layout, function)
             continue
         # Sharded parameters are not in the graph of a forward: torch says that.
-        cause = r"create_graph|used in the graph" if function is two_steps else r"torch\.func|functorch"
+        cause = (
+            r"create_graph|used in the graph" if function is two_steps else r"torch\.func|functorch"
+        )
         with pytest.raises((PrepareError, RuntimeError), match=cause):
             compare(layout, function)

@@ -16,7 +16,11 @@ from accelerate.parallel.deepspeed.state import GatheredParameters
 
 def test_plain_parameters_are_whole_already() -> None:
     parameter = torch.nn.Parameter(torch.ones(2))
-    with GatheredParameters(parameter, modifier_rank=0), GatheredParameters([parameter]), GatheredParameters([]):
+    with (
+        GatheredParameters(parameter, modifier_rank=0),
+        GatheredParameters([parameter]),
+        GatheredParameters([]),
+    ):
         parameter.data.fill_(3)
     assert parameter.tolist() == [3, 3]
 

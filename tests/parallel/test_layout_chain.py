@@ -30,12 +30,20 @@ MICRO = PipelineParallelConfig(num_microbatches=2)
 RING = TorchContextParallelConfig("alltoall")
 # In the order of the run: sizes and options, the form of FSDP state or None, the data shards of ranks 0 to 3.
 LAYOUTS = {
-    "cp x fsdp": ({"cp_size": 2, "dp_shard_size": 2, "cp_handler": RING}, "SHARDED_STATE_DICT", (0, 0, 1, 1)),
+    "cp x fsdp": (
+        {"cp_size": 2, "dp_shard_size": 2, "cp_handler": RING},
+        "SHARDED_STATE_DICT",
+        (0, 0, 1, 1),
+    ),
     "pp x tp": ({"pp_size": 2, "tp_size": 2, "pp_handler": MICRO}, None, (0, 0, 0, 0)),
     "hsdp": ({"dp_replicate_size": 2, "dp_shard_size": 2}, "FULL_STATE_DICT", (0, 1, 2, 3)),
     "pp x dp": ({"pp_size": 2, "dp_replicate_size": 2, "pp_handler": MICRO}, None, (0, 1, 0, 1)),
     "fsdp x tp": ({"dp_shard_size": 2, "tp_size": 2}, "SHARDED_STATE_DICT", (0, 0, 1, 1)),
-    "pp x fsdp": ({"pp_size": 2, "dp_shard_size": 2, "pp_handler": MICRO}, "SHARDED_STATE_DICT", (0, 1, 0, 1)),
+    "pp x fsdp": (
+        {"pp_size": 2, "dp_shard_size": 2, "pp_handler": MICRO},
+        "SHARDED_STATE_DICT",
+        (0, 1, 0, 1),
+    ),
     "dp x tp": ({"dp_replicate_size": 2, "tp_size": 2}, None, (0, 0, 1, 1)),
     "one process": ({}, None, (0,)),
 }
@@ -46,7 +54,9 @@ class Sequences(Dataset):
 
     def __init__(self):
         shape = (BATCH * ACCUMULATION * STEPS * len(LAYOUTS), LENGTH + 1)
-        self.tokens = torch.randint(CONFIG.vocabulary, shape, generator=torch.Generator().manual_seed(1))
+        self.tokens = torch.randint(
+            CONFIG.vocabulary, shape, generator=torch.Generator().manual_seed(1)
+        )
 
     def __len__(self):
         return len(self.tokens)
@@ -81,8 +91,13 @@ def plain_run():
             optimizer.zero_grad()
             if len(norms) % STEPS == 0:
                 copy = {name: value.clone() for name, value in model.state_dict().items()}
-                entries = {key: {k: v.clone() for k, v in entry.items()} for key, entry in optimizer.state.items()}
-                own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+                entries = {
+                    key: {k: v.clone() for k, v in entry.items()}
+                    for key, entry in optimizer.state.items()
+                }
+                own = [
+                    parameter for group in optimizer.param_groups for parameter in group["params"]
+                ]
                 rates = [group["lr"] for group in optimizer.param_groups]
                 states.append((copy, [entries[parameter] for parameter in own], rates))
     return states, norms, losses
@@ -133,7 +148,9 @@ def check(what, accelerator, model, optimizer, expected):
         own = accelerator.prepared_model(model).optimizer_state_dict(optimizer.optimizer)
     else:
         state, own = model.state_dict(), optimizer.state_dict()
-    assert torch.allclose(torch.tensor([g["lr"] for g in optimizer.param_groups]), torch.tensor(rates)), what
+    assert torch.allclose(
+        torch.tensor([g["lr"] for g in optimizer.param_groups]), torch.tensor(rates)
+    ), what
     compare(state, parameters, what=what)
     if accelerator.is_main_process:
         compare(own["state"], enumerate(entries), what=what)
@@ -142,12 +159,20 @@ def check(what, accelerator, model, optimizer, expected):
 def check_reading(what, accelerator, loader, shards):
     """Ranks with the same data shard read the same samples and draw the same numbers; others read and draw others."""
     set_seed(3, device_specific=True)
-    mine = (accelerator.strategy.data_shard[0], next(iter(loader))["input_ids"].tolist(), torch.rand(()).item())
+    mine = (
+        accelerator.strategy.data_shard[0],
+        next(iter(loader))["input_ids"].tolist(),
+        torch.rand(()).item(),
+    )
     found = all_ranks(mine)
-    assert tuple(shard for shard, _, _ in found) == shards, f"{what}: {[shard for shard, _, _ in found]}"
+    assert tuple(shard for shard, _, _ in found) == shards, (
+        f"{what}: {[shard for shard, _, _ in found]}"
+    )
     for one, (_, samples, drawn) in zip(shards, found, strict=True):
         for other, (_, others, redrawn) in zip(shards, found, strict=True):
-            assert (samples == others) == (drawn == redrawn) == (one == other), f"{what}: {one}, {other}: {found}"
+            assert (samples == others) == (drawn == redrawn) == (one == other), (
+                f"{what}: {one}, {other}: {found}"
+            )
 
 
 def run_layout(place, what, folder, plain, precision):
@@ -172,7 +197,9 @@ def run_layout(place, what, folder, plain, precision):
         assert 0 < near < 0.05, f"{what} in bf16: losses are off by {near}"
         return
     assert near <= 1e-8, f"{what}: losses are off by {near}"
-    assert max(abs(one - other) for one, other in zip(found[0], norms, strict=True)) <= 1e-8, f"{what}: {found[0]}"
+    assert max(abs(one - other) for one, other in zip(found[0], norms, strict=True)) <= 1e-8, (
+        f"{what}: {found[0]}"
+    )
     check(what, accelerator, model, optimizer, states[place])
     if len(shards) > 1:
         check_reading(what, accelerator, loader, shards)
@@ -215,7 +242,10 @@ def drop(what, folder):
     found = all_ranks(dropout.kept)
     for one, masks in zip(shards, found, strict=True):
         for other, others in zip(shards, found, strict=True):
-            assert len(masks) == 6 and [a == b for a, b in zip(masks, others, strict=True)] == [one == other] * 6, what
+            assert (
+                len(masks) == 6
+                and [a == b for a, b in zip(masks, others, strict=True)] == [one == other] * 6
+            ), what
 
 
 def run_chain(names, folder, precision):

@@ -32,7 +32,11 @@ LAYOUTS = {
     "fsdp x tp": ({"dp_shard_size": 2, "tp_size": 2}, True, {}),
     "hsdp": ({"dp_replicate_size": 2, "dp_shard_size": 2}, True, {}),
     "tp": ({"tp_size": 4}, False, {}),
-    "tp, sequence and loss": ({"tp_size": 4}, False, {"sequence_parallel": True, "loss_parallel": True}),
+    "tp, sequence and loss": (
+        {"tp_size": 4},
+        False,
+        {"sequence_parallel": True, "loss_parallel": True},
+    ),
     "fsdp x tp, sequence": ({"dp_shard_size": 2, "tp_size": 2}, True, {"sequence_parallel": True}),
     "fsdp x tp, loss": ({"dp_shard_size": 2, "tp_size": 2}, True, {"loss_parallel": True}),
     "fsdp": ({"dp_shard_size": 4}, True, {}),
@@ -89,14 +93,20 @@ def start(layout, precision="no", compiled=False):
     """A fresh Accelerator in this layout; the process group stays."""
     reset_states()
     sizes, fsdp, options = layout
-    parallelism = ParallelismConfig(**sizes, tp_handler=TorchTensorParallelConfig(**options)) if sizes else None
+    parallelism = (
+        ParallelismConfig(**sizes, tp_handler=TorchTensorParallelConfig(**options))
+        if sizes
+        else None
+    )
     return Accelerator(
         cpu=True,
         mixed_precision=precision,
         gradient_accumulation_steps=ACCUMULATION,
         parallelism_config=parallelism,
         fsdp_plugin=units_of("Block") if fsdp else None,
-        dynamo_plugin=TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=True) if compiled else None,
+        dynamo_plugin=TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=True)
+        if compiled
+        else None,
     )
 
 
@@ -118,7 +128,11 @@ def train(accelerator, parts, steps=STEPS, inside=True):
             break
         with accelerator.accumulate(model):
             loss = loss_of(model, batch, inside)
-            mean = accelerator.gather_for_metrics(loss.detach().reshape(1)) if inside else loss.detach()
+            mean = (
+                accelerator.gather_for_metrics(loss.detach().reshape(1))
+                if inside
+                else loss.detach()
+            )
             losses.append(mean.mean())
             accelerator.backward(loss)
             if accelerator.sync_gradients:
@@ -131,7 +145,9 @@ def train(accelerator, parts, steps=STEPS, inside=True):
 
 def check_share(accelerator, model, what):
     """What this rank holds of the model, in parameters: its part of all that is split or sharded, and the norms."""
-    held = sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in model.parameters())
+    held = sum(
+        p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in model.parameters()
+    )
     whole = sum(p.numel() for p in model.parameters())
     layout = accelerator.parallelism_config
     ranks = layout.dp_shard_size * layout.tp_size
@@ -145,10 +161,14 @@ def check_overflow(what, accelerator, model, optimizer):
     before = [local(parameter).clone() for parameter in model.parameters()]
     accelerator.backward(model(Sequences().tokens[:4, :-1]).square().mean())
     if accelerator.process_index == 3:
-        local(next(p for p in reversed(list(model.parameters())) if local(p).numel()).grad).fill_(float("inf"))
+        local(next(p for p in reversed(list(model.parameters())) if local(p).numel()).grad).fill_(
+            float("inf")
+        )
     optimizer.step()
     assert accelerator.optimizer_step_was_skipped, what
-    assert all(torch.equal(local(p), former) for p, former in zip(model.parameters(), before, strict=True)), what
+    assert all(
+        torch.equal(local(p), former) for p, former in zip(model.parameters(), before, strict=True)
+    ), what
 
 
 def local(tensor):
@@ -203,7 +223,9 @@ def test_what_one_layout_has_saved_another_loads(into, tmp_path):
     accelerator.load_state(tmp_path)
     model, optimizer = parts[0], parts[1].optimizer
     compare_state(accelerator, model, expected)
-    own = accelerator.prepared_model(model).optimizer_state_dict(getattr(optimizer, "optimizer", optimizer))
+    own = accelerator.prepared_model(model).optimizer_state_dict(
+        getattr(optimizer, "optimizer", optimizer)
+    )
     if accelerator.is_main_process:
         torch.testing.assert_close(own["state"], saved["state"], rtol=0, atol=0)
         assert own["param_groups"][0]["lr"] == saved["param_groups"][0]["lr"]
@@ -219,7 +241,9 @@ def test_compiled():
     parts = prepared(accelerator, seed=accelerator.process_index)
     train(accelerator, parts, steps=1)
     graphs = counters["stats"]["unique_graphs"]
-    train(accelerator, (*parts[:-1], accelerator.skip_first_batches(parts[-1], ACCUMULATION)), steps=2)
+    train(
+        accelerator, (*parts[:-1], accelerator.skip_first_batches(parts[-1], ACCUMULATION)), steps=2
+    )
     assert graphs > 0 and counters["stats"]["unique_graphs"] == graphs, counters["stats"]
     compare_state(accelerator, parts[0], expected)
 

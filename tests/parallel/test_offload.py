@@ -18,7 +18,11 @@ from accelerate.core.errors import ConfigurationError, PrepareError
 from accelerate.parallel.activation import ActivationOffload, SavedInHostMemory, _InHostMemory
 from accelerate.parallel.optimizer_offload import StreamedState, offload_state
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.utils import FullyShardedDataParallelPlugin, OptimizerOffloadKwargs, is_torch_version
+from accelerate.utils import (
+    FullyShardedDataParallelPlugin,
+    OptimizerOffloadKwargs,
+    is_torch_version,
+)
 
 pytestmark = pytest.mark.usefixtures("float64")
 STEPS = 4
@@ -26,7 +30,9 @@ STEPS = 4
 
 def build():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
+    return nn.Sequential(
+        nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3)
+    )
 
 
 def batches():
@@ -47,18 +53,26 @@ def plain():
 def options(layout):
     if layout == "ddp":
         return {}
-    return {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2, activation_checkpointing=False)}
+    return {
+        "fsdp_plugin": FullyShardedDataParallelPlugin(
+            fsdp_version=2, activation_checkpointing=False
+        )
+    }
 
 
 @on_ranks(1, 2)
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
 def test_both_options_train_as_a_plain_loop_and_say_what_they_do(layout, nproc):
     handlers = [OptimizerOffloadKwargs()] if layout == "ddp" else []
-    accelerator = Accelerator(cpu=True, transforms=["activation_offload"], kwargs_handlers=handlers, **options(layout))
+    accelerator = Accelerator(
+        cpu=True, transforms=["activation_offload"], kwargs_handlers=handlers, **options(layout)
+    )
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     model, optimizer = accelerator.prepare(model, optimizer)
-    rows = slice(accelerator.process_index * 8 // nproc, (accelerator.process_index + 1) * 8 // nproc)
+    rows = slice(
+        accelerator.process_index * 8 // nproc, (accelerator.process_index + 1) * 8 // nproc
+    )
     for x, y in zip(*batches(), strict=True):
         accelerator.backward(nn.functional.mse_loss(model(x[rows]), y[rows]))
         optimizer.step()
@@ -66,7 +80,10 @@ def test_both_options_train_as_a_plain_loop_and_say_what_they_do(layout, nproc):
     for name, value in accelerator.get_state_dict(model).items():
         torch.testing.assert_close(value, plain()[name].detach(), rtol=0, atol=1e-8)
     report = accelerator.explain()
-    assert report.find("run", "activation_offload") == "nothing to do: on the CPU activations are in host memory"
+    assert (
+        report.find("run", "activation_offload")
+        == "nothing to do: on the CPU activations are in host memory"
+    )
     if handlers:
         assert report.find("run", "optimizer_offload") == "given"
 
@@ -173,7 +190,9 @@ def test_a_step_in_chunks_is_the_step(kind, monkeypatch):
             optimizer.zero_grad()
         if chunk is not None:
             streamed = optimizer._streamed_state
-            assert streamed.arrived == streamed.left == ([1] * 6 if chunk == 1 else [2, 2, 2]) * STEPS
+            assert (
+                streamed.arrived == streamed.left == ([1] * 6 if chunk == 1 else [2, 2, 2]) * STEPS
+            )
         found.append((list(model.parameters()), optimizer.state_dict()))
     for parameters, state in found[1:]:
         for own, right in zip(parameters, found[0][0], strict=True):
@@ -183,14 +202,21 @@ def test_a_step_in_chunks_is_the_step(kind, monkeypatch):
 
 
 def test_what_cannot_be_offloaded_is_an_error():
-    with pytest.raises(PrepareError, match=r"the step of LBFGS is not known .* Use one of ASGD, Adadelta"):
+    with pytest.raises(
+        PrepareError, match=r"the step of LBFGS is not known .* Use one of ASGD, Adadelta"
+    ):
         offload_state(torch.optim.LBFGS(build().parameters()))
     with pytest.raises(ConfigurationError, match="chunk_size=0"):
         OptimizerOffloadKwargs(chunk_size=0)
     for arguments, message in [
-        ({"dynamo_backend": "eager"}, "ActivationOffload does not work with dynamo_backend='eager'|EAGER"),
+        (
+            {"dynamo_backend": "eager"},
+            "ActivationOffload does not work with dynamo_backend='eager'|EAGER",
+        ),
     ]:
         with pytest.raises(ConfigurationError, match=message):
             Accelerator(cpu=True, transforms=["activation_offload"], **arguments)
-    with pytest.raises(ConfigurationError, match=r"registers a transform 'activation_ofload'.*activation_offload"):
+    with pytest.raises(
+        ConfigurationError, match=r"registers a transform 'activation_ofload'.*activation_offload"
+    ):
         Accelerator(cpu=True, transforms=["activation_ofload"])

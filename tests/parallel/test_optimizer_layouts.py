@@ -21,7 +21,10 @@ from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import PartialState
 
 STEPS, BATCH, WIDTH, WORDS = 3, 8, 5, 11
-UNITS = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_cls_names_to_wrap": ["Block", "Embedding"]}
+UNITS = {
+    "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+    "transformer_cls_names_to_wrap": ["Block", "Embedding"],
+}
 
 
 class Block(nn.Module):
@@ -105,7 +108,9 @@ class Lion(torch.optim.Optimizer):
 
 def adafactor_of_transformers(parameters):
     optimization = pytest.importorskip("transformers.optimization")
-    return optimization.Adafactor(parameters, lr=0.01, scale_parameter=True, relative_step=False, beta1=0.9)
+    return optimization.Adafactor(
+        parameters, lr=0.01, scale_parameter=True, relative_step=False, beta1=0.9
+    )
 
 
 ELEMENTWISE = {
@@ -134,7 +139,12 @@ PAIRS = [
 LAYOUTS = {"fsdp1": 2, "fsdp2": 2, "fsdp1 flat": 2, "ddp": 2, "tp": 2, "fsdp2 x tp": 4}
 USUAL = ("fsdp1", "fsdp2")
 CASES = [
-    pytest.param(layout, nproc, case, marks=() if layout in USUAL and case != "unused" else pytest.mark.thorough)
+    pytest.param(
+        layout,
+        nproc,
+        case,
+        marks=() if layout in USUAL and case != "unused" else pytest.mark.thorough,
+    )
     for layout, nproc in LAYOUTS.items()
     for case in dict.fromkeys(case for case, _ in PAIRS)
     # Under these layouts all ranks must use the same parameters, under FSDP1 all of them in each step.
@@ -187,7 +197,9 @@ def plain(case, name, parts):
         return loss
 
     train(model, optimizer, loss_and_backward)
-    return {key: value.detach().clone() for key, value in model.state_dict().items()}, optimizer.state_dict()
+    return {
+        key: value.detach().clone() for key, value in model.state_dict().items()
+    }, optimizer.state_dict()
 
 
 def start(layout):
@@ -200,7 +212,9 @@ def start(layout):
         "fsdp2": {"fsdp_plugin": Plugin(fsdp_version=2, **UNITS)},
         "fsdp2 x tp": {
             "fsdp_plugin": Plugin(fsdp_version=2, **UNITS),
-            "parallelism_config": ParallelismConfig(dp_shard_size=world // 2, tp_size=2) if world > 2 else None,
+            "parallelism_config": ParallelismConfig(dp_shard_size=world // 2, tp_size=2)
+            if world > 2
+            else None,
         },
         "tp": {"parallelism_config": ParallelismConfig(tp_size=world)},
     }[layout]

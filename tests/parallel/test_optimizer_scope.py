@@ -10,7 +10,12 @@ import torch
 from torch import nn
 
 from accelerate.core.errors import PrepareError
-from accelerate.parallel.optimizer_scope import Scope, find_scope, refuse_flat_shards, refuse_model_scope
+from accelerate.parallel.optimizer_scope import (
+    Scope,
+    find_scope,
+    refuse_flat_shards,
+    refuse_model_scope,
+)
 
 
 class Renamed(torch.optim.AdamW):
@@ -53,9 +58,13 @@ def test_scope(kind: Any, scope: Scope) -> None:
 
 
 def test_refusals_name_the_optimizer_and_the_remedy() -> None:
-    with pytest.raises(PrepareError, match=r"Muon needs entire tensors.*FSDP1.*Set fsdp_version=2, or"):
+    with pytest.raises(
+        PrepareError, match=r"Muon needs entire tensors.*FSDP1.*Set fsdp_version=2, or"
+    ):
         refuse_flat_shards(torch.optim.Muon(matrices()), "FSDP1", "set fsdp_version=2")
-    with pytest.raises(PrepareError, match=r"LBFGS combines values of all its parameters.*pp_size.*use another"):
+    with pytest.raises(
+        PrepareError, match=r"LBFGS combines values of all its parameters.*pp_size.*use another"
+    ):
         refuse_model_scope(torch.optim.LBFGS(matrices()), "pp_size", "use another")
     refuse_model_scope(torch.optim.Muon(matrices()), "pp_size", "use another")
     with pytest.warns(UserWarning, match=r"Own.*supports_sharded_parameters"):

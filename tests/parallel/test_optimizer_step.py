@@ -39,7 +39,10 @@ def make(mesh: DeviceMesh | None) -> list[nn.Parameter]:
     if mesh is None:
         return [*(nn.Parameter(value) for value in values), plain]
     places = [(Shard(0),), (Replicate(),), (Replicate(),)]
-    laid_out = (DTensor.from_local(v, mesh, place, run_check=False) for v, place in zip(values, places, strict=True))
+    laid_out = (
+        DTensor.from_local(v, mesh, place, run_check=False)
+        for v, place in zip(values, places, strict=True)
+    )
     return [*(nn.Parameter(tensor) for tensor in laid_out), plain]
 
 
@@ -48,7 +51,9 @@ def give_gradients(parameters: list[nn.Parameter], number: int) -> None:
     for parameter in parameters:
         value = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
         if isinstance(parameter, DTensor):
-            value = DTensor.from_local(value, parameter.device_mesh, parameter.placements, run_check=False)
+            value = DTensor.from_local(
+                value, parameter.device_mesh, parameter.placements, run_check=False
+            )
         parameter.grad = value
 
 
@@ -57,13 +62,17 @@ def whole(value: Any) -> Any:
 
 
 def assert_same(own: torch.optim.Optimizer, plain: torch.optim.Optimizer) -> None:
-    for mine, theirs in zip(own.param_groups[0]["params"], plain.param_groups[0]["params"], strict=True):
+    for mine, theirs in zip(
+        own.param_groups[0]["params"], plain.param_groups[0]["params"], strict=True
+    ):
         torch.testing.assert_close(whole(mine), theirs, rtol=0, atol=0)
         assert own.state[mine].keys() == plain.state[theirs].keys()
         for name, value in own.state[mine].items():
             if isinstance(value, torch.Tensor):
                 is_number = name in ("step", "mu", "eta", "mu_product")
-                assert isinstance(value, DTensor) is (isinstance(mine, DTensor) and not is_number), name
+                assert isinstance(value, DTensor) is (
+                    isinstance(mine, DTensor) and not is_number
+                ), name
                 torch.testing.assert_close(whole(value), plain.state[theirs][name], rtol=0, atol=0)
     assert len(own.state) == len(plain.state)
 
@@ -89,7 +98,9 @@ def test_values_are_those_of_plain_torch(kind: type, mesh: DeviceMesh) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_values_with_hooks_and_closures_are_those_of_plain_torch(kind: type, mesh: DeviceMesh) -> None:
+def test_values_with_hooks_and_closures_are_those_of_plain_torch(
+    kind: type, mesh: DeviceMesh
+) -> None:
     own, plain = (kind(make(where), lr=0.01, foreach=True) for where in (mesh, None))
     step_locally(own)
     calls = []
@@ -127,7 +138,9 @@ def test_hooks_and_closures_see_the_parameters_that_they_know(mesh: DeviceMesh) 
     assert seen == [[id(parameter) for parameter in parameters]] * 2
 
 
-def test_a_step_that_raises_leaves_everything_in_its_place(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_raises_leaves_everything_in_its_place(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
     own = torch.optim.AdamW(make(mesh))
     step_locally(own)
     parameters = list(own.param_groups[0]["params"])
@@ -153,9 +166,14 @@ WHOLE = {
 def matrices(mesh: DeviceMesh | None) -> list[nn.Parameter]:
     """Split ones, and a plain one beside them."""
     generator = torch.Generator().manual_seed(0)
-    values = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in [(6, 4), (3, 5), (2, 2)]]
+    values = [
+        torch.randn(shape, generator=generator, dtype=torch.float64)
+        for shape in [(6, 4), (3, 5), (2, 2)]
+    ]
     if mesh is not None:
-        values[:2] = [DTensor.from_local(value, mesh, [Shard(0)], run_check=False) for value in values[:2]]
+        values[:2] = [
+            DTensor.from_local(value, mesh, [Shard(0)], run_check=False) for value in values[:2]
+        ]
     return [nn.Parameter(value) for value in values]
 
 
@@ -173,7 +191,9 @@ def closure_of(optimizer: Any, parameters: list[nn.Parameter], number: int) -> A
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_values_of_unsharded_steps_are_those_of_plain_torch(name: str, mesh: DeviceMesh) -> None:
-    both = [(WHOLE[name](parameters), parameters) for parameters in (matrices(mesh), matrices(None))]
+    both = [
+        (WHOLE[name](parameters), parameters) for parameters in (matrices(mesh), matrices(None))
+    ]
     own, plain = both[0][0], both[1][0]
     before = torch.optim.lr_scheduler.StepLR(own, 2)
     step_unsharded(own)
@@ -192,7 +212,9 @@ def test_values_of_unsharded_steps_are_those_of_plain_torch(name: str, mesh: Dev
         assert own.state[mine].keys() == plain.state[theirs].keys()
         for key, value in own.state[mine].items():
             if isinstance(value, torch.Tensor):
-                assert isinstance(value, DTensor) is (isinstance(mine, DTensor) and value.shape == mine.shape), key
+                assert isinstance(value, DTensor) is (
+                    isinstance(mine, DTensor) and value.shape == mine.shape
+                ), key
                 assert torch.equal(whole(value), plain.state[theirs][key]), key
     assert len(own.state) == len(plain.state)
     before.step()
@@ -204,8 +226,12 @@ def test_hooks_see_the_parameters_and_an_error_leaves_them_in_place(mesh: Device
     own = torch.optim.Muon(parameters)
     step_unsharded(own)
     seen: list[list[int]] = []
-    own.register_step_pre_hook(lambda one, *_: seen.append(list(map(id, one.param_groups[0]["params"]))))
-    own.register_step_post_hook(lambda one, *_: seen.append(list(map(id, one.param_groups[0]["params"]))))
+    own.register_step_pre_hook(
+        lambda one, *_: seen.append(list(map(id, one.param_groups[0]["params"])))
+    )
+    own.register_step_post_hook(
+        lambda one, *_: seen.append(list(map(id, one.param_groups[0]["params"])))
+    )
     closure_of(own, parameters, 0)()
     own.step()
     assert seen == [[id(parameter) for parameter in parameters]] * 2
@@ -214,7 +240,9 @@ def test_hooks_see_the_parameters_and_an_error_leaves_them_in_place(mesh: Device
         own.step()
     assert all(a is b for a, b in zip(own.param_groups[0]["params"], parameters, strict=True))
     assert {id(key) for key in own.state} == {id(parameter) for parameter in parameters}
-    assert all(isinstance(own.state[parameter]["momentum_buffer"], DTensor) for parameter in parameters[:2])
+    assert all(
+        isinstance(own.state[parameter]["momentum_buffer"], DTensor) for parameter in parameters[:2]
+    )
 
 
 def test_only_unknown_optimizers_warn_and_nothing_is_kept(mesh: DeviceMesh) -> None:
@@ -222,7 +250,11 @@ def test_only_unknown_optimizers_warn_and_nothing_is_kept(mesh: DeviceMesh) -> N
         def step(self, closure: Any = None) -> None:
             super().step(closure)
 
-    for kind, warned in ((torch.optim.AdamW, False), (torch.optim.Adafactor, False), (Unknown, True)):
+    for kind, warned in (
+        (torch.optim.AdamW, False),
+        (torch.optim.Adafactor, False),
+        (Unknown, True),
+    ):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             optimizer = kind(make(mesh))

@@ -32,9 +32,12 @@ LOSSES = {
     "squares": lambda model, x: (
         model(x).square().mean() + 0.1 * sum(gathered(p.square().sum()) for p in model.parameters())
     ),
-    "before": lambda model, x: 0.1 * sum(gathered(p.norm()) for p in model.parameters()) + model(x).square().mean(),
+    "before": lambda model, x: (
+        0.1 * sum(gathered(p.norm()) for p in model.parameters()) + model(x).square().mean()
+    ),
     "stacked": lambda model, x: (
-        model(x).square().mean() - 0.1 * torch.stack([gathered(p.abs().mean()) for p in model.parameters()]).sum()
+        model(x).square().mean()
+        - 0.1 * torch.stack([gathered(p.abs().mean()) for p in model.parameters()]).sum()
     ),
 }
 
@@ -70,7 +73,9 @@ def test_equals_the_plain_loop(layout):
     for loss in LOSSES:
         compare(layout, loss)
     if layout in ("fsdp2", "tp"):
-        LOSSES["sharded"] = lambda model, x: model(x).square().mean() + sum(p.norm() for p in model.parameters())
+        LOSSES["sharded"] = lambda model, x: (
+            model(x).square().mean() + sum(p.norm() for p in model.parameters())
+        )
         with pytest.raises(PrepareError, match=r"the loss is a DTensor.*full_tensor"):
             compare(layout, "sharded")
         del LOSSES["sharded"]

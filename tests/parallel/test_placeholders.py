@@ -6,7 +6,12 @@ import torch
 
 from accelerate import Accelerator
 from accelerate.core.errors import PrepareError
-from accelerate.utils import DummyOptim, DummyScheduler, MegatronLMDummyDataLoader, MegatronLMDummyScheduler
+from accelerate.utils import (
+    DummyOptim,
+    DummyScheduler,
+    MegatronLMDummyDataLoader,
+    MegatronLMDummyScheduler,
+)
 
 OPTIMIZER = DummyOptim([])
 ALL = [
@@ -20,7 +25,9 @@ ALL = [
 @pytest.mark.parametrize("placeholder", ALL, ids=lambda obj: type(obj).__name__)
 def test_without_the_engine(placeholder):
     accelerator = Accelerator(cpu=True)
-    with pytest.raises(PrepareError, match=f"{type(placeholder).__name__} trains nothing in this run: it"):
+    with pytest.raises(
+        PrepareError, match=f"{type(placeholder).__name__} trains nothing in this run: it"
+    ):
         accelerator.prepare(torch.nn.Linear(2, 2), placeholder)
 
 

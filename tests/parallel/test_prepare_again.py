@@ -42,7 +42,9 @@ def test_gradients_of_other_parameters_are_averaged(change, wrapper):
     inputs = torch.randn(2, 3, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     run.backward(prepared(inputs[run.process_index]).square().mean())
     found = [parameter.grad for parameter in model.parameters()]
-    expected = torch.autograd.grad(sum(model(rows).square().mean() for rows in inputs) / 2, list(model.parameters()))
+    expected = torch.autograd.grad(
+        sum(model(rows).square().mean() for rows in inputs) / 2, list(model.parameters())
+    )
     torch.testing.assert_close(found, list(expected), rtol=1e-12, atol=1e-12)
 
 
@@ -74,7 +76,11 @@ def test_fsdp_refuses_what_it_would_not_shard(options, change):
 @on_ranks(2)
 @pytest.mark.parametrize("version", [0, 1, 2])
 def test_optimizers_do_not_step_on_parameters_that_the_layout_does_not_train(version):
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=version, use_orig_params=True) if version else None
+    plugin = (
+        FullyShardedDataParallelPlugin(fsdp_version=version, use_orig_params=True)
+        if version
+        else None
+    )
     run = Accelerator(cpu=True, fsdp_plugin=plugin)
     raw = nn.Sequential(nn.Linear(2, 2, dtype=torch.float64))
     model, optimizer = run.prepare(raw, torch.optim.SGD(raw.parameters(), 0.1))

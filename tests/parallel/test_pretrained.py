@@ -37,10 +37,18 @@ def test_a_shard_is_not_written():
     model = Saved()
     require_state_dict(model)
     for where in (model, copy.deepcopy(model)):
-        with pytest.raises(PrepareError, match=r"shard of Saved\. Pass state_dict=accelerator\.get_state_dict"):
+        with pytest.raises(
+            PrepareError, match=r"shard of Saved\. Pass state_dict=accelerator\.get_state_dict"
+        ):
             where.save_pretrained("folder", state_dict=None)
         # On a rank that writes nothing the gathered state is empty.
-        assert where.save_pretrained("folder", False, {}, a=1) == (id(where), "folder", False, {}, {"a": 1})
+        assert where.save_pretrained("folder", False, {}, a=1) == (
+            id(where),
+            "folder",
+            False,
+            {},
+            {"a": 1},
+        )
     model = SavedByKeywords(2, 2)
     require_state_dict(model)
     with pytest.raises(PrepareError):
@@ -75,7 +83,10 @@ class SavesByModuleNames(nn.Module):
 @pytest.mark.parametrize("version", [1, 2])
 def test_modules_are_found_by_their_plain_names(version):
     plugin = units_of(
-        "Linear", version=version, use_orig_params=True if version == 1 else None, activation_checkpointing=True
+        "Linear",
+        version=version,
+        use_orig_params=True if version == 1 else None,
+        activation_checkpointing=True,
     )
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
     model = accelerator.prepare(SavesByModuleNames())
@@ -94,17 +105,23 @@ def test_modules_are_found_by_their_plain_names(version):
 def test_an_adapter_of_peft(version, tmp_path):
     peft = pytest.importorskip("peft")
     transformers = pytest.importorskip("transformers")
-    plugin = units_of("LlamaDecoderLayer", version=version, use_orig_params=True if version == 1 else None)
+    plugin = units_of(
+        "LlamaDecoderLayer", version=version, use_orig_params=True if version == 1 else None
+    )
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
-    model = accelerator.prepare(peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])))
+    model = accelerator.prepare(
+        peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    )
     state = accelerator.get_state_dict(model)
     accelerator.unwrap_model(model).save_pretrained(
         tmp_path, is_main_process=accelerator.is_main_process, state_dict=state
     )
     if accelerator.is_main_process:
         saved = load_file(tmp_path / "adapter_model.safetensors")
-        expected = {name.replace(".default", ""): value for name, value in state.items() if "lora_" in name}
+        expected = {
+            name.replace(".default", ""): value for name, value in state.items() if "lora_" in name
+        }
         assert saved.keys() == expected.keys() and len(saved) == 4
         assert all(value.equal(expected[name]) for name, value in saved.items())
 
@@ -118,7 +135,9 @@ def test_a_prepared_model(tmp_path):
         model.save_pretrained(tmp_path)
     state = accelerator.get_state_dict(model)
     main = accelerator.is_main_process
-    accelerator.unwrap_model(model).save_pretrained(tmp_path, is_main_process=main, state_dict=state)
+    accelerator.unwrap_model(model).save_pretrained(
+        tmp_path, is_main_process=main, state_dict=state
+    )
     accelerator.wait_for_everyone()
     found = transformers.LlamaForCausalLM.from_pretrained(tmp_path).state_dict()
     assert all(found[name].equal(value) for name, value in state.items())

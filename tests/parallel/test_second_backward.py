@@ -19,7 +19,9 @@ STEPS = 3
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)) for _ in range(2))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)) for _ in range(2)
+        )
         self.head = nn.Linear(4, 1)
 
     def forward(self, x):
@@ -88,7 +90,9 @@ CASES = [
 def layout(name):
     return {
         "ddp": dict,
-        "ddp, views": lambda: {"kwargs_handlers": [DistributedDataParallelKwargs(gradient_as_bucket_view=True)]},
+        "ddp, views": lambda: {
+            "kwargs_handlers": [DistributedDataParallelKwargs(gradient_as_bucket_view=True)]
+        },
         "fsdp2": lambda: sharded(2),
         "fsdp2, kept after forward": lambda: sharded(2, reshard_after_forward=False),
         "fsdp2, checkpointed": lambda: sharded(2, activation_checkpointing=True),
@@ -127,7 +131,9 @@ def prepared(name):
 
 def check(name):
     # Gradients of gradients under FSDP2 are as torch gives them.
-    cases = [two_backwards, two_forwards_then_backwards] if "fsdp" in name or name == "hsdp" else CASES
+    cases = (
+        [two_backwards, two_forwards_then_backwards] if "fsdp" in name or name == "hsdp" else CASES
+    )
     for case in cases:
         run, model, optimizer = prepared(name)
         index, shards = run.strategy.data_shard

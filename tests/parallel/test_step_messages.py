@@ -50,12 +50,19 @@ OLDER = {
     "all_to_all_single": "alltoall_base",
 }
 # What a layout calls them.
-TOLD = {"all-gather": "_allgather_base", "reduce-scatter": "_reduce_scatter_base", "all-reduce": "allreduce"}
+TOLD = {
+    "all-gather": "_allgather_base",
+    "reduce-scatter": "_reduce_scatter_base",
+    "all-reduce": "allreduce",
+}
 
 
 def counted(name):
     def call(self, *args, **kwargs):
-        sides = [sum(leaf.nbytes for leaf in tree_leaves(arg) if isinstance(leaf, torch.Tensor)) for arg in args]
+        sides = [
+            sum(leaf.nbytes for leaf in tree_leaves(arg) if isinstance(leaf, torch.Tensor))
+            for arg in args
+        ]
         SENT[OLDER.get(name, name), max(sides, default=0)] += 1
         return getattr(self.inner, OLDER.get(name, name))(*args, **kwargs)
 
@@ -119,7 +126,9 @@ def by_hand(kind, steps, precision):
         fully_shard(model, mp_policy=policy)
     optimizer, schedule = steps_of(model)
     data = DataLoader(
-        loader.dataset, batch_size=BATCH, sampler=torch.utils.data.DistributedSampler(loader.dataset, shuffle=False)
+        loader.dataset,
+        batch_size=BATCH,
+        sampler=torch.utils.data.DistributedSampler(loader.dataset, shuffle=False),
     )
     windows = []
     for number, (x, y) in enumerate(data):
@@ -169,7 +178,11 @@ def ours(kind, steps, precision, items):
             SENT.clear()
     for told in communication_volume(accelerator.prepared_model(model), steps):
         kind = next(kind for word, kind in TOLD.items() if told.what.startswith(word))
-        sent = {size: number for (name, size), number in windows[-1].items() if name == kind and size > 8}
+        sent = {
+            size: number
+            for (name, size), number in windows[-1].items()
+            if name == kind and size > 8
+        }
         found = (sum(sent.values()), sum(size * number for size, number in sent.items()))
         assert (told.messages, told.sent) == found, (kind, told, sent)
     accelerator.free_memory()

@@ -22,7 +22,9 @@ from llama import Llama, LlamaConfig
 
 def small(**sizes):
     with torch.device("meta"):
-        return Llama(LlamaConfig(**{"vocabulary": 32, "width": 16, "hidden": 24, "layers": 2, **sizes}))
+        return Llama(
+            LlamaConfig(**{"vocabulary": 32, "width": 16, "hidden": 24, "layers": 2, **sizes})
+        )
 
 
 def styles(model, plan, strict=True, size=2):
@@ -35,13 +37,18 @@ def styles(model, plan, strict=True, size=2):
 def test_a_plan_is_inferred_for_blocks_and_for_the_vocabulary():
     model = small()
     plan = tensor_plan.infer_plan(model, 2)
-    assert plan["layers.1.attention.k_proj"] == "colwise" and plan["layers.0.mlp.down_proj"] == "rowwise"
+    assert (
+        plan["layers.1.attention.k_proj"] == "colwise"
+        and plan["layers.0.mlp.down_proj"] == "rowwise"
+    )
     assert plan["embedding"] == "embedding_rowwise" and plan["head"] == "colwise_gather_output"
     assert len(plan) == 2 * 7 + 2
     # A vocabulary that does not divide stays whole.
     assert "head" not in tensor_plan.infer_plan(small(vocabulary=33), 2)
     found, heads = styles(model, plan)
-    assert heads == [(f"layers.{i}.attention", key, 4) for i in range(2) for key in ("num_heads", "num_kv_heads")]
+    assert heads == [
+        (f"layers.{i}.attention", key, 4) for i in range(2) for key in ("num_heads", "num_kv_heads")
+    ]
     attention = [found[f"layers.0.attention.{key}_proj"] for key in "qkv"]
     assert len({id(style.shared) for style in attention}) == 1, "siblings do not share their input"
     assert attention[0].shared is not found["layers.1.attention.q_proj"].shared
@@ -50,9 +57,14 @@ def test_a_plan_is_inferred_for_blocks_and_for_the_vocabulary():
 def test_norms_of_heads_are_told_from_norms_over_all_heads():
     model = small()
     model.layers[0].attention.q_norm = nn.RMSNorm(4)
-    assert tensor_plan.infer_plan(model, 2)["layers.0.attention.q_norm"] == "replicated_with_grad_allreduce"
+    assert (
+        tensor_plan.infer_plan(model, 2)["layers.0.attention.q_norm"]
+        == "replicated_with_grad_allreduce"
+    )
     model.layers[0].attention.q_norm = nn.RMSNorm(16)
-    with pytest.raises(PrepareError, match=r"q_norm takes part.*plan={'layers\.\*\.attention\.k_proj': 'colwise'"):
+    with pytest.raises(
+        PrepareError, match=r"q_norm takes part.*plan={'layers\.\*\.attention\.k_proj': 'colwise'"
+    ):
         tensor_plan.infer_plan(model, 2)
 
 
@@ -61,7 +73,10 @@ def test_norms_of_heads_are_told_from_norms_over_all_heads():
     [
         ({"layers.*.attention.wq": "colwise"}, "does not have: layers.*.attention.wq"),
         ({"head": "sideways"}, "'sideways' at head"),
-        ({"layers.*.mlp": "moe_tp_experts"}, "'moe_tp_experts' at layers.*.mlp: layers of experts are not split"),
+        (
+            {"layers.*.mlp": "moe_tp_experts"},
+            "'moe_tp_experts' at layers.*.mlp: layers of experts are not split",
+        ),
         ({"norm": "colwise"}, "norm, a RMSNorm"),
         ({"norm.weight": "colwise"}, "parameter norm.weight by itself"),
         ({"layers.0.mlp.up_proj": ColwiseParallel()}, "tp_size=5 does not divide out_features=24"),
@@ -76,19 +91,25 @@ def test_what_does_not_fit_is_named(plan, words):
 
 def test_a_head_is_never_split():
     model = small(kv_heads=2)
-    with pytest.raises(PrepareError, match=r"tp_size=4 does not divide num_kv_heads=2 of layers\.0\.attention"):
+    with pytest.raises(
+        PrepareError, match=r"tp_size=4 does not divide num_kv_heads=2 of layers\.0\.attention"
+    ):
         styles(model, tensor_plan.infer_plan(model, 4), size=4)
     for layer in model.layers:
         # As the models of transformers: the size of a head, but no count.
         del layer.attention.num_heads, layer.attention.num_kv_heads
-    with pytest.raises(PrepareError, match=r"does not divide the 2 heads of layers\.0\.attention\.k_proj"):
+    with pytest.raises(
+        PrepareError, match=r"does not divide the 2 heads of layers\.0\.attention\.k_proj"
+    ):
         styles(model, tensor_plan.infer_plan(model, 4), size=4)
 
 
 def test_one_matrix_for_queries_keys_and_values_needs_a_plan():
     model = small()
     model.layers[1].attention.c_attn = nn.Linear(16, 48)
-    with pytest.raises(PrepareError, match=r"layers\.1\.attention: c_attn holds queries, keys and values"):
+    with pytest.raises(
+        PrepareError, match=r"layers\.1\.attention: c_attn holds queries, keys and values"
+    ):
         tensor_plan.infer_plan(model, 2)
     with pytest.raises(PrepareError, match="in_proj_weight"):
         tensor_plan.infer_plan(nn.TransformerEncoderLayer(8, 2), 2)
@@ -98,16 +119,21 @@ def test_one_matrix_for_queries_keys_and_values_needs_a_plan():
 
 def test_rules_of_a_family_that_this_model_lacks_are_left_out():
     found, _ = styles(
-        small(), {"layers.*.experts": "moe_tp_experts", "layers.*.mlp.up_proj": "colwise_rep"}, strict=False
+        small(),
+        {"layers.*.experts": "moe_tp_experts", "layers.*.mlp.up_proj": "colwise_rep"},
+        strict=False,
     )
     assert list(found) == ["layers.0.mlp.up_proj", "layers.1.mlp.up_proj"]
 
 
 def test_every_word_of_dense_models_in_transformers_is_known():
     dense = "colwise rowwise colwise_gather_output embedding_rowwise embedding_colwise rowwise_split_input"
-    assert {*dense.split(), "replicate", "replicated_with_grad_allreduce", "sequence_parallel"} <= set(
-        tensor_plan.STYLES
-    )
+    assert {
+        *dense.split(),
+        "replicate",
+        "replicated_with_grad_allreduce",
+        "sequence_parallel",
+    } <= set(tensor_plan.STYLES)
 
 
 def test_the_stream_between_split_layers_along_the_sequence():
@@ -115,7 +141,10 @@ def test_the_stream_between_split_layers_along_the_sequence():
     found = tensor_plan.along_sequence(model, styles(model, tensor_plan.infer_plan(model, 2))[0])
     assert isinstance(found["layers.0"], kinds.SequenceEntry) and "layers.1" not in found
     norms = {name for name, style in found.items() if isinstance(style, kinds.SequenceNorm)}
-    assert norms == {"norm", *(f"layers.{i}.{part}_norm" for i in range(2) for part in ("attention", "mlp"))}
+    assert norms == {
+        "norm",
+        *(f"layers.{i}.{part}_norm" for i in range(2) for part in ("attention", "mlp")),
+    }
     assert "Shard(dim=1)" in str(found["layers.1.mlp.down_proj"])
     # Without a norm after them, the stream is whole again after the last block; which may be the first.
     model.layers = nn.ModuleList(model.layers[:1])
@@ -123,7 +152,9 @@ def test_the_stream_between_split_layers_along_the_sequence():
     found = tensor_plan.along_sequence(model, styles(model, tensor_plan.infer_plan(model, 2))[0])
     assert isinstance(found["layers.0"], kinds.SequenceEntry) and found["layers.0"].gather
     model.layers[0].extra = nn.Linear(16, 16)
-    with pytest.raises(PrepareError, match=r"layers\.0\.extra \(Linear\) is neither split nor a norm"):
+    with pytest.raises(
+        PrepareError, match=r"layers\.0\.extra \(Linear\) is neither split nor a norm"
+    ):
         tensor_plan.along_sequence(model, styles(model, tensor_plan.infer_plan(model, 2))[0])
     block = model.layers[0]
     with pytest.raises(PrepareError, match="is in no list of blocks"):
@@ -132,7 +163,9 @@ def test_the_stream_between_split_layers_along_the_sequence():
 
 def test_the_output_layer_stays_split_for_the_loss():
     model = small(tied=True)
-    found, _ = styles(model, {"layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise"})
+    found, _ = styles(
+        model, {"layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise"}
+    )
     loss = tensor_plan.split_loss(model, found)
     assert found["head"].loss is loss
     # The other end of a tie is split alike.
@@ -146,5 +179,7 @@ def test_options_are_checked():
     for wrong in ("auto", {}):
         with pytest.raises(ConfigurationError, match="maps names of modules to words"):
             TorchTensorParallelConfig(plan=wrong)
-    with pytest.raises(ConfigurationError, match="tp_handler takes a TorchTensorParallelConfig, not <class 'dict'>"):
+    with pytest.raises(
+        ConfigurationError, match="tp_handler takes a TorchTensorParallelConfig, not <class 'dict'>"
+    ):
         ParallelismConfig(tp_size=2, tp_handler={"plan": {}})

@@ -16,9 +16,15 @@ from accelerate.core.errors import PrepareError
 pytestmark = pytest.mark.usefixtures("float64")
 LAYOUTS = {
     "ddp": dict,
-    "ddp, unused": lambda: {"kwargs_handlers": [DistributedDataParallelKwargs(find_unused_parameters=True)]},
-    "fsdp2": lambda: {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2, min_num_params=10)},
-    "fsdp1": lambda: {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=1, use_orig_params=True)},
+    "ddp, unused": lambda: {
+        "kwargs_handlers": [DistributedDataParallelKwargs(find_unused_parameters=True)]
+    },
+    "fsdp2": lambda: {
+        "fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2, min_num_params=10)
+    },
+    "fsdp1": lambda: {
+        "fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=1, use_orig_params=True)
+    },
     "tp": lambda: sized({"0": "colwise", "2": "rowwise"}, tp_size=2),
 }
 
@@ -70,7 +76,9 @@ def test_equals_the_plain_loop(name):
 def test_ddp_is_exact_or_names_the_remedy():
     compare("ddp, unused", alternate)
     for name in ("ddp", "ddp, unused"):
-        with pytest.raises(PrepareError, match=r"2\.weight was frozen when Sequential was prepared"):
+        with pytest.raises(
+            PrepareError, match=r"2\.weight was frozen when Sequential was prepared"
+        ):
             compare(name, unfreeze)
 
 

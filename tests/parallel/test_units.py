@@ -32,12 +32,16 @@ class Block(nn.Module):
 
 
 def model_of_blocks():
-    return nn.ModuleDict({"head": nn.Linear(4, 4), "body": nn.ModuleList(Block() for _ in range(2))})
+    return nn.ModuleDict(
+        {"head": nn.Linear(4, 4), "body": nn.ModuleList(Block() for _ in range(2))}
+    )
 
 
 def test_units_by_class_are_children_first():
     model = model_of_blocks()
-    policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block, nn.Linear})
+    policy = functools.partial(
+        transformer_auto_wrap_policy, transformer_layer_cls={Block, nn.Linear}
+    )
     units = select_units(model, policy, set())
     first = model["body"][0]
     assert [id(unit) for unit in units[:3]] == [id(model["head"]), id(first.inner), id(first.outer)]
@@ -67,7 +71,9 @@ def test_modules_by_pattern():
     model = model_of_blocks()
     assert find_modules(model, r"body\.\d\.inner") == [block.inner for block in model["body"]]
     assert get_parameters_from_modules("head", model, "cpu") == set(model["head"].parameters())
-    assert find_modules(model, [model["head"]]) == [model["head"]] and find_modules(model, None) == []
+    assert (
+        find_modules(model, [model["head"]]) == [model["head"]] and find_modules(model, None) == []
+    )
     with pytest.raises(PrepareError, match="foot"):
         find_modules(model, "foot")
     assert find_modules(model, [{"head"}, (r"body\.0",)]) == [model["head"], model["body"][0]]
@@ -88,16 +94,26 @@ def test_optimizers_follow_their_parameters_through_replacements():
         model.weight = nn.Parameter(model.weight.detach().clone())
         found.add(places.replaced())
     found.repoint(optimizer)
-    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(model.weight), id(model.bias)]
-    assert optimizer.state[model.weight]["momentum_buffer"] is momentum and len(optimizer.state) == 2
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [
+        id(model.weight),
+        id(model.bias),
+    ]
+    assert (
+        optimizer.state[model.weight]["momentum_buffer"] is momentum and len(optimizer.state) == 2
+    )
 
 
 def test_switch_by_object_and_by_address():
     model, other = nn.Linear(3, 2), nn.Linear(3, 2)
     for key in (lambda parameter: parameter, lambda parameter: parameter.data_ptr()):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        fsdp2_switch_optimizer_parameters(optimizer, {key(model.weight): other.weight, key(model.bias): other.bias})
-        assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(other.weight), id(other.bias)]
+        fsdp2_switch_optimizer_parameters(
+            optimizer, {key(model.weight): other.weight, key(model.bias): other.bias}
+        )
+        assert [id(p) for p in optimizer.param_groups[0]["params"]] == [
+            id(other.weight),
+            id(other.bias),
+        ]
     with pytest.raises(PrepareError, match="train nothing"):
         fsdp2_switch_optimizer_parameters(
             torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1), {other.weight: model.weight}
@@ -107,7 +123,11 @@ def test_switch_by_object_and_by_address():
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, float("inf")])
 def test_clipping_plain_tensors_is_torchs(norm_type):
     torch.manual_seed(0)
-    mine = [nn.Parameter(torch.randn(3, 2)), nn.Parameter(torch.randn(4)), nn.Parameter(torch.zeros(2))]
+    mine = [
+        nn.Parameter(torch.randn(3, 2)),
+        nn.Parameter(torch.randn(4)),
+        nn.Parameter(torch.zeros(2)),
+    ]
     theirs = [nn.Parameter(parameter.detach().clone()) for parameter in mine]
     for a, b in list(zip(mine, theirs, strict=True))[:2]:
         a.grad = torch.randn_like(a)
@@ -146,7 +166,9 @@ def test_init_functions_keep_ties():
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].weight = model[0].weight
     cpu = torch.device("cpu")
-    init = ensure_weights_retied(lambda module: module.to_empty(device=cpu, recurse=False), model, cpu)
+    init = ensure_weights_retied(
+        lambda module: module.to_empty(device=cpu, recurse=False), model, cpu
+    )
     for layer in model:
         init(layer)
     assert model[0].weight is model[1].weight and not model[0].weight.is_meta

@@ -55,7 +55,9 @@ def test_equals_one_process(layout):
             expected(rows).square().mean().backward()
             plain.step()
             plain.zero_grad()
-    accelerator = Accelerator(cpu=True, exact=True, gradient_accumulation_steps=2, **LAYOUTS[layout])
+    accelerator = Accelerator(
+        cpu=True, exact=True, gradient_accumulation_steps=2, **LAYOUTS[layout]
+    )
     model, optimizer, loader = accelerator.prepare(*make_run("ours"))
     for _ in range(2):
         for (rows,) in loader:
@@ -120,13 +122,37 @@ def whole_numbers():
 @pytest.mark.parametrize("version", [1, 2])
 def test_what_fsdp_cannot_shard_is_refused_by_name(version):
     cases = [
-        (lambda: nn.Sequential(nn.Embedding(5, 6, max_norm=1.0)), (1, 2), r"^0 \(Embedding\) has max_norm=1\.0"),
-        (lambda: nn.Sequential(nn.Embedding(5, 6, sparse=True)), (1, 2), r"^0 \(Embedding\) gives sparse gradients"),
-        (lambda: nn.Sequential(torch.jit.script(nn.Tanh()), torch.jit.script(nn.Linear(6, 2))), (1, 2), r"torch\.jit"),
+        (
+            lambda: nn.Sequential(nn.Embedding(5, 6, max_norm=1.0)),
+            (1, 2),
+            r"^0 \(Embedding\) has max_norm=1\.0",
+        ),
+        (
+            lambda: nn.Sequential(nn.Embedding(5, 6, sparse=True)),
+            (1, 2),
+            r"^0 \(Embedding\) gives sparse gradients",
+        ),
+        (
+            lambda: nn.Sequential(torch.jit.script(nn.Tanh()), torch.jit.script(nn.Linear(6, 2))),
+            (1, 2),
+            r"torch\.jit",
+        ),
         (lambda: Scales(True), (1,), "^scale is a scalar"),
-        (lambda: nn.Linear(6, 6, dtype=torch.complex64), (1,), r"^weight has the dtype torch\.complex64"),
-        (whole_numbers, (1, 2) if is_torch_version("<", "2.12") else (1,), r"^0 has the dtype torch\.uint8"),
-        (Mixed, (1,), r"^0\.weight has the dtype torch\.float64 and 1\.weight, in the same unit, torch\.float32"),
+        (
+            lambda: nn.Linear(6, 6, dtype=torch.complex64),
+            (1,),
+            r"^weight has the dtype torch\.complex64",
+        ),
+        (
+            whole_numbers,
+            (1, 2) if is_torch_version("<", "2.12") else (1,),
+            r"^0 has the dtype torch\.uint8",
+        ),
+        (
+            Mixed,
+            (1,),
+            r"^0\.weight has the dtype torch\.float64 and 1\.weight, in the same unit, torch\.float32",
+        ),
     ]
     for make, versions, message in cases:
         if version in versions:
@@ -140,7 +166,11 @@ class Rearranged(nn.Linear):
     support_avx512bf16_for_cpu, is_rearranged = True, False
 
     def forward(self, x):
-        if self.support_avx512bf16_for_cpu and not torch.is_grad_enabled() and not self.is_rearranged:
+        if (
+            self.support_avx512bf16_for_cpu
+            and not torch.is_grad_enabled()
+            and not self.is_rearranged
+        ):
             self.weight.data, self.is_rearranged = self.weight.flip(0), True
         return nn.functional.linear(x, self.weight.flip(0) if self.is_rearranged else self.weight)
 

@@ -47,8 +47,13 @@ def checkpoint(request, tmp_path):
         return path
 
     state = build(0).state_dict()
-    shards = [{name: value for name, value in state.items() if (name[0] == "2") == bool(number)} for number in (0, 1)]
-    index = {name: write(number, shard).name for number, shard in enumerate(shards) for name in shard}
+    shards = [
+        {name: value for name, value in state.items() if (name[0] == "2") == bool(number)}
+        for number in (0, 1)
+    ]
+    index = {
+        name: write(number, shard).name for number, shard in enumerate(shards) for name in shard
+    }
     (folder / f"model.{request.param}.index.json").write_text(json.dumps({"weight_map": index}))
     return folder, write, shards
 
@@ -77,7 +82,9 @@ def checkpoint(request, tmp_path):
 )
 def test_model_that_is_no_module(name, arguments, value):
     function = operator.attrgetter(name)(accelerate)
-    with pytest.raises(TypeError, match=rf"{name.rpartition('.')[2]} takes a torch.nn.Module, not .* \(of type"):
+    with pytest.raises(
+        TypeError, match=rf"{name.rpartition('.')[2]} takes a torch.nn.Module, not .* \(of type"
+    ):
         function(value, *arguments)
 
 
@@ -103,7 +110,9 @@ def take_names(folder, write):
         write(number, {f"layers.{number}": torch.zeros(8)})
     index = next(folder.glob("*.index.json"))
     index.write_text(
-        json.dumps({f"layers.{number}": next(folder.glob(f"shard-{number}.*")).name for number in (0, 1)})
+        json.dumps(
+            {f"layers.{number}": next(folder.glob(f"shard-{number}.*")).name for number in (0, 1)}
+        )
     )
 
 
@@ -116,17 +125,23 @@ def unindexed(folder, write):
 
 
 def leave_the_folder(folder, write):
-    next(folder.glob("*.index.json")).write_text(json.dumps({"weight_map": {"2.weight": "shards/../../secret"}}))
+    next(folder.glob("*.index.json")).write_text(
+        json.dumps({"weight_map": {"2.weight": "shards/../../secret"}})
+    )
 
 
 def name_a_pipe(folder, write):
     os.mkfifo(folder / "pipe.safetensors")
-    next(folder.glob("*.index.json")).write_text(json.dumps({"weight_map": {"2.weight": "pipe.safetensors"}}))
+    next(folder.glob("*.index.json")).write_text(
+        json.dumps({"weight_map": {"2.weight": "pipe.safetensors"}})
+    )
 
 
 def name_a_device(folder, write):
     (folder / "device.safetensors").symlink_to("/dev/zero")
-    next(folder.glob("*.index.json")).write_text(json.dumps({"weight_map": {"2.weight": "device.safetensors"}}))
+    next(folder.glob("*.index.json")).write_text(
+        json.dumps({"weight_map": {"2.weight": "device.safetensors"}})
+    )
 
 
 CHECKPOINTS = {
@@ -156,7 +171,10 @@ def test_a_checkpoint_that_cannot_be_loaded(checkpoint, damage, tmp_path):
     with pytest.raises((RuntimeError, ValueError), match=CHECKPOINTS[damage]):
         load_checkpoint_and_dispatch(model, folder, PLACES, offload_folder=offload)
     check_unchanged(model)
-    for places in ({"2.weight": "x" * 1_000_000}, {"y" * 1_000_000: next(folder.glob("shard-0.*")).name}):
+    for places in (
+        {"2.weight": "x" * 1_000_000},
+        {"y" * 1_000_000: next(folder.glob("shard-0.*")).name},
+    ):
         index.write_text(json.dumps({"weight_map": places}))
         with pytest.raises(CheckpointError) as raised:
             load_checkpoint_in_model(build(), folder, strict=True)
@@ -185,18 +203,36 @@ def of_another_model(folder, size=4):
 
 
 OFFLOADS = {
-    "a device that is not there": (lambda model, folder: dispatch_model(model, {"": "cuda:99"}), "cuda:99"),
-    "a word": (lambda model, folder: dispatch_model(model, {**PLACES, "1": "dsk"}, offload_dir=folder), "'dsk'"),
-    "a module without a device": (lambda model, folder: dispatch_model(model, {"0": "cpu"}), r"1\.weight"),
-    "main device": (lambda model, folder: dispatch_model(model, PLACES, "cuda:99", offload_dir=folder), "cuda:99"),
+    "a device that is not there": (
+        lambda model, folder: dispatch_model(model, {"": "cuda:99"}),
+        "cuda:99",
+    ),
+    "a word": (
+        lambda model, folder: dispatch_model(model, {**PLACES, "1": "dsk"}, offload_dir=folder),
+        "'dsk'",
+    ),
+    "a module without a device": (
+        lambda model, folder: dispatch_model(model, {"0": "cpu"}),
+        r"1\.weight",
+    ),
+    "main device": (
+        lambda model, folder: dispatch_model(model, PLACES, "cuda:99", offload_dir=folder),
+        "cuda:99",
+    ),
     "cpu_offload": (lambda model, folder: cpu_offload(model, "cuda:99"), "cuda:99"),
     "disk_offload": (lambda model, folder: disk_offload(model, folder, "cuda:99"), "cuda:99"),
-    "a file for a folder": (lambda model, folder: disk_offload(model, in_the_way(folder)), "offload folder .*written"),
+    "a file for a folder": (
+        lambda model, folder: disk_offload(model, in_the_way(folder)),
+        "offload folder .*written",
+    ),
     "a file for a folder of a map": (
         lambda model, folder: dispatch_model(model, PLACES, offload_dir=in_the_way(folder)),
         "offload folder .*written",
     ),
-    "weights of another model": (lambda model, folder: disk_offload(model, of_another_model(folder)), r"\(4, 4\)"),
+    "weights of another model": (
+        lambda model, folder: disk_offload(model, of_another_model(folder)),
+        r"\(4, 4\)",
+    ),
     "part of a state dict": (
         lambda model, folder: cpu_offload(model, state_dict={"0.weight": model[0].weight}),
         r"lacks 0\.bias",
@@ -219,7 +255,9 @@ def test_a_new_head_that_is_to_be_on_the_disk(tmp_path):
     save_file(body, tmp_path / "body.safetensors", metadata={"format": "pt"})
     expected = build()
     expected.load_state_dict(body, strict=False)
-    load_checkpoint_and_dispatch(model, tmp_path / "body.safetensors", PLACES, offload_folder=tmp_path / "offload")
+    load_checkpoint_and_dispatch(
+        model, tmp_path / "body.safetensors", PLACES, offload_folder=tmp_path / "offload"
+    )
     torch.testing.assert_close(model(torch.ones(2, 8)), expected(torch.ones(2, 8)))
 
 
@@ -249,12 +287,20 @@ def test_weights_used_without_the_forward_of_their_module(way, classes, tmp_path
     elif way == "disk":
         disk_offload(model, tmp_path, preload_module_classes=classes)
     else:
-        places = {"direct.weight": "disk", "direct.bias": "cpu", "scales": "disk", "shifts": "cpu", "encoder": "disk"}
+        places = {
+            "direct.weight": "disk",
+            "direct.bias": "cpu",
+            "scales": "disk",
+            "shifts": "cpu",
+            "encoder": "disk",
+        }
         dispatch_model(model, places, offload_dir=tmp_path, preload_module_classes=classes)
     for other in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         output = other(x)
         torch.testing.assert_close(output, expected, rtol=0, atol=1e-12)
-        torch.testing.assert_close(torch.autograd.grad(output.sum(), x)[0], gradient, rtol=0, atol=1e-10)
+        torch.testing.assert_close(
+            torch.autograd.grad(output.sum(), x)[0], gradient, rtol=0, atol=1e-10
+        )
 
 
 class Repeated(nn.Module):
@@ -288,12 +334,21 @@ def test_a_module_that_has_several_names(places, tmp_path):
     model, x = Repeated().double().eval(), torch.randn(3, 8, dtype=torch.float64)
     model.a.running_mean.normal_()
     expected = model(x)
-    save_file({name: value.clone() for name, value in model.state_dict().items()}, tmp_path / "model.safetensors")
+    save_file(
+        {name: value.clone() for name, value in model.state_dict().items()},
+        tmp_path / "model.safetensors",
+    )
     if isinstance(places, int):
         places = infer_auto_device_map(model, {"cpu": places})
         assert {name.partition(".")[0] for name in places} in ({""}, {"a", "b", "c"})
-    loaded = load_checkpoint_and_dispatch(Repeated().double().eval(), tmp_path, places, offload_folder=tmp_path / "o")
-    for other in (loaded, dispatch_model(model, places, offload_dir=tmp_path / "other"), cpu_offload(model)):
+    loaded = load_checkpoint_and_dispatch(
+        Repeated().double().eval(), tmp_path, places, offload_folder=tmp_path / "o"
+    )
+    for other in (
+        loaded,
+        dispatch_model(model, places, offload_dir=tmp_path / "other"),
+        cpu_offload(model),
+    ):
         for _ in range(2):
             torch.testing.assert_close(other(x), expected, rtol=0, atol=1e-12)
 
@@ -301,9 +356,17 @@ def test_a_module_that_has_several_names(places, tmp_path):
 def test_classes_and_names_that_no_module_has(tmp_path):
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
     for function, option in (
-        (lambda names: infer_auto_device_map(model, {"cpu": 100}, no_split_module_classes=names), "no_split"),
+        (
+            lambda names: infer_auto_device_map(model, {"cpu": 100}, no_split_module_classes=names),
+            "no_split",
+        ),
         (lambda names: cpu_offload(copy.deepcopy(model), preload_module_classes=names), "preload"),
-        (lambda names: dispatch_model(copy.deepcopy(model), {"": "cpu"}, preload_module_classes=names), "preload"),
+        (
+            lambda names: dispatch_model(
+                copy.deepcopy(model), {"": "cpu"}, preload_module_classes=names
+            ),
+            "preload",
+        ),
     ):
         with pytest.raises(ConfigurationError, match=f"{option}.*Sequential.*mean Linear"):
             function([{"Linaer"}])
@@ -318,7 +381,9 @@ class Nested(nn.Module):
     def __init__(self):
         super().__init__()
         self.scale = nn.Parameter(torch.randn(8))
-        self.parts = nn.ModuleDict({"a": nn.ModuleDict({"b": nn.Linear(8, 8)}), "c": nn.ModuleList([nn.Linear(8, 8)])})
+        self.parts = nn.ModuleDict(
+            {"a": nn.ModuleDict({"b": nn.Linear(8, 8)}), "c": nn.ModuleList([nn.Linear(8, 8)])}
+        )
 
     def forward(self, x):
         twice = self.parts["a"]["b"](self.parts["a"]["b"](x * self.scale))
@@ -330,7 +395,9 @@ def test_containers_that_cannot_be_called_are_copied_and_offloaded_again(preload
     model, x = Nested(), torch.randn(3, 8)
     expected = model(x)
     places = {"scale": "disk", "parts.a": "disk", "parts.c": "cpu"}
-    spread = dispatch_model(copy.deepcopy(model), places, offload_dir=tmp_path / "a", preload_module_classes=preload)
+    spread = dispatch_model(
+        copy.deepcopy(model), places, offload_dir=tmp_path / "a", preload_module_classes=preload
+    )
     for other in (spread, copy.deepcopy(spread), pickle.loads(pickle.dumps(spread))):
         assert torch.equal(other(x), expected)
     for again in (cpu_offload, lambda one: disk_offload(one, tmp_path / "b"), cpu_offload):
@@ -340,7 +407,9 @@ def test_containers_that_cannot_be_called_are_copied_and_offloaded_again(preload
 def test_models_that_cannot_be_placed_are_refused_by_name(tmp_path):
     with init_empty_weights():
         empty = nn.Linear(2, 2)
-    with pytest.raises(CheckpointError, match=r"weight, bias of Linear are on the meta device .*load_checkpoint"):
+    with pytest.raises(
+        CheckpointError, match=r"weight, bias of Linear are on the meta device .*load_checkpoint"
+    ):
         dispatch_model(empty, {"": "cpu"})
     for wrong in (None, "auto"):
         with pytest.raises(TypeError, match="not a mapping of names to devices"):

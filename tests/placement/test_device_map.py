@@ -11,7 +11,11 @@ from torch import nn
 
 from accelerate import init_empty_weights, load_checkpoint_and_dispatch
 from accelerate.core.enums import CustomDtype
-from accelerate.placement.device_map import check_device_map, clean_device_map, infer_auto_device_map
+from accelerate.placement.device_map import (
+    check_device_map,
+    clean_device_map,
+    infer_auto_device_map,
+)
 from accelerate.placement.names import device_for, is_within
 from accelerate.placement.sizes import compute_module_sizes
 from accelerate.placement.tied import find_tied_parameters
@@ -47,22 +51,38 @@ def test_clean_device_map(given, cleaned):
 def test_check_device_map_names_what_has_no_device():
     model = Model()
     check_device_map(model, {"": 0})
-    check_device_map(model, {"linear1": 0, "linear2.weight": "cpu", "linear2.bias": "disk", "batchnorm": 1})
+    check_device_map(
+        model, {"linear1": 0, "linear2.weight": "cpu", "linear2.bias": "disk", "batchnorm": 1}
+    )
     with (
         pytest.warns(UserWarning),
         pytest.raises(ValueError, match=r"following parameters: linear2\.weight, linear2\.bias$"),
     ):
         check_device_map(model, {"linear1": 0, "batchnorm": 0, "linear": 0})
-    with pytest.warns(UserWarning, match=r"do not match any submodules in the model: \['linear3'\]"):
+    with pytest.warns(
+        UserWarning, match=r"do not match any submodules in the model: \['linear3'\]"
+    ):
         check_device_map(model, {"": 0, "linear3": 0})
 
 
 def test_fills_device_after_device_and_keeps_room_for_the_largest_layer():
     model = Model()
     # Of 200 bytes device 0 keeps 100 free for linear2, which comes to it from the CPU.
-    assert infer_auto_device_map(model, {0: 200, 1: 200}) == {"linear1": 0, "batchnorm": 1, "linear2": 1}
-    assert infer_auto_device_map(model, {0: 200, 1: 172, 2: 200}) == {"linear1": 0, "batchnorm": 1, "linear2": 1}
-    assert infer_auto_device_map(model, {0: 200, 1: 72, 2: 200}) == {"linear1": 0, "batchnorm": 1, "linear2": 2}
+    assert infer_auto_device_map(model, {0: 200, 1: 200}) == {
+        "linear1": 0,
+        "batchnorm": 1,
+        "linear2": 1,
+    }
+    assert infer_auto_device_map(model, {0: 200, 1: 172, 2: 200}) == {
+        "linear1": 0,
+        "batchnorm": 1,
+        "linear2": 1,
+    }
+    assert infer_auto_device_map(model, {0: 200, 1: 72, 2: 200}) == {
+        "linear1": 0,
+        "batchnorm": 1,
+        "linear2": 2,
+    }
     assert infer_auto_device_map(model, {0: "1KB"}) == {"": 0}
     with_offload = infer_auto_device_map(model, {0: 200, "cpu": 50}, offload_buffers=True)
     assert with_offload == {
@@ -72,7 +92,11 @@ def test_fills_device_after_device_and_keeps_room_for_the_largest_layer():
     }
     # linear2 is the largest itself: no room is kept for it where it is to stay.
     assert infer_auto_device_map(model, {"cpu": 236}) == {"": "cpu"}
-    assert infer_auto_device_map(model, {"cpu": 235}) == {"linear1": "cpu", "batchnorm": "disk", "linear2": "disk"}
+    assert infer_auto_device_map(model, {"cpu": 235}) == {
+        "linear1": "cpu",
+        "batchnorm": "disk",
+        "linear2": "disk",
+    }
     assert infer_auto_device_map(model, {0: 0, "cpu": 1000}) == {"": "cpu"}
     assert infer_auto_device_map(model, {0: 200, 1: 200}, clean_result=False) == {
         "linear1": 0,
@@ -83,13 +107,20 @@ def test_fills_device_after_device_and_keeps_room_for_the_largest_layer():
 
 def test_half_the_bytes_go_twice_as_far():
     model = Model()
-    assert infer_auto_device_map(model, {0: 110, 1: 0}, dtype=torch.float16, offload_buffers=True) == {
+    assert infer_auto_device_map(
+        model, {0: 110, 1: 0}, dtype=torch.float16, offload_buffers=True
+    ) == {
         "linear1": 0,
         "batchnorm": "disk",
         "linear2": "disk",
     }
     kept = {"linear1.weight": torch.float32, "linear1.bias": torch.float32}
-    assert infer_auto_device_map(model, {0: 110, 1: 64}, dtype=torch.float16, special_dtypes=kept)["linear1"] == 1
+    assert (
+        infer_auto_device_map(model, {0: 110, 1: 64}, dtype=torch.float16, special_dtypes=kept)[
+            "linear1"
+        ]
+        == 1
+    )
     assert infer_auto_device_map(model, {0: 80}, dtype=CustomDtype.INT4) == {"": 0}
 
 
@@ -108,7 +139,11 @@ def test_splits_a_module_and_its_own_tensors():
     }
     check_device_map(model, plan)
     whole = infer_auto_device_map(model, {0: 400, 1: 1000}, no_split_module_classes=["Model"])
-    assert whole == infer_auto_device_map(model, {0: 400, 1: 1000}, no_split_module_classes="Model") == {"": 1}
+    assert (
+        whole
+        == infer_auto_device_map(model, {0: 400, 1: 1000}, no_split_module_classes="Model")
+        == {"": 1}
+    )
 
 
 def test_tied_parameters_go_together():
@@ -116,13 +151,20 @@ def test_tied_parameters_go_together():
     model = nn.Sequential(nn.Embedding(10, 4), *inner, nn.Linear(4, 10))
     model[3].weight = model[0].weight
     # The embedding takes 160 bytes, its twin 40 more for the bias, and room is kept for a layer of 64.
-    assert infer_auto_device_map(model, {0: 264, "cpu": 1000}) == {"0": 0, "3": 0, "1": "cpu", "2": "cpu"}
+    assert infer_auto_device_map(model, {0: 264, "cpu": 1000}) == {
+        "0": 0,
+        "3": 0,
+        "1": "cpu",
+        "2": "cpu",
+    }
     # With no room for both, both go to the next device.
     assert infer_auto_device_map(model, {0: 263, "cpu": 1000}) == {"": "cpu"}
 
 
 def test_fallback_allocation_uses_a_device_that_the_next_module_does_not_fit():
-    model = nn.Sequential(nn.Linear(20, 20, bias=False), nn.Sequential(nn.ReLU(), nn.Linear(5, 5, bias=False)))
+    model = nn.Sequential(
+        nn.Linear(20, 20, bias=False), nn.Sequential(nn.ReLU(), nn.Linear(5, 5, bias=False))
+    )
     limits = {0: 1600, 1: 150, "cpu": 10_000}
     assert infer_auto_device_map(model, limits) == {"": "cpu"}
     assert infer_auto_device_map(model, limits, fallback_allocation=True) == {"1": 1, "0": "cpu"}
@@ -135,14 +177,18 @@ class Block(nn.Module):
 def _random_model(rng, depth=3):
     if depth == 0 or rng.random() < 0.3:
         width = rng.randint(1, 9)
-        return rng.choice([nn.Linear(width, 3), nn.BatchNorm1d(width), nn.Embedding(width, 3), nn.ReLU()])
+        return rng.choice(
+            [nn.Linear(width, 3), nn.BatchNorm1d(width), nn.Embedding(width, 3), nn.ReLU()]
+        )
     model = rng.choice([Block, nn.Module])()
     for index in range(rng.randint(1, 4)):
         model.add_module(f"c{index}", _random_model(rng, depth - 1))
     if rng.random() < 0.3:
         model.own = nn.Parameter(torch.zeros(rng.randint(1, 20)))
     if rng.random() < 0.3:
-        model.register_buffer("table", torch.zeros(rng.randint(1, 20)), persistent=rng.random() < 0.5)
+        model.register_buffer(
+            "table", torch.zeros(rng.randint(1, 20)), persistent=rng.random() < 0.5
+        )
     return model
 
 
@@ -150,8 +196,14 @@ def _random_model(rng, depth=3):
 def test_no_plan_exceeds_a_device_splits_a_block_or_forgets_a_tensor(fallback):
     for seed in range(60):
         rng = random.Random(seed)
-        model = nn.ModuleDict({str(index): _random_model(rng) for index in range(rng.randint(1, 4))})
-        owners = [(module, name) for module in model.modules() for name, _ in module.named_parameters(recurse=False)]
+        model = nn.ModuleDict(
+            {str(index): _random_model(rng) for index in range(rng.randint(1, 4))}
+        )
+        owners = [
+            (module, name)
+            for module in model.modules()
+            for name, _ in module.named_parameters(recurse=False)
+        ]
         if len(owners) > 1 and rng.random() < 0.5:
             (module, name), (other, other_name) = rng.sample(owners, 2)
             setattr(module, name, getattr(other, other_name))
@@ -175,23 +227,39 @@ def test_no_plan_exceeds_a_device_splits_a_block_or_forgets_a_tensor(fallback):
             # A tied parameter takes memory once on every device where it stands.
             for device in {device_for(twin, plan) for twin in first.get(name, [name])}:
                 used[device] += tensor.nbytes
-        assert all(used[device] <= limit for device, limit in limits.items()), (seed, plan, used, limits)
+        assert all(used[device] <= limit for device, limit in limits.items()), (
+            seed,
+            plan,
+            used,
+            limits,
+        )
         for block in blocks:
-            assert len({device_for(name, plan) for name in sizes if is_within(name, block)}) <= 1, (seed, block, plan)
+            assert len({device_for(name, plan) for name in sizes if is_within(name, block)}) <= 1, (
+                seed,
+                block,
+                plan,
+            )
 
 
 @pytest.mark.parametrize("budget", ["10KB", "60KB"])
 def test_a_budget_that_needs_the_disk_without_a_folder_says_what_is_missing(budget, tmp_path):
     """With the memory that the message names, the model loads."""
-    model, path = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))), tmp_path / "model.safetensors"
+    model, path = (
+        nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))),
+        tmp_path / "model.safetensors",
+    )
     save_file(model.state_dict(), path, metadata={"format": "pt"})
     with init_empty_weights():
         empty = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
     size = 4 * 65 * 64
     missing = {"10KB": 8, "60KB": 6}[budget] * size
-    with pytest.raises(ValueError, match=rf"has {8 * size:,} bytes, and {missing:,} of them do not fit") as error:
+    with pytest.raises(
+        ValueError, match=rf"has {8 * size:,} bytes, and {missing:,} of them do not fit"
+    ) as error:
         load_checkpoint_and_dispatch(empty, path, device_map="auto", max_memory={"cpu": budget})
     assert all(parameter.is_meta for parameter in empty.parameters())
     needed = int(str(error.value).rpartition("allow ")[2].split()[0].replace(",", ""))
-    loaded = load_checkpoint_and_dispatch(empty, path, device_map="auto", max_memory={"cpu": needed})
+    loaded = load_checkpoint_and_dispatch(
+        empty, path, device_map="auto", max_memory={"cpu": needed}
+    )
     assert torch.equal(loaded[7].weight, model[7].weight)

@@ -13,7 +13,11 @@ from torch import nn
 from accelerate.big_modeling import init_empty_weights, load_checkpoint_and_dispatch
 from accelerate.core.env import patch_environment
 from accelerate.core.errors import CheckpointError, WeightFileError
-from accelerate.placement.load import load_checkpoint_in_model, load_offloaded_weights, load_state_dict
+from accelerate.placement.load import (
+    load_checkpoint_in_model,
+    load_offloaded_weights,
+    load_state_dict,
+)
 from accelerate.placement.offload import OffloadedWeightsLoader, offload_weight
 from accelerate.placement.weight_files import checkpoint_files
 
@@ -77,7 +81,9 @@ def checkpoint(request, trained, tmp_path):
             save_file(weights, tmp_path / file, metadata={"format": "pt"})
         weight_map.update(dict.fromkeys(names, file))
     index = tmp_path / f"model.{ending}.index.json"
-    index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map} if kind != "index" else weight_map))
+    index.write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map} if kind != "index" else weight_map)
+    )
     return tmp_path if kind == "shards" else index
 
 
@@ -92,7 +98,9 @@ def equal_states(model, expected, dtype=None):
 @pytest.mark.parametrize("device_map", [None, {"": "cpu"}, {"": torch.device("cpu")}], ids=str)
 def test_every_kind_of_checkpoint(checkpoint, trained, device_map, spill):
     model = Model() if device_map is None and not spill else on_meta()
-    load_checkpoint_in_model(model, checkpoint, device_map=device_map, offload_state_dict=spill, strict=True)
+    load_checkpoint_in_model(
+        model, checkpoint, device_map=device_map, offload_state_dict=spill, strict=True
+    )
     equal_states(model, trained)
     assert model.head.weight is model.embed.weight  # still tied
 
@@ -105,9 +113,13 @@ def test_dtype(checkpoint, trained, device_map, dtype):
     equal_states(model, trained, dtype if isinstance(dtype, torch.dtype) else torch.bfloat16)
     assert model.head.weight is model.embed.weight
     model = on_meta()
-    load_checkpoint_in_model(model, checkpoint, device_map, dtype=dtype, keep_in_fp32_modules=["norm", "body.2"])
+    load_checkpoint_in_model(
+        model, checkpoint, device_map, dtype=dtype, keep_in_fp32_modules=["norm", "body.2"]
+    )
     kept = {name for name, value in model.state_dict().items() if value.dtype == torch.float32}
-    assert kept == {f"norm.{name}" for name in ("weight", "bias", "running_mean", "running_var")} | {
+    assert kept == {
+        f"norm.{name}" for name in ("weight", "bias", "running_mean", "running_var")
+    } | {
         "body.2.weight",
         "body.2.bias",
     }
@@ -127,20 +139,32 @@ def test_offload_to_disk(checkpoint, trained, tmp_path):
     model = on_meta()
     load_checkpoint_in_model(model, checkpoint, device_map=device_map, offload_folder=folder)
     weights = OffloadedWeightsLoader(save_folder=folder)
-    assert set(weights) == {name for name, _ in trained.named_parameters() if not name.startswith(("embed", "head"))}
+    assert set(weights) == {
+        name for name, _ in trained.named_parameters() if not name.startswith(("embed", "head"))
+    }
     for name, value in trained.state_dict().items():
         if name in weights:
-            assert model.state_dict()[name].device.type == "meta" and torch.equal(weights[name], value)
+            assert model.state_dict()[name].device.type == "meta" and torch.equal(
+                weights[name], value
+            )
         else:
             # Buffers of offloaded modules that stay with the module get their values too.
             assert torch.equal(model.state_dict()[name], value)
     model = on_meta()
     load_checkpoint_in_model(
-        model, checkpoint, device_map, tmp_path / "b", dtype="float16", offload_buffers=True, offload_state_dict=True
+        model,
+        checkpoint,
+        device_map,
+        tmp_path / "b",
+        dtype="float16",
+        offload_buffers=True,
+        offload_state_dict=True,
     )
     weights = OffloadedWeightsLoader(save_folder=tmp_path / "b")
     assert torch.equal(weights["norm.running_mean"], trained.norm.running_mean.half())
-    assert weights["norm.num_batches_tracked"] == 5 and weights["body.0.weight"].dtype == torch.float16
+    assert (
+        weights["norm.num_batches_tracked"] == 5 and weights["body.0.weight"].dtype == torch.float16
+    )
     assert model.norm.running_mean.device.type == "meta"
     # On the meta device a weight has the dtype that it will have on a real one.
     assert model.body[0].weight.dtype == model.embed.weight.dtype == torch.float16
@@ -150,7 +174,9 @@ def test_clear_errors(trained, tmp_path, caplog):
     path = tmp_path / "x.safetensors"
     state = stored(trained)
     save_file(state, path, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"offloaded to disk, please pass along an `offload_folder`"):
+    with pytest.raises(
+        ValueError, match=r"offloaded to disk, please pass along an `offload_folder`"
+    ):
         load_checkpoint_in_model(on_meta(), path, device_map={"": "disk"})
     with pytest.raises(ValueError, match=r"doesn't have any device set"):
         load_checkpoint_in_model(on_meta(), path, device_map={"embed": "cpu", "body": "cpu"})
@@ -158,18 +184,28 @@ def test_clear_errors(trained, tmp_path, caplog):
     save_file({**state, "body.0.weight": torch.zeros(5, 5)}, shape, metadata={"format": "pt"})
     for place in ("cpu", "disk"):
         with pytest.raises(ValueError, match=r'shape torch.Size\(\[5, 5\]\) in "body.0.weight"'):
-            load_checkpoint_in_model(on_meta(), shape, device_map={"": place}, offload_folder=tmp_path)
+            load_checkpoint_in_model(
+                on_meta(), shape, device_map={"": place}, offload_folder=tmp_path
+            )
     with pytest.raises(RuntimeError, match=r"size mismatch for body.0.weight"):
         load_checkpoint_in_model(Model(), shape)
-    extra = {name: value for name, value in state.items() if not name.startswith("norm")} | {"more.w": torch.ones(1)}
+    extra = {name: value for name, value in state.items() if not name.startswith("norm")} | {
+        "more.w": torch.ones(1)
+    }
     save_file(extra, tmp_path / "extra.safetensors", metadata={"format": "pt"})
     for model, device_map in ((Model(), None), (on_meta(), {"": "cpu"})):
-        with pytest.raises(CheckpointError, match=r"unknown to the model: more.w; not in the checkpoint: norm.bias, "):
+        with pytest.raises(
+            CheckpointError,
+            match=r"unknown to the model: more.w; not in the checkpoint: norm.bias, ",
+        ):
             load_checkpoint_in_model(model, tmp_path / "extra.safetensors", device_map, strict=True)
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             load_checkpoint_in_model(model, tmp_path / "extra.safetensors", device_map)
-        assert "not used when initializing Model: ['more.w']" in caplog.text and "'norm.bias'" in caplog.text
+        assert (
+            "not used when initializing Model: ['more.w']" in caplog.text
+            and "'norm.bias'" in caplog.text
+        )
         assert "head.weight" not in caplog.text  # tied to one that is there
         caplog.clear()
         with caplog.at_level(logging.WARNING), patch_environment(rank=1, world_size=2):
@@ -178,12 +214,18 @@ def test_clear_errors(trained, tmp_path, caplog):
 
 
 def test_checkpoints_that_are_none(tmp_path, trained):
-    with pytest.raises(WeightFileError, match=r"not a folder containing a `.index.json` file or a pytorch_model"):
+    with pytest.raises(
+        WeightFileError, match=r"not a folder containing a `.index.json` file or a pytorch_model"
+    ):
         checkpoint_files(tmp_path)
-    with pytest.raises(WeightFileError, match=r"`checkpoint` should be the path to a file .* but got .*nothing"):
+    with pytest.raises(
+        WeightFileError, match=r"`checkpoint` should be the path to a file .* but got .*nothing"
+    ):
         checkpoint_files(tmp_path / "nothing")
     (tmp_path / "a.index.json").write_text(json.dumps({"weight_map": {"w": "gone.safetensors"}}))
-    with pytest.raises(CheckpointError, match=r"names files that do not exist: .*gone\.safetensors"):
+    with pytest.raises(
+        CheckpointError, match=r"names files that do not exist: .*gone\.safetensors"
+    ):
         checkpoint_files(tmp_path)
     (tmp_path / "b.index.json").write_text("{}")
     with pytest.raises(WeightFileError, match=r"more than one `.index.json` file"):
@@ -200,13 +242,18 @@ def test_checkpoints_that_are_none(tmp_path, trained):
 
 
 @pytest.mark.parametrize(
-    ("device_map", "damage"), [(None, "cut"), ({"": "cpu"}, "cut"), ({"": "cpu"}, "shape"), ({"": "cpu"}, "no tensor")]
+    ("device_map", "damage"),
+    [(None, "cut"), ({"": "cpu"}, "cut"), ({"": "cpu"}, "shape"), ({"": "cpu"}, "no tensor")],
 )
 def test_nothing_is_loaded_where_the_last_file_is_damaged(trained, tmp_path, device_map, damage):
     ending = "bin" if damage == "no tensor" else "safetensors"
     weight_map = {}
     for part, prefix in enumerate(("embed", "norm", "body")):
-        weights = {name: value.clone() for name, value in stored(trained).items() if name.startswith(prefix)}
+        weights = {
+            name: value.clone()
+            for name, value in stored(trained).items()
+            if name.startswith(prefix)
+        }
         if prefix == "body" and damage == "shape":
             weights["body.2.weight"] = torch.zeros(2, 8)
         elif prefix == "body" and damage == "no tensor":
@@ -268,10 +315,19 @@ def test_load_offloaded_weights(tmp_path, trained):
 @pytest.mark.parametrize("device_map", [None, {"": "cpu"}, {"": "disk"}], ids=str)
 def test_a_checkpoint_of_another_model(trained, tmp_path, device_map):
     path = tmp_path / "x.safetensors"
-    save_file({f"encoder.{name}": value for name, value in stored(trained).items()}, path, metadata={"format": "pt"})
+    save_file(
+        {f"encoder.{name}": value for name, value in stored(trained).items()},
+        path,
+        metadata={"format": "pt"},
+    )
     model = on_meta() if device_map else Model()
-    before = {name: value.clone() for name, value in model.state_dict().items() if not value.is_meta}
-    with pytest.raises(CheckpointError, match=r"no weight of Model: it has encoder.body.*, and the model has body.0"):
+    before = {
+        name: value.clone() for name, value in model.state_dict().items() if not value.is_meta
+    }
+    with pytest.raises(
+        CheckpointError,
+        match=r"no weight of Model: it has encoder.body.*, and the model has body.0",
+    ):
         load_checkpoint_in_model(model, path, device_map, offload_folder=tmp_path / "offload")
     assert not (tmp_path / "offload").exists()
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in before.items())
@@ -279,7 +335,10 @@ def test_a_checkpoint_of_another_model(trained, tmp_path, device_map):
     save_file({"embed.weight": trained.embed.weight.detach()}, path, metadata={"format": "pt"})
     if device_map:
         with pytest.raises(
-            CheckpointError, match=r"does not have body.0.bias, .* of Model, which is on the meta device"
+            CheckpointError,
+            match=r"does not have body.0.bias, .* of Model, which is on the meta device",
         ):
-            load_checkpoint_and_dispatch(model, path, device_map=device_map, offload_folder=tmp_path / "offload")
+            load_checkpoint_and_dispatch(
+                model, path, device_map=device_map, offload_folder=tmp_path / "offload"
+            )
         assert model.embed.weight.is_meta

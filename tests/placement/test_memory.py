@@ -19,7 +19,9 @@ def test_free_memory_with_accelerators(monkeypatch):
             raise RuntimeError("busy")
 
     monkeypatch.setattr(memory.torch, "zeros", zeros)
-    monkeypatch.setattr(memory.torch.accelerator, "get_memory_info", lambda index: (100 + index, 1000))
+    monkeypatch.setattr(
+        memory.torch.accelerator, "get_memory_info", lambda index: (100 + index, 1000)
+    )
     free = get_max_memory()
     assert list(free) == [0, 2, "cpu"] and (free[0], free[2]) == (100, 102)
     monkeypatch.setattr(memory.devices, "accelerator_type", lambda: "mps")
@@ -50,9 +52,13 @@ class Block(nn.Module):
 def test_shares_are_even_and_leave_room_for_a_block():
     model = nn.ModuleList([Block(10) for _ in range(8)])  # 400 bytes each
     block = 1.25 * 400
-    limits = get_balanced_memory(model, {0: 10_000, 1: 10_000, "cpu": 10_000}, no_split_module_classes=["Block"])
+    limits = get_balanced_memory(
+        model, {0: 10_000, 1: 10_000, "cpu": 10_000}, no_split_module_classes=["Block"]
+    )
     assert limits == {0: 1600 + block, 1: 10_000, "cpu": 10_000}
-    limits = get_balanced_memory(model, {0: 10_000, 1: 900, 2: 10_000, 3: 10_000}, no_split_module_classes="Block")
+    limits = get_balanced_memory(
+        model, {0: 10_000, 1: 900, 2: 10_000, 3: 10_000}, no_split_module_classes="Block"
+    )
     assert limits == {0: 800 + block, 1: 900, 2: 800 + block, 3: 10_000}
     # Devices that may hold nothing do not count.
     limits = get_balanced_memory(model, {0: 10_000, 1: 0, 2: 10_000})

@@ -56,7 +56,9 @@ def test_round_trip(tmp_path, dtype, shape):
 def test_the_files_are_plain_numbers(tmp_path):
     weight = torch.randn(4, 3)
     offload_weight(weight.t(), "w", tmp_path)  # not contiguous, no index asked for
-    assert numpy.array_equal(numpy.memmap(tmp_path / "w.dat", dtype="float32", shape=(3, 4), mode="r"), weight.t())
+    assert numpy.array_equal(
+        numpy.memmap(tmp_path / "w.dat", dtype="float32", shape=(3, 4), mode="r"), weight.t()
+    )
     # What numpy wrote is read.
     written = numpy.memmap(tmp_path / "n.dat", dtype="int16", mode="w+", shape=(4,))
     written[:] = torch.arange(4).bfloat16().view(torch.int16).numpy()
@@ -99,21 +101,35 @@ def test_broken_files_are_named(tmp_path):
 def test_loader_joins_memory_files_and_safetensors(tmp_path):
     state = {"a.w": torch.randn(3), "a.b": torch.randn(2).bfloat16()}
     offload_state_dict(tmp_path / "offload", state)
-    assert {path.name for path in (tmp_path / "offload").iterdir()} == {"a.w.dat", "a.b.dat", "index.json"}
+    assert {path.name for path in (tmp_path / "offload").iterdir()} == {
+        "a.w.dat",
+        "a.b.dat",
+        "index.json",
+    }
     tensors = {"inner": torch.randn(4, 2), "other": torch.randn(2)}
     save_file(tensors, tmp_path / "x.safetensors")
     index = json.loads((tmp_path / "offload" / "index.json").read_text())
-    index["c"] = {"safetensors_file": str(tmp_path / "x.safetensors"), "weight_name": "inner", "dtype": "float16"}
+    index["c"] = {
+        "safetensors_file": str(tmp_path / "x.safetensors"),
+        "weight_name": "inner",
+        "dtype": "float16",
+    }
     index["other"] = {"safetensors_file": str(tmp_path / "x.safetensors")}
     held = torch.randn(1)
     loader = OffloadedWeightsLoader({"m": held}, tmp_path / "offload", index)
     assert list(loader) == loader.all_keys == ["m", "a.w", "a.b", "c", "other"] and len(loader) == 5
-    assert loader["m"] is held and same(loader["a.w"], state["a.w"]) and same(loader["a.b"], state["a.b"])
+    assert (
+        loader["m"] is held
+        and same(loader["a.w"], state["a.w"])
+        and same(loader["a.b"], state["a.b"])
+    )
     assert same(loader["c"], tensors["inner"].half()) and same(loader["other"], tensors["other"])
     assert same(OffloadedWeightsLoader(save_folder=str(tmp_path / "offload"))["a.b"], state["a.b"])
     for twin in (copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):
         assert same(twin["c"], loader["c"])
     with pytest.raises(KeyError, match="nothing"):
         loader["nothing"]
-    with pytest.raises(CheckpointError, match=r"a\.w as a file of an offload folder, and no folder"):
+    with pytest.raises(
+        CheckpointError, match=r"a\.w as a file of an offload folder, and no folder"
+    ):
         OffloadedWeightsLoader(index=index)["a.w"]

@@ -12,7 +12,11 @@ from torch import nn
 from accelerate.big_modeling import init_empty_weights
 from accelerate.config.quantization import BnbQuantizationConfig
 from accelerate.placement import quantize
-from accelerate.placement.quantize import get_keys_to_not_convert, has_4bit_bnb_layers, load_and_quantize_model
+from accelerate.placement.quantize import (
+    get_keys_to_not_convert,
+    has_4bit_bnb_layers,
+    load_and_quantize_model,
+)
 
 EIGHT = {"load_in_8bit": True, "torch_dtype": "fp32"}
 FOUR = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "fp32"}
@@ -68,7 +72,9 @@ def test_without_the_package(model, monkeypatch):
     monkeypatch.setattr(quantize, "is_8bit_bnb_available", lambda: False)
     monkeypatch.setattr(quantize, "is_4bit_bnb_available", lambda: False)
     for options, bits in ((EIGHT, 8), (FOUR, 4)):
-        with pytest.raises(ImportError, match=f"quantizing to {bits} bits needs the package bitsandbytes"):
+        with pytest.raises(
+            ImportError, match=f"quantizing to {bits} bits needs the package bitsandbytes"
+        ):
             load_and_quantize_model(model, BnbQuantizationConfig(**options))
     monkeypatch.setitem(sys.modules, "bitsandbytes.nn", None)
     assert not has_4bit_bnb_layers(model)
@@ -79,7 +85,9 @@ class TestWithBitsandbytes:
     def package(self):
         return pytest.importorskip("bitsandbytes")
 
-    @pytest.mark.parametrize("options, layer, error", [(EIGHT, "Linear8bitLt", 0.02), (FOUR, "Linear4bit", 0.12)])
+    @pytest.mark.parametrize(
+        "options, layer, error", [(EIGHT, "Linear8bitLt", 0.02), (FOUR, "Linear4bit", 0.12)]
+    )
     @pytest.mark.parametrize("device_map", ["loaded", None, "auto", "sequential", SPREAD], ids=str)
     def test_every_way(self, model, weights, options, layer, error, device_map, tmp_path):
         config = BnbQuantizationConfig(**options)
@@ -87,15 +95,24 @@ class TestWithBitsandbytes:
             quantised = load_and_quantize_model(copy.deepcopy(model), config)
         else:
             folder = tmp_path / "offload"
-            quantised = load_and_quantize_model(empty(), config, weights, device_map=device_map, offload_folder=folder)
+            quantised = load_and_quantize_model(
+                empty(), config, weights, device_map=device_map, offload_folder=folder
+            )
         # 4-bit layers are not offloaded: those are kept as they are.
         spread = device_map is SPREAD
         second = "Linear" if spread and layer == "Linear4bit" else layer
-        assert kinds(quantised) == {"first": layer, "norm": "LayerNorm", "second": second, "head": "Linear"}
+        assert kinds(quantised) == {
+            "first": layer,
+            "norm": "LayerNorm",
+            "second": second,
+            "head": "Linear",
+        }
         assert quantised.second.weight.device.type == ("meta" if spread else "cpu")
         if spread and layer == "Linear8bitLt":
             assert (tmp_path / "offload" / "second.weight.dat").stat().st_size == 64 * 128
-        assert has_4bit_bnb_layers(quantised) == (layer == "Linear4bit") == quantised.is_loaded_in_4bit
+        assert (
+            has_4bit_bnb_layers(quantised) == (layer == "Linear4bit") == quantised.is_loaded_in_4bit
+        )
         x = torch.randn(4, 64)
         for _ in range(2):
             far = (quantised(x) - model(x)).abs().max()
@@ -106,11 +123,15 @@ class TestWithBitsandbytes:
         config = BnbQuantizationConfig(**EIGHT)
         x = torch.randn(4, 64)
         resident = load_and_quantize_model(empty(), config, weights, device_map={"": "cpu"})(x)
-        spread = load_and_quantize_model(empty(), config, weights, device_map=SPREAD, offload_folder=tmp_path / "o")(x)
+        spread = load_and_quantize_model(
+            empty(), config, weights, device_map=SPREAD, offload_folder=tmp_path / "o"
+        )(x)
         assert torch.equal(spread, resident)
 
     def test_modules_that_are_kept(self, model, weights):
-        config = BnbQuantizationConfig(load_in_8bit=True, skip_modules=["first"], keep_in_fp32_modules=["second"])
+        config = BnbQuantizationConfig(
+            load_in_8bit=True, skip_modules=["first"], keep_in_fp32_modules=["second"]
+        )
         quantised = load_and_quantize_model(empty(), config, weights, device_map={"": "cpu"})
         assert kinds(quantised)["head"] == "Linear8bitLt" and kinds(quantised)["first"] == "Linear"
         dtypes = {name: parameter.dtype for name, parameter in quantised.named_parameters()}
@@ -129,7 +150,13 @@ class TestWithBitsandbytes:
         with pytest.raises(ValueError, match="would be offloaded, and 4-bit layers cannot be"):
             limits = {"cpu": 3000}
             load_and_quantize_model(
-                empty(), BnbQuantizationConfig(**FOUR), weights, device_map="auto", max_memory=limits
+                empty(),
+                BnbQuantizationConfig(**FOUR),
+                weights,
+                device_map="auto",
+                max_memory=limits,
             )
         with pytest.raises(ValueError, match="please choose 'auto', 'balanced'"):
-            load_and_quantize_model(empty(), BnbQuantizationConfig(**FOUR), weights, device_map="cuda")
+            load_and_quantize_model(
+                empty(), BnbQuantizationConfig(**FOUR), weights, device_map="cuda"
+            )

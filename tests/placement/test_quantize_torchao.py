@@ -22,7 +22,12 @@ pytestmark = pytest.mark.skipif(not is_available("torchao"), reason="torchao is 
 
 
 def config(name):
-    from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, IntxWeightOnlyConfig, PerGroup
+    from torchao.quantization import (
+        Float8WeightOnlyConfig,
+        Int8WeightOnlyConfig,
+        IntxWeightOnlyConfig,
+        PerGroup,
+    )
 
     if name == "int4":
         prototype = pytest.importorskip("torchao.prototype.quantization.int4")
@@ -46,7 +51,9 @@ def quantized(kind):
     from torchao.quantization import quantize_
 
     model = plain()
-    quantize_(model, config(kind), lambda module, name: isinstance(module, nn.Linear) and name != "4")
+    quantize_(
+        model, config(kind), lambda module, name: isinstance(module, nn.Linear) and name != "4"
+    )
     return model
 
 
@@ -86,7 +93,9 @@ def test_the_inner_tensors_are_fetched_ahead(x, tmp_path, monkeypatch):
     read = []
     fetch = streaming.WeightStream._fetch
     monkeypatch.setattr(
-        streaming.WeightStream, "_fetch", lambda self, request: read.append(request.names) or fetch(self, request)
+        streaming.WeightStream,
+        "_fetch",
+        lambda self, request: read.append(request.names) or fetch(self, request),
     )
     model = disk_offload(quantized("int8"), tmp_path)
     expected = outputs(quantized("int8"), x)
@@ -105,11 +114,15 @@ def test_tied_quantized_weights_are_not_mixed_up(x, tmp_path):
     assert torch.equal(outputs(cpu_offload(copy.deepcopy(model)), x), expected)
     assert torch.equal(outputs(disk_offload(copy.deepcopy(model), tmp_path / "a"), x), expected)
     places = {"0": "cpu", "1": "disk", "2": "cpu", "3": "disk"}
-    assert torch.equal(outputs(dispatch_model(model, places, offload_dir=tmp_path / "b"), x), expected)
+    assert torch.equal(
+        outputs(dispatch_model(model, places, offload_dir=tmp_path / "b"), x), expected
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("device_map", [None, SPREAD, {"": "disk"}], ids=["resident", "spread", "disk"])
+@pytest.mark.parametrize(
+    "device_map", [None, SPREAD, {"": "disk"}], ids=["resident", "spread", "disk"]
+)
 def test_quantized_while_loading(kind, device_map, x, tmp_path):
     save_file(plain().state_dict(), tmp_path / "model.safetensors", metadata={"format": "pt"})
     with init_empty_weights():
@@ -131,23 +144,37 @@ def test_only_one_weight_at_a_time_is_in_full_precision(tmp_path, monkeypatch):
     quantize_ = torchao.quantization.quantize_
 
     def watch(layer, config):
-        present.append([name for name in ("0", "2") if type(model.get_submodule(name).weight.data) is torch.Tensor])
+        present.append(
+            [
+                name
+                for name in ("0", "2")
+                if type(model.get_submodule(name).weight.data) is torch.Tensor
+            ]
+        )
         present[-1] = [name for name in present[-1] if not model.get_submodule(name).weight.is_meta]
         quantize_(layer, config)
 
     monkeypatch.setattr(torchao.quantization, "quantize_", watch)
-    load_and_quantize_model(model, config("int8"), tmp_path / "model.safetensors", skip_modules=["4"])
+    load_and_quantize_model(
+        model, config("int8"), tmp_path / "model.safetensors", skip_modules=["4"]
+    )
     assert present == [[], []]
 
 
 def test_what_cannot_be(tmp_path):
     from torchao.quantization import Int4WeightOnlyConfig
 
-    with pytest.raises(ConfigurationError, match=r"cannot quantize 0\.weight .* on cpu with Int4WeightOnlyConfig"):
-        load_and_quantize_model(plain(), Int4WeightOnlyConfig(group_size=32), device_map={"": "cpu"})
+    with pytest.raises(
+        ConfigurationError, match=r"cannot quantize 0\.weight .* on cpu with Int4WeightOnlyConfig"
+    ):
+        load_and_quantize_model(
+            plain(), Int4WeightOnlyConfig(group_size=32), device_map={"": "cpu"}
+        )
     with pytest.raises(ConfigurationError, match="no linear layer"):
         load_and_quantize_model(plain(), config("int8"), skip_modules=["0", "2", "4"])
-    with pytest.raises(ConfigurationError, match="BnbQuantizationConfig or a configuration of torchao"):
+    with pytest.raises(
+        ConfigurationError, match="BnbQuantizationConfig or a configuration of torchao"
+    ):
         load_and_quantize_model(plain(), "int8")
     with pytest.raises(RuntimeError, match="weights_location"), init_empty_weights():
         load_and_quantize_model(plain(), config("int8"))

@@ -87,7 +87,9 @@ def test_module_sizes_in_another_dtype():
     assert half["linear1"] == 32 and half["batchnorm"] == 2 * 16 + 8  # the counter is an integer
     # Nothing grows: a wider dtype leaves the weights as they are.
     assert compute_module_sizes(model, dtype=torch.float64) == compute_module_sizes(model)
-    special = compute_module_sizes(model, dtype="float16", special_dtypes={"linear1.weight": torch.float32})
+    special = compute_module_sizes(
+        model, dtype="float16", special_dtypes={"linear1.weight": torch.float32}
+    )
     assert special["linear1"] == 48 + 8 and special["linear2"] == half["linear2"]
     assert compute_module_sizes(model, dtype=CustomDtype.INT4)["linear2"] == 12.5
     assert compute_module_sizes(model, buffers_only=True)[""] == 28 + 2 * 16 + 8
@@ -108,7 +110,10 @@ def test_named_module_tensors():
 def test_largest_layer():
     model = nn.Sequential(Model(), Model(), nn.Linear(2, 2))
     sizes = compute_module_sizes(model)
-    assert get_max_layer_size(list(model.named_children()), sizes, []) == (100, ["0.linear2", "1.linear2"])
+    assert get_max_layer_size(list(model.named_children()), sizes, []) == (
+        100,
+        ["0.linear2", "1.linear2"],
+    )
     assert get_max_layer_size(list(model.named_children()), sizes, ["Model"]) == (280, ["0", "1"])
     assert get_max_layer_size(list(model.named_children()), sizes, [{"Model"}]) == (280, ["0", "1"])
     assert calculate_maximum_sizes(model) == (584, (100, ["0.linear2", "1.linear2"]))

@@ -19,7 +19,9 @@ class Source(dict):
     """Weights of modules by number, which records when each is read."""
 
     def __init__(self, modules):
-        super().__init__({str(number): torch.full((1 << 16,), float(number)) for number in range(modules)})
+        super().__init__(
+            {str(number): torch.full((1 << 16,), float(number)) for number in range(modules)}
+        )
         self.reads = []
 
     def __getitem__(self, name):
@@ -49,7 +51,11 @@ def run():
 
 def test_the_second_pass_is_fetched_ahead(run):
     assert run(range(5)) == []
-    assert run(range(5)) == [2, 3, 4]  # the last module of a pass and the first two of the next are new pairs
+    assert run(range(5)) == [
+        2,
+        3,
+        4,
+    ]  # the last module of a pass and the first two of the next are new pairs
     assert run(range(5)) == run(range(5)) == [0, 1, 2, 3, 4]
 
 
@@ -67,13 +73,22 @@ def test_a_module_that_runs_twice_and_another_order(run):
 def test_small_modules_are_fetched_together_within_the_size_of_the_largest():
     source, stream = Source(6), WeightStream()
     sizes = [4 << 20, 1 << 20, 1 << 20, 1 << 20, 1 << 20, 1 << 20]
-    requests = [FetchRequest(number, source, (str(number),), size, CPU) for number, size in enumerate(sizes)]
+    requests = [
+        FetchRequest(number, source, (str(number),), size, CPU) for number, size in enumerate(sizes)
+    ]
     ahead = []
     for _ in range(3):
         for number, request in enumerate(requests):
             stream.fetch(request)
             ahead.append((number, sorted(stream.ahead)))
-    assert ahead[-6:] == [(0, [1, 2, 3, 4]), (1, [2, 3, 4, 5]), (2, [3, 4, 5]), (3, [4, 5]), (4, [5]), (5, [0])]
+    assert ahead[-6:] == [
+        (0, [1, 2, 3, 4]),
+        (1, [2, 3, 4, 5]),
+        (2, [3, 4, 5]),
+        (3, [4, 5]),
+        (4, [5]),
+        (5, [0]),
+    ]
 
 
 def test_an_error_of_the_background_is_raised_by_the_module_that_needs_the_weights(run):
@@ -88,7 +103,11 @@ def test_an_error_of_the_background_is_raised_by_the_module_that_needs_the_weigh
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.up, self.norm, self.down = nn.Linear(256, 1024), nn.LayerNorm(256), nn.Linear(1024, 256)
+        self.up, self.norm, self.down = (
+            nn.Linear(256, 1024),
+            nn.LayerNorm(256),
+            nn.Linear(1024, 256),
+        )
 
     def forward(self, x):
         return x + self.down(torch.relu(self.up(self.norm(x))))
@@ -170,7 +189,10 @@ def test_weights_are_read_from_the_checkpoint_itself(model, checkpoint, tmp_path
     assert [path.name for path in (tmp_path / "offload").iterdir()] == ["index.json"]
     # The model keeps the file that it was loaded from, whatever takes its place.
     wanted = model(x)
-    save_file({name: torch.zeros_like(value) for name, value in model.state_dict().items()}, checkpoint / "new")
+    save_file(
+        {name: torch.zeros_like(value) for name, value in model.state_dict().items()},
+        checkpoint / "new",
+    )
     (checkpoint / "new").rename(checkpoint / "model.safetensors")
     assert torch.equal(loaded(x), wanted)
     (checkpoint / "model.safetensors").unlink()
@@ -178,13 +200,18 @@ def test_weights_are_read_from_the_checkpoint_itself(model, checkpoint, tmp_path
 
 
 @torch.no_grad()
-def test_a_checkpoint_that_is_written_over_is_not_taken_for_the_one_that_was_loaded(checkpoint, tmp_path):
+def test_a_checkpoint_that_is_written_over_is_not_taken_for_the_one_that_was_loaded(
+    checkpoint, tmp_path
+):
     loaded = load(checkpoint, tmp_path)
     path = checkpoint / "model.safetensors"
     content = path.read_bytes()
     with open(path, "r+b") as file:
         file.write(content[:8] + content[8:].replace(b"F64", b"I64"))
-    with pytest.raises(CheckpointError, match=r"model\.safetensors was changed after its weights had been offloaded"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"model\.safetensors was changed after its weights had been offloaded",
+    ):
         loaded(torch.randn(3, 256, dtype=torch.double))
 
 
@@ -204,7 +231,9 @@ def test_what_a_forward_writes_does_not_reach_the_file(tmp_path):
     content = path.read_bytes()
     with init_empty_weights():
         empty = nn.Sequential(Writing(256, 256))
-    loaded = load_checkpoint_and_dispatch(empty, path, device_map={"": "disk"}, offload_folder=tmp_path / "offload")
+    loaded = load_checkpoint_and_dispatch(
+        empty, path, device_map={"": "disk"}, offload_folder=tmp_path / "offload"
+    )
     x = torch.randn(3, 256)
     assert torch.equal(loaded(x), model(x))
     loaded(x)
@@ -230,7 +259,9 @@ def test_a_tied_weight_on_the_disk_and_in_memory(places, tmp_path):
         empty = Tied()
     empty.head.weight = empty.embed.weight
     device_map = dict(zip(("embed", "head"), places, strict=True))
-    loaded = load_checkpoint_and_dispatch(empty, path, device_map=device_map, offload_folder=tmp_path / "offload")
+    loaded = load_checkpoint_and_dispatch(
+        empty, path, device_map=device_map, offload_folder=tmp_path / "offload"
+    )
     ids = torch.arange(6)
     for _ in range(2):
         assert torch.equal(loaded(ids), model(ids))

@@ -13,17 +13,23 @@ def test_value_and_dtype():
     layer = nn.Linear(3, 4)
     value = torch.randn(4, 3)
     set_module_tensor_to_device(layer, "weight", "cpu", value=value)
-    assert layer.weight.data_ptr() == value.data_ptr() and layer.weight.requires_grad  # nothing is copied
+    assert (
+        layer.weight.data_ptr() == value.data_ptr() and layer.weight.requires_grad
+    )  # nothing is copied
     # By default a value takes the dtype of what it replaces, as with load_state_dict.
     set_module_tensor_to_device(layer, "weight", "cpu", value=value.half())
     assert layer.weight.dtype == torch.float32 and torch.equal(layer.weight, value.half().float())
     set_module_tensor_to_device(layer, "weight", "cpu", value=value, dtype="bfloat16")
     assert layer.weight.dtype == torch.bfloat16
     set_module_tensor_to_device(layer, "weight", "cpu", dtype=torch.float64)
-    assert layer.weight.dtype == torch.float64 and torch.equal(layer.weight, value.bfloat16().double())
+    assert layer.weight.dtype == torch.float64 and torch.equal(
+        layer.weight, value.bfloat16().double()
+    )
     set_module_tensor_to_device(layer, "weight", "cpu", value=numpy.ones((4, 3)))
     assert torch.equal(layer.weight, torch.ones(4, 3, dtype=torch.float64))
-    set_module_tensor_to_device(layer, "weight", "cpu", value=torch.ones(4, 3, dtype=torch.int8), dtype=torch.float16)
+    set_module_tensor_to_device(
+        layer, "weight", "cpu", value=torch.ones(4, 3, dtype=torch.int8), dtype=torch.float16
+    )
     assert layer.weight.dtype == torch.int8 and not layer.weight.requires_grad
 
 
@@ -45,7 +51,9 @@ def test_to_meta_and_back():
     set_module_tensor_to_device(model, "0.weight", "cpu")
     assert model[0].weight is weight  # it is there already
     set_module_tensor_to_device(model, "0.weight", "meta")
-    with pytest.raises(ValueError, match=r"0\.weight is on the meta device, we need a `value` to put in on cpu"):
+    with pytest.raises(
+        ValueError, match=r"0\.weight is on the meta device, we need a `value` to put in on cpu"
+    ):
         set_module_tensor_to_device(model, "0.weight", "cpu")
     set_module_tensor_to_device(model, "0.weight", "meta", dtype=torch.float16)
     assert model[0].weight.dtype == torch.float16

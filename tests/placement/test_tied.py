@@ -80,6 +80,17 @@ def test_clean_state_dict_loses_nothing(tmp_path, caplog):
     assert set(loaded) == {"a", "b", "turned", "empty", "nothing"}
     for name, value in loaded.items():
         assert torch.equal(value, state[name])
-    assert set(state) == {"a", "b", "again", "turned", "empty", "nothing"}  # the argument is left as it is
+    assert set(state) == {
+        "a",
+        "b",
+        "again",
+        "turned",
+        "empty",
+        "nothing",
+    }  # the argument is left as it is
     model = tied_model()
-    assert list(clean_state_dict_for_safetensors(model.state_dict())) == ["0.weight", "1.weight", "1.bias"]
+    assert list(clean_state_dict_for_safetensors(model.state_dict())) == [
+        "0.weight",
+        "1.weight",
+        "1.bias",
+    ]

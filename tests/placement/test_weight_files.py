@@ -16,14 +16,20 @@ from accelerate.placement import weight_files
 @pytest.mark.parametrize("dtype", list(BY_NAME.values()), ids=str)
 def test_safetensors_are_read_as_they_are(tmp_path, dtype):
     path = tmp_path / "x.safetensors"
-    tensors = {"a": torch.tensor([True]), "b": (torch.rand(3, 5) * 3).to(dtype), "c": torch.zeros(0, 2).to(dtype)}
+    tensors = {
+        "a": torch.tensor([True]),
+        "b": (torch.rand(3, 5) * 3).to(dtype),
+        "c": torch.zeros(0, 2).to(dtype),
+    }
     save_file(tensors, path, metadata={"format": "pt"})
     files = weight_files.SafetensorsFiles()
     for name, tensor in tensors.items():
         found = files.tensor(path, name)
         assert found.untyped_storage().nbytes() == tensor.nbytes
         assert found.dtype == tensor.dtype and found.shape == tensor.shape
-        assert torch.equal(found.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8))
+        assert torch.equal(
+            found.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)
+        )
 
 
 def test_a_file_is_mapped_once_and_written_nowhere(tmp_path):
@@ -41,7 +47,9 @@ def test_safetensors_with_an_unaligned_header(tmp_path):
     header = json.dumps({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
     header += b" " * ((3 - len(header)) % 8)
     path = tmp_path / "x.safetensors"
-    path.write_bytes(len(header).to_bytes(8, "little") + header + torch.tensor([1.5, 2.5]).numpy().tobytes())
+    path.write_bytes(
+        len(header).to_bytes(8, "little") + header + torch.tensor([1.5, 2.5]).numpy().tobytes()
+    )
     assert torch.equal(weight_files.SafetensorsFiles().tensor(path, "a"), torch.tensor([1.5, 2.5]))
 
 

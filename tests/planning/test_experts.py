@@ -27,12 +27,16 @@ def real_step(layout, folder):
     """(messages of the second step, bytes of this rank's parameters) of a model that transformers shards."""
     accelerator = Accelerator(cpu=True)
     config = transformers.distributed.DistributedConfig(**dict(layout.loading))
-    model = transformers.MixtralForCausalLM.from_pretrained(folder, distributed_config=config).train()
+    model = transformers.MixtralForCausalLM.from_pretrained(
+        folder, distributed_config=config
+    ).train()
     optimizer = torch.optim.AdamW(model.parameters())
     model, optimizer = accelerator.prepare(model, optimizer)
     torch.manual_seed(accelerator.strategy.data_shard[0])
     shapes = fake_batch(model, BATCH.of_rank(layout))
-    inputs = {name: torch.randint_like(shape, SIZES["vocab_size"]) for name, shape in shapes.items()}
+    inputs = {
+        name: torch.randint_like(shape, SIZES["vocab_size"]) for name, shape in shapes.items()
+    }
     with Ledger() as ledger:
         for _ in range(2):
             ledger.work = Work()
@@ -49,7 +53,12 @@ def real_step(layout, folder):
         ("ep2+fsdp2", 2),
         *(
             pytest.param(name, nproc, marks=pytest.mark.thorough)
-            for name, nproc in (("ep2+tp2", 2), ("ep2+fsdp4", 4), ("ep4+fsdp4", 4), ("ep2+tp2+fsdp2", 4))
+            for name, nproc in (
+                ("ep2+tp2", 2),
+                ("ep2+fsdp4", 4),
+                ("ep4+fsdp4", 4),
+                ("ep2+tp2+fsdp2", 4),
+            )
         ),
     ],
 )

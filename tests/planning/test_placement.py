@@ -35,7 +35,9 @@ class Model(nn.Module):
 
     def __init__(self, width=128, depth=6):
         super().__init__()
-        self.config = types.SimpleNamespace(num_attention_heads=4, num_key_value_heads=2, hidden_size=width)
+        self.config = types.SimpleNamespace(
+            num_attention_heads=4, num_key_value_heads=2, hidden_size=width
+        )
         self.embed = nn.Embedding(1000, width)
         self.blocks = nn.ModuleList([Block(width) for _ in range(depth)])
         self.head = nn.Linear(width, 1000, bias=False)
@@ -66,7 +68,10 @@ def test_every_tensor_has_one_device_and_every_budget_is_kept(two_accelerators):
     block = sum(tensor.nbytes for tensor in [*model.blocks[0].parameters(), model.blocks[0].scale])
     total, fitting = sum(tensor.nbytes for tensor in tensors.values()), 0
     for _ in range(60):
-        limits = {device: dice.randrange(1, 6 * MB) for device in dice.sample([0, 1, "cpu"], dice.randrange(1, 4))}
+        limits = {
+            device: dice.randrange(1, 6 * MB)
+            for device in dice.sample([0, 1, "cpu"], dice.randrange(1, 4))
+        }
         batch, tokens = dice.choice([None, parse_batch("2x64")]), dice.choice([0, 64])
         try:
             found = place(model, limits, batch=batch, cache_tokens=tokens if batch else 0)
@@ -77,13 +82,17 @@ def test_every_tensor_has_one_device_and_every_budget_is_kept(two_accelerators):
         assert sum(use.weights for use in found.use.values()) == total
         places = {name: device_for(name, found.device_map) for name in tensors}
         for device, use in found.use.items():
-            assert use.weights == sum(tensors[name].nbytes for name, place in places.items() if place == device)
+            assert use.weights == sum(
+                tensors[name].nbytes for name, place in places.items() if place == device
+            )
             assert device == "disk" or use.total <= limits[device] == use.budget
         # Keys and values of each block are counted once: 2 samples, 2 of 4 heads of width 32.
         caches = sum(use.cache for use in found.use.values())
         assert caches == (6 * 2 * 2 * 64 * 2 * 32 * 4 if batch and tokens else 0)
         computing = [device for device in (0, 1) if device in limits] or ["cpu"]
-        if any(name.startswith("blocks") and place not in computing for name, place in places.items()):
+        if any(
+            name.startswith("blocks") and place not in computing for name, place in places.items()
+        ):
             assert found.use[computing[0]].layer >= 2 * block
     assert fitting > 20
 
@@ -98,9 +107,15 @@ def test_activations_are_those_of_a_forward_without_gradients():
 
 def test_what_is_missing_is_named():
     model = on_meta()
-    with pytest.raises(ConfigurationError, match=r"device cpu has 1000 B and needs .* MiB more.* activations on each"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"device cpu has 1000 B and needs .* MiB more.* activations on each",
+    ):
         place(model, {"cpu": 1000}, batch=parse_batch("8x32"))
-    with pytest.raises(ConfigurationError, match=r"Model does not fit: .* of weights fit on no device and would stay"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"Model does not fit: .* of weights fit on no device and would stay",
+    ):
         place(model, {"cpu": 2 * MB}, disk=False)
     with pytest.raises(ConfigurationError, match="cache_tokens needs a batch"):
         place(model, {"cpu": 2 * MB}, cache_tokens=8)

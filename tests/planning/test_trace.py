@@ -88,7 +88,9 @@ def test_peak_is_what_the_allocator_counts(name, nproc, ranks):
     found = max(ranks(nproc).run(measured, variables, BATCH.of_rank(layout)))
     step = traced(name, nproc)
     # FSDP2 of torch 2.12 takes 4% less than later versions, of which the estimates are.
-    spread = 0.06 if name.startswith("fsdp") and is_torch_version("<", "2.13") else CPU_MEMORY_SPREAD
+    spread = (
+        0.06 if name.startswith("fsdp") and is_torch_version("<", "2.13") else CPU_MEMORY_SPREAD
+    )
     low, high = memory_interval(step, step.total, spread)
     assert low <= found <= high
     assert (high - low) / (high + low) <= 0.1

@@ -73,6 +73,8 @@ def test_a_pickled_model_comes_back_plain_and_a_copied_one_lowered():
 
 
 def test_scaler_options_and_half_weights():
-    assert ScaledPrecision("cpu", scaling=GradScalerKwargs(init_scale=8.0)).scaler.get_scale() == 8.0
+    assert (
+        ScaledPrecision("cpu", scaling=GradScalerKwargs(init_scale=8.0)).scaler.get_scale() == 8.0
+    )
     with pytest.raises(PrepareError, match=r"'linear.weight' of Two is float16"):
         ScaledPrecision("cpu").wrap_forward(Two().half())

@@ -14,13 +14,19 @@ from accelerate.precision.amp import get_grad_scaler, get_mixed_precision_contex
 from accelerate.state import AcceleratorState
 
 
-@pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
-def test_the_context_computes_in_the_precision_of_the_run(precision: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)]
+)
+def test_the_context_computes_in_the_precision_of_the_run(
+    precision: str, dtype: torch.dtype
+) -> None:
     AcceleratorState(precision, cpu=True)
     layer, x = torch.nn.Linear(4, 4), torch.randn(2, 4)
     with get_mixed_precision_context_manager(native_amp=True):
         assert layer(x).dtype is dtype
-    with get_mixed_precision_context_manager(native_amp=True, autocast_kwargs=AutocastKwargs(enabled=False)):
+    with get_mixed_precision_context_manager(
+        native_amp=True, autocast_kwargs=AutocastKwargs(enabled=False)
+    ):
         assert layer(x).dtype is torch.float32
     assert isinstance(get_mixed_precision_context_manager(), contextlib.nullcontext)
 

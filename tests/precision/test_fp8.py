@@ -37,16 +37,25 @@ def test_an_optimizer_follows_the_layers_that_are_replaced() -> None:
     PartialState(cpu=True)
     precision = Replacing("cpu")
     precision.convert(model, lambda pairs: repoint_all([optimizer], pairs))
-    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in model.parameters()]
-    assert precision.computes_in == "bfloat16 under autocast, 1 of 2 linear layers in float8 (TE); not: kept"
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [
+        id(p) for p in model.parameters()
+    ]
+    assert (
+        precision.computes_in
+        == "bfloat16 under autocast, 1 of 2 linear layers in float8 (TE); not: kept"
+    )
 
 
 def test_a_model_without_a_layer_to_convert_is_refused() -> None:
-    with pytest.raises(PrepareError, match="none of the 1 linear layers of ModuleDict was converted"):
+    with pytest.raises(
+        PrepareError, match="none of the 1 linear layers of ModuleDict was converted"
+    ):
         Replacing("cpu").convert(nn.ModuleDict({"kept": nn.Linear(4, 4)}), lambda pairs: None)
 
 
-def test_the_backend_is_that_of_the_recipe_else_of_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_backend_is_that_of_the_recipe_else_of_the_variable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     recipe = MSAMPRecipeKwargs()
     assert _fp8_backend(Handlers(msamp=recipe)) == (FP8BackendType.MSAMP, recipe)
     monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "te")

@@ -34,7 +34,13 @@ pytestmark = pytest.mark.skipif(not is_available("torchao"), reason="torchao is 
 
 def make_model():
     torch.manual_seed(0)
-    layers = [nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH)]
+    layers = [
+        nn.Linear(WIDTH, WIDTH),
+        nn.GELU(),
+        nn.Linear(WIDTH, 64),
+        nn.GELU(),
+        nn.Linear(64, WIDTH),
+    ]
     return nn.Sequential(*layers, nn.GELU(), nn.Linear(WIDTH, 4))
 
 
@@ -79,7 +85,9 @@ def make_accelerator(plugin=None, layout=None, dynamo=None, **options):
 
 def settings_of(what):
     """The arguments of `make_accelerator`."""
-    sharded = FullyShardedDataParallelPlugin(fsdp_version=2) if what in ("sharded", "gathered") else None
+    sharded = (
+        FullyShardedDataParallelPlugin(fsdp_version=2) if what in ("sharded", "gathered") else None
+    )
     plan = TorchTensorParallelConfig(plan={"2": "colwise", "4": "rowwise"})
     stages = PipelineParallelConfig(split_points=["4"])
     return {
@@ -98,7 +106,10 @@ def settings_of(what):
 
 @on_ranks(2)
 @pytest.mark.parametrize(
-    "what", cases(["replicated", "sharded", "gathered", "split", "staged"], thorough=["gathered", "staged"])
+    "what",
+    cases(
+        ["replicated", "sharded", "gathered", "split", "staged"], thorough=["gathered", "staged"]
+    ),
 )
 def test_training_follows_fp32(what, expected, tmp_path):
     follow(what, expected, tmp_path)
@@ -131,7 +142,10 @@ def follow(what, expected, folder):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     loader = DataLoader(data(), batch_size=GLOBAL_BATCH // accelerator.strategy.data_shard[1])
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    assert accelerator.precision.converted == ["2", "4"] and accelerator.precision.left == ["0", "6"]
+    assert accelerator.precision.converted == ["2", "4"] and accelerator.precision.left == [
+        "0",
+        "6",
+    ]
     assert "2 of 4 linear layers in float8 (AO)" in str(accelerator.precision.computes_in)
     losses = []
     for number, (x, y) in enumerate(loader):
@@ -146,14 +160,21 @@ def follow(what, expected, folder):
             optimizer.zero_grad()
         losses.append(accelerator.reduce(loss.detach(), reduction="mean").item())
         if number == STEPS:
-            before = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+            before = {
+                name: value.clone() for name, value in accelerator.get_state_dict(model).items()
+            }
             accelerator.save_state(folder)
-    assert all(abs(a - b) < 0.05 * b + 0.02 for a, b in zip(losses, expected, strict=True)), (losses, expected)
+    assert all(abs(a - b) < 0.05 * b + 0.02 for a, b in zip(losses, expected, strict=True)), (
+        losses,
+        expected,
+    )
     assert losses[-1] < 0.9 * losses[0] and losses != expected
     accelerator.load_state(folder)
     after = accelerator.get_state_dict(model)
     assert all(torch.equal(value, after[name]) for name, value in before.items())
-    assert all(value.dtype is torch.float32 and type(value) is torch.Tensor for value in after.values())
+    assert all(
+        value.dtype is torch.float32 and type(value) is torch.Tensor for value in after.values()
+    )
 
 
 @on_ranks(2)
@@ -161,7 +182,10 @@ def follow(what, expected, folder):
 def test_compiled_by_regions():
     """Compiled blocks compute what they do as they are; the first one, converted in part, is a graph of its own."""
     tokens = torch.randint(16, (4, 17), generator=torch.Generator().manual_seed(0))
-    wrap = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Block"]}
+    wrap = {
+        "auto_wrap_policy": "transformer_based_wrap",
+        "transformer_cls_names_to_wrap": ["Block"],
+    }
     found, graphs = [], []
     for dynamo in (None, TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=True)):
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **wrap)
@@ -181,9 +205,13 @@ def test_compiled_by_regions():
         "layers.0.attention.q_proj",
         "head",
     ]
-    torch.testing.assert_close(found[: len(found) // 2], found[len(found) // 2 :], rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        found[: len(found) // 2], found[len(found) // 2 :], rtol=0, atol=1e-5
+    )
     # torch 2.14 counts what is compiled outside of the blocks: embedding, norm and head.
-    assert found[-1] < found[0] and graphs[:4] == [0] * 4 and graphs[4:] in ([2] * 4, [5] * 4), graphs
+    assert found[-1] < found[0] and graphs[:4] == [0] * 4 and graphs[4:] in ([2] * 4, [5] * 4), (
+        graphs
+    )
 
 
 @on_ranks(2, thorough=[1])
@@ -200,7 +228,9 @@ def test_weights_of_half_precision_are_trained_in_fp32():
     accelerator = make_accelerator(**settings_of("gathered"))
     model = accelerator.prepare(make_model().bfloat16())
     shards = [parameter.to_local() for parameter in model.parameters()]
-    wrapped = [shard._tensor for shard in shards if isinstance(shard, WeightWithDynamicFloat8CastTensor)]
+    wrapped = [
+        shard._tensor for shard in shards if isinstance(shard, WeightWithDynamicFloat8CastTensor)
+    ]
     assert len(wrapped) == 2 and all(inner.dtype is torch.float32 for inner in wrapped)
 
 
@@ -214,4 +244,6 @@ def test_a_wrapped_weight_is_moved_with_the_tensor_inside_of_it():
     weight = layer.weight
     replace_data(weight, weight.detach().to("meta"))
     assert layer.weight is weight and weight.requires_grad and isinstance(weight, nn.Parameter)
-    assert isinstance(weight.data, WeightWithDynamicFloat8CastTensor) and weight.data._tensor.is_meta
+    assert (
+        isinstance(weight.data, WeightWithDynamicFloat8CastTensor) and weight.data._tensor.is_meta
+    )

@@ -41,7 +41,10 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def make_model() -> nn.Sequential:
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.Linear(16, 32, bias=False), nn.LayerNorm(32, eps=1e-3), nn.Linear(32, 16), nn.Linear(16, 7)
+        nn.Linear(16, 32, bias=False),
+        nn.LayerNorm(32, eps=1e-3),
+        nn.Linear(32, 16),
+        nn.Linear(16, 7),
     )
     model[2].weight.requires_grad_(False)
     return model
@@ -50,8 +53,15 @@ def make_model() -> nn.Sequential:
 def test_layers_are_replaced_and_come_back_with_their_values(engine: Any) -> None:
     model, plain, x = make_model(), make_model(), torch.randn(4, 16)
     fp8_te.convert_model(model)
-    assert [type(layer) for layer in model] == [engine.Linear, engine.LayerNorm, engine.Linear, nn.Linear]
-    assert fp8_te.has_transformer_engine_layers(model) and not fp8_te.has_transformer_engine_layers(plain)
+    assert [type(layer) for layer in model] == [
+        engine.Linear,
+        engine.LayerNorm,
+        engine.Linear,
+        nn.Linear,
+    ]
+    assert fp8_te.has_transformer_engine_layers(model) and not fp8_te.has_transformer_engine_layers(
+        plain
+    )
     assert model[1].eps == 1e-3 and not model[2].weight.requires_grad
     for name, parameter in plain.named_parameters():
         torch.testing.assert_close(model.get_parameter(name), parameter, rtol=0, atol=0)
@@ -72,7 +82,9 @@ def test_autocast_is_on_while_training_and_in_evaluation_only_when_asked(
         engine.computed.clear()
         model, x = make_model(), torch.randn(4, 16)
         wanted = model(x)
-        handler = TERecipeKwargs(use_autocast_during_eval=during_eval, amax_history_len=16, amax_compute_algo="max")
+        handler = TERecipeKwargs(
+            use_autocast_during_eval=during_eval, amax_history_len=16, amax_compute_algo="max"
+        )
         assert fp8_te.apply_fp8_autowrap(model, handler) is model
         torch.testing.assert_close(model(x), wanted, rtol=0, atol=0)
         model.eval()
@@ -93,7 +105,9 @@ def test_block_scaling_takes_no_history(engine: Any, monkeypatch: pytest.MonkeyP
         fp8_te.make_recipe(handler)
 
 
-def test_what_the_engine_cannot_do_is_said_with_the_field(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_engine_cannot_do_is_said_with_the_field(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from transformer_engine.common import recipe
 
     with pytest.raises(ConfigurationError, match="fp8_format='E5M2'"):

@@ -25,7 +25,13 @@ STAND_INS = str(Path(__file__).parents[1] / "stand_ins")
 
 def make_model():
     torch.manual_seed(0)
-    hidden = [nn.Linear(WIDTH, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, WIDTH, bias=False), nn.GELU()]
+    hidden = [
+        nn.Linear(WIDTH, 64),
+        nn.GELU(),
+        nn.LayerNorm(64),
+        nn.Linear(64, WIDTH, bias=False),
+        nn.GELU(),
+    ]
     return nn.Sequential(*hidden, nn.Linear(WIDTH, 4))
 
 
@@ -96,7 +102,9 @@ def test_layers_train_as_those_they_replace(sharded, expected, tmp_path):
         optimizer.zero_grad()
     requested = recipe.DelayedScaling(1, recipe.Format.E4M3, 32, "most_recent")
     assert engine.entered == [(True, requested)] * STEPS, engine.entered
-    assert engine.computed == [(True, "Linear"), (True, "LayerNorm"), (True, "Linear")] * STEPS, engine.computed
+    assert engine.computed == [(True, "Linear"), (True, "LayerNorm"), (True, "Linear")] * STEPS, (
+        engine.computed
+    )
     state = accelerator.get_state_dict(model)
     if accelerator.is_main_process:
         found = {name: value for name, value in state.items() if not name.endswith("_extra_state")}
@@ -113,13 +121,19 @@ def test_layers_train_as_those_they_replace(sharded, expected, tmp_path):
     engine.computed.clear()
     with torch.no_grad():
         model(x)
-    assert {enabled for enabled, _ in engine.computed} == {bool(options.get("use_autocast_during_eval"))}
+    assert {enabled for enabled, _ in engine.computed} == {
+        bool(options.get("use_autocast_during_eval"))
+    }
 
 
 @on_ranks(2)
 def test_refusals():
-    with pytest.raises(PrepareError, match="none of the 1 linear layers of Sequential was converted"):
+    with pytest.raises(
+        PrepareError, match="none of the 1 linear layers of Sequential was converted"
+    ):
         make_accelerator().prepare(nn.Sequential(nn.Linear(16, 20), nn.LayerNorm(20)))
-    with pytest.raises(PrepareError, match=r"tp_size=2: 0 is a layer of Transformer Engine, which cannot be split"):
+    with pytest.raises(
+        PrepareError, match=r"tp_size=2: 0 is a layer of Transformer Engine, which cannot be split"
+    ):
         plan = TorchTensorParallelConfig(plan={"0": "colwise"})
         make_accelerator(layout=ParallelismConfig(tp_size=2, tp_handler=plan)).prepare(make_model())

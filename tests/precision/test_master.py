@@ -10,7 +10,11 @@ from accelerate.core.errors import ConfigurationError, PrepareError
 from accelerate.parallel.base import Strategy
 from accelerate.run.resolve import Handlers, check_combination
 from accelerate.state import AcceleratorState
-from accelerate.utils import FullyShardedDataParallelPlugin, GradientAccumulationPlugin, MasterWeightsKwargs
+from accelerate.utils import (
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
+    MasterWeightsKwargs,
+)
 
 STEPS, ACCUMULATION, CLIP = 20, 2, 0.5
 OPTIMIZERS = {
@@ -32,7 +36,9 @@ def fresh_state():
 
 def make_model(seed=0):
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Embedding(8, 16), nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 8, bias=False))
+    model = nn.Sequential(
+        nn.Embedding(8, 16), nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 8, bias=False)
+    )
     model[3].weight = model[0].weight  # tied
     model.register_buffer("offset", torch.full((8,), 1 / 3))
     model[1].bias.requires_grad_(False)
@@ -63,11 +69,15 @@ def by_hand(make_optimizer):
     """bf16 model, fp32 masters, the optimizer on the masters, copied back."""
     model = make_model()
     names = dict(model.named_parameters())
-    masters = {name: p.detach().clone().requires_grad_(p.requires_grad) for name, p in names.items()}
+    masters = {
+        name: p.detach().clone().requires_grad_(p.requires_grad) for name, p in names.items()
+    }
     for parameter in names.values():
         parameter.data = parameter.data.bfloat16()
     of = {id(parameter): masters[name] for name, parameter in names.items()}
-    groups = [{**group, "params": [of[id(p)] for p in group["params"]]} for group in groups_of(model)]
+    groups = [
+        {**group, "params": [of[id(p)] for p in group["params"]]} for group in groups_of(model)
+    ]
     optimizer = make_optimizer(groups)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.95**step)
     for number, x in enumerate(batches()):
@@ -81,14 +91,18 @@ def by_hand(make_optimizer):
             for name, parameter in names.items():
                 parameter.data.copy_(masters[name].data)
             model.zero_grad()
-    return model, {name: master.detach() for name, master in masters.items() if master.requires_grad}
+    return model, {
+        name: master.detach() for name, master in masters.items() if master.requires_grad
+    }
 
 
 def start(masters=True, steps=ACCUMULATION):
     return Accelerator(
         cpu=True,
         mixed_precision="bf16",
-        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=steps, sync_with_dataloader=False),
+        gradient_accumulation_plugin=GradientAccumulationPlugin(
+            num_steps=steps, sync_with_dataloader=False
+        ),
         kwargs_handlers=[MasterWeightsKwargs()] if masters else [],
     )
 
@@ -115,11 +129,15 @@ def train(accelerator, parts, some):
 def full(accelerator, parts):
     """Everything that a run goes on from: the weights that are handed out, the parameters, the optimizer's state."""
     model, optimizer, _ = parts
-    found = {f"master {name}": value.clone() for name, value in accelerator.get_state_dict(model).items()}
+    found = {
+        f"master {name}": value.clone() for name, value in accelerator.get_state_dict(model).items()
+    }
     for name, parameter in model.named_parameters():
         found[name] = parameter.detach().clone()
         for key, value in optimizer.state.get(parameter, {}).items():
-            found[f"{name}, {key}"] = value.clone() if isinstance(value, torch.Tensor) else torch.tensor(value)
+            found[f"{name}, {key}"] = (
+                value.clone() if isinstance(value, torch.Tensor) else torch.tensor(value)
+            )
     return found
 
 
@@ -135,7 +153,9 @@ def test_the_steps_are_those_of_the_loop_by_hand(kind):
     parts = model, optimizer, _ = prepared(accelerator, OPTIMIZERS[kind])
     train(accelerator, parts, batches())
     for name, parameter in model.named_parameters():
-        assert parameter.dtype == torch.bfloat16 and torch.equal(parameter, expected.get_parameter(name)), name
+        assert parameter.dtype == torch.bfloat16 and torch.equal(
+            parameter, expected.get_parameter(name)
+        ), name
     state = accelerator.get_state_dict(model)
     for name, master in masters.items():
         assert state[name].dtype == torch.float32 and torch.equal(state[name], master), name
@@ -217,7 +237,9 @@ def test_an_optimizers_own_state_brings_the_masters(tmp_path):
     accelerator = start()
     parts = prepared(accelerator)
     train(accelerator, parts, batches()[:10])
-    torch.save({"model": parts[0].state_dict(), "optimizer": parts[1].state_dict()}, tmp_path / "own.pt")
+    torch.save(
+        {"model": parts[0].state_dict(), "optimizer": parts[1].state_dict()}, tmp_path / "own.pt"
+    )
     saved = torch.load(tmp_path / "own.pt", weights_only=True)
     again = start()
     others = prepared(again, seed=5)
@@ -237,16 +259,22 @@ def test_weights_that_somebody_writes_count():
     optimizer.param_groups[0]["weight_decay"] = 0.0
     optimizer.step()
     after = accelerator.get_state_dict(model)["1.weight"]
-    assert torch.equal(after[0], torch.full_like(after[0], 2.0)) and torch.equal(after[1:], before[1:])
+    assert torch.equal(after[0], torch.full_like(after[0], 2.0)) and torch.equal(
+        after[1:], before[1:]
+    )
 
 
 def test_groups_and_parameters_that_come_later_have_masters():
     accelerator = start(steps=1)
     model = make_model()
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD([model[1].weight, model[1].bias], lr=1e-4))
+    model, optimizer = accelerator.prepare(
+        model, torch.optim.SGD([model[1].weight, model[1].bias], lr=1e-4)
+    )
     model[1].bias.requires_grad_(True)  # was frozen
     optimizer.add_param_group({"params": [model[2].weight], "lr": 1e-5})
-    begin = {name: value.float().clone() for name, value in accelerator.get_state_dict(model).items()}
+    begin = {
+        name: value.float().clone() for name, value in accelerator.get_state_dict(model).items()
+    }
     for _ in range(10):
         for parameter in (model[1].weight, model[1].bias, model[2].weight):
             parameter.grad = torch.ones_like(parameter)
@@ -254,7 +282,9 @@ def test_groups_and_parameters_that_come_later_have_masters():
     state = accelerator.get_state_dict(model)
     for name, way in (("1.weight", 1e-3), ("1.bias", 1e-3), ("2.weight", 1e-4)):
         assert state[name].dtype == torch.float32, name
-        assert torch.allclose(begin[name] - state[name], torch.full_like(state[name], way), rtol=1e-2, atol=0), name
+        assert torch.allclose(
+            begin[name] - state[name], torch.full_like(state[name], way), rtol=1e-2, atol=0
+        ), name
 
 
 def test_a_closure_is_evaluated_with_the_parameters_of_its_time():
@@ -291,7 +321,9 @@ def test_a_closure_is_evaluated_with_the_parameters_of_its_time():
 
 @pytest.mark.parametrize("precision", ["no", "fp16", "fp8"])
 def test_another_precision_is_refused(precision):
-    with pytest.raises(ConfigurationError, match=f"needs mixed_precision='bf16'.*'{precision}' .argument"):
+    with pytest.raises(
+        ConfigurationError, match=f"needs mixed_precision='bf16'.*'{precision}' .argument"
+    ):
         Accelerator(cpu=True, mixed_precision=precision, kwargs_handlers=[MasterWeightsKwargs()])
 
 
@@ -299,10 +331,17 @@ def test_another_precision_is_refused(precision):
     ("arguments", "reason"),
     [
         (
-            {"fsdp_plugin": lambda: FullyShardedDataParallelPlugin(fsdp_version=1, activation_checkpointing=True)},
+            {
+                "fsdp_plugin": lambda: FullyShardedDataParallelPlugin(
+                    fsdp_version=1, activation_checkpointing=True
+                )
+            },
             "shard with fsdp_version=2",
         ),
-        ({"strategy": lambda: type("Own", (Strategy,), {})}, "keeps its parameters, or masters of them, itself"),
+        (
+            {"strategy": lambda: type("Own", (Strategy,), {})},
+            "keeps its parameters, or masters of them, itself",
+        ),
     ],
 )
 def test_layouts_without_a_place_for_masters_are_refused(arguments, reason):
@@ -317,8 +356,13 @@ def test_layouts_without_a_place_for_masters_are_refused(arguments, reason):
 
 @pytest.mark.parametrize("layout", ["deepspeed", "xla"])
 def test_engines_that_need_not_be_here_are_refused(layout):
-    state, handlers = AcceleratorState(mixed_precision="bf16"), Handlers(master_weights=MasterWeightsKwargs())
-    with pytest.raises(ConfigurationError, match=f"holds MasterWeightsKwargs, and strategy '{layout}'"):
+    state, handlers = (
+        AcceleratorState(mixed_precision="bf16"),
+        Handlers(master_weights=MasterWeightsKwargs()),
+    )
+    with pytest.raises(
+        ConfigurationError, match=f"holds MasterWeightsKwargs, and strategy '{layout}'"
+    ):
         check_combination(layout, state, handlers, (), {"mixed_precision": "argument"})
 
 

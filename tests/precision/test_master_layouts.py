@@ -56,7 +56,9 @@ LAYOUTS = {
     4: {
         "hsdp": composed(dp_replicate_size=2, dp_shard_size=2),
         "fsdp, full states": {
-            "fsdp_plugin": lambda: sharded(state_dict_type="FULL_STATE_DICT", activation_checkpointing=True)
+            "fsdp_plugin": lambda: sharded(
+                state_dict_type="FULL_STATE_DICT", activation_checkpointing=True
+            )
         },
         "fsdp, offloaded": {"fsdp_plugin": lambda: sharded(cpu_offload=True)},
         "fsdp x tp": composed(dp_shard_size=2, tp_size=2),
@@ -68,7 +70,12 @@ LAYOUTS = {
 BY_NAME = LAYOUTS[2] | LAYOUTS[4]
 USUAL = [(2, "ddp"), (2, "fsdp"), (2, "pp")]
 CASES = [
-    pytest.param(nproc, what, marks=() if (nproc, what) in USUAL else pytest.mark.thorough, id=f"{nproc}-{what}")
+    pytest.param(
+        nproc,
+        what,
+        marks=() if (nproc, what) in USUAL else pytest.mark.thorough,
+        id=f"{nproc}-{what}",
+    )
     for nproc, layouts in LAYOUTS.items()
     for what in layouts
 ]
@@ -76,7 +83,9 @@ CASES = [
 
 def batches():
     generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(CONFIG.vocabulary, (STEPS * ACCUMULATION, BATCH, LENGTH + 3), generator=generator)
+    tokens = torch.randint(
+        CONFIG.vocabulary, (STEPS * ACCUMULATION, BATCH, LENGTH + 3), generator=generator
+    )
     # Sequences of 8: a multiple of twice the ranks that split them.
     return [{"input_ids": one[:, :-1], "labels": one[:, 1:]} for one in tokens]
 
@@ -92,7 +101,9 @@ def by_hand(has_master_weights):
     model, _ = make()
     masters = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
     model.to(torch.bfloat16)
-    optimizer = torch.optim.AdamW(masters.values() if has_master_weights else model.parameters(), lr=LR)
+    optimizer = torch.optim.AdamW(
+        masters.values() if has_master_weights else model.parameters(), lr=LR
+    )
     for number, batch in enumerate(batches()):
         with torch.autocast("cpu", torch.bfloat16):
             loss = model(**batch)[0]
@@ -166,7 +177,9 @@ def local_state(parts):
     found = {f"p.{name}": local(p).detach().clone() for name, p in model.named_parameters()}
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state[parameter].items():
-            found[f"{name}.{key}"] = local(value).clone() if isinstance(value, torch.Tensor) else value
+            found[f"{name}.{key}"] = (
+                local(value).clone() if isinstance(value, torch.Tensor) else value
+            )
     return found
 
 
@@ -201,7 +214,9 @@ def reference():
     begin = dict(make()[0].named_parameters())
     moved = norm({name: value - begin[name].detach() for name, value in expected.items()})
     lost = distance(by_hand(has_master_weights=False), expected)
-    assert lost > 0.8 * moved, f"the updates are not small: without master weights {lost / moved:.2f} of them is lost"
+    assert lost > 0.8 * moved, (
+        f"the updates are not small: without master weights {lost / moved:.2f} of them is lost"
+    )
     return expected, moved
 
 
@@ -291,7 +306,9 @@ def local_average(accelerator, parts):
         for batch in batches()[:4]:
             index, count = accelerator.strategy.data_shard
             with accelerator.accumulate(model):
-                accelerator.backward(model(**{k: v.chunk(count)[index] for k, v in batch.items()})[0])
+                accelerator.backward(
+                    model(**{k: v.chunk(count)[index] for k, v in batch.items()})[0]
+                )
                 optimizer.step()
                 optimizer.zero_grad()
             block.step()
@@ -310,7 +327,9 @@ def load_in_one_process(folder):
         model, optimizer = accelerator.prepare(*make(seed=3))
         accelerator.load_state(folder / "end")
         assert is_equal(dict(accelerator.get_state_dict(model)), expected), has_masters
-        assert {p.dtype for p in model.parameters()} == {torch.bfloat16 if has_masters else torch.float32}
+        assert {p.dtype for p in model.parameters()} == {
+            torch.bfloat16 if has_masters else torch.float32
+        }
         assert {entry["exp_avg"].dtype for entry in optimizer.state.values()} == {torch.float32}
     # A checkpoint of a run without master weights is resumed with them.
     accelerator.save_state(folder / "plain")

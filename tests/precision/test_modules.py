@@ -28,7 +28,9 @@ class Norm(nn.Module):
         self.dtypes = set()
 
     def forward(self, x, *, scale=1.0):
-        y = x * torch.rsqrt((x @ x.mT).diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True)[..., None] + 1e-6)
+        y = x * torch.rsqrt(
+            (x @ x.mT).diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True)[..., None] + 1e-6
+        )
         self.dtypes.add((x.dtype, self.weight.dtype, (x @ x.mT).dtype))
         return y * self.weight * scale
 
@@ -50,7 +52,9 @@ class Model(nn.Module):
     def __init__(self, by_hand=False):
         super().__init__()
         self.blocks = nn.ModuleList([Block(), Block()])
-        self.end = nn.ModuleDict({"head": nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 1))})
+        self.end = nn.ModuleDict(
+            {"head": nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 1))}
+        )
         self.by_hand = by_hand
 
     def forward(self, x):
@@ -70,7 +74,9 @@ def make(**options):
 
 def data():
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(STEPS, 8, 8, generator=generator), torch.randn(STEPS, 1, 8, 1, generator=generator)
+    return torch.randn(STEPS, 8, 8, generator=generator), torch.randn(
+        STEPS, 1, 8, 1, generator=generator
+    )
 
 
 def plain_losses():
@@ -110,7 +116,11 @@ def losses_of(accelerator, model, optimizer):
 @pytest.mark.parametrize("layout", ["replicas", "fsdp", "fsdp, recomputed"])
 def test_matches_the_loop_by_hand(layout, nproc):
     logging.disable(logging.WARNING)
-    options = {} if layout == "replicas" else sharded_by_size(2, activation_checkpointing="recomputed" in layout)
+    options = (
+        {}
+        if layout == "replicas"
+        else sharded_by_size(2, activation_checkpointing="recomputed" in layout)
+    )
     accelerator = Accelerator(cpu=True, mixed_precision="bf16", precision_policy=POLICY, **options)
     model = make()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=RATE))
@@ -129,7 +139,9 @@ def test_matches_the_loop_by_hand(layout, nproc):
 
 
 def test_weights_of_half_precision_and_copies():
-    accelerator = Accelerator(cpu=True, mixed_precision="bf16", precision_policy={"blocks.*.norm": "fp32"})
+    accelerator = Accelerator(
+        cpu=True, mixed_precision="bf16", precision_policy={"blocks.*.norm": "fp32"}
+    )
     model = make().bfloat16()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -157,7 +169,10 @@ def test_the_first_pattern_counts_and_inner_modules_may_differ():
     [
         ({"mixed_precision": "no"}, "precision_policy needs mixed_precision"),
         ({"precision_policy": ["*norm*"]}, "give a dict of patterns"),
-        ({"precision_policy": {"*norm*": torch.int8}}, r"precision_policy\['\*norm\*'\]=torch.int8"),
+        (
+            {"precision_policy": {"*norm*": torch.int8}},
+            r"precision_policy\['\*norm\*'\]=torch.int8",
+        ),
         ({"precision_policy": {"*norm*": "fp16"}}, "needs mixed_precision='fp16'"),
     ],
 )
@@ -168,7 +183,9 @@ def test_what_cannot_be_requested_is_refused(options, message):
 
 @on_ranks(2)
 def test_what_a_layout_cannot_do_is_refused(nproc):
-    accelerator = Accelerator(cpu=True, mixed_precision="bf16", precision_policy=POLICY, **sharded_by_size(2))
+    accelerator = Accelerator(
+        cpu=True, mixed_precision="bf16", precision_policy=POLICY, **sharded_by_size(2)
+    )
     with pytest.raises(PrepareError, match="precision_policy: no module of Linear has a name like"):
         accelerator.prepare(nn.Linear(2, 2))
     model = make()
@@ -178,5 +195,8 @@ def test_what_a_layout_cannot_do_is_refused(nproc):
     reset_states()
     with pytest.raises(ConfigurationError, match="precision_policy works on"):
         Accelerator(
-            cpu=True, mixed_precision="bf16", precision_policy=POLICY, parallelism_config=ParallelismConfig(tp_size=2)
+            cpu=True,
+            mixed_precision="bf16",
+            precision_policy=POLICY,
+            parallelism_config=ParallelismConfig(tp_size=2),
         )

@@ -42,7 +42,9 @@ def nothing_is_left(accelerator, *modules):
     hooks = [hook for module in modules for hook in module._forward_pre_hooks.values()]
     return (
         FirstStepCheck._hook is None
-        and not any(isinstance(observer, FirstStepCheck) for observer in accelerator._observers.active)
+        and not any(
+            isinstance(observer, FirstStepCheck) for observer in accelerator._observers.active
+        )
         and not any(hook.__module__ == FirstStepCheck.__module__ for hook in hooks)
     )
 
@@ -72,7 +74,9 @@ def test_a_correct_loop_logs_nothing(steps, caplog):
 def test_loss_backward(steps, caplog):
     # The script may divide the loss itself.
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
-    train(accelerator, *accelerator.prepare(*build()), backward=lambda loss: (loss / steps).backward())
+    train(
+        accelerator, *accelerator.prepare(*build()), backward=lambda loss: (loss / steps).backward()
+    )
     assert not warnings(caplog)
 
 
@@ -146,7 +150,12 @@ def test_a_module_that_is_replaced_after_the_optimizer_was_made(caplog):
     model, optimizer, loader = build()
     model[2] = nn.Linear(8, 1)
     train(accelerator, *accelerator.prepare(model, optimizer, loader))
-    only(caplog, "test_first_step.py:", "no prepared optimizer steps 2.weight", "2 parameters without a gradient")
+    only(
+        caplog,
+        "test_first_step.py:",
+        "no prepared optimizer steps 2.weight",
+        "2 parameters without a gradient",
+    )
 
 
 def test_a_parameter_outside_of_any_model(caplog):
@@ -154,7 +163,9 @@ def test_a_parameter_outside_of_any_model(caplog):
     accelerator = Accelerator(cpu=True)
     model, optimizer, _ = build()
     temperature = torch.zeros(1, requires_grad=True)
-    model, optimizer, other = accelerator.prepare(model, optimizer, torch.optim.SGD([temperature], lr=0.1))
+    model, optimizer, other = accelerator.prepare(
+        model, optimizer, torch.optim.SGD([temperature], lr=0.1)
+    )
     for _ in range(3):
         accelerator.backward((model(torch.randn(2, 4)) * temperature.exp()).square().mean())
         for one in (optimizer, other):
@@ -176,7 +187,11 @@ def test_gradients_that_are_zero_in_a_window(caplog):
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_loss_that_is_not_finite(value, caplog):
     accelerator = Accelerator(cpu=True)
-    train(accelerator, *accelerator.prepare(*build()), loss=lambda output, target: output.sum() * 0 + value)
+    train(
+        accelerator,
+        *accelerator.prepare(*build()),
+        loss=lambda output, target: output.sum() * 0 + value,
+    )
     found = warnings(caplog)
     assert "test_first_step.py:" in found[0] and f"the loss of backward 1 is {value}" in found[0]
 
@@ -185,7 +200,13 @@ def test_a_loss_that_is_not_finite_late_in_a_window(caplog):
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
     model, optimizer, loader = accelerator.prepare(*build())
     losses = iter([1.0, 1.0, float("nan")] + [1.0] * 9)
-    train(accelerator, model, optimizer, loader, loss=lambda output, target: output.sum() * next(losses))
+    train(
+        accelerator,
+        model,
+        optimizer,
+        loader,
+        loss=lambda output, target: output.sum() * next(losses),
+    )
     # All later losses are NaN as well: one message.
     only(caplog, "test_first_step.py:", "the loss of backward 3 is nan")
 
@@ -194,7 +215,9 @@ def test_one_of_two_optimizers_was_not_prepared(caplog):
     accelerator = Accelerator(cpu=True)
     first, second = nn.Linear(4, 4), nn.Linear(4, 1)
     other = torch.optim.SGD(second.parameters(), lr=0.1)
-    first, second, optimizer = accelerator.prepare(first, second, torch.optim.SGD(first.parameters(), lr=0.1))
+    first, second, optimizer = accelerator.prepare(
+        first, second, torch.optim.SGD(first.parameters(), lr=0.1)
+    )
     for _ in range(3):
         accelerator.backward(second(first(torch.randn(2, 4))).square().mean())
         optimizer.step()
@@ -224,7 +247,10 @@ def test_an_optimizer_that_was_not_prepared(caplog):
     model, optimizer, loader = build()
     model, loader = accelerator.prepare(model, loader)
     train(accelerator, model, optimizer, loader)
-    assert "test_first_step.py:" in warnings(caplog)[0] and "this SGD trains a prepared model" in warnings(caplog)[0]
+    assert (
+        "test_first_step.py:" in warnings(caplog)[0]
+        and "this SGD trains a prepared model" in warnings(caplog)[0]
+    )
     assert sum("this SGD" in text for text in warnings(caplog)) == 1
 
 
@@ -238,7 +264,9 @@ class Lookahead(torch.optim.SGD):
 def test_an_optimizer_inside_a_prepared_one(caplog):
     accelerator = Accelerator(cpu=True)
     model, _, loader = build()
-    model, optimizer, loader = accelerator.prepare(model, Lookahead(model.parameters(), lr=0.1), loader)
+    model, optimizer, loader = accelerator.prepare(
+        model, Lookahead(model.parameters(), lr=0.1), loader
+    )
     train(accelerator, model, optimizer, loader)
     assert not warnings(caplog)
 
@@ -246,7 +274,9 @@ def test_an_optimizer_inside_a_prepared_one(caplog):
 def test_a_closure_computes_the_gradients(caplog):
     accelerator = Accelerator(cpu=True)
     model, _, loader = build()
-    model, optimizer, loader = accelerator.prepare(model, torch.optim.LBFGS(model.parameters(), max_iter=2), loader)
+    model, optimizer, loader = accelerator.prepare(
+        model, torch.optim.LBFGS(model.parameters(), max_iter=2), loader
+    )
     for inputs, targets in loader:
 
         def closure(inputs=inputs, targets=targets):
@@ -261,7 +291,10 @@ def test_a_closure_computes_the_gradients(caplog):
 
 @pytest.mark.parametrize("wrap", [list, tuple, lambda objects: dict(enumerate(objects))])
 def test_containers_are_not_prepared(wrap):
-    with pytest.raises(PrepareError, match=r"a (list|tuple|dict) of them \(Sequential, SGD, DataLoader\).*\*objects"):
+    with pytest.raises(
+        PrepareError,
+        match=r"a (list|tuple|dict) of them \(Sequential, SGD, DataLoader\).*\*objects",
+    ):
         Accelerator(cpu=True).prepare(wrap(build()))
 
 
@@ -360,7 +393,10 @@ def test_processes_that_train_alone_and_average_parameters():
     accelerator = Accelerator(cpu=True)
     model, inner, loader = build()
     outer = torch.optim.SGD(
-        [parameter.detach().clone() for parameter in model.parameters()], lr=0.7, nesterov=True, momentum=0.9
+        [parameter.detach().clone() for parameter in model.parameters()],
+        lr=0.7,
+        nesterov=True,
+        momentum=0.9,
     )
     inner, loader = accelerator.prepare(inner, loader)
     for number, (inputs, targets) in enumerate(loader):
@@ -368,10 +404,14 @@ def test_processes_that_train_alone_and_average_parameters():
         inner.step()
         inner.zero_grad()
         if number % 3 == 2:
-            for start, parameter in zip(outer.param_groups[0]["params"], model.parameters(), strict=True):
+            for start, parameter in zip(
+                outer.param_groups[0]["params"], model.parameters(), strict=True
+            ):
                 start.grad = accelerator.reduce(start - parameter.detach(), "mean")
             outer.step()
-            for start, parameter in zip(outer.param_groups[0]["params"], model.parameters(), strict=True):
+            for start, parameter in zip(
+                outer.param_groups[0]["params"], model.parameters(), strict=True
+            ):
                 parameter.data.copy_(start)
     assert not warnings(logged)
 
@@ -382,9 +422,17 @@ def test_what_another_rank_finds():
     accelerator = Accelerator(cpu=True)
     model, optimizer, loader = accelerator.prepare(*build(0.001))
     losses = iter([1.0 if accelerator.is_main_process else float("inf")] + [1.0] * 11)
-    train(accelerator, model, optimizer, loader, loss=lambda output, target: output.sum() * next(losses))
+    train(
+        accelerator,
+        model,
+        optimizer,
+        loader,
+        loss=lambda output, target: output.sum() * next(losses),
+    )
     found = gather_object(warnings(logged))
-    assert any("rank 1: " in text and "the loss of backward 1 is inf" in text for text in found), found
+    assert any("rank 1: " in text and "the loss of backward 1 is inf" in text for text in found), (
+        found
+    )
 
 
 @on_ranks(2)
@@ -416,5 +464,9 @@ def test_batches_that_are_skipped_again_after_load_state(way, tmp_path, caplog):
                 return accelerator.save_state(tmp_path / "saved")
 
     run(skipped=3, folder=run(stop=3))
-    assert only(caplog, "test_first_step.py:", "first 3 batches", "skip_first_batches") if way == "continue" else True
+    assert (
+        only(caplog, "test_first_step.py:", "first 3 batches", "skip_first_batches")
+        if way == "continue"
+        else True
+    )
     assert way == "continue" or not warnings(caplog)

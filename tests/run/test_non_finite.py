@@ -49,7 +49,9 @@ def make():
 
 
 def loss_of(model, tokens, weights):
-    losses = F.cross_entropy(model(tokens[:, :-1]).transpose(1, 2), tokens[:, 1:], reduction="none").mean(1)
+    losses = F.cross_entropy(
+        model(tokens[:, :-1]).transpose(1, 2), tokens[:, 1:], reduction="none"
+    ).mean(1)
     # The derivative of a root at 0 is infinite.
     roots = (losses[weights == 2] * 0).abs().sqrt().sum()
     return (losses * torch.where(weights == 2, 1.0, weights)).mean() + roots
@@ -60,7 +62,9 @@ def plain_run(size):
     (model, optimizer, scheduler), history = make(), []
     batches = list(DataLoader(data(size), batch_size=BATCH))
     for start in range(0, len(batches), ACCUMULATION):
-        tokens, weights = (torch.cat(parts) for parts in zip(*batches[start : start + ACCUMULATION], strict=True))
+        tokens, weights = (
+            torch.cat(parts) for parts in zip(*batches[start : start + ACCUMULATION], strict=True)
+        )
         is_bad = not bool((weights == 1).all())
         if not is_bad:
             loss_of(model, tokens, weights).backward()
@@ -117,12 +121,18 @@ def check(layout, exact, nproc):
                 torch.testing.assert_close(value, values[name], rtol=0, atol=1e-8)
     assert next(expected, None) is None
     if accelerator.is_main_process:
-        assert len(notes) == 4 and all("loss is " in notes[at] for at in (0, 2, 3)) and "inf" in notes[2]
+        assert (
+            len(notes) == 4
+            and all("loss is " in notes[at] for at in (0, 2, 3))
+            and "inf" in notes[2]
+        )
         assert "in batch 2 of epoch 0: " in notes[0]
         assert "loss" not in notes[1] and "gradient of " in notes[1] and ".weight" in notes[1]
         if layout == "data" and nproc == 2 and not exact:
             # Batches are cut: the fourth sample is rank 0's, and the last of the second batch of its window rank 1's.
-            assert "on rank 0" in notes[0] and "on rank 1" in notes[2] and "on ranks 0, 1" in notes[1]
+            assert (
+                "on rank 0" in notes[0] and "on rank 1" in notes[2] and "on ranks 0, 1" in notes[1]
+            )
 
 
 # Samples whose loss is not finite: in steps in a row, and for both models in one batch.
@@ -133,7 +143,11 @@ def two_models():
     torch.manual_seed(0)
     generator = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
     critic = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
-    return generator, critic, *(torch.optim.Adam(model.parameters(), lr=0.05) for model in (critic, generator))
+    return (
+        generator,
+        critic,
+        *(torch.optim.Adam(model.parameters(), lr=0.05) for model in (critic, generator)),
+    )
 
 
 def samples_of_two():
@@ -163,7 +177,9 @@ def test_two_optimizers_leave_out_their_own_steps(nproc):
     accelerator = Accelerator(
         cpu=True, non_finite="skip", dataloader_config=DataLoaderConfiguration(split_batches=True)
     )
-    *prepared, loader = accelerator.prepare(*two_models(), DataLoader(samples_of_two(), batch_size=8))
+    *prepared, loader = accelerator.prepare(
+        *two_models(), DataLoader(samples_of_two(), batch_size=8)
+    )
     for batch, here in zip(DataLoader(samples_of_two(), batch_size=8), loader, strict=True):
         real, *weights = batch
         for number, loss_of in enumerate((critic_loss, generator_loss)):
@@ -197,14 +213,18 @@ def test_the_end_of_a_run(how, nproc):
     accelerator, model, optimizer = build(non_finite=how, non_finite_limit=3)
     before = model.state_dict()["module.weight" if nproc > 1 else "weight"].clone()
     rank, steps, on = accelerator.process_index, 0, " on rank 1" if nproc > 1 else ""
-    with pytest.raises(NonFiniteError, match=f"the loss is nan{on}; the gradient of weight") as raised:
+    with pytest.raises(
+        NonFiniteError, match=f"the loss is nan{on}; the gradient of weight"
+    ) as raised:
         for _ in range(9):
             factor = math.nan if rank == nproc - 1 else 1.0
             accelerator.backward(model(ONES).sum() * factor)
             optimizer.step()
             optimizer.zero_grad()
             steps += 1
-    assert steps == (0 if how == "raise" else 2) and ("2 before it" in str(raised.value)) is (how == "skip")
+    assert steps == (0 if how == "raise" else 2) and ("2 before it" in str(raised.value)) is (
+        how == "skip"
+    )
     torch.testing.assert_close(next(model.parameters()).detach(), before)
     # The next step has finite gradients.
     optimizer.zero_grad()
@@ -215,7 +235,9 @@ def test_the_end_of_a_run(how, nproc):
 
 @on_ranks(1, 2)
 def test_with_the_scaler_of_fp16(nproc):
-    accelerator, model, optimizer = build(non_finite="skip", mixed_precision="fp16", non_finite_limit=2)
+    accelerator, model, optimizer = build(
+        non_finite="skip", mixed_precision="fp16", non_finite_limit=2
+    )
     skipped = []
     # A loss that is not finite, gradients that overflow twice, which is the scaler's matter, and a good step.
     for factor in (math.inf, 1e36, 1e36, 1.0):
@@ -234,7 +256,9 @@ def test_a_mean_over_no_items_is_no_loss():
         with accelerator.accumulate(model):
             logits = torch.cat([model(ONES)] * 2, 1)
             targets = torch.tensor(targets)
-            accelerator.backward(F.cross_entropy(logits, targets), num_items=(targets != -100).sum())
+            accelerator.backward(
+                F.cross_entropy(logits, targets), num_items=(targets != -100).sum()
+            )
             optimizer.step()
     assert not optimizer.step_was_skipped
 
@@ -270,4 +294,6 @@ def test_nothing_is_looked_at_by_default(caplog):
     accelerator.backward(model(ONES).sum() * math.nan)
     optimizer.step()
     assert torch.isnan(model.weight).all() and not optimizer.step_was_skipped
-    assert not any("left out" in r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING)
+    assert not any(
+        "left out" in r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING
+    )

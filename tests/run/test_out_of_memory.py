@@ -81,7 +81,9 @@ def test_the_state_of_the_allocator_is_written(works, tmp_path, monkeypatch, cap
     )
     with monkeypatch.context() as patch:
         patch.setattr(devices, "module_of", lambda device: module)
-        memory.report_exhausted(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))
+        memory.report_exhausted(
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        )
     accelerator.end_training()
     printed = capsys.readouterr().err
     lines = events_file(tmp_path, 0).read_text().splitlines()
@@ -106,6 +108,10 @@ raise MemoryError("no more")
 
 
 def test_an_error_that_ends_the_process():
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 1
-    assert "out of memory on rank 0: no more" in done.stderr and "MemoryError: no more" in done.stderr
+    assert (
+        "out of memory on rank 0: no more" in done.stderr and "MemoryError: no more" in done.stderr
+    )

@@ -15,12 +15,17 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 
 
 def test_origins():
-    with patch_environment(accelerate_mixed_precision="bf16", accelerate_gradient_accumulation_steps="3"):
+    with patch_environment(
+        accelerate_mixed_precision="bf16", accelerate_gradient_accumulation_steps="3"
+    ):
         plan = Accelerator().plan
     assert plan.mixed_precision == "bf16"
     assert plan.accumulation.num_steps == 3
     assert plan.origins["mixed_precision"] == "variable ACCELERATE_MIXED_PRECISION"
-    assert plan.origins["gradient_accumulation_steps"] == "variable ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
+    assert (
+        plan.origins["gradient_accumulation_steps"]
+        == "variable ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
+    )
 
 
 def test_a_variable_without_its_prefix_is_named(caplog):
@@ -36,12 +41,19 @@ def test_one_process_has_nothing_to_shard(caplog):
     plugin = FullyShardedDataParallelPlugin()
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
     model = torch.nn.Linear(2, 2)
-    assert accelerator.prepare(model) is model and accelerator.distributed_type is DistributedType.NO
-    assert not hasattr(accelerator.state, "fsdp_plugin") and "the FSDP plugin has no effect" in caplog.text
+    assert (
+        accelerator.prepare(model) is model and accelerator.distributed_type is DistributedType.NO
+    )
+    assert (
+        not hasattr(accelerator.state, "fsdp_plugin")
+        and "the FSDP plugin has no effect" in caplog.text
+    )
 
 
 def test_argument_before_variable():
-    with patch_environment(accelerate_mixed_precision="bf16", accelerate_gradient_accumulation_steps="3"):
+    with patch_environment(
+        accelerate_mixed_precision="bf16", accelerate_gradient_accumulation_steps="3"
+    ):
         plan = Accelerator(mixed_precision="no", gradient_accumulation_steps=2).plan
     assert (plan.mixed_precision, plan.accumulation.num_steps) == ("no", 2)
     assert plan.origins["mixed_precision"] == "argument"
@@ -54,13 +66,22 @@ def test_argument_before_variable():
         ({"deepspeed_plugins": {}}, "deepspeed_plugin={}: it takes a DeepSpeedPlugin, not dict"),
         ({"megatron_lm_plugin": 3}, "it takes a MegatronLMPlugin, not int"),
         ({"mixed_precision": "fp17"}, "mixed_precision='fp17' is unknown"),
-        ({"parallelism_config": {"tp_size": 2}}, "parallelism_config={'tp_size': 2}: it takes a ParallelismConfig"),
-        ({"fsdp_plugin": "fsdp2"}, "fsdp_plugin='fsdp2': it takes a FullyShardedDataParallelPlugin, not str"),
+        (
+            {"parallelism_config": {"tp_size": 2}},
+            "parallelism_config={'tp_size': 2}: it takes a ParallelismConfig",
+        ),
+        (
+            {"fsdp_plugin": "fsdp2"},
+            "fsdp_plugin='fsdp2': it takes a FullyShardedDataParallelPlugin, not str",
+        ),
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0"),
         ({"gradient_accumulation_steps": 2.5}, "gradient_accumulation_steps=2.5"),
         ({"kwargs_handlers": [3]}, "kwargs_handlers holds 3"),
         ({"device_placement": "bf16"}, "device_placement='bf16' is not a truth value"),
-        ({"step_scheduler_with_optimizer": 2}, "step_scheduler_with_optimizer=2 is neither True nor False"),
+        (
+            {"step_scheduler_with_optimizer": 2},
+            "step_scheduler_with_optimizer=2 is neither True nor False",
+        ),
         ({"split_batches": "some"}, "split_batches='some' is not a truth value"),
         ({"exact": "perhaps"}, "exact='perhaps' is not a truth value"),
         ({"rng_types": ["torhc"]}, "rng_types='torhc' is unknown: use one of torch"),
@@ -121,7 +142,9 @@ def test_the_configuration_of_deepspeed_decides_the_precision(origin, count, cap
     state.__dict__.update(deepspeed_plugins=plugin, distributed_type=DistributedType.DEEPSPEED)
     _precision(state, Handlers(), {"mixed_precision": origin}, gathers=False)
     assert len(caplog.records) == count
-    assert not count or ("mixed_precision='no' (argument)" in caplog.text and "bf16.enabled=True" in caplog.text)
+    assert not count or (
+        "mixed_precision='no' (argument)" in caplog.text and "bf16.enabled=True" in caplog.text
+    )
 
 
 def test_device_is_this_machines():
@@ -132,8 +155,13 @@ def test_device_is_this_machines():
 
 def test_state_without_deepspeed_or_other_ranks():
     accelerator = Accelerator()
-    for choose in (accelerator.state.select_deepspeed_plugin, accelerator.state.get_deepspeed_plugin):
-        with pytest.raises(ConfigurationError, match="no DeepSpeed plugin 'a': the Accelerator was given none"):
+    for choose in (
+        accelerator.state.select_deepspeed_plugin,
+        accelerator.state.get_deepspeed_plugin,
+    ):
+        with pytest.raises(
+            ConfigurationError, match="no DeepSpeed plugin 'a': the Accelerator was given none"
+        ):
             choose("a")
     # As in the API, a single process runs what a script leaves to any of several.
     assert accelerator.on_process(lambda: "done", process_index=1)() == "done"

@@ -20,7 +20,14 @@ from states import all_ranks
 
 from accelerate.core.errors import CheckpointError
 from accelerate.runtime import agreement, group
-from accelerate.runtime.agreement import Agreement, Connection, Outcome, Round, StoreLostError, first
+from accelerate.runtime.agreement import (
+    Agreement,
+    Connection,
+    Outcome,
+    Round,
+    StoreLostError,
+    first,
+)
 from accelerate.state import PartialState
 
 WORLD = 3
@@ -64,7 +71,9 @@ def limit_passes_without(victim, round_="test/0"):
 
 def exchange(timeout=LONG, name="test"):
     """A round in which each rank gives ten times its number."""
-    return Round(name).exchange("numbers", 10 * my_rank(), timeout, lambda values: list(values.values()))
+    return Round(name).exchange(
+        "numbers", 10 * my_rank(), timeout, lambda values: list(values.values())
+    )
 
 
 def all_present():
@@ -163,7 +172,10 @@ def test_a_rank_has_ended(victim):
     with limit_passes_without(victim):
         outcome = exchange()
     assert outcome.absent == outcome.ended == f"rank {victim}" and outcome.waited < LONG / 2
-    with pytest.raises(CheckpointError, match=f"rank {victim} did not come to `save` and has ended. Look at its log"):
+    with pytest.raises(
+        CheckpointError,
+        match=f"rank {victim} did not come to `save` and has ended. Look at its log",
+    ):
         Agreement(PartialState()).exchange("save", None, LONG, "Look at its log.")
 
 
@@ -175,7 +187,10 @@ def test_a_message_names_the_absent_rank(victim):
     if me == victim:
         wait_for(*(f"done/{rank}" for rank in others(victim)))
     message = rf"rank {me}: rank {victim} did not come to `save` within \d+ s\. It may be out of memory\.$"
-    with pytest.raises(CheckpointError, match=message), limit_passes_without(victim, "checkpoint/0"):
+    with (
+        pytest.raises(CheckpointError, match=message),
+        limit_passes_without(victim, "checkpoint/0"),
+    ):
         ranks.exchange("save", None, SHORT, "It may be out of memory.")
     store().set(f"done/{me}", "1")
 
@@ -191,7 +206,9 @@ sys.stdin.read()
 @pytest.fixture
 def lost_store():
     """A connection to a store whose process is killed as soon as rank 0 has given its first value."""
-    with subprocess.Popen([sys.executable, "-c", HOST], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as host:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOST], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as host:
         port = int(host.stdout.readline())
         client = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
 

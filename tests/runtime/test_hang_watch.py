@@ -14,7 +14,13 @@ from accelerate.torch_internals.flight_recorder import Recorded
 
 def status(calls="", line="train.py:91", within="", pending=(), call=None, cpu=0.0, is_busy=False):
     pending = [
-        {"group": "0/default_pg", "number": number, "operation": operation, "data": data, "is_p2p": False}
+        {
+            "group": "0/default_pg",
+            "number": number,
+            "operation": operation,
+            "data": data,
+            "is_p2p": False,
+        }
         for number, operation, data in pending
     ]
     return {
@@ -29,7 +35,9 @@ def backward(shape="[9]"):
 
 
 def gather(**options):
-    return status(call={"operation": "gather", "data": "float32 [4]", "at": "train.py:88"}, **options)
+    return status(
+        call={"operation": "gather", "data": "float32 [4]", "at": "train.py:88"}, **options
+    )
 
 
 def test_ranks_in_different_collectives():
@@ -43,14 +51,18 @@ def test_ranks_in_different_collectives():
     ]
     assert lines[2].startswith("  Every rank must call the same collectives")
     text = explain({0: backward(), 1: backward("[18]")}, {})
-    assert "differs: all_reduce of float32 [9] on rank 0, all_reduce of float32 [18] on rank 1" in text
+    assert (
+        "differs: all_reduce of float32 [9] on rank 0, all_reduce of float32 [18] on rank 1" in text
+    )
     assert "The ranks agree" in explain({0: backward(), 1: backward()}, {})
 
 
 def test_ranks_that_are_not_in_a_collective():
     saves = status("save_state", "train.py:70", cpu=11.0)
     text = explain({0: saves, 1: gather(), 2: gather()}, {})
-    assert text.startswith("The run has waited 12 s: rank 0 is in `save_state` (train.py:70), with 11.0 s of CPU time")
+    assert text.startswith(
+        "The run has waited 12 s: rank 0 is in `save_state` (train.py:70), with 11.0 s of CPU time"
+    )
     assert "ranks 1, 2 wait in `gather` (train.py:88)" in text and "Every rank" not in text
     text = explain({0: backward()}, {1: "has ended", 2: "", 3: "is stopped (process 7)"})
     assert "stands still for 12 s: no answer from rank 2 (stopped, killed, or" in text
@@ -62,7 +74,9 @@ def test_ranks_that_are_not_in_a_collective():
 
 
 def test_a_debugger_in_a_stack():
-    debugger = 'Current thread 0x{:016x} (most recent call first):\n  File "{}", line 3 in interaction\n'
+    debugger = (
+        'Current thread 0x{:016x} (most recent call first):\n  File "{}", line 3 in interaction\n'
+    )
     assert stacks.has_debugger(debugger.format(7, "/usr/lib/python3.11/pdb.py"), 7)
     assert not stacks.has_debugger(debugger.format(7, "/home/me/my_pdb.py"), 7)
 

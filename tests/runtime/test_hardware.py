@@ -23,14 +23,18 @@ def test_ranks_as_mpi_tells_them() -> None:
 
 
 @pytest.mark.parametrize(("driver", "supported"), [("535.10.01", False), ("550.40.07", True)])
-def test_peer_to_peer_of_consumer_cards(driver: str, supported: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peer_to_peer_of_consumer_cards(
+    driver: str, supported: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fields = {"name": ["NVIDIA GeForce RTX 4090"] * 2, "driver_version": [driver] * 2}
     monkeypatch.setattr(hardware, "_nvidia_smi", fields.get)
     assert hardware.get_gpu_info() == (fields["name"], 2)
     assert hardware.check_cuda_p2p_ib_support() is supported
 
 
-@pytest.mark.parametrize(("release", "warned"), [("5.4.0-90-generic", True), ("5.10.0+deb", False), ("6.1", False)])
+@pytest.mark.parametrize(
+    ("release", "warned"), [("5.4.0-90-generic", True), ("5.10.0+deb", False), ("6.1", False)]
+)
 def test_old_kernels_are_warned_of(
     release: str, warned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -24,10 +24,20 @@ def test_all_dimensions():
     mesh = meshes.build_mesh(config, 16, "cpu")
     assert mesh.mesh_dim_names == ("dp_replicate", "dp_shard", "cp", "tp")
     assert mesh is config.device_mesh is meshes.build_mesh(config, 16, "cpu")
-    members = {name: dist.get_process_group_ranks(meshes.group_of(mesh, name)) for name in ("dp", "dp_shard_cp", "tp")}
+    members = {
+        name: dist.get_process_group_ranks(meshes.group_of(mesh, name))
+        for name in ("dp", "dp_shard_cp", "tp")
+    }
     assert members == {"dp": [1, 5, 9, 13], "dp_shard_cp": [1, 3, 5, 7], "tp": [4, 5]}
     assert meshes.group_of(mesh, "pp") is None
-    assert meshes.coordinates(config, 5) == {"pp": 0, "dp_replicate": 0, "dp_shard": 1, "cp": 0, "sp": 0, "tp": 1}
+    assert meshes.coordinates(config, 5) == {
+        "pp": 0,
+        "dp_replicate": 0,
+        "dp_shard": 1,
+        "cp": 0,
+        "sp": 0,
+        "tp": 1,
+    }
     # Ranks 4 to 7 differ from each other in cp and tp only: they read the same samples.
     assert [meshes.data_shard(config, rank) for rank in range(4, 8)] == [(1, 4)] * 4
     assert [meshes.data_shard(config, rank)[0] for rank in (0, 4, 8, 12)] == [0, 1, 2, 3]
@@ -39,7 +49,10 @@ def test_all_dimensions():
     "sizes, expected",
     [
         ({"dp_shard_size": 16}, [list(range(16))]),
-        ({"dp_replicate_size": 2, "dp_shard_size": 8}, [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15]]),
+        (
+            {"dp_replicate_size": 2, "dp_shard_size": 8},
+            [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15]],
+        ),
         ({"dp_replicate_size": 8, "tp_size": 2}, [[rank] for rank in range(1, 16, 2)]),
         ({"cp_size": 8, "tp_size": 2}, [list(range(1, 16, 2))]),
         ({"pp_size": 2, "dp_shard_size": 8}, [list(range(8))]),

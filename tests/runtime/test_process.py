@@ -29,7 +29,10 @@ def test_kinds():
     assert parts([1, 2, 3], 2) == [[1, 2], [3]]
     assert parts((1, 2, 3), 2, pad=True) == [(1, 2), (3, 3)]
     assert [p.tolist() for p in parts(torch.arange(5), 2, pad=True)] == [[0, 1, 2], [3, 4, 4]]
-    assert parts({"a": [1, 2, 3], "b": "xyz"}, 2) == [{"a": [1, 2], "b": "xy"}, {"a": [3], "b": "z"}]
+    assert parts({"a": [1, 2, 3], "b": "xyz"}, 2) == [
+        {"a": [1, 2], "b": "xy"},
+        {"a": [3], "b": "z"},
+    ]
     assert parts([], 2, pad=True) == [[], []]
     assert parts([1], 3, pad=True) == [[1], [1], [1]]
 

@@ -35,7 +35,10 @@ def test_a_job_with_data_parallelism_uses_its_backend(tmp_path):
     folder.mkdir(parents=True)
     (folder / "torch_smddp.py").write_text(LIBRARY)
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
-    asked = {"ACCELERATE_USE_SAGEMAKER": "true", "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE": "DATA_PARALLEL"}
+    asked = {
+        "ACCELERATE_USE_SAGEMAKER": "true",
+        "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE": "DATA_PARALLEL",
+    }
     run_ranks(WORKER, 2, env={"PYTHONPATH": path, **asked})
 
 

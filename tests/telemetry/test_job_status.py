@@ -97,10 +97,23 @@ def server(tmp_path):
 
 def launch(tmp_path, variables):
     (tmp_path / "train.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "accelerate.commands.main", "launch", "--cpu", "--num_processes", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.main",
+        "launch",
+        "--cpu",
+        "--num_processes",
+        "2",
+    ]
     env = {**os.environ, "HF_HOME": str(tmp_path), **variables}
     done = subprocess.run(
-        [*command, "train.py", tmp_path], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120
+        [*command, "train.py", tmp_path],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     return [line for line in done.stderr.splitlines() if "TrainJob" in line]
@@ -115,10 +128,17 @@ def test_a_run_reports_its_steps_and_a_refusal_is_mentioned_once(server, tmp_pat
     (last,) = {status["progressPercentage"] for status in statuses[-1:]}
     metrics = {metric["name"]: float(metric["value"]) for metric in statuses[-1]["metrics"]}
     assert last == 100 and statuses[-1]["estimatedRemainingSeconds"] == 0
-    assert metrics["step"] == 8 and metrics["epoch"] == 1 and metrics["loss"] >= 0 and metrics["step_seconds"] > 0
+    assert (
+        metrics["step"] == 8
+        and metrics["epoch"] == 1
+        and metrics["loss"] >= 0
+        and metrics["step_seconds"] > 0
+    )
     (line,) = mentioned
     assert (
-        line.startswith("accelerate: ") and "503" in line and server.variables["KUBEFLOW_TRAINER_SERVER_URL"] in line
+        line.startswith("accelerate: ")
+        and "503" in line
+        and server.variables["KUBEFLOW_TRAINER_SERVER_URL"] in line
     )
 
 
@@ -149,8 +169,13 @@ def test_the_status_of_a_step(monkeypatch, epochs, epoch, batch, batches, percen
     reported = first._replace(step=10, time=116.0, batch=10)
     newest = Status(TRAINING, 15, 120.0, epoch, batch, batches, 0.123456789, *rest[1:])
     status = trainer_status(newest, reported, first)
-    assert status.get("progressPercentage") == percentage and status.get("estimatedRemainingSeconds") == remaining
+    assert (
+        status.get("progressPercentage") == percentage
+        and status.get("estimatedRemainingSeconds") == remaining
+    )
     assert status["lastUpdatedTime"] == "1970-01-01T00:02:00+00:00"
     values = {metric["name"]: metric["value"] for metric in status["metrics"]}
     assert values == {"step": "15", "epoch": str(epoch), "loss": "0.123457", "step_seconds": "0.8"}
-    assert "loss" not in {metric["name"] for metric in trainer_status(first, first, first)["metrics"]}
+    assert "loss" not in {
+        metric["name"] for metric in trainer_status(first, first, first)["metrics"]
+    }

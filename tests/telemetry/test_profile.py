@@ -31,10 +31,14 @@ def test_a_block_without_options_gives_the_profiler():
 
 
 def test_options_reach_the_profiler():
-    options = ProfileKwargs(activities=["cpu"], record_shapes=True, profile_memory=True, with_flops=True)
+    options = ProfileKwargs(
+        activities=["cpu"], record_shapes=True, profile_memory=True, with_flops=True
+    )
     with profile(options, 0, lambda: None) as profiler:
         work()
-    (event,) = (one for one in profiler.key_averages(group_by_input_shape=True) if one.key == "aten::mm")
+    (event,) = (
+        one for one in profiler.key_averages(group_by_input_shape=True) if one.key == "aten::mm"
+    )
     assert event.input_shapes == [[8, 8], [8, 8]]
     assert event.flops == 2 * 8 * 8 * 8
     assert event.cpu_memory_usage == 8 * 8 * 4
@@ -72,12 +76,18 @@ def test_a_schedule_writes_its_last_active_window(tmp_path):
 
 def test_the_users_handler_may_export_too(tmp_path):
     handler = torch.profiler.tensorboard_trace_handler(str(tmp_path / "board"), use_gzip=True)
-    options = ProfileKwargs(activities=["cpu"], on_trace_ready=handler, output_trace_dir=str(tmp_path / "ours"))
+    options = ProfileKwargs(
+        activities=["cpu"], on_trace_ready=handler, output_trace_dir=str(tmp_path / "ours")
+    )
     with profile(options, 3, lambda: None) as profiler:
         work()
     profiler.export_chrome_trace(str(tmp_path / "again.json"))
     (packed,) = (tmp_path / "board").iterdir()
-    assert names(packed) == names(tmp_path / "ours" / "profile_3.json") == names(tmp_path / "again.json")
+    assert (
+        names(packed)
+        == names(tmp_path / "ours" / "profile_3.json")
+        == names(tmp_path / "again.json")
+    )
 
 
 def test_an_exception_passes_at_once(tmp_path):
@@ -89,7 +99,9 @@ def test_an_exception_passes_at_once(tmp_path):
 
 
 def test_a_block_too_short_for_its_schedule_is_told(tmp_path):
-    options = ProfileKwargs(schedule_option={"wait": 5, "warmup": 1, "active": 1}, output_trace_dir=str(tmp_path))
+    options = ProfileKwargs(
+        schedule_option={"wait": 5, "warmup": 1, "active": 1}, output_trace_dir=str(tmp_path)
+    )
     with pytest.raises(ConfigurationError, match="made fewer"):
         with profile(options, 0, lambda: None) as profiler:
             work()
@@ -100,11 +112,17 @@ def test_a_block_too_short_for_its_schedule_is_told(tmp_path):
     ("options", "message"),
     [
         ({"activities": ["gpu"]}, "ProfileKwargs.activities='gpu': use one of cpu, cuda"),
-        ({"output_trace_dir": "file/traces"}, "output_trace_dir='file/traces' cannot be created: Not a directory"),
+        (
+            {"output_trace_dir": "file/traces"},
+            "output_trace_dir='file/traces' cannot be created: Not a directory",
+        ),
     ],
 )
 def test_options_that_cannot_be(tmp_path, monkeypatch, options, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigurationError, match=message), profile(ProfileKwargs(**options), 0, lambda: None):
+    with (
+        pytest.raises(ConfigurationError, match=message),
+        profile(ProfileKwargs(**options), 0, lambda: None),
+    ):
         work()

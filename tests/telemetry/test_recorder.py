@@ -25,7 +25,15 @@ from accelerate.monitor.run import open_runs
 from accelerate.monitor.summary import summarize
 from accelerate.runtime import hang_watch
 from accelerate.telemetry import start, writer
-from accelerate.telemetry.records import FLAG_FIRST, HEADER_SIZE, PHASES, STEP, events_file, read_header, steps_file
+from accelerate.telemetry.records import (
+    FLAG_FIRST,
+    HEADER_SIZE,
+    PHASES,
+    STEP,
+    events_file,
+    read_header,
+    steps_file,
+)
 from accelerate.telemetry.status import TRAINING, read_status, status_file
 from accelerate.telemetry.writer import TelemetryWriter, merged
 from accelerate.utils import ProjectConfiguration
@@ -49,12 +57,16 @@ def events(folder, rank=0):
 
 def train(folder, epochs=2, accumulation=1, **arguments):
     """A run with an evaluation after each epoch. Returns its losses and gradient norms, step by step."""
-    accelerator = Accelerator(cpu=True, telemetry=folder, gradient_accumulation_steps=accumulation, **arguments)
+    accelerator = Accelerator(
+        cpu=True, telemetry=folder, gradient_accumulation_steps=accumulation, **arguments
+    )
     torch.manual_seed(1)
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    prepared = accelerator.prepare(model, optimizer, DataLoader(make_data(), 4), DataLoader(make_data(), 8), scheduler)
+    prepared = accelerator.prepare(
+        model, optimizer, DataLoader(make_data(), 4), DataLoader(make_data(), 8), scheduler
+    )
     model, optimizer, loader, evaluated, scheduler = prepared
     losses, norms = [], []
     for _ in range(epochs):
@@ -83,18 +95,32 @@ def test_each_step_has_a_record(tmp_path, accumulation):
     rows = read_steps(steps_file(tmp_path, 0))
     steps = 8 // accumulation
     assert list(rows["step"]) == list(range(1, steps + 1)) and set(rows["steps"]) == {1}
-    np.testing.assert_allclose(rows["loss"], np.reshape(losses, (-1, accumulation)).mean(1), rtol=1e-6)
+    np.testing.assert_allclose(
+        rows["loss"], np.reshape(losses, (-1, accumulation)).mean(1), rtol=1e-6
+    )
     np.testing.assert_allclose(rows["gradient_norm"], norms, rtol=1e-6)
     np.testing.assert_allclose(rows["learning_rate"], 0.1 * 0.5 ** np.arange(steps), rtol=1e-6)
     assert list(rows["epoch"]) == [0] * (steps // 2) + [1] * (steps // 2)
     assert set(rows["samples"]) == set(rows["tokens"]) == {4.0 * accumulation}
     assert rows["flags"][0] == FLAG_FIRST and not rows["flags"][1:].any()
     phases = sum(rows[name].astype(float) for name in PHASES)
-    assert (phases <= rows["seconds"] * 1.001).all() and (rows["backward"] > 0).all() and (rows["data"] > 0).all()
-    assert (np.diff(rows["time"]) > 0).all() and begin < rows["time"][0] and rows["time"][-1] < time.time()
+    assert (
+        (phases <= rows["seconds"] * 1.001).all()
+        and (rows["backward"] > 0).all()
+        and (rows["data"] > 0).all()
+    )
+    assert (
+        (np.diff(rows["time"]) > 0).all()
+        and begin < rows["time"][0]
+        and rows["time"][-1] < time.time()
+    )
     assert (rows["host_memory"] > 1e6).all() and np.isnan(rows["device_memory"]).all()
     found = [(event["event"], event.get("step")) for event in events(tmp_path)]
-    evaluations = [(name, step) for step in (steps // 2, steps) for name in ("evaluation_begin", "evaluation_end")]
+    evaluations = [
+        (name, step)
+        for step in (steps // 2, steps)
+        for name in ("evaluation_begin", "evaluation_end")
+    ]
     assert found == [("start", None), *evaluations, ("save", steps), ("end", None)]
     assert events(tmp_path)[-2]["path"] == folder
 
@@ -127,12 +153,18 @@ def test_a_save_and_a_collective_in_a_step(tmp_path):
 def varied(samples):
     """Batches of 1 to 5 samples, in turn."""
     starts = np.cumsum([0] + [1 + step % 5 for step in range(samples)])
-    return [list(range(low, min(high, samples))) for low, high in itertools.pairwise(starts) if low < samples]
+    return [
+        list(range(low, min(high, samples)))
+        for low, high in itertools.pairwise(starts)
+        if low < samples
+    ]
 
 
 def inputs(one, other):
     """The inputs of the batches of `one`, which are read beside those of `other`, if there is one."""
-    yield from (x for x, _ in one) if other is None else (x for (x, _), _ in zip(one, other, strict=True))
+    yield from (
+        (x for x, _ in one) if other is None else (x for (x, _), _ in zip(one, other, strict=True))
+    )
 
 
 @pytest.mark.parametrize(
@@ -150,7 +182,9 @@ def inputs(one, other):
     ids=["plain", "accumulation", "break", "steps", "two", "varied", "unbatched", "worker"],
 )
 def test_all_samples_are_counted(arguments, second, accumulation, steps_a_batch, stop, tmp_path):
-    accelerator = Accelerator(cpu=True, telemetry=tmp_path, gradient_accumulation_steps=accumulation)
+    accelerator = Accelerator(
+        cpu=True, telemetry=tmp_path, gradient_accumulation_steps=accumulation
+    )
     data = make_data(101)
     if arguments.get("batch_size", 0) is None:
         data = [tuple(tensor[batch] for tensor in data.tensors) for batch in varied(101)]
@@ -226,14 +260,20 @@ def test_the_declared_work(tmp_path, monkeypatch):
     rows = read_steps(steps_file(tmp_path, 0))
     rate = counter.get_total_flops() / rows["seconds"].astype(float).mean()
     found = summarize(run)
-    assert found.flops == pytest.approx(rate, rel=1e-3) and found.utilization == pytest.approx(rate / 1e12, rel=1e-3)
+    assert found.flops == pytest.approx(rate, rel=1e-3) and found.utilization == pytest.approx(
+        rate / 1e12, rel=1e-3
+    )
     with pytest.raises(ConfigurationError, match="one of flops_per_token and flops_per_sample"):
         accelerator.record_work()
-    with pytest.raises(ConfigurationError, match=r"record_work\(peak=-1\): it is a positive number"):
+    with pytest.raises(
+        ConfigurationError, match=r"record_work\(peak=-1\): it is a positive number"
+    ):
         accelerator.record_work(flops_per_sample=1.0, peak=-1)
     # The peak of a known device, in bf16.
     monkeypatch.setattr(
-        devices, "module_of", lambda device: SimpleNamespace(get_device_name=lambda device: "NVIDIA H200 NVL")
+        devices,
+        "module_of",
+        lambda device: SimpleNamespace(get_device_name=lambda device: "NVIDIA H200 NVL"),
     )
     assert start.declared_work(None, 2.0, None, torch.device("cpu"))["peak"] == 989e12
 
@@ -283,7 +323,9 @@ def test_two_ranks(ranks, tmp_path):
     for rank in range(2):
         rows = read_steps(steps_file(tmp_path, rank))
         assert list(rows["step"]) == [1, 2, 3, 4] and set(rows["samples"]) == {4.0}
-        assert {"start", "evaluation_begin", "end"} <= {event["event"] for event in events(tmp_path, rank)}
+        assert {"start", "evaluation_begin", "end"} <= {
+            event["event"] for event in events(tmp_path, rank)
+        }
 
 
 def test_two_ranks_agree_on_the_folder(ranks, tmp_path):
@@ -300,7 +342,10 @@ def test_a_resumed_run_appends(tmp_path):
     accelerator = Accelerator(cpu=True, telemetry=tmp_path, project_config=project)
     model = torch.nn.Linear(4, 1)
     prepared = accelerator.prepare(
-        model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(make_data(), 4), DataLoader(make_data(), 8)
+        model,
+        torch.optim.SGD(model.parameters(), 0.1),
+        DataLoader(make_data(), 4),
+        DataLoader(make_data(), 8),
     )
     model, optimizer, loader, _ = prepared
     accelerator._schedulers.append(torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 1, 0.5))
@@ -334,7 +379,9 @@ while True:
 def test_a_killed_process_loses_a_moment(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(KILLED)
-    process = subprocess.Popen([sys.executable, script, tmp_path], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, script, tmp_path], stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     steps = {}
     for line in process.stdout:
@@ -384,11 +431,15 @@ elif sys.argv[3] == "failed":
 """
 
 
-@pytest.mark.parametrize("end", ["kept", "collected", pytest.param("failed", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "end", ["kept", "collected", pytest.param("failed", marks=pytest.mark.thorough)]
+)
 def test_a_script_that_ends_without_end_training(end, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(UNFINISHED)
-    done = subprocess.run([sys.executable, script, tmp_path, "50", end], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, script, tmp_path, "50", end], capture_output=True, text=True, timeout=120
+    )
     assert (done.returncode, "Traceback" in done.stderr) == (3 if end == "failed" else 0, False)
     assert read_steps(steps_file(tmp_path, 0))["steps"].sum() == 50
     assert [event["event"] for event in events(tmp_path)] == ["start", "end"]
@@ -403,7 +454,9 @@ def limited(folder):
     handler.emit = lambda record: warnings.append(record.getMessage())
     logging.getLogger("accelerate").addHandler(handler)
     writer.INTERVAL = 0.01
-    resource.setrlimit(resource.RLIMIT_FSIZE, (HEADER_SIZE + 10 * STEP.itemsize + 7, resource.RLIM_INFINITY))
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (HEADER_SIZE + 10 * STEP.itemsize + 7, resource.RLIM_INFINITY)
+    )
     accelerator, losses, _ = train(folder, epochs=10)
     accelerator.end_training()
     return len(losses), [text for text in warnings if "telemetry" in text]
@@ -424,7 +477,11 @@ def test_a_stand_still_is_an_event(tmp_path):
     for call in hang_watch.on_report:
         call("The run stands still")
     recorder.release()
-    assert [event.get("message") for event in events(tmp_path)] == [None, "The run stands still", None]
+    assert [event.get("message") for event in events(tmp_path)] == [
+        None,
+        "The run stands still",
+        None,
+    ]
     assert recorder._hang not in hang_watch.on_report
 
 
@@ -434,14 +491,30 @@ def test_a_long_run_stays_bounded(tmp_path, monkeypatch):
     path = steps_file(tmp_path, 0)
     for step in range(1, 1001):
         made.append(
-            [float(step), step, 1, 0, 0, float(step), *[1.0] * 7, float(step), 1.0, 1.0, float(step), *[0.1] * 4]
+            [
+                float(step),
+                step,
+                1,
+                0,
+                0,
+                float(step),
+                *[1.0] * 7,
+                float(step),
+                1.0,
+                1.0,
+                float(step),
+                *[0.1] * 4,
+            ]
         )
         if step % 16 == 0:
             made.flush()
             assert len(read_steps(path)) < 64 + 16
     made.close()
     rows = read_steps(path)
-    assert rows["steps"].sum() == rows["samples"].sum() == 1000 and (np.diff(rows["step"].astype(int)) > 0).all()
+    assert (
+        rows["steps"].sum() == rows["samples"].sum() == 1000
+        and (np.diff(rows["step"].astype(int)) > 0).all()
+    )
     assert (rows["steps"][-16:] == 1).all() and rows["steps"][0] > 16 and set(rows["data"]) == {1.0}
     assert (rows["longest"] == rows["step"]).all() and (rows["loss"] == rows["step"]).all()
 
@@ -449,7 +522,12 @@ def test_a_long_run_stays_bounded(tmp_path, monkeypatch):
 def test_records_around_a_resume_are_not_merged():
     rows = np.zeros(6, STEP)
     rows["step"], rows["steps"] = [1, 2, 3, 2, 3, 4], 1
-    assert list(merged(rows)["step"]) == [2, 3, 2, 4] and list(merged(rows[:5])["step"]) == [2, 3, 2, 3]
+    assert list(merged(rows)["step"]) == [2, 3, 2, 4] and list(merged(rows[:5])["step"]) == [
+        2,
+        3,
+        2,
+        3,
+    ]
 
 
 def test_the_launcher_sees_the_newest_state(tmp_path, monkeypatch):
@@ -461,7 +539,12 @@ def test_the_launcher_sees_the_newest_state(tmp_path, monkeypatch):
         and found.samples == 48.0
         and found.tokens == 48.0
     )
-    assert found.state == TRAINING and found.loss > 0 and abs(found.time - time.time()) < 60 and not found.checkpoint
+    assert (
+        found.state == TRAINING
+        and found.loss > 0
+        and abs(found.time - time.time()) < 60
+        and not found.checkpoint
+    )
     folder = accelerator.save_state(tmp_path / "saved")
     found = read_status(status_file(tmp_path, 0))
     assert found.state == TRAINING and found.checkpoint == folder

@@ -24,7 +24,9 @@ def make_run(**arguments):
     accelerator = Accelerator(cpu=True, **arguments)
     model = torch.nn.Linear(4, 1)
     loader = DataLoader(TensorDataset(torch.randn(12, 4)), 4)
-    return accelerator, *accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    return accelerator, *accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), loader
+    )
 
 
 def save_and_resume(folder):
@@ -52,10 +54,14 @@ def test_checkpoints_are_told_in_one_line(ranks, tmp_path):
             f"accelerate: saved the weights of Linear in {folder}/weights",
             f"accelerate: resumed {saved}: epoch 0, step 0",
         ]
-        lines = [[line for line in out.stderr.splitlines() if "accelerate:" in line] for out in case.outputs]
+        lines = [
+            [line for line in out.stderr.splitlines() if "accelerate:" in line]
+            for out in case.outputs
+        ]
         assert lines == [[] if quiet else expected, []]
         assert (
-            accelerator == "<Accelerator: rank 0 of 2, DistributedDataParallel, cpu, 1 model, 1 optimizer, 1 loader>"
+            accelerator
+            == "<Accelerator: rank 0 of 2, DistributedDataParallel, cpu, 1 model, 1 optimizer, 1 loader>"
         )
         assert report == f"<LoadReport of {saved}: epoch 0, step 0, saved by 2 processes>"
 
@@ -64,7 +70,9 @@ def show_at_the_end(folder, sharded):
     import logging
 
     logging.getLogger().handlers.clear()
-    plugin = {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap")}
+    plugin = {
+        "fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap")
+    }
     accelerator, model, optimizer, loader = make_run(**plugin if sharded else {})
     stepped = []
     for (inputs,) in loader:
@@ -80,7 +88,9 @@ def show_at_the_end(folder, sharded):
 @pytest.mark.parametrize("sharded", [False, True])
 def test_what_is_shown_after_end_training(ranks, sharded, tmp_path):
     case = ranks(2)
-    for rank, (stepped, report, accelerator) in enumerate(case.run(show_at_the_end, str(tmp_path), sharded)):
+    for rank, (stepped, report, accelerator) in enumerate(
+        case.run(show_at_the_end, str(tmp_path), sharded)
+    ):
         # The state of SGD stays empty.
         assert stepped == [False, False]
         assert "model: Linear\n" in report and report.count("the process group has ended") == 2
@@ -113,7 +123,9 @@ def test_chosen_steps_are_profiled(tmp_path, monkeypatch, capsys):
     assert [json.loads(line)["path"] for line in lines if '"profile"' in line] == [str(path)]
     assert "steps 2 to 3 of rank 0" in capsys.readouterr().err
     monkeypatch.setenv("ACCELERATE_PROFILE", "2:3:1")
-    assert not any(isinstance(observer, StepProfile) for observer in Accelerator(cpu=True)._observers.active)
+    assert not any(
+        isinstance(observer, StepProfile) for observer in Accelerator(cpu=True)._observers.active
+    )
     monkeypatch.setenv("ACCELERATE_PROFILE", "3:2")
     with pytest.raises(ConfigurationError, match="first and the last step"):
         Accelerator(cpu=True)
@@ -124,11 +136,21 @@ def test_chosen_steps_are_profiled(tmp_path, monkeypatch, capsys):
     [
         ("5:90", "steps 5 to 6 of rank 0 are profiled in ", {"step 5", "step 6"}),
         ("6:6", "steps 6 to 6 of rank 0 are profiled in ", {"step 6"}),
-        ("7:9", "nothing is profiled on rank 0: the run has ended after 6 steps, before step 7", None),
-        ("2:3:0,4", "--profile=2:3:0,4: there is no rank 4 in this run of 1 process", {"step 2", "step 3"}),
+        (
+            "7:9",
+            "nothing is profiled on rank 0: the run has ended after 6 steps, before step 7",
+            None,
+        ),
+        (
+            "2:3:0,4",
+            "--profile=2:3:0,4: there is no rank 4 in this run of 1 process",
+            {"step 2", "step 3"},
+        ),
     ],
 )
-def test_a_profile_of_a_run_that_is_shorter_or_smaller(tmp_path, monkeypatch, capsys, asked, message, steps):
+def test_a_profile_of_a_run_that_is_shorter_or_smaller(
+    tmp_path, monkeypatch, capsys, asked, message, steps
+):
     monkeypatch.setenv("ACCELERATE_PROFILE", asked)
     accelerator, model, optimizer, loader = make_run(telemetry=tmp_path)
     for _ in range(2):
@@ -163,7 +185,9 @@ def test_a_profile_of_a_run_that_fails(tmp_path):
         """
     )
     environment = {**os.environ, "ACCELERATE_PROFILE": "2:9"}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 1 and "KeyError: 'stop'" in done.stderr
     assert "steps 2 to 3 of rank 0 are profiled in" in done.stderr
     assert json.loads((tmp_path / "profile" / "rank_00000.json").read_text())["traceEvents"]

@@ -8,7 +8,11 @@ from torch import nn
 
 from accelerate.parallel.compile import compile_regions
 from accelerate.parallel.unwrap import extract_model_from_parallel
-from accelerate.torch_internals.compiled import has_compiled_regions, is_compiled_in_place, is_compiled_module
+from accelerate.torch_internals.compiled import (
+    has_compiled_regions,
+    is_compiled_in_place,
+    is_compiled_module,
+)
 
 
 def test_the_plain_module_of_a_compiled_one() -> None:

@@ -16,4 +16,7 @@ def test_one_call_for_all_tensors() -> None:
         foreach.copy_(targets, sources)
         foreach.mul_(targets, 2.0)
     assert torch.equal(torch.stack(targets).float(), 2 * torch.stack(sources))
-    assert {row.key for row in calls.key_averages()} >= {"aten::_foreach_copy_", "aten::_foreach_mul_"}
+    assert {row.key for row in calls.key_averages()} >= {
+        "aten::_foreach_copy_",
+        "aten::_foreach_mul_",
+    }

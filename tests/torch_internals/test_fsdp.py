@@ -39,7 +39,9 @@ def test_parameters_of_units() -> None:
     groups = [(module, len(group.fsdp_params)) for module, group, _ in fsdp2.shard_groups(model)]
     assert sorted(count for _, count in groups) == [1, 2]
     shards = fsdp2.shards_of([model])
-    assert {id(fsdp2.module_parameter(shard)) for shard in shards} == {id(p) for p in model.parameters()}
+    assert {id(fsdp2.module_parameter(shard)) for shard in shards} == {
+        id(p) for p in model.parameters()
+    }
     assert all(fsdp2.unsharded_parameter(shard) is None for shard in shards)
     model(torch.ones(1, 2))
     assert all(not isinstance(fsdp2.unsharded_parameter(shard), DTensor | None) for shard in shards)
@@ -51,7 +53,9 @@ def test_parameters_of_units() -> None:
 def test_names_of_a_flattened_parameter(keeps: bool) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = FullyShardedDataParallel(nn.Linear(2, 3), use_orig_params=keeps, device_id=torch.device("cpu"))
+        model = FullyShardedDataParallel(
+            nn.Linear(2, 3), use_orig_params=keeps, device_id=torch.device("cpu")
+        )
     (unit,) = fsdp1.flat_units(model)
     assert unit.keeps_originals is keeps and unit.names == ["weight", "bias"]
     assert set(map(id, unit.members)) == set(map(id, model.parameters()))

@@ -24,7 +24,9 @@ with FakeTensorMode(allow_non_fake_inputs=True):
 """
 
 
-@pytest.mark.skipif(is_torch_version("<", "2.13") or is_torch_version(">=", "2.14.1"), reason="stages do not vote")
+@pytest.mark.skipif(
+    is_torch_version("<", "2.13") or is_torch_version(">=", "2.14.1"), reason="stages do not vote"
+)
 def test_stages_of_a_trace_do_not_vote():
     done = subprocess.run([sys.executable, "-c", TRACE], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -13,7 +13,9 @@ from accelerate.torch_internals.rendezvous import machines
 def test_machines_of_a_rendezvous() -> None:
     store = HashStore()
     backend = C10dRendezvousBackend(store, "run")
-    handler = DynamicRendezvousHandler.from_backend("run", store, backend, 1, 1, local_addr="127.0.0.1")
+    handler = DynamicRendezvousHandler.from_backend(
+        "run", store, backend, 1, 1, local_addr="127.0.0.1"
+    )
     handler.next_rendezvous()
     try:
         present = machines(handler)

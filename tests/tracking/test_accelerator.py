@@ -43,11 +43,17 @@ def test_a_run_logs_to_each_tracker_and_closes_them(tmp_path):
     accelerator.log({"loss": torch.tensor(2.0)}, step=3, log_kwargs={"recorder": {"extra": 1}})
     assert accelerator.get_tracker("recorder") is mine
     assert accelerator.get_tracker("recorder", unwrap=True) is mine.calls
-    assert accelerator.get_tracker("tensorboard", unwrap=True).get_logdir() == str(tmp_path / "logs" / "run")
+    assert accelerator.get_tracker("tensorboard", unwrap=True).get_logdir() == str(
+        tmp_path / "logs" / "run"
+    )
     with pytest.raises(ValueError, match="nope"):
         accelerator.get_tracker("nope")
     accelerator.end_training()
-    assert mine.calls == [("config", {"lr": 0.5}), ("log", {"loss": torch.tensor(2.0)}, 3, {"extra": 1}), ("finish",)]
+    assert mine.calls == [
+        ("config", {"lr": 0.5}),
+        ("log", {"loss": torch.tensor(2.0)}, 3, {"extra": 1}),
+        ("finish",),
+    ]
     events = accumulator.EventAccumulator(str(tmp_path / "logs" / "run"))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(3, 2.0)]
@@ -63,7 +69,9 @@ def test_profile_takes_its_options_from_the_handlers_or_the_call(tmp_path):
     accelerator = Accelerator(cpu=True, kwargs_handlers=[options])
     with accelerator.profile():
         torch.ones(4, 4) @ torch.ones(4, 4)
-    with accelerator.profile(ProfileKwargs(activities=["cpu"], output_trace_dir=str(tmp_path / "second"))):
+    with accelerator.profile(
+        ProfileKwargs(activities=["cpu"], output_trace_dir=str(tmp_path / "second"))
+    ):
         torch.ones(4, 4).sum()
     for folder, operator in (("first", "aten::matmul"), ("second", "aten::sum")):
         (path,) = (tmp_path / folder).iterdir()

@@ -63,7 +63,11 @@ def test_values_are_those_of_the_call_in_order():
     bound.may_log.set()
     accelerator = start(slow, bound)
     loss, array, nested = torch.ones(2, requires_grad=True), np.ones(2), {"x": [torch.zeros(1)]}
-    accelerator.log({"loss": loss, "array": array, "nested": nested}, step=0, log_kwargs={"slow": {"extra": nested}})
+    accelerator.log(
+        {"loss": loss, "array": array, "nested": nested},
+        step=0,
+        log_kwargs={"slow": {"extra": nested}},
+    )
     with torch.no_grad():
         loss.zero_()
         nested["x"][0].fill_(5.0)
@@ -81,7 +85,12 @@ def test_values_are_those_of_the_call_in_order():
     # What cannot be copied is logged before the call returns, after what was logged before.
     accelerator.log({"n": 3}, step=2)
     accelerator.log({"object": object()}, step=3)
-    assert [call[0] for call in slow.calls] == [0, 1, 2, 3] and threading.main_thread() in slow.threads
+    assert [call[0] for call in slow.calls] == [
+        0,
+        1,
+        2,
+        3,
+    ] and threading.main_thread() in slow.threads
     accelerator.end_training()
     assert slow.calls[-1] == bound.calls[-1] == "finish" and len(slow.threads) == 2
 

@@ -14,7 +14,13 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
 CONFIG = {"lr": torch.tensor(0.5), "name": "x", "nested": {"depth": np.int64(2)}}
 PLAIN = {"lr": 0.5, "name": "x", "nested": {"depth": 2}}
-VALUES = {"loss": torch.tensor(1.5), "n": np.int64(3), "nested": {"a": 1}, "text": "hello", "none": None}
+VALUES = {
+    "loss": torch.tensor(1.5),
+    "n": np.int64(3),
+    "nested": {"a": 1},
+    "text": "hello",
+    "none": None,
+}
 
 
 @pytest.fixture
@@ -125,7 +131,9 @@ def test_mlflow_run_and_values(client, caplog, monkeypatch):
         monkeypatch.delenv(variable, raising=False)
     package = mlflow(client)
     package.get_experiment_by_name.return_value = None
-    tracker = recorded("mlflow", "exp", logging_dir="store", tags='{"a": "b"}', run_name="run", description="d")
+    tracker = recorded(
+        "mlflow", "exp", logging_dir="store", tags='{"a": "b"}', run_name="run", description="d"
+    )
     with caplog.at_level(logging.WARNING, "accelerate.tracking"):
         tracker.store_init_configuration({"a": 1, "long": "x" * 11, "b": 2, "c": np.int64(3)})
         tracker.log(VALUES, step=7)
@@ -168,10 +176,19 @@ def test_mlflow_variables_go_before_the_arguments(client, monkeypatch):
     recorded("mlflow", "exp", run_id="other", tags={"a": "b"})
     assert package.mock_calls == [
         call.get_experiment_by_name("from-variable"),
-        call.start_run(run_id="id", experiment_id="17", run_name=None, nested=True, tags={"v": "1"}, description=None),
+        call.start_run(
+            run_id="id",
+            experiment_id="17",
+            run_name=None,
+            nested=True,
+            tags={"v": "1"},
+            description=None,
+        ),
     ]
     monkeypatch.setenv("MLFLOW_TAGS", "v=1")
-    with pytest.raises(ConfigurationError, match="MLFLOW_TAGS of the mlflow tracker is not a JSON object"):
+    with pytest.raises(
+        ConfigurationError, match="MLFLOW_TAGS of the mlflow tracker is not a JSON object"
+    ):
         recorded("mlflow", "exp")
 
 
@@ -181,12 +198,16 @@ def test_clearml_task_of_its_own(client, monkeypatch):
     package = client("clearml")
     package.Task.current_task.return_value = None
     tracker = recorded("clearml", "name", task_type="training")
-    package.Task.init.assert_called_once_with(project_name="name", task_name="from-variable", task_type="training")
+    package.Task.init.assert_called_once_with(
+        project_name="name", task_name="from-variable", task_type="training"
+    )
     task = package.Task.init.return_value
     board = task.get_logger.return_value
     tracker.store_init_configuration(CONFIG)
     task.connect_configuration.assert_called_once_with(PLAIN)
-    tracker.log({"eval_loss": torch.tensor(1.5), "value_x": 2, "nested": {"a": 3}, "text": "t"}, step=7)
+    tracker.log(
+        {"eval_loss": torch.tensor(1.5), "value_x": 2, "nested": {"a": 3}, "text": "t"}, step=7
+    )
     tracker.log({"best": 4})
     tracker.log_images({"test_image": "i"}, step=1)
     tracker.log_table("eval_table", columns=["a"], data=[[1]], step=2)

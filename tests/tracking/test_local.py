@@ -24,7 +24,15 @@ VALUES = {
     "bad": float("nan"),
     "eval": {"f1": 1, "far": float("-inf")},
 }
-READ = {"loss": 0.5, "scale": 2.0, "count": 3, "note": "né", "bad": "nan", "eval/f1": 1, "eval/far": "-inf"}
+READ = {
+    "loss": 0.5,
+    "scale": 2.0,
+    "count": 3,
+    "note": "né",
+    "bad": "nan",
+    "eval/f1": 1,
+    "eval/far": "-inf",
+}
 
 
 def events(folder):
@@ -46,7 +54,10 @@ def test_values_are_read_back(log_with, tmp_path):
     ]
     accelerator.end_training()
     assert events(tmp_path / "first") == ["start", "end"]
-    assert json.loads((tmp_path / "first/config.json").read_text()) == {"rate": 0.1, "model": {"path": str(tmp_path)}}
+    assert json.loads((tmp_path / "first/config.json").read_text()) == {
+        "rate": 0.1,
+        "model": {"path": str(tmp_path)},
+    }
 
 
 def test_a_folder_that_cannot_be_made_stops_no_run(tmp_path, caplog):
@@ -69,7 +80,11 @@ def test_a_run_that_continues(tmp_path):
         tracker.finish()
         with open(tmp_path / "run/values.jsonl", "a") as file:
             file.write('{"time": 1, "step": 2, "values": {"lo')
-    losses = [(r["step"], r["values"]["loss"]) for r in read_values(tmp_path / "run") if "loss" in r["values"]]
+    losses = [
+        (r["step"], r["values"]["loss"])
+        for r in read_values(tmp_path / "run")
+        if "loss" in r["values"]
+    ]
     assert losses == [(0, 0), (1, 1), (2, 22), (3, 23), (4, 24)]
     assert events(tmp_path / "run") == ["start", "end", "start", "end"]
 
@@ -84,9 +99,13 @@ def test_a_killed_process_loses_nothing(tmp_path):
             accelerator.log({{"loss": step}}, step=step)
         os.kill(os.getpid(), signal.SIGKILL)
     """)
-    done = subprocess.run([sys.executable, "-c", script], env=os.environ, capture_output=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=os.environ, capture_output=True, timeout=120
+    )
     assert done.returncode == -signal.SIGKILL
-    assert [record["values"]["loss"] for record in read_values(tmp_path / "run")] == list(range(100))
+    assert [record["values"]["loss"] for record in read_values(tmp_path / "run")] == list(
+        range(100)
+    )
 
 
 def test_values_that_json_has_not(tmp_path, caplog):
@@ -107,7 +126,15 @@ def test_values_that_json_has_not(tmp_path, caplog):
     accelerator.log({"late": 1}, step=9)
     assert "log was called after accelerator.end_training()" in caplog.text
     records = read_values(tmp_path / "first")
-    expected = {"file": name, "huge": "inf", "least": "-inf", name: 1, "7": 2, "None": 3, "('a', 1)": 4}
+    expected = {
+        "file": name,
+        "huge": "inf",
+        "least": "-inf",
+        name: 1,
+        "7": 2,
+        "None": 3,
+        "('a', 1)": 4,
+    }
     assert records[0]["values"] == expected
     assert [record["step"] for record in records] == [1, 2.5, 3, 4, None, -1]
     # Valid JSON: other parsers know no NaN.

@@ -32,7 +32,9 @@ def track(folder):
     assert isinstance(tracker, TensorBoardTracker) == (rank == 0), type(tracker)
     tracker.log({"more": 1.0}, step=2)  # nothing on the other rank, and no error
     Everywhere(folder).log({"rank": rank})
-    with accelerator.profile(ProfileKwargs(activities=["cpu"], output_trace_dir=str(folder / "traces"))):
+    with accelerator.profile(
+        ProfileKwargs(activities=["cpu"], output_trace_dir=str(folder / "traces"))
+    ):
         torch.ones(4, 4).sum()
     assert sorted(os.listdir(folder / "traces")) == ["profile_0.json", "profile_1.json"]
     accelerator.end_training()

@@ -50,20 +50,43 @@ def test_what_was_logged_is_in_the_store_of_the_package(name, tmp_path, monkeypa
     done, run = stored(name, tmp_path, "media", monkeypatch)
     assert done.returncode == 0, done.stderr
     counts = [(step, 10.0 * step) for step in range(4)]
-    assert run.values == {"loss": LOSSES, "count": counts, "flag": [(s, 1.0) for s in range(4)], "tail": [(5, 7.0)]}
-    config = {"lr": 0.5, "name": "digits", "model": {"width": 64, "betas": [0.9, 0.99]}, "path": "a/b"}
-    flat = {"lr": 0.5, "name": "digits", "model/width": 64, "model/betas": "[0.9, 0.99]", "path": "a/b"}
+    assert run.values == {
+        "loss": LOSSES,
+        "count": counts,
+        "flag": [(s, 1.0) for s in range(4)],
+        "tail": [(5, 7.0)],
+    }
+    config = {
+        "lr": 0.5,
+        "name": "digits",
+        "model": {"width": 64, "betas": [0.9, 0.99]},
+        "path": "a/b",
+    }
+    flat = {
+        "lr": 0.5,
+        "name": "digits",
+        "model/width": 64,
+        "model/betas": "[0.9, 0.99]",
+        "path": "a/b",
+    }
     expected = {
         "tensorboard": flat,
         "mlflow": {key: str(value) for key, value in config.items()},
-        "comet_ml": {key.replace("/", "|"): value for key, value in {**flat, "model/betas": [0.9, 0.99]}.items()},
+        "comet_ml": {
+            key.replace("/", "|"): value
+            for key, value in {**flat, "model/betas": [0.9, 0.99]}.items()
+        },
         "clearml": {
             "text": 'lr = 0.5\nname = "digits"\nmodel {\n  width = 64\n  betas = [0.9, 0.99]\n}\npath = "a/b"'
         },
     }.get(name, config)
     assert {key: run.config.get(key) for key in expected} == expected
-    assert set(run.images) == ({(8, 6)} if name not in ("trackio", "comet_ml", "dvclive") else set())
-    assert run.tables == ([[["question", "answer"], ["6 x 7", 42]]] if name in ("wandb", "clearml") else [])
+    assert set(run.images) == (
+        {(8, 6)} if name not in ("trackio", "comet_ml", "dvclive") else set()
+    )
+    assert run.tables == (
+        [[["question", "answer"], ["6 x 7", 42]]] if name in ("wandb", "clearml") else []
+    )
 
 
 @pytest.mark.thorough

@@ -69,7 +69,11 @@ def test_names_members_and_objects_once_each_in_order(installed):
 
 def test_all_is_what_is_installed_and_can_work(installed):
     mine = Recorder()
-    assert set(get_available_trackers()) == {LoggerType.TENSORBOARD, LoggerType.WANDB, LoggerType.AIM}
+    assert set(get_available_trackers()) == {
+        LoggerType.TENSORBOARD,
+        LoggerType.WANDB,
+        LoggerType.AIM,
+    }
     assert filter_trackers("all", "logs") == get_available_trackers()
     assert filter_trackers(LoggerType.ALL) == [LoggerType.WANDB]  # the other two need a folder
     assert filter_trackers([mine, "all"]) == [mine, LoggerType.WANDB]
@@ -100,7 +104,9 @@ def test_what_cannot_be_used_is_one_clear_error(installed, asked, told):
 def test_a_registered_class_can_be_named(installed, table):
     register_tracker_class(Recorder)
     assert filter_trackers("recorder") == ["recorder"]
-    (tracker,) = start_trackers(["recorder"], "project", None, {"lr": 1.0}, {"recorder": {"size": 2}})
+    (tracker,) = start_trackers(
+        ["recorder"], "project", None, {"lr": 1.0}, {"recorder": {"size": 2}}
+    )
     assert tracker.calls == [("init", "project", {"size": 2}), ("start",), ("config", {"lr": 1.0})]
     with pytest.warns(UserWarning, match="'recorder' stood for Recorder"):
         register_tracker_class(Recorder)
@@ -113,7 +119,12 @@ def test_registering_checks_the_class(table):
     class All(Recorder):
         name = "all"
 
-    for wrong, told in ((dict, "subclass"), (5, "subclass"), (Nameless, "needs a `name`"), (All, "'all'")):
+    for wrong, told in (
+        (dict, "subclass"),
+        (5, "subclass"),
+        (Nameless, "needs a `name`"),
+        (All, "'all'"),
+    ):
         with pytest.raises(ConfigurationError, match=told):
             register_tracker_class(wrong)
 
@@ -126,18 +137,26 @@ def test_a_tracker_class_says_what_it_lacks():
         name = "x"
         requires_logging_directory = False
 
-    with pytest.raises(NotImplementedError, match="`name`, `requires_logging_directory`, `tracker`"):
+    with pytest.raises(
+        NotImplementedError, match="`name`, `requires_logging_directory`, `tracker`"
+    ):
         Nothing()
     with pytest.raises(NotImplementedError, match="lacks `tracker`"):
         NoTracker()
     blank = GeneralTracker(_blank=True)
-    assert (blank.start(), blank.log({}), blank.store_init_configuration({}), blank.finish()) == (None,) * 4
+    assert (blank.start(), blank.log({}), blank.store_init_configuration({}), blank.finish()) == (
+        None,
+    ) * 4
 
 
 def test_start_makes_each_with_its_own_arguments(tmp_path):
     mine = Recorder()
     board, same = start_trackers(
-        [LoggerType.TENSORBOARD, mine], "project", tmp_path, {"lr": 1.0}, {"tensorboard": {"filename_suffix": ".x"}}
+        [LoggerType.TENSORBOARD, mine],
+        "project",
+        tmp_path,
+        {"lr": 1.0},
+        {"tensorboard": {"filename_suffix": ".x"}},
     )
     assert isinstance(board, TensorBoardTracker)
     assert (same is mine, mine.calls[1:]) == (True, [("start",), ("config", {"lr": 1.0})])
@@ -150,7 +169,9 @@ def test_arguments_for_a_tracker_that_is_none_are_an_error():
     with pytest.raises(ConfigurationError, match="did you mean tensorboard"):
         start_trackers([Recorder()], "project", None, init_kwargs={"tensorbord": {}})
     # a script may bring the arguments of trackers that this run does not use
-    start_trackers([Recorder()], "project", None, init_kwargs={"wandb": {"entity": "me"}, "recorder": {}})
+    start_trackers(
+        [Recorder()], "project", None, init_kwargs={"wandb": {"entity": "me"}, "recorder": {}}
+    )
     with pytest.raises(ConfigurationError, match="needs a dict"):
         start_trackers([Recorder()], "project", None, config=["lr"])
 
@@ -158,6 +179,8 @@ def test_arguments_for_a_tracker_that_is_none_are_an_error():
 def test_the_table_holds_every_tracker_of_the_api():
     assert set(LOGGER_TYPE_TO_CLASS) == {*LoggerType.list(), "local"} - {"all"}
     everywhere = {name for name, kind in LOGGER_TYPE_TO_CLASS.items() if not kind.main_process_only}
-    with_folder = {name for name, kind in LOGGER_TYPE_TO_CLASS.items() if kind.requires_logging_directory}
+    with_folder = {
+        name for name, kind in LOGGER_TYPE_TO_CLASS.items() if kind.requires_logging_directory
+    }
     assert everywhere == {"wandb", "swanlab", "trackio"}
     assert with_folder == {"tensorboard", "aim", "local"}

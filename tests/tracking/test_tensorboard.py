@@ -36,8 +36,16 @@ def test_scalars_of_every_kind_of_number_and_their_steps(tmp_path):
     tracker.log({"loss": torch.tensor([2.0], requires_grad=True), "n": np.array([5])}, step=9)
     tracker.finish()
     events = read(tmp_path / "run")
-    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(7, 1.5), (8, 0.25), (9, 2.0)]
-    assert [(event.step, event.value) for event in events.Scalars("n")] == [(7, 3.0), (8, 4.0), (9, 5.0)]
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [
+        (7, 1.5),
+        (8, 0.25),
+        (9, 2.0),
+    ]
+    assert [(event.step, event.value) for event in events.Scalars("n")] == [
+        (7, 3.0),
+        (8, 4.0),
+        (9, 5.0),
+    ]
     assert [event.value for event in events.Scalars("flag")] == [1.0, 0.5]
 
 
@@ -52,7 +60,16 @@ def test_what_it_cannot_take_is_said_once_and_the_rest_is_written(tmp_path, capl
     tracker = started(tmp_path)
     with caplog.at_level(logging.WARNING, "accelerate.tracking"):
         for step in range(3):
-            tracker.log({"list": [1, 2], "many": torch.ones(3), "loss": 1.0, "none": None, "d": {"x": "text"}}, step)
+            tracker.log(
+                {
+                    "list": [1, 2],
+                    "many": torch.ones(3),
+                    "loss": 1.0,
+                    "none": None,
+                    "d": {"x": "text"},
+                },
+                step,
+            )
     tracker.finish()
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == 4
@@ -108,7 +125,9 @@ def test_hyperparameters_of_any_depth_and_type(tmp_path):
     # one event file: the table of hyperparameters belongs to the run that has the curves
     (events,) = tmp_path.rglob("events.out.*")
     assert events.parent == tmp_path / "run"
-    stored = read(tmp_path / "run").SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    stored = (
+        read(tmp_path / "run").SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    )
     from tensorboard.plugins.hparams import plugin_data_pb2
 
     values = plugin_data_pb2.HParamsPluginData.FromString(stored).session_start_info.hparams
@@ -125,8 +144,12 @@ def test_images_come_back_with_their_size(tmp_path):
     tracker.log_images({"last": images.transpose(0, 2, 3, 1)}, step=5, dataformats="NHWC")
     tracker.finish()
     events = read(tmp_path / "run")
-    assert [(image.step, image.height, image.width) for image in events.Images("batch")] == [(4, 8, 12)]
-    assert [(image.step, image.height, image.width) for image in events.Images("last")] == [(5, 8, 12)]
+    assert [(image.step, image.height, image.width) for image in events.Images("batch")] == [
+        (4, 8, 12)
+    ]
+    assert [(image.step, image.height, image.width) for image in events.Images("last")] == [
+        (5, 8, 12)
+    ]
 
 
 def test_only_the_main_process_writes(tmp_path, second_process):

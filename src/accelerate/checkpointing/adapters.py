@@ -73,7 +73,9 @@ class AdapterModel(PreparedModel):
         self.layout = layout
         self.names = names
         self.is_partial: bool = prepared.is_partial
-        self._device: torch.device | None = getattr(prepared, "device", None) if prepared.is_partial else None
+        self._device: torch.device | None = (
+            getattr(prepared, "device", None) if prepared.is_partial else None
+        )
 
     @classmethod
     def of(cls, prepared: PreparedModel, known: AdapterLayout | None) -> AdapterModel | None:
@@ -83,14 +85,20 @@ class AdapterModel(PreparedModel):
             prepared: a prepared model.
             known: of an earlier call for it.
         """
-        if prepared.template is not None or (prepared.is_partial and not isinstance(prepared, ShardedModel)):
+        if prepared.template is not None or (
+            prepared.is_partial and not isinstance(prepared, ShardedModel)
+        ):
             return None  # pipelines, DeepSpeed, FSDP1
         if not is_peft_model(prepared.module):
             return None
-        trained = {name: parameter.requires_grad for name, parameter in named_parameters(prepared.inner)}
+        trained = {
+            name: parameter.requires_grad for name, parameter in named_parameters(prepared.inner)
+        }
         if known is None or known.trained != trained:
             known = AdapterLayout(trained, adapter_names(prepared.module))
-        return None if known.names is None else cls(prepared, known, known.names)
+        if known.names is None:
+            return None
+        return cls(prepared, known, known.names)
 
     @property
     def inner(self) -> nn.Module:
@@ -116,7 +124,8 @@ class AdapterModel(PreparedModel):
             frozen = {
                 base_name(name): parameter
                 for name, parameter in named_parameters(self.inner)
-                if (name not in adapter and not is_replaced(name)) or name.split(".")[-2] == "base_layer"
+                if (name not in adapter and not is_replaced(name))
+                or name.split(".")[-2] == "base_layer"
             }
             self.layout.base = checksums(frozen, self._device)
         return self.layout.base
@@ -153,7 +162,8 @@ class AdapterModel(PreparedModel):
             trained = checksums(tensors, self._device)
             joined = gather_on_host(tensors, self._device, self.layout.places)
             wrong = [name for name, text in checksums(joined).items() if text != trained[name]]
-            if wrong := from_first(wrong, self._device):
+            wrong = from_first(wrong, self._device)
+            if wrong:
                 raise CheckpointError(
                     f"the adapter was not saved: {', '.join(wrong[:5])} as collected on rank 0 is not what the ranks "
                     "have trained"
@@ -178,7 +188,9 @@ class AdapterModel(PreparedModel):
         gathered: dict[str, Any] = map_leaves(lambda tensor: joined[str(next(numbers))], state)
         return gathered
 
-    def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    def load_optimizer_state_dict(
+        self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
+    ) -> None:
         """Take a full optimizer state."""
         self.prepared.load_optimizer_state_dict(optimizer, state)
 
@@ -187,7 +199,9 @@ class AdapterModel(PreparedModel):
         return self.prepared.optimizer_group_shapes(optimizer)
 
 
-def with_adapters(run: RunState, known: MutableMapping[PreparedModel, AdapterLayout]) -> RunState | None:
+def with_adapters(
+    run: RunState, known: MutableMapping[PreparedModel, AdapterLayout]
+) -> RunState | None:
     """The run with the adapters of models of peft whose base is frozen, instead of these models; None without any.
 
     Args:
@@ -200,7 +214,9 @@ def with_adapters(run: RunState, known: MutableMapping[PreparedModel, AdapterLay
         return None
     known.update({prepared: part.layout for prepared, part in adapters.items()})
     optimizers = [
-        PreparedOptimizer(trained.optimizer, adapters.get(trained.model, trained.model) if trained.model else None)
+        PreparedOptimizer(
+            trained.optimizer, adapters.get(trained.model, trained.model) if trained.model else None
+        )
         for trained in run.optimizers
     ]
     return replace(run, models=parts, optimizers=optimizers, sharded=None, entire=run)
@@ -230,7 +246,10 @@ def adapter_files(
 
 
 def save_adapters(
-    part: AdapterModel, save_directory: str | os.PathLike[str], safe: bool = True, save_on_each_node: bool = False
+    part: AdapterModel,
+    save_directory: str | os.PathLike[str],
+    safe: bool = True,
+    save_on_each_node: bool = False,
 ) -> None:
     """Write the adapters of a model as `PeftModel.save_pretrained` does. Every rank calls it if `part.is_partial`."""
     folder = follow_links(user_path(save_directory, "save_model: save_directory"), "save_model")
@@ -248,7 +267,11 @@ def save_adapters(
     for name, pieces in files.items():
         with atomic_write(folder / name) as file:
             for piece in pieces:
-                file.write(host_view(piece.cpu().contiguous()) if isinstance(piece, torch.Tensor) else piece)
+                file.write(
+                    host_view(piece.cpu().contiguous())
+                    if isinstance(piece, torch.Tensor)
+                    else piece
+                )
 
 
 @dataclass
@@ -268,7 +291,9 @@ class AdapterWeights(ModelWeights):
                 f"{len(part.base)} frozen tensors differ, such as {', '.join(other[:3])}"
             )
             if strict:
-                raise CheckpointMismatch(f"{self.path}: {text}. Nothing was loaded. Load the base of this adapter.")
+                raise CheckpointMismatch(
+                    f"{self.path}: {text}. Nothing was loaded. Load the base of this adapter."
+                )
             notes.append(text)
         return notes + super().compare(index, part, strict)
 
@@ -287,11 +312,18 @@ def adapter_weights(source: CheckpointReader, index: int, row: JSONObject) -> Ad
     for adapter in row["adapters"]:
         names = part.names.get(adapter, {})
         below = folder / adapter_folder(adapter)
-        saved, read = weights_file(source.io, below / WEIGHTS_FILE, below / PICKLED_FILE, source.allow_pickle)
+        saved, read = weights_file(
+            source.io, below / WEIGHTS_FILE, below / PICKLED_FILE, source.allow_pickle
+        )
         shapes.update({names.get(key, f"{adapter}: {key}"): shape for key, shape in saved.items()})
         reads.append((names, read))
 
     def read_all() -> dict[str, object]:
-        return {names[key]: value for names, read in reads for key, value in read().items() if key in names}
+        return {
+            names[key]: value
+            for names, read in reads
+            for key, value in read().items()
+            if key in names
+        }
 
     return AdapterWeights(folder, shapes, read_all, {}, base=row["base"])

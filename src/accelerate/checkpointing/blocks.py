@@ -60,7 +60,11 @@ def host_view(tensor: torch.Tensor) -> memoryview:
 
 def is_host(tensor: torch.Tensor) -> bool:
     """Whether the tensor's bytes can be read or written where they are."""
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+    return (
+        tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and not (tensor.is_conj() or tensor.is_neg())
+    )
 
 
 def nbytes(segment: Segment) -> int:
@@ -138,7 +142,9 @@ class BlockIO:
         """
         self._held.append(open_regular(path))
         held = Path(f"/dev/fd/{self._held[-1]}")
-        return held if held.exists() else path
+        if held.exists():
+            return held
+        return path
 
     def write(self, path: Path, segments: Sequence[Segment]) -> FileRecord:
         """Write a new file of these segments and sync it to the disk; its record. System errors pass through."""
@@ -177,7 +183,9 @@ class BlockIO:
             _cancel(jobs)
             raise
 
-    def read(self, path: Path, targets: Sequence[memoryview], record: FileRecord | None = None) -> None:
+    def read(
+        self, path: Path, targets: Sequence[memoryview], record: FileRecord | None = None
+    ) -> None:
         """Fill `targets`, one after another, with the entire content of a file, and compare it with its record.
 
         Raises CorruptFile when the size or a checksum differs. What was read stays in the targets: pass memory that
@@ -211,7 +219,9 @@ class BlockIO:
             ahead = self._threads * record.block
             _fetch(descriptor, 0, ahead)
             jobs = [
-                self._pool.submit(_check_block, descriptor, index * record.block, record.block, want, ahead)
+                self._pool.submit(
+                    _check_block, descriptor, index * record.block, record.block, want, ahead
+                )
                 for index, want in enumerate(record.crc32)
             ]
             _finish(jobs)
@@ -221,7 +231,10 @@ class BlockIO:
         descriptor = open_regular(path)
         try:
             size = os.fstat(descriptor).st_size
-            jobs = [self._pool.submit(_check_block, descriptor, at, BLOCK, None) for at in range(0, size, BLOCK)]
+            jobs = [
+                self._pool.submit(_check_block, descriptor, at, BLOCK, None)
+                for at in range(0, size, BLOCK)
+            ]
             os.fsync(descriptor)
             return FileRecord(size, tuple(f"{job.result():08x}" for job in jobs), BLOCK)
         finally:
@@ -285,7 +298,9 @@ def _sum_of(pieces: list[memoryview]) -> int:
     return value
 
 
-def _transfer(call: Callable[..., int], descriptor: int, offset: int, pieces: list[memoryview]) -> int:
+def _transfer(
+    call: Callable[..., int], descriptor: int, offset: int, pieces: list[memoryview]
+) -> int:
     """Read or write all of the pieces, however many calls the system makes of it; the offset behind them."""
     for first in range(0, len(pieces), _IOV_MAX):
         chunk = pieces[first : first + _IOV_MAX]

@@ -21,7 +21,9 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _BLOCK = 1 << 22  # elements whose products are in memory at a time
 
 
-def checksums(tensors: Mapping[str, torch.Tensor], device: torch.device | None = None) -> dict[str, str]:
+def checksums(
+    tensors: Mapping[str, torch.Tensor], device: torch.device | None = None
+) -> dict[str, str]:
     """{name: dtype, shape and checksum} of plain tensors and DTensors; a quantized tensor is the tensors inside of it.
 
     Args:
@@ -59,7 +61,10 @@ def _sum_of_block(tensor: torch.Tensor, offsets: Sequence[int]) -> torch.Tensor:
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     if not tensor.numel():
         return total
-    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    else:
+        tensor = tensor
     rows = tensor.reshape(1) if tensor.ndim == 0 else tensor
     offsets = [*offsets, *[0] * (rows.ndim - len(offsets))]
     step = max(1, _BLOCK * rows.shape[0] // rows.numel())
@@ -67,7 +72,9 @@ def _sum_of_block(tensor: torch.Tensor, offsets: Sequence[int]) -> torch.Tensor:
         firsts = [offsets[0] + start, *offsets[1:]]
         words, firsts[-1] = _words(rows[start : start + step], firsts[-1])
         for dimension in reversed(range(words.ndim)):
-            words = (words * _multipliers(firsts[dimension], words.shape[-1], dimension, words.device)).sum(-1)
+            words = (
+                words * _multipliers(firsts[dimension], words.shape[-1], dimension, words.device)
+            ).sum(-1)
         total = total + words
     return total
 

@@ -34,7 +34,22 @@ _LONG = 4000  # bits; Python converts integers of up to 4300 digits from and to 
 _ARRAY_KINDS = "biufcmMSU"  # NumPy's kinds of dtypes whose values are in the array's own memory
 _FACTORIES: dict[str, Callable[[], object]] = {
     kind.__name__: kind
-    for kind in (list, dict, set, frozenset, tuple, int, float, complex, bool, str, bytes, deque, OrderedDict, Counter)
+    for kind in (
+        list,
+        dict,
+        set,
+        frozenset,
+        tuple,
+        int,
+        float,
+        complex,
+        bool,
+        str,
+        bytes,
+        deque,
+        OrderedDict,
+        Counter,
+    )
 }
 _SEQUENCES: dict[str, Callable[[Any], object]] = {
     "tuple": tuple, "size": torch.Size, "set": set, "frozenset": frozenset
@@ -44,7 +59,15 @@ _REMEDY = (
     "namedtuples, tensors or numpy arrays; layout='compat' writes the API's own pickled files instead."
 )
 # What reading an entry of a wrong form raises.
-MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, MemoryError)
+MALFORMED = (
+    LookupError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    ArithmeticError,
+    RuntimeError,
+    MemoryError,
+)
 
 
 class TensorSink:
@@ -59,7 +82,10 @@ class TensorSink:
         """Add a tensor, and return its key. A tensor with the same memory is stored once."""
         memory = memory_of(tensor)
         if memory not in self._keys:
-            key = path if path not in self.tensors else f"{path}#{len(self.tensors)}"
+            if path not in self.tensors:
+                key = path
+            else:
+                key = f"{path}#{len(self.tensors)}"
             self.tensors[key] = tensor
             self._keys[memory] = key
         return self._keys[memory]
@@ -79,7 +105,9 @@ def _moment(kind: type[datetime.datetime] | type[datetime.time]) -> Callable[[JS
         if "zone" in data:  # an earlier version wrote the time zone apart
             if data["zone"]["$"] != "timezone":
                 raise ValueError(f"a time zone of type {data['zone']['$']} is not read")
-            moment = moment.replace(tzinfo=datetime.timezone(datetime.timedelta(*data["zone"]["v"])))
+            moment = moment.replace(
+                tzinfo=datetime.timezone(datetime.timedelta(*data["zone"]["v"]))
+            )
         return moment
 
     return read
@@ -87,20 +115,23 @@ def _moment(kind: type[datetime.datetime] | type[datetime.time]) -> Callable[[JS
 
 def _iso_text(value: datetime.datetime | datetime.time) -> str:
     if not isinstance(value.tzinfo, datetime.timezone | None):
-        raise ValueError(f"the time zone is a {type(value.tzinfo).__qualname__}, not a datetime.timezone")
+        raise ValueError(
+            f"the time zone is a {type(value.tzinfo).__qualname__}, not a datetime.timezone"
+        )
     return value.isoformat()
 
 
 # By type: the tag, the JSON form of a value, which is the entry "v", and the value of an entry.
+# Integers and floats that JSON has itself were taken before. str() leaves out a zero at the end.
 _SCALARS: dict[type, tuple[str, Callable[[Any], object], Callable[[JSONObject], object]]] = {
-    int: ("int", hex, lambda data: int(data["v"], 16)),  # integers and floats that JSON has itself were taken before
+    int: ("int", hex, lambda data: int(data["v"], 16)),
     float: ("float", repr, lambda data: float(data["v"])),
     complex: (
         "complex", lambda value: [repr(value.real), repr(value.imag)], lambda data: complex(*map(float, data["v"]))
     ),
     bytes: ("bytes", _to_text, lambda data: _to_bytes(data["v"])),
     bytearray: ("bytearray", _to_text, lambda data: bytearray(_to_bytes(data["v"]))),
-    np.str_: ("npstr", "".join, lambda data: np.str_(data["v"])),  # str() leaves out a zero at the end
+    np.str_: ("npstr", "".join, lambda data: np.str_(data["v"])),
     np.bytes_: ("npbytes", lambda value: _to_text(b"".join([value])), lambda data: np.bytes_(_to_bytes(data["v"]))),
     torch.dtype: ("dtype", dtype_name, lambda data: torch_dtype(data["v"])),
     torch.device: ("device", str, lambda data: torch.device(data["v"])),
@@ -125,7 +156,9 @@ def encode(value: object, sink: TensorSink, path: str) -> object:
     try:
         return _encode(value, sink, path)
     except RecursionError:
-        raise CheckpointError(f"{path}: the object contains itself, or is nested too deep to be saved") from None
+        raise CheckpointError(
+            f"{path}: the object contains itself, or is nested too deep to be saved"
+        ) from None
 
 
 def _encode(value: Any, sink: TensorSink, path: str) -> object:
@@ -138,21 +171,36 @@ def _encode(value: Any, sink: TensorSink, path: str) -> object:
         return _encode_tensor(value, sink, path)
     try:
         if isinstance(value, enum.Enum):
-            return {"$": "enum", "type": _type_name(kind), "v": _encode(value.value, sink, f"{path}.value")}
+            return {
+                "$": "enum",
+                "type": _type_name(kind),
+                "v": _encode(value.value, sink, f"{path}.value"),
+            }
         if kind in _SCALARS:
             tag, encode_scalar, _ = _SCALARS[kind]
             return {"$": tag, "v": encode_scalar(value)}
         if isinstance(value, np.generic):
-            return {"$": "npscalar", "dtype": _array_dtype(value.dtype.str).str, "b64": _to_text(value.tobytes())}
+            return {
+                "$": "npscalar",
+                "dtype": _array_dtype(value.dtype.str).str,
+                "b64": _to_text(value.tobytes()),
+            }
         if kind is np.ndarray:
             return _encode_array(value, sink, path)
         if kind is list:
             return _encode_items(value, sink, path)
         if kind in (tuple, torch.Size, set, frozenset):
-            items = sorted(value, key=repr) if kind in (set, frozenset) else value
+            if kind in (set, frozenset):
+                items = sorted(value, key=repr)
+            else:
+                items = value
             return {"$": kind.__name__.lower(), "v": _encode_items(items, sink, path)}
         if is_namedtuple(value):
-            return {"$": "namedtuple", "type": _type_name(kind), "v": _encode_items(value, sink, path)}
+            return {
+                "$": "namedtuple",
+                "type": _type_name(kind),
+                "v": _encode_items(value, sink, path),
+            }
         if kind is deque:
             return {"$": "deque", "maxlen": value.maxlen, "v": _encode_items(value, sink, path)}
         if kind in (dict, OrderedDict, Counter, defaultdict):
@@ -175,12 +223,16 @@ def _encode_mapping(value: Mapping[Any, object], sink: TensorSink, path: str) ->
     if kind is dict and all(type(key) is str for key in value) and "$" not in value:
         return {key: _encode(item, sink, f"{path}.{key}") for key, item in value.items()}
     pairs = [
-        [_encode(key, sink, f"{path} (a key)"), _encode(item, sink, f"{path}[{key!r}]")] for key, item in value.items()
+        [_encode(key, sink, f"{path} (a key)"), _encode(item, sink, f"{path}[{key!r}]")]
+        for key, item in value.items()
     ]
     document: JSONObject = {"$": kind.__name__, "v": pairs}
     if isinstance(value, defaultdict):
         factory = value.default_factory
-        document["factory"] = None if factory is None else getattr(factory, "__name__", "")
+        if factory is None:
+            document["factory"] = None
+        else:
+            document["factory"] = getattr(factory, "__name__", "")
         if factory is not None and _FACTORIES.get(document["factory"]) is not factory:
             raise ValueError(f"its factory is {factory!r}")
     if kind is OrderedDict and vars(value):  # the versions in a module's state dict
@@ -193,14 +245,21 @@ def _encode_tensor(value: torch.Tensor, sink: TensorSink, path: str) -> JSONObje
     document = _encode_values(value.detach(), sink, path)
     if isinstance(value, torch.nn.Parameter):
         return {"$": "parameter", "requires_grad": value.requires_grad, "v": document}
-    return {"$": "leaf", "v": document} if value.requires_grad else document
+    if value.requires_grad:
+        return {"$": "leaf", "v": document}
+    return document
 
 
 def _encode_values(value: torch.Tensor, sink: TensorSink, path: str) -> JSONObject:
     if value.dtype is torch.complex128:  # safetensors has no such dtype
-        return {"$": "complex_tensor", "v": _encode_values(torch.view_as_real(value.resolve_conj()), sink, path)}
+        return {
+            "$": "complex_tensor",
+            "v": _encode_values(torch.view_as_real(value.resolve_conj()), sink, path),
+        }
     if value.dtype not in NAMES:
-        raise CheckpointError(f"{path}: a tensor of dtype {value.dtype} cannot be saved. Convert it.")
+        raise CheckpointError(
+            f"{path}: a tensor of dtype {value.dtype} cannot be saved. Convert it."
+        )
     if value.numel() * value.element_size() > sink.inline:
         return {"$": "tensor", "ref": sink.add(path, value)}
     raw = value.cpu().resolve_conj().resolve_neg().contiguous()
@@ -214,23 +273,38 @@ def _encode_values(value: torch.Tensor, sink: TensorSink, path: str) -> JSONObje
 
 def _encode_array(value: NDArray[Any], sink: TensorSink, path: str) -> JSONObject:
     dtype = _array_dtype(value.dtype.str)
-    raw = np.ascontiguousarray(value).reshape(-1).view(np.uint8) if value.size else np.empty(0, np.uint8)
-    raw = raw if raw.flags.writeable else raw.copy()  # torch warns of read-only memory
+    if value.size:
+        raw = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+    else:
+        raw = np.empty(0, np.uint8)
+    # torch warns of read-only memory
+    if raw.flags.writeable:
+        raw = raw
+    else:
+        raw = raw.copy()
     data = _encode_values(torch.from_numpy(raw), sink, path)
     return {"$": "ndarray", "dtype": dtype.str, "shape": list(value.shape), "bytes": data}
 
 
 def _array_dtype(description: Any) -> np.dtype[Any]:
     """A dtype by NumPy's text for it. Raises ValueError unless its values are plain numbers, times or text."""
-    if isinstance(description, dict) and "text" in description:  # an earlier version told C's long types apart
+    # an earlier version told C's long types apart
+    if isinstance(description, dict) and "text" in description:
         description = description["text"]
-    dtype = np.dtype(description) if isinstance(description, str) else None
+    if isinstance(description, str):
+        dtype = np.dtype(description)
+    else:
+        dtype = None
     if dtype is None or dtype.kind not in _ARRAY_KINDS or not dtype.itemsize:
-        raise ValueError(f"the NumPy dtype {str(description)[:80]} is not that of plain numbers, times or text")
+        raise ValueError(
+            f"the NumPy dtype {str(description)[:80]} is not that of plain numbers, times or text"
+        )
     return dtype
 
 
-def decode(data: object, tensors: Mapping[str, torch.Tensor], where: str, unshare: bool = False) -> Any:
+def decode(
+    data: object, tensors: Mapping[str, torch.Tensor], where: str, unshare: bool = False
+) -> Any:
     """What `encode` was given. `where` names the file in errors.
 
     Two references to one tensor give the same tensor; with `unshare`, each gives a separate copy.
@@ -248,7 +322,8 @@ class _Decoder:
         self.where = where
         self.unshare = unshare
         self.used: set[str] = set()
-        self.small: dict[int, torch.Tensor] = {}  # an earlier version wrote equal small tensors once
+        # an earlier version wrote equal small tensors once
+        self.small: dict[int, torch.Tensor] = {}
 
     def decode(self, data: object) -> Any:
         if isinstance(data, list):
@@ -275,7 +350,9 @@ class _Decoder:
         if tag == "complex_tensor":
             return torch.view_as_complex(self.decode(data["v"]).contiguous())
         if tag == "parameter":
-            return torch.nn.Parameter(self.decode(data["v"]), requires_grad=bool(data["requires_grad"]))
+            return torch.nn.Parameter(
+                self.decode(data["v"]), requires_grad=bool(data["requires_grad"])
+            )
         if tag == "leaf":
             return self.decode(data["v"]).detach().requires_grad_()
         if tag == "ndarray":
@@ -309,12 +386,16 @@ class _Decoder:
     def _mapping(self, tag: str, data: JSONObject) -> object:
         items = {self.decode(key): self.decode(item) for key, item in data["v"]}
         if tag == "defaultdict":
-            return defaultdict(None if data["factory"] is None else _FACTORIES[data["factory"]], items)
+            return defaultdict(
+                None if data["factory"] is None else _FACTORIES[data["factory"]], items
+            )
         if tag == "OrderedDict":
             ordered: OrderedDict[object, object] = OrderedDict(items)
             vars(ordered).update(self.decode(data.get("attributes", {})))
             return ordered
-        return Counter(items) if tag == "Counter" else items
+        if tag == "Counter":
+            return Counter(items)
+        return items
 
     def _tensor(self, data: JSONObject) -> torch.Tensor:
         if "ref" in data:
@@ -328,7 +409,10 @@ class _Decoder:
         dtype = tensor_dtype(data["dtype"])
         raw = bytearray(_to_bytes(data["b64"]))
         shape = tuple(data["shape"])
-        tensor = torch.frombuffer(raw, dtype=dtype).reshape(shape).clone() if raw else torch.empty(shape, dtype=dtype)
+        if raw:
+            tensor = torch.frombuffer(raw, dtype=dtype).reshape(shape).clone()
+        else:
+            tensor = torch.empty(shape, dtype=dtype)
         if "id" in data:
             self.small[data["id"]] = tensor
         return tensor
@@ -361,7 +445,9 @@ def _type_name(kind: type) -> str:
     """The name under which a type is found again. Raises ValueError for one that is defined in a function."""
     name = f"{kind.__module__}:{kind.__qualname__}"
     if _lookup(name) is not kind:
-        raise ValueError("its type is not found under this name again: define it at the top of a module")
+        raise ValueError(
+            "its type is not found under this name again: define it at the top of a module"
+        )
     return name
 
 
@@ -369,5 +455,8 @@ def _lookup(name: str) -> Any:
     module, _, qualname = name.partition(":")
     value: Any = sys.modules.get(module)
     for part in qualname.split("."):
-        value = vars(value).get(part) if hasattr(value, "__dict__") else None
+        if hasattr(value, "__dict__"):
+            value = vars(value).get(part)
+        else:
+            value = None
     return value

@@ -117,7 +117,12 @@ def _move_in(temporary: Path, folder: Path) -> None:
         target = folder / path.relative_to(temporary)
         if os.path.lexists(target) and (target.is_symlink() or path.is_dir() != target.is_dir()):
             # Found before the first rename, so that nothing is moved.
-            kind = "link" if target.is_symlink() else "folder" if target.is_dir() else "file"
+            if target.is_symlink():
+                kind = "link"
+            elif target.is_dir():
+                kind = "folder"
+            else:
+                kind = "file"
             raise CheckpointError(
                 f"{target} is a {kind} where the checkpoint has a file or folder of that name: rename or remove it"
             )
@@ -166,7 +171,10 @@ def recover_interrupted_commit(folder: Path) -> None:
     if not folder.exists():
         # Killed between the two renames: the newest complete checkpoint takes the place.
         manifests = [old / MANIFEST for old in leftovers if (old / MANIFEST).exists()]
-        newest = max(manifests, key=lambda path: path.stat().st_mtime_ns).parent if manifests else leftovers[0]
+        if manifests:
+            newest = max(manifests, key=lambda path: path.stat().st_mtime_ns).parent
+        else:
+            newest = leftovers[0]
         os.rename(newest, folder)
         leftovers.remove(newest)
     for old in leftovers:
@@ -232,7 +240,9 @@ _RENAME_EXCHANGE = 2
 @functools.cache
 def _renameat2() -> Callable[..., int] | None:
     name = ctypes.util.find_library("c")
-    return getattr(ctypes.CDLL(name, use_errno=True), "renameat2", None) if name else None
+    if name:
+        return getattr(ctypes.CDLL(name, use_errno=True), "renameat2", None)
+    return None
 
 
 def _exchange(one: Path, other: Path) -> bool:

@@ -61,7 +61,10 @@ def load_pickled(
         if allow_pickle:
             return torch.load(file, map_location=map_location, weights_only=False, **options)
         named = str(error).partition("GLOBAL ")[2].split()
-        reason = f"it names {named[0][:80]}" if named else str(error).strip().splitlines()[-1][:500]
+        if named:
+            reason = f"it names {named[0][:80]}"
+        else:
+            reason = str(error).strip().splitlines()[-1][:500]
         raise CheckpointError(
             f"{path} holds more than plain data ({reason}). Reading it would run code from the file. If you trust who "
             "wrote it, pass allow_pickle=True."
@@ -72,7 +75,11 @@ def load_pickled(
         raise CheckpointError(f"{path} cannot be read: {repr(error)[:500]}") from error
 
 
-_RANDOM_STATES = {"random_state": "python", "numpy_random_seed": "numpy", "torch_manual_seed": "torch"}
+_RANDOM_STATES = {
+    "random_state": "python",
+    "numpy_random_seed": "numpy",
+    "torch_manual_seed": "torch",
+}
 
 
 def generator_file(state: Mapping[str, object], step: int) -> dict[str, object]:

@@ -50,7 +50,11 @@ _CLASSES = {
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         allowed = (module in _MODULES and name in _CLASSES) or (module, name) in _NAMES
-        if not allowed and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+        if (
+            not allowed
+            and module == "torch"
+            and isinstance(getattr(torch, name, None), torch.dtype)
+        ):
             allowed = True
         if module == "pathlib" and name in ("PosixPath", "PurePosixPath", "Path"):
             allowed = True
@@ -90,9 +94,13 @@ class PlainReader(FileSystemReader):
         path = self._folder / ".metadata"
         try:
             found = path.stat()
-            metadata = copy.copy(_read_index(path, (found.st_ino, found.st_size, found.st_mtime_ns)))
+            metadata = copy.copy(
+                _read_index(path, (found.st_ino, found.st_size, found.st_mtime_ns))
+            )
         except READ_ERRORS as error:
-            raise CheckpointError(f"{path} is not an index of shards that can be trusted: {reason(error)}") from error
+            raise CheckpointError(
+                f"{path} is not an index of shards that can be trusted: {reason(error)}"
+            ) from error
         metadata.storage_meta = copy.copy(metadata.storage_meta) or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata

@@ -30,7 +30,9 @@ def documents(name: str, value: object, root: str, inline: int = 64) -> dict[str
     return files
 
 
-def read_document(io: BlockIO, folder: Path, name: str, manifest: Manifest, unshare: bool = False) -> Any:
+def read_document(
+    io: BlockIO, folder: Path, name: str, manifest: Manifest, unshare: bool = False
+) -> Any:
     """The value that `documents` wrote, its files checked against the manifest in the same reading."""
     with damage(folder / f"{name}.json"):
         text = _read_text(io, folder, name, manifest)
@@ -96,5 +98,8 @@ def damage(path: Path) -> Iterator[None]:
     except CheckpointError:
         raise
     except (CorruptFile, OSError, *MALFORMED) as error:
-        why = f"it has no entry {error}" if isinstance(error, KeyError) else reason(error)[:500]
+        if isinstance(error, KeyError):
+            why = f"it has no entry {error}"
+        else:
+            why = reason(error)[:500]
         raise CorruptCheckpoint(f"{path} is damaged: {why}") from error

@@ -73,7 +73,11 @@ def export(
     reshard([inner])
     is_writer = PartialState().is_main_process
     if is_peft_model(inner) and not merge_adapters:
-        prepared = ShardedModel(inner, Precision(), PartialState().device) if is_sharded else PreparedModel(inner)
+        prepared = (
+            ShardedModel(inner, Precision(), PartialState().device)
+            if is_sharded
+            else PreparedModel(inner)
+        )
         adapters = AdapterModel.of(prepared, None)
         if adapters is None:
             raise ConfigurationError(
@@ -103,13 +107,17 @@ def _check(wrapped: nn.Module, model: nn.Module, merge_adapters: bool) -> None:
             "accelerator.save_state, and then `accelerate export CHECKPOINT FOLDER`; give offloaded models to "
             "accelerator.save_model"
         )
-    if merge_adapters and not (is_peft_model(model) and hasattr(model.base_model, "merge_and_unload")):
+    if merge_adapters and not (
+        is_peft_model(model) and hasattr(model.base_model, "merge_and_unload")
+    ):
         raise ConfigurationError(
             f"export: merge_adapters=True, and this {class_name(model)} has no adapters that can be merged"
         )
     if is_peft_model(model) and not merge_adapters:
         return
-    quantized = next((name for name, module in model.named_modules() if is_quantized_layer(module)), None)
+    quantized = next(
+        (name for name, module in model.named_modules() if is_quantized_layer(module)), None
+    )
     if quantized is not None:
         raise ConfigurationError(
             f"export writes unquantized weights, and {canonical_name(quantized)} is quantized. Use the model's own "
@@ -137,7 +145,10 @@ def _pieces(model: nn.Module) -> Iterator[Piece]:
     def visit(module: nn.Module, name: str) -> Iterator[Piece]:
         prefix = canonical_name(f"{name}.") if name else ""
         if is_merged(module):
-            light = {f"{prefix}{key}": value for key, value in original_module(module).state_dict().items()}
+            light = {
+                f"{prefix}{key}": value
+                for key, value in original_module(module).state_dict().items()
+            }
 
             def read_merged(is_writer: bool) -> dict[str, torch.Tensor]:
                 copied = unsharded_copy(module, torch.device("cpu"), fill=True)
@@ -148,12 +159,20 @@ def _pieces(model: nn.Module) -> Iterator[Piece]:
             return
         own: dict[str, torch.Tensor] = dict(module.named_parameters(recurse=False))
         children = {f"{key}." for key, _ in module.named_children()}
-        state = {key for key in module.state_dict() if not any(key.startswith(child) for child in children)}
+        state = {
+            key
+            for key in module.state_dict()
+            if not any(key.startswith(child) for child in children)
+        }
         own |= {key: buffer for key, buffer in module.named_buffers(recurse=False) if key in state}
         tensors = {f"{prefix}{key}": value for key, value in own.items() if id(value) not in seen}
         seen.update(map(id, tensors.values()))
         for key, tensor in tensors.items():
-            yield Piece({key: tensor}, lambda is_writer, key=key, tensor=tensor: {key: _gathered(tensor)})  # type: ignore[misc]
+
+            def read(is_writer: bool, key: str = key, tensor: torch.Tensor = tensor) -> Any:
+                return {key: _gathered(tensor)}
+
+            yield Piece({key: tensor}, read)
         for key, child in module.named_children():
             yield from visit(child, f"{name}.{key}" if name else key)
 
@@ -177,7 +196,10 @@ def write_weights(pieces: list[Piece], folder: Path, limit: int, is_writer: bool
     }
     shards = plan_shards(light, limit)
     files = file_names(SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_PATTERN_NAME, len(shards))
-    contents = {file: {name: light[name] for name in names} for file, names in zip(files, shards, strict=True)}
+    contents = {
+        file: {name: light[name] for name in names}
+        for file, names in zip(files, shards, strict=True)
+    }
     error: Exception | None = None
     with ExitStack() as stack:
         places: dict[str, tuple[Any, int]] = {}
@@ -197,7 +219,9 @@ def write_weights(pieces: list[Piece], folder: Path, limit: int, is_writer: bool
             try:
                 for name, value in values.items() if places and error is None else ():
                     if value.shape != light[name].shape or value.dtype != light[name].dtype:
-                        raise CheckpointError(f"export: merging {name} made {value.dtype} {list(value.shape)} of it")
+                        raise CheckpointError(
+                            f"export: merging {name} made {value.dtype} {list(value.shape)} of it"
+                        )
                     file, at = places[name]
                     file.seek(at)
                     file.write(host_view(value.cpu().contiguous()) if value.numel() else b"")
@@ -209,7 +233,9 @@ def write_weights(pieces: list[Piece], folder: Path, limit: int, is_writer: bool
         return
     if len(shards) > 1:
         write_index(folder / SAFE_WEIGHTS_INDEX_NAME, contents)
-    remove_stale(folder, SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_PATTERN_NAME, SAFE_WEIGHTS_INDEX_NAME, set(files))
+    remove_stale(
+        folder, SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_PATTERN_NAME, SAFE_WEIGHTS_INDEX_NAME, set(files)
+    )
 
 
 def _open(file: Any, light: dict[str, torch.Tensor]) -> Iterator[tuple[str, tuple[Any, int]]]:

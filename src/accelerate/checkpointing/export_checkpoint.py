@@ -48,7 +48,11 @@ _ELSE = "Load it with load_state in the training script, and call accelerate.exp
 
 
 def export_checkpoint(
-    checkpoint: Path, folder: Path, base: str | None, merge_adapters: bool, max_shard_size: int | str
+    checkpoint: Path,
+    folder: Path,
+    base: str | None,
+    merge_adapters: bool,
+    max_shard_size: int | str,
 ) -> str:
     """Write the model of a checkpoint, of any layout, as `accelerate.export` writes a model. One process does it.
 
@@ -68,9 +72,14 @@ def export_checkpoint(
         ConfigurationError: the arguments do not go together.
     """
     path, row = _find_model(checkpoint)
-    source = path.parent if path.is_file() or (path.parent / MANIFEST).exists() else path
+    if path.is_file() or (path.parent / MANIFEST).exists():
+        source = path.parent
+    else:
+        source = path
     if Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(source)):
-        raise ConfigurationError(f"{folder} is in the checkpoint {source}: give a folder outside of it")
+        raise ConfigurationError(
+            f"{folder} is in the checkpoint {source}: give a folder outside of it"
+        )
     try:
         limit = convert_file_size_to_int(max_shard_size)
     except ValueError as error:
@@ -78,7 +87,10 @@ def export_checkpoint(
     is_adapter = path.name.startswith("adapter")
     pieces = [] if is_adapter else _pieces(path)
     if merge_adapters:
-        model = _adapted_base(path, row, base) if is_adapter else _saved_model(path, row, pieces, base)
+        if is_adapter:
+            model = _adapted_base(path, row, base)
+        else:
+            model = _saved_model(path, row, pieces, base)
         if list(model.active_adapters) != row["active"]:
             model.base_model.set_adapter(row["active"])
         export(model, folder, merge_adapters=True, max_shard_size=limit)
@@ -92,8 +104,12 @@ def export_checkpoint(
         return "adapters of peft"
     tensors = {name: tensor for piece in pieces for name, tensor in piece.light.items()}
     if _is_of_peft(row, pieces):
-        raise ConfigurationError(f"{path} has adapters and their base. Add --merge_adapters to export a merged model")
-    configs: dict[str, str] = {name: row[name] for name in ("config", "generation_config") if name in row}
+        raise ConfigurationError(
+            f"{path} has adapters and their base. Add --merge_adapters to export a merged model"
+        )
+    configs: dict[str, str] = {
+        name: row[name] for name in ("config", "generation_config") if name in row
+    }
     if base is not None:
         configs = _configs_of(base, path, tensors)
     write_weights(pieces, folder, limit, is_writer=True)
@@ -104,34 +120,47 @@ def export_checkpoint(
             content["dtype"] = str(next(dtypes, torch.float32)).removeprefix("torch.")
         with atomic_write(folder / f"{name}.json", "w") as file:
             json.dump(content, file, indent=2)
-    return (
-        "a model with its config.json"
-        if configs
-        else "weights without config.json, which the checkpoint does not have (for transformers, --base adds one)"
-    )
+    if configs:
+        return "a model with its config.json"
+    return "weights without config.json, which the checkpoint does not have (for transformers, --base adds one)"
 
 
 def _find_model(checkpoint: Path) -> tuple[Path, JSONObject]:
     """The file or folder of a checkpoint's model, after its checksums were compared, and its row in the manifest."""
-    paths = sorted(checkpoint.iterdir()) if checkpoint.is_dir() else []
+    if checkpoint.is_dir():
+        paths = sorted(checkpoint.iterdir())
+    else:
+        paths = []
     # A folder with a manifest is a checkpoint that the user has called so.
-    paths = [path for path in paths if _MODELS.fullmatch(path.name) and not (path / MANIFEST).exists()]
+    paths = [
+        path for path in paths if _MODELS.fullmatch(path.name) and not (path / MANIFEST).exists()
+    ]
     if not paths and checkpoint.exists() and _MODELS.fullmatch(checkpoint.name):
         paths = [checkpoint]
     if not paths:
         folders = (checkpoint, checkpoints_dir(checkpoint))
         inside = [path for folder in folders for _, path in list_checkpoints(folder)]
-        hint = f": give one of those in it, such as {inside[-1]}" if inside else ""
-        what = "is not a checkpoint with a model" if checkpoint.exists() else "does not exist"
+        if inside:
+            hint = f": give one of those in it, such as {inside[-1]}"
+        else:
+            hint = ""
+        if checkpoint.exists():
+            what = "is not a checkpoint with a model"
+        else:
+            what = "does not exist"
         raise CheckpointError(f"{checkpoint} {what}{hint}")
     if len(paths) > 1:
-        raise CheckpointError(f"{checkpoint} has several models: give one of them, such as {paths[-1]}")
+        raise CheckpointError(
+            f"{checkpoint} has several models: give one of them, such as {paths[-1]}"
+        )
     path = paths[0]
     if not (path.parent / MANIFEST).exists():
         return path, {}
     manifest = read_manifest(path.parent)
     with BlockIO() as io:
-        names = [name for name in manifest.files if name == path.name or name.startswith(f"{path.name}/")]
+        names = [
+            name for name in manifest.files if name == path.name or name.startswith(f"{path.name}/")
+        ]
         check_files(io, path.parent, manifest, names)
     match = _MODELS.fullmatch(path.name)
     return path, manifest.models[int(next(filter(None, match.groups()), 0))] if match else {}
@@ -147,7 +176,9 @@ def _pieces(path: Path) -> list[Piece]:
     elif path.suffix == ".safetensors":
         with damage(path):
             entries = read_header(path).entries
-        tensors = {name: torch.empty(e.shape, dtype=e.dtype, device="meta") for name, e in entries.items()}
+        tensors = {
+            name: torch.empty(e.shape, dtype=e.dtype, device="meta") for name, e in entries.items()
+        }
         file = safe_open(path, framework="pt")  # maps the file
         read = lambda group: {name: file.get_tensor(name) for name in group}  # noqa: E731
     else:
@@ -155,7 +186,9 @@ def _pieces(path: Path) -> list[Piece]:
         read = dict
 
     def plain(values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {canonical_name(name.removeprefix(prefix)): tensor for name, tensor in values.items()}
+        return {
+            canonical_name(name.removeprefix(prefix)): tensor for name, tensor in values.items()
+        }
 
     groups = [{name: tensors[name] for name in names} for names in plan_shards(tensors, WINDOW)]
     return [Piece(plain(group), lambda _, group=group: plain(read(group))) for group in groups]  # type: ignore[misc]
@@ -169,11 +202,14 @@ def _configs_of(base: str, path: Path, tensors: Mapping[str, torch.Tensor]) -> d
     with torch.device("meta"):
         model = _model_class(config.architectures)(config)
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    if differences := compare_names(shapes, model.state_dict(keep_vars=True)):
+    differences = compare_names(shapes, model.state_dict(keep_vars=True))
+    if differences:
         raise CheckpointMismatch(f"{path} does not fit the configuration of {base}: {differences}")
     configs = {"config": config.to_json_string()}
     with contextlib.suppress(ConfigurationError):  # not every model has one
-        configs["generation_config"] = _load(base, transformers.GenerationConfig.from_pretrained).to_json_string()
+        configs["generation_config"] = _load(
+            base, transformers.GenerationConfig.from_pretrained
+        ).to_json_string()
     return configs
 
 
@@ -185,7 +221,9 @@ def _load(base: str, from_pretrained: Callable[..., Any]) -> Any:
         return from_pretrained(base, local_files_only=True)
     except (OSError, ValueError) as error:
         if Path(base).is_dir():
-            raise ConfigurationError(f"--base {base} cannot be loaded: {_first_line(error)}") from error
+            raise ConfigurationError(
+                f"--base {base} cannot be loaded: {_first_line(error)}"
+            ) from error
     try:
         # Without a network, transformers asks for several files several times, which takes minutes.
         huggingface_hub.model_info(base, timeout=HUB_TIMEOUT)
@@ -229,12 +267,18 @@ def _copy_files(path: Path, folder: Path) -> None:
 def _saved_model(path: Path, row: JSONObject, pieces: list[Piece], base: str | None) -> Any:
     """A model of peft that was saved with its base. Raises CheckpointMismatch if the tensors do not fit it."""
     if not _is_of_peft(row, pieces):
-        raise ConfigurationError(f"--merge_adapters: {path} is a model without adapters. Leave the option out")
+        raise ConfigurationError(
+            f"--merge_adapters: {path} is a model without adapters. Leave the option out"
+        )
     if base is not None:
-        raise ConfigurationError(f"--base: {path} has adapters and their base. Leave the option out")
+        raise ConfigurationError(
+            f"--base: {path} has adapters and their base. Leave the option out"
+        )
     kind, config, is_quantized = _configuration(path, row)
     if is_quantized:
-        raise ConfigurationError(f"--merge_adapters: the base in {path} is quantized. {_ELSE}, without merging")
+        raise ConfigurationError(
+            f"--merge_adapters: the base in {path} is quantized. {_ELSE}, without merging"
+        )
     import peft
 
     state = {name: tensor for piece in pieces for name, tensor in piece.read(True).items()}
@@ -244,14 +288,19 @@ def _saved_model(path: Path, row: JSONObject, pieces: list[Piece], base: str | N
     _assign(model, {base_name(name): tensor for name, tensor in state.items()})
     for name, text in row["adapter_configs"].items():
         # Without the name of its base, of which peft would warn: this one has none.
-        adapter = peft.PeftConfig.from_peft_type(**{**json.loads(text), "base_model_name_or_path": None})
+        adapter = peft.PeftConfig.from_peft_type(
+            **{**json.loads(text), "base_model_name_or_path": None}
+        )
         if isinstance(model, peft.PeftModel):
             model.add_adapter(name, adapter, autocast_adapter_dtype=False)
         else:
             model = peft.get_peft_model(model, adapter, name, autocast_adapter_dtype=False)
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    if differences := compare_names(shapes, model.state_dict(keep_vars=True)):
-        raise CheckpointMismatch(f"{path} does not fit the configurations in its manifest: {differences}")
+    differences = compare_names(shapes, model.state_dict(keep_vars=True))
+    if differences:
+        raise CheckpointMismatch(
+            f"{path} does not fit the configurations in its manifest: {differences}"
+        )
     _assign(model, state)
     return model
 
@@ -272,12 +321,17 @@ def _assign(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> None:
 def _adapted_base(path: Path, row: JSONObject, base: str | None) -> Any:
     """A base with the adapters of a checkpoint. Raises CheckpointMismatch for another base."""
     if base is None:
-        raise ConfigurationError(f"--merge_adapters: give the base of the adapters in {path} (--base NAME_OR_FOLDER)")
+        raise ConfigurationError(
+            f"--merge_adapters: give the base of the adapters in {path} (--base NAME_OR_FOLDER)"
+        )
     kind, config, is_quantized = _configuration(path, row)
     import peft
 
     dtypes = Counter(text.split()[0] for text in row["base"].values() if "float" in text)
-    dtype = getattr(torch, dtypes.most_common(1)[0][0]) if dtypes else torch.float32
+    if dtypes:
+        dtype = getattr(torch, dtypes.most_common(1)[0][0])
+    else:
+        dtype = torch.float32
     # Maps the files of the base that have this dtype.
     model = _load(base, functools.partial(kind.from_pretrained, config=config, dtype=dtype))
     _check_base(path, row["base"], model, base, is_quantized)
@@ -293,7 +347,9 @@ def _adapted_base(path: Path, row: JSONObject, base: str | None) -> Any:
 def _configuration(path: Path, row: JSONObject) -> tuple[Any, Any, bool]:
     """The class of a model's base, its configuration without quantization, and whether it was quantized."""
     if "config" not in row or "active" not in row:
-        raise CheckpointError(f"{path}: the checkpoint does not have the configuration of the model. {_ELSE}")
+        raise CheckpointError(
+            f"{path}: the checkpoint does not have the configuration of the model. {_ELSE}"
+        )
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
@@ -305,7 +361,9 @@ def _configuration(path: Path, row: JSONObject) -> tuple[Any, Any, bool]:
     return kind, kind.config_class.from_dict(config), is_quantized
 
 
-def _check_base(path: Path, saved: Mapping[str, str], model: torch.nn.Module, base: str, is_quantized: bool) -> None:
+def _check_base(
+    path: Path, saved: Mapping[str, str], model: torch.nn.Module, base: str, is_quantized: bool
+) -> None:
     """Raise CheckpointMismatch unless a model has the parameters on which the adapters were trained.
 
     Those that were quantized cannot be compared.
@@ -314,7 +372,8 @@ def _check_base(path: Path, saved: Mapping[str, str], model: torch.nn.Module, ba
     saved = {
         name: text
         for name, text in saved.items()
-        if name in present and (not is_quantized or text.split("]")[0] == present[name].split("]")[0])
+        if name in present
+        and (not is_quantized or text.split("]")[0] == present[name].split("]")[0])
     }
     wrong = list(differing(saved, {name: present[name] for name in saved}))
     if wrong:

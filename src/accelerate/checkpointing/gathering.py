@@ -31,13 +31,25 @@ def gather_on_host(
     sharded = {name: tensor for name in names if isinstance(tensor := tensors[name], DTensor)}
     learn_places(sharded.values(), places)
     is_first = dist.get_rank() == 0
-    full = {n: t.detach().to("cpu", copy=True) for n, t in tensors.items() if n not in sharded} if is_first else {}
+    if is_first:
+        full = {n: t.detach().to("cpu", copy=True) for n, t in tensors.items() if n not in sharded}
+    else:
+        full = {}
     for window in plan_shards(sharded, _WINDOW):
         own = [block.detach() for name in window for block, _ in local_blocks(sharded[name])]
         if is_first:
-            full.update({name: torch.empty(sharded[name].shape, dtype=sharded[name].dtype) for name in window})
+            full.update(
+                {
+                    name: torch.empty(sharded[name].shape, dtype=sharded[name].dtype)
+                    for name in window
+                }
+            )
             blocks = [
-                [_part(full[name], *place) for name in window for place in places[layout_of(sharded[name])][rank]]
+                [
+                    _part(full[name], *place)
+                    for name in window
+                    for place in places[layout_of(sharded[name])][rank]
+                ]
                 for rank in range(dist.get_world_size())
             ]
             _receive(blocks[1:], device)
@@ -51,15 +63,24 @@ def gather_on_host(
 
 
 def _part(full: torch.Tensor, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
-    return full[tuple(slice(offset, offset + size) for offset, size in zip(offsets, shape, strict=True))]
+    return full[
+        tuple(slice(offset, offset + size) for offset, size in zip(offsets, shape, strict=True))
+    ]
 
 
 def _receive(blocks: Sequence[Sequence[torch.Tensor]], device: torch.device) -> None:
     """Fill the blocks of each other rank, from rank 1 on, with one message of this rank."""
-    messages = [torch.empty(sum(b.nbytes for b in row), dtype=torch.uint8, device=device) for row in blocks]
-    _communicate([dist.P2POp(dist.irecv, m, rank) for rank, m in enumerate(messages, 1) if m.numel()])
+    messages = [
+        torch.empty(sum(b.nbytes for b in row), dtype=torch.uint8, device=device) for row in blocks
+    ]
+    _communicate(
+        [dist.P2POp(dist.irecv, m, rank) for rank, m in enumerate(messages, 1) if m.numel()]
+    )
     for row, message in zip(blocks, messages, strict=True):
-        pieces = message.cpu().split([block.nbytes for block in row]) if row else ()
+        if row:
+            pieces = message.cpu().split([block.nbytes for block in row])
+        else:
+            pieces = ()
         for block, piece in zip(row, pieces, strict=True):
             block.copy_(piece.view(block.dtype).view(block.shape))
 

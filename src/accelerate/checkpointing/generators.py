@@ -49,7 +49,9 @@ class GlobalGenerators:
         notes = []
         for name in accelerators(state):
             if name != kind:
-                notes.append(f"the state of the {name} generators was not used: this machine has no {name} device")
+                notes.append(
+                    f"the state of the {name} generators was not used: this machine has no {name} device"
+                )
                 continue
             module = module_of(name)
             if hasattr(module, "set_rng_state_all"):
@@ -63,7 +65,9 @@ class GlobalGenerators:
 
 def seeded(state: StateDict, rank: int) -> StateDict:
     """A state for a rank whose own was not saved: a seed made from the number of the rank and from that of rank 0."""
-    digest = hashlib.blake2b(state["torch"].cpu().numpy().tobytes() + rank.to_bytes(4, "little"), digest_size=4)
+    digest = hashlib.blake2b(
+        state["torch"].cpu().numpy().tobytes() + rank.to_bytes(4, "little"), digest_size=4
+    )
     return {"seed": int.from_bytes(digest.digest(), "little")}
 
 
@@ -78,7 +82,9 @@ def check_generators(state: StateDict) -> None:
     np.random.RandomState().set_state(state["numpy"])
     torch.Generator().set_state(state["torch"].cpu())
     for name in accelerators(state):
-        if not isinstance(state[name], list) or not all(isinstance(one, torch.Tensor) for one in state[name]):
+        if not isinstance(state[name], list) or not all(
+            isinstance(one, torch.Tensor) for one in state[name]
+        ):
             raise ValueError(f"rng.{name} is not a list of tensors")
 
 

@@ -63,13 +63,18 @@ class RankState:
         own = [model for model in self.models if model.rank_state() is not None]
         saved = state["strategy"].get("models", ())
         if len(own) != len(saved):
-            raise CheckpointError(f"{len(saved)} models with a state of each rank were saved, and {len(own)} are here")
+            raise CheckpointError(
+                f"{len(saved)} models with a state of each rank were saved, and {len(own)} are here"
+            )
 
     def load_state_dict(self, state: StateDict) -> list[str]:
         """Restore the state. Returns notes on what could not be restored."""
         window = state["window"]
         if state["layout"] != self.layout:
-            lost = "unfinished gradients, " if window is not None and window["gradients"] else ""
+            if window is not None and window["gradients"]:
+                lost = "unfinished gradients, "
+            else:
+                lost = ""
             return [
                 f"saved under {_layout_text(state['layout'])}, loaded under {_layout_text(self.layout)}: {lost}"
                 "positions in the random streams of single processes are dropped"
@@ -90,8 +95,12 @@ def is_empty(state: StateDict) -> bool:
 
 
 def _layout_text(layout: Mapping[str, str | int]) -> str:
-    sizes = ", ".join(f"{name}={size}" for name, size in layout.items() if name != "strategy" and size != 1)
-    return f"{layout['strategy']} ({sizes})" if sizes else str(layout["strategy"])
+    sizes = ", ".join(
+        f"{name}={size}" for name, size in layout.items() if name != "strategy" and size != 1
+    )
+    if sizes:
+        return f"{layout['strategy']} ({sizes})"
+    return str(layout["strategy"])
 
 
 class PendingGradients:
@@ -101,9 +110,12 @@ class PendingGradients:
     with the gradients at their parameters, or whatever else has the gradients of one as its state.
     """
 
-    def __init__(self, models: Sequence[torch.nn.Module | ModelGradients], pending: Callable[[], bool]) -> None:
+    def __init__(
+        self, models: Sequence[torch.nn.Module | ModelGradients], pending: Callable[[], bool]
+    ) -> None:
         self.models: list[ModelGradients] = [
-            PlainGradients(model) if isinstance(model, torch.nn.Module) else model for model in models
+            PlainGradients(model) if isinstance(model, torch.nn.Module) else model
+            for model in models
         ]
         self.pending = pending
 
@@ -130,7 +142,14 @@ class PendingGradients:
     def _by_model(self, state: StateDict) -> Iterator[tuple[ModelGradients, StateDict]]:
         for index, model in enumerate(self.models):
             mark = f"{index}."
-            yield model, {name.removeprefix(mark): value for name, value in state.items() if name.startswith(mark)}
+            yield (
+                model,
+                {
+                    name.removeprefix(mark): value
+                    for name, value in state.items()
+                    if name.startswith(mark)
+                },
+            )
 
 
 class PlainGradients:
@@ -163,4 +182,7 @@ class PlainGradients:
         self.check_state_dict(state)
         for name, parameter in self.parameters.items():
             saved = state.get(name)
-            parameter.grad = None if saved is None else saved.to(parameter.device, parameter.dtype)
+            if saved is None:
+                parameter.grad = None
+            else:
+                parameter.grad = saved.to(parameter.device, parameter.dtype)

@@ -17,7 +17,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
 import torch
 
-from ..core.constants import OPTIMIZER_NAME, RNG_STATE_NAME, SAFE_MODEL_NAME, SCALER_NAME, SCHEDULER_NAME
+from ..core.constants import (
+    OPTIMIZER_NAME,
+    RNG_STATE_NAME,
+    SAFE_MODEL_NAME,
+    SCALER_NAME,
+    SCHEDULER_NAME,
+)
 from ..core.errors import CheckpointError
 from ..core.json_text import JSONObject
 from ..core.trees import children, leaves, map_leaves, with_children
@@ -78,7 +84,9 @@ class StateKind:
     single: bool = False
     always: bool = False
     shards: bool = False
-    check_fit: Callable[[int, Any, Callable[[], object], JSONObject | None, Path], None] | None = None
+    check_fit: Callable[[int, Any, Callable[[], object], JSONObject | None, Path], None] | None = (
+        None
+    )
     judge: Callable[[Any, Any, str | None], list[str]] | None = None
     judged_together: bool = False
     optional: bool = False
@@ -90,7 +98,9 @@ class StateKind:
         """The objects of a run whose states are of this kind."""
         found = getattr(run, self.name)
         if self.single:
-            return () if found is None else (found,)
+            if found is None:
+                return ()
+            return (found,)
         return list(found)
 
     def in_shards(self, item: Any) -> bool:
@@ -100,7 +110,8 @@ class StateKind:
     def collect(self, run: RunState) -> list[object]:
         """The state of each object; None for an object without one."""
         return [
-            item.state_dict() if callable(getattr(item, "state_dict", None)) else None for item in self.objects(run)
+            item.state_dict() if callable(getattr(item, "state_dict", None)) else None
+            for item in self.objects(run)
         ]
 
     def states(self, document: Mapping[str, object]) -> list[object]:
@@ -114,7 +125,9 @@ class StateKind:
             raise ValueError(f"{self.name} is not a list")
         return found
 
-    def compat_files(self, states: Sequence[object], run: RunState, rank: int, is_first: bool) -> dict[str, object]:
+    def compat_files(
+        self, states: Sequence[object], run: RunState, rank: int, is_first: bool
+    ) -> dict[str, object]:
         """{file name: value} of what this rank writes in the API's format. `is_first`: for what is written once."""
         if self.compat is None or not is_first:
             return {}
@@ -124,13 +137,16 @@ class StateKind:
             if state is not None or self.written is not Written.RANK
         }
 
-    def read_compat(self, folder: Path, count: int, rank: int, allow_pickle: bool, notes: list[str]) -> list[object]:
+    def read_compat(
+        self, folder: Path, count: int, rank: int, allow_pickle: bool, notes: list[str]
+    ) -> list[object]:
         """The states of `count` objects in a folder of the API's format."""
         if self.compat is None:
             return []
         paths = [folder / self.compat(index) for index in range(count)]
         return [
-            None if self.single and not path.exists() else compat.load_pickled(path, allow_pickle) for path in paths
+            None if self.single and not path.exists() else compat.load_pickled(path, allow_pickle)
+            for path in paths
         ]
 
     def localized(self, state: object, item: Any) -> object:
@@ -156,7 +172,9 @@ class ObjectState:
     def title(self) -> str:
         """What messages call the object."""
         label = self.kind.label
-        return f"the {label}" if self.kind.single else f"{label} {self.index} ({type(self.item).__qualname__})"
+        if self.kind.single:
+            return f"the {label}"
+        return f"{label} {self.index} ({type(self.item).__qualname__})"
 
     def check(self, classes: Mapping[str, Sequence[str]]) -> list[str]:
         """Notes on what the state means for the object. Raises CheckpointError for one that it cannot take."""
@@ -164,7 +182,9 @@ class ObjectState:
             return []
         names = classes.get(self.kind.name, ())
         try:
-            notes = self.kind.judge(self.item, self.state, names[self.index] if self.index < len(names) else None)
+            notes = self.kind.judge(
+                self.item, self.state, names[self.index] if self.index < len(names) else None
+            )
         except CheckpointError:
             raise
         except Exception as error:
@@ -176,16 +196,22 @@ class ObjectState:
         is_once = self.kind.written is Written.ONCE
         if self.state is None and (self.kind.single or not is_once):
             # A run and the saved one may differ here: a scaler is used with fp16 only.
-            return [f"{self.title} stays as it is: no state of it was saved"] if is_once else []
+            if is_once:
+                return [f"{self.title} stays as it is: no state of it was saved"]
+            return []
         if not callable(getattr(self.item, "load_state_dict", None)):
             return []
         with loading(self.title, folder):
             notes = self.item.load_state_dict(self.kind.localized(self.state, self.item))
-        return list(notes) if isinstance(notes, list) else []
+        if isinstance(notes, list):
+            return list(notes)
+        return []
 
 
 class _Loaders(StateKind):
-    def read_compat(self, folder: Path, count: int, rank: int, allow_pickle: bool, notes: list[str]) -> list[object]:
+    def read_compat(
+        self, folder: Path, count: int, rank: int, allow_pickle: bool, notes: list[str]
+    ) -> list[object]:
         return [compat.read_loader(folder, index, allow_pickle, notes) for index in range(count)]
 
 
@@ -193,11 +219,15 @@ class _Generators(StateKind):
     def objects(self, run: RunState) -> Sequence[Any]:
         return (GlobalGenerators(),)
 
-    def compat_files(self, states: Sequence[Any], run: RunState, rank: int, is_first: bool) -> dict[str, object]:
+    def compat_files(
+        self, states: Sequence[Any], run: RunState, rank: int, is_first: bool
+    ) -> dict[str, object]:
         step = run.progress.get("accumulation_step", 0)
         return {f"{RNG_STATE_NAME}_{rank}.pkl": compat.generator_file(states[0], step)}
 
-    def read_compat(self, folder: Path, count: int, rank: int, allow_pickle: bool, notes: list[str]) -> list[object]:
+    def read_compat(
+        self, folder: Path, count: int, rank: int, allow_pickle: bool, notes: list[str]
+    ) -> list[object]:
         state = compat.read_generators(folder, rank, allow_pickle)
         if state is None:
             notes.append(no_generators(rank))
@@ -209,13 +239,17 @@ class _Registered(StateKind):
 
     def collect(self, run: RunState) -> list[object]:
         return [
-            map_leaves(lambda value: value.full_tensor().cpu() if _is_sharded(value) else value, state)
+            map_leaves(
+                lambda value: value.full_tensor().cpu() if _is_sharded(value) else value, state
+            )
             for state in super().collect(run)
         ]
 
     def localized(self, state: object, item: HasState) -> object:
         present = item.state_dict()
-        return _sharded_like(state, present) if any(map(_is_sharded, leaves(present))) else state
+        if any(map(_is_sharded, leaves(present))):
+            return _sharded_like(state, present)
+        return state
 
 
 def _sharded_like(state: object, present: object) -> object:
@@ -226,11 +260,15 @@ def _sharded_like(state: object, present: object) -> object:
 
         if not isinstance(state, torch.Tensor) or state.shape != present.shape:
             return state
-        return as_dtensor(local_shard(state, present).to(present.to_local().device, copy=True), present)
+        return as_dtensor(
+            local_shard(state, present).to(present.to_local().device, copy=True), present
+        )
     values, layouts = children(state), children(present) or {}
     if values is None:
         return state
-    return with_children(state, {key: _sharded_like(value, layouts.get(key)) for key, value in values.items()})
+    return with_children(
+        state, {key: _sharded_like(value, layouts.get(key)) for key, value in values.items()}
+    )
 
 
 def _is_sharded(value: object) -> TypeGuard[DTensor]:
@@ -288,7 +326,10 @@ def collect(run: RunState, written: Written) -> dict[str, object]:
     for kind in kinds(written):
         states = kind.collect(run)
         if kind.always or states:
-            document[kind.name] = (states or [None])[0] if kind.single else states
+            if kind.single:
+                document[kind.name] = (states or [None])[0]
+            else:
+                document[kind.name] = states
     return document
 
 
@@ -310,8 +351,14 @@ def loading(what: str, path: Path, problem: str = "cannot take its saved state")
     except Exception as error:
         if isinstance(error, CheckpointError) and str(path) in str(error):
             raise
-        kind = type(error) if isinstance(error, CheckpointError) else CheckpointError
-        text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {str(error)[:500]}"
+        if isinstance(error, CheckpointError):
+            kind = type(error)
+        else:
+            kind = CheckpointError
+        if isinstance(error, CheckpointError):
+            text = str(error)
+        else:
+            text = f"{type(error).__name__}: {str(error)[:500]}"
         raise kind(f"{path}: {what} {problem} ({text})") from error
 
 
@@ -329,9 +376,16 @@ def compat_files(
     files: dict[str, object] = {}
     lost: list[str] = []
     for kind in kinds(Written.FILE, Written.ONCE, Written.RANK):
-        found = states[kind.name] if kind.name in states else kind.collect(run)
+        if kind.name in states:
+            found = states[kind.name]
+        else:
+            found = kind.collect(run)
         files.update(kind.compat_files(found, run, rank, is_first))
-        present = [state for state in found if state is not None and not (kind.is_empty and kind.is_empty(state))]
+        present = [
+            state
+            for state in found
+            if state is not None and not (kind.is_empty and kind.is_empty(state))
+        ]
         if kind.compat is None and present:
             lost.append(kind.label)
     return files, lost

@@ -21,7 +21,9 @@ _SET_ASIDE = re.compile(_NUMBERED.pattern + r"\.damaged(-\d+)?")
 
 def numbered(name: str, index: int, ending: str) -> str:
     """`model.safetensors`, `model_1.safetensors`, ...: the API's way of counting files of a kind."""
-    return f"{name}{ending}" if index == 0 else f"{name}_{index}{ending}"
+    if index == 0:
+        return f"{name}{ending}"
+    return f"{name}_{index}{ending}"
 
 
 def registered_file(index: int) -> str:
@@ -65,8 +67,15 @@ def list_checkpoints(directory: str | Path) -> list[tuple[int, Path]]:
 
 def list_damaged(directory: str | Path) -> list[Path]:
     """The folders of a directory that `set_aside` has renamed, by number."""
-    found = [(match, entry) for entry in Path(directory).iterdir() if (match := _SET_ASIDE.fullmatch(entry.name))]
-    return [entry for _, entry in sorted((int(match[1]), entry) for match, entry in found if entry.is_dir())]
+    found = [
+        (match, entry)
+        for entry in Path(directory).iterdir()
+        if (match := _SET_ASIDE.fullmatch(entry.name))
+    ]
+    return [
+        entry
+        for _, entry in sorted((int(match[1]), entry) for match, entry in found if entry.is_dir())
+    ]
 
 
 def candidates(directory: str | Path) -> tuple[list[Path], list[tuple[Path, str]]]:
@@ -104,7 +113,11 @@ def rotate(directory: str | Path, total_limit: int | None) -> list[Path]:
     for trash in _hidden(Path(directory), _NUMBERED.pattern, "trash"):
         shutil.rmtree(trash, ignore_errors=True)  # a kill has interrupted its removal
     # A link is the user's: what it leads to is not removed, and it takes no place of the others. Nor does a file.
-    present = [folder for _, folder in list_checkpoints(directory) if folder.is_dir() and not folder.is_symlink()]
+    present = [
+        folder
+        for _, folder in list_checkpoints(directory)
+        if folder.is_dir() and not folder.is_symlink()
+    ]
     last = newest_valid(directory)
     for folder in present[: max(0, len(present) - total_limit)]:
         if folder != last:
@@ -143,6 +156,8 @@ def set_aside(folder: Path) -> Path:
 def free_name(path: Path, ending: str) -> Path:
     """`<path>.<ending>`, or `<path>.<ending>-2`, ...: the first that nothing has."""
     number = 1
-    while os.path.lexists(target := path.with_name(f"{path.name}.{ending}" + (f"-{number}" if number > 1 else ""))):
+    while os.path.lexists(
+        target := path.with_name(f"{path.name}.{ending}" + (f"-{number}" if number > 1 else ""))
+    ):
         number += 1
     return target

@@ -39,8 +39,13 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 ARRIVAL = 30.0  # seconds within which every rank must have called
 COMPLETION = 1800.0  # seconds within which every rank must have read and checked its files
-_ABSENT = "Every process must call it, at the same place: not under `if accelerator.is_main_process`."
-_ERRORS: dict[str, type[CheckpointError]] = {"corrupt": CorruptCheckpoint, "mismatch": CheckpointMismatch}
+_ABSENT = (
+    "Every process must call it, at the same place: not under `if accelerator.is_main_process`."
+)
+_ERRORS: dict[str, type[CheckpointError]] = {
+    "corrupt": CorruptCheckpoint,
+    "mismatch": CheckpointMismatch,
+}
 _UNCHANGED = "Nothing was changed."
 _LENIENT = (
     " Prepare the same objects as in the run that saved, or pass strict=False to load_state: then data loaders and "
@@ -105,8 +110,10 @@ class _LoadPlan:
     notes: list[str]
     files: list[tuple[ObjectState, Callable[[], object]]] = field(default_factory=list)
     states: list[ObjectState] = field(default_factory=list)
-    classes: dict[str, list[str]] = field(default_factory=dict)  # of the objects that were saved, by kind
-    unfit: dict[str, str] = field(default_factory=dict)  # by the title of an object that a lenient load leaves out
+    # of the objects that were saved, by kind
+    classes: dict[str, list[str]] = field(default_factory=dict)
+    # by the title of an object that a lenient load leaves out
+    unfit: dict[str, str] = field(default_factory=dict)
 
 
 def load_run(
@@ -169,12 +176,18 @@ def _load(
             error = CorruptCheckpoint(f"{folder} has no {Path(caught.filename or '').name}")
         except Exception as caught:
             error = caught
-        row: JSONObject = {"unfit": {} if plan is None else plan.unfit, "is_replaced": fingerprint(folder) != before}
+        row: JSONObject = {
+            "unfit": {} if plan is None else plan.unfit,
+            "is_replaced": fingerprint(folder) != before,
+        }
         if row["is_replaced"]:
             error = None
         elif source is not None:
             has_all_ranks = source.manifest is None or is_shared(source.manifest)
-            row["save"] = [0 if has_all_ranks else process.process_index - process.local_process_index, before]
+            row["save"] = [
+                0 if has_all_ranks else process.process_index - process.local_process_index,
+                before,
+            ]
         unfit = _agree(agreement, "load_state: read", error, folder, timeout, row, reduce=_unfit)
         if unfit is None:
             return None
@@ -192,7 +205,9 @@ def _load(
             _apply(run, source, plan, strict, models_only)
         except Exception as caught:
             # Other ranks may wait for this one in a collective: it does not wait for them.
-            agreement.refuse(f"load_state: rank {process.process_index} failed: {type(caught).__name__}: {caught}")
+            agreement.refuse(
+                f"load_state: rank {process.process_index} failed: {type(caught).__name__}: {caught}"
+            )
             if fingerprint(folder) != before:
                 raise CheckpointError(
                     f"{folder} was replaced by another save while it was loaded. {_PARTLY_LOADED}"
@@ -201,12 +216,18 @@ def _load(
                 raise type(caught)(f"{caught}. {_PARTLY_LOADED}") from caught
             raise
         # Hooks and torch's readers of shards open files by their names; all others were open since the comparison.
-        is_replaced = bool(run.load_hooks or not source.is_unsharded) and fingerprint(folder) != before
-        if agreement.exchange("load_state: apply", is_replaced, timeout, reduce=lambda rows: any(rows.values())):
+        is_replaced = (
+            bool(run.load_hooks or not source.is_unsharded) and fingerprint(folder) != before
+        )
+        if agreement.exchange(
+            "load_state: apply", is_replaced, timeout, reduce=lambda rows: any(rows.values())
+        ):
             return None
         for note in plan.notes if process.process_index == 0 else ():
             logger.warning("%s: %s", folder, note)
-        return LoadReport(folder, plan.progress, source.world_size, notes=plan.notes, manifest=source.manifest)
+        return LoadReport(
+            folder, plan.progress, source.world_size, notes=plan.notes, manifest=source.manifest
+        )
     finally:
         if source is not None:
             source.close()
@@ -222,7 +243,9 @@ def _check_same(folders: dict[int, str]) -> None:
 def _unfit(rows: dict[int, JSONObject]) -> dict[str, str] | None:
     """What does not fit on some rank, by title; None where the ranks have not all read the same save."""
     saves = {tuple(row["save"]) for row in rows.values() if "save" in row}
-    if any(row["is_replaced"] for row in rows.values()) or len(saves) != len({folder for folder, _ in saves}):
+    if any(row["is_replaced"] for row in rows.values()) or len(saves) != len(
+        {folder for folder, _ in saves}
+    ):
         return None
     return {title: why for row in rows.values() for title, why in row["unfit"].items()}
 
@@ -249,9 +272,17 @@ def _agree(
     """What `reduce` makes of the values. If a rank has failed, the same error on all; `effect` is what is so then."""
 
     def reduced(rows: dict[int, dict[str, Any]]) -> dict[str, Any]:
-        texts = {r: row["text"].removeprefix(f"{folder}: ") for r, row in rows.items() if row["text"] is not None}
+        texts = {
+            r: row["text"].removeprefix(f"{folder}: ")
+            for r, row in rows.items()
+            if row["text"] is not None
+        }
         if not texts:
-            return {"result": reduce({rank: row["value"] for rank, row in rows.items()}) if reduce else None}
+            return {
+                "result": reduce({rank: row["value"] for rank, row in rows.items()})
+                if reduce
+                else None
+            }
         same = len(texts) == len(rows) and len(set(texts.values())) == 1
         return {
             "text": next(iter(texts.values())) if same else values_in_words(texts),
@@ -271,16 +302,24 @@ def _agree(
     if "Nothing was" not in text:
         text = f"{text.removesuffix('.')}. {effect}"
     # Without a second traceback that says the same.
-    if is_everywhere and error is not None and (isinstance(error, CorruptCheckpoint) or text == str(error)):
+    if (
+        is_everywhere
+        and error is not None
+        and (isinstance(error, CorruptCheckpoint) or text == str(error))
+    ):
         raise error
     if is_everywhere and isinstance(error, CheckpointError):
         raise type(error)(text if str(folder) in text else f"{folder}: {text}") from error
     # Damage first: an older checkpoint is tried then, by every rank.
-    error_class = next((kind for name, kind in _ERRORS.items() if name in outcome["kinds"]), CheckpointError)
+    error_class = next(
+        (kind for name, kind in _ERRORS.items() if name in outcome["kinds"]), CheckpointError
+    )
     raise error_class(f"{folder} was not loaded: {text}") from error
 
 
-def _read(run: RunState, source: CheckpointReader, process: Process, strict: bool, models_only: bool) -> _LoadPlan:
+def _read(
+    run: RunState, source: CheckpointReader, process: Process, strict: bool, models_only: bool
+) -> _LoadPlan:
     """Read and check everything. Changes nothing."""
     notes: list[str] = []
     if source.manifest is not None:
@@ -300,7 +339,11 @@ def _read(run: RunState, source: CheckpointReader, process: Process, strict: boo
     for kind in kinds(Written.FILE):
         for index, item in enumerate(kind.objects(run)):
             # `run.sharded` reads what is sharded.
-            read = dict if kind.in_shards(item) and not source.is_unsharded else source.read_file(kind, index, item)
+            read = (
+                dict
+                if kind.in_shards(item) and not source.is_unsharded
+                else source.read_file(kind, index, item)
+            )
             if kind.check_fit is not None:
                 kind.check_fit(index, item, read, source.about(kind, index), source.folder)
             if read is not dict:
@@ -311,7 +354,9 @@ def _read(run: RunState, source: CheckpointReader, process: Process, strict: boo
     wrong: list[str] = []
     advice = ""
     for kind in kinds(Written.ONCE, Written.RANK):
-        for index, (item, state) in enumerate(zip(kind.objects(run), states.get(kind.name, ()), strict=False)):
+        for index, (item, state) in enumerate(
+            zip(kind.objects(run), states.get(kind.name, ()), strict=False)
+        ):
             item_state = ObjectState(kind, index, item, state)
             plan.states.append(item_state)
             if kind.judged_together:
@@ -325,7 +370,9 @@ def _read(run: RunState, source: CheckpointReader, process: Process, strict: boo
                     wrong.append(f"{item_state.title}: {error}")
                     advice = _LENIENT if kind.optional else advice
     if wrong:
-        raise CheckpointMismatch(f"{source.folder} does not fit {'; '.join(wrong)}. Nothing was loaded.{advice}")
+        raise CheckpointMismatch(
+            f"{source.folder} does not fit {'; '.join(wrong)}. Nothing was loaded.{advice}"
+        )
     # Generators last: what is loaded before may draw from them.
     plan.states.sort(key=lambda item_state: item_state.kind.name == "rng")
     return plan
@@ -342,7 +389,10 @@ def _match(
 
 
 def _weights(source: CheckpointReader, index: int) -> ModelWeights:
-    row = source.manifest.models[index] if source.manifest is not None and index < len(source.manifest.models) else {}
+    if source.manifest is not None and index < len(source.manifest.models):
+        row = source.manifest.models[index]
+    else:
+        row = {}
     if "adapters" not in row:
         return source.model(index)
     from .adapters import adapter_weights  # slow to import
@@ -350,7 +400,9 @@ def _weights(source: CheckpointReader, index: int) -> ModelWeights:
     return adapter_weights(source, index, row)
 
 
-def _load_objects(plan: _LoadPlan, folder: Path, agreement: Agreement, timeout: float) -> list[ObjectState]:
+def _load_objects(
+    plan: _LoadPlan, folder: Path, agreement: Agreement, timeout: float
+) -> list[ObjectState]:
     """Load what is written once, and return the states before.
 
     If an object of any rank refuses its state, all of them get back what they had.
@@ -368,7 +420,10 @@ def _load_objects(plan: _LoadPlan, folder: Path, agreement: Agreement, timeout: 
                 plan.notes.extend(item_state.load(folder))
     except Exception as caught:
         error = caught
-    effect = _UNCHANGED if error is None else _put_back(before, folder)
+    if error is None:
+        effect = _UNCHANGED
+    else:
+        effect = _put_back(before, folder)
     try:
         _agree(agreement, "load_state: objects", error, folder, timeout, effect=effect)
     except CheckpointError:
@@ -408,7 +463,12 @@ def _put_back(before: list[ObjectState], folder: Path) -> str:
 
 
 def _run_hooks(
-    run: RunState, source: CheckpointReader, plan: _LoadPlan, strict: bool, agreement: Agreement, timeout: float
+    run: RunState,
+    source: CheckpointReader,
+    plan: _LoadPlan,
+    strict: bool,
+    agreement: Agreement,
+    timeout: float,
 ) -> None:
     """Call the user's hooks, and compare the models that they leave."""
     error: Exception | None = None
@@ -416,7 +476,9 @@ def _run_hooks(
         # As in the API, a hook removes the models that it has loaded itself from the list.
         left = [part.hooked for part in run.models]
         for hook in run.load_hooks:
-            with loading(f"the hook {getattr(hook, '__qualname__', hook)}", source.folder, "has failed"):
+            with loading(
+                f"the hook {getattr(hook, '__qualname__', hook)}", source.folder, "has failed"
+            ):
                 hook(left, str(source.folder))
         kept = {id(module) for module in left}
         remaining = [part for part in run.models if id(part.hooked) in kept]
@@ -426,7 +488,9 @@ def _run_hooks(
     _agree(agreement, "load_state: hooks", error, source.folder, timeout, effect=_HOOKS_CALLED)
 
 
-def _apply(run: RunState, source: CheckpointReader, plan: _LoadPlan, strict: bool, models_only: bool) -> None:
+def _apply(
+    run: RunState, source: CheckpointReader, plan: _LoadPlan, strict: bool, models_only: bool
+) -> None:
     folder = source.folder
     for index, (part, weights) in enumerate(plan.models):
         with loading(f"model {index}", weights.path):
@@ -456,7 +520,9 @@ def load_newest(
     """
     report = resume(run, directory, process=process, **options)
     if report is None:
-        raise MissingCheckpointError(f"there is no checkpoint in {directory}: it has no folder named checkpoint_N")
+        raise MissingCheckpointError(
+            f"there is no checkpoint in {directory}: it has no folder named checkpoint_N"
+        )
     return report
 
 
@@ -486,7 +552,10 @@ def resume(
                 except OSError as error:
                     logger.debug("no lock for %s: %s", directory, error)  # the first save takes it
             folders, unfit = candidates(directory)
-            mine = {"names": list(map(str, folders)), "skipped": [(str(folder), why) for folder, why in unfit]}
+            mine = {
+                "names": list(map(str, folders)),
+                "skipped": [(str(folder), why) for folder, why in unfit],
+            }
         except FolderInUse as error:
             mine = {"in_use": f"nothing was resumed: {error}"}
         except OSError as error:
@@ -499,12 +568,21 @@ def resume(
     passed = [(Path(name), why) for name, why in answer["skipped"]]
     for name in answer["names"]:
         try:
-            report = load_run(run, name, process=process, arrival_timeout=arrival_timeout, timeout=timeout, **options)
+            report = load_run(
+                run,
+                name,
+                process=process,
+                arrival_timeout=arrival_timeout,
+                timeout=timeout,
+                **options,
+            )
         except CorruptCheckpoint as error:
             passed.append((Path(name), str(error)))
             continue
         newest = int(name.rpartition("_")[2])
-        report.skipped = [(path, why) for path, why in passed if int(path.name.rpartition("_")[2]) > newest]
+        report.skipped = [
+            (path, why) for path, why in passed if int(path.name.rpartition("_")[2]) > newest
+        ]
         for path, why in report.skipped if process.process_index == 0 else ():
             logger.warning("checkpoint %s was skipped: %s", path, why)
         return report

@@ -80,14 +80,21 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """Serialize the manifest to JSON with a checksum."""
-        body = {**asdict(self), "files": {name: record.to_json() for name, record in self.files.items()}}
-        return json.dumps({"format": FORMAT, "crc32": _checksum(body), "manifest": body}, indent=1).encode()
+        body = {
+            **asdict(self),
+            "files": {name: record.to_json() for name, record in self.files.items()},
+        }
+        return json.dumps(
+            {"format": FORMAT, "crc32": _checksum(body), "manifest": body}, indent=1
+        ).encode()
 
 
 def is_shared(manifest: Manifest) -> bool:
     """Whether all ranks have saved into one folder, and not each machine into its own."""
     pattern = re.compile(rf"{RNG_STATE_NAME}_\d+\.(json|pkl)")
-    return sum(pattern.fullmatch(name) is not None for name in manifest.files) == manifest.world_size
+    return (
+        sum(pattern.fullmatch(name) is not None for name in manifest.files) == manifest.world_size
+    )
 
 
 def stamp() -> JSONObject:
@@ -98,7 +105,10 @@ def stamp() -> JSONObject:
             libraries[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return {"created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "libraries": libraries}
+    return {
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "libraries": libraries,
+    }
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -108,14 +118,25 @@ def read_manifest(folder: Path) -> Manifest:
         data = json_text.read(path)
     except (FileNotFoundError, NotADirectoryError):
         if not folder.is_dir():
-            found = "a file" if folder.exists() else "a link to what does not exist" if folder.is_symlink() else None
-            raise CorruptCheckpoint(f"{folder} is {found}" if found else f"{folder}: no such folder") from None
+            if folder.exists():
+                found = "a file"
+            elif folder.is_symlink():
+                found = "a link to what does not exist"
+            else:
+                found = None
+            raise CorruptCheckpoint(
+                f"{folder} is {found}" if found else f"{folder}: no such folder"
+            ) from None
         raise CorruptCheckpoint(
             f"{folder} has no {MANIFEST}: it is not a finished checkpoint, or another library wrote it"
         ) from None
     except (OSError, json_text.JSONTextError) as error:
         raise CorruptCheckpoint(f"{path} cannot be read: {reason(error)}") from error
-    if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("manifest"), dict):
+    if (
+        not isinstance(data, dict)
+        or data.get("format") != FORMAT
+        or not isinstance(data.get("manifest"), dict)
+    ):
         raise CorruptCheckpoint(f"{path} is not the manifest of a checkpoint")
     body = data["manifest"]
     if body.get("version", 0) > VERSION:
@@ -123,9 +144,14 @@ def read_manifest(folder: Path) -> Manifest:
             f"{path} has format version {body['version']}; this accelerate reads up to {VERSION}. Update accelerate."
         )
     if data.get("crc32") != _checksum(body):
-        raise CorruptCheckpoint(f"{path} was changed after it was written: its checksum does not match")
+        raise CorruptCheckpoint(
+            f"{path} was changed after it was written: its checksum does not match"
+        )
     try:
-        files = {_inside(name, path): FileRecord.from_json(record) for name, record in body.pop("files").items()}
+        files = {
+            _inside(name, path): FileRecord.from_json(record)
+            for name, record in body.pop("files").items()
+        }
         return Manifest(files=files, **body)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise CorruptCheckpoint(f"{path} cannot be understood: {error!r}") from error
@@ -161,8 +187,16 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
 
 def _foreign(folder: Path, manifest: Manifest) -> list[str]:
     """Files that the manifest does not list, under a name of the format or in a folder of shards."""
-    tops = [entry for entry in folder.iterdir() if is_api_file(entry.name)] if folder.is_dir() else []
-    paths = [path for top in tops for path in ([top] if top.is_file() else sorted(top.rglob("*"))) if path.is_file()]
+    if folder.is_dir():
+        tops = [entry for entry in folder.iterdir() if is_api_file(entry.name)]
+    else:
+        tops = []
+    paths = [
+        path
+        for top in tops
+        for path in ([top] if top.is_file() else sorted(top.rglob("*")))
+        if path.is_file()
+    ]
     names = (path.relative_to(folder).as_posix() for path in paths)
     return [name for name in names if name not in manifest.files]
 

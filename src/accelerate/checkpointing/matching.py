@@ -41,23 +41,34 @@ class Differences:
         if self.unexpected:
             lines.append(f"not in the model: {_shown(self.unexpected)}")
         if self.shapes:
-            rows = [f"{name} (saved {list(saved)}, here {list(here)})" for name, (saved, here) in self.shapes.items()]
+            rows = [
+                f"{name} (saved {list(saved)}, here {list(here)})"
+                for name, (saved, here) in self.shapes.items()
+            ]
             lines.append(f"of another shape: {_shown(rows)}")
         return "; ".join(lines)
 
 
 def _shown(names: list[str]) -> str:
     rest = len(names) - _SHOWN
-    return ", ".join(name[:300] for name in names[:_SHOWN]) + (f", and {rest} more" if rest > 0 else "")
+    return ", ".join(name[:300] for name in names[:_SHOWN]) + (
+        f", and {rest} more" if rest > 0 else ""
+    )
 
 
-def compare_names(saved: Mapping[str, tuple[int, ...] | None], state: Mapping[str, object]) -> Differences:
+def compare_names(
+    saved: Mapping[str, tuple[int, ...] | None], state: Mapping[str, object]
+) -> Differences:
     """How saved entries ({name: shape}, None for an entry that is no tensor) differ from those of a model's state.
 
     An entry that the file lacks is no difference when the model ties it to one that the file has.
     """
     differences = Differences()
-    present = {memory_of(value) for name, value in state.items() if name in saved and isinstance(value, torch.Tensor)}
+    present = {
+        memory_of(value)
+        for name, value in state.items()
+        if name in saved and isinstance(value, torch.Tensor)
+    }
     for name, value in state.items():
         if not isinstance(value, torch.Tensor):
             if name not in saved:
@@ -76,7 +87,11 @@ _IMPLIED = {"bias_correction"}
 
 
 def check_optimizer(
-    index: int, part: PreparedOptimizer, read: Callable[[], object], about: JSONObject | None, folder: Path
+    index: int,
+    part: PreparedOptimizer,
+    read: Callable[[], object],
+    about: JSONObject | None,
+    folder: Path,
 ) -> None:
     """Raise CheckpointMismatch when an optimizer's state belongs to other parameters or another kind of optimizer."""
     here = part.describe()
@@ -85,10 +100,15 @@ def check_optimizer(
         rows = list(_group_differences(about["shapes"], here["shapes"]))
         lacking = sorted(set(here["options"]) - set(about["options"]) - _IMPLIED)
         if about["class"] != here["class"] and lacking:
-            rows.append(f"saved by {about['class']}, which has no {', '.join(lacking)}; this is {here['class']}")
+            rows.append(
+                f"saved by {about['class']}, which has no {', '.join(lacking)}; this is {here['class']}"
+            )
     else:
         state = read()
-        groups = state.get("param_groups", []) if isinstance(state, Mapping) else []
+        if isinstance(state, Mapping):
+            groups = state.get("param_groups", [])
+        else:
+            groups = []
         saved = [len(group["params"]) for group in groups]
         counts = [len(group) for group in here["shapes"]]
         if saved and counts and saved != counts:
@@ -111,14 +131,22 @@ def check_scheduler(item: object, state: object, saved_class: str | None) -> lis
     if not isinstance(scheduler, LRScheduler):
         return []
     if not isinstance(state, Mapping):
-        raise CheckpointError(f"the saved state is a {type(state).__name__}, not the state of a scheduler")
+        raise CheckpointError(
+            f"the saved state is a {type(state).__name__}, not the state of a scheduler"
+        )
     name = type(scheduler).__qualname__
     here, saved = _entries(scheduler.state_dict()), _entries(state)
     # A class may get other entries in another version of torch or of the user's code.
-    is_other = (here - saved and saved - here) if saved_class is None else (saved_class != name and here != saved)
+    is_other = (
+        (here - saved and saved - here)
+        if saved_class is None
+        else (saved_class != name and here != saved)
+    )
     if is_other:
         by = saved_class or "another scheduler"
-        raise CheckpointError(f"saved by {by} ({_listed(saved - here)}), and this is {name} ({_listed(here - saved)})")
+        raise CheckpointError(
+            f"saved by {by} ({_listed(saved - here)}), and this is {name} ({_listed(here - saved)})"
+        )
     if saved_class not in (None, name):
         return [f"was saved by {saved_class}, and is a {name} here: it continues from that state"]
     return []
@@ -131,17 +159,22 @@ def scheduler_of(item: object) -> object:
 
 def _entries(state: Mapping[str, object]) -> set[str]:
     """What schedulers of one class have in their state, and others have not."""
-    return {name for name in state if name == "_schedulers" or not name.startswith("_")} - {"verbose"}
+    return {name for name in state if name == "_schedulers" or not name.startswith("_")} - {
+        "verbose"
+    }
 
 
 def _listed(names: set[str]) -> str:
-    return f"with {_shown(sorted(names))}" if names else "with nothing else"
+    if names:
+        return f"with {_shown(sorted(names))}"
+    return "with nothing else"
 
 
 def check_scaler(item: HasState, state: object, saved_class: str | None) -> list[str]:
     """Raise CheckpointError for a state that lacks entries which a gradient scaler needs."""
     saved = state if isinstance(state, Mapping) else {}
-    if lacking := [name for name in item.state_dict() if name not in saved]:
+    lacking = [name for name in item.state_dict() if name not in saved]
+    if lacking:
         raise CheckpointError(f"the saved state lacks {', '.join(lacking)}")
     return []
 
@@ -149,7 +182,9 @@ def check_scaler(item: HasState, state: object, saved_class: str | None) -> list
 def check_own(item: object, state: object, saved_class: str | None) -> list[str]:
     """Let an object judge a state itself, if it can: it raises CheckpointError, or returns notes."""
     check = getattr(item, "check_state_dict", None)
-    return list(check(state) or ()) if check is not None else []
+    if check is not None:
+        return list(check(state) or ())
+    return []
 
 
 def _group_differences(saved: list[list[list[int]]], here: list[list[list[int]]]) -> Iterable[str]:

@@ -76,7 +76,12 @@ def merge(folder: Path, output: Path, safe: bool = True, remove: bool = False) -
         if (checkpoint / MANIFEST).exists():
             manifest = read_manifest(checkpoint)
             with BlockIO() as io:
-                check_files(io, checkpoint, manifest, [n for n in manifest.files if n.startswith(f"{shards.name}/")])
+                check_files(
+                    io,
+                    checkpoint,
+                    manifest,
+                    [n for n in manifest.files if n.startswith(f"{shards.name}/")],
+                )
     written = [_merge_one(shards, output, index, safe) for index, shards in models.items()]
     if remove:
         shutil.rmtree(folder)
@@ -95,7 +100,9 @@ def find_models(folder: Path) -> dict[int, Path]:
     if found:
         return dict(sorted(found.items()))
     if folder.name.startswith(f"{OPTIMIZER_NAME}_"):
-        raise CheckpointError(f"{folder} holds the shards of an optimizer: give {MODEL_NAME}_fsdp_0 next to it")
+        raise CheckpointError(
+            f"{folder} holds the shards of an optimizer: give {MODEL_NAME}_fsdp_0 next to it"
+        )
     if any(folder.glob("*.safetensors")) or (folder / ".metadata").exists():
         if not (folder / MANIFEST).exists():
             return {0: folder}
@@ -103,13 +110,17 @@ def find_models(folder: Path) -> dict[int, Path]:
             f"{folder} is a checkpoint of unsharded models: there is nothing to merge in it. `accelerate export` "
             "makes a folder that from_pretrained reads"
         )
-    raise CheckpointError(f"{folder} holds no shards of a model: give a checkpoint, or the {MODEL_NAME}_fsdp_0 in it")
+    raise CheckpointError(
+        f"{folder} holds no shards of a model: give a checkpoint, or the {MODEL_NAME}_fsdp_0 in it"
+    )
 
 
 def _check_removal(folder: Path, models: Mapping[int, Path], output: Path) -> None:
     """Raise ConfigurationError if removing the folder would remove more than what is merged."""
     if folder.is_symlink():
-        raise ConfigurationError(f"{folder} is a link, which is not removed: give the folder that it points to")
+        raise ConfigurationError(
+            f"{folder} is a link, which is not removed: give the folder that it points to"
+        )
     if Path(os.path.realpath(output)).is_relative_to(os.path.realpath(folder)):
         raise ConfigurationError(
             f"removing {folder} would also remove the merged weights in {output}: give a folder outside of it"
@@ -128,9 +139,15 @@ def _check_removal(folder: Path, models: Mapping[int, Path], output: Path) -> No
 def shard_tensors(shards: Path) -> tuple[dict[str, torch.Tensor], str]:
     """The tensors of a model on the meta device, under the names of its shards, and the prefix of these names."""
     with damage(shards / FILES):
-        names = json_text.read(shards / FILES) if (shards / FILES).exists() else []
-    if missing := [name for name in names if not (shards / name).exists()]:
-        raise CheckpointError(f"{shards} is not complete, without {', '.join(missing)}: copy all its files again")
+        if (shards / FILES).exists():
+            names = json_text.read(shards / FILES)
+        else:
+            names = []
+    missing = [name for name in names if not (shards / name).exists()]
+    if missing:
+        raise CheckpointError(
+            f"{shards} is not complete, without {', '.join(missing)}: copy all its files again"
+        )
     entries = {}
     for name, entry in shard_entries(shards).items():
         _check_cover(shards, name, entry)
@@ -139,19 +156,26 @@ def shard_tensors(shards: Path) -> tuple[dict[str, torch.Tensor], str]:
         raise CheckpointError(f"{shards} holds no tensors of a model")
     # The API's own shards name everything below `model.`; ours do not.
     own = any(shards.glob("*.safetensors"))
-    return entries, "model." if not own and all(name.startswith("model.") for name in entries) else ""
+    return entries, "model." if not own and all(
+        name.startswith("model.") for name in entries
+    ) else ""
 
 
 def _merge_one(shards: Path, output: Path, index: int, safe: bool) -> Merged:
     entries, prefix = shard_tensors(shards)
     output.mkdir(parents=True, exist_ok=True)
-    name, ending = (SAFE_MODEL_NAME, ".safetensors") if safe else (MODEL_NAME, ".bin")
+    if safe:
+        name, ending = (SAFE_MODEL_NAME, ".safetensors")
+    else:
+        name, ending = (MODEL_NAME, ".bin")
     path = output / numbered(name, index, ending)
     if safe:
         _stream(shards, entries, prefix, path)
     else:
         tensors = read_tensors(shards, entries)
-        write_atomically({name.removeprefix(prefix): tensor for name, tensor in tensors.items()}, path)
+        write_atomically(
+            {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}, path
+        )
     size = sum(tensor.numel() * tensor.element_size() for tensor in entries.values())
     logger.info("%s: %d tensors of %s", path, len(entries), shards)
     return Merged(path, len(entries), size)
@@ -161,7 +185,9 @@ def _stream(shards: Path, entries: Mapping[str, torch.Tensor], prefix: str, path
     """Write a safetensors file, reading a few tensors of the shards at a time."""
     ordered = dict(sorted(entries.items(), key=lambda item: widest_first(item[1])))
     with atomic_write(path) as file:
-        file.write(file_head({name.removeprefix(prefix): tensor for name, tensor in ordered.items()}))
+        file.write(
+            file_head({name.removeprefix(prefix): tensor for name, tensor in ordered.items()})
+        )
         for names in plan_shards(ordered, WINDOW):
             part = read_tensors(shards, {name: ordered[name] for name in names})
             for name in names:
@@ -171,7 +197,9 @@ def _stream(shards: Path, entries: Mapping[str, torch.Tensor], prefix: str, path
 
 def read_tensors(shards: Path, entries: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Read whole tensors from shards, by the names of these."""
-    tensors = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in entries.items()}
+    tensors = {
+        name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in entries.items()
+    }
     load_entries(tensors, shards)
     return tensors
 

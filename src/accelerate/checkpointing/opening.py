@@ -71,7 +71,9 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.layout not in ("native", "compat"):
-            raise ConfigurationError(f"layout={self.layout!r}: a checkpoint's layout is 'native' or 'compat'")
+            raise ConfigurationError(
+                f"layout={self.layout!r}: a checkpoint's layout is 'native' or 'compat'"
+            )
 
 
 @dataclass
@@ -87,7 +89,8 @@ class PendingCheckpoint:
     options: Options
     folder: Path = field(init=False)
     world_size: int = field(init=False)
-    temporary_name: str = ""  # that of the folder next to `folder` that is written to; empty until it is known
+    # that of the folder next to `folder` that is written to; empty until it is known
+    temporary_name: str = ""
     is_alone: bool = False  # only rank 0 saves; then `process` is a run of one
     home: int = 0  # the rank that owns the folder this rank writes to
     files: dict[str, list[Segment]] = field(default_factory=dict)
@@ -97,7 +100,8 @@ class PendingCheckpoint:
     error: BaseException | None = None  # of this rank; all raise it at the next exchange
     about: JSONObject = field(default_factory=dict)
     lost: list[str] = field(default_factory=list)  # what the layout has no place for
-    entries: list[ObjectState] = field(default_factory=list)  # the states of this rank that are written once
+    # the states of this rank that are written once
+    entries: list[ObjectState] = field(default_factory=list)
     digests: dict[str, str] | None = None  # of `entries`, by key
 
     def __post_init__(self) -> None:
@@ -144,18 +148,24 @@ class PendingCheckpoint:
         if self.is_home:
             self._make_temporary()
         elif not _appears(self.temporary, _VISIBLE):
-            raise CheckpointError(f"the folder {self.folder.parent} is not shared by the ranks of this machine")
+            raise CheckpointError(
+                f"the folder {self.folder.parent} is not shared by the ranks of this machine"
+            )
 
     def keep_own_files(self) -> None:
         """Drop what is written once: another rank writes it."""
         mine = f"{rank_document_name(self.process.process_index)}."
         self.files = {name: pieces for name, pieces in self.files.items() if name.startswith(mine)}
-        self.pickled = {name: value for name, value in self.pickled.items() if name.startswith(mine)}
+        self.pickled = {
+            name: value for name, value in self.pickled.items() if name.startswith(mine)
+        }
 
     def _make_temporary(self) -> None:
         """Take the folder's lock, free its name, create the temporary folder."""
         self.locks = self.options.locks or RunLocks()
-        self.locks.acquire(self.folder if self._is_damaged else save_target(self.folder), self.options.checkpoints)
+        self.locks.acquire(
+            self.folder if self._is_damaged else save_target(self.folder), self.options.checkpoints
+        )
         self._free_numbers()
         self.folder = save_target(self.folder)
         self.temporary_name = open_temporary(self.folder, self.temporary_name).name
@@ -173,10 +183,17 @@ class PendingCheckpoint:
                 continue
             if identity != damaged.identity:
                 if folder == self.folder:
-                    raise CheckpointError(f"{folder} has been saved by another run since this one was loaded")
+                    raise CheckpointError(
+                        f"{folder} has been saved by another run since this one was loaded"
+                    )
                 continue
             moved = set_aside(folder)
-            logger.warning("skipped damaged checkpoint %s, which is now %s: %s", folder, moved.name, damaged.reason)
+            logger.warning(
+                "skipped damaged checkpoint %s, which is now %s: %s",
+                folder,
+                moved.name,
+                damaged.reason,
+            )
 
     def close(self) -> None:
         """Release a lock that is not the run's."""

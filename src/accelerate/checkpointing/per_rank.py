@@ -28,7 +28,11 @@ def document_name(rank: int) -> str:
 
 def document_names(files: Iterable[str]) -> list[str]:
     """The documents of this kind among the files of a checkpoint, by rank."""
-    names = [name.removesuffix(".json") for name in files if name.startswith(PREFIX) and name.endswith(".json")]
+    names = [
+        name.removesuffix(".json")
+        for name in files
+        if name.startswith(PREFIX) and name.endswith(".json")
+    ]
     return sorted(names, key=lambda name: (len(name), name))
 
 
@@ -38,7 +42,9 @@ def entries(run: RunState, shared: Mapping[str, object]) -> list[ObjectState]:
         ObjectState(kind, index, item, state)
         for kind in kinds(Written.ONCE)
         if not kind.of_first
-        for index, (item, state) in enumerate(zip(kind.objects(run), kind.states(shared), strict=False))
+        for index, (item, state) in enumerate(
+            zip(kind.objects(run), kind.states(shared), strict=False)
+        )
     ]
 
 
@@ -74,12 +80,16 @@ def check_same_entries(rows: Sequence[Mapping[str, str] | None]) -> None:
     if len(set(map(tuple, names.values()))) <= 1:
         return
     counts = {
-        f"{kind.label}s": {rank: sum(key.startswith(f"{kind.name}[") for key in keys) for rank, keys in names.items()}
+        f"{kind.label}s": {
+            rank: sum(key.startswith(f"{kind.name}[") for key in keys)
+            for rank, keys in names.items()
+        }
         for kind in kinds(Written.ONCE)
     }
     uneven = {label: row for label, row in counts.items() if len(set(row.values())) > 1}
     text = "; ".join(
-        f"rank {rank}: " + ", ".join(f"{row[rank]} {label}" for label, row in uneven.items()) for rank in names
+        f"rank {rank}: " + ", ".join(f"{row[rank]} {label}" for label, row in uneven.items())
+        for rank in names
     )
     raise CheckpointError(
         f"the ranks have different objects to save: {text}. Prepare and register the same objects on every rank."
@@ -91,7 +101,10 @@ def overlay(shared: Mapping[str, object], own: Mapping[str, Mapping[int, object]
     merged: JSONObject = dict(shared)
     known = {kind.name: kind for kind in kinds(Written.ONCE)}
     for name, rows in own.items():
-        states = list(known[name].states(shared)) if name in known else []
+        if name in known:
+            states = list(known[name].states(shared))
+        else:
+            states = []
         for index, state in rows.items():
             if type(index) is not int or not 0 <= index < len(states):
                 raise ValueError(f"{name}[{index}] is in none of the shared lists")

@@ -27,8 +27,18 @@ def local_blocks(tensor: DTensor) -> Iterator[tuple[torch.Tensor, tuple[int, ...
     local = tensor.to_local()
     at = 0
     for offsets, sizes in block_places(tensor):
-        split = next((dim for dim, (all_, here) in enumerate(zip(local.shape, sizes, strict=True)) if all_ != here), 0)
-        block = local.narrow(split, at, sizes[split]) if local.ndim else local
+        split = next(
+            (
+                dim
+                for dim, (all_, here) in enumerate(zip(local.shape, sizes, strict=True))
+                if all_ != here
+            ),
+            0,
+        )
+        if local.ndim:
+            block = local.narrow(split, at, sizes[split])
+        else:
+            block = local
         at += sizes[split] if local.ndim else 0
         yield block, offsets
 
@@ -40,11 +50,17 @@ def block_places(tensor: DTensor) -> list[Place]:
     """
     mesh, placements = tensor.device_mesh, tensor.placements
     known = _known.setdefault(mesh, {})
-    if (places := known.get((placements, tensor.shape))) is not None:
+    places = known.get((placements, tensor.shape))
+    if places is not None:
         return places
     coordinate = mesh.get_coordinate() or ()
-    is_copy = any(at for at, placement in zip(coordinate, placements, strict=True) if placement.is_replicate())
-    chunks = [] if is_copy or not (mesh.mesh == 0).any() else tensor.__create_chunk_list__()
+    is_copy = any(
+        at for at, placement in zip(coordinate, placements, strict=True) if placement.is_replicate()
+    )
+    if is_copy or not (mesh.mesh == 0).any():
+        chunks = []
+    else:
+        chunks = tensor.__create_chunk_list__()
     places = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks if chunk.sizes.numel()]
     known[placements, tensor.shape] = places
     return places
@@ -56,7 +72,9 @@ def learn_places(tensors: Iterable[DTensor], known: PlacesByRank) -> None:
     if unknown:
         found: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
         dist.gather_object([block_places(tensor) for tensor in unknown.values()], found)
-        known.update({key: [places[at] for places in found or ()] for at, key in enumerate(unknown)})
+        known.update(
+            {key: [places[at] for places in found or ()] for at, key in enumerate(unknown)}
+        )
 
 
 def layout_of(tensor: DTensor) -> object:

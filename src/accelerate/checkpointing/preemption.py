@@ -31,11 +31,17 @@ class PreemptionWatch:
                 sys.exit(143)
     """
 
-    def __init__(self, process: Process, signals: Sequence[str] = DEFAULT_SIGNALS, interval: int = 8) -> None:
+    def __init__(
+        self, process: Process, signals: Sequence[str] = DEFAULT_SIGNALS, interval: int = 8
+    ) -> None:
         if threading.current_thread() is not threading.main_thread():
-            raise ConfigurationError("signal handlers can be set in the main thread only: create the watch there")
+            raise ConfigurationError(
+                "signal handlers can be set in the main thread only: create the watch there"
+            )
         if interval < 1:
-            raise ConfigurationError(f"interval={interval}: the number of steps between two checks must be at least 1")
+            raise ConfigurationError(
+                f"interval={interval}: the number of steps between two checks must be at least 1"
+            )
         self.process = process
         self.interval = interval
         self.received: str | None = None
@@ -65,7 +71,10 @@ class PreemptionWatch:
         if self._agreement is None:
             self._agreement = Agreement(self.process, "preemption")
         self._agreed = self._agreement.exchange(
-            "preemption check", self.received, timeout, reduce=lambda names: next(filter(None, names.values()), None)
+            "preemption check",
+            self.received,
+            timeout,
+            reduce=lambda names: next(filter(None, names.values()), None),
         )
         self.received = self._agreed or self.received
         return self._agreed is not None

@@ -33,7 +33,9 @@ class SaveRanks:
         name: of the sequence of exchanges. Another thread needs another name.
     """
 
-    def __init__(self, process: Process, folder: Path, timeout: float, name: str = "checkpoint") -> None:
+    def __init__(
+        self, process: Process, folder: Path, timeout: float, name: str = "checkpoint"
+    ) -> None:
         self.process: Process = process
         self.folder = folder
         self.timeout = timeout
@@ -60,7 +62,11 @@ class SaveRanks:
             if errors:
                 return {"errors": values_in_words(errors)}
             try:
-                return {"result": reduce({rank: row["value"] for rank, row in rows.items()}) if reduce else None}
+                return {
+                    "result": reduce({rank: row["value"] for rank, row in rows.items()})
+                    if reduce
+                    else None
+                }
             except Exception as caught:
                 cause = caught
                 return {"errors": values_in_words({self.process.process_index: error_text(caught)})}
@@ -122,11 +128,16 @@ class SaveRanks:
         exists = False
         with contextlib.suppress(OSError):
             exists = self.folder.exists()
-        kept = "Its earlier content is unchanged." if exists else "Earlier checkpoints are unchanged."
+        if exists:
+            kept = "Its earlier content is unchanged."
+        else:
+            kept = "Earlier checkpoints are unchanged."
         return CheckpointError(f"{self.folder} was not saved: {text.rstrip('.')}. {kept}")
 
 
 def error_text(error: BaseException) -> str:
     """An error for a message of several ranks: without its class where it is one of this package's own."""
     text = str(error) or type(error).__name__
-    return text if isinstance(error, (CheckpointError, ConfigurationError)) else f"{type(error).__name__}: {text}"
+    if isinstance(error, (CheckpointError, ConfigurationError)):
+        return text
+    return f"{type(error).__name__}: {text}"

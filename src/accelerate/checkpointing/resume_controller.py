@@ -31,7 +31,10 @@ class ResumeController:
     """
 
     def __init__(
-        self, load: Callable[[], LoadReport | None], leave: Callable[[str], None], is_training: Callable[[], bool]
+        self,
+        load: Callable[[], LoadReport | None],
+        leave: Callable[[str], None],
+        is_training: Callable[[], bool],
     ) -> None:
         self._load = weakref.WeakMethod(load)
         self._leave = weakref.WeakMethod(leave)
@@ -84,7 +87,10 @@ class ResumeController:
     def main_index(self) -> int | None:
         """Its place among the loaders, where the run has trained."""
         trained = _alive(self._trained)
-        return next((i for i, one in enumerate(_alive(self._loaders)) if trained and one is trained[0]), None)
+        return next(
+            (i for i, one in enumerate(_alive(self._loaders)) if trained and one is trained[0]),
+            None,
+        )
 
     def set_main_loader(self, index: int | None) -> None:
         """The main loader of the run that was loaded, until this one has stepped."""
@@ -100,7 +106,11 @@ class ResumeController:
 
     def watch_signals(self, process: Process, signals: Sequence[str]) -> bool:
         """From here on the run stops when one of `signals` has reached any process. False from another thread."""
-        if not signals or self._watch is not None or threading.current_thread() is not threading.main_thread():
+        if (
+            not signals
+            or self._watch is not None
+            or threading.current_thread() is not threading.main_thread()
+        ):
             return self._watch is not None
         self._watch = PreemptionWatch(process, signals)
         return True
@@ -121,7 +131,10 @@ class ResumeController:
         is_training, leave = self._is_training(), self._leave()
         if is_training is None or leave is None:
             return  # the run was freed, and one of its loaders is still being read
-        here = any(loader is one for one in trained) if trained else is_training()
+        if trained:
+            here = any(loader is one for one in trained)
+        else:
+            here = is_training()
         if here and watch.requested():
             assert watch.received is not None
             leave(watch.received)

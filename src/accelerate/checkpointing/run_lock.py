@@ -115,7 +115,12 @@ def _take(path: Path) -> tuple[BinaryIO, JSONObject]:
             logger.debug("%s: no lock on this file system: %s", path, error)
         if _is_at(path, file):
             command = " ".join(sys.argv)[:200] or sys.executable
-            content = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.time(), "command": command}
+            content = {
+                "host": socket.gethostname(),
+                "pid": os.getpid(),
+                "since": time.time(),
+                "command": command,
+            }
             file.truncate()
             file.write(json.dumps(content).encode())
             file.flush()

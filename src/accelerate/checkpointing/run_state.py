@@ -69,7 +69,10 @@ def check_custom(objects: Sequence[object]) -> None:
     bad = [
         f"{type(item).__module__}.{type(item).__qualname__}"
         for item in objects
-        if not (callable(getattr(item, "state_dict", None)) and callable(getattr(item, "load_state_dict", None)))
+        if not (
+            callable(getattr(item, "state_dict", None))
+            and callable(getattr(item, "load_state_dict", None))
+        )
     ]
     if bad:
         raise ValueError(

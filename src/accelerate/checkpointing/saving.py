@@ -109,7 +109,9 @@ def _noted(pending: PendingCheckpoint) -> Iterator[None]:
 # --- contents ------------------------------------------------------------------------------------------------------
 
 
-def _collect_and_meet(pending: PendingCheckpoint, ranks: SaveRanks, run: RunState, in_background: bool) -> bool:
+def _collect_and_meet(
+    pending: PendingCheckpoint, ranks: SaveRanks, run: RunState, in_background: bool
+) -> bool:
     """Collect what this rank writes, and agree with the other ranks. An error of any rank is raised on all of them.
 
     Returns:
@@ -126,7 +128,9 @@ def _collect_and_meet(pending: PendingCheckpoint, ranks: SaveRanks, run: RunStat
             "digests": pending.digests,
             "lost": pending.lost,
         }
-        agreed: JSONObject = ranks.exchange("save_state", pending.error, row, timeout, _ABSENT, _compare)
+        agreed: JSONObject = ranks.exchange(
+            "save_state", pending.error, row, timeout, _ABSENT, _compare
+        )
         pending.temporary_name = agreed["temporary"]
         return agreed
 
@@ -160,7 +164,10 @@ def _collect_and_meet(pending: PendingCheckpoint, ranks: SaveRanks, run: RunStat
 def _is_collective(run: RunState, in_background: bool) -> bool:
     """Whether collecting the states may use collectives."""
     unsharded = [
-        item for kind in kinds(Written.WEIGHTS, Written.FILE) for item in kind.objects(run) if not kind.in_shards(item)
+        item
+        for kind in kinds(Written.WEIGHTS, Written.FILE)
+        for item in kind.objects(run)
+        if not kind.in_shards(item)
     ]
     gathers = any(getattr(item, "is_partial", False) for item in unsharded)
     if run.save_hooks or gathers or run.sharded is None:
@@ -171,7 +178,11 @@ def _is_collective(run: RunState, in_background: bool) -> bool:
 
 def _is_on_every_rank(run: RunState) -> bool:
     """Whether each rank has all models and optimizers, as in data parallelism: one of them can save them."""
-    return not any(part.is_partial or part.saves_shards for parts in (run.models, run.optimizers) for part in parts)
+    return not any(
+        part.is_partial or part.saves_shards
+        for parts in (run.models, run.optimizers)
+        for part in parts
+    )
 
 
 @functools.cache
@@ -204,8 +215,16 @@ def _compare(rows: dict[int, JSONObject]) -> JSONObject:
 
 def _collect(pending: PendingCheckpoint, run: RunState, in_background: bool) -> None:
     """Collect the states that this rank writes. Every rank calls it: gathering sharded states uses collectives."""
-    if len({part.saves_shards for part in run.models} | {part.saves_shards for part in run.optimizers}) > 1:
-        raise CheckpointError("a run whose models and optimizers are partly sharded and partly not cannot be saved")
+    if (
+        len(
+            {part.saves_shards for part in run.models}
+            | {part.saves_shards for part in run.optimizers}
+        )
+        > 1
+    ):
+        raise CheckpointError(
+            "a run whose models and optimizers are partly sharded and partly not cannot be saved"
+        )
     rank, is_native = pending.process.process_index, pending.options.layout == "native"
     weights = [dict(part.checkpoint_state_dict()) for part in run.models if not part.saves_shards]
     states = {
@@ -219,14 +238,22 @@ def _collect(pending: PendingCheckpoint, run: RunState, in_background: bool) -> 
         "progress": _plain(run.progress),
         "mesh": dict(run.mesh),
         "models": [
-            {"class": type(part.state_template).__qualname__, "sharded": part.saves_shards, **part.about()}
+            {
+                "class": type(part.state_template).__qualname__,
+                "sharded": part.saves_shards,
+                **part.about(),
+            }
             for part in run.models
         ],
-        "optimizers": [{**part.describe(), "sharded": part.saves_shards} for part in run.optimizers],
+        "optimizers": [
+            {**part.describe(), "sharded": part.saves_shards} for part in run.optimizers
+        ],
     }
     session = collect(run, Written.ONCE)
     if is_native:
-        pending.files = documents(rank_document_name(rank), collect(run, Written.RANK), f"rank {rank}", _RANK_INLINE)
+        pending.files = documents(
+            rank_document_name(rank), collect(run, Written.RANK), f"rank {rank}", _RANK_INLINE
+        )
         if pending.may_be_home:
             for kind in kinds(Written.FILE):
                 for index, state in enumerate(states[kind.name]):
@@ -273,7 +300,9 @@ def _plain(progress: dict[str, object]) -> dict[str, object]:
     return {
         key: value
         for key, value in progress.items()
-        if value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value))
+        if value is None
+        or isinstance(value, (bool, int, str))
+        or (isinstance(value, float) and math.isfinite(value))
     }
 
 
@@ -309,10 +338,13 @@ def complete(pending: PendingCheckpoint, ranks: SaveRanks) -> None:
             row["files"] = {name: record.to_json() for name, record in _write(pending).items()}
             if pending.locks is not None:
                 row.update(
-                    about=pending.about, lock=pending.locks.acquire(pending.folder, pending.options.checkpoints)
+                    about=pending.about,
+                    lock=pending.locks.acquire(pending.folder, pending.options.checkpoints),
                 )
         if not pending.options.save_on_each_node:
-            ranks.exchange("save_state: write", pending.error, row, reduce=functools.partial(_commit, pending))
+            ranks.exchange(
+                "save_state: write", pending.error, row, reduce=functools.partial(_commit, pending)
+            )
         else:
             homes = ranks.exchange("save_state: write", pending.error, row, reduce=_homes)
             with _noted(pending):
@@ -352,9 +384,15 @@ def _commit(pending: PendingCheckpoint, rows: dict[int, JSONObject]) -> None:
     """Commit the folder that these ranks have written, and rotate. One of them calls it, with the values of all."""
     options = pending.options
     home = rows[pending.home]
-    records = {name: FileRecord.from_json(record) for row in rows.values() for name, record in row["files"].items()}
+    records = {
+        name: FileRecord.from_json(record)
+        for row in rows.values()
+        for name, record in row["files"].items()
+    }
     written = {
-        path.relative_to(pending.temporary).as_posix() for path in pending.temporary.rglob("*") if path.is_file()
+        path.relative_to(pending.temporary).as_posix()
+        for path in pending.temporary.rglob("*")
+        if path.is_file()
     }
     with BlockIO() as io:
         for name in written - {UNFINISHED, *records}:  # of hooks
@@ -375,10 +413,14 @@ def _commit(pending: PendingCheckpoint, rows: dict[int, JSONObject]) -> None:
             removed = rotate(options.checkpoints, options.total_limit)
         except OSError as error:
             # The new checkpoint is complete: failing to remove an old one must not stop the run.
-            logger.warning("old checkpoints in %s could not be removed: %s", options.checkpoints, error)
+            logger.warning(
+                "old checkpoints in %s could not be removed: %s", options.checkpoints, error
+            )
         else:
             if removed:
-                logger.info("removed %s to keep %d", ", ".join(f.name for f in removed), options.total_limit)
+                logger.info(
+                    "removed %s to keep %d", ", ".join(f.name for f in removed), options.total_limit
+                )
 
 
 def _homes(rows: dict[int, JSONObject]) -> dict[str, list[tuple[int, int]]]:

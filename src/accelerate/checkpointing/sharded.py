@@ -18,7 +18,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -35,7 +40,14 @@ from ..core.errors import CheckpointError
 from ..core.files import named_errors, read_regular, require_regular
 from ..core.safetensors_header import read_header
 from ..core.torch_files import READ_ERRORS
-from ..parallel.fsdp.state import drop_states, is_fsdp1, named_groups, optimizer_state, parameter_names, unwrapped
+from ..parallel.fsdp.state import (
+    drop_states,
+    is_fsdp1,
+    named_groups,
+    optimizer_state,
+    parameter_names,
+    unwrapped,
+)
 from ..parallel.prepared import PreparedModel, PreparedOptimizer
 from .codec import TensorSink, decode, encode
 from .dcp_legacy import PlainPlanner, PlainReader
@@ -47,7 +59,8 @@ from .run_state import StateDict
 from .tensorfile import memory_of, only_tensors
 
 _OPTIONS = "options.json"
-FILES = "files.json"  # the names of the files of shards: a part of them does not tell that there were more
+# the names of the files of shards: a part of them does not tell that there were more
+FILES = "files.json"
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
@@ -57,12 +70,17 @@ class ShardedState:
     Every rank calls every method.
     """
 
-    def __init__(self, models: Sequence[PreparedModel], optimizers: Sequence[PreparedOptimizer] = ()) -> None:
+    def __init__(
+        self, models: Sequence[PreparedModel], optimizers: Sequence[PreparedOptimizer] = ()
+    ) -> None:
         self.update(models, optimizers)
         self._group: dist.ProcessGroup | None = None
-        self._host: dict[tuple[Path, str], torch.Tensor] = {}  # copies of the last background save, used again
+        # copies of the last background save, used again
+        self._host: dict[tuple[Path, str], torch.Tensor] = {}
 
-    def update(self, models: Sequence[PreparedModel], optimizers: Sequence[PreparedOptimizer] = ()) -> None:
+    def update(
+        self, models: Sequence[PreparedModel], optimizers: Sequence[PreparedOptimizer] = ()
+    ) -> None:
         """Take the objects of the next save; the group of background saves stays.
 
         Raises CheckpointError for an optimizer whose parameters are in none of the models.
@@ -86,7 +104,9 @@ class ShardedState:
         all ranks.
         """
         models = [model for _, model in self.models]
-        from_devices = in_background and any(p.device.type != "cpu" for model in models for p in model.parameters())
+        from_devices = in_background and any(
+            p.device.type != "cpu" for model in models for p in model.parameters()
+        )
         return bool(self.templates) or from_devices or any(map(is_fsdp1, models))
 
     def prepare_background(self) -> None:
@@ -94,7 +114,9 @@ class ShardedState:
         if self._group is None and dist.is_initialized():
             self._group = dist.new_group(backend="gloo")
 
-    def stage(self, blocking: bool = True, compat: bool = False) -> Callable[[Path, BaseException | None], list[str]]:
+    def stage(
+        self, blocking: bool = True, compat: bool = False
+    ) -> Callable[[Path, BaseException | None], list[str]]:
         """Capture the current shards of this rank, and return a function that writes them to a folder.
 
         Its second argument is an error of this rank: then no rank writes. It returns the names of files whose
@@ -106,13 +128,16 @@ class ShardedState:
             compat: write the API's format.
         """
         jobs: list[tuple[Path, dict[str, torch.Tensor], dict[str, object]]] = [
-            (model_shards(Path(), index), self._model_state(model), {}) for index, model in self.models
+            (model_shards(Path(), index), self._model_state(model), {})
+            for index, model in self.models
         ]
         for index, model, optimizer in self.optimizers:
             _check_by_tensor(optimizer)
             flat = optimizer_state(model, optimizer, FLAT)
             tensors = only_tensors(flat)
-            rest: dict[str, object] = {name: value for name, value in flat.items() if name not in tensors}
+            rest: dict[str, object] = {
+                name: value for name, value in flat.items() if name not in tensors
+            }
             if self.templates:  # each rank has its own names
                 everyone: list[dict[str, object]] = [{}] * dist.get_world_size()
                 dist.all_gather_object(everyone, rest)
@@ -120,7 +145,11 @@ class ShardedState:
             jobs.append((optimizer_shards(Path(), index), tensors, rest))
         if not blocking:
             jobs = [
-                (path, {name: self._copy((path, name), value) for name, value in state.items()}, rest)
+                (
+                    path,
+                    {name: self._copy((path, name), value) for name, value in state.items()},
+                    rest,
+                )
                 for path, state, rest in jobs
             ]
             if torch.accelerator.is_available():
@@ -134,8 +163,13 @@ class ShardedState:
             except PeerError:
                 return []  # the rank that has failed reports it
             # Every rank has written its shards. Each one has a share of the checksums.
-            rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-            written = sorted(file for path, _, _ in jobs for file in (folder / path).rglob("*") if file.is_file())
+            if dist.is_initialized():
+                rank, world = (dist.get_rank(), dist.get_world_size())
+            else:
+                rank, world = (0, 1)
+            written = sorted(
+                file for path, _, _ in jobs for file in (folder / path).rglob("*") if file.is_file()
+            )
             share = [file for file in written if file.name not in (_OPTIONS, FILES)][rank::world]
             documents: dict[Path, object] = {
                 folder / path / _OPTIONS: encode(dict(rest), TensorSink(inline=1 << 30), "options")
@@ -145,7 +179,10 @@ class ShardedState:
             if rank == 0 and not compat:
                 folders = [model_shards(folder, index) for index, _ in self.models]
                 documents.update(
-                    {path / FILES: sorted(file.name for file in path.glob("*.safetensors")) for path in folders}
+                    {
+                        path / FILES: sorted(file.name for file in path.glob("*.safetensors"))
+                        for path in folders
+                    }
                 )
             # Errors of torch's writer are raised on all ranks; those of this one alone must not come between.
             for path, document in documents.items():
@@ -160,7 +197,10 @@ class ShardedState:
         """A copy in host memory that is kept for the next one; a DTensor keeps its layout (its shard is copied)."""
         from torch.distributed.tensor import DTensor
 
-        local = value.to_local().detach() if isinstance(value, DTensor) else value.detach()
+        if isinstance(value, DTensor):
+            local = value.to_local().detach()
+        else:
+            local = value.detach()
         place = self._host.get(key)
         if place is None or place.shape != local.shape or place.dtype != local.dtype:
             pin = local.device.type != "cpu" and kind_of(local.device).pin_memory
@@ -183,16 +223,24 @@ class ShardedState:
             saved = model_shapes(path)
             template = self.templates.get(index)
             if template is None and is_fsdp1(model):
-                continue  # a rank does not see the shapes of what it has a slice of; `load` compares them
-            state = self._model_state(model) if template is None else only_tensors(template.state_dict())
+                # a rank does not see the shapes of what it has a slice of; `load` compares them
+                continue
+            if template is None:
+                state = self._model_state(model)
+            else:
+                state = only_tensors(template.state_dict())
             found = compare_names(saved, state)
             if found and strict:
-                raise CheckpointMismatch(f"{path} does not fit model {index}: {found}. Nothing was loaded.")
+                raise CheckpointMismatch(
+                    f"{path} does not fit model {index}: {found}. Nothing was loaded."
+                )
             notes += [f"model {index}: {found}"] if found else []
         for index, model, optimizer in () if models_only else self.optimizers:
             path = optimizer_shards(folder, index)
             if not path.is_dir():
-                raise CheckpointError(f"{folder} holds no shards of optimizer {index}: {path.name} is missing")
+                raise CheckpointError(
+                    f"{folder} holds no shards of optimizer {index}: {path.name} is missing"
+                )
             read_options(path)
             shard_entries(path)
             if optimizer.state and not self.templates and not is_fsdp1(model):
@@ -208,11 +256,16 @@ class ShardedState:
             read_shards(model_shards(folder, index), weights, strict)
             set_model_state_dict(model, weights, options=StateDictOptions(strict=strict))
         for index, model, optimizer in () if models_only else self.optimizers:
-            load_optimizer(optimizer_shards(folder, index), model, optimizer, has_all=not self.templates)
+            load_optimizer(
+                optimizer_shards(folder, index), model, optimizer, has_all=not self.templates
+            )
 
     @staticmethod
     def _model_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        return {name: unwrapped(value) for name, value in only_tensors(get_model_state_dict(model)).items()}
+        return {
+            name: unwrapped(value)
+            for name, value in only_tensors(get_model_state_dict(model)).items()
+        }
 
 
 def _check_by_tensor(optimizer: torch.optim.Optimizer) -> None:
@@ -226,7 +279,9 @@ def _check_by_tensor(optimizer: torch.optim.Optimizer) -> None:
                 )
 
 
-def _without_state(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> set[str]:
+def _without_state(
+    folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> set[str]:
     """The plain names of an optimizer's parameters that the shards in a folder hold no state of."""
     known = parameter_names(model)
     stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -265,7 +320,11 @@ def _owner_of(entry: str, names: Collection[str]) -> str | None:
 
 
 def load_optimizer(
-    path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, strict: bool = True, has_all: bool = True
+    path: Path,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    strict: bool = True,
+    has_all: bool = True,
 ) -> None:
     """Read an optimizer's shards; `has_all`: this rank has all parameters of the model, not those of some stages."""
     if is_fsdp1(model):
@@ -286,7 +345,9 @@ def load_optimizer(
     drop_states(model, optimizer, without)
 
 
-def _load_nested(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, strict: bool) -> None:
+def _load_nested(
+    path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, strict: bool
+) -> None:
     """Read an optimizer's shards into one of an FSDP1 model.
 
     torch 2.13 does not load its own flattened form there: it takes the names of the entries from the state that this
@@ -303,7 +364,9 @@ def _load_nested(path: Path, model: torch.nn.Module, optimizer: torch.optim.Opti
             # torch makes a state of each parameter where there are no gradients; those of the checkpoint come later.
             optimizer.zero_grad()
             state: StateDict = dict(get_optimizer_state_dict(model, optimizer))
-            entries = {name: values for name, values in state["state"].items() if name not in without}
+            entries = {
+                name: values for name, values in state["state"].items() if name not in without
+            }
             places += [(f"state.{name}", values) for name, values in entries.items()]
         tensors = {
             f"{name}.{key}": value
@@ -381,7 +444,11 @@ class _Planner(dcp.DefaultSavePlanner):
         written: set[MetadataIndex] = set()
         plans = []
         for plan in all_plans:
-            items = [item for item in plan.items if item.type is WriteItemType.SHARD or item.index not in written]
+            items = [
+                item
+                for item in plan.items
+                if item.type is WriteItemType.SHARD or item.index not in written
+            ]
             written.update(item.index for item in items)
             plans.append(dataclasses.replace(plan, items=items))
         return super().create_global_plan(plans)
@@ -403,13 +470,21 @@ def save_entries(
     """
     distributed = dist.is_initialized()
     try:
-        dcp.save(state, storage_writer=writer, planner=_Planner(error), process_group=group, no_dist=not distributed)
+        dcp.save(
+            state,
+            storage_writer=writer,
+            planner=_Planner(error),
+            process_group=group,
+            no_dist=not distributed,
+        )
     except CheckpointException as failed:
         # torch raises the errors of all ranks on all of them, as a BaseException whose text is their tracebacks.
         own = failed.failures.get(dist.get_rank() if distributed else 0)
         if own is not None:
             raise own[0] from None
-        rows = (f"rank {rank}: {error_text(failure[0])}" for rank, failure in failed.failures.items())
+        rows = (
+            f"rank {rank}: {error_text(failure[0])}" for rank, failure in failed.failures.items()
+        )
         raise PeerError("; ".join(rows)) from None
 
 
@@ -420,7 +495,10 @@ def _each_its_own(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor
     for name, value in tensors.items():
         local = value.to_local() if hasattr(value, "to_local") else value
         memory = memory_of(local)
-        separate[name] = value.detach().clone() if local.numel() and memory in seen else value.detach().contiguous()
+        if local.numel() and memory in seen:
+            separate[name] = value.detach().clone()
+        else:
+            separate[name] = value.detach().contiguous()
         seen.add(memory)
     return separate
 
@@ -430,14 +508,18 @@ def read_options(folder: Path) -> dict[str, object]:
     path = folder / _OPTIONS
     if path.exists():
         with damage(path):
-            options: dict[str, object] = decode(json_text.parse(read_regular(path, json_text.LIMIT)), {}, str(path))
+            options: dict[str, object] = decode(
+                json_text.parse(read_regular(path, json_text.LIMIT)), {}, str(path)
+            )
             return options
     if any(folder.glob("*.safetensors")) or not folder.is_dir():
         return {}
     prefix = _prefix(folder)
     with shards_damage(folder):
         entries = _reader(folder).read_metadata().state_dict_metadata
-        plain = dict.fromkeys(name for name, entry in entries.items() if isinstance(entry, BytesStorageMetadata))
+        plain = dict.fromkeys(
+            name for name, entry in entries.items() if isinstance(entry, BytesStorageMetadata)
+        )
         load_entries(plain, folder, PlainPlanner(folder))
     return {name.removeprefix(prefix): value for name, value in plain.items()}
 
@@ -450,7 +532,9 @@ def _reader(folder: Path) -> dcp.StorageReader:
     for path in folder.glob("*.distcp"):
         with damage(path):
             require_regular(path)
-    return dcp.HuggingFaceStorageReader(str(folder)) if files else PlainReader(folder)
+    if files:
+        return dcp.HuggingFaceStorageReader(str(folder))
+    return PlainReader(folder)
 
 
 def shard_entries(folder: Path) -> dict[str, TensorStorageMetadata]:
@@ -459,12 +543,18 @@ def shard_entries(folder: Path) -> dict[str, TensorStorageMetadata]:
         return {}  # for an optimizer without tensors (plain SGD), torch's writer writes no file
     with shards_damage(folder):
         entries = _reader(folder).read_metadata().state_dict_metadata
-        return {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+        return {
+            name: entry
+            for name, entry in entries.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
 
 
 def _shard_files(folder: Path) -> Iterator[Path]:
     return (
-        path for path in folder.iterdir() if path.name == ".metadata" or path.suffix in (".safetensors", ".distcp")
+        path
+        for path in folder.iterdir()
+        if path.name == ".metadata" or path.suffix in (".safetensors", ".distcp")
     )
 
 
@@ -481,7 +571,9 @@ def shards_damage(folder: Path) -> Iterator[None]:
         cause = next((failure[0] for failure in failures), error)
         if isinstance(cause, CheckpointError):
             raise cause from error
-        raise CheckpointError(f"the shards in {folder} cannot be read: {str(cause)[:500] or repr(cause)}") from error
+        raise CheckpointError(
+            f"the shards in {folder} cannot be read: {str(cause)[:500] or repr(cause)}"
+        ) from error
 
 
 def read_shards(folder: Path, tensors: Mapping[str, torch.Tensor], strict: bool) -> None:
@@ -489,22 +581,41 @@ def read_shards(folder: Path, tensors: Mapping[str, torch.Tensor], strict: bool)
 
     Raises CheckpointError that lists what is missing or of another shape; without `strict` those are left as they are.
     """
-    if wanted := match_shards(folder, tensors, strict):
+    wanted = match_shards(folder, tensors, strict)
+    if wanted:
         load_entries(wanted, folder)
 
 
-def match_shards(folder: Path, tensors: Mapping[str, torch.Tensor], strict: bool) -> dict[str, torch.Tensor]:
+def match_shards(
+    folder: Path, tensors: Mapping[str, torch.Tensor], strict: bool
+) -> dict[str, torch.Tensor]:
     """The tensors that can be read from the shards in a folder, under its names. Raises as `read_shards` does."""
     if not tensors:
         return {}  # plain SGD has no tensors, and torch's writer leaves no file of shards
     prefix = _prefix(folder)
-    saved = {name.removeprefix(prefix): tuple(entry.size) for name, entry in shard_entries(folder).items()}
+    saved = {
+        name.removeprefix(prefix): tuple(entry.size)
+        for name, entry in shard_entries(folder).items()
+    }
     missing = [name for name in tensors if name not in saved]
-    other = [name for name, value in tensors.items() if name in saved and saved[name] != tuple(value.shape)]
+    other = [
+        name
+        for name, value in tensors.items()
+        if name in saved and saved[name] != tuple(value.shape)
+    ]
     if strict and (missing or other):
-        shapes = [f"{name} (saved {list(saved[name])}, here {list(tensors[name].shape)})" for name in other]
-        raise CheckpointError(f"{folder} does not fit: missing {missing}; of another shape {shapes}")
-    return {f"{prefix}{name}": value for name, value in tensors.items() if name in saved and name not in other}
+        shapes = [
+            f"{name} (saved {list(saved[name])}, here {list(tensors[name].shape)})"
+            for name in other
+        ]
+        raise CheckpointError(
+            f"{folder} does not fit: missing {missing}; of another shape {shapes}"
+        )
+    return {
+        f"{prefix}{name}": value
+        for name, value in tensors.items()
+        if name in saved and name not in other
+    }
 
 
 def load_entries(wanted: StateDict, folder: Path, planner: dcp.LoadPlanner | None = None) -> None:
@@ -516,17 +627,24 @@ def load_entries(wanted: StateDict, folder: Path, planner: dcp.LoadPlanner | Non
 
 def _prefix(folder: Path) -> str:
     """The API's own shards name everything below `model.` or `optimizer.`; ours do not."""
-    return "" if any(folder.glob("*.safetensors")) else _api_prefix(folder)
+    if any(folder.glob("*.safetensors")):
+        return ""
+    return _api_prefix(folder)
 
 
 def _api_prefix(folder: Path) -> str:
-    return "model." if folder.name.startswith(MODEL_NAME) else "optimizer."
+    if folder.name.startswith(MODEL_NAME):
+        return "model."
+    return "optimizer."
 
 
 def read_unsharded(folder: Path) -> dict[str, torch.Tensor]:
     """Merge all tensors in a folder of shards in host memory."""
     entries = shard_entries(folder)
-    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in entries.items()
+    }
     load_entries(tensors, folder)
     prefix = _prefix(folder)
     return {name.removeprefix(prefix): value for name, value in tensors.items()}
@@ -535,7 +653,10 @@ def read_unsharded(folder: Path) -> dict[str, torch.Tensor]:
 def model_shapes(folder: Path) -> dict[str, tuple[int, ...] | None]:
     """Return the unsharded shape of each entry of a saved model."""
     prefix = _prefix(folder)
-    return {name.removeprefix(prefix): tuple(entry.size) for name, entry in shard_entries(folder).items()}
+    return {
+        name.removeprefix(prefix): tuple(entry.size)
+        for name, entry in shard_entries(folder).items()
+    }
 
 
 def read_optimizer(
@@ -551,8 +672,15 @@ def read_optimizer(
     """
     values: dict[str, object] = {**read_options(folder), **read_unsharded(folder)}
     if groups is None:
-        names = {id(parameter): name for module in modules for name, parameter in module.named_parameters()}
-        groups = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+        names = {
+            id(parameter): name
+            for module in modules
+            for name, parameter in module.named_parameters()
+        }
+        groups = [
+            [names[id(parameter)] for parameter in group["params"]]
+            for group in optimizer.param_groups
+        ]
     by_name: dict[str, dict[str, object]] = {}
     options: dict[str, dict[str, object]] = {}
     known = sorted((name for group in groups for name in group), key=len, reverse=True)
@@ -560,13 +688,25 @@ def read_optimizer(
         kind, _, rest = key.partition(".")
         owner = next((name for name in known if rest.startswith(f"{name}.")), None)
         if owner is None:
-            raise CheckpointError(f"{folder} holds {key}, which belongs to no parameter of the prepared models")
-        (by_name if kind == "state" else options).setdefault(owner, {})[rest[len(owner) + 1 :]] = value
+            raise CheckpointError(
+                f"{folder} holds {key}, which belongs to no parameter of the prepared models"
+            )
+        (by_name if kind == "state" else options).setdefault(owner, {})[rest[len(owner) + 1 :]] = (
+            value
+        )
     state, found, position = {}, [], 0
     for group, members in zip(optimizer.param_groups, map(list, groups), strict=True):
         saved = next((options[name] for name in members if name in options), {})
         positions = list(range(position, position + len(members)))
-        found.append({**{k: v for k, v in group.items() if k != "params"}, **saved, "params": positions})
-        state.update({at: by_name[name] for at, name in zip(positions, members, strict=True) if name in by_name})
+        found.append(
+            {**{k: v for k, v in group.items() if k != "params"}, **saved, "params": positions}
+        )
+        state.update(
+            {
+                at: by_name[name]
+                for at, name in zip(positions, members, strict=True)
+                if name in by_name
+            }
+        )
         position += len(members)
     return {"state": state, "param_groups": found}

@@ -43,13 +43,20 @@ def _kind(fsdp_plugin: FullyShardedDataParallelPlugin) -> str:
     kind = fsdp_plugin.state_dict_type
     name = getattr(kind, "name", kind)
     if name not in ("FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"):
-        raise ConfigurationError(f"state_dict_type={kind!r}: choose FULL_STATE_DICT or SHARDED_STATE_DICT")
+        raise ConfigurationError(
+            f"state_dict_type={kind!r}: choose FULL_STATE_DICT or SHARDED_STATE_DICT"
+        )
     return str(name)
 
 
 def _default_options(model: torch.nn.Module) -> StateDictOptions | None:
-    plugin = getattr(AcceleratorState(), "fsdp_plugin", None) if is_initialized() else None
-    return full_options(model) if plugin is not None and _kind(plugin) == "FULL_STATE_DICT" else None
+    if is_initialized():
+        plugin = getattr(AcceleratorState(), "fsdp_plugin", None)
+    else:
+        plugin = None
+    if plugin is not None and _kind(plugin) == "FULL_STATE_DICT":
+        return full_options(model)
+    return None
 
 
 def _get_model_state_dict(
@@ -68,19 +75,28 @@ def _set_model_state_dict(
     """Load what `_get_model_state_dict` gave into a sharded model; every rank calls it."""
     if sd_options is None:
         is_full, strict = _default_options(model) is not None, not adapter_only
-        sd_options = _from_rank_0(strict) if is_full else StateDictOptions(strict=strict)
+        if is_full:
+            sd_options = _from_rank_0(strict)
+        else:
+            sd_options = StateDictOptions(strict=strict)
     if adapter_only:
         # peft leaves the adapter's name out of its keys; the values are those of the model.
         weights = _weights(model, None, adapter_only=False)
         names = {id(value): name for name, value in weights.items()}
         adapter = _adapter(model, weights)
-        state_dict = {names[id(value)]: state_dict[key] for key, value in adapter.items() if key in state_dict}
+        state_dict = {
+            names[id(value)]: state_dict[key] for key, value in adapter.items() if key in state_dict
+        }
     return set_model_state_dict(model, state_dict, options=sd_options)
 
 
-def _weights(model: torch.nn.Module, options: StateDictOptions | None, adapter_only: bool) -> StateDict:
+def _weights(
+    model: torch.nn.Module, options: StateDictOptions | None, adapter_only: bool
+) -> StateDict:
     state = dict(get_model_state_dict(model, options=options))
-    return _adapter(model, state) if adapter_only else state
+    if adapter_only:
+        return _adapter(model, state)
+    return state
 
 
 def _adapter(model: torch.nn.Module, state: StateDict) -> StateDict:
@@ -89,15 +105,21 @@ def _adapter(model: torch.nn.Module, state: StateDict) -> StateDict:
         return state  # rank 0 alone has a full state
     from peft import get_peft_model_state_dict
 
-    return dict(get_peft_model_state_dict(inner, state_dict=state, adapter_name=inner.active_adapter))
+    return dict(
+        get_peft_model_state_dict(inner, state_dict=state, adapter_name=inner.active_adapter)
+    )
 
 
 def _from_rank_0(strict: bool = True) -> StateDictOptions:
-    return StateDictOptions(full_state_dict=True, broadcast_from_rank0=dist.is_initialized(), strict=strict)
+    return StateDictOptions(
+        full_state_dict=True, broadcast_from_rank0=dist.is_initialized(), strict=strict
+    )
 
 
 def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
+    if dist.is_initialized():
+        return dist.get_rank()
+    return 0
 
 
 def _master_weights(
@@ -109,7 +131,9 @@ def _master_weights(
         return contextlib.nullcontext()
     inner = [getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers]
     context: contextlib.AbstractContextManager[object]
-    context = precision.swap_in_master_weights([model], inner, [accelerator.prepared_model(model).swappable()])
+    context = precision.swap_in_master_weights(
+        [model], inner, [accelerator.prepared_model(model).swappable()]
+    )
     return context
 
 
@@ -143,7 +167,8 @@ def save_fsdp_model(
             save_entries({"model": _weights(model, None, adapter_only)}, writer)
         else:
             write_atomically(
-                _local(_weights(model, None, adapter_only)), folder / _rank_file(_FSDP_MODEL, model_index)
+                _local(_weights(model, None, adapter_only)),
+                folder / _rank_file(_FSDP_MODEL, model_index),
             )
     accelerator.wait_for_everyone()
 
@@ -171,7 +196,10 @@ def load_fsdp_model(
             state = load_pickled(path) if _rank() == 0 else {}
             return _set_model_state_dict(model, state, adapter_only, _from_rank_0(options.strict))
         state = _weights(model, None, adapter_only)
-        shards, own = model_shards(folder, model_index), folder / _rank_file(_FSDP_MODEL, model_index)
+        shards, own = (
+            model_shards(folder, model_index),
+            folder / _rank_file(_FSDP_MODEL, model_index),
+        )
         if shards.is_dir() and (use_dcp or not own.exists()):
             read_shards(shards, state, strict=not adapter_only)
         else:
@@ -225,7 +253,9 @@ def load_fsdp_optimizer(
     file = folder / numbered(OPTIMIZER_NAME, optimizer_index, ".bin")
     with _master_weights(accelerator, model, optimizer):
         if not path.is_dir() or (file.exists() and not use_dcp):
-            set_optimizer_state_dict(model, inner, load_pickled(file) if _rank() == 0 else {}, options=_from_rank_0())
+            set_optimizer_state_dict(
+                model, inner, load_pickled(file) if _rank() == 0 else {}, options=_from_rank_0()
+            )
             return
         load_optimizer(path, model, inner, strict=not adapter_only)
 
@@ -236,7 +266,10 @@ def _rank_file(name: str, index: int) -> str:
 
 
 def _local(state: StateDict) -> StateDict:
-    return {name: value.to_local() if hasattr(value, "to_local") else value for name, value in state.items()}
+    return {
+        name: value.to_local() if hasattr(value, "to_local") else value
+        for name, value in state.items()
+    }
 
 
 def _fill_local(state: StateDict, saved: StateDict) -> None:

@@ -60,12 +60,16 @@ class CheckpointReader:
     @property
     def world_size(self) -> int:
         """The number of processes that saved the checkpoint; 0 if it has no manifest."""
-        return self.manifest.world_size if self.manifest else 0
+        if self.manifest:
+            return self.manifest.world_size
+        return 0
 
     @property
     def progress(self) -> JSONObject:
         """The counters of the run; empty if the checkpoint has no manifest."""
-        return dict(self.manifest.progress) if self.manifest else {}
+        if self.manifest:
+            return dict(self.manifest.progress)
+        return {}
 
     @property
     def is_unsharded(self) -> bool:
@@ -130,23 +134,33 @@ class CheckpointReader:
 
     def about(self, kind: StateKind, index: int) -> JSONObject | None:
         """An object's row in the manifest, if there is one."""
-        rows = (
-            {} if self.manifest is None else {"models": self.manifest.models, "optimizers": self.manifest.optimizers}
-        )
-        return rows[kind.name][index] if kind.name in rows else None
+        if self.manifest is None:
+            rows = {}
+        else:
+            rows = {"models": self.manifest.models, "optimizers": self.manifest.optimizers}
+        if kind.name in rows:
+            return rows[kind.name][index]
+        return None
 
-    def read_file(self, kind: StateKind, index: int, item: PreparedOptimizer) -> Callable[[], object]:
+    def read_file(
+        self, kind: StateKind, index: int, item: PreparedOptimizer
+    ) -> Callable[[], object]:
         """Check the saved state of an object of a FILE kind now, and return a function that reads it."""
         shards = self.folder / f"{kind.file}_{index}"
         if not shards.is_dir():
             return self._read_unsharded(kind, index, item)
-        from .sharded import read_optimizer  # slow to import, and not needed for an unsharded checkpoint
+        # slow to import, and not needed for an unsharded checkpoint
+        from .sharded import (
+            read_optimizer,
+        )
 
         models = [part.state_template for part in self.run.models]
         state = read_optimizer(shards, item.inner, models, item.group_shapes())
         return lambda: state
 
-    def _read_unsharded(self, kind: StateKind, index: int, item: PreparedOptimizer) -> Callable[[], object]:
+    def _read_unsharded(
+        self, kind: StateKind, index: int, item: PreparedOptimizer
+    ) -> Callable[[], object]:
         raise NotImplementedError
 
     def states(self, notes: list[str]) -> tuple[dict[str, list[object]], JSONObject]:
@@ -164,10 +178,14 @@ class CheckpointReader:
             f"rank 0 of {self.world_size} processes has saved this alone: its random states are restored, the "
             "generators of other ranks are seeded from these and their rank. Unfinished gradients are not restored"
         )
-        return seeded(first, self.rank) if self.rank else first
+        if self.rank:
+            return seeded(first, self.rank)
+        return first
 
 
-def open_checkpoint(folder: Path, run: RunState, process: Process, allow_pickle: bool) -> CheckpointReader:
+def open_checkpoint(
+    folder: Path, run: RunState, process: Process, allow_pickle: bool
+) -> CheckpointReader:
     """The checkpoint in a folder, by its manifest or else by the random states that the API's format always has.
 
     Raises CorruptCheckpoint for a folder that has neither.
@@ -177,7 +195,9 @@ def open_checkpoint(folder: Path, run: RunState, process: Process, allow_pickle:
     manifest = read_manifest(folder)
     if not any("adapters" in row for row in manifest.models):
         run = run.entire or run
-    source = (CompatReader if manifest.layout == "compat" else NativeReader)(folder, run, process, allow_pickle)
+    source = (CompatReader if manifest.layout == "compat" else NativeReader)(
+        folder, run, process, allow_pickle
+    )
     source.manifest = manifest
     return source
 
@@ -208,7 +228,9 @@ class NativeReader(CheckpointReader):
         }
         for kind in kinds(Written.FILE):
             pattern = re.compile(rf"{kind.file}(_\d+)?\.json")
-            counts[kind.name] = sum(pattern.fullmatch(name) is not None for name in self.manifest.files)
+            counts[kind.name] = sum(
+                pattern.fullmatch(name) is not None for name in self.manifest.files
+            )
         return {**counts, **super().counts()}
 
     def model_extra(self, index: int) -> dict[str, object]:
@@ -222,11 +244,18 @@ class NativeReader(CheckpointReader):
     def _read(self, name: str) -> Any:
         return read_document(self.io, self.folder, name, self.manifest)
 
-    def _read_unsharded(self, kind: StateKind, index: int, item: PreparedOptimizer) -> Callable[[], object]:
+    def _read_unsharded(
+        self, kind: StateKind, index: int, item: PreparedOptimizer
+    ) -> Callable[[], object]:
         # Where the state's memory is there already it is read in place, so that none is needed twice.
-        current = None if getattr(item, "is_partial", False) else item.state_dict()
+        if getattr(item, "is_partial", False):
+            current = None
+        else:
+            current = item.state_dict()
         name = numbered(kind.file, index, "")
-        return read_document_into(self.io, self.folder, name, self.manifest, current, f"{kind.label} {index}")
+        return read_document_into(
+            self.io, self.folder, name, self.manifest, current, f"{kind.label} {index}"
+        )
 
     @functools.cached_property
     def _session(self) -> JSONObject:
@@ -240,15 +269,23 @@ class NativeReader(CheckpointReader):
     @functools.cached_property
     def _own(self) -> JSONObject:
         """The document that the rank of this number wrote; empty if there is none."""
-        return self._rank_document(self.rank) if f"{rank_document_name(self.rank)}.json" in self.manifest.files else {}
+        if f"{rank_document_name(self.rank)}.json" in self.manifest.files:
+            return self._rank_document(self.rank)
+        return {}
 
     @functools.cached_property
     def _first_rank(self) -> JSONObject:
         """The document of the lowest rank that this folder has (0 but where each machine keeps its own copy)."""
-        present = [int(match[1]) for name in self.manifest.files if (match := RANK_DOCUMENT.fullmatch(name))]
+        present = [
+            int(match[1])
+            for name in self.manifest.files
+            if (match := RANK_DOCUMENT.fullmatch(name))
+        ]
         if not present:
             raise CorruptCheckpoint(f"{self.folder} holds the state of no rank")
-        return self._own if min(present) == self.rank else self._rank_document(min(present))
+        if min(present) == self.rank:
+            return self._own
+        return self._rank_document(min(present))
 
     @property
     def _is_same_size(self) -> bool:
@@ -260,10 +297,18 @@ class NativeReader(CheckpointReader):
         session = self._session_of_rank(notes)
         unknown = [*unknown_keys(session, Written.ONCE), *unknown_keys(own, Written.RANK)]
         if unknown:
-            notes.append(f"{', '.join(unknown)[:200]}: not loaded, because this version has no such kind of state")
+            notes.append(
+                f"{', '.join(unknown)[:200]}: not loaded, because this version has no such kind of state"
+            )
         saved_states = {kind.name: kind.states(session) for kind in kinds(Written.ONCE)}
         saved_states.update({kind.name: kind.states(own) for kind in kinds(Written.RANK)})
-        self.check_counts({kind.name: len(saved_states[kind.name]) for kind in kinds(Written.RANK) if not kind.single})
+        self.check_counts(
+            {
+                kind.name: len(saved_states[kind.name])
+                for kind in kinds(Written.RANK)
+                if not kind.single
+            }
+        )
         return saved_states, session["progress"]
 
     def _session_of_rank(self, notes: list[str]) -> JSONObject:
@@ -276,7 +321,9 @@ class NativeReader(CheckpointReader):
         for name in names:
             with damage(self.folder / f"{name}.json"):
                 own = self._read(name)
-                keys.update({f"{kind}[{index}]": None for kind, rows in own.items() for index in rows})
+                keys.update(
+                    {f"{kind}[{index}]": None for kind, rows in own.items() for index in rows}
+                )
                 if self._is_same_size:
                     session = per_rank.overlay(session, own)
         if keys and not self._is_same_size:
@@ -305,7 +352,9 @@ class NativeReader(CheckpointReader):
             notes.append(no_generators(self.rank))
 
         def none(kind: StateKind) -> list[None] | None:
-            return None if kind.single else [None] * len(kind.objects(self.run))
+            if kind.single:
+                return None
+            return [None] * len(kind.objects(self.run))
 
         documents = {"own": own, "first": self._first_rank}
         return {
@@ -317,14 +366,20 @@ class NativeReader(CheckpointReader):
 class CompatReader(CheckpointReader):
     """A folder in the API's own format, written by another library (without checksums) or by layout='compat'."""
 
-    def _read_unsharded(self, kind: StateKind, index: int, item: PreparedOptimizer) -> Callable[[], object]:
-        state = kind.compat and compat.load_pickled(self.folder / kind.compat(index), self.allow_pickle)
+    def _read_unsharded(
+        self, kind: StateKind, index: int, item: PreparedOptimizer
+    ) -> Callable[[], object]:
+        state = kind.compat and compat.load_pickled(
+            self.folder / kind.compat(index), self.allow_pickle
+        )
         return lambda: state
 
     def states(self, notes: list[str]) -> tuple[dict[str, list[object]], JSONObject]:
         """Return the states in the files that the API's format has, for the objects of the run."""
         saved_states = {
-            kind.name: kind.read_compat(self.folder, len(kind.objects(self.run)), self.rank, self.allow_pickle, notes)
+            kind.name: kind.read_compat(
+                self.folder, len(kind.objects(self.run)), self.rank, self.allow_pickle, notes
+            )
             for kind in kinds(Written.ONCE, Written.RANK)
         }
         if self._is_of_rank_0:
@@ -378,7 +433,9 @@ class ModelWeights:
                 f"{self.path} does not fit model {index} ({class_name(part.state_template)}): {self.differences}. "
                 "Nothing was loaded. Build the model as it was saved, or pass strict=False to load what fits."
             )
-        return [f"model {index}: {self.differences}"] if self.differences else []
+        if self.differences:
+            return [f"model {index}: {self.differences}"]
+        return []
 
     def load(self, part: PreparedModel, strict: bool) -> None:
         """Load the weights into a model."""
@@ -423,5 +480,8 @@ def _pickled(path: Path, allow_pickle: bool) -> tuple[Shapes, Callable[[], Mappi
     state = compat.load_pickled(path, allow_pickle)
     if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
         raise CorruptCheckpoint(f"{path} is not the state of a model")
-    shapes = {name: tuple(value.shape) if isinstance(value, torch.Tensor) else None for name, value in state.items()}
+    shapes = {
+        name: tuple(value.shape) if isinstance(value, torch.Tensor) else None
+        for name, value in state.items()
+    }
     return shapes, lambda: state

@@ -62,7 +62,10 @@ def save_accelerator_state(
     folder = user_path(output_dir, "save_accelerator_state")
     folder.mkdir(parents=True, exist_ok=True)
     state = PartialState()
-    writes_shared = state.is_local_main_process if save_on_each_node else state.is_main_process
+    if save_on_each_node:
+        writes_shared = state.is_local_main_process
+    else:
+        writes_shared = state.is_main_process
     ending = Path(SAFE_WEIGHTS_NAME if safe_serialization else WEIGHTS_NAME)
     for index, weights in enumerate(model_states):
         path = folder / numbered(ending.stem, index, ending.suffix)
@@ -146,10 +149,16 @@ def save_custom_state(
         index: the number of the object.
         save_on_each_node: the main process of each machine writes.
     """
-    save(obj.state_dict(), user_path(path, "save_custom_state") / registered_file(index), save_on_each_node)
+    save(
+        obj.state_dict(),
+        user_path(path, "save_custom_state") / registered_file(index),
+        save_on_each_node,
+    )
 
 
-def load_custom_state(obj: HasState, path: str | os.PathLike[str], index: int = 0, allow_pickle: bool = False) -> None:
+def load_custom_state(
+    obj: HasState, path: str | os.PathLike[str], index: int = 0, allow_pickle: bool = False
+) -> None:
     """Load the state of an object from the file `custom_checkpoint_<index>.pkl`.
 
     Args:

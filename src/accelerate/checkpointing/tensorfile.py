@@ -38,7 +38,14 @@ def memory_of(tensor: torch.Tensor) -> Memory:
         return (id(tensor),)
     # A conjugate or negative view has the memory of its base, and other values.
     views = (tensor.is_conj(), tensor.is_neg())
-    return (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), *views)
+    return (
+        tensor.device,
+        tensor.data_ptr(),
+        tensor.dtype,
+        tuple(tensor.shape),
+        tensor.stride(),
+        *views,
+    )
 
 
 def require_plain_tensor(tensor: torch.Tensor, path: str) -> None:
@@ -50,11 +57,16 @@ def require_plain_tensor(tensor: torch.Tensor, path: str) -> None:
             "Convert it to a dense torch.Tensor in `state_dict()` (for a DTensor: `full_tensor()`)."
         )
     if tensor.is_quantized or tensor.device.type == "meta":
-        what = "quantized" if tensor.is_quantized else "on the meta device, so it has no values"
+        if tensor.is_quantized:
+            what = "quantized"
+        else:
+            what = "on the meta device, so it has no values"
         raise CheckpointError(f"{path}: the tensor is {what} and cannot be saved")
 
 
-def without_aliases(state: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+def without_aliases(
+    state: Mapping[str, torch.Tensor],
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """(tensors that are memories of their own, {alias: name}) of a state whose tied tensors stand in it twice."""
     kept: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
@@ -73,7 +85,11 @@ def with_own_storages(value: Any) -> Any:
     copies: dict[Memory, torch.Tensor] = {}
 
     def copied(tensor: torch.Tensor) -> torch.Tensor:
-        is_plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided and tensor.device.type != "meta"
+        is_plain = (
+            type(tensor) is torch.Tensor
+            and tensor.layout == torch.strided
+            and tensor.device.type != "meta"
+        )
         if not is_plain or tensor.nbytes >= tensor.untyped_storage().nbytes():
             return tensor
         memory = memory_of(tensor)
@@ -84,7 +100,9 @@ def with_own_storages(value: Any) -> Any:
     return map_leaves(copied, value)
 
 
-def segments(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> list[Segment]:
+def segments(
+    tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
+) -> list[Segment]:
     """The bytes of a safetensors file of these tensors: its header, then the tensors themselves, not copied."""
     for name, tensor in tensors.items():
         require_plain_tensor(tensor, name)
@@ -97,13 +115,17 @@ def widest_first(tensor: torch.Tensor) -> int:
     return -tensor.element_size()
 
 
-def file_head(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
+def file_head(
+    tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
+) -> bytes:
     """What stands before the bytes of these tensors, which follow in this order. They may be on the meta device."""
     header: JSONObject = {"__metadata__": {"format": "pt", **(metadata or {})}}
     at = 0
     for name, tensor in tensors.items():
         if tensor.dtype not in NAMES:
-            raise CheckpointError(f"{name}: a tensor of dtype {tensor.dtype} has no place in a safetensors file")
+            raise CheckpointError(
+                f"{name}: a tensor of dtype {tensor.dtype} has no place in a safetensors file"
+            )
         size = tensor.numel() * tensor.element_size()
         header[name] = {
             "dtype": NAMES[tensor.dtype],
@@ -116,13 +138,17 @@ def file_head(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] |
     return len(text).to_bytes(8, "little") + text
 
 
-def read_tensors(io: BlockIO, path: Path, record: FileRecord | None = None) -> dict[str, torch.Tensor]:
+def read_tensors(
+    io: BlockIO, path: Path, record: FileRecord | None = None
+) -> dict[str, torch.Tensor]:
     """All tensors of a file in new host memory of their own, the file checked against its record in the same reading.
 
     Raises CorruptFile.
     """
     header = read_header(path)
-    tensors = {name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in header.entries.items()}
+    tensors = {
+        name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in header.entries.items()
+    }
     _read(io, path, header, tensors, record)
     return tensors
 
@@ -141,7 +167,11 @@ def read_into(io: BlockIO, path: Path, targets: Mapping[str, torch.Tensor]) -> N
 
 
 def _read(
-    io: BlockIO, path: Path, header: Header, tensors: Mapping[str, torch.Tensor], record: FileRecord | None = None
+    io: BlockIO,
+    path: Path,
+    header: Header,
+    tensors: Mapping[str, torch.Tensor],
+    record: FileRecord | None = None,
 ) -> None:
     ordered = sorted(header.entries, key=lambda name: header.entries[name].start)
     views = [host_view(tensors[name]) for name in ordered if tensors[name].numel()]

@@ -71,7 +71,9 @@ def save_model(
     try:
         limit = convert_file_size_to_int(max_shard_size)
     except ValueError as error:
-        raise ConfigurationError(f"save_model: max_shard_size={max_shard_size!r}: {error}") from None
+        raise ConfigurationError(
+            f"save_model: max_shard_size={max_shard_size!r}: {error}"
+        ) from None
     if not (process.is_local_main_process if save_on_each_node else process.is_main_process):
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -80,11 +82,14 @@ def save_model(
     if safe_serialization:
         kept, aliases = without_aliases(clean_tensors(state))
     shards = plan_shards(only_tensors(kept), limit)
-    single, pattern, index = (
-        (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_PATTERN_NAME, SAFE_WEIGHTS_INDEX_NAME)
-        if safe_serialization
-        else (WEIGHTS_NAME, WEIGHTS_PATTERN_NAME, WEIGHTS_INDEX_NAME)
-    )
+    if safe_serialization:
+        single, pattern, index = (
+            SAFE_WEIGHTS_NAME,
+            SAFE_WEIGHTS_PATTERN_NAME,
+            SAFE_WEIGHTS_INDEX_NAME,
+        )
+    else:
+        single, pattern, index = (WEIGHTS_NAME, WEIGHTS_PATTERN_NAME, WEIGHTS_INDEX_NAME)
     names = file_names(single, pattern, len(shards))
     others = [name for name, value in kept.items() if not isinstance(value, torch.Tensor)]
     shards[0] = shards[0] + others
@@ -142,7 +147,9 @@ def _write_files(
 def file_names(single: str, pattern: str, count: int) -> list[str]:
     """The names of the files of a model's weights: one, or several with numbers."""
     suffixes = (f"-{number:05d}-of-{count:05d}" for number in range(1, count + 1))
-    return [single] if count == 1 else [pattern.format(suffix=suffix) for suffix in suffixes]
+    if count == 1:
+        return [single]
+    return [pattern.format(suffix=suffix) for suffix in suffixes]
 
 
 def write_index(path: Path, files: Mapping[str, Mapping[str, object]]) -> None:
@@ -155,7 +162,9 @@ def write_index(path: Path, files: Mapping[str, Mapping[str, object]]) -> None:
     )
     where = {entry: name for name, content in files.items() for entry in content}
     with atomic_write(path, "w") as file:
-        json.dump({"metadata": {"total_size": total}, "weight_map": where}, file, indent=2, sort_keys=True)
+        json.dump(
+            {"metadata": {"total_size": total}, "weight_map": where}, file, indent=2, sort_keys=True
+        )
         file.write("\n")
 
 
@@ -163,7 +172,11 @@ def remove_stale(folder: Path, single: str, pattern: str, index: str, written: s
     """Remove the files of an earlier save, which readers might take for those that were written."""
     shard = re.compile(re.escape(pattern).replace(re.escape("{suffix}"), r"-\d{5}-of-\d{5}"))
     for entry in folder.iterdir():
-        stale = shard.fullmatch(entry.name) or entry.name == single or (entry.name == index and len(written) == 1)
+        stale = (
+            shard.fullmatch(entry.name)
+            or entry.name == single
+            or (entry.name == index and len(written) == 1)
+        )
         if stale and entry.name not in written and not entry.is_dir():
             entry.unlink()
 
@@ -172,7 +185,10 @@ def remove_stale(folder: Path, single: str, pattern: str, index: str, written: s
 
 
 def save(
-    obj: Any, f: str | os.PathLike[str], save_on_each_node: bool = False, safe_serialization: bool = False
+    obj: Any,
+    f: str | os.PathLike[str],
+    save_on_each_node: bool = False,
+    safe_serialization: bool = False,
 ) -> None:
     """Write `obj` to the file `f` atomically, on the main process (of each machine).
 

@@ -59,13 +59,20 @@ class Writer:
         self._job = None
         _UNFINISHED.discard(self)
         if job.error is not None:
-            raise CheckpointError(f"the background save of {job.folder} failed: {job.error}") from job.error
+            raise CheckpointError(
+                f"the background save of {job.folder} failed: {job.error}"
+            ) from job.error
 
     def submit(self, pending: PendingCheckpoint) -> None:
         """Write a pending checkpoint, whose state was copied, in the background."""
         # A separate agreement: messages of the training and other saves never wait for this one.
-        ranks = SaveRanks(pending.process, pending.folder, pending.options.timeout, "checkpoint-writer")
-        job = _Job(threading.Thread(name="checkpoint-writer", target=lambda: _run(job)), str(pending.folder))
+        ranks = SaveRanks(
+            pending.process, pending.folder, pending.options.timeout, "checkpoint-writer"
+        )
+        job = _Job(
+            threading.Thread(name="checkpoint-writer", target=lambda: _run(job)),
+            str(pending.folder),
+        )
 
         def _run(job: _Job) -> None:
             try:
@@ -81,14 +88,21 @@ class Writer:
 
     def copy(self, pending: PendingCheckpoint) -> None:
         """Copy the state to host memory, so that training can continue."""
-        tensors = [piece for pieces in pending.files.values() for piece in pieces if isinstance(piece, torch.Tensor)]
+        tensors = [
+            piece
+            for pieces in pending.files.values()
+            for piece in pieces
+            if isinstance(piece, torch.Tensor)
+        ]
         copies = iter(self._snapshot(tensors))
         pending.files = {
             name: [next(copies) if isinstance(piece, torch.Tensor) else piece for piece in pieces]
             for name, pieces in pending.files.items()
         }
         # Pickled files keep their structure; they are an old format, copied the plain way.
-        pending.pickled = map_leaves(lambda tensor: tensor.detach().to("cpu", copy=True), pending.pickled)
+        pending.pickled = map_leaves(
+            lambda tensor: tensor.detach().to("cpu", copy=True), pending.pickled
+        )
 
     def _snapshot(self, tensors: Sequence[torch.Tensor]) -> list[Segment]:
         """Copies of the tensors in one buffer, which is kept: memory that is mapped takes a copy at full speed."""
@@ -98,7 +112,9 @@ class Writer:
             places.append(size)
             size += -(-nbytes(tensor) // _ALIGN) * _ALIGN
         if self._buffer is None or self._buffer.numel() < size:
-            device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), None)
+            device = next(
+                (tensor.device for tensor in tensors if tensor.device.type != "cpu"), None
+            )
             pin = device is not None and kind_of(device).pin_memory
             self._buffer = None
             self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pin)
@@ -110,7 +126,9 @@ class Writer:
             if is_host(tensor) and tensor.numel():
                 pairs.append((host_view(tensor), host_view(place)))
             elif tensor.numel():
-                place.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach(), non_blocking=True)
+                place.view(tensor.dtype).view(tensor.shape).copy_(
+                    tensor.detach(), non_blocking=True
+                )
         with BlockIO() as io:
             io.copy(pairs)
         for device in {tensor.device for tensor in tensors if tensor.device.type != "cpu"}:

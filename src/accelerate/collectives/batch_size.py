@@ -64,7 +64,9 @@ def find_executable_batch_size(
             reduce_batch_size_fn=reduce_batch_size_fn,
         )
     if not callable(function):
-        raise TypeError(f"find_executable_batch_size takes a function, not {function!r}: name starting_batch_size=")
+        raise TypeError(
+            f"find_executable_batch_size takes a function, not {function!r}: name starting_batch_size="
+        )
     batch_size = starting_batch_size
     smaller = reduce_batch_size_fn or (lambda: int(batch_size * 0.9))
 
@@ -90,7 +92,9 @@ def _check_arguments(function: Callable[..., Any], args: tuple[object, ...]) -> 
         return
     if len(parameters) < len(args) + 1:
         name = getattr(function, "__name__", repr(function))
-        given = ", ".join(f"{one.name}={value}" for one, value in zip(parameters[1:], args[1:], strict=False))
+        given = ", ".join(
+            f"{one.name}={value}" for one, value in zip(parameters[1:], args[1:], strict=False)
+        )
         raise TypeError(
             f"Batch size was passed into `{name}` as the first argument when called.\n"
             f"Remove this as the decorator already does so: `{name}({given})`"
@@ -113,17 +117,22 @@ class _Attempt:
             self._started = Round("batch_size")
         return self._started
 
-    def run(self, function: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
+    def run(
+        self, function: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, Any]
+    ) -> tuple[bool, Any]:
         """Whether the batch size fits on every rank, and the result on this one."""
         ended, result = self._call(function, args, kwargs)
         if ended != FITS:
             # The frames of the failed call are gone here, and so are the tensors that they referenced.
             clear_device_cache(garbage_collection=True)
-        if (turn := self._round()) is not None:
+        turn = self._round()
+        if turn is not None:
             ended = self._agree(turn, ended)
         return ended == FITS, result
 
-    def _call(self, function: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, Any]) -> tuple[str, Any]:
+    def _call(
+        self, function: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, Any]
+    ) -> tuple[str, Any]:
         try:
             with _aborted_on_restart(self._round()):
                 return FITS, function(self.batch_size, *args, **kwargs)
@@ -139,7 +148,8 @@ class _Attempt:
                     # This rank's error follows from another one's, which has left a collective.
                     return BROKEN, None
                 text = (
-                    f"rank {turn.rank} has failed with batch size {self.batch_size}: {type(error).__name__}: {error}"
+                    f"rank {turn.rank} has failed with batch size {self.batch_size}: "
+                    f"{type(error).__name__}: {error}"
                 )
                 turn.settle({"refused": text})
             raise
@@ -158,7 +168,12 @@ class _Attempt:
         rejoin: Callable[[], None] | None = None
         is_last = turn.put([ended, _collectives_done()]) == len(turn.ranks)
         for waited in turn.waits("find_executable_batch_size", LIMIT, plan, is_last=is_last):
-            if ended == MEMORY and rejoin is None and waited > GRACE and _propose(turn, RESTART) == RESTART:
+            if (
+                ended == MEMORY
+                and rejoin is None
+                and waited > GRACE
+                and _propose(turn, RESTART) == RESTART
+            ):
                 # Another rank may be waiting for this one in a collective, which has to be interrupted.
                 rejoin = group.interrupt()
         outcome = turn.outcome()
@@ -171,7 +186,9 @@ class _Attempt:
             )
         if outcome.result == RESTART:
             (rejoin or group.interrupt())()
-        return FITS if outcome.result == FITS else MEMORY
+        if outcome.result == FITS:
+            return FITS
+        return MEMORY
 
 
 def _propose(turn: Round, plan: str) -> str:

@@ -29,7 +29,9 @@ def collect(data: object, operation: str) -> list[torch.Tensor]:
     return checked(tensors_in(data, operation), operation)
 
 
-def tensors_in(data: object, operation: str, outline: list[Any] | None = None) -> list[torch.Tensor]:
+def tensors_in(
+    data: object, operation: str, outline: list[Any] | None = None
+) -> list[torch.Tensor]:
     """The tensors of nested `data` in order, none of a subclass. `outline` is filled with the keys of its mappings.
 
     Raises TypeError, naming `operation`, for a value that is neither tensor nor container, and for a tensor of a kind
@@ -84,10 +86,14 @@ def plain(leaf: torch.Tensor, operation: str) -> torch.Tensor:
         raise TypeError(
             f"{operation} takes plain tensors; it was given a {type(leaf).__qualname__}: dequantize it first"
         )
-    return leaf if type(leaf) in PLAIN else leaf.as_subclass(torch.Tensor)
+    if type(leaf) in PLAIN:
+        return leaf
+    return leaf.as_subclass(torch.Tensor)
 
 
-def signature_of(operation: str, leaves: Sequence[torch.Tensor], outline: Sequence[object], *facts: object) -> bytes:
+def signature_of(
+    operation: str, leaves: Sequence[torch.Tensor], outline: Sequence[object], *facts: object
+) -> bytes:
     """What must be the same on every rank in a call on `leaves`: operation, keys, dtypes, shapes, and `facts`."""
     return signature(operation, keys_of(outline), specs_of(leaves), facts)
 
@@ -107,7 +113,9 @@ def keys_of(outline: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _printed(key: object) -> Any:
-    return key if type(key) in _PRINTED else type(key).__qualname__
+    if type(key) in _PRINTED:
+        return key
+    return type(key).__qualname__
 
 
 def lone_device(leaves: Sequence[torch.Tensor]) -> torch.device | None:
@@ -140,7 +148,9 @@ def stacked_likes(specs: Specs, world: int) -> list[torch.Tensor]:
 
 def stacked_shape(shape: torch.Size, world: int) -> tuple[int, ...]:
     """The shape after joining along dimension 0 over `world` ranks."""
-    return (world * shape[0], *shape[1:]) if shape else (world,)
+    if shape:
+        return (world * shape[0], *shape[1:])
+    return (world,)
 
 
 def aligned(length: int, width: int) -> int:
@@ -160,7 +170,9 @@ def as_bytes(leaf: torch.Tensor, device: torch.device | None = None) -> torch.Te
     return (flat if flat.stride(0) == 1 else flat.as_strided(flat.shape, (1,))).view(torch.uint8)
 
 
-def pack(leaves: Sequence[torch.Tensor], device: torch.device | None = None, length: int = 0) -> torch.Tensor:
+def pack(
+    leaves: Sequence[torch.Tensor], device: torch.device | None = None, length: int = 0
+) -> torch.Tensor:
     """The bytes of `leaves` in one row on `device`, padded with zeros to `length`.
 
     A single contiguous tensor is not copied: the row shares its memory.
@@ -178,7 +190,9 @@ def pack(leaves: Sequence[torch.Tensor], device: torch.device | None = None, len
 def unpack(row: torch.Tensor, specs: Specs) -> list[torch.Tensor]:
     """The tensors that `pack` has put into a row."""
     pieces = _split_copy(row, sizes_of(specs))
-    return [piece.view(dtype).view(shape) for piece, (shape, dtype) in zip(pieces, specs, strict=True)]
+    return [
+        piece.view(dtype).view(shape) for piece, (shape, dtype) in zip(pieces, specs, strict=True)
+    ]
 
 
 def unpack_stacked(rows: torch.Tensor, specs: Specs) -> list[torch.Tensor]:
@@ -192,7 +206,10 @@ def unpack_stacked(rows: torch.Tensor, specs: Specs) -> list[torch.Tensor]:
         # An empty piece keeps a stride of one byte a rank, of which no wider dtype can be viewed.
         pieces = [piece.view(-1) for piece in pieces]
     likes = stacked_likes(specs, rows.shape[0])
-    return [piece.view(spec[1]).view_as(like) for piece, spec, like in zip(pieces, specs, likes, strict=True)]
+    return [
+        piece.view(spec[1]).view_as(like)
+        for piece, spec, like in zip(pieces, specs, likes, strict=True)
+    ]
 
 
 def replace(data: object, values: Sequence[torch.Tensor]) -> Any:
@@ -223,4 +240,7 @@ def part(flat: torch.Tensor, leaves: Sequence[torch.Tensor]) -> Sequence[torch.T
     """`flat`, made by `join`, as tensors with the shapes of `leaves`, which share its memory."""
     # Not `split`, whose outputs autograd lets nobody change in place.
     ends = itertools.accumulate(leaf.numel() for leaf in leaves)
-    return [flat[end - leaf.numel() : end].view(leaf.shape) for end, leaf in zip(ends, leaves, strict=True)]
+    return [
+        flat[end - leaf.numel() : end].view(leaf.shape)
+        for end, leaf in zip(ends, leaves, strict=True)
+    ]

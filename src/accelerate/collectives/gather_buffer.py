@@ -53,26 +53,37 @@ class GatherBuffer:
         self.targets = targets
         self.likes: list[torch.Tensor] = flat.stacked_likes(specs, channel.world)
 
-    def gather(self, leaves: list[torch.Tensor], group: dist.ProcessGroup, data: object) -> Sequence[torch.Tensor]:
+    def gather(
+        self, leaves: list[torch.Tensor], group: dist.ProcessGroup, data: object
+    ) -> Sequence[torch.Tensor]:
         """The `leaves` (of `data`) of all ranks, each joined along dimension 0, in fresh memory."""
         if torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves):
             leaves = [leaf.detach() for leaf in leaves]
         foreach.copy_(self.targets, leaves + leaves)
         self.channel.swap(group, self.header, self.sent, self.splits, Call("gather", data))
-        return [value.clone().view_as(like) for value, like in zip(self.incoming, self.likes, strict=True)]
+        return [
+            value.clone().view_as(like)
+            for value, like in zip(self.incoming, self.likes, strict=True)
+        ]
 
 
 def _typed(content: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Columns of bytes viewed as `dtype`. Torch cannot view zero columns as a wider dtype."""
-    return content.view(dtype) if content.shape[1] else torch.zeros(content.shape, dtype=dtype, device="cpu")
+    if content.shape[1]:
+        return content.view(dtype)
+    return torch.zeros(content.shape, dtype=dtype, device="cpu")
 
 
 def _key(leaves: Sequence[torch.Tensor], outline: Sequence[object]) -> Any:
     """What a buffer depends on."""
-    return tuple(outline), tuple([(leaf.shape, leaf.dtype, leaf.device, leaf.layout) for leaf in leaves])
+    return tuple(outline), tuple(
+        [(leaf.shape, leaf.dtype, leaf.device, leaf.layout) for leaf in leaves]
+    )
 
 
-def known(leaves: Sequence[torch.Tensor], outline: Sequence[object], channel: Channel) -> GatherBuffer | None:
+def known(
+    leaves: Sequence[torch.Tensor], outline: Sequence[object], channel: Channel
+) -> GatherBuffer | None:
     """The buffer of an equal message before: its leaves need no further check. None where there is none."""
     try:
         found: GatherBuffer | None = channel.memory.get(_key(leaves, outline))
@@ -82,12 +93,17 @@ def known(leaves: Sequence[torch.Tensor], outline: Sequence[object], channel: Ch
     return found
 
 
-def created(leaves: Sequence[torch.Tensor], outline: Sequence[object], channel: Channel) -> GatherBuffer | None:
+def created(
+    leaves: Sequence[torch.Tensor], outline: Sequence[object], channel: Channel
+) -> GatherBuffer | None:
     """A new buffer for plain leaves; None where the message is large, or its tensors are not all on the CPU."""
     specs = flat.specs_of(leaves)
-    if sum(flat.sizes_of(specs)) > channel.capacity - _ALIGNED or not all(leaf.is_cpu for leaf in leaves):
+    if sum(flat.sizes_of(specs)) > channel.capacity - _ALIGNED or not all(
+        leaf.is_cpu for leaf in leaves
+    ):
         return None
     buffer: GatherBuffer = channel.remember(
-        _key(leaves, outline), GatherBuffer(specs, channel, flat.signature_of("gather", leaves, outline))
+        _key(leaves, outline),
+        GatherBuffer(specs, channel, flat.signature_of("gather", leaves, outline)),
     )
     return buffer

@@ -18,7 +18,9 @@ from . import flat, objects, transport, verify
 OPERATION = "gather_for_metrics"
 
 
-def gather_counted(data: object, counts: Sequence[int], group: dist.ProcessGroup | None = None) -> Any:
+def gather_counted(
+    data: object, counts: Sequence[int], group: dist.ProcessGroup | None = None
+) -> Any:
     """Gather the first `counts[r]` rows of each rank `r`, joined along dimension 0 in rank order, in one message.
 
     Args:
@@ -49,13 +51,21 @@ def gather_counted(data: object, counts: Sequence[int], group: dist.ProcessGroup
     return flat.replace(data, _gather_rows(mine, rows, group, sign, call))
 
 
-def gather_objects_counted(data: Any, counts: Sequence[int], group: dist.ProcessGroup | None = None) -> list[Any]:
+def gather_objects_counted(
+    data: Any, counts: Sequence[int], group: dist.ProcessGroup | None = None
+) -> list[Any]:
     """The first `counts[r]` elements of each rank's iterable `data`, in rank order, as one list."""
-    distributed, rank = _begin(Call(OPERATION, None, f"objects, counts={tuple(counts)}"), counts, group)
+    distributed, rank = _begin(
+        Call(OPERATION, None, f"objects, counts={tuple(counts)}"), counts, group
+    )
     mine = list(data)[: counts[rank]]
     if not distributed:
         return mine
-    return [element for found in objects.gather_each(mine, group, OPERATION, f"{counts=}") for element in found]
+    return [
+        element
+        for found in objects.gather_each(mine, group, OPERATION, f"{counts=}")
+        for element in found
+    ]
 
 
 def _begin(call: Call, counts: Sequence[int], group: dist.ProcessGroup | None) -> tuple[bool, int]:
@@ -93,11 +103,15 @@ def _gather_rows(
     group = transport.group_of(group)
     target = transport.carrier(group, flat.lone_device(leaves))
     widths = [leaf.shape[1:].numel() * leaf.dtype.itemsize for leaf in leaves]
-    sizes = [[count * width for count, width in zip(counts, widths, strict=True)] for counts in rows]
+    sizes = [
+        [count * width for count, width in zip(counts, widths, strict=True)] for counts in rows
+    ]
     # Each rank's row has its own tensors without gaps; only its end is filled up to the longest.
     longest = max(sum(each) for each in sizes)
     stacked = transport.checked_all_gather(flat.pack(leaves, target, longest), group, sign, call)
-    pieces = [row[: sum(each)].split_with_sizes(each) for row, each in zip(stacked, sizes, strict=True)]
+    pieces = [
+        row[: sum(each)].split_with_sizes(each) for row, each in zip(stacked, sizes, strict=True)
+    ]
     joined = []
     for place, leaf in enumerate(leaves):
         total = sum(counts[place] for counts in rows)

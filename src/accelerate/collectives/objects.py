@@ -52,7 +52,10 @@ def gather_object(object: object) -> Any:
 
 
 def gather_each(
-    value: object, group: dist.ProcessGroup | None = None, operation: str = "gather_object", options: str = ""
+    value: object,
+    group: dist.ProcessGroup | None = None,
+    operation: str = "gather_object",
+    options: str = "",
 ) -> list[Any]:
     """Every rank's object, in rank order, on every rank of `group`. Raises TypeError for what cannot be pickled."""
     group = transport.group_of(group)
@@ -104,18 +107,27 @@ def broadcast_each(value: object, source: int = 0, operation: str = "broadcast_o
     call = Call(operation, None, f"from_process={source}")
     sends = group.rank() == source
     content, length = _pickled(value) if sends else (io.BytesIO(), 0)
-    firsts, capacity = _first_messages(content, length, group, signature(operation, source), call, source)
+    firsts, capacity = _first_messages(
+        content, length, group, signature(operation, source), call, source
+    )
     length, view = firsts[0]
     if _checked_length(length, view, source) > capacity:
         row = _as_row(content, length, transport.home(group))
         with Collective(call):
             transport.broadcast(row, source, group)
         view = _view(row)
-    return value if sends else pickle.loads(view)
+    if sends:
+        return value
+    return pickle.loads(view)
 
 
 def _first_messages(
-    content: io.BytesIO, length: int, group: dist.ProcessGroup, sign: bytes, call: Call, source: int | None = None
+    content: io.BytesIO,
+    length: int,
+    group: dist.ProcessGroup,
+    sign: bytes,
+    call: Call,
+    source: int | None = None,
 ) -> tuple[list[tuple[int, memoryview]], int]:
     """Send a first message. Returns the length and the content of each rank's (or of `source`), and what one holds."""
     channel = channel_of(group)
@@ -141,7 +153,9 @@ def _pickled(value: object) -> tuple[io.BytesIO, int]:
     try:
         pickle.Pickler(content, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
     except Exception as error:
-        text = f"{type(value).__qualname__} cannot be pickled: {type(error).__name__}: {error}".encode()[:CAPACITY]
+        text = f"{type(value).__qualname__} cannot be pickled: {type(error).__name__}: {error}".encode()[
+            :CAPACITY
+        ]
         return io.BytesIO(text), -len(text)
     return content, content.getbuffer().nbytes
 

@@ -20,7 +20,9 @@ class CannotPadNestedTensorWarning(UserWarning):
     """A nested (ragged) tensor cannot be padded and is not changed."""
 
 
-def pad_across_processes(tensor: object, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+def pad_across_processes(
+    tensor: object, dim: int = 0, pad_index: int = 0, pad_first: bool = False
+) -> Any:
     """Pad nested tensors along a dimension to the largest size of any rank, so that they can be gathered.
 
     A tensor without that dimension is not changed, nor is a ragged one (`torch.nested`), for which there is a warning.
@@ -41,7 +43,10 @@ def pad_across_processes(tensor: object, dim: int = 0, pad_index: int = 0, pad_f
         logits = gather(pad_across_processes(logits, dim=1))
     """
     state = PartialState()
-    options = f"dim={dim}, pad_index={pad_index}, pad_first={pad_first}" if state.use_distributed else ""
+    if state.use_distributed:
+        options = f"dim={dim}, pad_index={pad_index}, pad_first={pad_first}"
+    else:
+        options = ""
     if state.use_distributed and state.debug:
         verify.agree("pad_across_processes", tensor, options=options, free_dim=...)
     sizes: list[int] = []
@@ -74,7 +79,9 @@ def pad_across_processes(tensor: object, dim: int = 0, pad_index: int = 0, pad_f
     return trees.map_leaves(pad, tensor)
 
 
-def padded(leaf: torch.Tensor, dim: int, size: int, pad_index: float = 0, pad_first: bool = False) -> torch.Tensor:
+def padded(
+    leaf: torch.Tensor, dim: int, size: int, pad_index: float = 0, pad_first: bool = False
+) -> torch.Tensor:
     """`leaf` padded along `dim` to `size`; the tensor itself where it has that size."""
     have = leaf.shape[dim]
     if have == size:

@@ -40,9 +40,13 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     if device_specific:
         state = PartialState()
         layout = AcceleratorState._shared_state.get("parallelism_config")
-        seed += state.process_index if layout is None else data_shard(layout, state.process_index)[0]
+        seed += (
+            state.process_index if layout is None else data_shard(layout, state.process_index)[0]
+        )
     if isinstance(seed, bool) or not isinstance(seed, numbers.Integral) or not 0 <= seed < 2**32:
-        raise ConfigurationError(f"set_seed: {seed!r} is not a seed: give an integer from 0 to 2**32 - 1")
+        raise ConfigurationError(
+            f"set_seed: {seed!r} is not a seed: give an integer from 0 to 2**32 - 1"
+        )
     random.seed(seed)
     np.random.seed(seed)
     # Seeds the CPU and, where they are used, all accelerators.
@@ -51,12 +55,16 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         torch.use_deterministic_algorithms(True)
 
 
-def synchronize_rng_state(rng_type: RNGType | None = None, generator: torch.Generator | None = None) -> None:
+def synchronize_rng_state(
+    rng_type: RNGType | None = None, generator: torch.Generator | None = None
+) -> None:
     """Copy rank 0's state of one generator to every rank. Does nothing without a type."""
     synchronize_rng_states([] if rng_type is None else [rng_type], generator)
 
 
-def synchronize_rng_states(rng_types: Iterable[str | RNGType], generator: torch.Generator | None = None) -> None:
+def synchronize_rng_states(
+    rng_types: Iterable[str | RNGType], generator: torch.Generator | None = None
+) -> None:
     """Copy rank 0's states of generators to every rank, in one message.
 
     Args:
@@ -78,13 +86,17 @@ def synchronize_rng_states(rng_types: Iterable[str | RNGType], generator: torch.
 
 def sync_rng_state(group: dist.ProcessGroup, device: torch.device) -> None:
     """Copy the states of the first rank's generators, of the CPU and of `device`, to all ranks of a group."""
-    for module in (torch,) if device.type == "cpu" else (torch, devices.generator_module(device.type)):
+    for module in (
+        (torch,) if device.type == "cpu" else (torch, devices.generator_module(device.type))
+    ):
         state = module.get_rng_state().to(device)
         dist.broadcast(state, group=group, group_src=0)
         module.set_rng_state(state.cpu())
 
 
-def _access(rng_type: RNGType, generator: torch.Generator | None) -> tuple[Callable[[], Any], Callable[[Any], object]]:
+def _access(
+    rng_type: RNGType, generator: torch.Generator | None
+) -> tuple[Callable[[], Any], Callable[[Any], object]]:
     """What returns the state of a generator, and what sets it."""
     if rng_type is RNGType.GENERATOR:
         if generator is None:
@@ -97,7 +109,9 @@ def _access(rng_type: RNGType, generator: torch.Generator | None) -> tuple[Calla
     if rng_type is RNGType.XLA:
         import torch_xla.core.xla_model as xla
 
-        return lambda: torch.tensor(xla.get_rng_state()), lambda state: xla.set_rng_state(int(state))
+        return lambda: torch.tensor(xla.get_rng_state()), lambda state: xla.set_rng_state(
+            int(state)
+        )
     if devices.accelerator_type() != rng_type.value:
         raise ConfigurationError(
             f"rng_types: there is no {rng_type.value} device here whose seed could be synchronized"

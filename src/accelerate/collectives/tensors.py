@@ -53,7 +53,9 @@ def gather(tensor: object) -> Any:
     Example:
         predictions, labels = gather((predictions, labels))
     """
-    return gather_nested(tensor) if PartialState().use_distributed else tensor
+    if PartialState().use_distributed:
+        return gather_nested(tensor)
+    return tensor
 
 
 def gather_nested(data: object, group: dist.ProcessGroup | None = None) -> Any:
@@ -68,7 +70,10 @@ def gather_nested(data: object, group: dist.ProcessGroup | None = None) -> Any:
         path = gather_buffer.known(leaves, outline, channel)
         if path is None:
             flat.checked(leaves, "gather")
-            path = gather_buffer.created(leaves, outline, channel) if leaves else None
+            if leaves:
+                path = gather_buffer.created(leaves, outline, channel)
+            else:
+                path = None
         if path is not None:
             return flat.replace(data, path.gather(leaves, group, data))
         channel.agree(group, flat.signature_of("gather", leaves, outline), Call("gather", data))
@@ -85,13 +90,17 @@ def _gather_raw(leaves: list[torch.Tensor], group: dist.ProcessGroup) -> Sequenc
     if len(leaves) == 1:
         gathered: Sequence[torch.Tensor] = [_gather_one(leaves[0], target, group)]
     else:
-        gathered = flat.unpack_stacked(transport.all_gather(flat.pack(leaves, target), group), flat.specs_of(leaves))
+        gathered = flat.unpack_stacked(
+            transport.all_gather(flat.pack(leaves, target), group), flat.specs_of(leaves)
+        )
     if target is not None:
         gathered = [value.to(leaf.device) for value, leaf in zip(gathered, leaves, strict=True)]
     return gathered
 
 
-def _gather_one(leaf: torch.Tensor, target: torch.device | None, group: dist.ProcessGroup) -> torch.Tensor:
+def _gather_one(
+    leaf: torch.Tensor, target: torch.device | None, group: dist.ProcessGroup
+) -> torch.Tensor:
     """A single tensor is received in its final memory, without a copy after the message."""
     shape = flat.stacked_shape(leaf.shape, group.size())
     if leaf.dtype in transport.COMMON and target is None and leaf.dim() and not leaf.is_neg():
@@ -126,16 +135,23 @@ def reduce(tensor: object, reduction: str = "mean", scale: float = 1.0) -> Any:
     if reduction == "none":
         return tensor
     if reduction not in REDUCTIONS:
-        raise ConfigurationError(f"reduce: reduction={reduction!r} is unknown: use one of {', '.join(REDUCTIONS)}")
+        raise ConfigurationError(
+            f"reduce: reduction={reduction!r} is unknown: use one of {', '.join(REDUCTIONS)}"
+        )
     if not PartialState().use_distributed:
         if scale != 1.0:
             _check_divisible(flat.collect(tensor, "reduce"), "sum")
-        return trees.map_leaves(lambda leaf: leaf.clone() if scale == 1.0 else leaf * scale, tensor, strict="reduce")
+        return trees.map_leaves(
+            lambda leaf: leaf.clone() if scale == 1.0 else leaf * scale, tensor, strict="reduce"
+        )
     return reduce_nested(tensor, reduction, scale)
 
 
 def reduce_nested(
-    data: object, reduction: str = "mean", scale: float = 1.0, group: dist.ProcessGroup | None = None
+    data: object,
+    reduction: str = "mean",
+    scale: float = 1.0,
+    group: dist.ProcessGroup | None = None,
 ) -> Any:
     """`reduce` among the ranks of `group`."""
     group = transport.group_of(group)
@@ -150,13 +166,17 @@ def reduce_nested(
         by_dtype.setdefault(leaf.dtype, []).append(place)
     reduced: list[Any] = [None] * len(leaves)
     for places in by_dtype.values():
-        values = _reduce_one_dtype([leaves[place] for place in places], reduction, scale, group, sign, call)
+        values = _reduce_one_dtype(
+            [leaves[place] for place in places], reduction, scale, group, sign, call
+        )
         for place, value in zip(places, values, strict=True):
             reduced[place] = value
     return flat.replace(data, reduced)
 
 
-def _leaves(call: Call, group: dist.ProcessGroup, *facts: object) -> tuple[list[torch.Tensor], bytes]:
+def _leaves(
+    call: Call, group: dist.ProcessGroup, *facts: object
+) -> tuple[list[torch.Tensor], bytes]:
     """The tensors of a call, and what must be the same on every rank; without tensors the ranks compare it now."""
     if PartialState().debug:
         verify.agree(call.operation, call.data, group, options=call.options)
@@ -178,13 +198,20 @@ def _check_divisible(leaves: Sequence[torch.Tensor], reduction: str) -> None:
 
 
 def _reduce_one_dtype(
-    leaves: Sequence[torch.Tensor], reduction: str, scale: float, group: dist.ProcessGroup, sign: bytes, call: Call
+    leaves: Sequence[torch.Tensor],
+    reduction: str,
+    scale: float,
+    group: dist.ProcessGroup,
+    sign: bytes,
+    call: Call,
 ) -> Sequence[torch.Tensor]:
     """Tensors of one dtype, reduced in one message."""
     target = transport.carrier(group, flat.lone_device(leaves))
     total = flat.join(leaves if target is None else [leaf.to(target) for leaf in leaves])
     # Autograd does not record the message: the result keeps this rank's graph.
-    transport.checked_all_reduce(total.detach(), getattr(dist.ReduceOp, REDUCTIONS[reduction]), group, sign, call)
+    transport.checked_all_reduce(
+        total.detach(), getattr(dist.ReduceOp, REDUCTIONS[reduction]), group, sign, call
+    )
     if reduction == "mean":
         total.div_(group.size())
     if scale != 1.0:
@@ -246,7 +273,9 @@ def avg_losses_across_data_parallel_group(losses: Sequence[torch.Tensor]) -> tor
     Returns:
         The means, of shape `[len(losses)]`, without gradients.
     """
-    averaged: torch.Tensor = reduce(torch.cat([loss.detach().reshape(1) for loss in losses]), "mean")
+    averaged: torch.Tensor = reduce(
+        torch.cat([loss.detach().reshape(1) for loss in losses]), "mean"
+    )
     return averaged
 
 
@@ -290,7 +319,9 @@ def gather_tensor_shape(tensor: torch.Tensor | None) -> tuple[torch.Tensor, int]
     """
     info = _only_tensor(tensor, "gather_tensor_shape")[1]
     if info.dtype not in TENSOR_TYPE_TO_INT:
-        raise ValueError(f"gather_tensor_shape: {info.dtype} is not one of {list(TENSOR_TYPE_TO_INT)}")
+        raise ValueError(
+            f"gather_tensor_shape: {info.dtype} is not one of {list(TENSOR_TYPE_TO_INT)}"
+        )
     sizes = torch.tensor(info.shape, dtype=torch.int32, device=PartialState().device)
     return sizes.unsqueeze(1), TENSOR_TYPE_TO_INT[info.dtype]
 
@@ -305,7 +336,9 @@ def _only_tensor(tensor: torch.Tensor | None, operation: str) -> tuple[int, Tens
         infos = objects.gather_each(infos[0], operation=operation)
     owners = [(rank, info) for rank, info in enumerate(infos) if info is not None]
     if len(owners) != 1:
-        raise ValueError(f"{operation}: exactly one rank must pass a tensor; ranks {[rank for rank, _ in owners]} did")
+        raise ValueError(
+            f"{operation}: exactly one rank must pass a tensor; ranks {[rank for rank, _ in owners]} did"
+        )
     return owners[0]
 
 
@@ -324,11 +357,15 @@ def is_tensor_information(tensor_info: object) -> bool:
 
 def get_data_structure(data: object) -> Any:
     """Nested `data` with a `TensorInformation` in place of every tensor."""
-    return trees.map_leaves(lambda tensor: TensorInformation(shape=tensor.shape, dtype=tensor.dtype), data)
+    return trees.map_leaves(
+        lambda tensor: TensorInformation(shape=tensor.shape, dtype=tensor.dtype), data
+    )
 
 
 def initialize_tensors(data_structure: object) -> Any:
     """The inverse of `get_data_structure`: uninitialised tensors in place of every `TensorInformation`."""
     return trees.map_leaves(
-        lambda info: torch.empty(info.shape, dtype=info.dtype), data_structure, is_tensor_information
+        lambda info: torch.empty(info.shape, dtype=info.dtype),
+        data_structure,
+        is_tensor_information,
     )

@@ -22,10 +22,21 @@ CPU = torch.device("cpu")
 SPREAD_BYTES = 4 << 20
 
 # The name since torch 2.13; torch 2.11 and 2.12 have the older one.
-all_gather_single: Any = getattr(dist, "all_gather_single", getattr(dist, "all_gather_into_tensor", None))
+all_gather_single: Any = getattr(
+    dist, "all_gather_single", getattr(dist, "all_gather_into_tensor", None)
+)
 # Dtypes that every backend sends and reduces.
 COMMON = frozenset(
-    {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8}
+    {
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.int8,
+        torch.uint8,
+    }
 )
 
 
@@ -57,7 +68,9 @@ def carrier(group: dist.ProcessGroup, found: torch.device | None) -> torch.devic
     if found is not None and found.type in devices:
         return None
     own = PartialState().device
-    return own if own.type in devices else torch.device(min(devices))
+    if own.type in devices:
+        return own
+    return torch.device(min(devices))
 
 
 def home(group: dist.ProcessGroup) -> torch.device:
@@ -106,7 +119,9 @@ def all_reduce(flat: torch.Tensor, operation: object, group: dist.ProcessGroup) 
         dist.all_reduce(flat, op=operation, group=group)
 
 
-def all_gather_numbers(numbers: Sequence[int], group: dist.ProcessGroup, sign: bytes, call: Call) -> list[list[int]]:
+def all_gather_numbers(
+    numbers: Sequence[int], group: dist.ProcessGroup, sign: bytes, call: Call
+) -> list[list[int]]:
     """Every rank's list of integers (equally many on each)."""
     row = torch.tensor(numbers, dtype=torch.int64, device=home(group))
     rows = checked_all_gather(row.view(torch.uint8), group, sign, call)
@@ -122,10 +137,14 @@ def channel_for(group: dist.ProcessGroup, device: torch.device | None) -> Channe
     channel = channel_of(group)
     if channel is None or channel.serves_all:
         return channel
-    return channel if device is not None and device.type == "cpu" else None
+    if device is not None and device.type == "cpu":
+        return channel
+    return None
 
 
-def checked_all_gather(row: torch.Tensor, group: dist.ProcessGroup, sign: bytes, call: Call) -> torch.Tensor:
+def checked_all_gather(
+    row: torch.Tensor, group: dist.ProcessGroup, sign: bytes, call: Call
+) -> torch.Tensor:
     """`all_gather` of bytes. The result may be overwritten by the next message of the group."""
     channel = channel_for(group, row.device)
     if channel is not None:
@@ -138,13 +157,21 @@ def checked_all_gather(row: torch.Tensor, group: dist.ProcessGroup, sign: bytes,
         return all_gather(row, group)
 
 
-def checked_broadcast(row: torch.Tensor, source: int, group: dist.ProcessGroup, sign: bytes, call: Call) -> None:
+def checked_broadcast(
+    row: torch.Tensor, source: int, group: dist.ProcessGroup, sign: bytes, call: Call
+) -> None:
     """`broadcast` of bytes."""
     channel = channel_for(group, row.device)
     if channel is not None:
         length, sends = row.shape[0], group.rank() == source
         if length <= channel.capacity:
-            channel.swap_bytes(group, sign, row.detach().cpu().numpy() if sends else b"", length if sends else 0, call)
+            channel.swap_bytes(
+                group,
+                sign,
+                row.detach().cpu().numpy() if sends else b"",
+                length if sends else 0,
+                call,
+            )
             if not sends:
                 row.detach().copy_(channel.slots[source, HEADER : HEADER + length])
             return
@@ -167,7 +194,11 @@ def checked_all_reduce(
                 if operation == dist.ReduceOp.SUM:
                     flat.copy_(torch.sum(rows, 0, dtype=rows.dtype))
                 else:
-                    flat.copy_(torch.amax(rows, 0) if operation == dist.ReduceOp.MAX else torch.amin(rows, 0))
+                    flat.copy_(
+                        torch.amax(rows, 0)
+                        if operation == dist.ReduceOp.MAX
+                        else torch.amin(rows, 0)
+                    )
             return
         channel.agree(group, sign, call)
     with Collective(call):

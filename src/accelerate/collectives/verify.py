@@ -56,12 +56,17 @@ def agree(
             f"Operation: `accelerate.{operation}` at {mine['at']}: the store of the run is gone, so the process "
             f"that hosts it (rank 0, or the launcher) has ended: {error}"
         ) from error
-    if (verdict := outcome.refused or outcome.result) is not None:
+    verdict = outcome.refused or outcome.result
+    if verdict is not None:
         raise DistributedOperationException(verdict)
 
 
 def _absence(
-    turn: Round, present: dict[int, dict[str, Any]], absent: list[int], ended: list[int], limit: float
+    turn: Round,
+    present: dict[int, dict[str, Any]],
+    absent: list[int],
+    ended: list[int],
+    limit: float,
 ) -> str:
     """Why the absent ranks will not come."""
     first = next(iter(present.values()))
@@ -79,7 +84,8 @@ def _absence(
         line = "has ended" if rank in ended else "has not come"
         if rank in places:
             line += f"; it {hang_watch.status_line(places[rank])}"
-        if (last := turn.former_value(rank)) is not None:
+        last = turn.former_value(rank)
+        if last is not None:
             line += f"; its last operation was {last['summary']} (at {last['at']})"
         lines.append(f"  - Process {rank}: {line}")
     if not ended:

@@ -19,14 +19,24 @@ if TYPE_CHECKING:
 
 def parser() -> Parser:
     """Return the parser of `accelerate checkpoint`."""
-    found = Parser(prog="accelerate checkpoint", description="List checkpoints, or verify their checksums.")
+    found = Parser(
+        prog="accelerate checkpoint", description="List checkpoints, or verify their checksums."
+    )
     actions = found.add_subparsers(dest="action", required=True, metavar="verify | list")
     for name, what in (
-        ("verify", "read every file and compare its checksum with the manifest; exit code 1 if one differs"),
-        ("list", "show the checkpoints in a folder, and whether each is complete, without reading the weights"),
+        (
+            "verify",
+            "read every file and compare its checksum with the manifest; exit code 1 if one differs",
+        ),
+        (
+            "list",
+            "show the checkpoints in a folder, and whether each is complete, without reading the weights",
+        ),
     ):
         action = actions.add_parser(name, help=what, description=what)
-        action.add_argument("path", help="a checkpoint, a folder of checkpoints, or the folder of a project")
+        action.add_argument(
+            "path", help="a checkpoint, a folder of checkpoints, or the folder of a project"
+        )
     return found
 
 
@@ -43,7 +53,9 @@ def main(arguments: list[str] | None = None) -> None:
     sound = [check(folder) for folder in folders]
     if options.action == "list":
         for folder in damaged:
-            print(f"set aside {folder}: a run has renamed it when it could not be loaded; no run reads or removes it")
+            print(
+                f"set aside {folder}: a run has renamed it when it could not be loaded; no run reads or removes it"
+            )
     sys.exit(0 if all(sound) else 1)
 
 
@@ -58,7 +70,10 @@ def _folders(path: Path) -> tuple[list[Path], list[Path]]:
         return [], []
     for directory in (path, checkpoints_dir(path)):
         if directory.is_dir():
-            found, damaged = [folder for _, folder in list_checkpoints(directory)], list_damaged(directory)
+            found, damaged = (
+                [folder for _, folder in list_checkpoints(directory)],
+                list_damaged(directory),
+            )
             if found or damaged:
                 return found, damaged
     return [path], []
@@ -90,7 +105,12 @@ def _listed(folder: Path) -> bool:
 def _about(manifest: Manifest) -> str:
     size = size_of(sum(record.size for record in manifest.files.values()))
     position = "".join(
-        f", {name} {manifest.progress[name]}" for name in ("epoch", "step") if name in manifest.progress
+        f", {name} {manifest.progress[name]}"
+        for name in ("epoch", "step")
+        if name in manifest.progress
     )
-    processes = "1 process" if manifest.world_size == 1 else f"{manifest.world_size} processes"
+    if manifest.world_size == 1:
+        processes = "1 process"
+    else:
+        processes = f"{manifest.world_size} processes"
     return f"{len(manifest.files)} files, {size}, saved by {processes}{position}"

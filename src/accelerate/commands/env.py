@@ -17,7 +17,17 @@ from ..core.objects import masked
 from ..core.version import __version__
 from .parser import Parser, listing
 
-PACKAGES = ("torch", "numpy", "safetensors", "transformers", "deepspeed", "torchao", "peft", "bitsandbytes", "ray")
+PACKAGES = (
+    "torch",
+    "numpy",
+    "safetensors",
+    "transformers",
+    "deepspeed",
+    "torchao",
+    "peft",
+    "bitsandbytes",
+    "ray",
+)
 
 
 def gather(config_file: str | None = None) -> dict[str, Any]:
@@ -68,8 +78,13 @@ def _devices() -> list[str]:
 
 def parser() -> Parser:
     """Return the parser of `accelerate env`."""
-    made = Parser(prog="accelerate env", description="Describe this installation and this machine, for bug reports.")
-    made.add_argument("--config_file", default=None, help="Configuration file to show instead of the default one.")
+    made = Parser(
+        prog="accelerate env",
+        description="Describe this installation and this machine, for bug reports.",
+    )
+    made.add_argument(
+        "--config_file", default=None, help="Configuration file to show instead of the default one."
+    )
     made.add_argument("--json", action="store_true", help="Print JSON.")
     return made
 

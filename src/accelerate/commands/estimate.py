@@ -47,7 +47,9 @@ def footprint(model: nn.Module, dtype: str) -> Footprint:
     kind: Any = CustomDtype.INT4 if dtype == "int4" else getattr(torch, dtype)
     sizes = compute_module_sizes(model, dtype=kind)
     # The classes whose modules are never split, as the model and its modules name them.
-    unsplit = set(flat_list([getattr(module, "_no_split_modules", None) for module in model.modules()]))
+    unsplit = set(
+        flat_list([getattr(module, "_no_split_modules", None) for module in model.modules()])
+    )
     largest, _ = get_max_layer_size(members_of("", model), sizes, sorted(unsplit))
     return Footprint(dtype, int(largest), int(sizes[""]), training(model, dtype))
 
@@ -59,9 +61,18 @@ def training(model: nn.Module, dtype: str) -> int | None:
     """
     if dtype not in ("float32", "float16", "bfloat16"):
         return None
-    weights = sum(tensor.numel() * tensor.element_size() for tensor in [*model.parameters(), *model.buffers()])
-    trained = sum(weight.numel() * weight.element_size() for weight in model.parameters() if weight.requires_grad)
-    copies = sum(2 * weight.numel() for weight in model.parameters()) if dtype != "float32" else 0
+    weights = sum(
+        tensor.numel() * tensor.element_size() for tensor in [*model.parameters(), *model.buffers()]
+    )
+    trained = sum(
+        weight.numel() * weight.element_size()
+        for weight in model.parameters()
+        if weight.requires_grad
+    )
+    if dtype != "float32":
+        copies = sum(2 * weight.numel() for weight in model.parameters())
+    else:
+        copies = 0
     return weights + copies + 3 * trained
 
 
@@ -88,15 +99,22 @@ def build(
     config = _read(path)
     library = library or _library_of(config, name)
     if not is_available(library):
-        raise ConfigurationError(f"{name} is a model of {library}, which is not installed: pip install {library}")
+        raise ConfigurationError(
+            f"{name} is a model of {library}, which is not installed: pip install {library}"
+        )
     try:
         if library == "timm":
             return _of_timm(name, path)
         return _of_transformers(name, path, trust_remote_code, token)
     # The library, and a model's own code, raise whatever they like.
     except Exception as error:
-        hint = ". --trust_remote_code runs the model's own code" if "trust_remote_code" in str(error) else ""
-        raise ConfigurationError(f"{library} cannot build {name} from {path}: {_one_line(error)}{hint}") from error
+        if "trust_remote_code" in str(error):
+            hint = ". --trust_remote_code runs the model's own code"
+        else:
+            hint = ""
+        raise ConfigurationError(
+            f"{library} cannot build {name} from {path}: {_one_line(error)}{hint}"
+        ) from error
 
 
 def _from_hub(name: str, token: str | None) -> Path:
@@ -112,7 +130,8 @@ def _from_hub(name: str, token: str | None) -> Path:
         cached = try_to_load_from_cache(name, CONFIG)
         if isinstance(cached, str):
             return Path(cached)
-        model_info(name, token=token, timeout=HUB_TIMEOUT)  # without a network, a download is tried for 20 s
+        # without a network, a download is tried for 20 s
+        model_info(name, token=token, timeout=HUB_TIMEOUT)
         return Path(hf_hub_download(name, CONFIG, token=token))
     # The Hub's own errors, and those of its HTTP library, of which there have been several.
     except Exception as error:
@@ -144,7 +163,9 @@ def _library_of(config: dict[str, Any], name: str) -> str:
     )
 
 
-def _of_transformers(name: str, path: Path, trust_remote_code: bool, token: str | None) -> nn.Module:
+def _of_transformers(
+    name: str, path: Path, trust_remote_code: bool, token: str | None
+) -> nn.Module:
     import torch
     import transformers
 
@@ -152,8 +173,15 @@ def _of_transformers(name: str, path: Path, trust_remote_code: bool, token: str 
     transformers.logging.set_verbosity_error()
     local = Path(name).expanduser()
     # The file is at hand; only a model's own code needs more of the Hub.
-    source = str(local) if local.exists() else name if trust_remote_code else str(path.parent)
-    config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, token=token)
+    if local.exists():
+        source = str(local)
+    elif trust_remote_code:
+        source = name
+    else:
+        source = str(path.parent)
+    config = transformers.AutoConfig.from_pretrained(
+        source, trust_remote_code=trust_remote_code, token=token
+    )
     config.dtype = torch.float32
     with torch.device("meta"):
         for architecture in config.architectures or []:
@@ -162,8 +190,12 @@ def _of_transformers(name: str, path: Path, trust_remote_code: bool, token: str 
                 return model
         # A model with its own code says there which of the library's automatic classes build it.
         automatic = getattr(config, "auto_map", None) or {}
-        name_of_class = next((name for name in automatic if name.startswith("AutoModelFor")), "AutoModel")
-        model = getattr(transformers, name_of_class).from_config(config, trust_remote_code=trust_remote_code)
+        name_of_class = next(
+            (name for name in automatic if name.startswith("AutoModelFor")), "AutoModel"
+        )
+        model = getattr(transformers, name_of_class).from_config(
+            config, trust_remote_code=trust_remote_code
+        )
         return model
 
 
@@ -171,7 +203,10 @@ def _of_timm(name: str, path: Path) -> nn.Module:
     import timm
     import torch
 
-    source = f"local-dir:{path.parent}" if Path(name).expanduser().exists() else add_timm_hub_prefix(name)
+    if Path(name).expanduser().exists():
+        source = f"local-dir:{path.parent}"
+    else:
+        source = add_timm_hub_prefix(name)
     with torch.device("meta"):
         model: nn.Module = timm.create_model(source, pretrained=False)
         return model
@@ -180,7 +215,9 @@ def _of_timm(name: str, path: Path) -> nn.Module:
 def _one_line(error: BaseException) -> str:
     """A foreign error in one line."""
     text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:297]}..." if len(text) > 300 else f"{type(error).__name__}: {text}"
+    if len(text) > 300:
+        return f"{type(error).__name__}: {text[:297]}..."
+    return f"{type(error).__name__}: {text}"
 
 
 def report(name: str, model: nn.Module, found: list[Footprint]) -> str:
@@ -189,7 +226,12 @@ def report(name: str, model: nn.Module, found: list[Footprint]) -> str:
 
     count = sum(weight.numel() for weight in model.parameters())
     rows = [
-        (row.dtype, size_of(row.largest), size_of(row.total), size_of(row.training) if row.training else "-")
+        (
+            row.dtype,
+            size_of(row.largest),
+            size_of(row.total),
+            size_of(row.training) if row.training else "-",
+        )
         for row in found
     ]
     lines = [
@@ -199,9 +241,13 @@ def report(name: str, model: nn.Module, found: list[Footprint]) -> str:
         "",
     ]
     if any(row.training for row in found):
-        lines.append("Activations come on top: they depend on the batch. `accelerate plan` traces them.")
+        lines.append(
+            "Activations come on top: they depend on the batch. `accelerate plan` traces them."
+        )
     if any(not row.training for row in found):
-        lines.append("int8 and int4: as if every weight were quantised; layers that stay in 16 bits come on top.")
+        lines.append(
+            "int8 and int4: as if every weight were quantised; layers that stay in 16 bits come on top."
+        )
     return "\n".join(lines)
 
 
@@ -263,7 +309,10 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def create_empty_model(
-    model_name: str, library_name: str | None, trust_remote_code: bool = False, access_token: str | None = None
+    model_name: str,
+    library_name: str | None,
+    trust_remote_code: bool = False,
+    access_token: str | None = None,
 ) -> nn.Module:
     """Build a model from its configuration, without memory for its weights.
 
@@ -287,12 +336,18 @@ def check_has_model(error: BaseException) -> str:
     text = str(error)
     if is_available("timm") and isinstance(error, RuntimeError) and "Unknown model" in text:
         return "timm"
-    if is_available("transformers") and isinstance(error, OSError) and "does not appear to have a file named" in text:
+    if (
+        is_available("transformers")
+        and isinstance(error, OSError)
+        and "does not appear to have a file named" in text
+    ):
         return "transformers"
     return "unknown"
 
 
-def estimate_training_usage(bytes: int, mixed_precision: str, msamp_config: str | None = None) -> dict[str, int]:
+def estimate_training_usage(
+    bytes: int, mixed_precision: str, msamp_config: str | None = None
+) -> dict[str, int]:
     """Estimate the memory that training with Adam takes, without activations.
 
     Args:
@@ -308,7 +363,12 @@ def estimate_training_usage(bytes: int, mixed_precision: str, msamp_config: str 
         return {"model": bytes, "optimizer": 2 * bytes, "gradients": bytes, "step": 4 * bytes}
     if mixed_precision in ("float16", "bfloat16"):
         # The gradients: in float32, and next to them a half-precision copy of the weights during the backward pass.
-        return {"model": bytes, "optimizer": 2 * bytes, "gradients": bytes + bytes // 2, "step": 2 * bytes}
+        return {
+            "model": bytes,
+            "optimizer": 2 * bytes,
+            "gradients": bytes + bytes // 2,
+            "step": 2 * bytes,
+        }
     return {"model": -1, "optimizer": -1, "gradients": -1, "step": -1}
 
 
@@ -322,7 +382,10 @@ def gather_data(args: argparse.Namespace) -> list[list[Any]]:
     model = create_empty_model(args.model_name, args.library_name, args.trust_remote_code)
     unquantized = footprint(model, "float32").total
     found = [footprint(model, dtype) for dtype in args.dtypes]
-    return [[row.dtype, row.largest, row.total, estimate_training_usage(unquantized, row.dtype)] for row in found]
+    return [
+        [row.dtype, row.largest, row.total, estimate_training_usage(unquantized, row.dtype)]
+        for row in found
+    ]
 
 
 def add_timm_hub_prefix(model_name: str) -> str:

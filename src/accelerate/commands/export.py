@@ -19,7 +19,9 @@ def parser() -> Parser:
         "transformers reads, or its adapters as peft reads them. The checksums of the checkpoint are compared first. "
         "A few tensors are in memory at a time.",
     )
-    made.add_argument("checkpoint", help="A checkpoint, or if it has several models the file or folder of one.")
+    made.add_argument(
+        "checkpoint", help="A checkpoint, or if it has several models the file or folder of one."
+    )
     made.add_argument("folder", help="Folder for the model; it is created if it does not exist.")
     made.add_argument(
         "--base",
@@ -52,5 +54,7 @@ def main(argv: list[str] | None = None) -> None:
             raise ConfigurationError(f"folder={args.folder!r} is a file; give a folder")
         from ..checkpointing.export_checkpoint import export_checkpoint
 
-        written = export_checkpoint(source, folder, args.base, args.merge_adapters, args.max_shard_size)
+        written = export_checkpoint(
+            source, folder, args.base, args.merge_adapters, args.max_shard_size
+        )
     print(f"{folder}, written in {time.perf_counter() - start:.1f} s: {written}")

@@ -68,12 +68,25 @@ def launch_command_parser(
     """The parser of `accelerate launch`; as a sub-command where `subparsers` is given."""
     usage = "accelerate launch [options] script.py [arguments of the script]"
     parser = command_parser(
-        "launch", DESCRIPTION, launch_command, subparsers, foreign=OF_TORCHRUN, usage=usage, add_help=False
+        "launch",
+        DESCRIPTION,
+        launch_command,
+        subparsers,
+        foreign=OF_TORCHRUN,
+        usage=usage,
+        add_help=False,
     )
     parser.add_argument(
-        "-h", "--help", action=Help, nargs="?", metavar="TOPIC", help="Show the usual options, or those of a topic."
+        "-h",
+        "--help",
+        action=Help,
+        nargs="?",
+        metavar="TOPIC",
+        help="Show the usual options, or those of a topic.",
     )
-    parser.add_argument("--help_all", action=Help, nargs=0, const="all", help="Show the options of all topics.")
+    parser.add_argument(
+        "--help_all", action=Help, nargs=0, const="all", help="Show the options of all topics."
+    )
     add_options(parser, GROUPS)
     parser.add_argument(
         "--no_tpu_cluster",
@@ -82,8 +95,13 @@ def launch_command_parser(
         const=False,
         help=argparse.SUPPRESS,
     )
-    parser.add_argument("training_script", help="The script to start (or module, or program), then its own arguments.")
-    rest = parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "training_script",
+        help="The script to start (or module, or program), then its own arguments.",
+    )
+    rest = parser.add_argument(
+        "training_script_args", nargs=argparse.REMAINDER, help=argparse.SUPPRESS
+    )
     rest.required = False  # else an absent script is reported with this one
     return parser
 
@@ -106,10 +124,14 @@ def find_file(named: str | None = None) -> launch_file.LaunchFile | None:
     if named:
         return launch_file.read(named)
     default = launch_file.default_file()
-    return launch_file.read(default) if default.is_file() else None
+    if default.is_file():
+        return launch_file.read(default)
+    return None
 
 
-def prepared(settings: Settings, program: Program, in_place: bool = False) -> tuple[LaunchSpec, Launcher]:
+def prepared(
+    settings: Settings, program: Program, in_place: bool = False
+) -> tuple[LaunchSpec, Launcher]:
     """The checked launch. A ConfigurationError names the origin of each setting in its message."""
     with settings.locating():
         spec = plan(settings, program, in_place)
@@ -132,7 +154,11 @@ def launch_command(args: argparse.Namespace, in_place: bool = False) -> None:
     spec, launcher = prepared(settings, Program.of(args), in_place)
     for line in without_effect(type(launcher), settings):
         messages.show(line)
-    if launcher.uses_this_machine and spec.device == "cpu" and (settings["dry_run"] or not settings["quiet"]):
+    if (
+        launcher.uses_this_machine
+        and spec.device == "cpu"
+        and (settings["dry_run"] or not settings["quiet"])
+    ):
         warning = shortage_of_cpus(spec.local_processes, spec.threads)
         if warning is not None:
             messages.show(warning)

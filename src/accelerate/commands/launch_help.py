@@ -12,7 +12,10 @@ from ..core.options import GROUPS
 from .parser import Parser, add_options
 
 EXAMPLES = (
-    ("on all accelerators of this machine, or on its CPU; the script has --epochs", "train.py --epochs 3"),
+    (
+        "on all accelerators of this machine, or on its CPU; the script has --epochs",
+        "train.py --epochs 3",
+    ),
     ("on four processes, in bfloat16", "--num_processes 4 --mixed_precision bf16 train.py"),
     ("with the model sharded over all processes", "--use_fsdp --fsdp_version 2 train.py"),
     ("with each weight matrix split over two processes", "--parallelism_config_tp_size 2 train.py"),
@@ -41,12 +44,23 @@ def text(parser: argparse.ArgumentParser, topic: str | None) -> str:
             return _options([group])
     flag = f"--{word}"
     for group in GROUPS:
-        if rows := tuple(option for option in group.options if flag in option.spellings):
+        rows = tuple(option for option in group.options if flag in option.spellings)
+        if rows:
             return _options([Group(f"a part of {name_of(group)}", "", rows)])
     names = [name_of(group) for group in GROUPS]
-    known = [*names, *(flag.lstrip("-") for group in GROUPS for option in group.options for flag in option.spellings)]
+    known = [
+        *names,
+        *(
+            flag.lstrip("-")
+            for group in GROUPS
+            for option in group.options
+            for flag in option.spellings
+        ),
+    ]
     meant = suggestion(word, names) or suggestion(word, known)
-    raise ConfigurationError(f"no topic or option {topic!r}{meant}; the topics are {', '.join(names)}, all")
+    raise ConfigurationError(
+        f"no topic or option {topic!r}{meant}; the topics are {', '.join(names)}, all"
+    )
 
 
 def name_of(group: Group) -> str:
@@ -55,11 +69,18 @@ def name_of(group: Group) -> str:
 
 
 def _usual(parser: argparse.ArgumentParser) -> str:
-    rows = tuple(option for group in GROUPS for option in group.options if option.name in group.usual)
+    rows = tuple(
+        option for group in GROUPS for option in group.options if option.name in group.usual
+    )
     width = max(len(name_of(group)) for group in GROUPS)
     indent = " " * (width + 4)
     topics = [
-        textwrap.fill(group.help, 78, initial_indent=f"  {name_of(group):<{width}}  ", subsequent_indent=indent)
+        textwrap.fill(
+            group.help,
+            78,
+            initial_indent=f"  {name_of(group):<{width}}  ",
+            subsequent_indent=indent,
+        )
         for group in GROUPS
     ]
     return "\n".join(

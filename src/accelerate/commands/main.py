@@ -64,7 +64,9 @@ def main(*command: str) -> None:
         from ..core.errors import suggestion
         from .parser import print_error
 
-        print_error(f"unknown command {name!r}{suggestion(name, COMMANDS)}; `accelerate help` lists the commands")
+        print_error(
+            f"unknown command {name!r}{suggestion(name, COMMANDS)}; `accelerate help` lists the commands"
+        )
         sys.exit(2)
     try:
         try:

@@ -19,8 +19,12 @@ def parser() -> Parser:
         "Further models of a checkpoint become model_1.safetensors and so on. The checksums of the checkpoint are "
         "compared first, if it has any. 1 GiB of memory is usually enough.",
     )
-    made.add_argument("checkpoint_directory", help="A checkpoint, or the folder pytorch_model_fsdp_0 in it.")
-    made.add_argument("output_path", help="Folder for the merged weights; it is created if it does not exist.")
+    made.add_argument(
+        "checkpoint_directory", help="A checkpoint, or the folder pytorch_model_fsdp_0 in it."
+    )
+    made.add_argument(
+        "output_path", help="Folder for the merged weights; it is created if it does not exist."
+    )
     made.add_argument(
         "--unsafe_serialization",
         action="store_true",

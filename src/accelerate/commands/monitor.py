@@ -19,8 +19,12 @@ def parser() -> Parser:
         description="Show recorded runs on a local web page: curves, the step time of each rank, phases, memory and "
         "events. The page is updated while a run trains.",
     )
-    found.add_argument("runs", nargs="+", metavar="RUN", help="Folder of a run. Several folders are compared.")
-    found.add_argument("--port", type=int, help="Port of the page. Default: the first free port from 6606 on.")
+    found.add_argument(
+        "runs", nargs="+", metavar="RUN", help="Folder of a run. Several folders are compared."
+    )
+    found.add_argument(
+        "--port", type=int, help="Port of the page. Default: the first free port from 6606 on."
+    )
     found.add_argument(
         "--host",
         help="Address to listen on, such as 0.0.0.0 for all addresses of this machine. The URL then contains a "
@@ -32,7 +36,9 @@ def parser() -> Parser:
         action="store_true",
         help="Print the state of the run as an object of JSON instead, in a line for each change until it ends.",
     )
-    found.add_argument("--once", action="store_true", help="With --json: print the present state, and end.")
+    found.add_argument(
+        "--once", action="store_true", help="With --json: print the present state, and end."
+    )
     return found
 
 
@@ -42,7 +48,9 @@ def main(arguments: list[str] | None = None) -> None:
     options = made.parse_args(arguments)
     if options.tui or options.json:
         if options.port is not None or options.host is not None or len(options.runs) > 1:
-            made.error(f"{'--tui' if options.tui else '--json'} shows one run, and takes neither --port nor --host")
+            made.error(
+                f"{'--tui' if options.tui else '--json'} shows one run, and takes neither --port nor --host"
+            )
         if options.tui and options.json:
             made.error("--tui and --json exclude each other")
     if options.once and not options.json:

@@ -23,7 +23,11 @@ class Formatter(argparse.HelpFormatter):
 
     def __init__(self, prog: str, width: int | None = None) -> None:
         # Longer lines are hard to read on a wide terminal.
-        super().__init__(prog, max_help_position=30, width=width or min(shutil.get_terminal_size().columns - 2, 98))
+        super().__init__(
+            prog,
+            max_help_position=30,
+            width=width or min(shutil.get_terminal_size().columns - 2, 98),
+        )
 
     def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
         return "VALUE"
@@ -32,7 +36,9 @@ class Formatter(argparse.HelpFormatter):
         if not action.option_strings:
             return super()._format_action_invocation(action)
         names = [
-            name for name in action.option_strings if "-" not in name[2:] or "_" not in "".join(action.option_strings)
+            name
+            for name in action.option_strings
+            if "-" not in name[2:] or "_" not in "".join(action.option_strings)
         ]
         value = str(action.metavar or "VALUE")
         if action.choices is not None:
@@ -46,7 +52,9 @@ class Formatter(argparse.HelpFormatter):
 def _listed(choices: Sequence[str]) -> str:
     """The choices as an option's value, if that is short."""
     text = "{" + ",".join(choices) + "}"
-    return text if len(text) <= 24 else "NAME"
+    if len(text) <= 24:
+        return text
+    return "NAME"
 
 
 def has_colour(stream: TextIO) -> bool:
@@ -69,7 +77,10 @@ def print_error(message: object) -> None:
     """Print an error on stderr. For an OSError of a file this is its name and the reason."""
     if isinstance(message, OSError) and message.filename is not None:
         message = f"{message.filename} cannot be read or written: {message.strerror}"
-    error = "\x1b[31merror:\x1b[0m" if has_colour(sys.stderr) else "error:"
+    if has_colour(sys.stderr):
+        error = "\x1b[31merror:\x1b[0m"
+    else:
+        error = "error:"
     messages.show(f"{error} {message}")
 
 
@@ -89,7 +100,9 @@ class Parser(argparse.ArgumentParser):
     `foreign` has options of another program, without their dashes and with underscores, and what replaces each here.
     """
 
-    def __init__(self, *args: Any, foreign: Mapping[str, str] = types.MappingProxyType({}), **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, foreign: Mapping[str, str] = types.MappingProxyType({}), **kwargs: Any
+    ) -> None:
         self.foreign = foreign
         kwargs.setdefault("formatter_class", Formatter)
         # A script's own arguments come after it; argparse would hold them against our flags' abbreviations.
@@ -102,7 +115,9 @@ class Parser(argparse.ArgumentParser):
 
     def add_argument(self, *args: Any, **kwargs: Any) -> argparse.Action:
         """Add an argument, as argparse does, and keep it by its flags. A flag may be written with hyphens too."""
-        hyphened = [flag.replace("_", "-") for flag in args if flag.startswith("--") and "_" in flag]
+        hyphened = [
+            flag.replace("_", "-") for flag in args if flag.startswith("--") and "_" in flag
+        ]
         action = super().add_argument(*args, *hyphened, **kwargs)
         self.record(action)
         return action
@@ -140,7 +155,11 @@ class Parser(argparse.ArgumentParser):
             words.append(word)
             if action is not None and action.nargs is None and action.const is None:
                 value = next(remaining, None)
-                if value is not None and value.startswith("-") and value.split("=")[0] not in self.flags:
+                if (
+                    value is not None
+                    and value.startswith("-")
+                    and value.split("=")[0] not in self.flags
+                ):
                     words[-1] = f"{word}={value}"
                 elif value is not None:
                     words.append(value)
@@ -152,7 +171,8 @@ class Parser(argparse.ArgumentParser):
         if not word.startswith("-"):
             return f"unexpected argument {word!r}"
         flag = word.split("=", 1)[0]
-        if instead := self.foreign.get(flag.lstrip("-").replace("-", "_")):
+        instead = self.foreign.get(flag.lstrip("-").replace("-", "_"))
+        if instead:
             return f"unknown option {flag}: {instead}"
         hint = suggestion(flag, self.flags) or f"; see {self.prog} -h"
         if any(action.nargs == argparse.REMAINDER for action in self.actions):
@@ -167,9 +187,15 @@ class Parser(argparse.ArgumentParser):
         if message.startswith("the following arguments are required"):
             # A mistyped option is the cause, if its value or what follows was to be the argument.
             options = (word for word in self._words if word.startswith("--") and word != "--")
-            unknown = next((word for word in options if word.split("=", 1)[0] not in self.flags), None)
-            message = f"{message}; see {self.prog} -h" if unknown is None else self._unknown(unknown)
-        if choice := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
+            unknown = next(
+                (word for word in options if word.split("=", 1)[0] not in self.flags), None
+            )
+            if unknown is None:
+                message = f"{message}; see {self.prog} -h"
+            else:
+                message = self._unknown(unknown)
+        choice = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
+        if choice:
             message += suggestion(choice[1], re.findall(r"[\w.-]+", choice[2]))
         if message.endswith("expected one argument"):
             message += "; a value that begins with a hyphen is given as --option=VALUE"
@@ -196,7 +222,9 @@ def command_parser(
 
 
 def _subject(found: re.Match[str]) -> str:
-    return found[1] if found[3] else f"{found[1]}: "
+    if found[3]:
+        return found[1]
+    return f"{found[1]}: "
 
 
 class Store(argparse.Action):
@@ -225,9 +253,18 @@ def add_options(parser: argparse.ArgumentParser, groups: Sequence[Group]) -> Non
         for option in group.options:
             values: dict[str, Any] = {"nargs": 0, "const": True}
             if option.kind != "switch":
-                values = {"type": _reader(option), "metavar": _metavar(option), "const": option.bare or None}
+                values = {
+                    "type": _reader(option),
+                    "metavar": _metavar(option),
+                    "const": option.bare or None,
+                }
             action = section.add_argument(
-                *option.spellings, dest=option.name, action=Store, default=option.default, help=_help(option), **values
+                *option.spellings,
+                dest=option.name,
+                action=Store,
+                default=option.default,
+                help=_help(option),
+                **values,
             )
             if isinstance(parser, Parser):
                 parser.record(action)
@@ -236,7 +273,9 @@ def add_options(parser: argparse.ArgumentParser, groups: Sequence[Group]) -> Non
 def _metavar(option: Option) -> str:
     if option.choices:
         return _listed(option.choices)
-    return {"int": "N", "count": "N", "float": "X", "truth": "{true,false}", "list": "ITEM"}.get(option.kind, "TEXT")
+    return {"int": "N", "count": "N", "float": "X", "truth": "{true,false}", "list": "ITEM"}.get(
+        option.kind, "TEXT"
+    )
 
 
 def _help(option: Option) -> str:
@@ -259,7 +298,11 @@ def _reader(option: Option) -> Callable[[str], Any]:
         except ConfigurationError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
         # The API's parser hands truth values on as words.
-        return ("true" if value else "false") if option.kind == "truth" else value
+        if option.kind == "truth":
+            if value:
+                return "true"
+            return "false"
+        return value
 
     return read
 

@@ -75,9 +75,13 @@ def parser() -> argparse.ArgumentParser:
         help="Batch of one optimizer step on all ranks: samples x tokens, such as 32x512, or the shape and dtype of a "
         "batch, such as 32x3x224x224:float32.",
     )  # fmt: skip
-    made.add_argument("--mixed_precision", choices=PRECISIONS, default="no", help="Mixed precision of the run.")
     made.add_argument(
-        "--optimizer", default="adamw", help="One of adamw (the default), adam, sgd, momentum, adagrad and rmsprop."
+        "--mixed_precision", choices=PRECISIONS, default="no", help="Mixed precision of the run."
+    )
+    made.add_argument(
+        "--optimizer",
+        default="adamw",
+        help="One of adamw (the default), adam, sgd, momentum, adagrad and rmsprop.",
     )
     made.add_argument(
         "--machine",
@@ -85,7 +89,9 @@ def parser() -> argparse.ArgumentParser:
         help="Machine to plan for: 8x80GB, 8xH100, or 2x8xH100 (two machines). Default: this machine.",
     )
     made.add_argument(
-        "--ranks", type=int, help="Number of processes on this machine. Default: one for each accelerator, or 1."
+        "--ranks",
+        type=int,
+        help="Number of processes on this machine. Default: one for each accelerator, or 1.",
     )
     for name, text in (
         ("tflops", "speed of matrix products on a device, in TFLOP/s"),
@@ -93,9 +99,15 @@ def parser() -> argparse.ArgumentParser:
         ("between", "bandwidth of a device to other machines, in GB/s"),
     ):
         made.add_argument(f"--{name}", type=float, help=f"With --machine: {text}.")
-    made.add_argument("--memory", type=float, help="Memory that each rank may use, in GB. Default: the machine's.")
     made.add_argument(
-        "--layout", "--layouts", nargs="+", metavar="NAME", help="Plan these layouts only. Default: all."
+        "--memory", type=float, help="Memory that each rank may use, in GB. Default: the machine's."
+    )
+    made.add_argument(
+        "--layout",
+        "--layouts",
+        nargs="+",
+        metavar="NAME",
+        help="Plan these layouts only. Default: all.",
     )
     made.add_argument(
         "--calibrate",
@@ -130,17 +142,23 @@ def _run(args: argparse.Namespace) -> int:
 
     batch = model.parse_batch(args.batch)
     if args.optimizer not in trace.OPTIMIZERS:
-        raise ConfigurationError(f"--optimizer {args.optimizer!r} is unknown: one of {', '.join(trace.OPTIMIZERS)}")
+        raise ConfigurationError(
+            f"--optimizer {args.optimizer!r} is unknown: one of {', '.join(trace.OPTIMIZERS)}"
+        )
     here = _machine(args)
     if args.write is not None:
         check_writable(args.write, "--write")
     module = build(args.model, trust_remote_code=args.trust_remote_code)
     chosen = _layouts(args, here, module)
-    training = trace.PlannedTraining(module, batch, args.mixed_precision, args.optimizer, here.device, here.machines)
+    training = trace.PlannedTraining(
+        module, batch, args.mixed_precision, args.optimizer, here.device, here.machines
+    )
     rows, interrupted = list["Estimate"](), False
     with _progress(rows, len(chosen)) as show:
         try:
-            rows = estimate.plan(training, here, chosen, min(_MOST_PROCESSES, os.cpu_count() or 1), show)
+            rows = estimate.plan(
+                training, here, chosen, min(_MOST_PROCESSES, os.cpu_count() or 1), show
+            )
         except KeyboardInterrupt:
             interrupted = True
     if interrupted:
@@ -154,7 +172,9 @@ def _run(args: argparse.Namespace) -> int:
         print_error(f"{row.layout.name}: {row.failure}\n{row.defect}")
     if interrupted:
         return 130
-    return 1 if defects else _conclude(args, rows, training, here)
+    if defects:
+        return 1
+    return _conclude(args, rows, training, here)
 
 
 def _machine(args: argparse.Namespace) -> Machine:
@@ -166,16 +186,22 @@ def _machine(args: argparse.Namespace) -> Machine:
         if value is not None and not 0 < value < math.inf:
             raise ConfigurationError(f"--{name} {value}: give a number above 0")
     if args.ranks is not None and args.machine:
-        raise ConfigurationError(f"--ranks {args.ranks} is for this machine: --machine gives its own number")
+        raise ConfigurationError(
+            f"--ranks {args.ranks} is for this machine: --machine gives its own number"
+        )
     if args.machine:
         here = machine.describe(args.machine, args.link, args.tflops, args.between)
     elif args.link or args.tflops or args.between:
-        raise ConfigurationError("--link, --tflops and --between describe a machine: give --machine too")
+        raise ConfigurationError(
+            "--link, --tflops and --between describe a machine: give --machine too"
+        )
     else:
         here = machine.found(args.ranks)
     if args.memory is not None:
         here = dataclasses.replace(here, memory=int(args.memory * machine.GIGA))
-    return report.calibrate(here, args.calibrate) if args.calibrate else here
+    if args.calibrate:
+        return report.calibrate(here, args.calibrate)
+    return here
 
 
 def _layouts(args: argparse.Namespace, here: Machine, module: nn.Module) -> list[PlannedLayout]:
@@ -202,7 +228,9 @@ def _layouts(args: argparse.Namespace, here: Machine, module: nn.Module) -> list
     return chosen
 
 
-def _print_rows(args: argparse.Namespace, rows: list[Estimate], training: PlannedTraining, here: Machine) -> None:
+def _print_rows(
+    args: argparse.Namespace, rows: list[Estimate], training: PlannedTraining, here: Machine
+) -> None:
     """Print the plan: JSON, or the layouts that fit, those that do not, and why others have no estimate."""
     from ..core.objects import size_of
     from ..planning import report
@@ -219,9 +247,12 @@ def _print_rows(args: argparse.Namespace, rows: list[Estimate], training: Planne
     estimated = [row for row in rows if row.failure is None]
     unit = report.unit_of(rows)
     for title, fits in (("fits, fastest first", True), ("does not fit", False)):
-        if shown := [row for row in estimated if row.fits == fits]:
+        shown = [row for row in estimated if row.fits == fits]
+        if shown:
             cells = report.table_rows(shown, unit)
-            print(f"{title}; memory per rank and messages in {unit.name}:\n{table(cells, report.HEADERS)}\n")
+            print(
+                f"{title}; memory per rank and messages in {unit.name}:\n{table(cells, report.HEADERS)}\n"
+            )
     for row in estimated:
         if row.layout.loading:
             print(
@@ -232,15 +263,21 @@ def _print_rows(args: argparse.Namespace, rows: list[Estimate], training: Planne
         print(textwrap.fill(f"not estimated: {names}: {failure}", 100, subsequent_indent="    "))
 
 
-def _conclude(args: argparse.Namespace, rows: list[Estimate], training: PlannedTraining, here: Machine) -> int:
+def _conclude(
+    args: argparse.Namespace, rows: list[Estimate], training: PlannedTraining, here: Machine
+) -> int:
     """Write the file of --write, or say what is missing if nothing fits. Returns the exit code."""
     from ..planning import report
 
     estimated = [row for row in rows if row.failure is None]
     if not estimated:
-        raise ConfigurationError(f"no layout has an estimate. {rows[0].layout.name}: {rows[0].failure}")
+        raise ConfigurationError(
+            f"no layout has an estimate. {rows[0].layout.name}: {rows[0].failure}"
+        )
     is_fixed = args.layout is not None and len(args.layout) == 1
-    best = next((row for row in estimated if not row.layout.loading and (row.fits or is_fixed)), None)
+    best = next(
+        (row for row in estimated if not row.layout.loading and (row.fits or is_fixed)), None
+    )
     fits = any(row.fits for row in estimated)
     if args.write and best is not None:
         path = report.write(args.write, best, training, here)
@@ -249,11 +286,15 @@ def _conclude(args: argparse.Namespace, rows: list[Estimate], training: PlannedT
             f"adds what it measures to {path}"
         )
     elif args.write and fits:
-        messages.show(f"{args.write} is not written: no configuration file selects a layout that fits")
+        messages.show(
+            f"{args.write} is not written: no configuration file selects a layout that fits"
+        )
         return 1
     elif missing := report.shortage(rows, here):
         messages.show(missing)
-    return 0 if fits else 1
+    if fits:
+        return 0
+    return 1
 
 
 @contextlib.contextmanager

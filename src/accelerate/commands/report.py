@@ -22,9 +22,13 @@ def parser() -> Parser:
         "try. An HTML report is the page of `accelerate monitor` with its data inside.",
     )
     found.add_argument("run", metavar="RUN", help="Folder of a run.")
-    found.add_argument("-o", "--output", metavar="FILE", help="File to write. Default: print the report.")
     found.add_argument(
-        "--format", choices=("html", "md", "json"), help="Format of the report. Default: by the ending of FILE, or md."
+        "-o", "--output", metavar="FILE", help="File to write. Default: print the report."
+    )
+    found.add_argument(
+        "--format",
+        choices=("html", "md", "json"),
+        help="Format of the report. Default: by the ending of FILE, or md.",
     )
     return found
 
@@ -49,7 +53,9 @@ def main(arguments: list[str] | None = None) -> None:
         (run,) = open_runs([options.run])
         run.read_all()
         if run.is_empty:
-            raise ConfigurationError("; ".join([f"{run.folder} has no recorded steps", *run.notes()]))
+            raise ConfigurationError(
+                "; ".join([f"{run.folder} has no recorded steps", *run.notes()])
+            )
         text = {"html": report.html, "md": report.markdown, "json": report.to_json}[kind](run)
         if options.output is None:
             print(text, end="")

@@ -30,7 +30,16 @@ def test_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         "that all of them share: a checkpoint is saved there."
     )
     made = command_parser("test", description, test_command, subparsers)
-    add_options(made, [Group("launch", "Options of `accelerate launch`.", tuple(options()[name] for name in TAKEN))])
+    add_options(
+        made,
+        [
+            Group(
+                "launch",
+                "Options of `accelerate launch`.",
+                tuple(options()[name] for name in TAKEN),
+            )
+        ],
+    )
     return made
 
 
@@ -54,5 +63,7 @@ def test_command(args: argparse.Namespace) -> None:
 def _script() -> str:
     spec = importlib.util.find_spec(SCRIPT)
     if spec is None or spec.origin is None:
-        raise LaunchError(f"the self-check {SCRIPT} is missing from this installation: reinstall accelerate")
+        raise LaunchError(
+            f"the self-check {SCRIPT} is missing from this installation: reinstall accelerate"
+        )
     return spec.origin

@@ -13,7 +13,11 @@ from ..core.errors import ConfigurationError
 from ..core.files import check_writable
 from .parser import command_parser, exit_on
 
-STRATEGY, RESHARD, STATES = "fsdp_sharding_strategy", "fsdp_reshard_after_forward", "fsdp_state_dict_type"
+STRATEGY, RESHARD, STATES = (
+    "fsdp_sharding_strategy",
+    "fsdp_reshard_after_forward",
+    "fsdp_state_dict_type",
+)
 # Whether a strategy of version 1 frees the gathered parameters after the forward pass.
 RESHARDS = {
     "FULL_SHARD": True,
@@ -59,14 +63,18 @@ def convert(data: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _word(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value)
 
 
 def _sharding(new: dict[str, Any], options: dict[str, Any], changes: list[str]) -> None:
     version_2 = str(options.get("fsdp_version", 1)) == "2"
     given = options.pop(STRATEGY, None)
     if version_2 and RESHARD in options and given is not None:
-        changes.append(f"{STRATEGY}: {given} is left out: FSDP2 has {RESHARD}, which is there already")
+        changes.append(
+            f"{STRATEGY}: {given} is left out: FSDP2 has {RESHARD}, which is there already"
+        )
         return
     # Version 1 takes its strategies under either key.
     if given is None and str(options.get(RESHARD, "")).upper() in RESHARDS:
@@ -89,14 +97,20 @@ def _hybrid(new: dict[str, Any], changes: list[str]) -> None:
     """Version 1 shards within a machine and replicates over machines; version 2 takes that from the layout."""
     machines, processes = new.get("num_machines") or 1, new.get("num_processes")
     if new.get("parallelism_config"):
-        changes.append("note: parallelism_config decides hybrid sharding: check its dp_replicate_size")
+        changes.append(
+            "note: parallelism_config decides hybrid sharding: check its dp_replicate_size"
+        )
     elif machines == 1:
         changes.append("note: on one machine hybrid sharding is full sharding")
     elif isinstance(processes, int) and processes > 0 and processes % machines == 0:
         sizes = {"dp_replicate_size": machines, "dp_shard_size": processes // machines}
-        new["parallelism_config"] = {f"parallelism_config_{name}": size for name, size in sizes.items()}
+        new["parallelism_config"] = {
+            f"parallelism_config_{name}": size for name, size in sizes.items()
+        }
         words = ", ".join(f"{name} {size}" for name, size in sizes.items())
-        changes.append(f"parallelism_config: {words}: shards within a machine, replicas over machines, as before")
+        changes.append(
+            f"parallelism_config: {words}: shards within a machine, replicas over machines, as before"
+        )
     else:
         changes.append(
             f"note: num_processes {processes} gives no number for each of {machines} machines: for "
@@ -108,9 +122,13 @@ def _states(options: dict[str, Any], changes: list[str]) -> None:
     kind = options.get(STATES)
     if str(kind).upper() == "LOCAL_STATE_DICT":
         options[STATES] = "SHARDED_STATE_DICT"
-        changes.append(f"{STATES}: LOCAL_STATE_DICT is now SHARDED_STATE_DICT: FSDP2 has no local one")
+        changes.append(
+            f"{STATES}: LOCAL_STATE_DICT is now SHARDED_STATE_DICT: FSDP2 has no local one"
+        )
     elif kind is None and str(options.get("fsdp_version", 1)) != "2":
-        changes.append(f"note: without {STATES} FSDP1 saves FULL_STATE_DICT, FSDP2 SHARDED_STATE_DICT")
+        changes.append(
+            f"note: without {STATES} FSDP1 saves FULL_STATE_DICT, FSDP2 SHARDED_STATE_DICT"
+        )
 
 
 def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:
@@ -123,7 +141,9 @@ def to_fsdp2_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     description = "Convert a launch configuration file from FSDP1 to FSDP2, and print each change."
     made = command_parser("to-fsdp2", description, to_fsdp2_command, subparsers)
     made.add_argument("--config_file", required=True, help="Configuration file to convert.")
-    made.add_argument("--output_file", help="File to write. With --overwrite the default is the file to convert.")
+    made.add_argument(
+        "--output_file", help="File to write. With --overwrite the default is the file to convert."
+    )
     made.add_argument("--overwrite", action="store_true", help="Overwrite an existing file.")
     return made
 
@@ -134,11 +154,15 @@ parser = to_fsdp2_command_parser
 
 def _target(source: Path, output: str | None, overwrite: bool) -> Path:
     if output is None and not overwrite:
-        raise ConfigurationError("give --output_file for the result, or --overwrite to write over the file itself")
+        raise ConfigurationError(
+            "give --output_file for the result, or --overwrite to write over the file itself"
+        )
     target = source if output is None else Path(output).expanduser()
     check_writable(target, "--config_file" if output is None else "--output_file")
     if target.exists() and not overwrite:
-        raise ConfigurationError(f"--output_file {target} exists already: give another one, or --overwrite")
+        raise ConfigurationError(
+            f"--output_file {target} exists already: give another one, or --overwrite"
+        )
     return target
 
 

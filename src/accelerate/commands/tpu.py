@@ -33,10 +33,14 @@ def tpu_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         "the configuration file (tpu_name, tpu_zone, command_file, commands)."
     )
     made = command_parser("tpu-config", description, tpu_command_launcher, subparsers)
-    made.add_argument("--config_file", help="Configuration file to read, instead of the default one.")
+    made.add_argument(
+        "--config_file", help="Configuration file to read, instead of the default one."
+    )
     made.add_argument("--tpu_name", help="Name of the TPU.")
     made.add_argument("--tpu_zone", help="Zone of the TPU.")
-    made.add_argument("--use_alpha", action="store_true", help="Call `gcloud alpha` instead of `gcloud`.")
+    made.add_argument(
+        "--use_alpha", action="store_true", help="Call `gcloud alpha` instead of `gcloud`."
+    )
     made.add_argument(
         "--command_file",
         help="File with one command on each line. Empty lines and lines that begin with # are ignored.",
@@ -57,7 +61,9 @@ def tpu_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         default="latest",
         help=f"Version to install on the workers: latest (this version) or {__version__}. Default: latest.",
     )
-    made.add_argument("--debug", action="store_true", help="Print the command line of gcloud, and run nothing.")
+    made.add_argument(
+        "--debug", action="store_true", help="Print the command line of gcloud, and run nothing."
+    )
     return made
 
 
@@ -74,7 +80,9 @@ def gcloud_commands(args: argparse.Namespace, wheel: str | None = None) -> list[
     name, zone = args.tpu_name or kept.get("tpu_name"), args.tpu_zone or kept.get("tpu_zone")
     for what, value in (("tpu_name", name), ("tpu_zone", zone)):
         if not value:
-            raise ConfigurationError(f"no {what}: give --{what}, or write it into the configuration file")
+            raise ConfigurationError(
+                f"no {what}: give --{what}, or write it into the configuration file"
+            )
         check_host(str(value), what)
     steps = [f"cd {FOLDER}", *_installation(args, wheel), *_commands(args, kept)]
     tpu = ["gcloud", *(["alpha"] if args.use_alpha else []), "compute", "tpus", "tpu-vm"]
@@ -116,7 +124,8 @@ def build_wheel(folder: Path) -> Path:
     except importlib.metadata.PackageNotFoundError:
         metadata = None
     texts = {
-        f"{info}/METADATA": metadata or f"Metadata-Version: 2.1\nName: accelerate\nVersion: {__version__}\n",
+        f"{info}/METADATA": metadata
+        or f"Metadata-Version: 2.1\nName: accelerate\nVersion: {__version__}\n",
         f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: accelerate\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
         f"{info}/entry_points.txt": "[console_scripts]\naccelerate = accelerate.commands.main:main\n",
     }
@@ -131,7 +140,9 @@ def build_wheel(folder: Path) -> Path:
             names.append(name)
             wheel.writestr(name, text)
         # Checksums are optional for the installer; the list of files is what it uninstalls by.
-        wheel.writestr(f"{info}/RECORD", "".join(f"{name},,\n" for name in [*names, f"{info}/RECORD"]))
+        wheel.writestr(
+            f"{info}/RECORD", "".join(f"{name},,\n" for name in [*names, f"{info}/RECORD"])
+        )
     return path
 
 
@@ -139,7 +150,9 @@ def _commands(args: argparse.Namespace, kept: dict[str, Any]) -> list[str]:
     """The commands of a file, or those given; the configuration file's where neither was given."""
     file, given = args.command_file, args.command
     if file and given:
-        raise ConfigurationError("--command_file and --command contradict each other: give only one of them")
+        raise ConfigurationError(
+            "--command_file and --command contradict each other: give only one of them"
+        )
     if not file and not given:
         file, given = kept.get("command_file"), [kept.get("commands") or []]
     lines = [command for group in given or [] for command in group]
@@ -165,7 +178,10 @@ def tpu_command_launcher(args: argparse.Namespace) -> None:
         exit_on(ConfigurationError, LaunchError, OSError),
         tempfile.TemporaryDirectory() as folder,
     ):
-        wheel = str(build_wheel(Path(folder))) if args.install_accelerate else None
+        if args.install_accelerate:
+            wheel = str(build_wheel(Path(folder)))
+        else:
+            wheel = None
         commands = gcloud_commands(args, wheel)
         if args.debug:
             print("\n".join(f"Running {shlex.join(command)}" for command in commands))
@@ -176,7 +192,8 @@ def tpu_command_launcher(args: argparse.Namespace) -> None:
                 "run it elsewhere"
             )
         for command in commands:
-            if code := subprocess.run(command).returncode:
+            code = subprocess.run(command).returncode
+            if code:
                 break
     if code:
         print_error(f"gcloud ended with exit code {code}: {shlex.join(command)}")

@@ -19,7 +19,13 @@ class KwargsHandler:
         """The fields whose values differ from the defaults: what has to be handed on to torch."""
         values = self.to_dict()
         defaults = {
-            field.name: field.default_factory() if field.default_factory is not MISSING else field.default
+            field.name: field.default_factory()
+            if field.default_factory is not MISSING
+            else field.default
             for field in fields(self)  # type: ignore[arg-type]
         }
-        return {name: value for name, value in values.items() if name in defaults and defaults[name] != value}
+        return {
+            name: value
+            for name, value in values.items()
+            if name in defaults and defaults[name] != value
+        }

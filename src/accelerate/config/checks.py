@@ -41,13 +41,17 @@ def fields_of(options: Any) -> None:
             continue
         if kind == "bool":
             setattr(options, field.name, truth(name, value))
-        elif kind in ("int", "float") and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
+        elif kind in ("int", "float") and (
+            isinstance(value, bool) or not isinstance(value, numbers.Real)
+        ):
             raise ConfigurationError(f"{name}={value!r} must be a number")
 
 
 def truth_or(field: str, value: Any, variable: str, default: bool = False) -> bool:
     """A truth value; None takes the variable, else the default."""
-    return env.get_flag(variable, default) if value is None else truth(field, value)
+    if value is None:
+        return env.get_flag(variable, default)
+    return truth(field, value)
 
 
 def integer(field: str, value: Any, least: int = 1) -> int:
@@ -73,9 +77,14 @@ def texts(field: str, value: Any, what: str = "names") -> list[str]:
 def word(field: str, value: Any, choices: Iterable[str]) -> str:
     """One of `choices`, written in any case."""
     known = list(choices)
-    found = {choice.lower(): choice for choice in known}.get(value.lower()) if isinstance(value, str) else None
+    if isinstance(value, str):
+        found = {choice.lower(): choice for choice in known}.get(value.lower())
+    else:
+        found = None
     if found is None:
-        raise ConfigurationError(f"{field}={value!r}: use one of {', '.join(known)}{suggestion(value, known)}")
+        raise ConfigurationError(
+            f"{field}={value!r}: use one of {', '.join(known)}{suggestion(value, known)}"
+        )
     return found
 
 

@@ -38,7 +38,11 @@ _VARIABLES: dict[str, tuple[str, Any]] = {
     "zero_stage": ("ACCELERATE_DEEPSPEED_ZERO_STAGE", 2),
     "transformer_moe_cls_names": ("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES", None),
     "msamp_opt_level": ("ACCELERATE_FP8_OPT_LEVEL", "O1"),
-    **{name: (f"ACCELERATE_DEEPSPEED_{name.upper()}", "none") for name in _KEYS if name.startswith("offload_")},
+    **{
+        name: (f"ACCELERATE_DEEPSPEED_{name.upper()}", "none")
+        for name in _KEYS
+        if name.startswith("offload_")
+    },
 }
 # What a DeepSpeed file decides: it is a conflict to request it elsewhere too.
 _DECIDED_BY_FILE = (*_KEYS, "mixed_precision")
@@ -94,10 +98,15 @@ class DeepSpeedPlugin:
         self.deepspeed_config = self.hf_ds_config.config
         self.deepspeed_config["steps_per_print"] = float("inf")
         self.zero3_init_flag = checks.truth_or(
-            "zero3_init_flag", self.zero3_init_flag, "ACCELERATE_DEEPSPEED_ZERO3_INIT", self.hf_ds_config.is_zero3()
+            "zero3_init_flag",
+            self.zero3_init_flag,
+            "ACCELERATE_DEEPSPEED_ZERO3_INIT",
+            self.hf_ds_config.is_zero3(),
         )
         if self.zero3_init_flag and not self.hf_ds_config.is_zero3():
-            warn("DeepSpeed Zero3 Init flag is only applicable for ZeRO Stage 3. Setting it to False.")
+            warn(
+                "DeepSpeed Zero3 Init flag is only applicable for ZeRO Stage 3. Setting it to False."
+            )
             self.zero3_init_flag = False
         if self.enable_msamp and "msamp" not in self.deepspeed_config:
             self._enable_msamp()
@@ -113,7 +122,9 @@ class DeepSpeedPlugin:
     def _check_fields(self) -> None:
         """What a configuration does not check, because it holds it in another form or not at all."""
         self.zero3_save_16bit_model = checks.truth_or(
-            "zero3_save_16bit_model", self.zero3_save_16bit_model, "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL"
+            "zero3_save_16bit_model",
+            self.zero3_save_16bit_model,
+            "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL",
         )
         for name in ("is_train_batch_min", "enable_msamp"):
             setattr(self, name, checks.truth(name, getattr(self, name)))
@@ -129,7 +140,9 @@ class DeepSpeedPlugin:
             "gradient_accumulation_steps": self.gradient_accumulation_steps,
             "zero_optimization": {
                 "stage": self.zero_stage,
-                "offload_optimizer": offload(self.offload_optimizer_device, self.offload_optimizer_nvme_path),
+                "offload_optimizer": offload(
+                    self.offload_optimizer_device, self.offload_optimizer_nvme_path
+                ),
                 "offload_param": offload(self.offload_param_device, self.offload_param_nvme_path),
                 "stage3_gather_16bit_weights_on_model_save": self.zero3_save_16bit_model,
             },
@@ -144,7 +157,9 @@ class DeepSpeedPlugin:
             config = HfDeepSpeedConfig(config)
         self.hf_ds_config = config
         if "zero_optimization" not in config.config:
-            raise ConfigurationError("Please specify the ZeRO optimization config in the DeepSpeed config.")
+            raise ConfigurationError(
+                "Please specify the ZeRO optimization config in the DeepSpeed config."
+            )
         differing = []
         for name, key in _KEYS.items():
             found, requested = config.get_value(key), given.get(name, "auto")
@@ -182,7 +197,11 @@ class DeepSpeedPlugin:
         self.deepspeed_config["msamp"] = {"enabled": True, "opt_level": self.msamp_opt_level}
 
     def fill_match(
-        self, ds_key_long: str, mismatches: list[str] | None = None, must_match: bool = True, **kwargs: Any
+        self,
+        ds_key_long: str,
+        mismatches: list[str] | None = None,
+        must_match: bool = True,
+        **kwargs: Any,
     ) -> None:
         """Fill a key that is "auto" from `kwargs`, or hold what is set against it.
 
@@ -202,7 +221,9 @@ class DeepSpeedPlugin:
             config[key] = kwargs[ds_key_long]
             return
         if must_match and ds_key_long in kwargs and config[key] != kwargs[ds_key_long]:
-            mismatches.append(f"- ds {ds_key_long}={config[key]} vs arg {ds_key_long}={kwargs[ds_key_long]}")
+            mismatches.append(
+                f"- ds {ds_key_long}={config[key]} vs arg {ds_key_long}={kwargs[ds_key_long]}"
+            )
 
     def is_auto(self, ds_key_long: str) -> bool:
         """Whether the value of a dotted key is "auto"."""
@@ -229,7 +250,9 @@ class DeepSpeedPlugin:
         config = self.deepspeed_config if config is None else config
         for key, value in config.items():
             if isinstance(value, dict):
-                self.deepspeed_config_process(f"{prefix}{key}.", mismatches, value, must_match, **kwargs)
+                self.deepspeed_config_process(
+                    f"{prefix}{key}.", mismatches, value, must_match, **kwargs
+                )
             else:
                 self.fill_match(prefix + key, mismatches, must_match=must_match, **kwargs)
         if outermost and mismatches:
@@ -246,7 +269,11 @@ class DeepSpeedPlugin:
         halves = ("fp16", "bf16")
         for kind in halves:
             enabled = self.get_value(f"{kind}.enabled")
-            if wanted in halves and enabled not in (None, "auto") and bool(enabled) != (kind == wanted):
+            if (
+                wanted in halves
+                and enabled not in (None, "auto")
+                and bool(enabled) != (kind == wanted)
+            ):
                 raise ConfigurationError(
                     f"mixed_precision={mixed_precision!r}, and the DeepSpeed config has {kind}.enabled={enabled}: "
                     "make them agree, or set it to 'auto'"
@@ -338,7 +365,9 @@ class DeepSpeedPlugin:
         classes = [get_module_class_from_name(model, name) for name in names]
         for name, found in zip(names, classes, strict=True):
             if found is None:
-                raise ConfigurationError(f"Could not find a transformer layer class called '{name}' in the model.")
+                raise ConfigurationError(
+                    f"Could not find a transformer layer class called '{name}' in the model."
+                )
         from deepspeed.utils import set_z3_leaf_modules
 
         set_z3_leaf_modules(model, classes)
@@ -368,7 +397,10 @@ def _register_with_transformers(config: Any) -> None:
 def get_active_deepspeed_plugin(state: Any) -> DeepSpeedPlugin:
     """The selected plugin of an AcceleratorState. Raises ValueError where no DeepSpeed plugin is in use."""
     plugins = getattr(state, "deepspeed_plugins", None)
-    candidates = list(plugins.values()) if isinstance(plugins, Mapping) else [plugins]
+    if isinstance(plugins, Mapping):
+        candidates = list(plugins.values())
+    else:
+        candidates = [plugins]
     for plugin in candidates:
         if isinstance(plugin, DeepSpeedPlugin) and (len(candidates) == 1 or plugin.selected):
             return plugin

@@ -31,7 +31,8 @@ class HfDeepSpeedConfig:
         stage = self.get_value("zero_optimization.stage", -1)
         self._stage: Any = stage
         devices = (
-            self.get_value(f"zero_optimization.{part}.device") for part in ("offload_optimizer", "offload_param")
+            self.get_value(f"zero_optimization.{part}.device")
+            for part in ("offload_optimizer", "offload_param")
         )
         self._offload = any(device in ("cpu", "nvme") for device in devices)
 
@@ -48,7 +49,9 @@ class HfDeepSpeedConfig:
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
         """The value of a dotted key, or `default`."""
         node, last = self.find_config_node(ds_key_long)
-        return node.get(last, default) if isinstance(node, Mapping) else default
+        if isinstance(node, Mapping):
+            return node.get(last, default)
+        return default
 
     def del_config_sub_tree(self, ds_key_long: str, must_exist: bool = False) -> None:
         """Remove a dotted key and all below it. With `must_exist`, ValueError where it is not there."""
@@ -96,7 +99,9 @@ def _read_config(source: Any) -> dict[str, Any]:
             f"Received: {source} ({error})"
         ) from error
     if not isinstance(config, dict):
-        raise ConfigurationError(f"the DeepSpeed config {source} holds a {type(config).__name__}, not a JSON object")
+        raise ConfigurationError(
+            f"the DeepSpeed config {source} holds a {type(config).__name__}, not a JSON object"
+        )
     return config
 
 

@@ -27,7 +27,10 @@ _DELAYED_SCALING: dict[str, tuple[Any, Callable[[str, Any], Any]]] = {
     "interval": (1, checks.integer),
     "amax_history_len": (1024, checks.integer),
     "fp8_format": ("HYBRID", functools.partial(checks.word, choices=("HYBRID", "E4M3", "E5M2"))),
-    "amax_compute_algo": ("most_recent", functools.partial(checks.word, choices=("max", "most_recent"))),
+    "amax_compute_algo": (
+        "most_recent",
+        functools.partial(checks.word, choices=("max", "most_recent")),
+    ),
 }
 
 
@@ -65,15 +68,22 @@ class AORecipeKwargs(_Recipe):
         from torchao.float8 import Float8LinearConfig
 
         if self.config is not None:
-            given = [n for n in ("pad_inner_dim", "enable_fsdp_float8_all_gather") if getattr(self, n) is not None]
+            given = [
+                n
+                for n in ("pad_inner_dim", "enable_fsdp_float8_all_gather")
+                if getattr(self, n) is not None
+            ]
             if given:
-                raise ConfigurationError(f"{', '.join(given)} and `config` are both given: set it in the config alone")
+                raise ConfigurationError(
+                    f"{', '.join(given)} and `config` are both given: set it in the config alone"
+                )
             return
         for name in ("pad_inner_dim", "enable_fsdp_float8_all_gather"):
             variable = f"ACCELERATE_FP8_{name.upper()}"
             setattr(self, name, checks.truth_or(name, getattr(self, name), variable, True))
         self.config = Float8LinearConfig(
-            pad_inner_dim=self.pad_inner_dim, enable_fsdp_float8_all_gather=self.enable_fsdp_float8_all_gather
+            pad_inner_dim=self.pad_inner_dim,
+            enable_fsdp_float8_all_gather=self.enable_fsdp_float8_all_gather,
         )
 
 
@@ -112,7 +122,8 @@ class TERecipeKwargs(_Recipe):
             setattr(self, name, check(name, default if given is None else given))
         if self.override_linear_precision is None:
             forward, inputs, weights = (
-                env.get_flag(f"ACCELERATE_FP8_OVERRIDE_{name}") for name in ("FPROP", "DGRAD", "WGRAD")
+                env.get_flag(f"ACCELERATE_FP8_OVERRIDE_{name}")
+                for name in ("FPROP", "DGRAD", "WGRAD")
             )
             self.override_linear_precision = (forward, inputs, weights)
 
@@ -143,8 +154,14 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
             FutureWarning,
         )
         default = "MSAMP" if is_available("msamp") else "TE"
-        requested = env.get("ACCELERATE_FP8_BACKEND", default) if self.backend is None else self.backend
-        self.backend = requested.upper() if isinstance(requested, str) else requested
+        if self.backend is None:
+            requested = env.get("ACCELERATE_FP8_BACKEND", default)
+        else:
+            requested = self.backend
+        if isinstance(requested, str):
+            self.backend = requested.upper()
+        else:
+            self.backend = requested
         if self.backend not in ("MSAMP", "TE"):
             raise ConfigurationError(
                 f"backend={requested!r}: `backend` must be 'MSAMP' or 'TE' (TransformerEngine) for `FP8RecipeKwargs`."

@@ -54,7 +54,9 @@ class FullyShardedDataParallelPlugin:
     sharding_strategy: str | ShardingStrategy | None = None
     reshard_after_forward: str | ShardingStrategy | bool | int | None = None
     backward_prefetch: str | BackwardPrefetch | None = None
-    mixed_precision_policy: dict[str, Any] | str | MixedPrecision | MixedPrecisionPolicy | None = None
+    mixed_precision_policy: dict[str, Any] | str | MixedPrecision | MixedPrecisionPolicy | None = (
+        None
+    )
     auto_wrap_policy: Callable[..., Any] | str | None = None
     cpu_offload: bool | CPUOffload | OffloadPolicy | None = None
     ignored_modules: Iterable[torch.nn.Module] | str | None = None
@@ -76,8 +78,12 @@ class FullyShardedDataParallelPlugin:
         # Whether the policy of precision is the run's, not the user's.
         self.policy_is_filled = False
         # Whether the user has chosen what happens after the forward; else it is the default.
-        self.reshard_is_given: bool = self.reshard_after_forward is not None or self.sharding_strategy is not None
-        version = self.fsdp_version if self.fsdp_version is not None else env.get("FSDP_VERSION", "1")
+        self.reshard_is_given: bool = (
+            self.reshard_after_forward is not None or self.sharding_strategy is not None
+        )
+        version = (
+            self.fsdp_version if self.fsdp_version is not None else env.get("FSDP_VERSION", "1")
+        )
         self.fsdp_version = int(checks.word("fsdp_version", str(version), ("1", "2")))
         self._resolve_sharding()
         self._resolve_prefetch()
@@ -88,7 +94,10 @@ class FullyShardedDataParallelPlugin:
         self.validate_cpu_offload()
         if isinstance(self.mixed_precision_policy, dict):
             policy = self.mixed_precision_policy.items()
-            dtypes = {key: checks.dtype(f"mixed_precision_policy[{key!r}]", value) for key, value in policy}
+            dtypes = {
+                key: checks.dtype(f"mixed_precision_policy[{key!r}]", value)
+                for key, value in policy
+            }
             self.mixed_precision_policy = self._policy_class()(**dtypes)
         elif isinstance(self.mixed_precision_policy, str):
             self.set_mixed_precision(self.mixed_precision_policy, override=True)
@@ -105,8 +114,12 @@ class FullyShardedDataParallelPlugin:
             self.sharding_strategy = env.get("FSDP_SHARDING_STRATEGY", "FULL_SHARD")
         requested = self.reshard_after_forward
         if isinstance(requested, (str, int)) and not isinstance(requested, bool):
-            self.reshard_after_forward = fsdp_words.member(ShardingStrategy, requested, "reshard_after_forward")
-        if self.reshard_after_forward is not None and not isinstance(self.reshard_after_forward, ShardingStrategy):
+            self.reshard_after_forward = fsdp_words.member(
+                ShardingStrategy, requested, "reshard_after_forward"
+            )
+        if self.reshard_after_forward is not None and not isinstance(
+            self.reshard_after_forward, ShardingStrategy
+        ):
             raise ConfigurationError(
                 f"reshard_after_forward={self.reshard_after_forward!r} is FSDP2's meaning; FSDP1 takes one of "
                 f"{list(ShardingStrategy.__members__)} here. Set fsdp_version=2, or give a strategy."
@@ -114,10 +127,16 @@ class FullyShardedDataParallelPlugin:
         if self.sharding_strategy is None:
             self.sharding_strategy = self.reshard_after_forward
             return
-        self.sharding_strategy = fsdp_words.member(ShardingStrategy, self.sharding_strategy, "sharding_strategy")
+        self.sharding_strategy = fsdp_words.member(
+            ShardingStrategy, self.sharding_strategy, "sharding_strategy"
+        )
 
     def _resolve_sharding_2(self) -> None:
-        given = [name for name in ("reshard_after_forward", "sharding_strategy") if getattr(self, name) is not None]
+        given = [
+            name
+            for name in ("reshard_after_forward", "sharding_strategy")
+            if getattr(self, name) is not None
+        ]
         meant = [fsdp_words.reshards(getattr(self, name), name) for name in given]
         if len(given) == 2 and meant[0] != meant[1]:
             strategy = getattr(self.sharding_strategy, "name", self.sharding_strategy)
@@ -132,7 +151,11 @@ class FullyShardedDataParallelPlugin:
         self.sharding_strategy = None
 
     def _resolve_prefetch(self) -> None:
-        requested = self.backward_prefetch if self.backward_prefetch is not None else env.get("FSDP_BACKWARD_PREFETCH")
+        requested = (
+            self.backward_prefetch
+            if self.backward_prefetch is not None
+            else env.get("FSDP_BACKWARD_PREFETCH")
+        )
         if isinstance(requested, str) and requested.upper() == "NO_PREFETCH":
             requested = None
         self.backward_prefetch = requested
@@ -142,7 +165,9 @@ class FullyShardedDataParallelPlugin:
 
         self.backward_prefetch = fsdp_words.member(BackwardPrefetch, requested, "backward_prefetch")
         if self.fsdp_version == 2:
-            warn("backward_prefetch is an option of FSDP1; FSDP2 always prefetches in the backward. It is ignored.")
+            warn(
+                "backward_prefetch is an option of FSDP1; FSDP2 always prefetches in the backward. It is ignored."
+            )
             self.backward_prefetch = None
 
     def set_state_dict_type(self, state_dict_type: str | StateDictType | None = None) -> None:
@@ -151,11 +176,20 @@ class FullyShardedDataParallelPlugin:
 
         if state_dict_type is not None:
             # A change of mind takes the configs of the new kind along.
-            self.state_dict_type, self.state_dict_config, self.optim_state_dict_config = state_dict_type, None, None
+            self.state_dict_type, self.state_dict_config, self.optim_state_dict_config = (
+                state_dict_type,
+                None,
+                None,
+            )
         if self.state_dict_type is None:
-            default = "FULL_STATE_DICT" if self.fsdp_version == 1 else "SHARDED_STATE_DICT"
+            if self.fsdp_version == 1:
+                default = "FULL_STATE_DICT"
+            else:
+                default = "SHARDED_STATE_DICT"
             self.state_dict_type = env.get("FSDP_STATE_DICT_TYPE", default)
-        kind = self.state_dict_type = fsdp_words.member(StateDictType, self.state_dict_type, "state_dict_type")
+        kind = self.state_dict_type = fsdp_words.member(
+            StateDictType, self.state_dict_type, "state_dict_type"
+        )
         if self.fsdp_version == 2 and kind.name not in FSDP2_STATE_DICT_TYPE:
             raise ConfigurationError(
                 f"state_dict_type={kind.name}: FSDP2 has {' and '.join(FSDP2_STATE_DICT_TYPE)} "
@@ -172,7 +206,10 @@ class FullyShardedDataParallelPlugin:
                 )
 
     def _resolve_wrapping(self) -> None:
-        from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+        from torch.distributed.fsdp.wrap import (
+            size_based_auto_wrap_policy,
+            transformer_auto_wrap_policy,
+        )
 
         policy = self.auto_wrap_policy
         if policy is None:
@@ -183,7 +220,9 @@ class FullyShardedDataParallelPlugin:
             if word == "TRANSFORMER_BASED_WRAP":
                 policy = transformer_auto_wrap_policy
                 if self.transformer_cls_names_to_wrap is None:
-                    self.transformer_cls_names_to_wrap = fsdp_words.names(env.get("FSDP_TRANSFORMER_CLS_TO_WRAP"))
+                    self.transformer_cls_names_to_wrap = fsdp_words.names(
+                        env.get("FSDP_TRANSFORMER_CLS_TO_WRAP")
+                    )
             elif word == "SIZE_BASED_WRAP":
                 policy = size_based_auto_wrap_policy
                 if self.min_num_params is None:
@@ -191,7 +230,9 @@ class FullyShardedDataParallelPlugin:
         self.auto_wrap_policy = policy
         if self.transformer_cls_names_to_wrap is not None:
             names = flat_list(self.transformer_cls_names_to_wrap)
-            self.transformer_cls_names_to_wrap = flat_list([fsdp_words.names(name) for name in names])
+            self.transformer_cls_names_to_wrap = flat_list(
+                [fsdp_words.names(name) for name in names]
+            )
 
     def _resolve_flags(self) -> None:
         self._take_flag("activation_checkpointing")
@@ -202,7 +243,9 @@ class FullyShardedDataParallelPlugin:
                 "`activation_checkpointing_offload=True` requires `activation_checkpointing=True`."
             )
         if self.activation_checkpointing_offload and self.fsdp_version != 2:
-            raise ConfigurationError("`activation_checkpointing_offload=True` requires `fsdp_version=2`.")
+            raise ConfigurationError(
+                "`activation_checkpointing_offload=True` requires `fsdp_version=2`."
+            )
         if self.ignored_modules is None:
             self.ignored_modules = env.get("FSDP_IGNORED_MODULES")
         if self.ignored_modules is not None and not isinstance(self.ignored_modules, str):
@@ -233,8 +276,14 @@ class FullyShardedDataParallelPlugin:
 
     def _refuse_flags_of_version_1(self) -> None:
         if self.forward_prefetch:
-            raise ConfigurationError("forward_prefetch is an option of FSDP1: leave it None, or set fsdp_version=1")
-        given = [name for name in ("use_orig_params", "sync_module_states") if getattr(self, name) is not None]
+            raise ConfigurationError(
+                "forward_prefetch is an option of FSDP1: leave it None, or set fsdp_version=1"
+            )
+        given = [
+            name
+            for name in ("use_orig_params", "sync_module_states")
+            if getattr(self, name) is not None
+        ]
         if not self.limit_all_gathers:
             given.append("limit_all_gathers")
         if given:
@@ -247,7 +296,10 @@ class FullyShardedDataParallelPlugin:
 
     def set_auto_wrap_policy(self, model: torch.nn.Module) -> None:
         """Turn a policy that was named into a function for this model. Raises ValueError for a class it has not."""
-        from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+        from torch.distributed.fsdp.wrap import (
+            size_based_auto_wrap_policy,
+            transformer_auto_wrap_policy,
+        )
 
         from ..core.modules import get_module_class_from_name
 
@@ -259,22 +311,29 @@ class FullyShardedDataParallelPlugin:
             for name in names:
                 found = get_module_class_from_name(model, name)
                 if found is None:
-                    raise ConfigurationError(f"Could not find the transformer layer class {name} in the model.")
+                    raise ConfigurationError(
+                        f"Could not find the transformer layer class {name} in the model."
+                    )
                 classes.add(found)
             if not classes:
                 warn(
                     f"transformer_cls_names_to_wrap names no class, and {type(model).__name__} names none itself "
                     "(_no_split_modules): the model is one unit, gathered at once. Name the class of its blocks."
                 )
-            self.auto_wrap_policy = functools.partial(self.auto_wrap_policy, transformer_layer_cls=classes)
-        elif self.auto_wrap_policy is size_based_auto_wrap_policy:
-            self.auto_wrap_policy = (
-                functools.partial(self.auto_wrap_policy, min_num_params=self.min_num_params)
-                if self.min_num_params
-                else None
+            self.auto_wrap_policy = functools.partial(
+                self.auto_wrap_policy, transformer_layer_cls=classes
             )
+        elif self.auto_wrap_policy is size_based_auto_wrap_policy:
+            if self.min_num_params:
+                self.auto_wrap_policy = functools.partial(
+                    self.auto_wrap_policy, min_num_params=self.min_num_params
+                )
+            else:
+                self.auto_wrap_policy = None
 
-    def set_mixed_precision(self, mixed_precision: str, buffer_autocast: bool = False, override: bool = False) -> None:
+    def set_mixed_precision(
+        self, mixed_precision: str, buffer_autocast: bool = False, override: bool = False
+    ) -> None:
         """Compute and reduce in fp16, bf16 or fp32 (fp8 keeps bf16 around its own layers), unless a policy is set.
 
         `buffer_autocast` (version 1) leaves buffers in fp32 for autocast to cast. `override` replaces a policy.
@@ -289,12 +348,16 @@ class FullyShardedDataParallelPlugin:
             last = {"buffer_dtype": torch.float32 if buffer_autocast else dtype}
         else:
             last = {"output_dtype": dtype}
-        self.mixed_precision_policy = self._policy_class()(param_dtype=dtype, reduce_dtype=dtype, **last)
+        self.mixed_precision_policy = self._policy_class()(
+            param_dtype=dtype, reduce_dtype=dtype, **last
+        )
 
     def _policy_class(self) -> Any:
         from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
-        return MixedPrecision if self.fsdp_version == 1 else MixedPrecisionPolicy
+        if self.fsdp_version == 1:
+            return MixedPrecision
+        return MixedPrecisionPolicy
 
     def validate_mixed_precision_policy(self) -> None:
         """Raises ValueError where the policy is not of this version's class."""
@@ -327,7 +390,10 @@ class FullyShardedDataParallelPlugin:
     def offloads_shards(self) -> bool:
         """Whether shards, their gradients and the optimizer's state are in host memory."""
         policy = self.cpu_offload
-        return bool(getattr(policy, "offload_params", False)) or type(policy).__name__ == "CPUOffloadPolicy"
+        return (
+            bool(getattr(policy, "offload_params", False))
+            or type(policy).__name__ == "CPUOffloadPolicy"
+        )
 
     def validate_cpu_offload(self) -> None:
         """Raises ValueError where the offload object is not of this version's class."""
@@ -348,5 +414,8 @@ def give_storage(module: torch.nn.Module) -> None:
     from ..core.devices import accelerator_type
 
     kind = accelerator_type()
-    device = torch.device("cpu") if kind is None else torch.device(kind, torch.accelerator.current_device_index())
+    if kind is None:
+        device = torch.device("cpu")
+    else:
+        device = torch.device(kind, torch.accelerator.current_device_index())
     module.to_empty(device=device, recurse=False)

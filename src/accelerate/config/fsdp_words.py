@@ -27,7 +27,9 @@ def member(kind: Any, value: Any, field: str) -> Any:
             if name in kind.__members__:
                 return kind[name]
     choices = [name.lstrip("_") for name in kind.__members__]
-    raise ConfigurationError(f"{field}={value!r} is not one of {choices}{suggestion(str(value).upper(), choices)}")
+    raise ConfigurationError(
+        f"{field}={value!r} is not one of {choices}{suggestion(str(value).upper(), choices)}"
+    )
 
 
 def reshards(requested: Any, origin: str) -> bool | int:
@@ -51,7 +53,10 @@ def reshards(requested: Any, origin: str) -> bool | int:
                 "parallelism_config=ParallelismConfig(dp_replicate_size=..., dp_shard_size=...)."
             )
         found = _RESHARD_WORDS.get(word.upper())
-        requested = env.parse_bool(word, where=origin) if found is None else found
+        if found is None:
+            requested = env.parse_bool(word, where=origin)
+        else:
+            requested = found
     if not isinstance(requested, bool) and not (isinstance(requested, int) and requested > 1):
         raise ConfigurationError(
             f"{origin}={requested!r}: FSDP2 takes True, False or the size of the groups to reshard to (2 or more)"
@@ -61,7 +66,9 @@ def reshards(requested: Any, origin: str) -> bool | int:
 
 def names(text: str | None) -> list[str] | None:
     """Split a comma-separated list of names; None stays None."""
-    return None if text is None else [name.strip() for name in text.split(",") if name.strip()]
+    if text is None:
+        return None
+    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def state_dict_configs(kind: str) -> tuple[Any, Any]:
@@ -79,5 +86,7 @@ def state_dict_configs(kind: str) -> tuple[Any, Any]:
             FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=True),
         )
     if kind == "SHARDED_STATE_DICT":
-        return ShardedStateDictConfig(offload_to_cpu=True), ShardedOptimStateDictConfig(offload_to_cpu=True)
+        return ShardedStateDictConfig(offload_to_cpu=True), ShardedOptimStateDictConfig(
+            offload_to_cpu=True
+        )
     return None, None

@@ -39,7 +39,9 @@ def default_file() -> Path:
     """The configuration file used when none is named; it need not exist."""
     folder = default_folder()
     yaml, plain = folder / "default_config.yaml", folder / "default_config.json"
-    return plain if plain.is_file() and not yaml.is_file() else yaml
+    if plain.is_file() and not yaml.is_file():
+        return plain
+    return yaml
 
 
 class Setting(NamedTuple):
@@ -92,10 +94,15 @@ def _parse(text: str, path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     try:
         loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text)
         node = loader.get_single_node()
-        data = loader.construct_document(node) if isinstance(node, yaml.MappingNode) else {}
+        if isinstance(node, yaml.MappingNode):
+            data = loader.construct_document(node)
+        else:
+            data = {}
     except yaml.MarkedYAMLError as error:
         at: Any = error.problem_mark
-        raise ConfigurationError(f"{path}:{at.line + 1}:{at.column + 1}: not YAML: {error.problem}") from None
+        raise ConfigurationError(
+            f"{path}:{at.line + 1}:{at.column + 1}: not YAML: {error.problem}"
+        ) from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigurationError(f"{path}: not YAML: {error}") from None
     if node is None:
@@ -111,7 +118,9 @@ def _lines(node: Any, path: Path, prefix: str = "") -> dict[str, int]:
     for key, value in node.value:
         name, line = f"{prefix}{key.value}", key.start_mark.line + 1
         if name in lines:
-            raise ConfigurationError(f"{path}:{line}: the key {name} is given twice, first on line {lines[name]}")
+            raise ConfigurationError(
+                f"{path}:{line}: the key {name} is given twice, first on line {lines[name]}"
+            )
         lines[name] = line
         if not prefix and value.id == "mapping":
             lines.update(_lines(value, path, f"{name}."))
@@ -131,7 +140,9 @@ class _Reader:
 
     def at(self, key: str) -> str:
         line = self.lines.get(key)
-        return f"{self.path}:{line}" if line else str(self.path)
+        if line:
+            return f"{self.path}:{line}"
+        return str(self.path)
 
     def read(self, data: dict[str, Any]) -> LaunchFile:
         sagemaker = data.get("compute_environment") == SAGEMAKER
@@ -144,7 +155,9 @@ class _Reader:
                 self.data["additional_args"] = value
             elif key == "fp16" and "mixed_precision" not in data:
                 self.notes.append(f"{self.at('fp16')}: fp16 is now mixed_precision")
-                self._one("mixed_precision", "fp16" if value in (True, "true", "yes") else "no", "fp16")
+                self._one(
+                    "mixed_precision", "fp16" if value in (True, "true", "yes") else "no", "fp16"
+                )
             elif key != "fp16":
                 self._one(str(key), value, str(key))
         if not sagemaker:
@@ -155,7 +168,9 @@ class _Reader:
         if value is None:
             return
         if not isinstance(value, dict):
-            raise ConfigurationError(f"{self.at(section)}: {section} must hold `key: value` lines, not {brief(value)}")
+            raise ConfigurationError(
+                f"{self.at(section)}: {section} must hold `key: value` lines, not {brief(value)}"
+            )
         self.data.setdefault(section, {})
         for key, inner in value.items():
             self._one(f"{section}.{key}", inner, f"{section}.{key}")
@@ -179,7 +194,10 @@ class _Reader:
         except ConfigurationError as error:
             raise ConfigurationError(f"{self.at(written)}: {error}") from None
         section, _, inner = name.rpartition(".")
-        target = self.data.setdefault(section, {}) if section else self.data
+        if section:
+            target = self.data.setdefault(section, {})
+        else:
+            target = self.data
         target[inner] = value
         if value is not None:
             self.values[option.name] = Setting(value, self.at(written))
@@ -187,7 +205,9 @@ class _Reader:
     def _near(self, key: str) -> str:
         section, dot, name = key.partition(".")
         if dot:
-            known = sorted(other.partition(".")[2] for other in self.table if other.startswith(f"{section}."))
+            known = sorted(
+                other.partition(".")[2] for other in self.table if other.startswith(f"{section}.")
+            )
             return suggestion(name, known) or f"; known keys: {', '.join(known)}"
         known = [other.partition(".")[0] for other in self.table]
         return suggestion(key, known) or (
@@ -200,7 +220,9 @@ class _Reader:
         if kind is not None and kind.value in SWITCHES:
             self.values.setdefault(SWITCHES[kind.value], Setting(True, kind.origin))
         if self.data.get("parallelism_config"):
-            self.values.setdefault("use_parallelism_config", Setting(True, self.at("parallelism_config")))
+            self.values.setdefault(
+                "use_parallelism_config", Setting(True, self.at("parallelism_config"))
+            )
         accumulation = self.values.pop("deepspeed_accumulation", None)
         if accumulation is not None:
             self.values.setdefault("gradient_accumulation_steps", accumulation)

@@ -69,7 +69,9 @@ def cluster_keys() -> dict[str, Option]:
 def sagemaker_keys() -> dict[str, Option]:
     """Dotted key -> what it holds, for files of AMAZON_SAGEMAKER."""
     table = {option.name: option for option in SAGEMAKER}
-    table.update({key: option for key, option in cluster_keys().items() if key.startswith("dynamo_config.")})
+    table.update(
+        {key: option for key, option in cluster_keys().items() if key.startswith("dynamo_config.")}
+    )
     return table
 
 
@@ -85,7 +87,11 @@ def canonical(key: str, table: dict[str, Option]) -> str | None:
     section, dot, name = key.partition(".")
     # `fsdp_config` has options fsdp_..., `parallelism_config` has parallelism_config_...
     prefixes = (section.removesuffix("config"), f"{section}_") if dot else ()
-    spellings = (f"{section}.{other}" for prefix in prefixes for other in (prefix + name, name.removeprefix(prefix)))
+    spellings = (
+        f"{section}.{other}"
+        for prefix in prefixes
+        for other in (prefix + name, name.removeprefix(prefix))
+    )
     return next((other for other in spellings if other in table), None)
 
 

@@ -63,9 +63,13 @@ class Settings(Mapping[str, Any]):
         origins = [
             f"{name} is from {self.origin(name)}"
             for name in dict.fromkeys(named)
-            if self.chosen(name) and self.origin(name) not in message and not self.origin(name).startswith("flag")
+            if self.chosen(name)
+            and self.origin(name) not in message
+            and not self.origin(name).startswith("flag")
         ]
-        return f"{message} ({', '.join(origins)})" if origins else message
+        if origins:
+            return f"{message} ({', '.join(origins)})"
+        return message
 
     @contextlib.contextmanager
     def locating(self) -> Iterator[None]:
@@ -119,8 +123,17 @@ def _decide(option: Option, flags: Mapping[str, Any], file: LaunchFile | None) -
 
 def _imply_layout(values: dict[str, Setting]) -> None:
     """A size that is given by a flag switches the layout on."""
-    sizes = (name for name in values if name.startswith("parallelism_config_") and name.endswith("_size"))
-    given = next((values[name] for name in sizes if _directness(values[name]) == 2 and values[name].value > 1), None)
+    sizes = (
+        name for name in values if name.startswith("parallelism_config_") and name.endswith("_size")
+    )
+    given = next(
+        (
+            values[name]
+            for name in sizes
+            if _directness(values[name]) == 2 and values[name].value > 1
+        ),
+        None,
+    )
     if given is not None and values["use_parallelism_config"].origin == DEFAULT:
         values["use_parallelism_config"] = Setting(True, given.origin)
 
@@ -135,8 +148,13 @@ def _imply_processes(values: dict[str, Setting]) -> None:
             f"nproc_per_node ({each.origin}) and num_processes ({total.origin}) contradict each other: give only one"
         )
     most = str(values["nnodes"].value or "").rpartition(":")[2]
-    machines = int(most) if most.isdigit() else values["num_machines"].value or 1
-    values["num_processes"] = Setting("all" if each.value == "all" else each.value * machines, each.origin)
+    if most.isdigit():
+        machines = int(most)
+    else:
+        machines = values["num_machines"].value or 1
+    values["num_processes"] = Setting(
+        "all" if each.value == "all" else each.value * machines, each.origin
+    )
 
 
 # Two settings that cannot both be on.
@@ -161,7 +179,10 @@ def _resolve_contradictions(values: dict[str, Setting]) -> None:
             raise ConfigurationError(
                 f"{_named(first, one)} and {_named(second, other)} contradict each other: give only one of them"
             )
-        loser, winner = (second, one) if _directness(one) > _directness(other) else (first, other)
+        if _directness(one) > _directness(other):
+            loser, winner = (second, one)
+        else:
+            loser, winner = (first, other)
         values[loser] = Setting(False, f"switched off by {winner.origin}")
 
 

@@ -152,9 +152,13 @@ class MegatronLMPlugin:
                 setattr(self, name, default if found is None else found)
         for name in ("tp_degree", "pp_degree", "num_micro_batches", "context_parallel_size"):
             if getattr(self, name) < 1:
-                raise ConfigurationError(f"MegatronLMPlugin.{name}={getattr(self, name)} must be at least 1")
+                raise ConfigurationError(
+                    f"MegatronLMPlugin.{name}={getattr(self, name)} must be at least 1"
+                )
         if self.consumed_samples is not None:  # training, validation, test
-            self.consumed_samples = [*self.consumed_samples, 0, 0, 0][: max(3, len(self.consumed_samples))]
+            self.consumed_samples = [*self.consumed_samples, 0, 0, 0][
+                : max(3, len(self.consumed_samples))
+            ]
         self.DDP_impl: str = "torch"
         self.megatron_lm_default_args: dict[str, Any] = {
             _ARGUMENTS.get(name, name): getattr(self, name) for name in (*defaults, *_PASSED_ON)
@@ -168,7 +172,9 @@ class MegatronLMPlugin:
     @classmethod
     def _defaults(cls) -> dict[str, Any]:
         """The defaults of the fields with a variable."""
-        return {row.name: row.metadata["default"] for row in fields(cls) if "default" in row.metadata}
+        return {
+            row.name: row.metadata["default"] for row in fields(cls) if "default" in row.metadata
+        }
 
     def parallelism(self, world_size: int) -> dict[str, int]:
         """The layout as `ParallelismConfig` sizes for `world_size` processes; the ranks left over are data parallel.
@@ -181,20 +187,31 @@ class MegatronLMPlugin:
                 raise ConfigurationError(
                     f"MegatronLMPlugin.{name}={getattr(self, name)}: experts are not split here; use 1"
                 )
-        sizes = {"tp_size": self.tp_degree, "pp_size": self.pp_degree, "cp_size": self.context_parallel_size}
+        sizes = {
+            "tp_size": self.tp_degree,
+            "pp_size": self.pp_degree,
+            "cp_size": self.context_parallel_size,
+        }
         inner = self.tp_degree * self.pp_degree * self.context_parallel_size  # type: ignore[operator]
         if world_size % inner:
             raise ConfigurationError(
                 f"MegatronLMPlugin: tp_degree={self.tp_degree} x pp_degree={self.pp_degree} x context_parallel_size="
                 f"{self.context_parallel_size} = {inner} does not divide the {world_size} processes"
             )
-        data = "dp_shard_size" if self.use_custom_fsdp or self.use_distributed_optimizer else "dp_replicate_size"
+        if self.use_custom_fsdp or self.use_distributed_optimizer:
+            data = "dp_shard_size"
+        else:
+            data = "dp_replicate_size"
         return sizes | {data: world_size // inner}  # type: ignore[return-value]
 
     def without_counterpart(self) -> list[str]:
         """The fields that differ from their default, and that the native layout does not have."""
         defaults = {row.name: row.default for row in fields(self)} | self._defaults()
-        return [name for name, default in defaults.items() if name not in _NATIVE and getattr(self, name) != default]
+        return [
+            name
+            for name, default in defaults.items()
+            if name not in _NATIVE and getattr(self, name) != default
+        ]
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
         """Write the run's precision into Megatron-LM's arguments."""
@@ -225,8 +242,13 @@ class MegatronLMPlugin:
         elif "sgd" in name:
             settings = {"optimizer": "sgd", "sgd_momentum": optimizer.defaults["momentum"]}
         else:
-            raise ConfigurationError(f"Optimizer {name} is not supported by Megatron-LM: use Adam, AdamW or SGD")
-        settings |= {"lr": optimizer.defaults["lr"], "weight_decay": optimizer.defaults["weight_decay"]}
+            raise ConfigurationError(
+                f"Optimizer {name} is not supported by Megatron-LM: use Adam, AdamW or SGD"
+            )
+        settings |= {
+            "lr": optimizer.defaults["lr"],
+            "weight_decay": optimizer.defaults["weight_decay"],
+        }
         self.megatron_lm_default_args.update(settings)
 
     def set_scheduler_args(self, scheduler: Any) -> None:
@@ -237,7 +259,9 @@ class MegatronLMPlugin:
             self.train_iters = scheduler.total_num_steps // per_iteration
             if self.train_samples is not None:
                 self.train_samples = None
-                warn("`train_samples` gives way to `train_iters`, which the scheduler's steps decide.")
+                warn(
+                    "`train_samples` gives way to `train_iters`, which the scheduler's steps decide."
+                )
         if self.lr_warmup_iters is None:
             self.lr_warmup_iters = scheduler.warmup_num_steps // per_iteration
             self.lr_warmup_samples = 0
@@ -257,7 +281,9 @@ class MegatronLMPlugin:
             )
         sizes = {"model_type_name": _MODEL_TYPES[kind], "pretraining_flag": kind != "megatron-bert"}
         for name, words in _SIZES.items():
-            sizes[name] = next((getattr(model.config, word) for word in words if hasattr(model.config, word)), None)
+            sizes[name] = next(
+                (getattr(model.config, word) for word in words if hasattr(model.config, word)), None
+            )
         if kind in _TOKENIZERS:
             sizes |= {"tokenizer_type": _TOKENIZERS[kind], "return_logits": self.return_logits}
         longest = sizes["max_position_embeddings"]
@@ -266,9 +292,15 @@ class MegatronLMPlugin:
             if batch_data is not None:
                 source = source or batch_data["input_ids"].shape[1]
                 target = target or batch_data["labels"].shape[1]
-            sizes |= {"encoder_seq_length": source or longest, "decoder_seq_length": target or longest}
+            sizes |= {
+                "encoder_seq_length": source or longest,
+                "decoder_seq_length": target or longest,
+            }
         else:
-            given = batch_data["input_ids"].shape[1] if batch_data is not None else None
+            if batch_data is not None:
+                given = batch_data["input_ids"].shape[1]
+            else:
+                given = None
             sizes["seq_length"] = self.seq_length or given or longest
         self.megatron_lm_default_args.update(sizes)
 

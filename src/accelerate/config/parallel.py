@@ -87,7 +87,9 @@ class TorchContextParallelConfig:
     def __post_init__(self) -> None:
         if self.cp_comm_strategy is None:
             self.cp_comm_strategy = env.get("PARALLELISM_CONFIG_CP_COMM_STRATEGY", "allgather")
-        self.cp_comm_strategy = checks.word("cp_comm_strategy", self.cp_comm_strategy, ("allgather", "alltoall"))
+        self.cp_comm_strategy = checks.word(
+            "cp_comm_strategy", self.cp_comm_strategy, ("allgather", "alltoall")
+        )
 
 
 @explained
@@ -196,19 +198,27 @@ class PipelineParallelConfig:
             )
         self.balance = checks.word("balance", self.balance, ("parameters", "time"))
         if self.balance == "time" and not self.example_inputs:
-            raise ConfigurationError("balance='time' measures the model's forward: give example_inputs")
+            raise ConfigurationError(
+                "balance='time' measures the model's forward: give example_inputs"
+            )
         if self.loss_reduction is None:
             self.loss_reduction = env.get("PARALLELISM_CONFIG_PP_LOSS_REDUCTION")
         if self.loss_reduction is not None:
-            self.loss_reduction = checks.word("loss_reduction", self.loss_reduction, ("mean", "sum"))
+            self.loss_reduction = checks.word(
+                "loss_reduction", self.loss_reduction, ("mean", "sum")
+            )
         if self.num_items is not None and self.loss_reduction == "sum":
-            raise ConfigurationError("num_items is for a loss that is a mean, and loss_reduction='sum': give one")
+            raise ConfigurationError(
+                "num_items is for a loss that is a mean, and loss_reduction='sum': give one"
+            )
         self.gather_output = checks.truth("gather_output", self.gather_output)
         if self.split_points is not None:
             self.split_points = checks.texts("split_points", self.split_points, "names of modules")
         if self.carried is not None:
             self.carried = checks.texts("carried", self.carried, "names of modules")
-        self.whole_inputs = tuple(checks.texts("whole_inputs", self.whole_inputs, "names of inputs"))
+        self.whole_inputs = tuple(
+            checks.texts("whole_inputs", self.whole_inputs, "names of inputs")
+        )
 
     @property
     def schedule_row(self) -> PipelineSchedule:

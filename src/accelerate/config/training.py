@@ -114,7 +114,10 @@ class ProjectConfiguration:
 
     def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:
         """Set `project_dir`, and `logging_dir` with it where it has none yet."""
-        self.project_dir = None if project_dir is None else path_text(project_dir, "project_dir")
+        if project_dir is None:
+            self.project_dir = None
+        else:
+            self.project_dir = path_text(project_dir, "project_dir")
         if self.logging_dir is None:
             self.logging_dir = self.project_dir
 
@@ -154,12 +157,25 @@ class DistributedDataParallelKwargs(KwargsHandler):
     def __post_init__(self) -> None:
         checks.fields_of(self)
         self.comm_hook = checks.member("comm_hook", self.comm_hook, DDPCommunicationHookType)
-        self.comm_wrapper = checks.member("comm_wrapper", self.comm_wrapper, DDPCommunicationHookType)
-        wrappers = (DDPCommunicationHookType.NO, DDPCommunicationHookType.FP16, DDPCommunicationHookType.BF16)
+        self.comm_wrapper = checks.member(
+            "comm_wrapper", self.comm_wrapper, DDPCommunicationHookType
+        )
+        wrappers = (
+            DDPCommunicationHookType.NO,
+            DDPCommunicationHookType.FP16,
+            DDPCommunicationHookType.BF16,
+        )
         if self.comm_wrapper not in wrappers:
-            raise ConfigurationError(f"comm_wrapper={self.comm_wrapper.value!r}: a wrapper is one of no, fp16, bf16")
-        if self.comm_wrapper is not DDPCommunicationHookType.NO and self.comm_hook is DDPCommunicationHookType.NO:
-            raise ConfigurationError(f"comm_wrapper={self.comm_wrapper.value!r} wraps a comm_hook, and none is given")
+            raise ConfigurationError(
+                f"comm_wrapper={self.comm_wrapper.value!r}: a wrapper is one of no, fp16, bf16"
+            )
+        if (
+            self.comm_wrapper is not DDPCommunicationHookType.NO
+            and self.comm_hook is DDPCommunicationHookType.NO
+        ):
+            raise ConfigurationError(
+                f"comm_wrapper={self.comm_wrapper.value!r} wraps a comm_hook, and none is given"
+            )
 
     def to_dict(
         self, ignore_keys: Iterable[str] = ("comm_hook", "comm_wrapper", "comm_state_option")
@@ -232,11 +248,18 @@ class ProfileKwargs(KwargsHandler):
     def __post_init__(self) -> None:
         checks.fields_of(self)
         if self.activities is not None:
-            activities = [self.activities] if isinstance(self.activities, str) else self.activities
+            if isinstance(self.activities, str):
+                activities = [self.activities]
+            else:
+                activities = self.activities
             known = ("cpu", "cuda", "xpu", "mtia", "hpu")
-            self.activities = [checks.word("ProfileKwargs.activities", name, known) for name in activities]
+            self.activities = [
+                checks.word("ProfileKwargs.activities", name, known) for name in activities
+            ]
         if self.output_trace_dir is not None:
-            self.output_trace_dir = path_text(self.output_trace_dir, "ProfileKwargs.output_trace_dir")
+            self.output_trace_dir = path_text(
+                self.output_trace_dir, "ProfileKwargs.output_trace_dir"
+            )
 
     def build(self) -> Any:
         """A `torch.profiler.profile` of these options, not started."""
@@ -244,8 +267,13 @@ class ProfileKwargs(KwargsHandler):
 
         activities = None
         if self.activities is not None:
-            activities = [getattr(torch.profiler.ProfilerActivity, name.upper()) for name in self.activities]
-        schedule = None if self.schedule_option is None else torch.profiler.schedule(**self.schedule_option)
+            activities = [
+                getattr(torch.profiler.ProfilerActivity, name.upper()) for name in self.activities
+            ]
+        if self.schedule_option is None:
+            schedule = None
+        else:
+            schedule = torch.profiler.schedule(**self.schedule_option)
         return torch.profiler.profile(
             activities=activities,
             schedule=schedule,
@@ -309,21 +337,37 @@ class TorchDynamoPlugin(KwargsHandler):
     use_regional_compilation: bool | None = None
 
     def __post_init__(self) -> None:
-        backend: Any = self.backend if self.backend is not None else env.get("ACCELERATE_DYNAMO_BACKEND", "no")
-        self.backend = checks.member("backend", str(getattr(backend, "value", backend)).upper(), DynamoBackend)
+        backend: Any = (
+            self.backend if self.backend is not None else env.get("ACCELERATE_DYNAMO_BACKEND", "no")
+        )
+        self.backend = checks.member(
+            "backend", str(getattr(backend, "value", backend)).upper(), DynamoBackend
+        )
         names = ("options", "fullgraph", "dynamic", "use_regional_compilation")
-        given = [name for name in names if getattr(self, name)] + ["mode"] * (self.mode not in (None, "default"))
+        given = [name for name in names if getattr(self, name)] + ["mode"] * (
+            self.mode not in (None, "default")
+        )
         if self.mode is None and self.options is None:
             self.mode = env.get("ACCELERATE_DYNAMO_MODE", "default")
         if self.mode is not None:
             self.mode = checks.word("mode", self.mode, DYNAMO_MODES)
-        self.fullgraph = checks.truth_or("fullgraph", self.fullgraph, "ACCELERATE_DYNAMO_USE_FULLGRAPH")
+        self.fullgraph = checks.truth_or(
+            "fullgraph", self.fullgraph, "ACCELERATE_DYNAMO_USE_FULLGRAPH"
+        )
         self.use_regional_compilation = checks.truth_or(
-            "use_regional_compilation", self.use_regional_compilation, "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"
+            "use_regional_compilation",
+            self.use_regional_compilation,
+            "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION",
         )
         self.disable = checks.truth("disable", self.disable)
-        dynamic = env.value("ACCELERATE_DYNAMO_USE_DYNAMIC") if self.dynamic is None else self.dynamic
-        self.dynamic = None if dynamic is None else checks.truth("dynamic", dynamic)
+        if self.dynamic is None:
+            dynamic = env.value("ACCELERATE_DYNAMO_USE_DYNAMIC")
+        else:
+            dynamic = self.dynamic
+        if dynamic is None:
+            self.dynamic = None
+        else:
+            self.dynamic = checks.truth("dynamic", dynamic)
         if given and self.backend is DynamoBackend.NO:
             warn(
                 f"TorchDynamoPlugin: {', '.join(given)} has no effect with backend='no', which compiles nothing. Set "
@@ -342,4 +386,8 @@ class TorchDynamoPlugin(KwargsHandler):
         kwargs.pop("use_regional_compilation", None)
         # Fields that the environment fills differ from the class's defaults also where nothing was set.
         unset = {"backend": "no", "mode": "default", "fullgraph": False}
-        return {name: value for name, value in kwargs.items() if name not in unset or unset[name] != value}
+        return {
+            name: value
+            for name, value in kwargs.items()
+            if name not in unset or unset[name] != value
+        }

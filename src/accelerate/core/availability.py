@@ -38,7 +38,9 @@ is_comet_ml_available: Callable[[], bool] = _installed("comet_ml", "is_comet_ml_
 is_datasets_available: Callable[[], bool] = _installed("datasets", "is_datasets_available")
 is_deepspeed_available: Callable[[], bool] = _installed("deepspeed", "is_deepspeed_available")
 is_dvclive_available: Callable[[], bool] = _installed("dvclive", "is_dvclive_available")
-is_import_timer_available: Callable[[], bool] = _installed("import_timer", "is_import_timer_available")
+is_import_timer_available: Callable[[], bool] = _installed(
+    "import_timer", "is_import_timer_available"
+)
 is_lomo_available: Callable[[], bool] = _installed("lomo_optim", "is_lomo_available")
 is_matplotlib_available: Callable[[], bool] = _installed("matplotlib", "is_matplotlib_available")
 is_megatron_lm_available: Callable[[], bool] = _installed("megatron", "is_megatron_lm_available")
@@ -50,7 +52,9 @@ is_pynvml_available: Callable[[], bool] = _installed("pynvml", "is_pynvml_availa
 is_pytest_available: Callable[[], bool] = _installed("pytest", "is_pytest_available")
 is_rich_available: Callable[[], bool] = _installed("rich", "is_rich_available")
 is_sagemaker_available: Callable[[], bool] = _installed("sagemaker", "is_sagemaker_available")
-is_schedulefree_available: Callable[[], bool] = _installed("schedulefree", "is_schedulefree_available")
+is_schedulefree_available: Callable[[], bool] = _installed(
+    "schedulefree", "is_schedulefree_available"
+)
 is_swanlab_available: Callable[[], bool] = _installed("swanlab", "is_swanlab_available")
 is_timm_available: Callable[[], bool] = _installed("timm", "is_timm_available")
 is_torchao_available: Callable[[], bool] = _installed("torchao", "is_torchao_available")
@@ -60,7 +64,9 @@ is_trackio_available: Callable[[], bool] = _installed("trackio", "is_trackio_ava
 is_transformer_engine_available: Callable[[], bool] = _installed(
     "transformer_engine", "is_transformer_engine_available"
 )
-is_transformers_available: Callable[[], bool] = _installed("transformers", "is_transformers_available")
+is_transformers_available: Callable[[], bool] = _installed(
+    "transformers", "is_transformers_available"
+)
 is_triton_available: Callable[[], bool] = _installed("triton", "is_triton_available")
 is_wandb_available: Callable[[], bool] = _installed("wandb", "is_wandb_available")
 
@@ -104,7 +110,9 @@ def is_torchdata_stateful_dataloader_available() -> bool:
 
 def is_transformer_engine_mxfp8_available() -> bool:
     """Whether the installed Transformer Engine has the MXFP8 recipe (2.1 and later)."""
-    return is_available("transformer_engine") and compare_versions("transformer-engine", ">=", "2.1.0")
+    return is_available("transformer_engine") and compare_versions(
+        "transformer-engine", ">=", "2.1.0"
+    )
 
 
 def is_pippy_available() -> bool:
@@ -139,7 +147,10 @@ def is_mps_available(min_version: str = "1.12") -> bool:
     """Whether torch, of at least `min_version`, sees Apple's Metal device."""
     import torch
 
-    return parse(parse(torch.__version__).base_version) >= parse(min_version) and torch.backends.mps.is_available()
+    return (
+        parse(parse(torch.__version__).base_version) >= parse(min_version)
+        and torch.backends.mps.is_available()
+    )
 
 
 def is_xpu_available(check_device: bool = False) -> bool:
@@ -214,7 +225,9 @@ def _plugin_device(module: str, device: str, count: bool) -> bool:
 @functools.cache
 def _find(module: str) -> bool:
     root = module.partition(".")[0]
-    return importlib.util.find_spec(root) is not None and importlib.util.find_spec(module) is not None
+    return (
+        importlib.util.find_spec(root) is not None and importlib.util.find_spec(module) is not None
+    )
 
 
 def is_torch_distributed_available() -> bool:

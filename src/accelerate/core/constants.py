@@ -25,7 +25,13 @@ SAFE_WEIGHTS_PATTERN_NAME = "model{suffix}.safetensors"
 SAFE_WEIGHTS_INDEX_NAME = f"{SAFE_WEIGHTS_NAME}.index.json"
 
 # The words that the options of fully sharded training take.
-FSDP_SHARDING_STRATEGY = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]
+FSDP_SHARDING_STRATEGY = [
+    "FULL_SHARD",
+    "SHARD_GRAD_OP",
+    "NO_SHARD",
+    "HYBRID_SHARD",
+    "HYBRID_SHARD_ZERO2",
+]
 FSDP_AUTO_WRAP_POLICY = ["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]
 FSDP_BACKWARD_PREFETCH = ["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"]
 FSDP_STATE_DICT_TYPE = ["FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"]
@@ -94,7 +100,15 @@ CUDA_DISTRIBUTED_TYPES = ["DEEPSPEED", "MULTI_GPU", "FSDP", "MEGATRON_LM", "TP"]
 
 # The words of other options.
 TORCH_DYNAMO_MODES = ["default", "reduce-overhead", "max-autotune"]
-DEEPSPEED_MULTINODE_LAUNCHERS = ["pdsh", "standard", "openmpi", "mvapich", "mpich", "nossh", "slurm"]
+DEEPSPEED_MULTINODE_LAUNCHERS = [
+    "pdsh",
+    "standard",
+    "openmpi",
+    "mvapich",
+    "mpich",
+    "nossh",
+    "slurm",
+]
 
 # The defaults of a SageMaker job, and the instances with several GPUs that its own data parallelism runs on.
 SAGEMAKER_PYTHON_VERSION = "py38"

@@ -80,4 +80,6 @@ _ROWS = (
 
 DEVICES: dict[str, DeviceKind] = {row.type: row for row in _ROWS}
 # All variables that limit which devices a process sees.
-VISIBLE = tuple(name for row in _ROWS for name in (row.visible, *row.vendor_visible) if name is not None)
+VISIBLE = tuple(
+    name for row in _ROWS for name in (row.visible, *row.vendor_visible) if name is not None
+)

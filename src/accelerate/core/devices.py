@@ -18,13 +18,17 @@ from .imports import is_available
 def kind_of(device: torch.device | str) -> DeviceKind:
     """The row of a device; a type that torch knows and the table does not is taken to speak gloo."""
     name = torch.device(device).type
-    return DEVICES.get(name) or DeviceKind(name, "gloo", DistributedType.MULTI_CPU, pin_memory=False)
+    return DEVICES.get(name) or DeviceKind(
+        name, "gloo", DistributedType.MULTI_CPU, pin_memory=False
+    )
 
 
 def accelerator_type() -> str | None:
     """The type of this machine's accelerator (`cuda`, `xpu`, `npu`, ...), or None on a machine without one."""
     found = torch.accelerator.current_accelerator(check_available=True)
-    return None if found is None else found.type
+    if found is None:
+        return None
+    return found.type
 
 
 def device_count(kind: str | None = None) -> int:
@@ -51,13 +55,18 @@ def select(local_rank: int, local_world_size: int, cpu: bool = False) -> torch.d
         return torch.device(requested)
     kind = None if cpu else accelerator_type()
     if kind is None:
-        return torch.device("cpu") if cpu else xla_device() or torch.device("cpu")
+        if cpu:
+            return torch.device("cpu")
+        return xla_device() or torch.device("cpu")
     if kind == "mps":
         return torch.device("mps", 0)
     present = device_count(kind)
     if local_rank >= present:
         visible = DEVICES[kind].visible if kind in DEVICES else None
-        note = f" ({visible}={env.get(visible)})" if visible and env.get(visible) else ""
+        if visible and env.get(visible):
+            note = f" ({visible}={env.get(visible)})"
+        else:
+            note = ""
         raise ConfigurationError(
             f"local rank {local_rank} of {local_world_size} has no device: this machine has {present} {kind} "
             f"device(s){note}. Start at most {present} processes here, or pass cpu=True."
@@ -94,7 +103,9 @@ def synchronize(device: torch.device) -> None:
 
 def generator_module(kind: str) -> Any:
     """The module that reads and sets the state of the generator of a kind of device."""
-    return torch if kind == "cpu" else module_of(kind)
+    if kind == "cpu":
+        return torch
+    return module_of(kind)
 
 
 def is_initialized(kind: str) -> bool:

@@ -34,7 +34,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def torch_dtype(name: object) -> torch.dtype:
     """Any dtype of torch by its name. Raises ValueError where there is none."""
-    found = getattr(torch, name, None) if isinstance(name, str) else None
+    if isinstance(name, str):
+        found = getattr(torch, name, None)
+    else:
+        found = None
     if not isinstance(found, torch.dtype):
         raise ValueError(f"{str(name)[:80]!r} is not a dtype of this torch")
     return found

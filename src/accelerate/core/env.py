@@ -28,20 +28,26 @@ def get(name: str, default: str | None = None) -> str | None:
     text = os.environ.get(name)
     if not text:
         return default
-    return str(row.read(text)) if row.kind == "text" else text
+    if row.kind == "text":
+        return str(row.read(text))
+    return text
 
 
 def value(name: str) -> Any:
     """The value of a variable in the type of its row; None where it is unset."""
     row = row_of(name)
     text = os.environ.get(name)
-    return row.read(text) if text else None
+    if text:
+        return row.read(text)
+    return None
 
 
 def get_flag(name: str, default: bool = False) -> bool:
     """The truth value of a variable."""
     found = value(name)
-    return default if found is None else bool(found)
+    if found is None:
+        return default
+    return bool(found)
 
 
 def get_int(name: str) -> int | None:
@@ -49,7 +55,9 @@ def get_int(name: str) -> int | None:
     found = value(name)
     if isinstance(found, str):
         raise ConfigurationError(f"{name}={found!r} is not an integer")
-    return None if found is None else int(found)
+    if found is None:
+        return None
+    return int(found)
 
 
 # The API no longer has it. transformers 4 sets it to "false".
@@ -66,11 +74,15 @@ def check_run() -> None:
         text = os.environ.get(row.variable)
         if text:
             row.read(text)
-    unknown = [name for name in os.environ if name.startswith("ACCELERATE_") and name not in variables()]
+    unknown = [
+        name for name in os.environ if name.startswith("ACCELERATE_") and name not in variables()
+    ]
     if os.environ.get(_IPEX) == "false":
         unknown.remove(_IPEX)
     for name in () if os.environ.get("ACCELERATE_LAUNCH_TIME") else unknown:
-        meant = suggestion(name, [known for known in variables() if known.startswith("ACCELERATE_")])
+        meant = suggestion(
+            name, [known for known in variables() if known.startswith("ACCELERATE_")]
+        )
         warn(f"nothing reads the environment variable {name}{meant}: correct its name, or unset it")
 
 
@@ -95,7 +107,9 @@ def publish(values: Mapping[str, Any]) -> None:
 
 def child_environment(extra: Mapping[str, Any] | None = None) -> dict[str, str]:
     """A copy of this environment with variables changed, for a process to be started. None removes one."""
-    changed = {name: None if value is None else as_text(value) for name, value in (extra or {}).items()}
+    changed = {
+        name: None if value is None else as_text(value) for name, value in (extra or {}).items()
+    }
     return {name: text for name, text in ({**os.environ} | changed).items() if text is not None}
 
 
@@ -105,7 +119,9 @@ def child_environment(extra: Mapping[str, Any] | None = None) -> dict[str, str]:
 def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
     """1 or 0 (or True or False with `to_bool`) for the usual words of truth; ValueError for any other."""
     found = parse_bool(value)
-    return found if to_bool else int(found)
+    if to_bool:
+        return found
+    return int(found)
 
 
 def get_int_from_env(env_keys: Sequence[str], default: int) -> int:
@@ -120,7 +136,9 @@ def get_int_from_env(env_keys: Sequence[str], default: int) -> int:
 def parse_flag_from_env(key: str, default: bool = False) -> bool:
     """The truth value of a variable of any name; ValueError for a text that is none."""
     text = os.environ.get(key)
-    return parse_bool(text, key) if text else parse_bool(str(default), "default")
+    if text:
+        return parse_bool(text, key)
+    return parse_bool(str(default), "default")
 
 
 def parse_choice_from_env(key: str, default: str = "no") -> str:
@@ -156,7 +174,9 @@ def convert_dict_to_env_variables(current_env: Mapping[str, Any]) -> list[str]:
         if text and key and not any(char in key + text for char in forbidden):
             lines.append(f"{key}={text}\n")
         else:
-            warn(f"{key}={text!r} is left out: it holds a character that would break the environment line")
+            warn(
+                f"{key}={text!r} is left out: it holds a character that would break the environment line"
+            )
     return lines
 
 
@@ -198,7 +218,9 @@ def purge_accelerate_environment(func_or_cls: T) -> T:
     def decorate_tests(cls: type, /, **kwargs: Any) -> None:
         if cls is not decorated:
             super(decorated, cls).__init_subclass__(**kwargs)
-        for name in filter(lambda name: name.startswith("test"), dir(cls) if cls is decorated else list(vars(cls))):
+        for name in filter(
+            lambda name: name.startswith("test"), dir(cls) if cls is decorated else list(vars(cls))
+        ):
             member = inspect.getattr_static(cls, name)
             if isinstance(member, staticmethod | classmethod):
                 setattr(cls, name, type(member)(_purging(member.__func__)))
@@ -226,4 +248,6 @@ def _purging(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def env_var_path_add(env_var_name: str, path_to_add: str) -> str:
     """The value of an environment variable that lists paths, with another path at its end."""
-    return os.pathsep.join([*filter(None, os.environ.get(env_var_name, "").split(os.pathsep)), path_to_add])
+    return os.pathsep.join(
+        [*filter(None, os.environ.get(env_var_name, "").split(os.pathsep)), path_to_add]
+    )

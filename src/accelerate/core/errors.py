@@ -54,5 +54,9 @@ def suggestion(word: object, choices: Iterable[object], form: str = " (did you m
     """The end of a message about a mistyped `word`: the nearest choice in `form`, or nothing where none is near."""
     import difflib
 
-    found = difflib.get_close_matches(str(word), [str(choice) for choice in choices], n=1, cutoff=0.6)
-    return form.format(found[0]) if found else ""
+    found = difflib.get_close_matches(
+        str(word), [str(choice) for choice in choices], n=1, cutoff=0.6
+    )
+    if found:
+        return form.format(found[0])
+    return ""

@@ -35,9 +35,15 @@ def load(kind: str, name: str, own: Iterable[str] = ()) -> Any:
             f"{', '.join(known) or 'none'}{suggestion(name, known)}"
         )
     if len({entry.value for entry in found}) > 1:
-        owners = ", ".join(f"{entry.value} ({entry.dist.name if entry.dist else '?'})" for entry in found)
-        raise ConfigurationError(f"several packages register a {kind} {name!r}: {owners}. Uninstall all but one")
+        owners = ", ".join(
+            f"{entry.value} ({entry.dist.name if entry.dist else '?'})" for entry in found
+        )
+        raise ConfigurationError(
+            f"several packages register a {kind} {name!r}: {owners}. Uninstall all but one"
+        )
     try:
         return found[0].load()
     except (ImportError, AttributeError) as error:
-        raise ConfigurationError(f"the {kind} {name!r} ({found[0].value}) does not load: {error}") from error
+        raise ConfigurationError(
+            f"the {kind} {name!r} ({found[0].value}) does not load: {error}"
+        ) from error

@@ -22,9 +22,13 @@ def path_text(value: Any, argument: str) -> str:
     try:
         text = os.fsdecode(value)
     except TypeError:
-        raise ConfigurationError(f"{argument}: a path is text or a path object, not {type(value).__name__}") from None
+        raise ConfigurationError(
+            f"{argument}: a path is text or a path object, not {type(value).__name__}"
+        ) from None
     if not text.strip():
-        raise ConfigurationError(f"{argument}={text!r} names no folder: give a path ('.' is the current folder)")
+        raise ConfigurationError(
+            f"{argument}={text!r} names no folder: give a path ('.' is the current folder)"
+        )
     if "\0" in text:
         raise ConfigurationError(f"{argument}={text!r} has a NUL character, which no path may have")
     return text
@@ -123,7 +127,9 @@ def open_regular(path: str | os.PathLike[str]) -> int:
     """
     _require_regular(os.stat(path), path)
     # The file may be another one by now.
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    descriptor = os.open(
+        path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    )
     try:
         _require_regular(os.fstat(descriptor), path)
     except BaseException:
@@ -142,7 +148,10 @@ def require_regular(path: str | os.PathLike[str]) -> int:
 def _require_regular(found: os.stat_result, path: str | os.PathLike[str]) -> None:
     if not stat.S_ISREG(found.st_mode):
         is_folder = stat.S_ISDIR(found.st_mode)
-        code, kind = (errno.EISDIR, "a folder") if is_folder else (errno.EINVAL, "a pipe, socket or device")
+        if is_folder:
+            code, kind = (errno.EISDIR, "a folder")
+        else:
+            code, kind = (errno.EINVAL, "a pipe, socket or device")
         raise OSError(code, f"it is {kind}, not a regular file", os.fspath(path))
 
 
@@ -151,7 +160,9 @@ def read_regular(path: str | os.PathLike[str], limit: int) -> bytes:
     with open(open_regular(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
-            raise OSError(errno.EFBIG, f"it has {size} bytes; at most {limit} are read", os.fspath(path))
+            raise OSError(
+                errno.EFBIG, f"it has {size} bytes; at most {limit} are read", os.fspath(path)
+            )
         return file.read()
 
 

@@ -52,7 +52,9 @@ def version_of(distribution: str) -> Version:
     return parse(importlib.metadata.version(distribution))
 
 
-def compare_versions(library_or_version: str | Version, operation: str, requirement_version: str) -> bool:
+def compare_versions(
+    library_or_version: str | Version, operation: str, requirement_version: str
+) -> bool:
     """Return whether a version compares to another as `operation` states.
 
     Args:
@@ -68,8 +70,13 @@ def compare_versions(library_or_version: str | Version, operation: str, requirem
         True
     """
     if operation not in STR_OPERATION_TO_FUNC:
-        raise ValueError(f"`operation` must be one of {list(STR_OPERATION_TO_FUNC)}, received {operation}")
-    found = version_of(library_or_version) if isinstance(library_or_version, str) else library_or_version
+        raise ValueError(
+            f"`operation` must be one of {list(STR_OPERATION_TO_FUNC)}, received {operation}"
+        )
+    if isinstance(library_or_version, str):
+        found = version_of(library_or_version)
+    else:
+        found = library_or_version
     return STR_OPERATION_TO_FUNC[operation](found, parse(requirement_version))
 
 

@@ -32,7 +32,9 @@ def warn_mixed() -> None:
 def problems() -> list[str]:
     """Compare our version with the metadata of the installed distributions: a sentence for each problem."""
     installed = importlib.metadata.distributions(name=NAME)
-    others = [f"{one.version} in {one.locate_file('')}" for one in installed if one.version != __version__]
+    others = [
+        f"{one.version} in {one.locate_file('')}" for one in installed if one.version != __version__
+    ]
     if not others:
         return []
     return [

@@ -18,8 +18,12 @@ ROOT = __name__.partition(".")[0]
 # Public names that neither the package nor its `utils` exports, and the modules that define them.
 _DEFINED_IN = {
     **dict.fromkeys(["AcceleratorState", "GradientState", "PartialState"], "state"),
-    **dict.fromkeys(["DataLoaderDispatcher", "DataLoaderShard", "DataLoaderStateMixin"], "data_loader"),
-    **dict.fromkeys(["AlignDevicesHook", "ModelHook", "SequentialHook", "add_hook_to_module"], "hooks"),
+    **dict.fromkeys(
+        ["DataLoaderDispatcher", "DataLoaderShard", "DataLoaderStateMixin"], "data_loader"
+    ),
+    **dict.fromkeys(
+        ["AlignDevicesHook", "ModelHook", "SequentialHook", "add_hook_to_module"], "hooks"
+    ),
     **dict.fromkeys(["LOGGER_TYPE_TO_CLASS", "GeneralTracker", "filter_trackers"], "tracking"),
     **dict.fromkeys(["load_accelerator_state", "save_accelerator_state"], "checkpointing"),
     **dict.fromkeys(["load_custom_state", "save_custom_state"], "checkpointing"),
@@ -36,7 +40,10 @@ if os.path.exists(os.path.join(os.path.dirname(os.path.dirname(__file__)), "trac
 
 
 def attach(
-    module: str, exports: Mapping[str, Iterable[str]], submodules: Iterable[str] = (), all_public: bool = False
+    module: str,
+    exports: Mapping[str, Iterable[str]],
+    submodules: Iterable[str] = (),
+    all_public: bool = False,
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """`__getattr__`, `__dir__` and `__all__` of `module`, which exports each home's names as its own.
 
@@ -85,7 +92,9 @@ def public_name(module: str, name: str) -> Any:
         return getattr(_load(f"{ROOT}.{_DEFINED_IN[name]}"), name)
     # `from package import submodule` looks for an attribute first, which must not import all modules of `utils`.
     is_package = "__path__" in vars(sys.modules[module])
-    if name.startswith("_") or (is_package and importlib.util.find_spec(f"{module}.{name}") is not None):
+    if name.startswith("_") or (
+        is_package and importlib.util.find_spec(f"{module}.{name}") is not None
+    ):
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
     known = [*_DEFINED_IN]
     for package in (ROOT, f"{ROOT}.utils"):
@@ -101,7 +110,10 @@ def _missing(module: str, name: str, known: list[str]) -> AttributeError:
     from .errors import suggestion
     from .version import implemented
 
-    hint = "" if name.startswith("_") else f" ({implemented()}{suggestion(name, known, '; did you mean {}?')})"
+    if name.startswith("_"):
+        hint = ""
+    else:
+        hint = f" ({implemented()}{suggestion(name, known, '; did you mean {}?')})"
     return AttributeError(f"module {module!r} has no attribute {name!r}{hint}")
 
 

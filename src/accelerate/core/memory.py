@@ -70,7 +70,11 @@ def should_reduce_batch_size(exception: Exception) -> bool:
         # It may quote another rank's error.
         return False
     cause = exception.__cause__
-    if isinstance(exception, RuntimeError) and isinstance(cause, Exception) and should_reduce_batch_size(cause):
+    if (
+        isinstance(exception, RuntimeError)
+        and isinstance(cause, Exception)
+        and should_reduce_batch_size(cause)
+    ):
         # torch's schedules of pipelines raise an error of their own from that of a stage.
         return True
     if isinstance(exception, RuntimeError) and len(exception.args) == 1:

@@ -27,7 +27,9 @@ def is_rank_0() -> bool:
     # Variables that contradict each other are an error of the run's start, not of its messages.
     with contextlib.suppress(ConfigurationError):
         topology = Topology.from_environment()
-        return topology.rank == 0 and (topology.launcher != "none" or not env.get_int("PJRT_LOCAL_PROCESS_RANK"))
+        return topology.rank == 0 and (
+            topology.launcher != "none" or not env.get_int("PJRT_LOCAL_PROCESS_RANK")
+        )
     return True
 
 
@@ -48,4 +50,6 @@ def warn(text: str, category: type[Warning] = UserWarning, every_rank: bool = Fa
         return
     frame = user_frame()
     registry = frame.f_globals.setdefault("__warningregistry__", {})
-    warnings.warn_explicit(f"{PREFIX}{text}", category, frame.f_code.co_filename, frame.f_lineno, registry=registry)
+    warnings.warn_explicit(
+        f"{PREFIX}{text}", category, frame.f_code.co_filename, frame.f_lineno, registry=registry
+    )

@@ -17,7 +17,9 @@ from .objects import flat_list
 def require_module(model: object, function: str) -> None:
     """Raises TypeError if what a public function got as its model is not a module."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"{function} takes a torch.nn.Module, not {model!r:.80} (of type {type(model).__name__})")
+        raise TypeError(
+            f"{function} takes a torch.nn.Module, not {model!r:.80} (of type {type(model).__name__})"
+        )
 
 
 def class_name(module: object) -> str:
@@ -32,7 +34,9 @@ def get_module_children_bottom_up(
     """All modules of `model`, each after its children, the model last; with `return_fqns` as (name, module)."""
     require_module(model, "get_module_children_bottom_up")
     named = list(named_bottom_up(model))
-    return named if return_fqns else [module for _, module in named]
+    if return_fqns:
+        return named
+    return [module for _, module in named]
 
 
 def named_bottom_up(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -82,11 +86,14 @@ def replace_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
     """Replace what is in a parameter or buffer, which stays the same object, by data of any dtype and device."""
     # An assignment to `data` leaves the tensors inside of a subclass as they were.
     if not is_wrapper_subclass(tensor):
-        with contextlib.suppress(RuntimeError):  # a device whose tensors torch counts as another kind
+        # a device whose tensors torch counts as another kind
+        with contextlib.suppress(RuntimeError):
             tensor.data = data
             return
     is_parameter = isinstance(tensor, nn.Parameter)
-    torch.utils.swap_tensors(tensor, nn.Parameter(data, tensor.requires_grad) if is_parameter else data)
+    torch.utils.swap_tensors(
+        tensor, nn.Parameter(data, tensor.requires_grad) if is_parameter else data
+    )
 
 
 def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:
@@ -107,10 +114,14 @@ def class_names(model: nn.Module, option: str, classes: Any) -> list[str]:
     names = flat_list(classes)
     present = {type(module).__name__ for module in model.modules()}
     if names and not present.intersection(names):
-        declared = flat_list([getattr(module, "_no_split_modules", None) for module in model.modules()])
+        declared = flat_list(
+            [getattr(module, "_no_split_modules", None) for module in model.modules()]
+        )
         if not set(declared).issuperset(names):
             near = suggestion(names[0], present)
-            raise ConfigurationError(f"{option}: no module of {type(model).__name__} is a {' or '.join(names)}{near}")
+            raise ConfigurationError(
+                f"{option}: no module of {type(model).__name__} is a {' or '.join(names)}{near}"
+            )
     return names
 
 
@@ -126,8 +137,13 @@ def get_model_tp_size(model: nn.Module) -> int | None:
     if size is None:
         # transformers from 5.9 on has it in the configuration: an object, or a dict if that came from a file.
         layout = getattr(getattr(model, "config", None), "distributed_config", None)
-        size = layout.get("tp_size") if isinstance(layout, dict) else getattr(layout, "tp_size", None)
-    return None if size is None else int(size)
+        if isinstance(layout, dict):
+            size = layout.get("tp_size")
+        else:
+            size = getattr(layout, "tp_size", None)
+    if size is None:
+        return None
+    return int(size)
 
 
 def is_dtensor(parameter: torch.Tensor) -> bool:

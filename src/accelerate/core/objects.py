@@ -95,17 +95,28 @@ def flat_list(values: Any) -> list[Any]:
 
 def is_secret(name: str) -> bool:
     """Whether a name is that of a token, key or password."""
-    return re.search(r"token(?!iz|s)|secret|password|(access|api)_?key", name, re.IGNORECASE) is not None
+    return (
+        re.search(r"token(?!iz|s)|secret|password|(access|api)_?key", name, re.IGNORECASE)
+        is not None
+    )
 
 
 def masked(data: Any) -> Any:
     """Nested data with `***` for the value of each name that is a secret's, also in texts NAME=value."""
     if isinstance(data, dict):
-        return {key: "***" if value and is_secret(str(key)) else masked(value) for key, value in data.items()}
+        return {
+            key: "***" if value and is_secret(str(key)) else masked(value)
+            for key, value in data.items()
+        }
     if isinstance(data, list):
         return [masked(item) for item in data]
-    name, equals, _ = data.partition("=") if isinstance(data, str) else ("", "", "")
-    return f"{name}=***" if equals and is_secret(name) else data
+    if isinstance(data, str):
+        name, equals, _ = data.partition("=")
+    else:
+        name, equals, _ = ("", "", "")
+    if equals and is_secret(name):
+        return f"{name}=***"
+    return data
 
 
 def size_of(count: float) -> str:
@@ -113,4 +124,6 @@ def size_of(count: float) -> str:
     power = 0
     while count >= 1024 and power < len(_BINARY_UNITS) - 1:
         count, power = count / 1024, power + 1
-    return f"{count:.0f} B" if power == 0 else f"{count:.2f} {_BINARY_UNITS[power]}"
+    if power == 0:
+        return f"{count:.0f} B"
+    return f"{count:.2f} {_BINARY_UNITS[power]}"

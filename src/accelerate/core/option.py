@@ -27,13 +27,17 @@ def parse_bool(text: str, where: str = "value") -> bool:
     if word in _FALSE:
         return False
     shown = text if len(text) <= 100 else f"{text[:100]}..."
-    raise ConfigurationError(f"{where}={shown!r} is not a truth value: use one of true, false, yes, no, on, off, 1, 0")
+    raise ConfigurationError(
+        f"{where}={shown!r} is not a truth value: use one of true, false, yes, no, on, off, 1, 0"
+    )
 
 
 def as_text(value: object) -> str:
     """A value as an environment variable holds it."""
     if isinstance(value, bool):
-        return "true" if value else "false"
+        if value:
+            return "true"
+        return "false"
     return str(value)
 
 
@@ -92,7 +96,9 @@ class Option(NamedTuple):
     @property
     def file_key(self) -> str:
         """The key in a configuration file; empty where a file cannot hold the value."""
-        return self.name if self.key is None else self.key
+        if self.key is None:
+            return self.name
+        return self.key
 
     @property
     def spellings(self) -> tuple[str, ...]:
@@ -110,14 +116,18 @@ class Option(NamedTuple):
         if text in self.variable_words:
             return text
         # OMP_NUM_THREADS may name a number for each nesting level; the first one is this process's.
-        return self.convert(text.split(",")[0] if self.variable == "OMP_NUM_THREADS" else text, self.variable)
+        return self.convert(
+            text.split(",")[0] if self.variable == "OMP_NUM_THREADS" else text, self.variable
+        )
 
     def convert(self, value: Any, where: str) -> Any:
         """The value in the option's type. ConfigurationError, naming `where`, for one that does not fit."""
         if value is None:
             return None
         if self.kind in ("switch", "truth"):
-            return value if isinstance(value, bool) else parse_bool(str(value), where)
+            if isinstance(value, bool):
+                return value
+            return parse_bool(str(value), where)
         if self.kind == "list":
             items = value if isinstance(value, (list, tuple)) else [value]
             return [self._text(item, where) for item in items]
@@ -128,7 +138,9 @@ class Option(NamedTuple):
             if self.kind == "count" and number == -1:
                 return None  # so files of the API write "not chosen"
             if self.least is not None and not self.least <= number <= (self.greatest or math.inf):
-                raise ConfigurationError(f"{where}={brief(number)} is out of range: use {self.accepted}")
+                raise ConfigurationError(
+                    f"{where}={brief(number)} is out of range: use {self.accepted}"
+                )
             return number
         text = self._text(value, where)
         if self.check is not None:
@@ -140,7 +152,9 @@ class Option(NamedTuple):
         """The numbers within the limits, in words."""
         if self.least is None:
             return "a number"
-        return f"{self.least} or more" if self.greatest is None else f"{self.least} to {self.greatest}"
+        if self.greatest is None:
+            return f"{self.least} or more"
+        return f"{self.least} to {self.greatest}"
 
     def _number(self, value: Any, where: str) -> int | float:
         convert, what = (float, "a number") if self.kind == "float" else (int, "an integer")
@@ -159,12 +173,18 @@ class Option(NamedTuple):
     def _text(self, value: Any, where: str) -> str:
         # YAML reads a bare `no` as False; the options that have a "no" mean that word.
         negative = next((choice for choice in self.choices if choice.lower() == "no"), None)
-        if isinstance(value, (list, tuple)) and not self.choices and not any(_is_nested(item) for item in value):
+        if (
+            isinstance(value, (list, tuple))
+            and not self.choices
+            and not any(_is_nested(item) for item in value)
+        ):
             value = ",".join(as_text(item) for item in value)
         if _is_nested(value):
             raise ConfigurationError(f"{where} must be a single value, not {brief(value)}")
         text = negative if value is False and negative else str(value)
-        return self._choice(text, where) if self.choices else text
+        if self.choices:
+            return self._choice(text, where)
+        return text
 
     def _choice(self, text: str, where: str) -> str:
         if text in self.choices:
@@ -193,7 +213,9 @@ class Group(NamedTuple):
 def brief(value: Any) -> str:
     """A value as messages show it, cut where it is long."""
     text = repr(value)
-    return text if len(text) <= 120 else f"{text[:100]}... ({len(text)} characters)"
+    if len(text) <= 120:
+        return text
+    return f"{text[:100]}... ({len(text)} characters)"
 
 
 def _is_nested(value: Any) -> bool:

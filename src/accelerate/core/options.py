@@ -49,7 +49,9 @@ def _log_level(text: str, where: str) -> None:
 
     if text.upper() not in logging.getLevelNamesMapping():
         known = list(logging.getLevelNamesMapping())
-        raise ConfigurationError(f"{where}={text!r} is not a level of logging: use one of {', '.join(known)}")
+        raise ConfigurationError(
+            f"{where}={text!r} is not a level of logging: use one of {', '.join(known)}"
+        )
 
 
 def _profiled_steps(text: str, where: str) -> None:
@@ -82,8 +84,19 @@ PROGRAM = Group(
             when=NEVER,
             key="",
         ),
-        Option("module", "switch", "The script is a module, as for 'python -m'.", flags=("-m", "--module"), key=""),
-        Option("no_python", "switch", "The script is an executable program: start it without 'python'.", key=""),
+        Option(
+            "module",
+            "switch",
+            "The script is a module, as for 'python -m'.",
+            flags=("-m", "--module"),
+            key="",
+        ),
+        Option(
+            "no_python",
+            "switch",
+            "The script is an executable program: start it without 'python'.",
+            key="",
+        ),
         Option(
             "dry_run",
             "switch",
@@ -107,9 +120,19 @@ HARDWARE = Group(
             key="use_cpu",
             variable="ACCELERATE_USE_CPU",
         ),
-        Option("multi_gpu", "switch", "Run on the GPUs of this machine, one process on each.", False, key=""),
+        Option(
+            "multi_gpu",
+            "switch",
+            "Run on the GPUs of this machine, one process on each.",
+            False,
+            key="",
+        ),
         Option("tpu", "switch", "Run on TPU cores through torch_xla.", False, key=""),
-        Option("gpu_ids", "text", "Indices of the GPUs to use on this machine, such as '0,2', or 'all'."),
+        Option(
+            "gpu_ids",
+            "text",
+            "Indices of the GPUs to use on this machine, such as '0,2', or 'all'.",
+        ),
     ),
     usual=("cpu", "gpu_ids"),
 )
@@ -213,7 +236,9 @@ TRAINING = Group(
         ),
         _dynamo("dynamo_mode", "text", "Mode of torch.compile.", "default", choices=DYNAMO_MODES),
         _dynamo(
-            "dynamo_use_fullgraph", "switch", "Raise an error if torch.compile cannot compile the model as one graph."
+            "dynamo_use_fullgraph",
+            "switch",
+            "Raise an error if torch.compile cannot compile the model as one graph.",
         ),
         _dynamo("dynamo_use_dynamic", "switch", "Compile the model for varying shapes."),
         _dynamo(
@@ -234,7 +259,15 @@ TRAINING = Group(
 
 
 def _strategy(name: str, help: str, **more: Any) -> Option:
-    return Option(f"use_{name}", "switch", help, False, variable=f"ACCELERATE_USE_{name.upper()}", key="", **more)
+    return Option(
+        f"use_{name}",
+        "switch",
+        help,
+        False,
+        variable=f"ACCELERATE_USE_{name.upper()}",
+        key="",
+        **more,
+    )
 
 
 STRATEGY = Group(
@@ -306,7 +339,12 @@ MACHINES = Group(
             "How machines find each other: static (you give each its --machine_rank) or c10d (ranks are assigned).",
             "static",
         ),
-        Option("rdzv_id", "text", "Identifier of the run, if several runs use the same rendezvous.", "none"),
+        Option(
+            "rdzv_id",
+            "text",
+            "Identifier of the run, if several runs use the same rendezvous.",
+            "none",
+        ),
         Option("rdzv_conf", "text", "Further settings of the rendezvous: key=value,key=value.", ""),
     ),
     usual=("num_machines", "machine_rank", "main_process_ip"),
@@ -316,7 +354,13 @@ RESILIENCE = Group(
     "resilience",
     "Failures: restarts, time limits and reports.",
     (
-        Option("max_restarts", "int", "How many times all processes are restarted after a failure.", 0, least=0),
+        Option(
+            "max_restarts",
+            "int",
+            "How many times all processes are restarted after a failure.",
+            0,
+            least=0,
+        ),
         Option(
             "monitor_interval",
             "float",
@@ -378,8 +422,14 @@ OUTPUT = Group(
             "0",
             flags=("-t", "--tee"),
         ),
-        Option("role", "text", "Role of the processes, a name for torch's elastic agent.", "default"),
-        Option("log_dir", "text", "Folder in which the standard output and standard error of each rank are stored."),
+        Option(
+            "role", "text", "Role of the processes, a name for torch's elastic agent.", "default"
+        ),
+        Option(
+            "log_dir",
+            "text",
+            "Folder in which the standard output and standard error of each rank are stored.",
+        ),
         Option(
             "progress_interval",
             "float",
@@ -429,7 +479,12 @@ CLUSTERS = Group(
             when=NEVER,
             engine="ray",
         ),
-        Option("image", "text", "Container image of the pods (--engine kubernetes).", engine="kubernetes"),
+        Option(
+            "image",
+            "text",
+            "Container image of the pods (--engine kubernetes).",
+            engine="kubernetes",
+        ),
         Option(
             "mpirun_hostfile",
             "text",
@@ -451,8 +506,20 @@ TPU = Group(
             flags=("--tpu_cluster",),
             engine="tpu",
         ),
-        Option("tpu_use_sudo", "switch", "Run the commands on the workers of the pod with sudo.", False, engine="tpu"),
-        Option("vm", "list", "Name of a TPU VM. May be given several times.", key="tpu_vm", engine="tpu"),
+        Option(
+            "tpu_use_sudo",
+            "switch",
+            "Run the commands on the workers of the pod with sudo.",
+            False,
+            engine="tpu",
+        ),
+        Option(
+            "vm",
+            "list",
+            "Name of a TPU VM. May be given several times.",
+            key="tpu_vm",
+            engine="tpu",
+        ),
         Option(
             "env",
             "list",
@@ -466,7 +533,13 @@ TPU = Group(
             "text",
             "Name of the function in the script that each TPU core runs.",
         ),
-        Option("downcast_bf16", "switch", "Represent float32 as bfloat16 on the TPU.", False, engine="tpu"),
+        Option(
+            "downcast_bf16",
+            "switch",
+            "Represent float32 as bfloat16 on the TPU.",
+            False,
+            engine="tpu",
+        ),
     ),
 )
 
@@ -526,7 +599,9 @@ VARIABLES: tuple[Option, ...] = (
         help="`TERecipeKwargs`: compute gradients of inputs in high precision.",
     ),
     _variable(
-        "ACCELERATE_FP8_OVERRIDE_FPROP", "truth", help="`TERecipeKwargs`: compute the forward pass in high precision."
+        "ACCELERATE_FP8_OVERRIDE_FPROP",
+        "truth",
+        help="`TERecipeKwargs`: compute the forward pass in high precision.",
     ),
     _variable(
         "ACCELERATE_FP8_OVERRIDE_WGRAD",
@@ -543,14 +618,22 @@ VARIABLES: tuple[Option, ...] = (
         "truth",
         help="Default of `include_buffers` of `init_empty_weights` and `init_on_device`.",
     ),
-    _variable("ACCELERATE_LAUNCH_TIME", help="Set by the launcher: when it started, for the name of a recorded run."),
-    _variable("ACCELERATE_LOG_LEVEL", help="Default of `get_logger(log_level=...)`.", check=_log_level),
+    _variable(
+        "ACCELERATE_LAUNCH_TIME",
+        help="Set by the launcher: when it started, for the name of a recorded run.",
+    ),
+    _variable(
+        "ACCELERATE_LOG_LEVEL", help="Default of `get_logger(log_level=...)`.", check=_log_level
+    ),
     _variable(
         "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE",
         help="Set in a SageMaker job: its kind of parallelism.",
         choices=tuple(kind.value for kind in SageMakerDistributedType),
     ),
-    _variable("ACCELERATE_STATUS_DIR", help="Set by the launcher: folder in which each rank writes its progress."),
+    _variable(
+        "ACCELERATE_STATUS_DIR",
+        help="Set by the launcher: folder in which each rank writes its progress.",
+    ),
     _variable("ACCELERATE_STRATEGY", help="Default of `Accelerator(strategy=...)`."),
     _variable(
         "ACCELERATE_TORCH_DEVICE",
@@ -560,8 +643,14 @@ VARIABLES: tuple[Option, ...] = (
         "ACCELERATE_TORCH_INTERNALS_OFF",
         help="Rows of [Torch internals](torch_internals.md) to turn off, separated by commas.",
     ),
-    _variable("ACCELERATE_NON_FINITE", help="Default of `Accelerator(non_finite=...)`: `skip`, `raise` or `ignore`."),
-    _variable("ACCELERATE_TRANSFORMS", help="Default of `Accelerator(transforms=...)`: names, separated by commas."),
+    _variable(
+        "ACCELERATE_NON_FINITE",
+        help="Default of `Accelerator(non_finite=...)`: `skip`, `raise` or `ignore`.",
+    ),
+    _variable(
+        "ACCELERATE_TRANSFORMS",
+        help="Default of `Accelerator(transforms=...)`: names, separated by commas.",
+    ),
     _variable(
         "ACCELERATE_TRAINJOB_EPOCHS",
         "int",
@@ -570,7 +659,11 @@ VARIABLES: tuple[Option, ...] = (
         "progress of each epoch.",
     ),
     _variable("ACCELERATE_USE_SAGEMAKER", "truth", help="Set in a SageMaker job."),
-    _variable("FORK_LAUNCHED", "truth", help="Set in processes that `notebook_launcher` and `debug_launcher` start."),
+    _variable(
+        "FORK_LAUNCHED",
+        "truth",
+        help="Set in processes that `notebook_launcher` and `debug_launcher` start.",
+    ),
     _variable(
         "FSDP_IGNORED_MODULES",
         help="Default of `FullyShardedDataParallelPlugin(ignored_modules=...)`: a regular expression for names of "
@@ -580,7 +673,10 @@ VARIABLES: tuple[Option, ...] = (
 
 # Variables of torch's launcher, by which a process knows its rank.
 TORCHRUN: tuple[Option, ...] = (
-    *(_variable(name, "int", least=0) for name in ("RANK", "LOCAL_RANK", "GROUP_RANK", "TORCHELASTIC_RESTART_COUNT")),
+    *(
+        _variable(name, "int", least=0)
+        for name in ("RANK", "LOCAL_RANK", "GROUP_RANK", "TORCHELASTIC_RESTART_COUNT")
+    ),
     *(_variable(name, "int", least=1) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")),
     _variable("MASTER_ADDR"),
     _variable("MASTER_PORT", "int", least=0, greatest=65535),
@@ -596,15 +692,27 @@ FOREIGN: tuple[Option, ...] = (
         for prefix in ("OMPI", "MV2")
         for word in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
     ),
-    *(_variable(name, "int") for name in ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")),
-    *(_variable(f"SLURM_{word}", "int") for word in ("PROCID", "STEP_NUM_TASKS", "LOCALID", "NODEID")),
-    *(_variable(f"SLURM_{word}") for word in ("JOB_ID", "STEP_ID", "JOB_NODELIST", "STEP_NODELIST")),
+    *(
+        _variable(name, "int")
+        for name in ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+    ),
+    *(
+        _variable(f"SLURM_{word}", "int")
+        for word in ("PROCID", "STEP_NUM_TASKS", "LOCALID", "NODEID")
+    ),
+    *(
+        _variable(f"SLURM_{word}")
+        for word in ("JOB_ID", "STEP_ID", "JOB_NODELIST", "STEP_NODELIST")
+    ),
     _variable("SLURM_STEP_TASKS_PER_NODE"),
     # torch_xla sets it in the processes that it starts.
     _variable("PJRT_LOCAL_PROCESS_RANK", "int"),
     # torch, devices, Ray and DeepSpeed
     *(_variable(name) for name in (*VISIBLE, "DS_ACCELERATOR", "RAY_TMPDIR")),
-    *(_variable(name) for name in ("MIXED_PRECISION", "GLOO_SOCKET_IFNAME", "LOGLEVEL", "TORCH_CPP_LOG_LEVEL")),
+    *(
+        _variable(name)
+        for name in ("MIXED_PRECISION", "GLOO_SOCKET_IFNAME", "LOGLEVEL", "TORCH_CPP_LOG_LEVEL")
+    ),
     _variable("TORCH_DISABLE_SHARE_RDZV_TCP_STORE"),
     # Kubeflow Trainer sets them in the pods of a TrainJob
     *(_variable(f"KUBEFLOW_TRAINER_SERVER_{word}") for word in ("URL", "CA_CERT", "TOKEN")),
@@ -614,7 +722,10 @@ FOREIGN: tuple[Option, ...] = (
     *(_variable(name) for name in ("CLEARML_PROJECT", "CLEARML_TASK")),
     *(_variable(f"AWS_{word}") for word in ("PROFILE", "ACCESS_KEY_ID", "SECRET_ACCESS_KEY")),
     # The system, the folder of configuration files, and test runners
-    *(_variable(name) for name in ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "HF_HOME", "XDG_CACHE_HOME")),
+    *(
+        _variable(name)
+        for name in ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "HF_HOME", "XDG_CACHE_HOME")
+    ),
     *(_variable(name) for name in ("TERM", "NO_COLOR", "FORCE_COLOR")),
     _variable("PYTEST_XDIST_WORKER"),
     _variable("RUN_SLOW", "truth"),
@@ -624,7 +735,9 @@ FOREIGN: tuple[Option, ...] = (
 @functools.cache
 def options() -> Mapping[str, Option]:
     """Every option of a launch by its name."""
-    return types.MappingProxyType({option.name: option for group in GROUPS for option in group.options})
+    return types.MappingProxyType(
+        {option.name: option for group in GROUPS for option in group.options}
+    )
 
 
 @functools.cache

@@ -64,7 +64,9 @@ def explain_arguments(retired: Mapping[str, str]) -> Callable[[F], F]:
     return decorate
 
 
-def _refuse_unknown(function: Callable[..., Any], arguments: Iterable[str], retired: Mapping[str, str]) -> None:
+def _refuse_unknown(
+    function: Callable[..., Any], arguments: Iterable[str], retired: Mapping[str, str]
+) -> None:
     parameters = inspect.signature(function).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return
@@ -73,8 +75,12 @@ def _refuse_unknown(function: Callable[..., Any], arguments: Iterable[str], reti
         if name in retired:
             raise TypeError(f"{owner} no longer takes {name}=: use {retired[name]}") from None
         if name not in parameters:
-            meant = suggestion(name, [known for known in parameters if known != "self"], "; did you mean {}=?")
-            message = f"{owner} got an unexpected keyword argument {name!r} ({implemented()}{meant})"
+            meant = suggestion(
+                name, [known for known in parameters if known != "self"], "; did you mean {}=?"
+            )
+            message = (
+                f"{owner} got an unexpected keyword argument {name!r} ({implemented()}{meant})"
+            )
             raise TypeError(message) from None
 
 

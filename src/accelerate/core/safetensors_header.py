@@ -46,7 +46,10 @@ class Header:
     def aliases(self) -> dict[str, str]:
         """{alias: name of the stored tensor}. Other writers store them as plain metadata entries."""
         if ALIASES in self.metadata:
-            return {str(alias): str(name) for alias, name in json_text.parse(self.metadata[ALIASES]).items()}
+            return {
+                str(alias): str(name)
+                for alias, name in json_text.parse(self.metadata[ALIASES]).items()
+            }
         return {
             key: value
             for key, value in self.metadata.items()
@@ -65,15 +68,23 @@ def read_header(path: str | os.PathLike[str]) -> Header:
         text = file.read(length)
     try:
         data = json_text.parse(text)
-        metadata = {str(key): str(value) for key, value in (data.pop("__metadata__", None) or {}).items()}
+        metadata = {
+            str(key): str(value) for key, value in (data.pop("__metadata__", None) or {}).items()
+        }
         entries = {name: _entry(row) for name, row in data.items()}
         header = Header(entries, metadata, 8 + length)
-        foreign = [alias for alias, name in header.aliases.items() if name not in entries or alias in entries]
+        foreign = [
+            alias
+            for alias, name in header.aliases.items()
+            if name not in entries or alias in entries
+        ]
     except (LookupError, ValueError, TypeError, AttributeError) as error:
         why = error if isinstance(error, json_text.JSONTextError) else repr(error)
         raise CorruptFile(f"its safetensors header cannot be read ({why})") from error
     if foreign:
-        raise CorruptFile(f"its header has {foreign[0][:80]} as another name of a tensor that it does not hold")
+        raise CorruptFile(
+            f"its header has {foreign[0][:80]} as another name of a tensor that it does not hold"
+        )
     _check_entries(entries, total - 8 - length)
     return header
 

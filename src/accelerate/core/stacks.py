@@ -30,7 +30,9 @@ def user_frame() -> FrameType:
     """The innermost frame outside this package and torch in the stack of the caller."""
     frame = inspect.currentframe()
     assert frame is not None
-    while (outer := frame.f_back) is not None and frame.f_globals.get("__name__", "").startswith(_LIBRARIES):
+    while (outer := frame.f_back) is not None and frame.f_globals.get("__name__", "").startswith(
+        _LIBRARIES
+    ):
         frame = outer
     return frame
 
@@ -52,8 +54,12 @@ def frames_of(text: str, thread: int | None = None) -> list[Frame]:
     threads = list(zip(parts[::2], parts[1::2], strict=True))
     wanted = "Current thread" if thread is None else f"{thread:016x}"
     # The main thread is the last one.
-    stacks = [stack for head, stack in threads if wanted in head] or [stack for _, stack in threads[-1:]]
-    return [Frame(path, int(line), name) for path, line, name in _FRAME.findall("".join(stacks[:1]))]
+    stacks = [stack for head, stack in threads if wanted in head] or [
+        stack for _, stack in threads[-1:]
+    ]
+    return [
+        Frame(path, int(line), name) for path, line, name in _FRAME.findall("".join(stacks[:1]))
+    ]
 
 
 def user_line_of(text: str) -> str:

@@ -76,7 +76,8 @@ FSDP = Group(
             "Version 1: what is sharded, FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD or HYBRID_SHARD_ZERO2.",
             "FULL_SHARD",
             choices=tuple(constants.FSDP_SHARDING_STRATEGY),
-            aliases=_numbered(constants.FSDP_SHARDING_STRATEGY) | {"_hybrid_shard_zero2": "HYBRID_SHARD_ZERO2"},
+            aliases=_numbered(constants.FSDP_SHARDING_STRATEGY)
+            | {"_hybrid_shard_zero2": "HYBRID_SHARD_ZERO2"},
             question="What is sharded?",
         ),
         _fsdp(
@@ -165,7 +166,9 @@ def _deepspeed(name: str, kind: str, help: str, variable: str | None = None, **m
     when = ("use_deepspeed",)
     if variable is None:
         variable = f"ACCELERATE_DEEPSPEED_{name.removeprefix('deepspeed_').upper()}"
-    return Option(name, kind, help, key=f"deepspeed_config.{name}", variable=variable, when=when, **more)
+    return Option(
+        name, kind, help, key=f"deepspeed_config.{name}", variable=variable, when=when, **more
+    )
 
 
 DEEPSPEED = Group(
@@ -201,9 +204,15 @@ DEEPSPEED = Group(
             question="Where are parameters stored?",
         ),
         _deepspeed(
-            "offload_optimizer_nvme_path", "text", "Folder on an NVMe disk to which optimizer states are offloaded."
+            "offload_optimizer_nvme_path",
+            "text",
+            "Folder on an NVMe disk to which optimizer states are offloaded.",
         ),
-        _deepspeed("offload_param_nvme_path", "text", "Folder on an NVMe disk to which parameters are offloaded."),
+        _deepspeed(
+            "offload_param_nvme_path",
+            "text",
+            "Folder on an NVMe disk to which parameters are offloaded.",
+        ),
         _deepspeed(
             "gradient_clipping",
             "float",
@@ -217,8 +226,17 @@ DEEPSPEED = Group(
             "Stage 3: shard the model while it is built (zero.Init).",
             "ACCELERATE_DEEPSPEED_ZERO3_INIT",
         ),
-        _deepspeed("zero3_save_16bit_model", "truth", "Stage 3: gather the 16-bit weights when the model is saved."),
-        _deepspeed("deepspeed_hostfile", "text", "Host file of DeepSpeed's launcher, for several machines.", ""),
+        _deepspeed(
+            "zero3_save_16bit_model",
+            "truth",
+            "Stage 3: gather the 16-bit weights when the model is saved.",
+        ),
+        _deepspeed(
+            "deepspeed_hostfile",
+            "text",
+            "Host file of DeepSpeed's launcher, for several machines.",
+            "",
+        ),
         _deepspeed(
             "deepspeed_exclusion_filter",
             "text",
@@ -239,7 +257,9 @@ DEEPSPEED = Group(
             "",
         ),
         _deepspeed(
-            "deepspeed_moe_layer_cls_names", "text", "Class names of mixture-of-experts layers, separated by commas."
+            "deepspeed_moe_layer_cls_names",
+            "text",
+            "Class names of mixture-of-experts layers, separated by commas.",
         ),
     ),
 )
@@ -248,14 +268,18 @@ DEEPSPEED = Group(
 def _megatron(short: str, kind: str, help: str, default: Any = None, **more: Any) -> Option:
     name = f"megatron_lm_{short}"
     key = f"megatron_lm_config.{name}"
-    return Option(name, kind, help, default, key=key, variable=name.upper(), when=("use_megatron_lm",), **more)
+    return Option(
+        name, kind, help, default, key=key, variable=name.upper(), when=("use_megatron_lm",), **more
+    )
 
 
 MEGATRON = Group(
     "Megatron-LM",
     "Training with Megatron-LM; only with --use_megatron_lm.",
     (
-        _megatron("tp_degree", "int", "Tensor parallel size.", 1, least=1, question="Tensor parallel size"),
+        _megatron(
+            "tp_degree", "int", "Tensor parallel size.", 1, least=1, question="Tensor parallel size"
+        ),
         _megatron("use_custom_fsdp", "truth", "Use Megatron-LM's implementation of FSDP.", False),
         _megatron("no_load_optim", "truth", "Do not load the optimizer from checkpoints.", False),
         _megatron("eod_mask_loss", "truth", "Leave end-of-document tokens out of the loss.", False),
@@ -266,18 +290,47 @@ MEGATRON = Group(
             False,
         ),
         _megatron("no_save_optim", "truth", "Do not save the optimizer in checkpoints.", False),
-        _megatron("optimizer_cpu_offload", "truth", "Keep the optimizer states in host memory.", False),
-        _megatron("use_precision_aware_optimizer", "truth", "Store optimizer states in a lower precision.", False),
-        _megatron("decoder_last_pipeline_num_layers", "int", "Number of layers in the last pipeline stage."),
-        _megatron("pp_degree", "int", "Pipeline parallel size.", 1, least=1, question="Pipeline parallel size"),
-        _megatron("num_micro_batches", "int", "Number of micro-batches into which a batch is split.", least=1),
-        _megatron("sequence_parallelism", "truth", "Shard the sequence in norm and dropout layers."),
+        _megatron(
+            "optimizer_cpu_offload", "truth", "Keep the optimizer states in host memory.", False
+        ),
+        _megatron(
+            "use_precision_aware_optimizer",
+            "truth",
+            "Store optimizer states in a lower precision.",
+            False,
+        ),
+        _megatron(
+            "decoder_last_pipeline_num_layers",
+            "int",
+            "Number of layers in the last pipeline stage.",
+        ),
+        _megatron(
+            "pp_degree",
+            "int",
+            "Pipeline parallel size.",
+            1,
+            least=1,
+            question="Pipeline parallel size",
+        ),
+        _megatron(
+            "num_micro_batches",
+            "int",
+            "Number of micro-batches into which a batch is split.",
+            least=1,
+        ),
+        _megatron(
+            "sequence_parallelism", "truth", "Shard the sequence in norm and dropout layers."
+        ),
         _megatron(
             "recompute_activations",
             "truth",
             "Recompute the activations of attention in the backward pass (selective recomputation).",
         ),
-        _megatron("use_distributed_optimizer", "truth", "Shard the optimizer over the data parallel ranks."),
+        _megatron(
+            "use_distributed_optimizer",
+            "truth",
+            "Shard the optimizer over the data parallel ranks.",
+        ),
         _megatron("gradient_clipping", "float", "Largest norm of the gradients.", 1.0),
         _megatron(
             "recompute_granularity",
@@ -301,22 +354,39 @@ MEGATRON = Group(
         _megatron("context_parallel_size", "int", "Context parallel size.", least=1),
         _megatron("attention_dropout", "float", "Dropout probability of attention."),
         _megatron("hidden_dropout", "float", "Dropout probability of hidden states."),
-        _megatron("attention_softmax_in_fp32", "truth", "Compute the softmax of attention in float32."),
-        _megatron("expert_tensor_parallel_size", "int", "Tensor parallel size of the experts.", least=1),
-        _megatron("calculate_per_token_loss", "truth", "Average the loss over tokens instead of micro-batches."),
+        _megatron(
+            "attention_softmax_in_fp32", "truth", "Compute the softmax of attention in float32."
+        ),
+        _megatron(
+            "expert_tensor_parallel_size", "int", "Tensor parallel size of the experts.", least=1
+        ),
+        _megatron(
+            "calculate_per_token_loss",
+            "truth",
+            "Average the loss over tokens instead of micro-batches.",
+        ),
         _megatron("use_rotary_position_embeddings", "truth", "Use rotary position embeddings."),
     ),
 )
 
 
-def _parallelism(short: str, kind: str, help: str, default: Any = None, size: str = "", **more: Any) -> Option:
+def _parallelism(
+    short: str, kind: str, help: str, default: Any = None, size: str = "", **more: Any
+) -> Option:
     """`size`: the parallelism without which the option has no effect."""
     name = f"parallelism_config_{short}"
     when = ("use_parallelism_config", *([f"parallelism_config_{size}_size"] if size else []))
     if kind == "int":
         more.setdefault("least", 1)
     return Option(
-        name, kind, help, default, key=f"parallelism_config.{name}", variable=name.upper(), when=when, **more
+        name,
+        kind,
+        help,
+        default,
+        key=f"parallelism_config.{name}",
+        variable=name.upper(),
+        when=when,
+        **more,
     )
 
 
@@ -332,9 +402,18 @@ PARALLELISM = Group(
             1,
             question="How many replicas of the sharded model?",
         ),
-        _parallelism("dp_shard_size", "int", "Number of processes over which one replica is sharded (FSDP).", 1),
         _parallelism(
-            "tp_size", "int", "Tensor parallel size.", 1, question="Split each matrix over how many processes?"
+            "dp_shard_size",
+            "int",
+            "Number of processes over which one replica is sharded (FSDP).",
+            1,
+        ),
+        _parallelism(
+            "tp_size",
+            "int",
+            "Tensor parallel size.",
+            1,
+            question="Split each matrix over how many processes?",
         ),
         _parallelism(
             "cp_size",
@@ -343,7 +422,13 @@ PARALLELISM = Group(
             1,
             question="Split the sequence over how many processes, exchanging keys and values?",
         ),
-        _parallelism("cp_backend", "text", "Implementation of context parallelism.", "torch", choices=("torch",)),
+        _parallelism(
+            "cp_backend",
+            "text",
+            "Implementation of context parallelism.",
+            "torch",
+            choices=("torch",),
+        ),
         _parallelism(
             "cp_comm_strategy",
             "text",
@@ -360,12 +445,26 @@ PARALLELISM = Group(
             question="Split the sequence over how many processes, exchanging heads?",
         ),
         _parallelism(
-            "sp_backend", "text", "Implementation of sequence parallelism.", "deepspeed", choices=("deepspeed",)
+            "sp_backend",
+            "text",
+            "Implementation of sequence parallelism.",
+            "deepspeed",
+            choices=("deepspeed",),
         ),
         _parallelism(
-            "sp_seq_length", "int", "Length of the sequences in tokens, for sequence parallelism.", None, "sp"
+            "sp_seq_length",
+            "int",
+            "Length of the sequences in tokens, for sequence parallelism.",
+            None,
+            "sp",
         ),
-        _parallelism("sp_seq_length_is_variable", "truth", "The sequences of batches differ in length.", True, "sp"),
+        _parallelism(
+            "sp_seq_length_is_variable",
+            "truth",
+            "The sequences of batches differ in length.",
+            True,
+            "sp",
+        ),
         _parallelism(
             "sp_attn_implementation",
             "text",
@@ -376,7 +475,11 @@ PARALLELISM = Group(
             check=_sp_attention,
         ),
         _parallelism(
-            "pp_size", "int", "Pipeline parallel size.", 1, question="Split the layers over how many processes?"
+            "pp_size",
+            "int",
+            "Pipeline parallel size.",
+            1,
+            question="Split the layers over how many processes?",
         ),
         _parallelism(
             "pp_schedule",
@@ -395,7 +498,11 @@ PARALLELISM = Group(
             choices=("mean", "sum"),
         ),
         _parallelism(
-            "pp_num_microbatches", "int", "Number of micro-batches into which a pipeline splits a batch.", None, "pp"
+            "pp_num_microbatches",
+            "int",
+            "Number of micro-batches into which a pipeline splits a batch.",
+            None,
+            "pp",
         ),
     ),
 )
@@ -454,8 +561,18 @@ FP8_OPTIONS: tuple[Option, ...] = (
         choices=("max", "most_recent"),
     ),
     _fp8("opt_level", "text", "MS-AMP: optimization level.", "O2", choices=("O1", "O2")),
-    _fp8("enable_fsdp_float8_all_gather", "truth", "torchao: FSDP2 gathers parameters as 8-bit floats.", True),
-    _fp8("pad_inner_dim", "truth", "torchao: pad inner dimensions of matrix products to multiples of 16.", True),
+    _fp8(
+        "enable_fsdp_float8_all_gather",
+        "truth",
+        "torchao: FSDP2 gathers parameters as 8-bit floats.",
+        True,
+    ),
+    _fp8(
+        "pad_inner_dim",
+        "truth",
+        "torchao: pad inner dimensions of matrix products to multiples of 16.",
+        True,
+    ),
     # Three truth values in one; a variable each is published.
     _fp8(
         "override_linear_precision",

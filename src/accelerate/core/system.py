@@ -38,7 +38,11 @@ def torch_build() -> dict[str, str]:
     file = Path(spec.origin).with_name("version.py")
     if not file.is_file():
         return {}
-    found = re.findall(r"^(?:__)?(version|cuda|hip|xpu)(?:__)?\b[^=\n]*=\s*'([^']+)'", file.read_text(), re.MULTILINE)
+    found = re.findall(
+        r"^(?:__)?(version|cuda|hip|xpu)(?:__)?\b[^=\n]*=\s*'([^']+)'",
+        file.read_text(),
+        re.MULTILINE,
+    )
     return dict(found)
 
 
@@ -63,10 +67,18 @@ def _counter_of(kind: DeviceKind) -> Callable[[], int] | None:
     """Counts the devices of a kind; None where the installed torch cannot drive them."""
     build = torch_build()
     if kind.type == "cuda":
-        return _cuda_count if build.get("cuda") or build.get("hip") else None
+        if build.get("cuda") or build.get("hip"):
+            return _cuda_count
+        return None
     if kind.type == "xpu":
-        return _xpu_count if build.get("xpu") else None
-    if kind.device_files is None or kind.extension is None or not importlib.util.find_spec(kind.extension):
+        if build.get("xpu"):
+            return _xpu_count
+        return None
+    if (
+        kind.device_files is None
+        or kind.extension is None
+        or not importlib.util.find_spec(kind.extension)
+    ):
         return None
     return functools.partial(_device_files, kind.device_files)
 
@@ -147,13 +159,17 @@ def share_of_cpus(index: int, count: int) -> list[int]:
 
 def _memory_node(cpu: int) -> int:
     nodes = [path.name[4:] for path in Path(f"/sys/devices/system/cpu/cpu{cpu}").glob("node[0-9]*")]
-    return int(nodes[0]) if nodes else 0
+    if nodes:
+        return int(nodes[0])
+    return 0
 
 
 def _siblings(cpu: int) -> str:
     """The hyper-threads of a processor's core, as the kernel lists them."""
     listed = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-    return listed.read_text().strip() if listed.exists() else str(cpu)
+    if listed.exists():
+        return listed.read_text().strip()
+    return str(cpu)
 
 
 def physical_cores() -> int:
@@ -180,9 +196,15 @@ def _control_groups() -> list[Path]:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
         return []
-    own = Path(next((line.split(":", 2)[2] for line in lines if line.startswith("0::")), "/").lstrip("/"))
+    own = Path(
+        next((line.split(":", 2)[2] for line in lines if line.startswith("0::")), "/").lstrip("/")
+    )
     # Inside a container the path may be the host's, of which only the root is mounted.
-    return [folder for folder in (CONTROL_GROUPS / part for part in (own, *own.parents)) if folder.is_dir()]
+    return [
+        folder
+        for folder in (CONTROL_GROUPS / part for part in (own, *own.parents))
+        if folder.is_dir()
+    ]
 
 
 def usable_cpu_count() -> int:
@@ -238,7 +260,9 @@ def process_start(pid: int) -> int | None:
     Known on Linux only; elsewhere None.
     """
     state, *fields = _process_fields(pid)
-    return None if state in b"ZX" else int(fields[18])
+    if state in b"ZX":
+        return None
+    return int(fields[18])
 
 
 def is_stopped(pid: int) -> bool:

@@ -60,7 +60,10 @@ class Topology(NamedTuple):
             if rank is not None and world_size is not None:
                 return _read(source, rank, world_size)
             if source.launcher == "torchrun" and (rank is not None or (world_size or 1) > 1):
-                given, absent = ("RANK", "WORLD_SIZE") if rank is not None else ("WORLD_SIZE", "RANK")
+                if rank is not None:
+                    given, absent = ("RANK", "WORLD_SIZE")
+                else:
+                    given, absent = ("WORLD_SIZE", "RANK")
                 raise ConfigurationError(
                     f"{given} is set and {absent} is not: set both for each process, or neither to run alone"
                 )
@@ -73,7 +76,10 @@ def _read(source: RankVariables, rank: int, world_size: int) -> Topology:
             f"{source.rank}={rank} is not a rank of {source.world_size}={world_size}: ranks are 0 to {world_size - 1}"
         )
     local_rank = env.get_int(source.local_rank)
-    local_world_size = env.get_int(source.local_world_size) if source.local_world_size else _slurm_tasks_here()
+    if source.local_world_size:
+        local_world_size = env.get_int(source.local_world_size)
+    else:
+        local_world_size = _slurm_tasks_here()
     master_addr, master_port = env.get("MASTER_ADDR"), env.get_int("MASTER_PORT")
     if source.launcher == "slurm":
         master_addr = master_addr or _slurm_first_host()
@@ -96,7 +102,9 @@ def _slurm_tasks_here() -> int | None:
     for part in filter(None, text.split(",")):
         number, _, times = part.partition("(x")
         counts += [int(number)] * (int(times.rstrip(")")) if times else 1)
-    return counts[node] if node < len(counts) else None
+    if node < len(counts):
+        return counts[node]
+    return None
 
 
 def _slurm_first_host() -> str | None:

@@ -65,7 +65,11 @@ def children(data: Any) -> dict[Any, Any] | None:
     if isinstance(data, Mapping):
         return dict(data.items())
     if is_dataclass_instance(data):
-        return {field.name: getattr(data, field.name) for field in dataclasses.fields(data) if field.init}
+        return {
+            field.name: getattr(data, field.name)
+            for field in dataclasses.fields(data)
+            if field.init
+        }
     return None
 
 
@@ -78,7 +82,9 @@ def with_children(like: Any, values: dict[Any, Any]) -> Any:
     return dataclasses.replace(like, **values)
 
 
-def map_leaves(func: Callable[[Any], Any], data: Any, is_leaf: Leaf = is_tensor, strict: str | None = None) -> Any:
+def map_leaves(
+    func: Callable[[Any], Any], data: Any, is_leaf: Leaf = is_tensor, strict: str | None = None
+) -> Any:
     """`data` with `func` applied to each leaf; containers keep their types, anything else is returned as it is.
 
     `strict` names the calling operation: then a value that is neither container nor leaf is a TypeError.
@@ -87,7 +93,9 @@ def map_leaves(func: Callable[[Any], Any], data: Any, is_leaf: Leaf = is_tensor,
         return func(data)
     inner = children(data)
     if inner is not None:
-        return with_children(data, {key: map_leaves(func, value, is_leaf, strict) for key, value in inner.items()})
+        return with_children(
+            data, {key: map_leaves(func, value, is_leaf, strict) for key, value in inner.items()}
+        )
     if strict is not None:
         raise TypeError(
             f"{strict} takes tensors, or lists, tuples, mappings and dataclasses of them; it was given a "
@@ -128,7 +136,10 @@ def recursively_apply(
 
     Raises TypeError for a value that is neither leaf nor container when `error_on_other_type` is set.
     """
-    name = getattr(func, "__name__", repr(func)).strip("_") if error_on_other_type else None
+    if error_on_other_type:
+        name = getattr(func, "__name__", repr(func)).strip("_")
+    else:
+        name = None
     return map_leaves(lambda leaf: func(leaf, *args, **kwargs), data, test_type, name)
 
 
@@ -229,7 +240,9 @@ def concatenate(data: Any, dim: int = 0) -> Any:
     inner = children(first)
     if inner is not None:
         entries: list[Any] = [children(entry) for entry in data]
-        return with_children(first, {key: concatenate([entry[key] for entry in entries], dim) for key in inner})
+        return with_children(
+            first, {key: concatenate([entry[key] for entry in entries], dim) for key in inner}
+        )
     if not isinstance(first, torch.Tensor):
         if len(data) == 1:
             return first
@@ -238,7 +251,10 @@ def concatenate(data: Any, dim: int = 0) -> Any:
 
 
 def slice_tensors(
-    data: Any, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None
+    data: Any,
+    tensor_slice: slice,
+    process_index: int | None = None,
+    num_processes: int | None = None,
 ) -> Any:
     """Nested data with every tensor cut by `tensor_slice` along dimension 0."""
     return map_leaves(lambda leaf: leaf[tensor_slice], data)

@@ -75,7 +75,10 @@ class BatchAssigner:
         present = next(steps, None)
         while present is not None:
             following = next(steps, None)
-            ahead = following.batches if following is not None else [NO_BATCH] * self.cut.shards
+            if following is not None:
+                ahead = following.batches
+            else:
+                ahead = [NO_BATCH] * self.cut.shards
             present.last = [batch is NO_BATCH for batch in ahead]
             present.final = following is None
             yield present
@@ -91,7 +94,9 @@ class BatchAssigner:
             slices, counts = self.assign([step.data for step in group], rows, last)
             yield AssignedStep(slices, counts, group[-1].position, [last] * shards, last)
 
-    def assign(self, group: list[Any], rows: list[int | None], last: bool) -> tuple[list[Any], tuple[int, ...] | None]:
+    def assign(
+        self, group: list[Any], rows: list[int | None], last: bool
+    ) -> tuple[list[Any], tuple[int, ...] | None]:
         """Each shard's batch in one step, and the number of samples in each."""
         known = [count for count in rows if count is not None]
         if len(known) < len(rows):
@@ -99,9 +104,17 @@ class BatchAssigner:
         if self.head is None and self.first is None:
             self.head = (group[0], known[0])
         complete = len(group) == self.cut.shards and not self.cut.split
-        if self.slice_fn is None and complete and (self.cut.exact or not last or len(set(known)) == 1):
+        if (
+            self.slice_fn is None
+            and complete
+            and (self.cut.exact or not last or len(set(known)) == 1)
+        ):
             return group, tuple(known)
-        if self.slice_fn is None and (self.cut.split or not self.cut.exact) and not self._can_split(group, known):
+        if (
+            self.slice_fn is None
+            and (self.cut.split or not self.cut.exact)
+            and not self._can_split(group, known)
+        ):
             return self._unsplit(group, known)
         if self.cut.exact:
             return self._without_repeats(group, known)
@@ -109,7 +122,9 @@ class BatchAssigner:
 
     def _can_split(self, group: list[Any], rows: list[int]) -> bool:
         filled = self.cut.repeats and sum(rows) % self.cut.shards != 0
-        return all(map(has_rows, group, rows)) and (not filled or has_rows(*self._start(group, rows)))
+        return all(map(has_rows, group, rows)) and (
+            not filled or has_rows(*self._start(group, rows))
+        )
 
     def _uncounted(self, group: list[Any]) -> tuple[list[Any], None]:
         """Batches whose rows cannot be counted are assigned without being split."""
@@ -140,29 +155,42 @@ class BatchAssigner:
             self.head = (step.data, _rows(step) or 0)
         return self.head or (group[0], rows[0])
 
-    def _without_repeats(self, group: list[Any], rows: list[int]) -> tuple[list[Any], tuple[int, ...]]:
+    def _without_repeats(
+        self, group: list[Any], rows: list[int]
+    ) -> tuple[list[Any], tuple[int, ...]]:
         shards = self.cut.shards
-        placeholder = take_rows(group[0], rows[0], 0, 1) if has_rows(group[0], rows[0]) else group[0]
+        if has_rows(group[0], rows[0]):
+            placeholder = take_rows(group[0], rows[0], 0, 1)
+        else:
+            placeholder = group[0]
         if not self.cut.split:
             missing = shards - len(group)
             return group + [placeholder] * missing, (*rows, *[0] * missing)
-        length = rows[0] if self.size is None else max(self.size, rows[0])
+        if self.size is None:
+            length = rows[0]
+        else:
+            length = max(self.size, rows[0])
         part = -(-length // shards)
         counts = real_counts(rows[0], part, shards)
         slices = self._cut(group, rows, part)
-        return [cut if count else placeholder for cut, count in zip(slices, counts, strict=True)], counts
+        return [
+            cut if count else placeholder for cut, count in zip(slices, counts, strict=True)
+        ], counts
 
     def _evenly(self, group: list[Any], rows: list[int]) -> tuple[list[Any], tuple[int, ...]]:
         shards = self.cut.shards
         total = sum(rows)
         part = -(-total // shards)
         counts = real_counts(total, part, shards)
-        if (missing := part * shards - total) and self.cut.even:
+        missing = part * shards - total
+        if missing and self.cut.even:
             group = [*group, repeat_rows(*self._start(group, rows), missing)]
             rows = [*rows, missing]
             total += missing
         slices = self._cut(group, rows, part)
-        return [cut if part * shard < total else NO_BATCH for shard, cut in enumerate(slices)], counts
+        return [
+            cut if part * shard < total else NO_BATCH for shard, cut in enumerate(slices)
+        ], counts
 
     def _cut(self, group: list[Any], rows: list[int], part: int) -> list[Any]:
         """Consecutive slices of `part` rows of the joined batches, one for each shard."""

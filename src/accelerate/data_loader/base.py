@@ -70,7 +70,11 @@ class DataLoaderAdapter:
     base_dataloader: DataLoader[Any]
 
     def __init__(
-        self, dataset: Any, use_stateful_dataloader: bool = False, batch_sampler: Any = None, **kwargs: Any
+        self,
+        dataset: Any,
+        use_stateful_dataloader: bool = False,
+        batch_sampler: Any = None,
+        **kwargs: Any,
     ) -> None:
         self.use_stateful_dataloader = use_stateful_dataloader
         if batch_sampler is not None:
@@ -89,7 +93,9 @@ class DataLoaderAdapter:
     def __class__(self) -> type:
         # isinstance(loader, DataLoader) is true, and so it is for a subclass of it.
         base = self.__dict__.get("base_dataloader")
-        return type(self) if base is None else type(base)
+        if base is None:
+            return type(self)
+        return type(base)
 
     def __len__(self) -> int:
         return len(self.base_dataloader)
@@ -103,7 +109,9 @@ def loader_class(stateful: bool) -> type[DataLoader[Any]]:
     if not stateful:
         return DataLoader
     if not is_available("torchdata"):
-        raise ImportError("use_stateful_dataloader=True needs the package torchdata: pip install torchdata")
+        raise ImportError(
+            "use_stateful_dataloader=True needs the package torchdata: pip install torchdata"
+        )
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     found: type[DataLoader[Any]] = StatefulDataLoader

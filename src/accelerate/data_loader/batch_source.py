@@ -23,7 +23,17 @@ from .random_states import preserved
 from .samplers import innermost
 from .shard import plan_of
 from .steps import ReadPlan, ShardSplit, ShardStep, is_generator, mark_last
-from .workers import MapWorker, Meter, StreamWorker, WorkerStart, altered, as_is, keeps_state, opened, unwrapped
+from .workers import (
+    MapWorker,
+    Meter,
+    StreamWorker,
+    WorkerStart,
+    altered,
+    as_is,
+    keeps_state,
+    opened,
+    unwrapped,
+)
 
 
 def stateful_class() -> type[DataLoader[Any]] | None:
@@ -42,7 +52,11 @@ def is_native(loader: DataLoader[Any]) -> bool:
     """Whether `loader` is iterated by torch's or torchdata's own code, which can be replaced."""
     if isinstance(loader.dataset, (IterDataPipe, MapDataPipe)):
         return False
-    return any(type(loader).__iter__ is kind.__iter__ for kind in (DataLoader, stateful_class()) if kind is not None)
+    return any(
+        type(loader).__iter__ is kind.__iter__
+        for kind in (DataLoader, stateful_class())
+        if kind is not None
+    )
 
 
 def is_iterable(loader: DataLoader[Any]) -> bool:
@@ -75,7 +89,9 @@ def _plan_of_stream(loader: DataLoader[Any]) -> ReadPlan:
             return ReadPlan(dataset.dataset, False, None, plan.drop_last, plan.cut, counted=False)
         if plan.stride == size * dataset.num_processes:
             return plan
-    return ReadPlan(dataset, size is not None, size, loader.drop_last, ShardSplit(), counted=size is not None)
+    return ReadPlan(
+        dataset, size is not None, size, loader.drop_last, ShardSplit(), counted=size is not None
+    )
 
 
 class BatchSource:
@@ -96,28 +112,39 @@ class BatchSource:
         if not is_native(loader):
             return self._foreign(plan, order, start)
         if is_iterable(loader):
-            read = self._streamed if loader.num_workers else self._stream_in_process
+            if loader.num_workers:
+                read = self._streamed
+            else:
+                read = self._stream_in_process
             return read(plan, order, start)
         if loader.num_workers == 0:
             return self._map_in_process(plan, order, start)
-        return self._metered(plan, order, start) if loader.in_order else self._foreign(plan, order, start)
+        if loader.in_order:
+            return self._metered(plan, order, start)
+        return self._foreign(plan, order, start)
 
     # -- in this process
 
-    def _map_in_process(self, plan: ReadPlan, order: Order, start: StreamPosition) -> Iterator[ShardStep]:
+    def _map_in_process(
+        self, plan: ReadPlan, order: Order, start: StreamPosition
+    ) -> Iterator[ShardStep]:
         loader: Any = self.loader
         if start.inner is not None:
             loader.dataset.load_state_dict(start.inner[0])
         stream = order.open(plan.open, plan.opens_lazily, start.consumed)
         if not order.resumes:
             draw_worker_seed(loader.generator)
-        fetch = pinned(loader, map_fetch(loader.dataset, loader.collate_fn, loader.batch_sampler is not None))
+        fetch = pinned(
+            loader, map_fetch(loader.dataset, loader.collate_fn, loader.batch_sampler is not None)
+        )
         steps = plan.read(stream, start.consumed)
         if has_state(loader):
             return _fetched_with_state(steps, fetch, loader.dataset)
         return _fetched(steps, fetch)
 
-    def _stream_in_process(self, plan: ReadPlan, order: Order, start: StreamPosition) -> Iterator[ShardStep]:
+    def _stream_in_process(
+        self, plan: ReadPlan, order: Order, start: StreamPosition
+    ) -> Iterator[ShardStep]:
         loader = self.loader
         if not order.resumes:
             draw_worker_seed(loader.generator)
@@ -140,7 +167,9 @@ class BatchSource:
 
     def _seeded(self, order: Order) -> contextlib.AbstractContextManager[None]:
         """A context in which torch draws the seed of workers; that of a resumed pass was drawn when it began."""
-        return preserved(("torch",)) if order.resumes else contextlib.nullcontext()
+        if order.resumes:
+            return preserved(("torch",))
+        return contextlib.nullcontext()
 
     def _known_random(self, found: WorkerRandom | None, reader: list[int]) -> WorkerRandom | None:
         """The generators with which workers have to start; None where torch's are right, or nothing is known."""
@@ -148,7 +177,9 @@ class BatchSource:
             # Persistent workers of a pass that began with another worker than 0 are started again.
             meter = self._kept[1]
             found, self._kept = meter.random if meter.random_known else None, None
-        return found if found is not None and len(found.states) == self.workers and found.reader == reader else None
+        if found is not None and len(found.states) == self.workers and found.reader == reader:
+            return found
+        return None
 
     def _with_meter(
         self, plan: ReadPlan, order: Order, start: StreamPosition, in_workers: bool = False
@@ -158,7 +189,9 @@ class BatchSource:
             engine, meter = self._kept
         else:
             meter = Meter(loader)
-            changes: dict[str, Any] = {"sampler" if loader.batch_sampler is None else "batch_sampler": meter}
+            changes: dict[str, Any] = {
+                "sampler" if loader.batch_sampler is None else "batch_sampler": meter
+            }
             if in_workers:
                 changes["dataset"] = MapWorker(loader, has_state(loader), start)
                 changes["collate_fn"] = as_is
@@ -169,7 +202,10 @@ class BatchSource:
             engine = altered(loader, **changes)
             meter.random = start.random
             meter.first = 0 if start.random is None else start.random.turn
-            self._kept = (engine, meter) if loader.persistent_workers else None
+            if loader.persistent_workers:
+                self._kept = (engine, meter)
+            else:
+                self._kept = None
         meter.arm(plan, order, start.consumed)
         return engine, meter
 
@@ -222,7 +258,9 @@ def _fetched(steps: Iterator[ShardStep], fetch: Fetch) -> Iterator[ShardStep]:
         yield step
 
 
-def _fetched_with_state(steps: Iterator[ShardStep], fetch: Fetch, dataset: Any) -> Iterator[ShardStep]:
+def _fetched_with_state(
+    steps: Iterator[ShardStep], fetch: Fetch, dataset: Any
+) -> Iterator[ShardStep]:
     for step in _fetched(steps, fetch):
         step.position = place = _as_place(step.position)
         place.inner = [dataset.state_dict()]
@@ -267,10 +305,14 @@ def _metered_batches(
 
 
 def _as_place(position: StreamPosition | int) -> StreamPosition:
-    return StreamPosition(position) if isinstance(position, int) else position
+    if isinstance(position, int):
+        return StreamPosition(position)
+    return position
 
 
-def _streamed_batches(batches: Iterator[Any], start: StreamPosition, workers: int) -> Iterator[ShardStep]:
+def _streamed_batches(
+    batches: Iterator[Any], start: StreamPosition, workers: int
+) -> Iterator[ShardStep]:
     read = list(start.workers or [0] * workers)
     states = list(start.inner or [None] * workers)
 
@@ -288,10 +330,15 @@ def _streamed_batches(batches: Iterator[Any], start: StreamPosition, workers: in
 
 
 def _looking_ahead(batches: Iterator[Any], plan: ReadPlan, begin: int) -> Iterator[ShardStep]:
-    return mark_last(ShardStep(batch, None, begin + plan.stride * number) for number, batch in enumerate(batches, 1))
+    return mark_last(
+        ShardStep(batch, None, begin + plan.stride * number)
+        for number, batch in enumerate(batches, 1)
+    )
 
 
-def _checked_batches(batches: Iterator[Any], meter: Meter, loader: DataLoader[Any]) -> Iterator[Any]:
+def _checked_batches(
+    batches: Iterator[Any], meter: Meter, loader: DataLoader[Any]
+) -> Iterator[Any]:
     """`batches`, which must come from `meter`. Otherwise every shard would read all data."""
     for batch in batches:
         if not meter.started:

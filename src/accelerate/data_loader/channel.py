@@ -48,7 +48,9 @@ class BatchChannel:
     def __init__(self, shard: int) -> None:
         self.group: dist.ProcessGroup = transport.group_of(None)
         self.device: torch.device = transport.home(self.group)
-        shards = transport.all_gather_numbers([shard], self.group, signature(BEGIN.operation), BEGIN)
+        shards = transport.all_gather_numbers(
+            [shard], self.group, signature(BEGIN.operation), BEGIN
+        )
         self.shards: list[int] = [found[0] for found in shards]
 
     def send(self, packed: list[torch.Tensor | None]) -> None:
@@ -76,11 +78,15 @@ class BatchChannel:
         dist.scatter(row, None, group=self.group, group_src=READER)
         if kind == FAILED:
             reason = bytes(row.tolist()).decode(errors="replace").rstrip("\0")
-            raise RuntimeError(f"rank {READER}, which reads the data for all ranks, failed: {reason}")
+            raise RuntimeError(
+                f"rank {READER}, which reads the data for all ranks, failed: {reason}"
+            )
         return unpack(row)
 
     def _header(self, header: torch.Tensor) -> None:
-        transport.checked_broadcast(header.view(torch.uint8), READER, self.group, signature(NEXT.operation), NEXT)
+        transport.checked_broadcast(
+            header.view(torch.uint8), READER, self.group, signature(NEXT.operation), NEXT
+        )
 
     def _scatter(self, kind: int, rows: list[torch.Tensor | None], length: int) -> None:
         self._header(torch.tensor([kind, length], dtype=torch.int64, device=self.device))
@@ -103,8 +109,12 @@ def pack(message: BatchMessage) -> torch.Tensor:
     skeleton = trees.map_leaves(_described, message.batch, _is_one_leaf)
     known = (skeleton, message.counts, message.position, message.last, message.final)
     description = pickle.dumps(known, protocol=pickle.HIGHEST_PROTOCOL)
-    row = torch.frombuffer(bytearray(len(description).to_bytes(PREFIX, "little") + description), dtype=torch.uint8)
-    return torch.cat([row, flat.pack(leaves, torch.device("cpu"))]) if leaves else row
+    row = torch.frombuffer(
+        bytearray(len(description).to_bytes(PREFIX, "little") + description), dtype=torch.uint8
+    )
+    if leaves:
+        return torch.cat([row, flat.pack(leaves, torch.device("cpu"))])
+    return row
 
 
 def _is_one_leaf(value: Any) -> bool:
@@ -113,7 +123,9 @@ def _is_one_leaf(value: Any) -> bool:
 
 
 def _described(leaf: Any) -> Any:
-    return TensorInformation(leaf.shape, leaf.dtype) if is_dense(leaf) else leaf
+    if is_dense(leaf):
+        return TensorInformation(leaf.shape, leaf.dtype)
+    return leaf
 
 
 def unpack(row: torch.Tensor) -> BatchMessage | None:
@@ -125,8 +137,13 @@ def unpack(row: torch.Tensor) -> BatchMessage | None:
     if start > len(head):
         head = bytes(row[:start].cpu().numpy())
     skeleton, *known = pickle.loads(head[PREFIX:start])
-    specs = tuple((leaf.shape, leaf.dtype) for leaf in trees.leaves(skeleton, is_tensor_information))
-    tensors = flat.unpack(row[start : start + sum(flat.sizes_of(specs))], specs) if specs else []
+    specs = tuple(
+        (leaf.shape, leaf.dtype) for leaf in trees.leaves(skeleton, is_tensor_information)
+    )
+    if specs:
+        tensors = flat.unpack(row[start : start + sum(flat.sizes_of(specs))], specs)
+    else:
+        tensors = []
     batch = trees.replace_leaves(skeleton, tensors, is_tensor_information)
     return BatchMessage(batch, *known)
 

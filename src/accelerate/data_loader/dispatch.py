@@ -82,7 +82,11 @@ class DataLoaderDispatcher(PreparedLoader):
         self._set_cut(ShardSplit(*shards, split_batches, even_batches, exact), slice_fn)
 
     def _configure(
-        self, *args: Any, cut: ShardSplit | None = None, slice_fn: SliceFunction | None = None, **options: Any
+        self,
+        *args: Any,
+        cut: ShardSplit | None = None,
+        slice_fn: SliceFunction | None = None,
+        **options: Any,
     ) -> None:
         super()._configure(*args, **options)
         if cut is not None:
@@ -108,7 +112,9 @@ class DataLoaderDispatcher(PreparedLoader):
         """The order of the samples, and how each step is split."""
         plan = dataclasses.replace(super().plan(), cut=self.cut)
         # The plan of the base class counts single batches.
-        plan.skip += self.skip_batches * (plan.stride - dataclasses.replace(plan, cut=ShardSplit()).stride)
+        plan.skip += self.skip_batches * (
+            plan.stride - dataclasses.replace(plan, cut=ShardSplit()).stride
+        )
         return plan
 
     def __len__(self) -> int:
@@ -170,7 +176,10 @@ class DataLoaderDispatcher(PreparedLoader):
         draw_worker_seed(None)
         if base.num_workers and not is_iterable(base):
             # Torch requests the first batches from its workers at once.
-            indices = base.sampler if base.batch_sampler is None else base.batch_sampler
+            if base.batch_sampler is None:
+                indices = base.sampler
+            else:
+                indices = base.batch_sampler
             ahead = itertools.islice(indices, base.num_workers * (base.prefetch_factor or 2))
             collections.deque(ahead, maxlen=0)
 
@@ -201,7 +210,10 @@ def _assigned(
 
 
 def _messages(step: AssignedStep) -> list[BatchMessage | None]:
-    position = step.place if isinstance(step.place, int) else step.place.consumed
+    if isinstance(step.place, int):
+        position = step.place
+    else:
+        position = step.place.consumed
     return [
         None if batch is NO_BATCH else BatchMessage(batch, step.counts, position, last, step.final)
         for batch, last in zip(step.batches, step.last, strict=True)

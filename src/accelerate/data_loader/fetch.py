@@ -46,21 +46,31 @@ def _rows_of(tensors: tuple[torch.Tensor, ...]) -> Fetch:
 
 def pinned(loader: Any, fetch: Fetch) -> Fetch:
     """`fetch`, followed by pinning where the loader requests it."""
-    return fetch if pin_device(loader) is None else lambda wanted: pin_memory(fetch(wanted))
+    if pin_device(loader) is None:
+        return fetch
+    return lambda wanted: pin_memory(fetch(wanted))
 
 
 def pin_memory(batch: Any) -> Any:
     """`batch` with its tensors, and objects with a `pin_memory` of their own, in pinned memory."""
-    return trees.map_leaves(lambda leaf: leaf.pin_memory(), batch, lambda value: hasattr(value, "pin_memory"))
+    return trees.map_leaves(
+        lambda leaf: leaf.pin_memory(), batch, lambda value: hasattr(value, "pin_memory")
+    )
 
 
 def pin_device(loader: Any) -> str | None:
     """The kind of device to pin memory for, or None where the loader does not pin or this machine cannot."""
     if not loader.pin_memory:
         return None
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if torch.accelerator.is_available():
+        found = torch.accelerator.current_accelerator()
+    else:
+        found = None
     if found is None or found.type == "mps":
-        where = "not supported on MPS" if found else "set, but no accelerator is found"
+        if found:
+            where = "not supported on MPS"
+        else:
+            where = "set, but no accelerator is found"
         warn(f"pin_memory=True is {where}: memory is not pinned.")
         return None
     return found.type

@@ -79,14 +79,24 @@ class IterableDatasetShard(IterableDataset[Any]):
 
     def plan(self) -> ReadPlan:
         """The dataset, and how it is split, according to the present attributes."""
-        cut = ShardSplit(self.num_processes, self.process_index, self.split_batches, self.even_batches, self.exact)
+        cut = ShardSplit(
+            self.num_processes,
+            self.process_index,
+            self.split_batches,
+            self.even_batches,
+            self.exact,
+        )
         return ReadPlan(self.dataset, True, self.batch_size, self.drop_last, cut)
 
     def open(self) -> Iterator[Any]:
         """An iterator over the samples of one pass, of all processes."""
         # With `exact` the order is that of a plain run: all ranks share the generator's state and do not seed it.
         generator = getattr(self.dataset, "generator", None)
-        if isinstance(generator, torch.Generator) and not hasattr(self.dataset, "set_epoch") and not self.exact:
+        if (
+            isinstance(generator, torch.Generator)
+            and not hasattr(self.dataset, "set_epoch")
+            and not self.exact
+        ):
             generator.manual_seed(self.epoch)
         return iter(self.dataset)
 
@@ -114,4 +124,6 @@ class Remainder(IterableDataset[Any]):
 
 def open_stream(dataset: Any) -> Iterator[Any]:
     """The samples of an iterable dataset; of a shard, those of all processes."""
-    return dataset.open() if isinstance(dataset, IterableDatasetShard) else iter(dataset)
+    if isinstance(dataset, IterableDatasetShard):
+        return dataset.open()
+    return iter(dataset)

@@ -22,11 +22,26 @@ from ..state import GradientState
 from .base import DataLoaderAdapter, DataLoaderStateMixin
 from .batch_source import BatchSource, is_iterable, is_native, plan_for
 from .iterable import IterableDatasetShard, Remainder
-from .order import Order, OwnGenerators, RecordedOrder, ReplayedOrder, is_distributed, is_recorded, is_seeded
+from .order import (
+    Order,
+    OwnGenerators,
+    RecordedOrder,
+    ReplayedOrder,
+    is_distributed,
+    is_recorded,
+    is_seeded,
+)
 from .position import Position, StreamPosition, total_of
 from .prefetch import feed_for
 from .random_states import GLOBAL, States, preserved
-from .samplers import SeedableRandomSampler, check_skip, epoch_listeners, get_sampler, tell_epoch, with_sampler
+from .samplers import (
+    SeedableRandomSampler,
+    check_skip,
+    epoch_listeners,
+    get_sampler,
+    tell_epoch,
+    with_sampler,
+)
 from .steps import ReadPlan, ShardStep
 from .workers import altered, unwrapped
 
@@ -81,7 +96,9 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         )
 
     @classmethod
-    def around(cls, base: DataLoader[Any], use_stateful_dataloader: bool = False, **options: Any) -> DataLoader[Any]:
+    def around(
+        cls, base: DataLoader[Any], use_stateful_dataloader: bool = False, **options: Any
+    ) -> DataLoader[Any]:
         """Make a prepared loader from an existing torch loader."""
         loader = cls.__new__(cls)
         loader.use_stateful_dataloader = use_stateful_dataloader
@@ -145,7 +162,9 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     @property
     def copy_seconds(self) -> float:
         """Seconds that this loader has spent so far on copies to the device."""
-        return 0.0 if self._feed is None else self._feed.copy_seconds
+        if self._feed is None:
+            return 0.0
+        return self._feed.copy_seconds
 
     # -- one pass
 
@@ -202,7 +221,9 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         source = BatchSource(self.base_dataloader)
         states = order.own.capture()
         with preserved():
-            steps = source.open(dataclasses.replace(plan, skip=0), order.repeated(), StreamPosition())
+            steps = source.open(
+                dataclasses.replace(plan, skip=0), order.repeated(), StreamPosition()
+            )
             step = next(steps, None)
         order.own.restore(states)
         return step
@@ -227,7 +248,9 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
                 step.position = StreamPosition(read + _consumed(step.position), split=split)
             yield step
 
-    def _pass(self, steps: Iterator[ShardStep], plan: ReadPlan, start: StreamPosition) -> Iterator[Any]:
+    def _pass(
+        self, steps: Iterator[ShardStep], plan: ReadPlan, start: StreamPosition
+    ) -> Iterator[Any]:
         self.begin()
         complete, self.batches_read, cut = False, 0, plan.cut
         marks.begin_pass(self)
@@ -235,13 +258,22 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         for observer in observers.active:
             observer.begin_pass(self)
         try:
-            self.remainder = -1 if self._drop_last else plan.last_size(start.consumed)
+            if self._drop_last:
+                self.remainder = -1
+            else:
+                self.remainder = plan.last_size(start.consumed)
             for step in steps:
                 if step.counts is not self.batch_counts:
                     self.batch_counts = step.counts
                     if cut.exact and step.counts is not None:
-                        self.batch_weight = step.counts[cut.index] * cut.shards / (sum(step.counts) or 1)
-                if step.last and not (plan.drop_last or self._drop_last) and step.counts is not None:
+                        self.batch_weight = (
+                            step.counts[cut.index] * cut.shards / (sum(step.counts) or 1)
+                        )
+                if (
+                    step.last
+                    and not (plan.drop_last or self._drop_last)
+                    and step.counts is not None
+                ):
                     # What was read, if a sampler yields another number than its length.
                     self.remainder = _last_size(step.counts, plan)
                 self.end_of_dataloader = step.last
@@ -270,8 +302,12 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     def batches_skipped_twice(self) -> int:
         """Batches before the present one, if they are as many as those that a resumed pass left out; else 0."""
         skipped = self.batches_read - 1
-        is_equal = (_consumed(self._place) - self._start) * skipped == self._start * self.batches_read
-        return skipped if is_equal else 0
+        is_equal = (
+            _consumed(self._place) - self._start
+        ) * skipped == self._start * self.batches_read
+        if is_equal:
+            return skipped
+        return 0
 
     def _end_epoch(self, following: int) -> None:
         """Set the next epoch, here and in the loader whose epoch this one completed."""
@@ -290,26 +326,41 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         base, plan = self.base_dataloader, self.plan()
         own = self._own_generators()
         if is_iterable(base):
-            return ReplayedOrder(own, GLOBAL, False, states, 0 if base.num_workers else self._yielded)
+            return ReplayedOrder(
+                own, GLOBAL, False, states, 0 if base.num_workers else self._yielded
+            )
         if not is_seeded(plan.stream) or (states is not None and is_recorded(states)):
             # More elements than twice the dataset, or what the sampler says, are not one epoch.
-            length = max(total_of(plan) or 0, len(base.dataset) if hasattr(base.dataset, "__len__") else 1 << 20)
+            length = max(
+                total_of(plan) or 0,
+                len(base.dataset) if hasattr(base.dataset, "__len__") else 1 << 20,
+            )
             return RecordedOrder(own, plan.stream, 2 * length + 1, states)
-        fixed = type(plan.stream) is SequentialSampler or (own.seedable is not None and own.seedable.seed_agreed)
-        kinds = () if own.seedable is not None or type(plan.stream) is SequentialSampler else ("torch",)
+        fixed = type(plan.stream) is SequentialSampler or (
+            own.seedable is not None and own.seedable.seed_agreed
+        )
+        kinds = (
+            () if own.seedable is not None or type(plan.stream) is SequentialSampler else ("torch",)
+        )
         return ReplayedOrder(own, kinds, fixed, states)
 
     def _own_generators(self) -> OwnGenerators:
         base, sampler = self.base_dataloader, self.get_sampler()
         holders = (sampler, base, unwrapped(base.dataset) if is_iterable(base) else None)
         generators = [getattr(holder, "generator", None) for holder in holders]
-        seedable = sampler if isinstance(sampler, SeedableRandomSampler) else None
+        if isinstance(sampler, SeedableRandomSampler):
+            seedable = sampler
+        else:
+            seedable = None
         return OwnGenerators([*generators, self.synchronized_generator], seedable)
 
     @property
     def _has_seeded_sampler(self) -> bool:
         """Whether the sampler's generator came from `prepare`, so that nothing else draws from it."""
-        return self._seeded and getattr(self.get_sampler(), "generator", None) is self.synchronized_generator
+        return (
+            self._seeded
+            and getattr(self.get_sampler(), "generator", None) is self.synchronized_generator
+        )
 
     def _use_seeded_sampler(self, seeded: bool) -> None:
         """Draw from the kind of generator that a loaded position was drawn from."""
@@ -343,7 +394,9 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     def get_sampler(self) -> Any:
         """The sampler of single indices inside this loader; None where there is none."""
-        return None if is_iterable(self.base_dataloader) else get_sampler(self.base_dataloader)
+        if is_iterable(self.base_dataloader):
+            return None
+        return get_sampler(self.base_dataloader)
 
     def set_sampler(self, sampler: Any) -> None:
         """Replace the sampler, from the next pass on."""
@@ -351,7 +404,9 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         if base.batch_sampler is None:
             base.__dict__["sampler"] = sampler
         else:
-            base.__dict__.update(batch_sampler=with_sampler(base.batch_sampler, sampler), sampler=sampler)
+            base.__dict__.update(
+                batch_sampler=with_sampler(base.batch_sampler, sampler), sampler=sampler
+            )
         self._source = BatchSource(base)
 
     def set_epoch(self, epoch: int) -> None:
@@ -384,8 +439,13 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         """
         if self._pending is not None:
             return self._pending.to_dict()
-        successor = None if self._successor is None else self._successor()
-        if successor is not None and (successor._order is not None or successor._pending is not None):
+        if self._successor is None:
+            successor = None
+        else:
+            successor = self._successor()
+        if successor is not None and (
+            successor._order is not None or successor._pending is not None
+        ):
             return successor.state_dict()
         plan = self.plan()
         position = Position(self.iteration, plan.unit, total_of(plan), sampler=self._sampler_class)
@@ -395,7 +455,9 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         else:
             place = self._place
             if isinstance(place, int):
-                place = StreamPosition(place, (place,) if is_iterable(self.base_dataloader) else None)
+                place = StreamPosition(
+                    place, (place,) if is_iterable(self.base_dataloader) else None
+                )
             position.place = place
             states = position.order = self._order.as_saved()
             position.ended = self.end_of_dataloader
@@ -406,7 +468,9 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     @property
     def origin(self) -> PreparedLoader:
         """The loader that the user prepared: this one, or the one whose epoch this one continues."""
-        return self if self._origin is None else self._origin.origin
+        if self._origin is None:
+            return self
+        return self._origin.origin
 
     def succeed(self, origin: PreparedLoader, continues: bool = True) -> None:
         """Continue the present epoch of `origin`, also from a position that was loaded into it.
@@ -466,12 +530,17 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     @property
     def _sampler_class(self) -> str | None:
         sampler = self.get_sampler()
-        return None if sampler is None else type(sampler).__qualname__
+        if sampler is None:
+            return None
+        return type(sampler).__qualname__
 
     def _checked(self, state_dict: dict[str, Any]) -> Position:
         position = Position.from_dict(state_dict)
         plan = self.plan()
-        streams = self._source.workers if is_iterable(self.base_dataloader) else None
+        if is_iterable(self.base_dataloader):
+            streams = self._source.workers
+        else:
+            streams = None
         total = total_of(plan)
         if position.in_epoch and total != position.total:
             # The length may depend on the epoch.
@@ -526,18 +595,33 @@ class SkipDataLoader(PreparedLoader):
     """
 
     def __init__(
-        self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any
+        self,
+        dataset: Any,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(dataset, skip_batches=skip_batches, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
+        super().__init__(
+            dataset,
+            skip_batches=skip_batches,
+            use_stateful_dataloader=use_stateful_dataloader,
+            **kwargs,
+        )
 
 
 def _consumed(place: StreamPosition | int) -> int:
-    return place if isinstance(place, int) else place.consumed
+    if isinstance(place, int):
+        return place
+    return place.consumed
 
 
 def _last_size(counts: tuple[int, ...], plan: ReadPlan) -> int:
     """The remainder of a last step according to its counts."""
     total = sum(counts)
     if plan.global_batch is None:
-        return total if 0 in counts else 0
-    return total if total < plan.global_batch else 0
+        if 0 in counts:
+            return total
+        return 0
+    if total < plan.global_batch:
+        return total
+    return 0

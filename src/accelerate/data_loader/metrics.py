@@ -43,11 +43,17 @@ def gather_for_metrics(
     """
     as_objects = use_gather_object or not _only_tensors(input_data)
     found = _each_once(input_data, loader, as_objects, shards, group)
-    return found if slices is None else _gather(found, as_objects, None, slices)
+    if slices is None:
+        return found
+    return _gather(found, as_objects, None, slices)
 
 
 def _each_once(
-    input_data: Any, loader: Any, as_objects: bool, shards: int | None, group: dist.ProcessGroup | None
+    input_data: Any,
+    loader: Any,
+    as_objects: bool,
+    shards: int | None,
+    group: dist.ProcessGroup | None,
 ) -> Any:
     if loader is not None and _is_uneven(loader):
         counts = loader.batch_counts
@@ -57,7 +63,9 @@ def _each_once(
     if loader is None or not loader.end_of_dataloader:
         return gathered
     if loader.remainder == -1:
-        logger.info("The length of the dataset is not known, so rows that fill the last batch are not removed.")
+        logger.info(
+            "The length of the dataset is not known, so rows that fill the last batch are not removed."
+        )
         return gathered
     if loader.remainder <= 0:
         return gathered
@@ -67,11 +75,15 @@ def _each_once(
     return trees.map_leaves(lambda rows: rows[: loader.remainder] if rows.ndim else rows, gathered)
 
 
-def _gather(data: Any, as_objects: bool, shards: int | None, group: dist.ProcessGroup | None) -> Any:
+def _gather(
+    data: Any, as_objects: bool, shards: int | None, group: dist.ProcessGroup | None
+) -> Any:
     if shards == 1:
         return data
     if group is None:
-        return gather_object(data) if as_objects else gather(data)
+        if as_objects:
+            return gather_object(data)
+        return gather(data)
     if not as_objects:
         return gather_nested(data, group)
     return [element for found in gather_each(data, group) for element in found]
@@ -86,7 +98,12 @@ def _is_uneven(loader: Any) -> bool:
     if counts is None or len(set(counts)) == 1:
         return False
     plan = loader.plan()
-    if not (plan.cut.repeats and loader.end_of_dataloader and loader.remainder > 0 and plan.size is not None):
+    if not (
+        plan.cut.repeats
+        and loader.end_of_dataloader
+        and loader.remainder > 0
+        and plan.size is not None
+    ):
         return True
     return bool(counts != real_counts(sum(counts), max(counts), len(counts)))
 

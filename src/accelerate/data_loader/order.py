@@ -40,8 +40,16 @@ _EPOCH_START = "the start of an epoch of a data loader"
 def is_seeded(sampler: Any) -> bool:
     """Whether the order of `sampler` follows from the states of torch's generators at its first index."""
     if isinstance(sampler, RandomSampler):
-        return isinstance(sampler, SeedableRandomSampler) or type(sampler).__iter__ is RandomSampler.__iter__
-    return type(sampler) in (SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
+        return (
+            isinstance(sampler, SeedableRandomSampler)
+            or type(sampler).__iter__ is RandomSampler.__iter__
+        )
+    return type(sampler) in (
+        SequentialSampler,
+        SubsetRandomSampler,
+        WeightedRandomSampler,
+        DistributedSampler,
+    )
 
 
 def is_recorded(states: States) -> bool:
@@ -52,8 +60,14 @@ def is_recorded(states: States) -> bool:
 class OwnGenerators:
     """The randomness that belongs to a loader: torch generators of its sampler or dataset, and a sampler's seed."""
 
-    def __init__(self, generators: Iterable[Any], seedable: SeedableRandomSampler | None = None) -> None:
-        distinct = {id(generator): generator for generator in generators if isinstance(generator, torch.Generator)}
+    def __init__(
+        self, generators: Iterable[Any], seedable: SeedableRandomSampler | None = None
+    ) -> None:
+        distinct = {
+            id(generator): generator
+            for generator in generators
+            if isinstance(generator, torch.Generator)
+        }
         self.generators: list[torch.Generator] = list(distinct.values())
         self.seedable = seedable
 
@@ -61,7 +75,9 @@ class OwnGenerators:
         """The present states."""
         states: States = {}
         if self.generators:
-            states["generators"] = [generator.get_state().numpy().tobytes() for generator in self.generators]
+            states["generators"] = [
+                generator.get_state().numpy().tobytes() for generator in self.generators
+            ]
         if self.seedable is not None:
             states["seed"] = self.seedable.initial_seed
         return states
@@ -109,7 +125,9 @@ class ReplayedOrder:
         # All ranks take rank 0's states.
         self.shared: bool = False
 
-    def open(self, start: Callable[[], Iterator[Any]], lazily: bool, consumed: int) -> Iterator[Any]:
+    def open(
+        self, start: Callable[[], Iterator[Any]], lazily: bool, consumed: int
+    ) -> Iterator[Any]:
         """The elements of the order, of which the caller skips the first `consumed` at once.
 
         Args:
@@ -126,7 +144,9 @@ class ReplayedOrder:
             parts = itertools.chain([next(parts)], parts)
         opened = itertools.chain.from_iterable(parts)
         # Of a sampler's draws only the first one uses a global generator.
-        return opened if self.kinds != GLOBAL else self._counted(opened)
+        if self.kinds != GLOBAL:
+            return opened
+        return self._counted(opened)
 
     def _parts(self, start: Callable[[], Iterator[Any]], consumed: int) -> Iterator[Iterable[Any]]:
         ahead = (self.states or {}).get("drawn", consumed) - consumed
@@ -157,7 +177,11 @@ class ReplayedOrder:
                 self.states = broadcast_each(self.states, operation=_EPOCH_START)
                 if self.own.seedable is not None:
                     self.own.seedable.seed_agreed = True
-        put_back = {kind: state for kind, state in present.items() if self.resumes or state != self.states.get(kind)}
+        put_back = {
+            kind: state
+            for kind, state in present.items()
+            if self.resumes or state != self.states.get(kind)
+        }
         if self.resumes or self.shared:
             restore({kind: self.states[kind] for kind in GLOBAL if kind in self.states})
             self.own.restore(self.states)
@@ -191,7 +215,9 @@ class RecordedOrder:
 
     fixed = False
 
-    def __init__(self, own: OwnGenerators, sampler: Any, limit: int, states: States | None = None) -> None:
+    def __init__(
+        self, own: OwnGenerators, sampler: Any, limit: int, states: States | None = None
+    ) -> None:
         self.own = own
         self.sampler = sampler
         self.limit = limit
@@ -208,7 +234,9 @@ class RecordedOrder:
             self.elements = decoded(states)
             self._complete = True
 
-    def open(self, start: Callable[[], Iterator[Any]], lazily: bool, consumed: int) -> Iterator[Any]:
+    def open(
+        self, start: Callable[[], Iterator[Any]], lazily: bool, consumed: int
+    ) -> Iterator[Any]:
         """The elements of the order: see `ReplayedOrder.open`."""
         has_state = hasattr(self.sampler, "state_dict") and hasattr(self.sampler, "load_state_dict")
         if self.resumes:
@@ -275,7 +303,9 @@ class RecordedOrder:
             states["sampler"] = self._sampler_state
         if self.endless:
             return {**states, "endless": True}
-        return {**states, **encoded(self.elements)} if self._complete else states
+        if self._complete:
+            return {**states, **encoded(self.elements)}
+        return states
 
     def repeated(self) -> RecordedOrder:
         """The same order, to be read once more."""

@@ -137,7 +137,16 @@ class Position:
             )
             order, own, sampler = (state.get(name) for name in ("order", "own", "sampler"))
             ended = bool(state.get("ended", False))
-            return cls(int(state["epoch"]), state["unit"], state["total"], place, order, own, sampler, ended)
+            return cls(
+                int(state["epoch"]),
+                state["unit"],
+                state["total"],
+                place,
+                order,
+                own,
+                sampler,
+                ended,
+            )
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"this is not the state of a prepared data loader ({type(error).__name__}: {error}); "
@@ -159,7 +168,11 @@ class Position:
                 f"{total}: with another dataset or sampler the rest of that epoch is not defined. Use the former "
                 "ones, or load a checkpoint that was saved between two epochs"
             )
-        if workers is not None and self.place.workers is not None and len(self.place.workers) != workers:
+        if (
+            workers is not None
+            and self.place.workers is not None
+            and len(self.place.workers) != workers
+        ):
             raise CheckpointError(
                 f"the state was saved with {len(self.place.workers)} worker(s), each with its shard of an iterable "
                 f"dataset, and this loader has {workers}: set num_workers={len(self.place.workers)} for this epoch"

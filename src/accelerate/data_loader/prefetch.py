@@ -15,12 +15,18 @@ from .fetch import pin_memory
 from .steps import ShardStep
 
 
-def feed_for(device: torch.device | None, non_blocking: bool = False) -> DeviceFeed | PlainFeed | None:
+def feed_for(
+    device: torch.device | None, non_blocking: bool = False
+) -> DeviceFeed | PlainFeed | None:
     """What copies batches to `device`; None for the CPU."""
     if device is None or device.type in ("cpu", "meta"):
         return None
     module = devices.module_of(device)
-    if hasattr(module, "Stream") and hasattr(module, "stream") and hasattr(module, "current_stream"):
+    if (
+        hasattr(module, "Stream")
+        and hasattr(module, "stream")
+        and hasattr(module, "current_stream")
+    ):
         return DeviceFeed(device, module, devices.kind_of(device).pin_memory)
     return PlainFeed(device, non_blocking)
 

@@ -112,7 +112,9 @@ def prepare_data_loader(
     cut = _cut(num_processes, process_index, torch_device_mesh, split_batches, even_batches, exact)
     _check_not_sharded(dataloader, cut)
     if data_seed is not None and not use_seedable_sampler:
-        warn("data_seed is the seed of the seedable sampler: it has no effect without use_seedable_sampler=True")
+        warn(
+            "data_seed is the seed of the seedable sampler: it has no effect without use_seedable_sampler=True"
+        )
     check_split(dataloader.dataset, cut.shards)
     split = cut.shards > 1 and is_split(dataloader.dataset)
     if split and (dispatch_batches or split_batches or exact):
@@ -126,7 +128,10 @@ def prepare_data_loader(
     base = _base(dataloader, use_stateful_dataloader)
     if use_seedable_sampler:
         base = _with_seedable_sampler(base, data_seed)
-    target = torch.device(device) if put_on_device and device is not None else None
+    if put_on_device and device is not None:
+        target = torch.device(device)
+    else:
+        target = None
     on_xla = target is not None and target.type == "xla" and is_available("torch_xla")
     options: dict[str, Any] = {
         "use_stateful_dataloader": use_stateful_dataloader,
@@ -142,19 +147,32 @@ def prepare_data_loader(
             base = altered(base, generator=None)
         return DataLoaderDispatcher.around(base, cut=cut, slice_fn=slice_fn_for_dispatch, **options)
     if slice_fn_for_dispatch is not None and cut.shards > 1:
-        warn("slice_fn_for_dispatch slices dispatched batches: it has no effect without dispatch_batches=True")
-    seeded = cut.shards > 1 and not (exact or use_seedable_sampler or is_iterable(base)) and _seed_sampler(base)
+        warn(
+            "slice_fn_for_dispatch slices dispatched batches: it has no effect without dispatch_batches=True"
+        )
+    seeded = (
+        cut.shards > 1
+        and not (exact or use_seedable_sampler or is_iterable(base))
+        and _seed_sampler(base)
+    )
     # Each process reads its own shard of the dataset. With `exact`, the order is that of one process.
     reads_shard = cut.shards > 1 and not (cut.split or cut.exact or use_stateful_dataloader)
     if split or (reads_shard and splits_evenly(base.dataset, cut.shards)):
         unsplit = None if split else base.dataset
-        shard = base.dataset if unsplit is None else unsplit.shard(num_shards=cut.shards, index=cut.index)
+        if unsplit is None:
+            shard = base.dataset
+        else:
+            shard = unsplit.shard(num_shards=cut.shards, index=cut.index)
         base = altered(base, dataset=shard)
         loader = SplitLoader.around(base, rng_types=rng_types, unsplit=unsplit, cut=cut, **options)
     else:
         generator = _synchronized_generator(base, cut)
         loader = DataLoaderShard.around(
-            _shard(base, cut), rng_types=rng_types, synchronized_generator=generator, _seeded=seeded, **options
+            _shard(base, cut),
+            rng_types=rng_types,
+            synchronized_generator=generator,
+            _seeded=seeded,
+            **options,
         )
     if target is not None and on_xla:
         from .xla import MpDeviceLoaderWrapper
@@ -186,7 +204,8 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
         for batch in skip_first_batches(loader, 100): ...
     """
     check_skip(num_batches)
-    if (without_first := getattr(dataloader, "without_first", None)) is not None:
+    without_first = getattr(dataloader, "without_first", None)
+    if without_first is not None:
         loader: DataLoader[Any] = without_first(num_batches)
         return loader
     check_loader(dataloader, "skip_first_batches")
@@ -221,15 +240,25 @@ def _without_first(base: DataLoader[Any], num_batches: int) -> DataLoader[Any]:
 
 
 def _cut(
-    shards: int | None, index: int | None, mesh: Any, split_batches: bool, even_batches: bool, exact: bool
+    shards: int | None,
+    index: int | None,
+    mesh: Any,
+    split_batches: bool,
+    even_batches: bool,
+    exact: bool,
 ) -> ShardSplit:
     if shards is None or index is None:
         state = PartialState()
-        found = (state.num_processes, state.process_index) if mesh is None else shards_of_mesh(mesh)
+        if mesh is None:
+            found = (state.num_processes, state.process_index)
+        else:
+            found = shards_of_mesh(mesh)
         shards = found[0] if shards is None else shards
         index = found[1] if index is None else index
     if not 0 <= index < shards:
-        raise PrepareError(f"process_index={index} is out of range: {shards} processes are numbered from 0")
+        raise PrepareError(
+            f"process_index={index} is out of range: {shards} processes are numbered from 0"
+        )
     return ShardSplit(shards, index, split_batches, even_batches, exact)
 
 
@@ -262,7 +291,12 @@ def _base(dataloader: DataLoader[Any], stateful: bool) -> Any:
         sampler = None if is_iterable(dataloader) else dataloader.sampler
         fresh = kind(dataloader.dataset, batch_size=None, sampler=sampler, **arguments)
     elif is_iterable(dataloader):
-        fresh = kind(dataloader.dataset, batch_size=dataloader.batch_size, drop_last=dataloader.drop_last, **arguments)
+        fresh = kind(
+            dataloader.dataset,
+            batch_size=dataloader.batch_size,
+            drop_last=dataloader.drop_last,
+            **arguments,
+        )
     else:
         fresh = kind(dataloader.dataset, batch_sampler=dataloader.batch_sampler, **arguments)
     for name in ("sampler", "batch_size", "drop_last"):
@@ -277,7 +311,9 @@ def _with_seedable_sampler(base: Any, data_seed: int | None) -> Any:
     fresh = SeedableRandomSampler(
         sampler.data_source,
         replacement=sampler.replacement,
-        num_samples=None if sampler.num_samples == len(sampler.data_source) else sampler.num_samples,
+        num_samples=None
+        if sampler.num_samples == len(sampler.data_source)
+        else sampler.num_samples,
         generator=sampler.generator,
         data_seed=data_seed,
     )
@@ -316,7 +352,10 @@ def _shard_stream(base: Any, cut: ShardSplit, options: dict[str, Any]) -> Any:
         _check_counted(base, size is not None)
     check_divisible(size, cut.shards, cut.split, False, "prepare_data_loader")
     shard = IterableDatasetShard(base.dataset, size or 1, base.drop_last, **options)
-    local = size // cut.shards if cut.split and size is not None else size
+    if cut.split and size is not None:
+        local = size // cut.shards
+    else:
+        local = size
     return altered(base, dataset=shard, batch_size=local)
 
 
@@ -327,7 +366,10 @@ def _check_counted(base: Any, counted: bool) -> None:
             "is not known. Give the DataLoader a batch_size (or a BatchSampler as its sampler)."
         )
     if not is_native(base) or not base.in_order:
-        why = "in_order=False gives batches in any order" if is_native(base) else "it has a custom `__iter__`"
+        if is_native(base):
+            why = "in_order=False gives batches in any order"
+        else:
+            why = "it has a custom `__iter__`"
         raise PrepareError(
             f"exact=True has to know which samples are in a batch of this {type(base).__name__}, and {why}: use a "
             "torch DataLoader with in_order=True"
@@ -348,8 +390,15 @@ def _seed_sampler(base: Any) -> bool:
 
 def _synchronized_generator(base: Any, cut: ShardSplit) -> torch.Generator | None:
     """The generator of the loader's sampler or dataset, whose state all ranks must share; None where there is none."""
-    sampler = base.dataset if is_iterable(base) else get_sampler(base)
+    if is_iterable(base):
+        sampler = base.dataset
+    else:
+        sampler = get_sampler(base)
     generator = getattr(sampler, "generator", None)
-    if cut.shards == 1 or isinstance(sampler, SeedableRandomSampler) or not isinstance(generator, torch.Generator):
+    if (
+        cut.shards == 1
+        or isinstance(sampler, SeedableRandomSampler)
+        or not isinstance(generator, torch.Generator)
+    ):
         return None
     return generator

@@ -47,7 +47,9 @@ def restore(states: States) -> None:
 
 def torch_state(state: Any) -> torch.Tensor:
     """The state of a torch generator, as `set_state` takes it."""
-    return torch.frombuffer(bytearray(state), dtype=torch.uint8) if isinstance(state, bytes) else state
+    return (
+        torch.frombuffer(bytearray(state), dtype=torch.uint8) if isinstance(state, bytes) else state
+    )
 
 
 def _words(words: Any) -> list[int]:

@@ -22,9 +22,13 @@ def count_rows(batch: Any) -> int | None:
     if found is None:
         found = trees.first_leaf(batch, _is_array)
     if found is not None:
-        return _length(found) if found.ndim else None
+        if found.ndim:
+            return _length(found)
+        return None
     column: Any = next(iter(trees.leaves(batch, _is_plain_list)), None)
-    return None if column is None else len(column)
+    if column is None:
+        return None
+    return len(column)
 
 
 def rows_of(batch: Any, samples: int | None) -> int | None:
@@ -32,12 +36,16 @@ def rows_of(batch: Any, samples: int | None) -> int | None:
     if samples is None:
         return count_rows(batch)
     lengths = [_length(leaf) for leaf in trees.leaves(batch, _is_array) if leaf.ndim]
-    return samples if samples in lengths or not lengths else lengths[0]
+    if samples in lengths or not lengths:
+        return samples
+    return lengths[0]
 
 
 def has_rows(batch: Any, rows: int) -> bool:
     """Whether a batch of `rows` samples can be split: it has columns, and no tensor that cannot be one."""
-    columns = list(trees.leaves(batch, lambda value: _is_column(value, rows) or _is_indivisible(value, rows)))
+    columns = list(
+        trees.leaves(batch, lambda value: _is_column(value, rows) or _is_indivisible(value, rows))
+    )
     return bool(columns) and not any(_is_indivisible(column, rows) for column in columns)
 
 
@@ -61,7 +69,9 @@ def repeat_rows(batch: Any, rows: int, count: int) -> Any:
     return _per_column(pick, [batch], [rows])
 
 
-def join_rows(batches: list[Any], rows: Sequence[int | None], start: int = 0, stop: int | None = None) -> Any:
+def join_rows(
+    batches: list[Any], rows: Sequence[int | None], start: int = 0, stop: int | None = None
+) -> Any:
     """Join batches of the same structure, or only rows `start` to `stop` of them.
 
     Values that are not columns are those of the first batch.
@@ -83,7 +93,9 @@ def _concatenated(columns: list[Any]) -> Any:
     if not isinstance(first, _ARRAYS):
         return type(first)(itertools.chain.from_iterable(columns))
     try:
-        return torch.cat(columns) if isinstance(first, torch.Tensor) else np.concatenate(columns)
+        if isinstance(first, torch.Tensor):
+            return torch.cat(columns)
+        return np.concatenate(columns)
     except (RuntimeError, ValueError) as error:
         shapes = ", ".join(str(tuple(column.shape)) for column in columns)
         raise _not_joined(f"tensors of shapes {shapes}") from error
@@ -111,7 +123,11 @@ def _is_indivisible(value: Any, rows: int | None) -> bool:
         return True
     if not isinstance(value, torch.Tensor):
         return False
-    return value.layout is not torch.strided or value.is_nested or (value.dim() > 0 and _length(value) != rows)
+    return (
+        value.layout is not torch.strided
+        or value.is_nested
+        or (value.dim() > 0 and _length(value) != rows)
+    )
 
 
 def _is_column(value: Any, rows: int | None) -> bool:
@@ -132,7 +148,9 @@ def _consists_of_columns(value: Any, rows: int | None) -> bool:
     if len({_kind(element) for element in value}) == 1:
         # Samples of one kind have other lengths than the batch, or at least some of them have.
         return lengths == {rows}
-    return rows in lengths or all(isinstance(element, (list, tuple)) and len(element) == rows for element in value)
+    return rows in lengths or all(
+        isinstance(element, (list, tuple)) and len(element) == rows for element in value
+    )
 
 
 def _kind(value: Any) -> Any:
@@ -142,10 +160,14 @@ def _kind(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value), frozenset(map(_kind, value))
     inner = trees.children(value)
-    return type(value) if inner is None else (type(value), tuple((key, _kind(child)) for key, child in inner.items()))
+    if inner is None:
+        return type(value)
+    return (type(value), tuple((key, _kind(child)) for key, child in inner.items()))
 
 
-def _per_column(function: Callable[[list[Any]], Any], batches: list[Any], rows: Sequence[int | None]) -> Any:
+def _per_column(
+    function: Callable[[list[Any]], Any], batches: list[Any], rows: Sequence[int | None]
+) -> Any:
     """The first batch with `function` applied to the values of all batches for each column."""
     first = batches[0]
     if isinstance(first, PackedSequence):
@@ -165,4 +187,6 @@ def _per_column(function: Callable[[list[Any]], Any], batches: list[Any], rows: 
 
 
 def _is_plain_list(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and not any(isinstance(one, (list, tuple, Mapping)) for one in value)
+    return isinstance(value, (list, tuple)) and not any(
+        isinstance(one, (list, tuple, Mapping)) for one in value
+    )

@@ -80,7 +80,9 @@ class SkipBatchSampler(BatchSampler):
 def check_skip(skip_batches: int) -> None:
     """Raise PrepareError unless `skip_batches` is an integer from 0 on."""
     if isinstance(skip_batches, bool) or not isinstance(skip_batches, int) or skip_batches < 0:
-        raise PrepareError(f"the number of batches to skip must be an integer of at least 0, not {skip_batches!r}")
+        raise PrepareError(
+            f"the number of batches to skip must be an integer of at least 0, not {skip_batches!r}"
+        )
 
 
 def innermost(batch_sampler: Any) -> Any:
@@ -129,8 +131,13 @@ def epoch_listeners(*roots: Any) -> list[Any]:
         candidate = waiting.pop(0)
         if candidate is not None and id(candidate) not in seen:
             seen[id(candidate)] = candidate
-            waiting += [getattr(candidate, "__dict__", {}).get(name) for name in ("batch_sampler", "sampler")]
-    return [candidate for candidate in seen.values() if callable(getattr(candidate, "set_epoch", None))]
+            waiting += [
+                getattr(candidate, "__dict__", {}).get(name)
+                for name in ("batch_sampler", "sampler")
+            ]
+    return [
+        candidate for candidate in seen.values() if callable(getattr(candidate, "set_epoch", None))
+    ]
 
 
 # For samplers and datasets that loaders have told an epoch: which one, and how far their user is ahead of the loader.

@@ -69,11 +69,19 @@ class BatchSamplerShard(BatchSampler):
 
     def plan(self) -> ReadPlan:
         """The order that these batches come from, and how it is split, according to the present attributes."""
-        cut = ShardSplit(self.num_processes, self.process_index, self.split_batches, self.even_batches, self.exact)
+        cut = ShardSplit(
+            self.num_processes,
+            self.process_index,
+            self.split_batches,
+            self.even_batches,
+            self.exact,
+        )
         return order_of(self.batch_sampler, cut)
 
 
-def check_divisible(batch_size: int | None, shards: int, split: bool, exact: bool, who: str) -> None:
+def check_divisible(
+    batch_size: int | None, shards: int, split: bool, exact: bool, who: str
+) -> None:
     """Raise PrepareError where batches of `batch_size` cannot be split into `shards` equal slices."""
     if not split or shards == 1 or (exact and batch_size is None):
         return
@@ -94,11 +102,16 @@ def order_of(batch_sampler: Any, cut: ShardSplit) -> ReadPlan:
     """The order behind a batch sampler: single samples for torch's `BatchSampler`, batches for any other."""
     if isinstance(batch_sampler, SkipBatchSampler):
         inner = order_of(batch_sampler.batch_sampler, cut)
-        inner.skip += batch_sampler.skip_batches * (inner.size if inner.of_samples and inner.size else 1)
+        inner.skip += batch_sampler.skip_batches * (
+            inner.size if inner.of_samples and inner.size else 1
+        )
         return inner
     size = getattr(batch_sampler, "batch_size", None)
     drop_last = bool(getattr(batch_sampler, "drop_last", False))
-    if isinstance(batch_sampler, BatchSampler) and type(batch_sampler).__iter__ is BatchSampler.__iter__:
+    if (
+        isinstance(batch_sampler, BatchSampler)
+        and type(batch_sampler).__iter__ is BatchSampler.__iter__
+    ):
         return ReadPlan(batch_sampler.sampler, True, size, drop_last, cut)
     return ReadPlan(batch_sampler, False, size, drop_last, cut)
 

@@ -38,7 +38,9 @@ def is_splittable(dataset: Any) -> bool:
 
 def is_split(dataset: Any) -> bool:
     """Whether the processes read different shards of `dataset` already, because the user declared it."""
-    return _splits_by_rank(dataset) or (is_splittable(dataset) and getattr(dataset, "_distributed", None) is not None)
+    return _splits_by_rank(dataset) or (
+        is_splittable(dataset) and getattr(dataset, "_distributed", None) is not None
+    )
 
 
 def check_split(dataset: Any, shards: int) -> None:
@@ -52,7 +54,11 @@ def check_split(dataset: Any, shards: int) -> None:
 
 def _splits_by_rank(dataset: Any) -> bool:
     """Whether `dataset` reads the samples of its rank, in a run of several processes."""
-    found = (kind(module, dataset) for name, kind in _BY_RANK.items() if (module := sys.modules.get(name)) is not None)
+    found = (
+        kind(module, dataset)
+        for name, kind in _BY_RANK.items()
+        if (module := sys.modules.get(name)) is not None
+    )
     return any(found) and PartialState().num_processes > 1
 
 
@@ -62,19 +68,25 @@ _BY_RANK: dict[str, Callable[[Any, Any], bool]] = {
         isinstance(dataset, module.DataPipeline) and module.split_by_node in dataset.pipeline
     ),
     "litdata": lambda module, dataset: isinstance(
-        dataset, (module.StreamingDataset, module.CombinedStreamingDataset, module.ParallelStreamingDataset)
+        dataset,
+        (module.StreamingDataset, module.CombinedStreamingDataset, module.ParallelStreamingDataset),
     ),
     # Torch's loader gives each rank its part of what passes a `sharding_filter`.
     "torch.utils.data.graph": lambda module, dataset: (
         isinstance(dataset, IterDataPipe)
-        and any(hasattr(pipe, "apply_sharding") for pipe in get_all_graph_pipes(module.traverse_dps(dataset)))
+        and any(
+            hasattr(pipe, "apply_sharding")
+            for pipe in get_all_graph_pipes(module.traverse_dps(dataset))
+        )
     ),
 }
 
 
 def splits_evenly(dataset: Any, shards: int) -> bool:
     """Whether each of `shards` processes can read equally many of the dataset's own shards (files, mostly)."""
-    return is_splittable(dataset) and dataset.num_shards >= shards and dataset.num_shards % shards == 0
+    return (
+        is_splittable(dataset) and dataset.num_shards >= shards and dataset.num_shards % shards == 0
+    )
 
 
 class SplitLoader(DataLoaderShard):
@@ -88,7 +100,9 @@ class SplitLoader(DataLoaderShard):
     read as one stream, of which each process takes a slice.
     """
 
-    def _configure(self, *args: Any, unsplit: Any = None, cut: ShardSplit | None = None, **options: Any) -> None:
+    def _configure(
+        self, *args: Any, unsplit: Any = None, cut: ShardSplit | None = None, **options: Any
+    ) -> None:
         super()._configure(*args, **options)
         # The dataset of all processes; None where the user has split it.
         self.unsplit = unsplit
@@ -126,7 +140,12 @@ class SplitLoader(DataLoaderShard):
             # The rest of an epoch that was read in another way.
             base = self.base_dataloader
             shard = IterableDatasetShard(
-                self.unsplit, base.batch_size or 1, base.drop_last, shards, self.cut.index, even_batches=self.cut.even
+                self.unsplit,
+                base.batch_size or 1,
+                base.drop_last,
+                shards,
+                self.cut.index,
+                even_batches=self.cut.even,
             )
             return self._open_unsplit(altered(base, dataset=shard), order, start)
         read = max(read, plan.skip // shards)
@@ -134,7 +153,10 @@ class SplitLoader(DataLoaderShard):
         steps = self._source.open(own, order, StreamPosition())
         if is_distributed() and (self.cut.even or plan.drop_last):
             steps = equalized(
-                steps, self.cut, plan.drop_last, (lambda: self._first_step(own, order)) if read else None
+                steps,
+                self.cut,
+                plan.drop_last,
+                (lambda: self._first_step(own, order)) if read else None,
             )
         return self._placed(steps, read, plan.size or 1)
 
@@ -146,7 +168,10 @@ class SplitLoader(DataLoaderShard):
 
 
 def equalized(
-    steps: Iterator[ShardStep], cut: ShardSplit, drop_last: bool, first: Callable[[], ShardStep | None] | None = None
+    steps: Iterator[ShardStep],
+    cut: ShardSplit,
+    drop_last: bool,
+    first: Callable[[], ShardStep | None] | None = None,
 ) -> Iterator[ShardStep]:
     """The steps of one shard, as many as those of the longest shard (with `drop_last`, of the shortest one).
 
@@ -187,7 +212,10 @@ def equalized(
             assert head is not None
             step = _filled(step, max(counts), head)
         # 0 stands for a batch whose rows cannot be counted.
-        step.counts = None if any(count == 0 for count, _ in found) else tuple(counts)
+        if any(count == 0 for count, _ in found):
+            step.counts = None
+        else:
+            step.counts = tuple(counts)
         step.last = (any if drop_last else all)(last for _, last in found)
         yield step
         if step.last:
@@ -196,14 +224,22 @@ def equalized(
 
 def _count(step: ShardStep) -> int:
     """The number of samples in a step of one shard; 0 where it cannot be counted."""
-    return step.counts[0] if step.counts else count_rows(step.data) or 0
+    if step.counts:
+        return step.counts[0]
+    return count_rows(step.data) or 0
 
 
 def _exchanged(count: int, last: bool, cut: ShardSplit, group: Any) -> list[tuple[int, bool]]:
     """The number of samples of each shard in this step, and whether it is the last one of that shard."""
-    rows = transport.all_gather_numbers([cut.index, count, last], group, signature(_NEXT.operation), _NEXT)
-    if count != _FAILED and (failed := [rank for rank, row in enumerate(rows) if row[1] == _FAILED]):
-        raise RuntimeError(f"rank {failed[0]} failed to read its shard of the dataset: see its traceback")
+    rows = transport.all_gather_numbers(
+        [cut.index, count, last], group, signature(_NEXT.operation), _NEXT
+    )
+    if count != _FAILED and (
+        failed := [rank for rank, row in enumerate(rows) if row[1] == _FAILED]
+    ):
+        raise RuntimeError(
+            f"rank {failed[0]} failed to read its shard of the dataset: see its traceback"
+        )
     found = {index: (samples, bool(ended)) for index, samples, ended in rows}
     return [found[index] for index in range(cut.shards)]
 
@@ -212,7 +248,10 @@ def _filled(step: ShardStep | None, size: int, head: ShardStep) -> ShardStep:
     """`step` with `size` rows: the missing ones are those of `head`, the first step of the shard."""
     length = _count(head)
     if step is None:
-        data = head.data if length in (0, size) else repeat_rows(head.data, length, size)
+        if length in (0, size):
+            data = head.data
+        else:
+            data = repeat_rows(head.data, length, size)
         return ShardStep(data, None, 0)
     rows = _count(step)
     if rows and length:

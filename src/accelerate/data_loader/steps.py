@@ -81,23 +81,31 @@ class ReadPlan:
     @property
     def unit(self) -> str:
         """What the position in the stream counts."""
-        return "samples" if self.of_samples else "batches"
+        if self.of_samples:
+            return "samples"
+        return "batches"
 
     @property
     def stride(self) -> int:
         """How much of the stream one full global step reads."""
         groups = 1 if self.cut.split else self.cut.shards
-        return groups * self.size if self.of_samples and self.size is not None else groups
+        if self.of_samples and self.size is not None:
+            return groups * self.size
+        return groups
 
     @property
     def global_batch(self) -> int | None:
         """Samples in a full global step; None where that is not a fixed number."""
-        return None if self.size is None else self.size * (1 if self.cut.split else self.cut.shards)
+        if self.size is None:
+            return None
+        return self.size * (1 if self.cut.split else self.cut.shards)
 
     def open(self) -> Iterator[Any]:
         """An iterator over the stream. Batches of indices are copied, since some are read before one is used."""
         stream = iter(self.stream)
-        return stream if self.of_samples or not self.counted else map(_copied_indices, stream)
+        if self.of_samples or not self.counted:
+            return stream
+        return map(_copied_indices, stream)
 
     @property
     def opens_lazily(self) -> bool:
@@ -158,7 +166,9 @@ def _copied_indices(batch: Any) -> Any:
     # A batch sampler may refill one list, or yield an iterator.
     if isinstance(batch, torch.Tensor):
         return batch.clone()
-    return list(batch) if isinstance(batch, (list, Iterator)) else batch
+    if isinstance(batch, (list, Iterator)):
+        return list(batch)
+    return batch
 
 
 def is_generator(stream: Any) -> bool:
@@ -186,7 +196,10 @@ def sample_steps(
     full = (part,) * cut.shards
     repeats = cut.repeats
     # The last step is filled from the start of the epoch, also after a resume in its middle.
-    head = list(itertools.islice(stream, min(start, size))) if repeats else []
+    if repeats:
+        head = list(itertools.islice(stream, min(start, size)))
+    else:
+        head = []
     _discard(stream, start - len(head))
     position = start
     while len(group := list(itertools.islice(stream, size))) == size:
@@ -200,7 +213,8 @@ def sample_steps(
     counts = real_counts(len(group), part, cut.shards)
     if repeats:
         group = completed(group, size, (head + group)[:size])
-    if mine := group[low:high]:
+    mine = group[low:high]
+    if mine:
         yield ShardStep(mine, counts, position)
     elif cut.exact:
         yield ShardStep(group[:1], counts, position)
@@ -214,16 +228,27 @@ def single_steps(stream: Iterator[Any], start: int, counted: bool = True) -> Ite
 
 
 def batch_steps(
-    stream: Iterator[Any], size: int | None, cut: ShardSplit, drop_last: bool, start: int, counted: bool = True
+    stream: Iterator[Any],
+    size: int | None,
+    cut: ShardSplit,
+    drop_last: bool,
+    start: int,
+    counted: bool = True,
 ) -> Iterator[ShardStep]:
     """Steps of one batch for each shard, from consecutive batches, which may differ in length."""
     shards, index = cut.shards, cut.index
-    head = list(itertools.islice(stream, min(start, shards))) if cut.repeats else []
+    if cut.repeats:
+        head = list(itertools.islice(stream, min(start, shards)))
+    else:
+        head = []
     _discard(stream, start - len(head))
     position = start
     group = list(itertools.islice(stream, shards))
     while group:
-        following = list(itertools.islice(stream, shards)) if len(group) == shards else []
+        if len(group) == shards:
+            following = list(itertools.islice(stream, shards))
+        else:
+            following = []
         if len(head) < shards and cut.repeats:
             head = (head + group)[:shards]
         position += len(group)
@@ -271,7 +296,9 @@ def lengths_of(group: list[Any], shards: int) -> tuple[int, ...] | None:
     return (*map(len, group), *[0] * (shards - len(group)))
 
 
-def completed_batches(group: list[Any], shards: int, size: int | None, head: list[Any]) -> list[Any]:
+def completed_batches(
+    group: list[Any], shards: int, size: int | None, head: list[Any]
+) -> list[Any]:
     """A last step with a batch for every shard, filled with samples or batches from the start of the epoch."""
     if size is None:
         return completed(group, shards, head)

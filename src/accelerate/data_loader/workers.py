@@ -102,7 +102,10 @@ class MapWorker(Dataset[Any]):
 
     def seed_generators(self, worker: int, base_seed: int) -> int:
         """Seed this worker's generators as torch does, where a pass is continued with its seed. Returns the seed."""
-        self.seed = base_seed if self.random is None else self.random.seed
+        if self.random is None:
+            self.seed = base_seed
+        else:
+            self.seed = self.random.seed
         if self.random is not None:
             random.seed(self.seed + worker)
             torch.manual_seed(self.seed + worker)
@@ -126,7 +129,13 @@ class MapWorker(Dataset[Any]):
         batch = self.fetch(indices)
         before, self._last = self._last, capture()
         changed = {kind: state for kind, state in self._last.items() if state != before[kind]}
-        return batch, worker, self.dataset.state_dict() if self.has_state else None, self.seed, changed
+        return (
+            batch,
+            worker,
+            self.dataset.state_dict() if self.has_state else None,
+            self.seed,
+            changed,
+        )
 
     __getitem__ = __getitems__
 
@@ -137,7 +146,9 @@ class StreamWorker(IterableDataset[Any]):
     Yields `(batch, counts, position in this worker's stream, worker, state of the dataset)`.
     """
 
-    def __init__(self, loader: DataLoader[Any], plan: ReadPlan, start: StreamPosition, has_state: bool) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], plan: ReadPlan, start: StreamPosition, has_state: bool
+    ) -> None:
         self.dataset: Dataset[Any] = loader.dataset
         self.turn: int = start.turn
         self.collate: Callable[[list[Any]], Any] = loader.collate_fn
@@ -154,7 +165,9 @@ class StreamWorker(IterableDataset[Any]):
             yield self.collate(step.data), step.counts, step.position, worker, state
 
 
-def opened(dataset: Any, plan: ReadPlan, place: StreamPosition, worker: int = 0) -> Iterator[ShardStep]:
+def opened(
+    dataset: Any, plan: ReadPlan, place: StreamPosition, worker: int = 0
+) -> Iterator[ShardStep]:
     """The steps of a stream from `place` on, by the dataset's state if it has one, else by reading up to there."""
     start = 0 if place.workers is None else place.workers[worker]
     if place.inner is None or place.inner[worker] is None:
@@ -177,7 +190,9 @@ def unwrapped(dataset: Any) -> Any:
 def worker_number() -> int:
     """The number of this worker process; 0 in the main process."""
     info = get_worker_info()
-    return 0 if info is None else info.id
+    if info is None:
+        return 0
+    return info.id
 
 
 class WorkerStart:

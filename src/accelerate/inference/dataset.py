@@ -86,13 +86,19 @@ def map_dataset(
     process = PartialState()
     folder = user_path(output, "map_dataset: output")
     _check_arguments(dataset, batch_size, part_size, file_format)
-    plan: dict[str, Any] = {"part_size": part_size, "samples": _samples_in(dataset), "file_format": file_format}
+    plan: dict[str, Any] = {
+        "part_size": part_size,
+        "samples": _samples_in(dataset),
+        "file_format": file_format,
+    }
     origin = _origin(function, dataset, plan["samples"])
     agreement = Agreement(process, "map_dataset")
     locks = RunLocks()
     try:
         done = _open_folder(folder, plan, origin, agreement, process, locks)
-        compute = _Compute(function, collate or default_collate, length or _length, batch_size, process.device)
+        compute = _Compute(
+            function, collate or default_collate, length or _length, batch_size, process.device
+        )
         queue = _Queue(process.num_processes)
         with _progress(plan["samples"]) as bar:
             queue.count(sum(done.values()) if process.is_main_process else 0)
@@ -103,9 +109,14 @@ def map_dataset(
                         rows[position] = row
                     bar.update(queue.count(len(positions)) - bar.n)
                 _write_part(folder / _name(number, file_format), rows, number * part_size)
-            agreement.exchange("the end", None, timeout, "It may still compute: raise the timeout of map_dataset.")
+            agreement.exchange(
+                "the end", None, timeout, "It may still compute: raise the timeout of map_dataset."
+            )
             bar.update(queue.count(0) - bar.n)
-        numbers = _numbers(folder, file_format) if process.is_main_process else None
+        if process.is_main_process:
+            numbers = _numbers(folder, file_format)
+        else:
+            numbers = None
         numbers = agreement.exchange("files", numbers, _START, reduce=first)
     finally:
         locks.release()
@@ -117,14 +128,21 @@ def map_dataset(
 
 def _check_arguments(dataset: Any, batch_size: int, part_size: int, file_format: str) -> None:
     if isinstance(dataset, DataLoader | Mapping):
-        kind = "its dataset, and batch_size" if isinstance(dataset, DataLoader) else "one of its datasets"
+        if isinstance(dataset, DataLoader):
+            kind = "its dataset, and batch_size"
+        else:
+            kind = "one of its datasets"
         raise ConfigurationError(f"map_dataset: dataset is a {type(dataset).__name__}: give {kind}")
     if min(batch_size, part_size) < 1:
         raise ConfigurationError(f"map_dataset: {batch_size=} and {part_size=} must be at least 1")
     if file_format not in ("jsonl", "parquet"):
-        raise ConfigurationError(f"map_dataset: file_format={file_format!r} is neither 'jsonl' nor 'parquet'")
+        raise ConfigurationError(
+            f"map_dataset: file_format={file_format!r} is neither 'jsonl' nor 'parquet'"
+        )
     if file_format == "parquet" and not is_available("pyarrow"):
-        raise ConfigurationError("map_dataset: file_format='parquet' needs the package pyarrow: pip install pyarrow")
+        raise ConfigurationError(
+            "map_dataset: file_format='parquet' needs the package pyarrow: pip install pyarrow"
+        )
 
 
 def _name(number: int, file_format: str) -> str:
@@ -133,7 +151,9 @@ def _name(number: int, file_format: str) -> str:
 
 def _numbers(folder: Path, file_format: str) -> list[int]:
     """Return the numbers of the complete parts in a folder."""
-    found = (re.fullmatch(rf"part-(\d{{5,}})\.{file_format}", path.name) for path in folder.iterdir())
+    found = (
+        re.fullmatch(rf"part-(\d{{5,}})\.{file_format}", path.name) for path in folder.iterdir()
+    )
     return sorted(int(match[1]) for match in found if match)
 
 
@@ -143,7 +163,11 @@ def _origin(function: Any, dataset: Any, samples: int | None) -> dict[str, int]:
     if samples:
         found["first sample"] = _checksum(dataset[0])
     if isinstance(function, nn.Module):
-        heads = [p.detach().flatten()[:8] for p in function.parameters() if not p.is_meta and type(p) is nn.Parameter]
+        heads = [
+            p.detach().flatten()[:8]
+            for p in function.parameters()
+            if not p.is_meta and type(p) is nn.Parameter
+        ]
         found["model"] = _checksum([type(function).__qualname__, *heads])
     return found
 
@@ -153,7 +177,9 @@ def _checksum(value: Any) -> int:
 
     def plain(leaf: Any) -> Any:
         leaf = leaf.tolist() if hasattr(leaf, "tolist") else leaf
-        return leaf if isinstance(leaf, (str, bytes, int, float, list)) else type(leaf).__qualname__
+        if isinstance(leaf, (str, bytes, int, float, list)):
+            return leaf
+        return type(leaf).__qualname__
 
     return zlib.crc32(repr(map_leaves(plain, value, lambda leaf: children(leaf) is None)).encode())
 
@@ -192,10 +218,15 @@ def _open_folder(
                 "folder that all processes share"
             )
     size, samples = plan["part_size"], plan["samples"]
-    return {number: size if samples is None else min(size, samples - number * size) for number in answer["done"]}
+    return {
+        number: size if samples is None else min(size, samples - number * size)
+        for number in answer["done"]
+    }
 
 
-def _claim(folder: Path, plan: dict[str, Any], origin: dict[str, int], locks: RunLocks) -> list[int]:
+def _claim(
+    folder: Path, plan: dict[str, Any], origin: dict[str, int], locks: RunLocks
+) -> list[int]:
     """Lock the folder for this run and return the parts that it has. Raises ConfigurationError if it is another's.
 
     A checksum in `origin` that is not that of the run which began the folder is a warning: a sample may be random.
@@ -207,16 +238,25 @@ def _claim(folder: Path, plan: dict[str, Any], origin: dict[str, int], locks: Ru
         known = json_text.read(folder / PLAN)
     except FileNotFoundError:
         if present:
-            raise ConfigurationError(f"{folder} has parts, but no {PLAN}: choose another folder") from None
+            raise ConfigurationError(
+                f"{folder} has parts, but no {PLAN}: choose another folder"
+            ) from None
         with atomic_write(folder / PLAN, "w") as file:
             json.dump({**plan, "origin": origin}, file)
     except json_text.JSONTextError as error:
         raise ConfigurationError(f"{folder / PLAN} cannot be read: {error}") from None
     else:
-        former = known.pop("origin", {}) if isinstance(known, dict) else {}
+        if isinstance(known, dict):
+            former = known.pop("origin", {})
+        else:
+            former = {}
         if known != plan:
-            raise ConfigurationError(f"{folder} was written with {known}, now it is {plan}: choose another folder")
-        others = [what for what, checksum in origin.items() if former.get(what, checksum) != checksum]
+            raise ConfigurationError(
+                f"{folder} was written with {known}, now it is {plan}: choose another folder"
+            )
+        others = [
+            what for what, checksum in origin.items() if former.get(what, checksum) != checksum
+        ]
         if others and present:
             warn(
                 f"map_dataset: {folder} has {len(present)} complete parts of a run with another "
@@ -270,7 +310,9 @@ def _write_parquet(file: IO[bytes], records: list[dict[str, Any]], first: int) -
                  for record in records]  # fmt: skip
         table = pyarrow.Table.from_pylist(plain)
     except (pyarrow.ArrowException, TypeError) as error:
-        raise PrepareError(f"map_dataset: the rows from sample {first} on cannot be written: {error}") from error
+        raise PrepareError(
+            f"map_dataset: the rows from sample {first} on cannot be written: {error}"
+        ) from error
     pyarrow.parquet.write_table(table, file)
 
 
@@ -288,7 +330,9 @@ def _plain(value: Any) -> Any:
 
 def _samples_in(dataset: Any) -> int | None:
     """The number of samples; None for an iterable dataset."""
-    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+    if isinstance(dataset, IterableDataset) or not (
+        hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    ):
         return None
     return len(dataset)
 
@@ -329,7 +373,10 @@ def _take_parts(
         if number in done:
             continue
         if stream is None:
-            yield number, [dataset[index] for index in range(number * size, min(total, (number + 1) * size))]
+            yield (
+                number,
+                [dataset[index] for index in range(number * size, min(total, (number + 1) * size))],
+            )
             continue
         for _ in itertools.islice(stream, number * size - at):
             pass
@@ -341,8 +388,15 @@ def _take_parts(
 
 
 def _length(sample: Any) -> int:
-    found = sample.get("input_ids") if isinstance(sample, Mapping) else sample if isinstance(sample, str) else None
-    return 0 if found is None else len(found)
+    if isinstance(sample, Mapping):
+        found = sample.get("input_ids")
+    elif isinstance(sample, str):
+        found = sample
+    else:
+        found = None
+    if found is None:
+        return 0
+    return len(found)
 
 
 # --- computing ----------------------------------------------------------------------------------------------------
@@ -371,7 +425,9 @@ class _Compute:
         batch = send_to_device(self.collate(samples), self.device)
         if isinstance(batch, Mapping):
             return self.function(**batch)
-        return self.function(*batch) if isinstance(batch, (tuple, list)) else self.function(batch)
+        if isinstance(batch, (tuple, list)):
+            return self.function(*batch)
+        return self.function(batch)
 
     def __call__(self, samples: list[Any], first: int) -> Iterator[tuple[list[int], list[Any]]]:
         """Yield the positions of a batch in the part, and its rows. The longest samples come first."""
@@ -383,21 +439,34 @@ class _Compute:
                 yield positions, _rows(result, len(positions))
             except Exception as error:
                 numbers = ", ".join(str(first + position) for position in positions[:8])
-                error.add_note(f"map_dataset: in the batch of samples {numbers}{', ...' * (len(positions) > 8)}")
+                error.add_note(
+                    f"map_dataset: in the batch of samples {numbers}{', ...' * (len(positions) > 8)}"
+                )
                 raise
 
 
 def _rows(result: Any, count: int, name: str = "") -> list[Any]:
     """The rows of a result, one for each of `count` samples. Tensors are moved to the CPU at once."""
     if isinstance(result, Mapping):
-        columns = {name: _rows(value, count, f" as {name!r}") for name, value in result.items() if value is not None}
+        columns = {
+            name: _rows(value, count, f" as {name!r}")
+            for name, value in result.items()
+            if value is not None
+        }
         return [{name: column[row] for name, column in columns.items()} for row in range(count)]
     if isinstance(result, torch.Tensor):
         result = result.detach().cpu()
     shape = getattr(result, "shape", None)
-    rows = shape[0] if shape else len(result) if isinstance(result, Sequence) and not isinstance(result, str) else None
+    if shape:
+        rows = shape[0]
+    elif isinstance(result, Sequence) and not isinstance(result, str):
+        rows = len(result)
+    else:
+        rows = None
     if rows != count:
-        what = f"an object of type {type(result).__name__}" + ("" if rows is None else f" with {rows} rows")
+        what = f"an object of type {type(result).__name__}" + (
+            "" if rows is None else f" with {rows} rows"
+        )
         raise PrepareError(
             f"map_dataset: the function returned {what}{name} for {count} samples: return a row for each"
         )

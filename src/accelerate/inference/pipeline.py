@@ -86,7 +86,9 @@ def prepare_pippy(
     start, stop = cut.bounds[state.process_index : state.process_index + 2]
     units = [model.get_submodule(name) for name in cut.units]
     kept = {id(parameter) for name, parameter in model.named_parameters() if name in reads}
-    staged = StagedModel(model, cut.units, range(start, stop), state.device, None, carried, cut.bounds, kept)
+    staged = StagedModel(
+        model, cut.units, range(start, stop), state.device, None, carried, cut.bounds, kept
+    )
     staged.watch(units[start:stop])
     for tensor in (*model.parameters(), *model.buffers()):
         replace_data(tensor, tensor.detach().to(state.device))
@@ -115,18 +117,33 @@ def _cut(
     stages: int,
 ) -> tuple[list[str], StageSplit, dict[str, int], set[str]]:
     """(split points, stages, units whose output later stages use, tensors that are used outside of their unit)."""
-    points = [] if requested == "auto" else [requested] if isinstance(requested, str) else list(requested)
+    if requested == "auto":
+        points = []
+    elif isinstance(requested, str):
+        points = [requested]
+    else:
+        points = list(requested)
     check_names(model, points)
     # What has no parameters computes on each stage.
-    units = [unit for unit in _refined(model, find_units(model, no_split, nested=not points), points) if unit.size]
+    units = [
+        unit
+        for unit in _refined(model, find_units(model, no_split, nested=not points), points)
+        if unit.size
+    ]
     seen = observe(model, [unit.name for unit in units], *example)
     order = tuple(dict.fromkeys(seen.calls))
     if requested == "auto":
         points = _balanced(units, order, stages)
     elif len(points) != stages - 1:
-        raise PrepareError(f"{len(points)} split points make {len(points) + 1} stages; there are {stages} processes")
-    begins = [next((at for at, name in enumerate(order) if is_inside(name, point)), None) for point in points]
-    if strange := [point for point, begin in zip(points, begins, strict=True) if begin is None]:
+        raise PrepareError(
+            f"{len(points)} split points make {len(points) + 1} stages; there are {stages} processes"
+        )
+    begins = [
+        next((at for at, name in enumerate(order) if is_inside(name, point)), None)
+        for point in points
+    ]
+    strange = [point for point, begin in zip(points, begins, strict=True) if begin is None]
+    if strange:
         raise PrepareError(
             f"split_points names {', '.join(strange)}, where {type(model).__name__} computes nothing with parameters: "
             f"it can be cut at {', '.join(order)}"
@@ -139,8 +156,11 @@ def _cut(
         )
     carried = seen.used_across(order, [*bounds[1:-1], len(order)])
     cut = StageSplit(order, bounds, len(order))
-    if problem := order_conflict(cut, seen.calls):
-        raise PrepareError(f"{type(model).__name__} cannot be cut at {', '.join(points)}: {problem}")
+    problem = order_conflict(cut, seen.calls)
+    if problem:
+        raise PrepareError(
+            f"{type(model).__name__} cannot be cut at {', '.join(points)}: {problem}"
+        )
     return points, cut, last_units(model, order, carried), seen.reads
 
 
@@ -150,7 +170,9 @@ def _refined(model: nn.Module, units: Sequence[Unit], points: Sequence[str]) -> 
     for unit in units:
         if any(point != unit.name and is_inside(point, unit.name) for point in points):
             children = model.get_submodule(unit.name).named_children()
-            children_units = [Unit(f"{unit.name}.{name}", module_bytes(child)) for name, child in children]
+            children_units = [
+                Unit(f"{unit.name}.{name}", module_bytes(child)) for name, child in children
+            ]
             found += _refined(model, children_units, points)
         else:
             found.append(unit)

@@ -4,7 +4,12 @@
 from ..core.lazy import attach
 
 EXPORTS = {
-    "launchers.notebook": ["PrepareForLaunch", "debug_launcher", "install_xla", "notebook_launcher"],
+    "launchers.notebook": [
+        "PrepareForLaunch",
+        "debug_launcher",
+        "install_xla",
+        "notebook_launcher",
+    ],
     "launchers.ports": ["is_port_in_use"],
     "launchers.compat": [
         "prepare_deepspeed_cmd_env",

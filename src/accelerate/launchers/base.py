@@ -63,7 +63,10 @@ class Launcher:
     def processes(self, port: int | None = None, attempt: int = 0) -> list[ProcessSpec]:
         """The processes of this machine; `attempt` counts restarts, `port` is that of rank 0."""
         port = self.spec.main_process_port if port is None else port
-        return [self.spec.process(local_rank, port, attempt) for local_rank in range(self.spec.local_processes)]
+        return [
+            self.spec.process(local_rank, port, attempt)
+            for local_rank in range(self.spec.local_processes)
+        ]
 
     def attempt(self, number: int) -> Supervisor:
         """Run all processes once, after `number` failed attempts."""
@@ -87,8 +90,14 @@ class Launcher:
         lines = []
         for process in self.processes():
             lines.append(f"# rank {process.rank} on {socket.gethostname()}")
-            lines += [f"unset {name}" for name, text in sorted(process.variables.items()) if text is None]
-            lines += [_assignment(name, text) for name, text in sorted(process.variables.items()) if text is not None]
+            lines += [
+                f"unset {name}" for name, text in sorted(process.variables.items()) if text is None
+            ]
+            lines += [
+                _assignment(name, text)
+                for name, text in sorted(process.variables.items())
+                if text is not None
+            ]
             lines.append(shlex.join(process.argv))
             lines.append("")
         return "\n".join(lines).rstrip()
@@ -101,12 +110,17 @@ def _assignment(name: str, text: str) -> str:
 
 
 @contextlib.contextmanager
-def handling(names: Sequence[str], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+def handling(
+    names: Sequence[str], handler: Callable[[int, FrameType | None], None]
+) -> Iterator[None]:
     """Call a handler for signals that arrive in the block. Outside the main thread nothing can."""
     if threading.current_thread() is not threading.main_thread() or os.name != "posix":
         yield
         return
-    former = {number: signal.signal(number, handler) for number in (signal.Signals[name] for name in names)}
+    former = {
+        number: signal.signal(number, handler)
+        for number in (signal.Signals[name] for name in names)
+    }
     try:
         yield
     finally:

@@ -47,11 +47,17 @@ def prepare_simple_launcher_cmd_env(args: argparse.Namespace) -> tuple[list[str]
     settings = _settings(args)
     command = _command(args)
     environment = _environment(args, settings)
-    environment["ACCELERATE_USE_CPU"] = "true" if settings["cpu"] else "false"
+    if settings["cpu"]:
+        environment["ACCELERATE_USE_CPU"] = "true"
+    else:
+        environment["ACCELERATE_USE_CPU"] = "false"
     if settings["mpirun_hostfile"] is not None:
         from .mpi import mpirun_command
 
-        command = [*mpirun_command(int(args.num_processes), settings["mpirun_hostfile"], environment), *command]
+        command = [
+            *mpirun_command(int(args.num_processes), settings["mpirun_hostfile"], environment),
+            *command,
+        ]
     if (args.num_processes or 1) > 1 or (args.num_machines or 1) > 1:
         environment["MASTER_ADDR"] = args.main_process_ip or "127.0.0.1"
         environment["MASTER_PORT"] = str(args.main_process_port or 29500)
@@ -88,9 +94,15 @@ def prepare_deepspeed_cmd_env(args: argparse.Namespace) -> tuple[list[str] | Non
     """The command of DeepSpeed's own starter (None where torch's starter is used) and the environment."""
     settings = _settings(args)
     environment = _environment(args, settings)
-    only_deepspeed = {**given(args), "use_deepspeed": True, "use_fsdp": False, "use_megatron_lm": False}
+    only_deepspeed = {
+        **given(args),
+        "use_deepspeed": True,
+        "use_fsdp": False,
+        "use_megatron_lm": False,
+    }
     added = variables(resolve_settings(only_deepspeed))
-    if (fields := getattr(args, "deepspeed_fields_from_accelerate_config", None)) is not None:
+    fields = getattr(args, "deepspeed_fields_from_accelerate_config", None)
+    if fields is not None:
         added["ACCELERATE_CONFIG_DS_FIELDS"] = str(fields)
     environment.update({name: text for name, text in added.items() if text is not None})
     environment["PYTHONPATH"] = python_path()
@@ -99,7 +111,9 @@ def prepare_deepspeed_cmd_env(args: argparse.Namespace) -> tuple[list[str] | Non
         prepare_multi_gpu_env(args)
         return None, environment
     local = int(args.num_processes) // machines
-    return starter_command(args, _program(args), local, args.main_process_ip, args.main_process_port), environment
+    return starter_command(
+        args, _program(args), local, args.main_process_ip, args.main_process_port
+    ), environment
 
 
 def prepare_tpu(
@@ -115,7 +129,9 @@ def prepare_tpu(
     return args, current_env
 
 
-def prepare_sagemager_args_inputs(sagemaker_config: Any, args: argparse.Namespace) -> tuple[dict[str, Any], Any]:
+def prepare_sagemager_args_inputs(
+    sagemaker_config: Any, args: argparse.Namespace
+) -> tuple[dict[str, Any], Any]:
     """Return the arguments of SageMaker's estimator and the job's data inputs. The API spells the name this way."""
     from .sagemaker import estimator_arguments
 

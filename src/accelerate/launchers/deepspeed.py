@@ -80,20 +80,29 @@ class DeepSpeedLauncher(Launcher):
         if self.spec.deepspeed_multinode_launcher in (None, "pdsh") and self.spec.num_machines > 1:
             # Shells on the other machines read them; DeepSpeed puts double quotes around words with a space.
             for word in (self.spec.program.name, *self.spec.program.args):
-                if re.search(r"[$`\\!\n]|%[hun%]" if " " in word else r"[^\w@%+=:,./~^-]|%[hun%]|^$", word):
+                if re.search(
+                    r"[$`\\!\n]|%[hun%]" if " " in word else r"[^\w@%+=:,./~^-]|%[hun%]|^$", word
+                ):
                     raise ConfigurationError(
                         f"DeepSpeed's pdsh launcher does not pass {word!r} on as it is: {_INSTEAD}"
                     )
             for name, text in self.spec.variables.items():
                 if re.search(r'["$`\\!]|%[hun%]', text or ""):
-                    raise ConfigurationError(f"DeepSpeed's pdsh launcher does not pass {name}={text!r} on: {_INSTEAD}")
+                    raise ConfigurationError(
+                        f"DeepSpeed's pdsh launcher does not pass {name}={text!r} on: {_INSTEAD}"
+                    )
         find_starter()
 
     def processes(self, port: int | None = None, attempt: int = 0) -> list[ProcessSpec]:
         """Return the process of DeepSpeed's launcher."""
         spec = self.spec
-        address = spec.main_process_ip if spec.main_process_ip_given else None
-        command = starter_command(spec, spec.program, spec.local_processes, address, spec.main_process_port)
+        if spec.main_process_ip_given:
+            address = spec.main_process_ip
+        else:
+            address = None
+        command = starter_command(
+            spec, spec.program, spec.local_processes, address, spec.main_process_port
+        )
         variables = {**spec.common_variables(), "PYTHONPATH": python_path()}
         return [ProcessSpec(0, 0, tuple(command), variables, starter="deepspeed")]
 

@@ -19,7 +19,11 @@ from .spec import RENDEZVOUS_SETTINGS, LaunchSpec
 # Variables of this process alone: its ranks do not get them. The agent and the stores of torch log each event; the
 # launcher reports what that means. Each group of ranks has a store of its own: the store that torch's agent
 # shares by default keeps the addresses of dead processes, and the restarted ranks wait for those.
-QUIET = {"LOGLEVEL": "CRITICAL", "TORCH_CPP_LOG_LEVEL": "FATAL", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+QUIET = {
+    "LOGLEVEL": "CRITICAL",
+    "TORCH_CPP_LOG_LEVEL": "FATAL",
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+}
 
 
 class ElasticLauncher(Launcher):
@@ -30,12 +34,20 @@ class ElasticLauncher(Launcher):
 
     def __init__(self, spec: LaunchSpec) -> None:
         alone = spec.num_machines == 1 and not spec.main_process_ip_given
-        super().__init__(spec._replace(main_process_port=spec.main_process_port or (0 if alone else DEFAULT_PORT)))
+        super().__init__(
+            spec._replace(
+                main_process_port=spec.main_process_port or (0 if alone else DEFAULT_PORT)
+            )
+        )
 
     def check(self) -> None:
         """Check what this engine requires."""
         resolve_address(self.spec.main_process_ip)
-        if self.spec.num_machines > 1 and not self.spec.main_process_ip_given and ":" not in self.spec.nnodes:
+        if (
+            self.spec.num_machines > 1
+            and not self.spec.main_process_ip_given
+            and ":" not in self.spec.nnodes
+        ):
             raise ConfigurationError(
                 "several machines need --main_process_ip, the address of the machine that holds the rendezvous"
             )
@@ -45,7 +57,9 @@ class ElasticLauncher(Launcher):
         if self.spec.num_machines > 1 and not self.spec.main_process_ip_given:
             messages.show("no --main_process_ip: only launches on this machine can join the run")
         address = _address_towards(self.spec.main_process_ip)
-        settings = {name: str(value) for name, value in RENDEZVOUS_SETTINGS.items()} | self.spec.rendezvous_settings()
+        settings = {
+            name: str(value) for name, value in RENDEZVOUS_SETTINGS.items()
+        } | self.spec.rendezvous_settings()
         variables = {**self.spec.variables, **{name: env.get(name) for name in QUIET}}
         if env.get("GLOO_SOCKET_IFNAME") is None and (name := interface_of(address)) is not None:
             variables["GLOO_SOCKET_IFNAME"] = name
@@ -78,7 +92,9 @@ def _address_towards(host: str) -> str:
             probe.connect(target)
             return str(probe.getsockname()[0])
     except OSError as error:
-        raise ConfigurationError(f"main_process_ip={host!r} cannot be reached from here: {error.strerror}") from None
+        raise ConfigurationError(
+            f"main_process_ip={host!r} cannot be reached from here: {error.strerror}"
+        ) from None
 
 
 def _raising_signals() -> contextlib.AbstractContextManager[None]:

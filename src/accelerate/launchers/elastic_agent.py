@@ -46,7 +46,9 @@ from .waiting import Waiting, connect
 # Seconds between two looks at the store of the group. A machine that is absent for two counts as lost: one that
 # restarts its ranks is absent between two messages.
 LOOK = 0.25
-FAILURE, LEFT, LAUNCHERS, FINISHED = (f"accelerate/{name}" for name in ("failure", "left", "launchers", "finished"))
+FAILURE, LEFT, LAUNCHERS, FINISHED = (
+    f"accelerate/{name}" for name in ("failure", "left", "launchers", "finished")
+)
 
 
 class News(NamedTuple):
@@ -71,7 +73,11 @@ class Group(OtherMachines):
     """
 
     def __init__(
-        self, rendezvous: RendezvousHandler, spec: LaunchSpec, address: str, settings: dict[str, str]
+        self,
+        rendezvous: RendezvousHandler,
+        spec: LaunchSpec,
+        address: str,
+        settings: dict[str, str],
     ) -> None:
         self.rendezvous = rendezvous
         self.address = address
@@ -121,7 +127,10 @@ class Group(OtherMachines):
         """Follow what the launchers of a group share, until the group ends or its store is lost."""
         while not ended.wait(LOOK):
             try:
-                failure = json.loads(store.get(FAILURE)) if store.check([FAILURE]) else None
+                if store.check([FAILURE]):
+                    failure = json.loads(store.get(FAILURE))
+                else:
+                    failure = None
                 left = store.get(LEFT).decode() if store.check([LEFT]) else ""
                 waiting = self.rendezvous.num_nodes_waiting()
             except (RuntimeError, RendezvousError):
@@ -151,7 +160,10 @@ class Group(OtherMachines):
             while not done.wait(0.2):
                 if waiting.is_due():
                     known = machines(self.rendezvous)
-                    here = ", ".join(sorted({**known.group, **known.waiting}.values())) if known else "not known"
+                    if known:
+                        here = ", ".join(sorted({**known.group, **known.waiting}.values()))
+                    else:
+                        here = "not known"
                     needed = f"{self.min_machines} of at most {self.max_machines}"
                     messages.show(f"waiting for {needed} machines at {self.where}; here: {here}")
 
@@ -182,7 +194,11 @@ class Group(OtherMachines):
             self.change = f"{names} {'are' if len(gone) > 1 else 'is'} gone"
             remaining = len(self._members) - len(gone)
             if remaining < self.min_machines:
-                stop(f"{self.change}: {remaining} of at least {self.min_machines} machines are left", 1, False)
+                stop(
+                    f"{self.change}: {remaining} of at least {self.min_machines} machines are left",
+                    1,
+                    False,
+                )
 
     def _gone(self) -> list[str]:
         """The addresses of the members that give no sign of life."""
@@ -191,7 +207,11 @@ class Group(OtherMachines):
             return []
         absent = self._members.keys() - known.group.keys() - known.waiting.keys()
         self._absent_since = {node: self._absent_since.get(node, now) for node in absent}
-        return [self._members[node] for node, since in self._absent_since.items() if now - since >= 2 * LOOK]
+        return [
+            self._members[node]
+            for node, since in self._absent_since.items()
+            if now - since >= 2 * LOOK
+        ]
 
     def failed(self, report: str, code: int) -> None:
         """Report a failure here to the other machines, unless one has reported another before."""
@@ -241,7 +261,10 @@ class Agent(SimpleElasticAgent):
         if self.group.max_machines > 1:
             count, workers = worker_group.group_world_size or 1, worker_group.workers
             first, last = workers[0].global_rank, workers[-1].global_rank
-            ranks = f"rank {first}" if last == first else f"ranks {first} to {last}"
+            if last == first:
+                ranks = f"rank {first}"
+            else:
+                ranks = f"ranks {first} to {last}"
             machines_here = f"{count} machine{'s' if count > 1 else ''} in the group"
             messages.show(f"{machines_here}, here {ranks} of {workers[0].world_size}")
         self._has_finished = False
@@ -315,7 +338,9 @@ def _processes(launch: LaunchSpec, group: WorkerGroup, restarts: int) -> list[Pr
         )
         cpus = launch.cpus_of(worker.local_rank)
         processes.append(
-            ProcessSpec(worker.global_rank, worker.local_rank, tuple(launch.program.argv()), variables, cpus)
+            ProcessSpec(
+                worker.global_rank, worker.local_rank, tuple(launch.program.argv()), variables, cpus
+            )
         )
     return processes
 
@@ -338,13 +363,22 @@ def open_rendezvous(spec: LaunchSpec, address: str, settings: dict[str, str]) ->
     """
     least, _, most = spec.nnodes.partition(":")
     endpoint = f"{spec.main_process_ip}:{spec.main_process_port}"
-    backend = "c10d" if spec.rdzv_backend == "static" else spec.rdzv_backend
+    if spec.rdzv_backend == "static":
+        backend = "c10d"
+    else:
+        backend = spec.rdzv_backend
 
     def create(**more: str) -> RendezvousHandler:
         parameters = {**settings, **more}
         return get_rendezvous_handler(
             RendezvousParameters(
-                backend, endpoint, spec.rdzv_id, int(least), int(most or least), local_addr=address, **parameters
+                backend,
+                endpoint,
+                spec.rdzv_id,
+                int(least),
+                int(most or least),
+                local_addr=address,
+                **parameters,
             )
         )
 
@@ -352,11 +386,15 @@ def open_rendezvous(spec: LaunchSpec, address: str, settings: dict[str, str]) ->
         if backend != "c10d" or settings.get("is_host"):
             return create()
         main = resolve_address(spec.main_process_ip)
-        if interface_of(main) is not None and not (spec.machine_rank and main in ("127.0.0.1", "::1")):
+        if interface_of(main) is not None and not (
+            spec.machine_rank and main in ("127.0.0.1", "::1")
+        ):
             # Another launch of this machine may host it already.
             with contextlib.suppress(RendezvousConnectionError):
                 return create(is_host="true")
-        connect(spec.main_process_ip, spec.main_process_port, float(settings["join_timeout"])).close()
+        connect(
+            spec.main_process_ip, spec.main_process_port, float(settings["join_timeout"])
+        ).close()
         return create(is_host="false")
     except (RendezvousError, ImportError, ValueError) as error:
         raise LaunchError(
@@ -372,7 +410,9 @@ def run_agent(spec: LaunchSpec, address: str, settings: dict[str, str]) -> int:
         agent.run()
     except RendezvousClosedError:
         if not agent.code:
-            raise LaunchError(f"the run {spec.rdzv_id!r} at {group.where} is over: there is nothing to join") from None
+            raise LaunchError(
+                f"the run {spec.rdzv_id!r} at {group.where} is over: there is nothing to join"
+            ) from None
     except RendezvousTimeoutError:
         raise LaunchError(
             f"gave up after {group.join_timeout} s (--rdzv_conf join_timeout) waiting for {group.min_machines} "

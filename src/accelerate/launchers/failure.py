@@ -57,9 +57,14 @@ class Failure(NamedTuple):
         who = f"rank {self.rank}" if self.rank >= 0 else "a rank"
         head, *more = self.cause.splitlines() or [""]
         # Lines of a traceback that is right above are not repeated.
-        more = [line for line in more if self.shown or not self.traceback or line not in self.traceback]
+        more = [
+            line for line in more if self.shown or not self.traceback or line not in self.traceback
+        ]
         lines = [f"accelerate: {who} failed: {head}", *(f"    {line}".rstrip() for line in more)]
-        pid = f"pid {self.pid}" if not self.starter else f"{self.starter} (pid {self.pid})"
+        if not self.starter:
+            pid = f"pid {self.pid}"
+        else:
+            pid = f"{self.starter} (pid {self.pid})"
         log = f", log {self.log}" if self.log else ""
         lines.append(f"  host {self.host}, {pid}, exit code {exit_code(self.code)}{log}")
         if self.others:
@@ -70,7 +75,11 @@ class Failure(NamedTuple):
         """Write the failure as JSON."""
         import json
 
-        content = {key: value for key, value in self._asdict().items() if key not in ("shown", "consequence")}
+        content = {
+            key: value
+            for key, value in self._asdict().items()
+            if key not in ("shown", "consequence")
+        }
         content |= {"exit_code": self.exit_code, "signal": -self.code if self.code < 0 else None}
         content["others"] = dict(self.others)
         Path(path).expanduser().parent.mkdir(parents=True, exist_ok=True)
@@ -80,13 +89,18 @@ class Failure(NamedTuple):
 
 def exit_code(code: int) -> int:
     """The launcher's exit code for a process's: the same, or as in shells 128 plus the number of the signal."""
-    return code if code >= 0 else 128 - code
+    if code >= 0:
+        return code
+    return 128 - code
 
 
 def report(ranks: Sequence[Rank], cause: Cause) -> str:
     """The first failure in one text, for the consoles of the other machines."""
     first = next(rank for rank in ranks if rank.rank == cause.end.rank)
-    text = _early(ranks, first) if first.code == 0 else cause_of(cause.end.code, cause.end.output, first.rank)
+    if first.code == 0:
+        text = _early(ranks, first)
+    else:
+        text = cause_of(cause.end.code, cause.end.output, first.rank)
     return f"rank {first.rank} on {first.host} (pid {first.popen.pid}) failed: {text}"
 
 
@@ -95,7 +109,11 @@ def find_first(ranks: Sequence[Rank]) -> Cause | None:
     ends = [
         End(rank.rank, rank.exit_code, rank.failed_at or rank.ended_at or 0.0, _last_output(rank))
         for rank in ranks
-        if (rank.failed_at is not None if rank.exit_code else rank.code == 0 and not rank.spec.starter)
+        if (
+            rank.failed_at is not None
+            if rank.exit_code
+            else rank.code == 0 and not rank.spec.starter
+        )
     ]
     return first_failure(ends)
 
@@ -124,11 +142,17 @@ def describe(ranks: Sequence[Rank], cause: Cause, oom_kills: int) -> Failure:
         if rank is not first and (rank.code or rank.stopped or ended_early)
     }
     # Where a process took long to end after its traceback, that was shown already.
-    shown = source.error.last_traceback if source.exit_code > 0 else b""
+    if source.exit_code > 0:
+        shown = source.error.last_traceback
+    else:
+        shown = b""
     delayed = source.error.take_delayed()
     traceback = (delayed or shown).decode(errors="replace")
     last = traceback or first.error.tail.decode(errors="replace")
-    text = _early(ranks, first) if ended_early else cause_of(first.exit_code, last, first.rank, oom_kills)
+    if ended_early:
+        text = _early(ranks, first)
+    else:
+        text = cause_of(first.exit_code, last, first.rank, oom_kills)
     failure = Failure(
         rank=first.rank,
         local_rank=first.spec.local_rank,
@@ -145,7 +169,9 @@ def describe(ranks: Sequence[Rank], cause: Cause, oom_kills: int) -> Failure:
     )
     for rank in ranks:
         rank.error.take_delayed()
-    return _of_starter(first, failure) if first.spec.starter else failure
+    if first.spec.starter:
+        return _of_starter(first, failure)
+    return failure
 
 
 def end_report(rank: int, code: int) -> str:
@@ -168,12 +194,16 @@ def _of_starter(starter: Rank, failure: Failure) -> Failure:
     output = text or starter.error.tail.decode(errors="replace")
     output = "\n".join(re.findall(rf"^{failed.rank}: .*", output, re.MULTILINE)) or output
     before = ends[: ends.index(failed) + 1]
-    cause = first_failure([End(end.rank, end.code, number, output) for number, end in enumerate(before)])
+    cause = first_failure(
+        [End(end.rank, end.code, number, output) for number, end in enumerate(before)]
+    )
     assert cause is not None
     if cause.end.code == 0:
         text = early_cause([failed.rank])
         return failure._replace(rank=cause.end.rank, code=0, cause=text, consequence=failed.code)
-    return failure._replace(rank=failed.rank, code=failed.code, cause=cause_of(failed.code, output, failed.rank))
+    return failure._replace(
+        rank=failed.rank, code=failed.code, cause=cause_of(failed.code, output, failed.rank)
+    )
 
 
 def _outcome(rank: Rank, first: Rank, output: str) -> str:
@@ -187,7 +217,9 @@ def _outcome(rank: Rank, first: Rank, output: str) -> str:
     message = tracebacks.message_of(_last_output(rank), rank.rank)
     if not message:
         return f"ended with exit code {rank.exit_code}"
-    if tracebacks.blame(_last_output(rank), rank.rank) == LOST or tracebacks.is_lost_connection(message):
+    if tracebacks.blame(_last_output(rank), rank.rank) == LOST or tracebacks.is_lost_connection(
+        message
+    ):
         return tracebacks.loss_of(message)
     if message == tracebacks.message_of(output, first.rank):
         return "failed with the same error"
@@ -208,7 +240,9 @@ def _numbered(ranks: Sequence[int]) -> str:
         str(low) if low == high else f"{low}{' to ' if high > low + 1 else ', '}{high}"
         for low, high in spans(sorted(ranks))
     ]
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(listed)}" if listed else "other ranks"
+    if listed:
+        return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(listed)}"
+    return "other ranks"
 
 
 def _last_output(rank: Rank) -> str:
@@ -218,22 +252,42 @@ def _last_output(rank: Rank) -> str:
 def cause_of(code: int, output: str, rank: int | None = None, oom_kills: int = 0) -> str:
     """Why a process ended with this code, given its last output. The message of an exception is complete."""
     if code >= 0:
-        if message := tracebacks.message_of(output, rank):
-            if "torch/utils/data/dataloader.py" in output and "multiprocessing/connection.py" in output:
+        message = tracebacks.message_of(output, rank)
+        if message:
+            if (
+                "torch/utils/data/dataloader.py" in output
+                and "multiprocessing/connection.py" in output
+            ):
                 message += "\nA worker process of the data loader has died: killed for lack of memory, or crashed."
             return message
-        last = next((line.strip() for line in reversed(tracebacks.plain_lines(output, rank)) if line.strip()), "")
-        suffix = f"; the last line of its standard error: {tracebacks.first_line(last)}" if last else ""
+        last = next(
+            (
+                line.strip()
+                for line in reversed(tracebacks.plain_lines(output, rank))
+                if line.strip()
+            ),
+            "",
+        )
+        if last:
+            suffix = f"; the last line of its standard error: {tracebacks.first_line(last)}"
+        else:
+            suffix = ""
         return f"it ended with exit code {code}{suffix}"
     number = -code
     name = _signal_name(number)
     if number == signal.SIGKILL:
         if oom_kills:
-            return f"killed by {name}: out of memory (recorded by the kernel for this control group)"
+            return (
+                f"killed by {name}: out of memory (recorded by the kernel for this control group)"
+            )
         return f"killed by {name}: by the kernel when memory runs out, by a job scheduler, or by hand (see dmesg)"
     meaning = next((words for known, words in _SIGNAL_WORDS.items() if known == number), None)
     place = tracebacks.crash_place(output)
-    return f"killed by {name}" + (f": {meaning}" if meaning else "") + (f" (at {place})" if place else "")
+    return (
+        f"killed by {name}"
+        + (f": {meaning}" if meaning else "")
+        + (f" (at {place})" if place else "")
+    )
 
 
 def _signal_name(number: int) -> str:
@@ -250,4 +304,6 @@ def oom_kills() -> int:
     except OSError:
         return 0
     found = re.search(r"^oom_kill (\d+)", events, re.MULTILINE)
-    return int(found.group(1)) if found else 0
+    if found:
+        return int(found.group(1))
+    return 0

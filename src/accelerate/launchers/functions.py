@@ -63,7 +63,8 @@ def run_functions(
             ours, theirs = context.Pipe(duplex=False)
             mark = marks[index] if marks else ""
             child = context.Process(
-                target=_child, args=(function, args, rank_variables, theirs, parent, mark, return_values)
+                target=_child,
+                args=(function, args, rank_variables, theirs, parent, mark, return_values),
             )
             child.start()
             theirs.close()
@@ -104,8 +105,13 @@ def _child(
         result = pickle.dumps(value) if return_value else None
     except BaseException as error:
         if not isinstance(error, SystemExit) or error.code not in (None, 0):
-            frames = error.__traceback__.tb_next if error.__traceback__ else None
-            report.send((time.monotonic(), "".join(traceback.format_exception(type(error), error, frames))))
+            if error.__traceback__:
+                frames = error.__traceback__.tb_next
+            else:
+                frames = None
+            report.send(
+                (time.monotonic(), "".join(traceback.format_exception(type(error), error, frames)))
+            )
             sys.exit(1)
     finally:
         for output in outputs:
@@ -143,7 +149,9 @@ class _Lines:
             return text
         at_start, self._at_start = self._at_start, text[-1] in "\r\n"
         marked = re.sub(r"[\r\n](?=[^\r\n])", lambda end: end[0] + self._mark, text)
-        return self._mark + marked if at_start and text[0] not in "\r\n" else marked
+        if at_start and text[0] not in "\r\n":
+            return self._mark + marked
+        return marked
 
     def writelines(self, lines: Iterable[str]) -> None:
         self.write("".join(lines))
@@ -217,15 +225,21 @@ def _join(started: Sequence[tuple[BaseProcess, Connection]], return_values: bool
             deadline = min(deadline, time.monotonic() + CAUSE_TIMEOUT)
             if not cause.end.blame or not running or time.monotonic() > deadline:
                 raise _error(cause, started)
-    return [values[rank] for rank in sorted(values)] if return_values else []
+    if return_values:
+        return [values[rank] for rank in sorted(values)]
+    return []
 
 
 def _error(cause: Cause, started: Sequence[tuple[BaseProcess, Connection]]) -> LaunchError:
     rank, code, _, output = cause.end
     if code == 0:
         output = cause.source.output
-        text = early_cause([other for other, (process, _) in enumerate(started) if process.exitcode != 0])
+        text = early_cause(
+            [other for other, (process, _) in enumerate(started) if process.exitcode != 0]
+        )
     else:
         text = cause_of(code, output, rank)
-    message = f"rank {rank} failed: {text} (host {socket.gethostname()}, pid {started[rank][0].pid})"
+    message = (
+        f"rank {rank} failed: {text} (host {socket.gethostname()}, pid {started[rank][0].pid})"
+    )
     return LaunchError(f"{message}\n\n{output}" if output else message)

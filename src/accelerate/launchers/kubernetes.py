@@ -13,7 +13,16 @@ from .base import Launcher
 from .ports import DEFAULT_PORT
 
 # Options that the launches in the pods get, where they differ from their defaults.
-INSIDE = ("num_processes", "num_machines", "role", "tee", "log_dir", "error_file", "stop_timeout", "rdzv_conf")
+INSIDE = (
+    "num_processes",
+    "num_machines",
+    "role",
+    "tee",
+    "log_dir",
+    "error_file",
+    "stop_timeout",
+    "rdzv_conf",
+)
 
 
 class KubernetesLauncher(Launcher):
@@ -22,12 +31,20 @@ class KubernetesLauncher(Launcher):
     name = "kubernetes"
     remote = True
     uses_this_machine = False
-    unused: tuple[str, ...] = ("monitor_interval", "rdzv_id", "mpirun_hostfile", "machine_rank", "main_process_ip")
+    unused: tuple[str, ...] = (
+        "monitor_interval",
+        "rdzv_id",
+        "mpirun_hostfile",
+        "machine_rank",
+        "main_process_ip",
+    )
 
     def check(self) -> None:
         """Check what this engine requires."""
         if not self.spec.image:
-            raise ConfigurationError("the kubernetes engine needs --image, the container image that holds the script")
+            raise ConfigurationError(
+                "the kubernetes engine needs --image, the container image that holds the script"
+            )
 
     def run(self) -> int:
         """Raise ConfigurationError: only --dry_run is supported."""
@@ -70,7 +87,10 @@ class KubernetesLauncher(Launcher):
     def job(self) -> dict[str, Any]:
         """Return the Indexed Job, with one pod for each machine."""
         spec = self.spec
-        resource = DEVICES[spec.device].kubernetes if spec.device in DEVICES else None
+        if spec.device in DEVICES:
+            resource = DEVICES[spec.device].kubernetes
+        else:
+            resource = None
         container: dict[str, Any] = {
             "name": "train",
             "image": spec.image,

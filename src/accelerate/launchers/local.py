@@ -59,7 +59,11 @@ class LocalLauncher(Launcher):
             # A shell that something started by mpirun has opened still has its variables.
             names = [name for source in LAUNCHERS[1:] for name in (source.rank, source.world_size)]
             variables |= dict.fromkeys(name for name in names if env.get(name) is not None)
-            sizes = [source.world_size for source in LAUNCHERS[1:] if (env.get_int(source.world_size) or 1) > 1]
+            sizes = [
+                source.world_size
+                for source in LAUNCHERS[1:]
+                if (env.get_int(source.world_size) or 1) > 1
+            ]
             if sizes and not self.spec.quiet:
                 messages.show(f"{sizes[0]} is set, and one process was requested: it runs alone")
         return variables

@@ -23,24 +23,33 @@ def find_mpirun() -> str:
     """The path of mpirun or mpiexec. ConfigurationError where neither is installed."""
     found = system.find_program("mpirun") or system.find_program("mpiexec")
     if found is None:
-        raise ConfigurationError("neither mpirun nor mpiexec is on the PATH: install Open MPI, MPICH or Intel MPI")
+        raise ConfigurationError(
+            "neither mpirun nor mpiexec is on the PATH: install Open MPI, MPICH or Intel MPI"
+        )
     return found
 
 
 def implementation(mpirun: str) -> str:
     """openmpi, intel, mvapich or mpich, from the output of --version."""
-    version = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=30).stdout.lower()
+    version = subprocess.run(
+        [mpirun, "--version"], capture_output=True, text=True, timeout=30
+    ).stdout.lower()
     if any(name in version for name in ("open mpi", "open-rte", "openrte", "prrte")):
         return "openmpi"
     return next((name for name in ("intel", "mvapich") if name in version), "mpich")
 
 
 def mpirun_command(
-    processes: int, hostfile: str | None, variables: Mapping[str, str | None], per_host: int | None = None
+    processes: int,
+    hostfile: str | None,
+    variables: Mapping[str, str | None],
+    per_host: int | None = None,
 ) -> list[str]:
     """The beginning of the command that starts `processes` processes with the variables set on every host."""
     mpirun = find_mpirun()
-    values = {name: text for name, text in variables.items() if text is not None and name.isidentifier()}
+    values = {
+        name: text for name, text in variables.items() if text is not None and name.isidentifier()
+    }
     if implementation(mpirun) == "openmpi":
         command = [mpirun, "-n", str(processes), "--bind-to", "none"]
         if os.name == "posix" and os.geteuid() == 0:
@@ -62,7 +71,9 @@ def first_host(hostfile: str) -> str:
     try:
         lines = Path(hostfile).expanduser().read_text().splitlines()
     except OSError as error:
-        raise ConfigurationError(f"mpirun_hostfile={hostfile!r} cannot be read: {error.strerror}") from None
+        raise ConfigurationError(
+            f"mpirun_hostfile={hostfile!r} cannot be read: {error.strerror}"
+        ) from None
     names = [line.split("#")[0].split()[0] for line in lines if line.split("#")[0].strip()]
     for name in names:
         check_host(name, f"mpirun_hostfile={hostfile!r}")
@@ -94,7 +105,15 @@ class MpiLauncher(Launcher):
         variables = {"OMP_NUM_THREADS": "1", **spec.common_variables(attempt)}
         variables["MASTER_ADDR"] = spec.main_process_ip
         variables["MASTER_PORT"] = str(port or spec.main_process_port or DEFAULT_PORT)
-        carried = {name: env.get(name) for name in CARRIED} if spec.hostfile else {}
-        per_host = spec.local_processes if spec.num_machines > 1 else None
-        command = mpirun_command(spec.num_processes, spec.hostfile, {**carried, **variables}, per_host)
+        if spec.hostfile:
+            carried = {name: env.get(name) for name in CARRIED}
+        else:
+            carried = {}
+        if spec.num_machines > 1:
+            per_host = spec.local_processes
+        else:
+            per_host = None
+        command = mpirun_command(
+            spec.num_processes, spec.hostfile, {**carried, **variables}, per_host
+        )
         return [ProcessSpec(0, 0, (*command, *watched(spec.program.argv())), {}, starter="mpirun")]

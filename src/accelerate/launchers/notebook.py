@@ -34,7 +34,9 @@ class PrepareForLaunch:
         debug: unused; part of the API.
     """
 
-    def __init__(self, launcher: Callable[..., Any], distributed_type: str = "NO", debug: bool = False) -> None:
+    def __init__(
+        self, launcher: Callable[..., Any], distributed_type: str = "NO", debug: bool = False
+    ) -> None:
         self.launcher = launcher
         self.distributed_type: str = str(getattr(distributed_type, "value", distributed_type))
         self.debug = debug
@@ -141,10 +143,14 @@ def notebook_launcher(
             published["PYTORCH_ENABLE_MPS_FALLBACK"] = "1"
         with env.patch_environment(**published):
             value = function(*args)
-        return [value] if return_values else None
+        if return_values:
+            return [value]
+        return None
     _check_untouched(present.kind)
     if present.number and count > present.number:
-        raise ConfigurationError(f"num_processes={count}: this machine has {present.number} {present.kind} devices")
+        raise ConfigurationError(
+            f"num_processes={count}: this machine has {present.number} {present.kind} devices"
+        )
     _check_capacity(count)
     messages.show(f"{count} process{'es' * (count > 1)} on {present.kind}")
     spec = LaunchSpec(
@@ -167,29 +173,42 @@ def notebook_launcher(
         )  # fmt: skip
         return None
     is_free = num_nodes > 1 or str(use_port) != DEFAULT_PORT or not is_port_in_use(use_port)
-    with contextlib.nullcontext() if node_rank else ReservedPort(int(use_port) if is_free else 0) as port:
+    with (
+        contextlib.nullcontext()
+        if node_rank
+        else ReservedPort(int(use_port) if is_free else 0) as port
+    ):
         number = port.number if port is not None else int(use_port)
         variables = [spec.process(index, number).variables for index in range(count)]
         try:
-            marks = [_mark(process_variables, log_line_prefix_template) for process_variables in variables]
+            marks = [
+                _mark(process_variables, log_line_prefix_template)
+                for process_variables in variables
+            ]
             values = run_functions(function, args, variables, marks, return_values)
         except LaunchError as error:
             # The message contains the traceback of the rank. The cell does not need the launcher's frames too.
             raise error.with_traceback(None) from None
-    return values if return_values else None
+    if return_values:
+        return values
+    return None
 
 
 def _mark(variables: Mapping[str, str | None], template: str | None) -> str:
     """What each line of a rank begins with. Rank 0 writes most lines, and its progress bars: they stay as they are."""
     rank = variables["RANK"]
     if template is None:
-        return "" if rank == "0" else f"[rank {rank}] "
+        if rank == "0":
+            return ""
+        return f"[rank {rank}] "
     words = {"rank": rank, "local_rank": variables["LOCAL_RANK"], "role_name": "default"}
     return string.Template(template).safe_substitute(words)
 
 
 @explained
-def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:
+def debug_launcher(
+    function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2
+) -> None:
     """Run a function on a few forked CPU processes that communicate, to try out distributed code.
 
     Args:
@@ -206,15 +225,24 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
     spec = LaunchSpec(
         program=Program(getattr(function, "__name__", "function"), kind="program"),
         num_processes=num_processes,
-        variables={"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_CPU": "true", "FORK_LAUNCHED": "1"},
+        variables={
+            "ACCELERATE_MIXED_PRECISION": "no",
+            "ACCELERATE_USE_CPU": "true",
+            "FORK_LAUNCHED": "1",
+        },
     )
     with ReservedPort() as port:
-        run_functions(function, args, [spec.process(index, port.number).variables for index in range(num_processes)])
+        run_functions(
+            function,
+            args,
+            [spec.process(index, port.number).variables for index in range(num_processes)],
+        )
 
 
 def _check_capacity(processes: int) -> None:
     """Warn where the processes share processors."""
-    if warning := shortage_of_cpus(processes, None):
+    warning = shortage_of_cpus(processes, None)
+    if warning:
         messages.warn(warning)
 
 
@@ -249,7 +277,9 @@ def install_xla(upgrade: bool = False) -> None:
         LaunchError: this is not Google Colaboratory, or pip fails.
     """
     if "google.colab" not in sys.modules:
-        raise LaunchError("install_xla() works in Google Colaboratory only; elsewhere: pip install 'torch_xla[tpu]'")
+        raise LaunchError(
+            "install_xla() works in Google Colaboratory only; elsewhere: pip install 'torch_xla[tpu]'"
+        )
     version = system.torch_build().get("version")
     if version is None:
         raise LaunchError("install_xla() found no torch to match: install torch first")
@@ -259,4 +289,6 @@ def install_xla(upgrade: bool = False) -> None:
     command = [sys.executable, "-m", "pip", "install", *upgrading, f"torch_xla[tpu]~={minor}.0"]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise LaunchError(f"{' '.join(command)} failed (exit code {done.returncode}):\n{done.stderr.strip()[-1000:]}")
+        raise LaunchError(
+            f"{' '.join(command)} failed (exit code {done.returncode}):\n{done.stderr.strip()[-1000:]}"
+        )

@@ -34,8 +34,13 @@ class Display:
     def __init__(self, spec: LaunchSpec, folder: Path, terminal: bool) -> None:
         self.progress: Progress = Progress(spec, folder)
         plural = "es" if spec.num_processes > 1 else ""
-        note = f" · {self.progress.machine}, its ranks only" if self.progress.machine else ""
-        self._title = f"{os.path.basename(spec.program.name)} · {spec.num_processes} process{plural}{note}"
+        if self.progress.machine:
+            note = f" · {self.progress.machine}, its ranks only"
+        else:
+            note = ""
+        self._title = (
+            f"{os.path.basename(spec.program.name)} · {spec.num_processes} process{plural}{note}"
+        )
         self._interval = spec.progress_interval
         self._terminal = terminal
         self._live: Live | None = None
@@ -49,7 +54,9 @@ class Display:
     @property
     def wait(self) -> float:
         """The most seconds until `tick` is to be called."""
-        return _REFRESH if self._live is not None else 1.0
+        if self._live is not None:
+            return _REFRESH
+        return 1.0
 
     def tick(self, pids: dict[int, int], ended: dict[int, int]) -> str | None:
         """Update what is shown. Returns a line that is to be printed, if any.
@@ -74,7 +81,10 @@ class Display:
         if now - self._printed < self._interval or figures.step == self._last_step:
             return None
         self._printed, self._last_step = now, figures.step
-        machine = f"{self.progress.machine}: " if self.progress.machine else ""
+        if self.progress.machine:
+            machine = f"{self.progress.machine}: "
+        else:
+            machine = ""
         return f"accelerate: {machine}{figures.line()}"
 
     def write(self, sink: int, data: bytes) -> None:
@@ -114,14 +124,24 @@ class Display:
         step = Table.grid(padding=(0, 2), expand=True)
         for ratio in (None, None, 1, None):
             step.add_column(no_wrap=True, ratio=ratio)
-        bar = "" if math.isnan(figures.fraction) else ProgressBar(total=1.0, completed=figures.fraction)
+        bar = (
+            ""
+            if math.isnan(figures.fraction)
+            else ProgressBar(total=1.0, completed=figures.fraction)
+        )
         step.add_row(Text(f"step {figures.step:,}", style="bold"), figures.epoch, bar, figures.left)
         ranks = Text(no_wrap=True, overflow="ellipsis")
         for state in figures.ranks:
-            ranks.append(f"{state}   ", style="red" if "failed" in state or "no step" in state else "dim")
+            ranks.append(
+                f"{state}   ", style="red" if "failed" in state or "no step" in state else "dim"
+            )
         unfinished = self._unfinished.rstrip("\r").rpartition("\r")[2]
         return Group(
-            *([Text.from_ansi(unfinished, no_wrap=True, overflow="ellipsis")] if unfinished else []),
+            *(
+                [Text.from_ansi(unfinished, no_wrap=True, overflow="ellipsis")]
+                if unfinished
+                else []
+            ),
             Rule(Text(self._title, style="bold"), align="left", style="dim"),
             step,
             Text("   ".join(figures.measures), no_wrap=True, overflow="ellipsis"),

@@ -45,10 +45,15 @@ def plan(settings: Settings, program: Program, in_place: bool = False) -> Launch
         **_same_fields(settings),
     )
     spec.check()
-    config = settings["deepspeed_config_file"] if settings["use_deepspeed"] and not remote else None
+    if settings["use_deepspeed"] and not remote:
+        config = settings["deepspeed_config_file"]
+    else:
+        config = None
     # Base64 text of a configuration, which is allowed as well, has none of these characters.
     if config and any(mark in config for mark in "./\\") and not os.path.isfile(config):
-        raise ConfigurationError(f"deepspeed_config_file={config!r} does not exist (from {os.getcwd()})")
+        raise ConfigurationError(
+            f"deepspeed_config_file={config!r} does not exist (from {os.getcwd()})"
+        )
     if settings["engine"] != "kubernetes":
         # A container has its own file system.
         program.check()
@@ -75,7 +80,9 @@ def _same_fields(settings: Settings) -> dict[str, Any]:
 def _requested(settings: Settings) -> int | None:
     """The number of processes that was requested; None where it follows from the devices."""
     requested = settings["num_processes"]
-    return None if requested in (None, "all") else int(requested)
+    if requested in (None, "all"):
+        return None
+    return int(requested)
 
 
 def _device_elsewhere(settings: Settings) -> tuple[str, int]:
@@ -87,7 +94,10 @@ def _device_elsewhere(settings: Settings) -> tuple[str, int]:
     if settings["cpu"]:
         return "cpu", 0
     # A Ray cluster reports its devices itself.
-    kind = "auto" if settings["engine"] == "ray" and not settings["multi_gpu"] else "cuda"
+    if settings["engine"] == "ray" and not settings["multi_gpu"]:
+        kind = "auto"
+    else:
+        kind = "cuda"
     return kind, int(settings["num_processes"])
 
 
@@ -96,7 +106,12 @@ def _device(settings: Settings, present: system.Accelerators) -> tuple[str, int]
     if settings["cpu"]:
         return "cpu", 0
     ids = _gpu_ids(settings)
-    option = "multi_gpu" if settings["multi_gpu"] else "gpu_ids" if ids else None
+    if settings["multi_gpu"]:
+        option = "multi_gpu"
+    elif ids:
+        option = "gpu_ids"
+    else:
+        option = None
     if option is not None and not present.number:
         raise ConfigurationError(
             f"{settings.shown(option)}: this machine has no accelerator that the installed torch "
@@ -115,11 +130,20 @@ def _machines(settings: Settings) -> tuple[int, str]:
     """The number of machines, the most of a range, and the range as torch's agent writes it."""
     text = settings["nnodes"]
     if text is None:
-        machines = 1 if settings["num_machines"] is None else settings["num_machines"]
+        if settings["num_machines"] is None:
+            machines = 1
+        else:
+            machines = settings["num_machines"]
         return machines, str(machines)
     least, colon, most = text.partition(":")
-    if not least.isdigit() or (colon and not most.isdigit()) or not 1 <= int(least) <= int(most or least):
-        raise ConfigurationError(f"{settings.shown('nnodes')}: give a number of machines or a range as 1:4")
+    if (
+        not least.isdigit()
+        or (colon and not most.isdigit())
+        or not 1 <= int(least) <= int(most or least)
+    ):
+        raise ConfigurationError(
+            f"{settings.shown('nnodes')}: give a number of machines or a range as 1:4"
+        )
     if settings["num_machines"] is not None and settings["num_machines"] != int(most or least):
         raise ConfigurationError(
             f"{settings.shown('nnodes')} and {settings.shown('num_machines')} contradict each other: give only one"
@@ -143,7 +167,9 @@ def _processes(settings: Settings, count: int, machines: int) -> int:
                 f"to use ({'--cpu is on' if settings['cpu'] else 'this machine has only its CPU'}). Give a number."
             )
         return count * machines
-    return max(1, count) * machines if requested is None else int(requested)
+    if requested is None:
+        return max(1, count) * machines
+    return int(requested)
 
 
 def _threads(settings: Settings, local_processes: int) -> int | None:
@@ -151,7 +177,9 @@ def _threads(settings: Settings, local_processes: int) -> int | None:
     requested = settings["num_cpu_threads_per_process"]
     if requested is not None:
         if requested < 1:
-            raise ConfigurationError(f"{settings.shown('num_cpu_threads_per_process')}: at least 1 thread is needed")
+            raise ConfigurationError(
+                f"{settings.shown('num_cpu_threads_per_process')}: at least 1 thread is needed"
+            )
         return int(requested)
     if local_processes <= 1:
         return None
@@ -168,17 +196,25 @@ _SUMMARIZED = (
 def summary(settings: Settings, spec: LaunchSpec) -> str:
     """The launch in one line: where it runs, and what was set. What the script itself decides is not known here."""
     plural = "es" if spec.num_processes > 1 else ""
-    where = "what the cluster has" if spec.device == "auto" else spec.device
+    if spec.device == "auto":
+        where = "what the cluster has"
+    else:
+        where = spec.device
     words = [f"{spec.num_processes} process{plural} on {where}"]
     if spec.num_machines > 1:
         words.append(f"machine {spec.machine_rank} of {spec.num_machines}")
     for name in _SUMMARIZED:
         value = settings[name]
         if settings.chosen(name) and value not in (False, "no"):
-            words.append(name.removeprefix("use_").replace("_", " ") + ("" if value is True else f" {value}"))
+            words.append(
+                name.removeprefix("use_").replace("_", " ") + ("" if value is True else f" {value}")
+            )
     if spec.threads is not None and spec.num_processes > 1:
         words.append(f"{spec.threads} CPU thread{'s' if spec.threads > 1 else ''} each")
-    source = f" ({settings.file.path}; `accelerate config show` shows each origin)" if settings.file else ""
+    if settings.file:
+        source = f" ({settings.file.path}; `accelerate config show` shows each origin)"
+    else:
+        source = ""
     return ", ".join(words) + source
 
 

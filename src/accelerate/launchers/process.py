@@ -79,7 +79,9 @@ class Rank:
     @property
     def exit_code(self) -> int:
         """The exit code; 1 for a rank that failed and was stopped while it cleaned up."""
-        return 1 if self.stopped and self.failed_at is not None else self.code or 0
+        if self.stopped and self.failed_at is not None:
+            return 1
+        return self.code or 0
 
     @property
     def error(self) -> Stream:
@@ -100,7 +102,9 @@ class Rank:
         source, end = _channel(number)
         os.set_blocking(source, False)
         name = {1: "stdout.log", 2: "stderr.log"}[number]
-        log = open(self.log_folder / name, "wb") if self.log_folder else None  # noqa: SIM115
+        log = None
+        if self.log_folder:
+            log = open(self.log_folder / name, "wb")  # noqa: SIM115
         prefix = f"[rank{self.rank}]: " if prefixed else None
         self.streams.append(Stream(source, number, prefix, log, delay_tracebacks=number == 2))
         return end

@@ -48,7 +48,9 @@ class Progress:
     """
 
     def __init__(self, spec: LaunchSpec, folder: Path) -> None:
-        self.machine: str = f"machine {spec.machine_rank} of {spec.num_machines}" if spec.num_machines > 1 else ""
+        self.machine: str = (
+            f"machine {spec.machine_rank} of {spec.num_machines}" if spec.num_machines > 1 else ""
+        )
         self._folder = folder
         self._history: deque[tuple[float, int, float, float]] = deque()
 
@@ -67,7 +69,10 @@ class Progress:
         first = max(states, key=lambda status: status.step)
         totals = sum(status.samples for status in states), sum(status.tokens for status in states)
         step_rate, sample_rate, token_rate = self._rates(now, first.step, *totals)
-        fraction = first.batch / first.batches if first.batches and first.batch <= first.batches else math.nan
+        if first.batches and first.batch <= first.batches:
+            fraction = first.batch / first.batches
+        else:
+            fraction = math.nan
         left = ""
         if first.batch and first.batches and step_rate > 0 and first.state == TRAINING:
             steps_per_batch = first.step / (first.batches * first.epoch + first.batch)
@@ -79,23 +84,38 @@ class Progress:
         rates = {"samples/s": sample_rate, "tokens/s": token_rate}
         if math.isnan(sample_rate) and math.isnan(token_rate):
             rates = {"steps/s": step_rate}
-        measures += [f"{amount(rate)} {unit}" for unit, rate in rates.items() if not math.isnan(rate)]
+        measures += [
+            f"{amount(rate)} {unit}" for unit, rate in rates.items() if not math.isnan(rate)
+        ]
         memory = [status.memory for status in states if not math.isnan(status.memory)]
         if memory or (memory := [float(size) for pid in pids.values() if (size := _resident(pid))]):
             measures.append(f"memory {max(memory) / 2**20:,.0f} MiB")
         saved = max(states, key=lambda status: status.saved)
         if saved.checkpoint:
-            measures.append(f"saved {os.path.basename(saved.checkpoint)} {duration(now - saved.saved)} ago")
+            measures.append(
+                f"saved {os.path.basename(saved.checkpoint)} {duration(now - saved.saved)} ago"
+            )
         share = "" if math.isnan(fraction) else f" ({fraction:.0%})"
-        words = [(rank, _words(status, now, step_rate, ended.get(rank))) for rank, status in published.items()]
+        words = [
+            (rank, _words(status, now, step_rate, ended.get(rank)))
+            for rank, status in published.items()
+        ]
         ranks = []
         # Neighbours in the same state are shown together.
-        for (state, _), group in groupby(enumerate(words), lambda item: (item[1][1], item[1][0] - item[0])):
+        for (state, _), group in groupby(
+            enumerate(words), lambda item: (item[1][1], item[1][0] - item[0])
+        ):
             numbers = [rank for _, (rank, _) in group]
-            ranks.append(f"ranks {numbers[0]}-{numbers[-1]} {state}" if numbers[1:] else f"rank {numbers[0]} {state}")
+            ranks.append(
+                f"ranks {numbers[0]}-{numbers[-1]} {state}"
+                if numbers[1:]
+                else f"rank {numbers[0]} {state}"
+            )
         return Figures(first.step, fraction, f"epoch {first.epoch}{share}", left, measures, ranks)
 
-    def _rates(self, now: float, step: int, samples: float, tokens: float) -> tuple[float, float, float]:
+    def _rates(
+        self, now: float, step: int, samples: float, tokens: float
+    ) -> tuple[float, float, float]:
         """Steps, samples and tokens a second; NaN where not known."""
         history = self._history
         if history and step < history[-1][1]:
@@ -107,7 +127,11 @@ class Progress:
         seconds = now - began
         if seconds < 0.2 or step == first_step:
             return math.nan, math.nan, math.nan
-        return (step - first_step) / seconds, (samples - first_samples) / seconds, (tokens - first_tokens) / seconds
+        return (
+            (step - first_step) / seconds,
+            (samples - first_samples) / seconds,
+            (tokens - first_tokens) / seconds,
+        )
 
 
 def amount(number: float) -> str:
@@ -115,21 +139,29 @@ def amount(number: float) -> str:
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e4)):
         if number >= size:
             return f"{number / (1e3 if unit == 'k' else size):.3g}{unit}"
-    return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
+    if number >= 100:
+        return f"{number:.0f}"
+    return f"{number:.3g}"
 
 
 def duration(seconds: float) -> str:
     """Seconds as 4:05 or 2:10:00."""
     minutes, seconds = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+    if hours:
+        return f"{hours}:{minutes:02d}:{seconds:02d}"
+    return f"{minutes}:{seconds:02d}"
 
 
 def _words(status: Status, now: float, rate: float, code: int | None) -> str:
     if code is not None:
-        return "ended" if code == 0 else f"failed ({code})"
+        if code == 0:
+            return "ended"
+        return f"failed ({code})"
     quiet = now - status.time
-    if status.state == TRAINING and quiet > max(_STALLED, _STALLED_STEPS / rate if rate > 0 else _STALLED):
+    if status.state == TRAINING and quiet > max(
+        _STALLED, _STALLED_STEPS / rate if rate > 0 else _STALLED
+    ):
         return f"no step for {duration(quiet)}"
     return STATES[status.state]
 

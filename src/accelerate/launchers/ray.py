@@ -29,7 +29,17 @@ from .waiting import Waiting
 # Ray's names of accelerators, in the order in which a cluster is searched for them.
 ACCELERATORS = tuple(kind.ray for kind in DEVICES.values() if kind.ray is not None)
 # Prefixes of the variables of this environment that are sent to the cluster's machines.
-CARRIED = ("ACCELERATE_", "HF_", "TORCH_", "PYTORCH_", "NCCL_", "GLOO_", "PYTHON", "WANDB_", "TOKENIZERS_")
+CARRIED = (
+    "ACCELERATE_",
+    "HF_",
+    "TORCH_",
+    "PYTORCH_",
+    "NCCL_",
+    "GLOO_",
+    "PYTHON",
+    "WANDB_",
+    "TOKENIZERS_",
+)
 LOCAL = "local"
 # Seconds for one look at what is waited for: signals are handled in between.
 _TURN = 0.5
@@ -50,10 +60,14 @@ class RayLauncher(Launcher):
     def check(self) -> None:
         """Check what this engine requires."""
         if not is_available("ray"):
-            raise ConfigurationError("the ray engine needs Ray, which is not installed: pip install 'ray>=2.40'")
+            raise ConfigurationError(
+                "the ray engine needs Ray, which is not installed: pip install 'ray>=2.40'"
+            )
         _ = self.spec.join_timeout  # raises for settings that cannot be used
         address = self.spec.ray_address
-        if address not in (None, "auto", LOCAL) and not re.fullmatch(r"(ray://)?[^/]+:\d+", str(address)):
+        if address not in (None, "auto", LOCAL) and not re.fullmatch(
+            r"(ray://)?[^/]+:\d+", str(address)
+        ):
             raise ConfigurationError(
                 f"ray_address={address!r} is not an address of a Ray cluster: host:port, ray://host:port, auto, local"
             )
@@ -66,7 +80,11 @@ class RayLauncher(Launcher):
         processes = []
         for rank in range(self.spec.num_processes):
             place = Place(rank, 0, 0, 0, 0, "<address of rank 0>", self.spec.main_process_port)
-            variables = {**carried(self.spec.env), **self.spec.variables_at(place, attempt), **unknown}
+            variables = {
+                **carried(self.spec.env),
+                **self.spec.variables_at(place, attempt),
+                **unknown,
+            }
             processes.append(ProcessSpec(rank, 0, tuple(self.spec.program.argv()), variables))
         return processes
 
@@ -130,10 +148,16 @@ class RayLauncher(Launcher):
             local = [other for other in members if other.node == member.node]
             machine = nodes.index(member.node)
             place = Place(rank, local.index(member), len(local), machine, len(nodes), address, port)
-            variables = {**carried(self.spec.env), **spec.variables_at(place, number), **visible_devices(local)}
+            variables = {
+                **carried(self.spec.env),
+                **spec.variables_at(place, number),
+                **visible_devices(local),
+            }
             if len(nodes) > 1 and "GLOO_SOCKET_IFNAME" not in variables:
                 variables["GLOO_SOCKET_IFNAME"] = member.interface
-            processes.append(ProcessSpec(rank, place.local_rank, tuple(spec.program.argv()), variables))
+            processes.append(
+                ProcessSpec(rank, place.local_rank, tuple(spec.program.argv()), variables)
+            )
         return processes
 
 
@@ -170,13 +194,20 @@ def bundles(spec: LaunchSpec, resource: str | None) -> tuple[list[Resources], st
     each = {"CPU": float(spec.threads or 1)} | ({resource: 1.0} if resource is not None else {})
     if spec.num_machines == 1:
         return [each] * spec.num_processes, "PACK"
-    return [{name: n * spec.local_processes for name, n in each.items()}] * spec.num_machines, "STRICT_SPREAD"
+    return [
+        {name: n * spec.local_processes for name, n in each.items()}
+    ] * spec.num_machines, "STRICT_SPREAD"
 
 
-def check_resources(nodes: Sequence[tuple[str, Resources]], reserved: Sequence[Resources], strategy: str) -> None:
+def check_resources(
+    nodes: Sequence[tuple[str, Resources]], reserved: Sequence[Resources], strategy: str
+) -> None:
     """ConfigurationError where the processes would not fit even if nobody else used the cluster."""
     bundle = reserved[0]
-    fits = [min(int(resources.get(name, 0) // much) for name, much in bundle.items()) for _, resources in nodes]
+    fits = [
+        min(int(resources.get(name, 0) // much) for name, much in bundle.items())
+        for _, resources in nodes
+    ]
     if (sum(fits) if strategy == "PACK" else sum(map(bool, fits))) < len(reserved):
         what = "processes" if strategy == "PACK" else "machines"
         raise ConfigurationError(
@@ -189,16 +220,23 @@ def _nodes() -> list[tuple[str, Resources]]:
     """The address and the resources of each machine of the cluster."""
     import ray
 
-    return [(node["NodeManagerAddress"], node["Resources"]) for node in ray.nodes() if node["Alive"]]
+    return [
+        (node["NodeManagerAddress"], node["Resources"]) for node in ray.nodes() if node["Alive"]
+    ]
 
 
 def _shown(nodes: Sequence[tuple[str, Resources]]) -> str:
-    return "; ".join(f"{_words(resources) or 'nothing'} on {address}" for address, resources in nodes) or "no machine"
+    return (
+        "; ".join(f"{_words(resources) or 'nothing'} on {address}" for address, resources in nodes)
+        or "no machine"
+    )
 
 
 def _words(resources: Resources) -> str:
     """The processors and accelerators among resources."""
-    return ", ".join(f"{resources[name]:g} {name}" for name in ("CPU", *ACCELERATORS) if resources.get(name))
+    return ", ".join(
+        f"{resources[name]:g} {name}" for name in ("CPU", *ACCELERATORS) if resources.get(name)
+    )
 
 
 def _accelerator(spec: LaunchSpec) -> str | None:
@@ -206,9 +244,13 @@ def _accelerator(spec: LaunchSpec) -> str | None:
     if spec.device == "cpu":
         return None
     nodes = _nodes()
-    kind = next((name for name in ACCELERATORS if any(resources.get(name) for _, resources in nodes)), None)
+    kind = next(
+        (name for name in ACCELERATORS if any(resources.get(name) for _, resources in nodes)), None
+    )
     if kind is None and spec.device != "auto":
-        raise ConfigurationError(f"the Ray cluster has no accelerator ({_shown(nodes)}): give --cpu to run without")
+        raise ConfigurationError(
+            f"the Ray cluster has no accelerator ({_shown(nodes)}): give --cpu to run without"
+        )
     if kind is None and not spec.quiet:
         messages.show("the Ray cluster has no accelerator: the processes run on the CPU")
     return kind
@@ -237,7 +279,10 @@ def running_cluster() -> str | None:
 def _connected(spec: LaunchSpec) -> Iterator[None]:
     import ray
 
-    address = running_cluster() if spec.ray_address in (None, "auto") else spec.ray_address
+    if spec.ray_address in (None, "auto"):
+        address = running_cluster()
+    else:
+        address = spec.ray_address
     try:
         if address is None:
             raise OSError("there is none on this machine")
@@ -252,14 +297,21 @@ def _connected(spec: LaunchSpec) -> Iterator[None]:
             ) from None
         address = LOCAL
         if not spec.quiet:
-            messages.show("no Ray cluster runs here: a temporary one of this machine alone is started")
+            messages.show(
+                "no Ray cluster runs here: a temporary one of this machine alone is started"
+            )
     logging.getLogger("ray").setLevel(logging.ERROR)
-    options = {"include_dashboard": False} if address == LOCAL else {}
+    if address == LOCAL:
+        options = {"include_dashboard": False}
+    else:
+        options = {}
     with _ending_on_signals():
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
         except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-            raise ConfigurationError(f"the Ray cluster at {address} cannot be used: {_in_a_line(error)}") from None
+            raise ConfigurationError(
+                f"the Ray cluster at {address} cannot be used: {_in_a_line(error)}"
+            ) from None
         try:
             # Ray has installed its own signal handlers.
             with _ending_on_signals():
@@ -284,7 +336,9 @@ def _reserved(reserved: Sequence[Resources], strategy: str, timeout: float) -> I
                 )
             if waiting.is_due():
                 free = _words(ray.available_resources()) or "nothing"
-                messages.show(f"waiting for resources: {len(reserved)} x {_words(reserved[0])}; free now: {free}")
+                messages.show(
+                    f"waiting for resources: {len(reserved)} x {_words(reserved[0])}; free now: {free}"
+                )
         yield group
     finally:
         remove_placement_group(group)
@@ -304,7 +358,9 @@ def _members(spec: LaunchSpec, group: Any, resource: str | None) -> list[Member]
     share = 1 if spec.num_machines == 1 else spec.local_processes
     workers = []
     for number in range(spec.num_processes):
-        place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number // share)
+        place = PlacementGroupSchedulingStrategy(
+            group, placement_group_bundle_index=number // share
+        )
         workers.append(ray.remote(RayWorker).options(scheduling_strategy=place, **options).remote())
     members = [Member(worker, **_result(worker.introduce.remote())) for worker in workers]
     ours = versions()
@@ -322,10 +378,15 @@ def _members(spec: LaunchSpec, group: Any, resource: str | None) -> list[Member]
 def carried(requested: Sequence[str]) -> dict[str, str | None]:
     """The variables of this environment for the processes: no tokens, but what --env names, as NAME=VALUE or NAME."""
     found = {name: text for prefix in CARRIED for name, text in env.all_with_prefix(prefix).items()}
-    variables: dict[str, str | None] = {name: text for name, text in found.items() if not is_secret(name)}
+    variables: dict[str, str | None] = {
+        name: text for name, text in found.items() if not is_secret(name)
+    }
     for item in requested:
         name, equals, text = item.partition("=")
-        variables[name] = text if equals else env.all_with_prefix(name).get(name)
+        if equals:
+            variables[name] = text
+        else:
+            variables[name] = env.all_with_prefix(name).get(name)
     return variables
 
 
@@ -360,7 +421,9 @@ def _result(call: Any) -> Any:
             cause = error.cause
             if isinstance(cause, (LaunchError, ConfigurationError)):
                 raise type(cause)(str(cause)) from None
-            raise LaunchError(f"a process could not be started in the Ray cluster: {_in_a_line(cause)}") from error
+            raise LaunchError(
+                f"a process could not be started in the Ray cluster: {_in_a_line(cause)}"
+            ) from error
         except ray.exceptions.RayError as error:
             raise LaunchError(
                 "a process could not be started in the Ray cluster (is accelerate installed on all of its machines?): "

@@ -57,7 +57,11 @@ class RayWorker:
             "node": str(context.get_node_id()),
             "address": str(address),
             "interface": interface_of(address),
-            "devices": [str(device) for devices in context.get_accelerator_ids().values() for device in devices][:1],
+            "devices": [
+                str(device)
+                for devices in context.get_accelerator_ids().values()
+                for device in devices
+            ][:1],
             "visible": {name: text for name in VISIBLE if (text := env.get(name)) is not None},
             "versions": versions(),
         }
@@ -67,7 +71,9 @@ class RayWorker:
         self._port = ReservedPort(port)
         return self._port.number
 
-    def start(self, program: Program, variables: Mapping[str, str | None], folder: str | None) -> int:
+    def start(
+        self, program: Program, variables: Mapping[str, str | None], folder: str | None
+    ) -> int:
         """Start the program in a folder (None: the worker's own). Returns the process id.
 
         Raises:
@@ -113,7 +119,8 @@ class RayWorker:
             code = self._popen.returncode
             pieces = []
             for key, _ in self._selector.select(0.0 if code is not None else LOOK):
-                if data := os.read(key.fd, 65536):
+                data = os.read(key.fd, 65536)
+                if data:
                     pieces.append((key.data, data))
                 else:
                     self._selector.unregister(key.fileobj)
@@ -166,7 +173,9 @@ class RemoteProcess:
 class RemoteRank(Rank):
     """A rank whose process runs on another machine."""
 
-    def __init__(self, spec: LaunchSpec, process: ProcessSpec, folder: Path | None, remote: RemoteProcess) -> None:
+    def __init__(
+        self, spec: LaunchSpec, process: ProcessSpec, folder: Path | None, remote: RemoteProcess
+    ) -> None:
         self._remote = remote
         super().__init__(spec, process, folder)
 
@@ -191,7 +200,9 @@ class RemoteRank(Rank):
 class RemoteSupervisor(Supervisor):
     """Supervises processes of other machines. `remote`: the process of each rank; `started` is called at the start."""
 
-    def __init__(self, spec: LaunchSpec, remote: Sequence[RemoteProcess], started: Callable[[], None]) -> None:
+    def __init__(
+        self, spec: LaunchSpec, remote: Sequence[RemoteProcess], started: Callable[[], None]
+    ) -> None:
         super().__init__(spec)
         self._remote, self._started = remote, started
 

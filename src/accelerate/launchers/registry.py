@@ -25,9 +25,13 @@ def choose(spec: LaunchSpec, settings: Settings) -> Launcher:
     if engine == "auto":
         engine = implied(spec, settings)
     if engine == "local" and spec.num_machines > 1:
-        raise ConfigurationError(f"{settings.shown('engine')} is one machine, {settings.shown('num_machines')} is not")
+        raise ConfigurationError(
+            f"{settings.shown('engine')} is one machine, {settings.shown('num_machines')} is not"
+        )
     if spec.nnodes != str(spec.num_machines) and engine != "elastic":
-        raise ConfigurationError(f"{settings.shown('nnodes')} is a range of machines: only the elastic engine has it")
+        raise ConfigurationError(
+            f"{settings.shown('nnodes')} is a range of machines: only the elastic engine has it"
+        )
     launcher = launcher_class(engine).create(spec)
     launcher.check()
     return launcher
@@ -44,5 +48,7 @@ def implied(spec: LaunchSpec, settings: Settings) -> str:
     if spec.num_machines == 1:
         return "local"
     if settings["use_deepspeed"] and settings["deepspeed_hostfile"]:
-        return "static" if settings["deepspeed_multinode_launcher"] == "standard" else "deepspeed"
+        if settings["deepspeed_multinode_launcher"] == "standard":
+            return "static"
+        return "deepspeed"
     return "static"

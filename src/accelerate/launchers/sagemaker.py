@@ -24,7 +24,12 @@ from .variables import variables
 
 DATA_PARALLEL = {"smdistributed": {"dataparallel": {"enabled": True}}}
 # Options that are published with Python's True and False, as the API does.
-DYNAMO = ("dynamo_mode", "dynamo_use_fullgraph", "dynamo_use_dynamic", "dynamo_use_regional_compilation")
+DYNAMO = (
+    "dynamo_mode",
+    "dynamo_use_fullgraph",
+    "dynamo_use_dynamic",
+    "dynamo_use_regional_compilation",
+)
 # Flags with a meaning for a job, besides the options that become variables of its processes.
 ABOUT_THE_JOB = (
     "cpu", "gpu_ids", "num_machines", "enable_cpu_affinity", "config_file", "dry_run", "quiet", "module", "no_python",
@@ -71,7 +76,10 @@ def launch(config: Any, args: argparse.Namespace) -> None:
         from sagemaker.huggingface import HuggingFace
     except ModuleNotFoundError as error:
         # Version 3 of the client has no estimators any more.
-        why = "is not installed" if error.name == "sagemaker" else f"has no estimators ({error})"
+        if error.name == "sagemaker":
+            why = "is not installed"
+        else:
+            why = f"has no estimators ({error})"
         raise ConfigurationError(
             f"the configuration is for Amazon SageMaker, and the package sagemaker {why}: pip install 'sagemaker<3'"
         ) from None
@@ -92,7 +100,9 @@ def launch(config: Any, args: argparse.Namespace) -> None:
         messages.show(f"SageMaker: the trained model is at {estimator.model_data}")
 
 
-def estimator_arguments(config: Any, args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str] | None]:
+def estimator_arguments(
+    config: Any, args: argparse.Namespace
+) -> tuple[dict[str, Any], dict[str, str] | None]:
     """The estimator's keyword arguments and the job's data inputs; the AWS variables are set in this process.
 
     ConfigurationError for a script it cannot run, and for what is missing.
@@ -106,14 +116,22 @@ def job_of(config: Any, args: argparse.Namespace) -> Job:
     """The job for a configuration and the arguments of a launch, checked; nothing is started or set."""
     script = Path(args.training_script)
     if args.module or args.no_python:
-        raise ConfigurationError("SageMaker runs a Python script: --module and --no_python cannot be used with it")
+        raise ConfigurationError(
+            "SageMaker runs a Python script: --module and --no_python cannot be used with it"
+        )
     if script.suffix != ".py":
-        raise ConfigurationError(f"SageMaker runs a Python script; {args.training_script!r} is not one")
+        raise ConfigurationError(
+            f"SageMaker runs a Python script; {args.training_script!r} is not one"
+        )
     for key in ("ec2_instance_type", "iam_role_name"):
         if not getattr(config, key):
-            raise ConfigurationError(f"a job on SageMaker needs {key}: write it into the configuration file")
+            raise ConfigurationError(
+                f"a job on SageMaker needs {key}: write it into the configuration file"
+            )
     settings = _settings(config, args)
-    kind = SageMakerDistributedType(getattr(config.distributed_type, "value", config.distributed_type))
+    kind = SageMakerDistributedType(
+        getattr(config.distributed_type, "value", config.distributed_type)
+    )
     metrics = _table(config.sagemaker_metrics_file, "sagemaker_metrics_file")
     channels = _table(config.sagemaker_inputs_file, "sagemaker_inputs_file")
     arguments = {
@@ -131,7 +149,9 @@ def job_of(config: Any, args: argparse.Namespace) -> Job:
         "distribution": DATA_PARALLEL if kind is SageMakerDistributedType.DATA_PARALLEL else None,
         "hyperparameters": hyperparameters(args.training_script_args),
         "environment": _environment(settings, kind),
-        "metric_definitions": None if metrics is None else [{"Name": name, "Regex": regex} for name, regex in metrics],
+        "metric_definitions": None
+        if metrics is None
+        else [{"Name": name, "Regex": regex} for name, regex in metrics],
     }
     more = config.additional_args or {}
     if not isinstance(more, Mapping):
@@ -142,14 +162,19 @@ def job_of(config: Any, args: argparse.Namespace) -> Job:
         former = arguments.get(key)
         # Two distributions in one would be refused by the client.
         both = isinstance(former, dict) and isinstance(value, Mapping) and key != "distribution"
-        arguments[key] = {**former, **value} if both and former is not None else value
+        if both and former is not None:
+            arguments[key] = {**former, **value}
+        else:
+            arguments[key] = value
     return Job(arguments, inputs, _client_variables(config, args))
 
 
 def _settings(config: Any, args: argparse.Namespace) -> Settings:
     """The settings of the processes: flag, then variable, then the configuration."""
     origin = "the SageMaker configuration"
-    given_values = {name: getattr(config, name, None) for name in SAME_AS_OPTION} | {"cpu": config.use_cpu}
+    given_values = {name: getattr(config, name, None) for name in SAME_AS_OPTION} | {
+        "cpu": config.use_cpu
+    }
     for key, value in (getattr(config, "dynamo_config", None) or {}).items():
         given_values[key if key.startswith("dynamo_") else f"dynamo_{key}"] = value
     known = options()
@@ -164,7 +189,9 @@ def _settings(config: Any, args: argparse.Namespace) -> Settings:
     return resolve_settings(given(args), LaunchFile(Path(origin), {}, values))
 
 
-def _check_distribution(arguments: dict[str, Any], kind: SageMakerDistributedType, more: Mapping[str, Any]) -> None:
+def _check_distribution(
+    arguments: dict[str, Any], kind: SageMakerDistributedType, more: Mapping[str, Any]
+) -> None:
     """ConfigurationError where SageMaker would start processes that do not know of one another."""
     if arguments["distribution"] is not None or "distribution" in more:
         return
@@ -196,7 +223,10 @@ def _client_variables(config: Any, args: argparse.Namespace) -> dict[str, str]:
     region = {"AWS_DEFAULT_REGION": config.region}
     key, secret = args.aws_access_key_id, args.aws_secret_access_key
     if (key is None) != (secret is None):
-        absent = "--aws_access_key_id" if key is None else "--aws_secret_access_key"
+        if key is None:
+            absent = "--aws_access_key_id"
+        else:
+            absent = "--aws_secret_access_key"
         raise ConfigurationError(f"an access key needs both flags: {absent} is missing")
     if key is not None:
         return {"AWS_ACCESS_KEY_ID": key, "AWS_SECRET_ACCESS_KEY": secret, **region}
@@ -216,14 +246,20 @@ def hyperparameters(words: list[str]) -> dict[str, Any]:
         word = remaining.pop(0)
         name, equals, value = word.partition("=")
         if not _is_name(name):
-            raise ConfigurationError(f"SageMaker passes --name value pairs; {word!r} belongs to no name")
+            raise ConfigurationError(
+                f"SageMaker passes --name value pairs; {word!r} belongs to no name"
+            )
         if not equals:
             if not remaining or _is_name(remaining[0].partition("=")[0]):
-                raise ConfigurationError(f"SageMaker passes --name value pairs: give {name} a value, as `{name} True`")
+                raise ConfigurationError(
+                    f"SageMaker passes --name value pairs: give {name} a value, as `{name} True`"
+                )
             value = remaining.pop(0)
         key = name.lstrip("-")
         if key in parameters:
-            raise ConfigurationError(f"SageMaker passes each name once: {name} is there a second time")
+            raise ConfigurationError(
+                f"SageMaker passes each name once: {name} is there a second time"
+            )
         parameters[key] = _typed(value)
     return parameters
 
@@ -259,6 +295,8 @@ def _table(path: str | None, key: str) -> list[tuple[str, str]] | None:
         if line.strip():
             name, tab, text = line.partition("\t")
             if not tab or not name.strip() or not text.strip():
-                raise ConfigurationError(f"{key}: {path}:{number}: give two columns with a tab between them")
+                raise ConfigurationError(
+                    f"{key}: {path}:{number}: give two columns with a tab between them"
+                )
             rows.append((name.strip(), text.strip()))
     return rows

@@ -28,7 +28,10 @@ def become(program: Program, variables: dict[str, str | None]) -> None:
         os.execvp(program.name, program.argv())
     is_module = program.kind == "module"
     if not sys.flags.safe_path and sys.path:
-        sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.realpath(program.name))
+        if is_module:
+            sys.path[0] = os.getcwd()
+        else:
+            sys.path[0] = os.path.dirname(os.path.realpath(program.name))
     sys.argv[:] = [program.name, *program.args]
     _entered.append(program)
     try:
@@ -47,7 +50,9 @@ def _hide_launcher_frames() -> None:
     """Have the traceback of an uncaught exception begin at the script's own first frame."""
     inner = sys.excepthook
 
-    def hook(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+    def hook(
+        kind: type[BaseException], error: BaseException, trace: types.TracebackType | None
+    ) -> None:
         own = trace
         while own is not None and own.tb_frame.f_code is not become.__code__:
             own = own.tb_next

@@ -21,7 +21,16 @@ from .watched_process import watched
 
 # States of a job that has not ended.
 ALIVE = frozenset(
-    {"PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED", "RESIZING"}
+    {
+        "PENDING",
+        "RUNNING",
+        "CONFIGURING",
+        "COMPLETING",
+        "REQUEUED",
+        "REQUEUE_HOLD",
+        "SUSPENDED",
+        "RESIZING",
+    }
 )
 POLL = 1.0
 # A node's name need not resolve everywhere; the controller knows its address.
@@ -51,7 +60,9 @@ class SlurmLauncher(Launcher):
         try:
             return shlex.split(self.spec.slurm_options)
         except ValueError as error:
-            raise ConfigurationError(f"slurm_options={self.spec.slurm_options!r}: {error}") from None
+            raise ConfigurationError(
+                f"slurm_options={self.spec.slurm_options!r}: {error}"
+            ) from None
 
     @property
     def inside(self) -> bool:
@@ -62,7 +73,9 @@ class SlurmLauncher(Launcher):
         """Check what this engine requires."""
         for option in self.options:
             if not option.startswith("-"):
-                raise ConfigurationError(f"slurm_options: {option!r} is not an option of sbatch; write --name=value")
+                raise ConfigurationError(
+                    f"slurm_options: {option!r} is not an option of sbatch; write --name=value"
+                )
             _directive(option)
         for name in self.spec.variables:
             check_variable(name)
@@ -84,12 +97,16 @@ class SlurmLauncher(Launcher):
 
     def dry_run(self) -> str:
         """Return the batch script, or inside an allocation the command of the step."""
-        return super().dry_run() if self.inside else self.batch_script()
+        if self.inside:
+            return super().dry_run()
+        return self.batch_script()
 
     @property
     def job_name(self) -> str:
         """The script's name, with only characters that need no quotes."""
-        return re.sub(r"[^\w.+-]+", "_", Path(self.spec.program.name).stem).lstrip("-") or "accelerate"
+        return (
+            re.sub(r"[^\w.+-]+", "_", Path(self.spec.program.name).stem).lstrip("-") or "accelerate"
+        )
 
     def batch_script(self) -> str:
         """The script that sbatch gets."""
@@ -104,7 +121,9 @@ class SlurmLauncher(Launcher):
         lines += [f"#SBATCH {_directive(option)}" for option in self.options]
         lines.append("")
         variables = spec.common_variables().items()
-        lines += [f"export {name}={shlex.quote(text)}" for name, text in variables if text is not None]
+        lines += [
+            f"export {name}={shlex.quote(text)}" for name, text in variables if text is not None
+        ]
         inner = [sys.executable, "-m", "accelerate.commands.launch", "--engine", self.name]
         inner += ["--cpu"] if spec.device == "cpu" else []
         lines += ["", shlex.join([*inner, *spec.launch_arguments(INSIDE)])]
@@ -112,10 +131,15 @@ class SlurmLauncher(Launcher):
 
     def run(self) -> int:
         """Submit the job and follow it, or inside an allocation run one step. Returns the exit code."""
-        needed = ["srun"] if self.inside else ["sbatch", "scontrol", "scancel"]
+        if self.inside:
+            needed = ["srun"]
+        else:
+            needed = ["sbatch", "scontrol", "scancel"]
         absent = [name for name in needed if shutil.which(name) is None]
         if absent:
-            raise ConfigurationError(f"{', '.join(absent)} not on the PATH: this machine is not a client of Slurm")
+            raise ConfigurationError(
+                f"{', '.join(absent)} not on the PATH: this machine is not a client of Slurm"
+            )
         if self.inside:
             return super().run()
         folder = Path(self.spec.log_dir or ".").expanduser()
@@ -174,7 +198,9 @@ def _follow(job: str, log: Path) -> int:
 
 def _state(job: str) -> tuple[str, int, str]:
     """State, exit code and pending reason of a job, from the controller."""
-    done = subprocess.run(["scontrol", "show", "job", job, "--oneliner"], capture_output=True, text=True)
+    done = subprocess.run(
+        ["scontrol", "show", "job", job, "--oneliner"], capture_output=True, text=True
+    )
     if done.returncode:
         raise LaunchError(f"Slurm does not know job {job} any more: {done.stderr.strip()}")
     fields = dict(part.split("=", 1) for part in done.stdout.split() if "=" in part)

@@ -42,20 +42,30 @@ class Program(NamedTuple):
     @classmethod
     def of(cls, args: argparse.Namespace) -> Program:
         """The program that the arguments of a launch select."""
-        kind = "module" if args.module else "program" if args.no_python else "script"
+        if args.module:
+            kind = "module"
+        elif args.no_python:
+            kind = "program"
+        else:
+            kind = "script"
         return cls(args.training_script, tuple(args.training_script_args), kind)
 
     def argv(self, python: str | None = None) -> list[str]:
         """Return the command line of the program."""
         python = python or sys.executable
         # Unbuffered, so that lines of several processes appear complete and in time.
-        before = {"script": [python, "-u"], "module": [python, "-u", "-m"], "program": []}[self.kind]
+        before = {"script": [python, "-u"], "module": [python, "-u", "-m"], "program": []}[
+            self.kind
+        ]
         return [*before, *self.words]
 
     @property
     def words(self) -> list[str]:
         """Name and arguments. A script whose name begins with a hyphen is named so that it is not an option."""
-        return [f"./{self.name}" if self.kind == "script" and self.name.startswith("-") else self.name, *self.args]
+        return [
+            f"./{self.name}" if self.kind == "script" and self.name.startswith("-") else self.name,
+            *self.args,
+        ]
 
     def check(self) -> None:
         """ConfigurationError where the script, module or program does not exist, or cannot be read or compiled."""
@@ -69,21 +79,33 @@ class Program(NamedTuple):
             hint = ""
             if Path(self.name).is_file():
                 start = f"; start the file of this folder as ./{self.name}"
-                hint = start if os.access(self.name, os.X_OK) else "; the file of this name is not executable"
+                if os.access(self.name, os.X_OK):
+                    hint = start
+                else:
+                    hint = "; the file of this name is not executable"
             raise ConfigurationError(f"there is no program {self.name!r} on the PATH{hint}")
 
     def _check_script(self, path: Path) -> None:
         if not path.exists():
-            hint = "; a module is started with -m" if "." in self.name and path.suffix != ".py" else ""
+            if "." in self.name and path.suffix != ".py":
+                hint = "; a module is started with -m"
+            else:
+                hint = ""
             folder = path.parent
-            scripts = [other.name for other in folder.glob("*.py") if other.exists()] if folder.is_dir() else []
-            if near := suggestion(path.name, scripts, "{}"):
+            if folder.is_dir():
+                scripts = [other.name for other in folder.glob("*.py") if other.exists()]
+            else:
+                scripts = []
+            near = suggestion(path.name, scripts, "{}")
+            if near:
                 hint += f" (did you mean {folder / near}?)"
             raise ConfigurationError(f"there is no script {self.name!r} (from {Path.cwd()}){hint}")
         if not os.access(path, os.R_OK):
             raise ConfigurationError(f"the script {self.name!r} cannot be read: no permission")
         if path.is_dir() and not (path / "__main__.py").is_file():
-            raise ConfigurationError(f"{self.name!r} is a folder without a __main__.py: give a script in it")
+            raise ConfigurationError(
+                f"{self.name!r} is a folder without a __main__.py: give a script in it"
+            )
         if path.suffix == ".py" and path.is_file():
             try:
                 with warnings.catch_warnings(action="ignore"):
@@ -91,11 +113,15 @@ class Program(NamedTuple):
             except (SyntaxError, ValueError) as error:
                 # One message instead of one from each rank.
                 report = "".join(traceback.format_exception_only(error)).rstrip()
-                raise ConfigurationError(f"the script {self.name!r} cannot be compiled:\n{report}") from None
+                raise ConfigurationError(
+                    f"the script {self.name!r} cannot be compiled:\n{report}"
+                ) from None
 
     def _check_module(self) -> None:
         if self.name.endswith(".py") and Path(self.name).is_file():
-            raise ConfigurationError(f"{self.name!r} is a script file: leave out -m, or give -m the module's name")
+            raise ConfigurationError(
+                f"{self.name!r} is a script file: leave out -m, or give -m the module's name"
+            )
         # Only the outermost package: to find what is in it means to import it.
         if PathFinder.find_spec(self.name.partition(".")[0], [os.getcwd(), *sys.path]) is None:
             raise ConfigurationError(
@@ -117,7 +143,9 @@ def check_host(name: str, where: str) -> str:
 def check_variable(name: str) -> str:
     """A variable's name that a shell can export."""
     if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
-        raise ConfigurationError(f"{name!r} is not the name of a variable: letters, digits and _ only, no digit first")
+        raise ConfigurationError(
+            f"{name!r} is not the name of a variable: letters, digits and _ only, no digit first"
+        )
     return name
 
 
@@ -225,10 +253,18 @@ class LaunchSpec(NamedTuple):
         """The process of a local rank on this machine, where rank 0 listens at `port` of machine 0."""
         rank = self.machine_rank * self.local_processes + local_rank
         place = Place(
-            rank, local_rank, self.local_processes, self.machine_rank, self.num_machines, self.main_process_ip, port
+            rank,
+            local_rank,
+            self.local_processes,
+            self.machine_rank,
+            self.num_machines,
+            self.main_process_ip,
+            port,
         )
         variables = self.variables_at(place, attempt)
-        return ProcessSpec(rank, local_rank, tuple(self.program.argv()), variables, self.cpus_of(local_rank))
+        return ProcessSpec(
+            rank, local_rank, tuple(self.program.argv()), variables, self.cpus_of(local_rank)
+        )
 
     def common_variables(self, attempt: int | None = None) -> dict[str, str | None]:
         """The variables of each process, whatever its rank; `attempt` counts restarts (None: it is set elsewhere)."""
@@ -241,7 +277,10 @@ class LaunchSpec(NamedTuple):
 
     def variables_at(self, place: Place, attempt: int = 0) -> dict[str, str | None]:
         """All variables of the process at a place."""
-        variables: dict[str, str | None] = {**dict.fromkeys(FOREIGN), **self.common_variables(attempt)}
+        variables: dict[str, str | None] = {
+            **dict.fromkeys(FOREIGN),
+            **self.common_variables(attempt),
+        }
         variables.update(
             RANK=str(place.rank),
             WORLD_SIZE=str(self.num_processes),
@@ -274,7 +313,11 @@ class LaunchSpec(NamedTuple):
         """The arguments of an `accelerate launch` elsewhere: those of these options that were set, and the program."""
         defaults = LaunchSpec(self.program, num_processes=0, num_machines=0)
         values = {name: getattr(self, name) for name in names}
-        changed = [f"--{name}={value}" for name, value in values.items() if value != getattr(defaults, name)]
+        changed = [
+            f"--{name}={value}"
+            for name, value in values.items()
+            if value != getattr(defaults, name)
+        ]
         kind = {"script": [], "module": ["-m"], "program": ["--no_python"]}[self.program.kind]
         return [*changed, *kind, *self.program.words]
 
@@ -290,7 +333,9 @@ class LaunchSpec(NamedTuple):
             if part.strip() and not equals:
                 raise ConfigurationError(f"rdzv_conf={self.rdzv_conf!r}: {part!r} is not key=value")
             if name and name not in known and self.rdzv_backend in ("static", "c10d"):
-                raise ConfigurationError(f"rdzv_conf: there is no setting {name!r}{suggestion(name, known)}")
+                raise ConfigurationError(
+                    f"rdzv_conf: there is no setting {name!r}{suggestion(name, known)}"
+                )
             settings |= {name: value} if name else {}
         return settings
 
@@ -300,9 +345,13 @@ class LaunchSpec(NamedTuple):
 
         Raises ConfigurationError for one that is not a number above 0, and for an unknown setting.
         """
-        text = self.rendezvous_settings().get("join_timeout", str(RENDEZVOUS_SETTINGS["join_timeout"]))
+        text = self.rendezvous_settings().get(
+            "join_timeout", str(RENDEZVOUS_SETTINGS["join_timeout"])
+        )
         if not re.fullmatch(r"\d+(\.\d+)?", text) or not float(text):
-            raise ConfigurationError(f"rdzv_conf: join_timeout={text!r} is not a number of seconds above 0")
+            raise ConfigurationError(
+                f"rdzv_conf: join_timeout={text!r} is not a number of seconds above 0"
+            )
         return float(text)
 
     def check(self) -> None:
@@ -319,7 +368,15 @@ class LaunchSpec(NamedTuple):
                 f"by num_machines={self.num_machines}"
             )
         check_host(self.main_process_ip, f"main_process_ip={self.main_process_ip!r}")
-        entries = [part.split(":", 1) for part in self.tee.split(",")] if ":" in self.tee else [["0", self.tee]]
-        fine = all(len(part) == 2 and part[0].isdigit() and part[1] in ("0", "1", "2", "3") for part in entries)
+        if ":" in self.tee:
+            entries = [part.split(":", 1) for part in self.tee.split(",")]
+        else:
+            entries = [["0", self.tee]]
+        fine = all(
+            len(part) == 2 and part[0].isdigit() and part[1] in ("0", "1", "2", "3")
+            for part in entries
+        )
         if not fine:
-            raise ConfigurationError(f"tee={self.tee!r}: give 0, 1, 2 or 3, or one per rank, as in '0:3,1:2'")
+            raise ConfigurationError(
+                f"tee={self.tee!r}: give 0, 1, 2 or 3, or one per rank, as in '0:3,1:2'"
+            )

@@ -47,7 +47,9 @@ def identity(spec: LaunchSpec) -> Message:
         torch = importlib.metadata.version("torch").split("+")[0]
     except importlib.metadata.PackageNotFoundError:
         torch = "none"
-    options = {name: getattr(spec, name) for name in ("num_machines", "num_processes", "max_restarts")}
+    options = {
+        name: getattr(spec, name) for name in ("num_machines", "num_processes", "max_restarts")
+    }
     me = {"protocol": PROTOCOL, "machine": spec.machine_rank, "host": socket.gethostname()}
     return {**me, **options, "accelerate": __version__, "torch": torch}
 
@@ -85,7 +87,10 @@ class Peer:
             raise ConnectionError("the connection has ended")
         *lines, self._buffer = (self._buffer + data).split(b"\n")
         messages = [json.loads(line) for line in lines]
-        if not all(isinstance(message, dict) for message in messages) or self._buffer[:1] not in (b"", b"{"):
+        if not all(isinstance(message, dict) for message in messages) or self._buffer[:1] not in (
+            b"",
+            b"{",
+        ):
             raise ValueError("no message of a launcher")
         return messages
 
@@ -118,18 +123,27 @@ def gather(spec: LaunchSpec) -> list[Peer]:
         while len(peers) < spec.num_machines - 1:
             absent = _listed(set(range(1, spec.num_machines)) - set(peers), spec.num_machines)
             if waiting.seconds > spec.join_timeout:
-                messages.show(f"{absent} did not connect within {spec.join_timeout:.0f} s: the ranks start without it")
+                messages.show(
+                    f"{absent} did not connect within {spec.join_timeout:.0f} s: the ranks start without it"
+                )
                 break
             if waiting.is_due():
                 for peer in peers.values():
                     peer.send({"waiting": absent})
                 is_here = interface_of(resolve_address(spec.main_process_ip)) is not None
-                note = "" if is_here else f"; they connect to {spec.main_process_ip}, no address of this machine"
+                if is_here:
+                    note = ""
+                else:
+                    note = f"; they connect to {spec.main_process_ip}, no address of this machine"
                 messages.show(f"waiting for {absent}{note}")
-            ready = select.select([server, *(peer.socket for peer in (*strangers, *peers.values()))], [], [], 0.2)[0]
+            ready = select.select(
+                [server, *(peer.socket for peer in (*strangers, *peers.values()))], [], [], 0.2
+            )[0]
             if server in ready:
                 strangers.append(Peer(server.accept()[0]))
-            if not _admit(spec, [peer for peer in strangers if peer.socket in ready], strangers, peers):
+            if not _admit(
+                spec, [peer for peer in strangers if peer.socket in ready], strangers, peers
+            ):
                 messages.show(
                     "a program that is not a launcher has connected: the ranks start without waiting further"
                 )
@@ -150,7 +164,9 @@ def gather(spec: LaunchSpec) -> list[Peer]:
     return list(peers.values())
 
 
-def _admit(spec: LaunchSpec, ready: list[Peer], strangers: list[Peer], peers: dict[int, Peer]) -> bool:
+def _admit(
+    spec: LaunchSpec, ready: list[Peer], strangers: list[Peer], peers: dict[int, Peer]
+) -> bool:
     """Read the first messages of new connections. False where one is not of a launcher."""
     ours = identity(spec)
     for peer in ready:
@@ -177,7 +193,10 @@ def _admit(spec: LaunchSpec, ready: list[Peer], strangers: list[Peer], peers: di
                 )
         if peer.machine == 0 or peer.machine in peers:
             strangers.append(peer)
-            other = ours["host"] if peer.machine == 0 else peers[peer.machine].host
+            if peer.machine == 0:
+                other = ours["host"]
+            else:
+                other = peers[peer.machine].host
             raise ConfigurationError(
                 f"--machine_rank {peer.machine} was given on two machines: {other} and {peer.host}"
             )
@@ -187,7 +206,9 @@ def _admit(spec: LaunchSpec, ready: list[Peer], strangers: list[Peer], peers: di
 
 
 def _listed(machines: set[int], count: int) -> str:
-    names = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in spans(sorted(machines)))
+    names = ", ".join(
+        str(low) if low == high else f"{low}-{high}" for low, high in spans(sorted(machines))
+    )
     return f"machine{'s' if len(machines) > 1 else ''} {names} of {count}"
 
 
@@ -203,7 +224,11 @@ def join(spec: LaunchSpec) -> list[Peer]:
     where = f"machine 0 at {spec.main_process_ip}:{spec.main_process_port}"
     resolve_address(spec.main_process_ip)
     try:
-        peer = Peer(connect(spec.main_process_ip, spec.main_process_port, spec.join_timeout), 0, spec.main_process_ip)
+        peer = Peer(
+            connect(spec.main_process_ip, spec.main_process_port, spec.join_timeout),
+            0,
+            spec.main_process_ip,
+        )
         peer.send(identity(spec))
         timeout = REPLY
         while received := peer.receive(timeout):
@@ -245,10 +270,14 @@ class Link(OtherMachines):
             self._send({"ready": attempt})
         for peer in self.peers:
             try:
-                while not any(attempt in message.values() for message in peer.receive(self.spec.join_timeout)):
+                while not any(
+                    attempt in message.values() for message in peer.receive(self.spec.join_timeout)
+                ):
                     pass
             except (OSError, ValueError) as error:
-                raise LaunchError(f"no restart: {peer} does not take part in it ({error})") from None
+                raise LaunchError(
+                    f"no restart: {peer} does not take part in it ({error})"
+                ) from None
         if self.spec.machine_rank == 0:
             self._send({"go": attempt})
 
@@ -309,7 +338,9 @@ class StaticLauncher(Launcher):
     def check(self) -> None:
         """Check what this engine requires."""
         if not self.spec.main_process_ip:
-            raise ConfigurationError("several machines need --main_process_ip, the address of machine 0")
+            raise ConfigurationError(
+                "several machines need --main_process_ip, the address of machine 0"
+            )
         _ = self.spec.join_timeout  # raises for settings that cannot be used
         resolve_address(self.spec.main_process_ip)
 
@@ -322,7 +353,9 @@ class StaticLauncher(Launcher):
                 "machine can join"
             )
         # Reserved before the launcher listens on it, and until rank 0 does.
-        with contextlib.nullcontext() if spec.machine_rank else ReservedPort(spec.main_process_port):
+        with (
+            contextlib.nullcontext() if spec.machine_rank else ReservedPort(spec.main_process_port)
+        ):
             link = Link(spec, join(spec) if spec.machine_rank else gather(spec))
             try:
                 return with_restarts(spec, partial(self._run_once, link))
@@ -336,6 +369,9 @@ class StaticLauncher(Launcher):
         elif env.get("GLOO_SOCKET_IFNAME") is None and link.peers:
             # Have gloo use the network over which the launchers are connected.
             address = link.peers[0].socket.getsockname()[0].removeprefix("::ffff:")
-            if (name := interface_of(address)) is not None:
-                self.spec = self.spec._replace(variables={**self.spec.variables, "GLOO_SOCKET_IFNAME": name})
+            name = interface_of(address)
+            if name is not None:
+                self.spec = self.spec._replace(
+                    variables={**self.spec.variables, "GLOO_SOCKET_IFNAME": name}
+                )
         return supervise(self.spec, self.processes(attempt=number), link)

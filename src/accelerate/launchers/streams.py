@@ -60,7 +60,12 @@ class Stream:
     """
 
     def __init__(
-        self, source: int, sink: int, prefix: str | None, log: IO[bytes] | None, delay_tracebacks: bool
+        self,
+        source: int,
+        sink: int,
+        prefix: str | None,
+        log: IO[bytes] | None,
+        delay_tracebacks: bool,
     ) -> None:
         self.source = source
         self.sink = sink
@@ -115,7 +120,9 @@ class Stream:
         if _REPORT not in data:
             self._process(data)
             return
-        partial = re.compile(_PARTIAL_RANK_END).search(data, max(0, data.rfind(b"\n") + 1, len(data) - 100))
+        partial = re.compile(_PARTIAL_RANK_END).search(
+            data, max(0, data.rfind(b"\n") + 1, len(data) - 100)
+        )
         if partial is not None:
             data, self._partial_report = data[: partial.start()], partial.group()
         position = 0
@@ -178,14 +185,18 @@ class Stream:
         if TRACEBACK in self.delayed:
             return self.delayed
         shown = self.shown.rstrip()
-        return shown if shown and self.tail.rstrip().endswith(shown[-1024:]) else b""
+        if shown and self.tail.rstrip().endswith(shown[-1024:]):
+            return shown
+        return b""
 
     @property
     def failing_since(self) -> float | None:
         """When the traceback was written that is the last output of the process; None where none is."""
         if TRACEBACK in self.delayed:
             return self.delayed_since
-        return self.shown_since if self.last_traceback else None
+        if self.last_traceback:
+            return self.shown_since
+        return None
 
     def take_delayed(self) -> bytes:
         """Return the delayed traceback, which will not be shown."""

@@ -148,7 +148,12 @@ class Supervisor:
         with self._contexts:
             self._clean_up()
             self.code = self._finish()
-            lost = [stream.lost for rank in self.ranks for stream in rank.streams if stream.lost is not None]
+            lost = [
+                stream.lost
+                for rank in self.ranks
+                for stream in rank.streams
+                if stream.lost is not None
+            ]
             if lost:
                 self._print([f"accelerate: output of the ranks is lost: {lost[0].strerror}"])
                 self.code, self.final = self.code or 1, True
@@ -171,15 +176,23 @@ class Supervisor:
     def _start(self, processes: Sequence[ProcessSpec]) -> None:
         # Start time and process id of the launcher, so that runs never mix.
         run_name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-        folder = Path(self.spec.log_dir).expanduser() / run_name if self.spec.log_dir else None
+        if self.spec.log_dir:
+            folder = Path(self.spec.log_dir).expanduser() / run_name
+        else:
+            folder = None
         added: dict[str, str | None] = {}
         if self.spec.progress_interval and not self.spec.quiet:
             from ..telemetry.status import new_folder
 
             self._status_folder = new_folder()
-            added = {"ACCELERATE_STATUS_DIR": self._status_folder, "ACCELERATE_LAUNCH_TIME": _STARTED}
+            added = {
+                "ACCELERATE_STATUS_DIR": self._status_folder,
+                "ACCELERATE_LAUNCH_TIME": _STARTED,
+            }
         for process in processes:
-            rank = self.make_rank(process._replace(variables={**process.variables, **added}), folder)
+            rank = self.make_rank(
+                process._replace(variables={**process.variables, **added}), folder
+            )
             self.ranks.append(rank)
             for stream in rank.streams:
                 self._selector.register(stream.source, selectors.EVENT_READ, stream.read)
@@ -194,7 +207,9 @@ class Supervisor:
                     stream.show = self._display.write
         for connection, receive in self.link.callbacks(self._stop_for_others) if self.link else []:
 
-            def handle(connection: socket = connection, receive: Callable[[], bool] = receive) -> None:
+            def handle(
+                connection: socket = connection, receive: Callable[[], bool] = receive
+            ) -> None:
                 if not receive():
                     self._selector.unregister(connection)
 
@@ -203,7 +218,10 @@ class Supervisor:
     def _wait(self, most: float) -> None:
         """Wait for output, the end of a process, a signal, or the next deadline."""
         # An ended process wakes the selector through SIGCHLD; outside the main thread there is no such signal.
-        timeout = most if threading.current_thread() is threading.main_thread() else 0.05
+        if threading.current_thread() is threading.main_thread():
+            timeout = most
+        else:
+            timeout = 0.05
         if self.link is not None:
             timeout = min(timeout, self.link.interval)
         if any(stream.pending for rank in self.ranks for stream in rank.streams):
@@ -231,16 +249,25 @@ class Supervisor:
         if self._display is not None:
             ranks = [rank for rank in self.ranks if not rank.spec.starter]
             pids = {rank.rank: rank.popen.pid for rank in ranks if rank.code is None}
-            text = self._display.tick(pids, {rank.rank: rank.code for rank in ranks if rank.code is not None})
+            text = self._display.tick(
+                pids, {rank.rank: rank.code for rank in ranks if rank.code is not None}
+            )
             if text is not None:
                 self._print([text])
         now = time.monotonic()
         ended = [rank for rank in self.ranks if rank.poll()]
-        if self._kill_at is None and any(rank.code for rank in ended) and len(ended) != self._ended_count:
+        if (
+            self._kill_at is None
+            and any(rank.code for rank in ended)
+            and len(ended) != self._ended_count
+        ):
             # Each further end may show the cause, which makes the wait shorter, never longer.
             self._ended_count = len(ended)
             deadline = now + self._grace_period()
-            self._stop_at = deadline if self._stop_at is None else min(self._stop_at, deadline)
+            if self._stop_at is None:
+                self._stop_at = deadline
+            else:
+                self._stop_at = min(self._stop_at, deadline)
         if self._stop_at is not None and now >= self._stop_at and self._kill_at is None:
             self._report_failure()
             self._stop(signal.SIGTERM)
@@ -252,14 +279,23 @@ class Supervisor:
         first = failures.find_first(self.ranks)
         if first is None or first.end.code == 0 or not first.source.blame:
             return GRACE
-        return GRACE_LOST if self.link is None else self.link.cause_timeout
+        if self.link is None:
+            return GRACE_LOST
+        return self.link.cause_timeout
 
     def _report_failure(self) -> None:
         """Report the first failure to the other machines, once."""
         first = failures.find_first(self.ranks)
-        if self.link is not None and first is not None and self._stopped_by is None and not self._reported:
+        if (
+            self.link is not None
+            and first is not None
+            and self._stopped_by is None
+            and not self._reported
+        ):
             self._reported = True
-            self.link.failed(failures.report(self.ranks, first), failures.exit_code(first.end.code) or 1)
+            self.link.failed(
+                failures.report(self.ranks, first), failures.exit_code(first.end.code) or 1
+            )
 
     def _stop(self, number: int) -> None:
         self._kill_at = time.monotonic() + self.spec.stop_timeout
@@ -278,7 +314,9 @@ class Supervisor:
                 rank.forward(number)
         elif self.interrupted is None:
             self.interrupted, self.final = number, True
-            saves = name == "SIGTERM" and any(handles_signal(rank.popen.pid, number) for rank in self.ranks)
+            saves = name == "SIGTERM" and any(
+                handles_signal(rank.popen.pid, number) for rank in self.ranks
+            )
             self._stop(number)
             if saves:
                 seconds = max(SAVE_TIME, self.spec.stop_timeout)
@@ -323,15 +361,27 @@ class Supervisor:
             self._finish_streams()
             return 0
         self._report_failure()
-        finished = self.link.finished() if self.link is not None and first.source.blame else []
+        if self.link is not None and first.source.blame:
+            finished = self.link.finished()
+        else:
+            finished = []
         self.failure = failures.describe(self.ranks, first, failures.oom_kills() - self._oom_kills)
         remarks = [self.failure.cause]
-        if first.end.code < 0 and (seen := self._last_seen.get(first.end.rank)) is not None and seen.step:
+        if (
+            first.end.code < 0
+            and (seen := self._last_seen.get(first.end.rank)) is not None
+            and seen.step
+        ):
             # A signal leaves no traceback.
-            batch = f", batch {seen.batch} of epoch {seen.epoch}" if seen.batch else ""
+            if seen.batch:
+                batch = f", batch {seen.batch} of epoch {seen.epoch}"
+            else:
+                batch = ""
             remarks.append(f"It was at step {seen.step}{batch}.")
         if finished:
-            remarks.append(f"{', '.join(finished)} had ended without an error before: check why it ended so early.")
+            remarks.append(
+                f"{', '.join(finished)} had ended without an error before: check why it ended so early."
+            )
         self.failure = self.failure._replace(cause="\n".join(remarks))
         self._finish_streams()
         traceback = self.failure.traceback
@@ -342,7 +392,9 @@ class Supervisor:
             try:
                 self.failure.write(self.spec.error_file)
             except OSError as error:
-                self._print([f"  error_file={self.spec.error_file!r} cannot be written: {error.strerror}"])
+                self._print(
+                    [f"  error_file={self.spec.error_file!r} cannot be written: {error.strerror}"]
+                )
         return self.failure.exit_code
 
     def _is_caused_elsewhere(self, first: Cause | None, reason: str) -> bool:
@@ -355,7 +407,9 @@ class Supervisor:
     def _finish_for_others(self, reason: str, code: int) -> int:
         self._finish_streams(with_tracebacks=False)
         ranks = ", ".join(str(rank.rank) for rank in self.ranks)
-        self._print([f"accelerate: {reason}", f"  rank {ranks} on this machine: stopped by the launcher"])
+        self._print(
+            [f"accelerate: {reason}", f"  rank {ranks} on this machine: stopped by the launcher"]
+        )
         return code
 
     def _finish_interrupted(self, number: int) -> int:
@@ -417,7 +471,9 @@ class Supervisor:
             os.close(alarm)
 
 
-def supervise(spec: LaunchSpec, processes: Sequence[ProcessSpec], link: OtherMachines | None = None) -> Supervisor:
+def supervise(
+    spec: LaunchSpec, processes: Sequence[ProcessSpec], link: OtherMachines | None = None
+) -> Supervisor:
     """Run processes to their end. Returns their supervisor."""
     supervisor = Supervisor(spec, link)
     supervisor.run(processes)

@@ -38,7 +38,12 @@ def run_function_elastic(
     settings = {**{key: str(value) for key, value in RENDEZVOUS_SETTINGS.items()}, **conf}
     if not endpoint:
         endpoint, settings = "localhost:0", {"is_host": "true", **settings}
-    env.publish({**spec.variables, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": QUIET["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"]})
+    env.publish(
+        {
+            **spec.variables,
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": QUIET["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"],
+        }
+    )
     parent = os.getpid()
 
     @functools.wraps(function)  # torch names the processes after it
@@ -73,4 +78,6 @@ def run_function_elastic(
             elastic_launch(config, member)(*args)
         except ChildFailedError as error:
             rank, first = error.get_first_failure()
-            raise LaunchError(f"rank {rank} failed with exit code {first.exitcode}: {first.message}") from None
+            raise LaunchError(
+                f"rank {rank} failed with exit code {first.exitcode}: {first.message}"
+            ) from None

@@ -51,19 +51,29 @@ class TpuLauncher(Launcher):
     )  # fmt: skip
 
     def __init__(self, spec: LaunchSpec) -> None:
-        super().__init__(spec._replace(variables={**spec.variables, DOWNCAST: "1"}) if spec.downcast_bf16 else spec)
+        super().__init__(
+            spec._replace(variables={**spec.variables, DOWNCAST: "1"})
+            if spec.downcast_bf16
+            else spec
+        )
 
     @classmethod
     def create(cls, spec: LaunchSpec) -> Launcher:
         """The launcher of a launch: of this machine's cores, or of a pod."""
-        return PodLauncher(spec) if spec.tpu_use_cluster else cls(spec)
+        if spec.tpu_use_cluster:
+            return PodLauncher(spec)
+        return cls(spec)
 
     def check(self) -> None:
         """Check that the program has a function to run, and that torch_xla is here where it runs here."""
         if self.spec.program.kind == "program":
-            raise ConfigurationError("--tpu runs a function of a script or module: --no_python cannot be used with it")
+            raise ConfigurationError(
+                "--tpu runs a function of a script or module: --no_python cannot be used with it"
+            )
         if not self.spec.tpu_use_cluster and not is_available("torch_xla"):
-            raise ConfigurationError("--tpu needs torch_xla, which is not installed: pip install torch_xla[tpu]")
+            raise ConfigurationError(
+                "--tpu needs torch_xla, which is not installed: pip install torch_xla[tpu]"
+            )
 
     def processes(self, port: int | None = None, attempt: int = 0) -> list[ProcessSpec]:
         """This process, from which torch_xla starts the others."""
@@ -113,9 +123,13 @@ class PodLauncher(TpuLauncher):
         """Check the names of the pods, and that gcloud is here."""
         super().check()
         if not self.spec.vm:
-            raise ConfigurationError("--tpu_cluster: no pod: give --vm, or write tpu_name into the configuration file")
+            raise ConfigurationError(
+                "--tpu_cluster: no pod: give --vm, or write tpu_name into the configuration file"
+            )
         if not self.spec.tpu_zone:
-            raise ConfigurationError("--tpu_cluster: no zone: write tpu_zone into the configuration file")
+            raise ConfigurationError(
+                "--tpu_cluster: no zone: write tpu_zone into the configuration file"
+            )
         for name in (*self.spec.vm, str(self.spec.tpu_zone)):
             check_host(name, "--tpu_cluster")
         for text in self.spec.env:
@@ -123,21 +137,27 @@ class PodLauncher(TpuLauncher):
                 raise ConfigurationError(f"--env {text}: give NAME=VALUE")
             check_variable(text.partition("=")[0])
         if shutil.which("gcloud") is None:
-            raise ConfigurationError("--tpu_cluster: gcloud is not on the PATH: install the Google Cloud CLI")
+            raise ConfigurationError(
+                "--tpu_cluster: gcloud is not on the PATH: install the Google Cloud CLI"
+            )
 
     def processes(self, port: int | None = None, attempt: int = 0) -> list[ProcessSpec]:
         """Return one gcloud process for each TPU VM."""
         options = ("--command", self._on_worker(), "--worker", "all")
         ssh, zone = ("gcloud", "compute", "tpus", "tpu-vm", "ssh"), str(self.spec.tpu_zone)
         return [
-            ProcessSpec(number, number, (*ssh, name, "--zone", zone, *options), {}, starter="gcloud")
+            ProcessSpec(
+                number, number, (*ssh, name, "--zone", zone, *options), {}, starter="gcloud"
+            )
             for number, name in enumerate(self.spec.vm)
         ]
 
     def _on_worker(self) -> str:
         """The command line of each worker's shell."""
         spec = self.spec
-        variables = [f"{name}={text}" for name, text in sorted(spec.variables.items()) if text is not None]
+        variables = [
+            f"{name}={text}" for name, text in sorted(spec.variables.items()) if text is not None
+        ]
         command = [
             *(["sudo"] if spec.tpu_use_sudo else []), "env", *variables, *spec.env,
             "python3", "-m", "accelerate.commands.launch", "--tpu", "--no_tpu_cluster",

@@ -50,8 +50,14 @@ def plain_lines(text: str, rank: int | None = None) -> list[str]:
         prefix = re.match(_PREFIX, line)
         assert prefix is not None
         found.append((prefix.group(1), line[prefix.end() :]))
-    own = [line for number, line in found if number is not None and (rank is None or int(number) == rank)]
-    return own if any(HEADER in line for line in own) else [line for _, line in found]
+    own = [
+        line
+        for number, line in found
+        if number is not None and (rank is None or int(number) == rank)
+    ]
+    if any(HEADER in line for line in own):
+        return own
+    return [line for _, line in found]
 
 
 def chain(text: str, rank: int | None = None) -> list[str]:
@@ -91,7 +97,9 @@ def _message(lines: list[str], at: int, grouped: bool) -> tuple[str, int]:
 def message_of(text: str, rank: int | None = None) -> str:
     """The message of the exception that ends the last traceback of a text; empty without one."""
     messages = chain(text, rank)
-    return shortened(_without_inner_traceback(messages[-1])) if messages else ""
+    if messages:
+        return shortened(_without_inner_traceback(messages[-1]))
+    return ""
 
 
 def _without_inner_traceback(message: str) -> str:
@@ -100,7 +108,9 @@ def _without_inner_traceback(message: str) -> str:
     if not found:
         return message
     reason, _ = _message(inner.splitlines(), 0, grouped=False)
-    return f"{head}\n{reason}" if reason else message
+    if reason:
+        return f"{head}\n{reason}"
+    return message
 
 
 def shortened(message: str, most: int = MOST_CHARACTERS) -> str:
@@ -108,13 +118,17 @@ def shortened(message: str, most: int = MOST_CHARACTERS) -> str:
     if len(message) <= most:
         return message
     half = most // 2
-    return f"{message[:half]}\n... ({len(message) - 2 * half} characters left out)\n{message[-half:]}"
+    return (
+        f"{message[:half]}\n... ({len(message) - 2 * half} characters left out)\n{message[-half:]}"
+    )
 
 
 def first_line(message: str) -> str:
     """The first line of a message, at most 200 characters, for lists."""
     line = message.partition("\n")[0]
-    return line if len(line) <= 200 else f"{line[:197]}..."
+    if len(line) <= 200:
+        return line
+    return f"{line[:197]}..."
 
 
 def is_lost_connection(message: str) -> bool:
@@ -134,25 +148,35 @@ def blame(text: str, rank: int) -> int:
     if not messages:
         # A program that prints its own errors: only the last lines can be used.
         last = "\n".join(plain_lines(text, rank)[-3:])
-        return UNCLEAR if is_lost_connection(last) else OWN
+        if is_lost_connection(last):
+            return UNCLEAR
+        return OWN
     lost = [is_lost_connection(message) for message in messages]
     if lost[0]:
         return LOST
     if lost[-1]:
         return UNCLEAR
     named = named_ranks(messages[-1])
-    return UNCLEAR if named and rank not in named else OWN
+    if named and rank not in named:
+        return UNCLEAR
+    return OWN
 
 
 def named_ranks(message: str) -> set[int]:
     """The ranks that a message mentions."""
-    return {int(number) for found in re.finditer(_RANKS, message) for number in re.findall(r"\d+", found.group())}
+    return {
+        int(number)
+        for found in re.finditer(_RANKS, message)
+        for number in re.findall(r"\d+", found.group())
+    }
 
 
 def crash_place(text: str) -> str:
     """The user's line at which native code ended a process, from the stacks that Python's faulthandler has written."""
     _, found, stacks = text.rpartition("Fatal Python error: ")
-    return user_line_of(stacks) if found else ""
+    if found:
+        return user_line_of(stacks)
+    return ""
 
 
 class End(NamedTuple):
@@ -166,7 +190,9 @@ class End(NamedTuple):
     @property
     def blame(self) -> int:
         """How much the end points to another rank: OWN, UNCLEAR or LOST."""
-        return blame(self.output, self.rank) if self.code > 0 else OWN
+        if self.code > 0:
+            return blame(self.output, self.rank)
+        return OWN
 
 
 class Cause(NamedTuple):

@@ -28,13 +28,18 @@ def variables(settings: Settings) -> dict[str, str | None]:
             continue
         value = settings[option.name]
         is_off = value is None or (value is False and not option.when)
-        if option.when == ALWAYS or (settings.chosen(option.name) if option.when == SET else not is_off):
+        if option.when == ALWAYS or (
+            settings.chosen(option.name) if option.when == SET else not is_off
+        ):
             published[option.variable] = option.to_variable(value)
     if settings["mixed_precision"] == "fp8":
         published.update(_fp8_overrides(settings))
     if settings["use_deepspeed"]:
         # The DeepSpeed options that a configuration file sets: next to a DeepSpeed JSON file they are a conflict.
-        section = settings.file.data.get("deepspeed_config") if settings.file else None
+        if settings.file:
+            section = settings.file.data.get("deepspeed_config")
+        else:
+            section = None
         published["ACCELERATE_CONFIG_DS_FIELDS"] = ",".join(section or ())
     return published
 
@@ -46,7 +51,10 @@ def without_effect(launcher: type[Launcher], settings: Settings) -> list[str]:
         for name in launcher.unused
         if settings.chosen(name) and settings[name] not in (None, options()[name].default, 0)
     ]
-    found = [f"{', '.join(unused)}: no effect with the engine {launcher.name}"] if unused else []
+    if unused:
+        found = [f"{', '.join(unused)}: no effect with the engine {launcher.name}"]
+    else:
+        found = []
     for option in options().values():
         if (
             option.engine
@@ -58,7 +66,11 @@ def without_effect(launcher: type[Launcher], settings: Settings) -> list[str]:
     if settings["mixed_precision"] != "fp8":
         off["fp8"] = "--mixed_precision fp8"
     for switch, wanted in off.items():
-        rows = [option for option in options().values() if switch in option.when and switch != f"use_{launcher.name}"]
+        rows = [
+            option
+            for option in options().values()
+            if switch in option.when and switch != f"use_{launcher.name}"
+        ]
         given = [option.flag for option in rows if settings.origin(option.name).startswith("flag ")]
         if given:
             found.append(f"{', '.join(given)}: no effect without {wanted}")

@@ -42,7 +42,11 @@ def connect(host: str, port: int, timeout: float) -> socket.socket:
             return socket.create_connection((host, port), timeout=2.0)
         except OSError as error:
             if waiting.seconds > timeout:
-                raise LaunchError(f"{host}:{port} did not answer within {timeout:.0f} s: {error}") from None
+                raise LaunchError(
+                    f"{host}:{port} did not answer within {timeout:.0f} s: {error}"
+                ) from None
             if waiting.is_due():
-                messages.show(f"{host}:{port} does not answer yet ({error}): is it started, and is the address right?")
+                messages.show(
+                    f"{host}:{port} does not answer yet ({error}): is it started, and is the address right?"
+                )
             time.sleep(0.2)

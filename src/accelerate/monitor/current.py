@@ -64,7 +64,9 @@ class CurrentState:
 def current_state(run: Run) -> CurrentState:
     """The state of a run, as far as it was read."""
     with run.lock:
-        ranks = [run.ranks[number] for number in sorted(run.ranks) if run.ranks[number].last is not None]
+        ranks = [
+            run.ranks[number] for number in sorted(run.ranks) if run.ranks[number].last is not None
+        ]
         newest = [rank.last for rank in ranks if rank.last is not None]
         start = max(run.first_step, run.last_step - _STEPS + 1)
         totals = [rank.view(start, run.last_step, BLOCK).total.sum(axis=0) for rank in ranks]
@@ -89,7 +91,9 @@ def current_state(run: Run) -> CurrentState:
             tokens_per_second=rate("tokens"),
             ranks=len(ranks),
             slow_ranks=sorted(straggler.rank for straggler in summary.stragglers),
-            age_seconds=math.nan if run.last_time is None else max(0.0, time.time() - run.last_time),
+            age_seconds=math.nan
+            if run.last_time is None
+            else max(0.0, time.time() - run.last_time),
             logged={name: series.values[-1] for name, series in run.series.items()},
         )
 
@@ -101,7 +105,9 @@ def print_states(run: Run, once: bool) -> None:
         run.read_all()
         if run.version != shown:
             shown = run.version
-            print(json.dumps(plain(asdict(current_state(run)), list), ensure_ascii=False), flush=True)
+            print(
+                json.dumps(plain(asdict(current_state(run)), list), ensure_ascii=False), flush=True
+            )
         if once or run.has_ended:
             return
         time.sleep(_INTERVAL)
@@ -115,14 +121,22 @@ def metrics(runs: Iterable[Run]) -> str:
         lines += [f"# HELP accelerate_{name} {description}", f"# TYPE accelerate_{name} gauge"]
         for run, state in states:
             if name == "slow_rank":
-                samples = [({"rank": str(rank)}, float(rank in state.slow_ranks)) for rank in sorted(run.ranks)]
+                samples = [
+                    ({"rank": str(rank)}, float(rank in state.slow_ranks))
+                    for rank in sorted(run.ranks)
+                ]
             elif name == "logged":
                 samples = [({"name": key}, value) for key, value in state.logged.items()]
             else:
-                samples = [({}, float(state.state == "ended" if name == "ended" else getattr(state, name)))]
+                samples = [
+                    ({}, float(state.state == "ended" if name == "ended" else getattr(state, name)))
+                ]
             for labels, value in samples:
                 if not math.isnan(value):
-                    text = ",".join(f'{key}="{_escaped(label)}"' for key, label in {"run": run.name, **labels}.items())
+                    text = ",".join(
+                        f'{key}="{_escaped(label)}"'
+                        for key, label in {"run": run.name, **labels}.items()
+                    )
                     lines.append(f"accelerate_{name}{{{text}}} {value!r}")
     return "\n".join(lines) + "\n"
 

@@ -52,7 +52,10 @@ class Tail:
                 data = file.read(MOST_BYTES)
                 self.error = None
         except OSError as error:
-            self.error = None if isinstance(error, FileNotFoundError) else error.strerror or str(error)
+            if isinstance(error, FileNotFoundError):
+                self.error = None
+            else:
+                self.error = error.strerror or str(error)
             # It is not there yet, was deleted, or cannot be read now.
             was_there, self._identity = self._identity is not None, None
             self.bad, self._position, self._rest = 0, 0, b""
@@ -91,7 +94,9 @@ class Series:
     def last_step(self) -> int:
         """The highest step; without steps the number of values, which are then numbered from 0."""
         steps = np.array(self.steps)
-        return len(steps) - 1 if np.isnan(steps).any() else int(steps.max(initial=0))
+        if np.isnan(steps).any():
+            return len(steps) - 1
+        return int(steps.max(initial=0))
 
     def points(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """Steps, times and values; of several values for one step the last logged one."""
@@ -126,10 +131,14 @@ def _float(value: object) -> float:
     try:
         return float(value)
     except OverflowError:
-        return math.inf if value > 0 else -math.inf
+        if value > 0:
+            return math.inf
+        return -math.inf
 
 
 def time_of(event: Mapping[str, Any]) -> float | None:
     """The time of an event in seconds since 1970; None if it has none that a calendar has."""
     time = _float(event.get("time"))
-    return time if 0 <= time < 1e12 else None
+    if 0 <= time < 1e12:
+        return time
+    return None

@@ -39,7 +39,11 @@ def run_data(run: Run, shown: View, summary: Summary) -> dict[str, Any]:
         "last": run.last_step,
         "time": run.last_time,
         "ranks": [
-            {"rank": rank, "host": run.ranks[rank].header.host, "device": run.ranks[rank].header.device}
+            {
+                "rank": rank,
+                "host": run.ranks[rank].header.host,
+                "device": run.ranks[rank].header.device,
+            }
             for rank in shown.ranks
         ],
         "notes": run.notes(),
@@ -65,17 +69,28 @@ def grouped_events(run: Run, most: int = _MOST_EVENTS) -> list[dict[str, Any]]:
         seconds = event["time"]
         key = (event["event"], str(event.get("step")), str(event.get("message")))
         for other_key, group in reversed(groups[-16:]):
-            if other_key == key and seconds - group["time"] < _TOGETHER and event["rank"] not in group["ranks"]:
+            if (
+                other_key == key
+                and seconds - group["time"] < _TOGETHER
+                and event["rank"] not in group["ranks"]
+            ):
                 group["ranks"].append(event["rank"])
                 break
         else:
-            texts = {name: str(event[name])[:2000] for name in ("message", "path") if event.get(name) is not None}
+            texts = {
+                name: str(event[name])[:2000]
+                for name in ("message", "path")
+                if event.get(name) is not None
+            }
             numbers = {
                 name: number
                 for name in ("step", "seconds", "restart")
                 if type(number := event.get(name, "")) in (int, float) and abs(number) < 2**53
             }
-            file = run.file(event["path"]) if isinstance(event.get("path"), str) else None
+            if isinstance(event.get("path"), str):
+                file = run.file(event["path"])
+            else:
+                file = None
             uri = {"file": file.as_uri()} if file else {}
             fields = {"time": seconds, "event": event["event"][:80], "ranks": [event["rank"]]}
             groups.append((key, {**fields, **texts, **numbers, **uri}))
@@ -90,7 +105,9 @@ def plain(value: Any, array: Callable[[np.ndarray[Any, Any]], Any]) -> Any:
         return {name: plain(item, array) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [plain(item, array) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 def packed(version: str, runs: Sequence[dict[str, Any]]) -> bytes:

@@ -29,8 +29,12 @@ def html(run: Run) -> str:
         for name in ("index.html", "page.css", "charts.js", "page.js")
     )
     # Within one script the functions of the other file need no import.
-    script = re.sub("^export ", "", charts, flags=re.M) + re.sub("^import .*\n", "", script, flags=re.M)
-    data = base64.b64encode(packed("", [run_data(run, view(run, pixels=_PIXELS), summarize(run))])).decode()
+    script = re.sub("^export ", "", charts, flags=re.M) + re.sub(
+        "^import .*\n", "", script, flags=re.M
+    )
+    data = base64.b64encode(
+        packed("", [run_data(run, view(run, pixels=_PIXELS), summarize(run))])
+    ).decode()
     for tag, content in {
         "<title>accelerate monitor</title>": f"<title>{escape(run.name)} – accelerate report</title>",
         '<link rel="stylesheet" href="page.css">': f"<style>\n{style}</style>",
@@ -44,17 +48,29 @@ def html(run: Run) -> str:
 def markdown(run: Run) -> str:
     """The summary as Markdown."""
     summary = summarize(run)
-    ended = "" if run.last_time is None else f"last step {_date(run.last_time)}, "
+    if run.last_time is None:
+        ended = ""
+    else:
+        ended = f"last step {_date(run.last_time)}, "
     state = f"{ended}{'ended' if run.has_ended else 'not ended'}, {_escaped(str(run.folder))}"
     lines = [f"# {_escaped(run.name)}", "", state, ""]
     lines += [f"- {_escaped(text)}" for text in [*run.notes(), *sentences(summary)]]
-    if tips := advice(summary):
+    tips = advice(summary)
+    if tips:
         lines += ["", "## What to try", "", *(f"- {_escaped(text)}" for text in tips)]
     if summary.shares:
-        lines += ["", "## Where the time went", "", "| phase | time of a step | share |", "|---|---|---|"]
+        lines += [
+            "",
+            "## Where the time went",
+            "",
+            "| phase | time of a step | share |",
+            "|---|---|---|",
+        ]
         for phase, share in summary.shares.items():
             if share > 0:
-                lines.append(f"| {phase} | {duration(share * summary.seconds)} | {share * 100:.1f} % |")
+                lines.append(
+                    f"| {phase} | {duration(share * summary.seconds)} | {share * 100:.1f} % |"
+                )
     if summary.stragglers:
         lines += [
             "",
@@ -68,11 +84,15 @@ def markdown(run: Run) -> str:
                 f"| {slow.rank} | {_escaped(slow.host)} | {slow.first:,} to {slow.last:,} | {duration(slow.excess)} "
                 f"({(slow.ratio - 1) * 100:.0f} %) | {slow.phase} |"
             )
-    if events := grouped_events(run, _MOST_EVENTS):
+    events = grouped_events(run, _MOST_EVENTS)
+    if events:
         lines += ["", "## Events", "", "| time | ranks | event | |", "|---|---|---|---|"]
         for event in events:
             ranks = sorted(event["ranks"])
-            who = "all ranks" if len(ranks) == len(run.ranks) > 1 else ", ".join(map(str, ranks))
+            if len(ranks) == len(run.ranks) > 1:
+                who = "all ranks"
+            else:
+                who = ", ".join(map(str, ranks))
             facts = [f"step {event['step']:,}"] if "step" in event else []
             facts += [duration(event["seconds"])] if "seconds" in event else []
             facts += [event[name] for name in ("message", "path") if name in event]
@@ -83,7 +103,10 @@ def markdown(run: Run) -> str:
 
 def to_json(run: Run) -> str:
     """All figures, curves and events as JSON."""
-    data = plain(run_data(run, view(run, pixels=_PIXELS), summarize(run)), lambda values: plain(values.tolist(), list))
+    data = plain(
+        run_data(run, view(run, pixels=_PIXELS), summarize(run)),
+        lambda values: plain(values.tolist(), list),
+    )
     return json.dumps(data, indent=1, ensure_ascii=False) + "\n"
 
 

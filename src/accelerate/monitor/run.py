@@ -80,7 +80,10 @@ class Run:
     @property
     def last_time(self) -> float | None:
         """Seconds since 1970 of the newest record."""
-        return max((float(rank.last["time"]) for rank in self.ranks.values() if rank.last is not None), default=None)
+        return max(
+            (float(rank.last["time"]) for rank in self.ranks.values() if rank.last is not None),
+            default=None,
+        )
 
     @property
     def has_ended(self) -> bool:
@@ -107,7 +110,9 @@ class Run:
             if tail.error:
                 notes.append(f"{tail.path} cannot be read: {tail.error}")
             if tail.bad:
-                notes.append(f"{tail.path.name}: {tail.bad} lines that are no JSON objects are left out")
+                notes.append(
+                    f"{tail.path.name}: {tail.bad} lines that are no JSON objects are left out"
+                )
         return notes
 
     def refresh(self, age: float = 0.0) -> int:
@@ -131,7 +136,10 @@ class Run:
                 if replaced:
                     self.series.clear()
                     self._values = {other: Tail(other) for other in self._values}
-                prefix = "" if len(self._values) == 1 or path.parent == self.folder else f"{path.parent.name}: "
+                if len(self._values) == 1 or path.parent == self.folder:
+                    prefix = ""
+                else:
+                    prefix = f"{path.parent.name}: "
                 for record in records:
                     add_values(self.series, record, prefix)
                 changed |= bool(records) or replaced
@@ -152,7 +160,8 @@ class Run:
             names = []
         self._bad = {path: note for path, note in self._bad.items() if path.name in names}
         for name in names:
-            if (match := _STEPS.fullmatch(name)) and int(match[1]) not in self.ranks:
+            match = _STEPS.fullmatch(name)
+            if match and int(match[1]) not in self.ranks:
                 self._open(int(match[1]), folder / name)
             elif (match := _EVENTS.fullmatch(name)) and folder / name not in self._tails:
                 self._tails[folder / name] = int(match[1]), Tail(folder / name)
@@ -191,7 +200,10 @@ class Run:
         self.ranks.pop(number, None)
         if isinstance(error, FileNotFoundError):
             return  # the run was deleted, or is about to begin anew
-        note = f"{path} cannot be read: {error.strerror or error}" if isinstance(error, OSError) else str(error)
+        if isinstance(error, OSError):
+            note = f"{path} cannot be read: {error.strerror or error}"
+        else:
+            note = str(error)
         self.version += self._bad.get(path) != note
         self._bad[path] = note
 
@@ -219,14 +231,21 @@ class Run:
         if replaced:
             self.events = [event for event in self.events if event["rank"] != rank]
         records = [record for record in records if time_of(record) is not None]
-        self.work = next((one for one in reversed(records) if one.get("event") == "work"), self.work)
+        self.work = next(
+            (one for one in reversed(records) if one.get("event") == "work"), self.work
+        )
         records = [record for record in records if record.get("event") != "work"]
         if records:
-            self.events += [{**record, "event": str(record.get("event", "")), "rank": rank} for record in records]
+            self.events += [
+                {**record, "event": str(record.get("event", "")), "rank": rank}
+                for record in records
+            ]
             self.events.sort(key=lambda event: event["time"])
             del self.events[:-MOST_EVENTS]
         if records or replaced:
-            self._paths = {path for event in self.events if isinstance(path := event.get("path"), str)}
+            self._paths = {
+                path for event in self.events if isinstance(path := event.get("path"), str)
+            }
         return bool(records) or replaced
 
     def file(self, name: str) -> Path | None:
@@ -234,7 +253,10 @@ class Run:
         if name not in self._paths or "\0" in name:
             return None
         # A run that was copied from another machine names files by their former place.
-        copied = [self.folder.joinpath(*Path(name).parts[-2:])] if os.path.isabs(name) else []
+        if os.path.isabs(name):
+            copied = [self.folder.joinpath(*Path(name).parts[-2:])]
+        else:
+            copied = []
         for place in (self.folder / name, *copied):
             try:
                 path = place.resolve()
@@ -249,7 +271,9 @@ def ranks_text(ranks: Sequence[int]) -> str:
     """Ranks for people: "rank 3", "ranks 0, 4-7"."""
     found = spans(sorted(ranks))
     texts = [str(first) if first == last else f"{first}-{last}" for first, last in found]
-    shown = ", ".join(texts[:12]) + (f" and {sum(b - a + 1 for a, b in found[12:])} others" if len(texts) > 12 else "")
+    shown = ", ".join(texts[:12]) + (
+        f" and {sum(b - a + 1 for a, b in found[12:])} others" if len(texts) > 12 else ""
+    )
     return f"rank{'s' * (len(ranks) > 1)} {shown}"
 
 
@@ -284,7 +308,9 @@ def open_runs(paths: Sequence[str], *, may_be_absent: bool = False) -> list[Run]
         except NotADirectoryError:
             raise ConfigurationError(f"{folder} is a file: give the folder of a run") from None
         except OSError as error:
-            raise ConfigurationError(f"{folder} cannot be read: {error.strerror or error}") from None
+            raise ConfigurationError(
+                f"{folder} cannot be read: {error.strerror or error}"
+            ) from None
     absolute = [folder.resolve() for folder in folders]
     names = [folder.name or str(folder) for folder in absolute]
     if len(set(names)) < len(names):

@@ -28,7 +28,10 @@ WORDS = {
 }
 # phase -> the share of the time from which on there is something to try, and what.
 REMEDIES = {
-    "data": (0.15, "raise `num_workers` of the DataLoader, or move preprocessing out of the training loop"),
+    "data": (
+        0.15,
+        "raise `num_workers` of the DataLoader, or move preprocessing out of the training loop",
+    ),
     "transfer": (0.1, "use `pin_memory=True` and `DataLoaderConfiguration(non_blocking=True)`"),
     "communication": (
         0.25,
@@ -37,7 +40,10 @@ REMEDIES = {
     ),
     "optimizer": (0.2, "use the fused variant of the optimizer (`fused=True`)"),
     "checkpoint": (0.1, "save less often, or with `save_state(blocking=False)`"),
-    "other": (0.2, "look for `.item()`, printing and logging at every step, and profile with `accelerator.profile()`"),
+    "other": (
+        0.2,
+        "look for `.item()`, printing and logging at every step, and profile with `accelerator.profile()`",
+    ),
 }
 _MOST_GROUPS = 8
 
@@ -49,9 +55,14 @@ def sentences(summary: Summary) -> list[str]:
     lines = [*_incidents(summary), _first_sentence(summary)]
     if math.isfinite(summary.flops):
         has_peak = math.isfinite(summary.utilization)
-        of_peak = f", {_percent(summary.utilization)} of its peak (MFU)" if has_peak else ""
+        if has_peak:
+            of_peak = f", {_percent(summary.utilization)} of its peak (MFU)"
+        else:
+            of_peak = ""
         lines.append(f"Each device computes {_flops(summary.flops)} for the model{of_peak}.")
-    phases = sorted(((share, phase) for phase, share in summary.shares.items() if share >= 0.01), reverse=True)
+    phases = sorted(
+        ((share, phase) for phase, share in summary.shares.items() if share >= 0.01), reverse=True
+    )
     if phases:
         parts = ", ".join(f"{WORDS[phase]} ({_percent(share)})" for share, phase in phases)
         lines.append(f"The time went into {parts}.")
@@ -66,20 +77,33 @@ def sentences(summary: Summary) -> list[str]:
         lines.append(f"{sum(map(len, groups[_MOST_GROUPS:]))} other ranks were slow too.")
     if summary.ranks > 1 and not groups and summary.steps >= WINDOW:
         lines.append("No rank stands out as slow.")
-    if period := summary.period:
+    period = summary.period
+    if period:
         several = period.last > period.first
-        which = f"Steps {period.first:,} to {period.last:,} were" if several else f"Step {period.first:,} was"
-        warm_up = "; the first step of a process includes its warm-up" if period.is_first else ""
+        if several:
+            which = f"Steps {period.first:,} to {period.last:,} were"
+        else:
+            which = f"Step {period.first:,} was"
+        if period.is_first:
+            warm_up = "; the first step of a process includes its warm-up"
+        else:
+            warm_up = ""
         lines.append(
             f"{which} slow: {_ms(period.seconds)}{' a step' * several} instead of {_ms(period.usual)}, most of it in "
             f"{WORDS[period.phase]}. This cost {duration(period.lost)}{warm_up}."
         )
     if summary.evaluating > 0.01 * summary.elapsed:
-        count = "One evaluation" if summary.evaluations == 1 else f"{summary.evaluations:,} evaluations"
+        if summary.evaluations == 1:
+            count = "One evaluation"
+        else:
+            count = f"{summary.evaluations:,} evaluations"
         share = _percent(summary.evaluating / summary.elapsed)
         lines.append(f"{count} took {duration(summary.evaluating)} more, {share} of the time.")
     if summary.restarts:
-        count = "once" if summary.restarts == 1 else f"{summary.restarts} times"
+        if summary.restarts == 1:
+            count = "once"
+        else:
+            count = f"{summary.restarts} times"
         cost = f", which cost {duration(summary.restarting)} with the steps that were repeated"
         lines.append(f"The run was restarted {count}{cost * (summary.restarting > 1)}.")
     return [*lines, *_loss_sentences(summary), *_value_sentences(summary)]
@@ -89,16 +113,28 @@ def _incidents(summary: Summary) -> list[str]:
     lines = []
     for kind, message, ranks in summary.incidents:
         reason = f": {message.rstrip('.')}" if message else ""
-        what = "ran out of memory" if kind == "out_of_memory" else f"reported a hang{reason}"
+        if kind == "out_of_memory":
+            what = "ran out of memory"
+        else:
+            what = f"reported a hang{reason}"
         lines.append(f"{_capitalized(ranks_text(ranks))} {what}.")
     return lines
 
 
 def _first_sentence(summary: Summary) -> str:
     has_rate = summary.throughput > 0 and summary.unit != "steps"
-    rate = f", {summary.throughput:,.0f} {summary.unit}/s" if has_rate else ""
-    median = f" (median {_ms(summary.typical)})" if not 0.8 < summary.typical / summary.seconds < 1.25 else ""
-    steps = f"Steps {summary.first:,} to {summary.last:,}" if summary.steps > 1 else f"Step {summary.first:,}"
+    if has_rate:
+        rate = f", {summary.throughput:,.0f} {summary.unit}/s"
+    else:
+        rate = ""
+    if not 0.8 < summary.typical / summary.seconds < 1.25:
+        median = f" (median {_ms(summary.typical)})"
+    else:
+        median = ""
+    if summary.steps > 1:
+        steps = f"Steps {summary.first:,} to {summary.last:,}"
+    else:
+        steps = f"Step {summary.first:,}"
     return (
         f"{steps} on {summary.ranks} rank{'s' * (summary.ranks > 1)} took {duration(summary.duration)}: "
         f"{_ms(summary.seconds)} a step{median}{rate}."
@@ -119,7 +155,10 @@ def _loss_sentences(summary: Summary) -> list[str]:
     elif math.isfinite(first):
         lines.append(f"The loss is {last:.4g}.")
     if summary.bad_loss is not None:
-        some = f" on {ranks_text(summary.bad_loss_ranks)}" if len(summary.bad_loss_ranks) < summary.ranks else ""
+        if len(summary.bad_loss_ranks) < summary.ranks:
+            some = f" on {ranks_text(summary.bad_loss_ranks)}"
+        else:
+            some = ""
         lines.append(f"The loss is not finite{some}, first at step {summary.bad_loss:,}.")
     return lines
 
@@ -127,7 +166,10 @@ def _loss_sentences(summary: Summary) -> list[str]:
 def _value_sentences(summary: Summary) -> list[str]:
     lines = []
     if summary.skipped:
-        steps = "1 step was" if summary.skipped == 1 else f"{summary.skipped:,} steps were"
+        if summary.skipped == 1:
+            steps = "1 step was"
+        else:
+            steps = f"{summary.skipped:,} steps were"
         lines.append(f"{steps} skipped because fp16 gradients overflowed.")
     if summary.memory_growth > 0:
         lines.append(f"The host memory grows by {size_of(summary.memory_growth)} in 1,000 steps.")
@@ -150,9 +192,13 @@ def advice(summary: Summary) -> list[str]:
             "data": "the storage that is read there, and the load of the CPU",
             "other": "what only this rank does between steps: logging, printing, evaluation",
         }.get(phase, f"the load, clock and temperature of {host or 'the machine'}")
-        loses = "loses its time" if len(group) == 1 else "lose their time"
+        if len(group) == 1:
+            loses = "loses its time"
+        else:
+            loses = "lose their time"
         lines.append(f"{_capitalized(ranks)} {loses} in {WORDS[phase]}: look at {look}.")
-    if (period := summary.period) and not period.is_first:
+    period = summary.period
+    if period and not period.is_first:
         lines.append(
             f"Look at what else ran on these machines during steps {period.first:,} to {period.last:,}, "
             f"and at what is special about {WORDS[period.phase]} there."
@@ -163,7 +209,9 @@ def advice(summary: Summary) -> list[str]:
             "look for other programs on these machines."
         )
     # What slow ranks alone lose in a phase, or communicate because of them, is not repeated for all.
-    excess = max((straggler.phase_excess / summary.seconds for straggler in summary.stragglers), default=0.0)
+    excess = max(
+        (straggler.phase_excess / summary.seconds for straggler in summary.stragglers), default=0.0
+    )
     slow_phases = {straggler.phase for straggler in summary.stragglers}
     for phase, share in sorted(summary.usual_shares.items(), key=lambda item: -item[1]):
         least, remedy = REMEDIES.get(phase, (math.inf, ""))
@@ -174,11 +222,17 @@ def advice(summary: Summary) -> list[str]:
     if summary.evaluating > 0.25 * summary.elapsed:
         lines.append("Evaluate less often, on a part of the data, or with larger batches.")
     if summary.bad_loss is not None:
-        lines.append("Lower the learning rate, clip gradients, or look at the batch before that step.")
+        lines.append(
+            "Lower the learning rate, clip gradients, or look at the batch before that step."
+        )
     if summary.skipped > 0.05 * summary.steps:
-        lines.append("Many steps are skipped: use bf16, or a lower `init_scale` of `GradScalerKwargs`.")
+        lines.append(
+            "Many steps are skipped: use bf16, or a lower `init_scale` of `GradScalerKwargs`."
+        )
     if summary.memory_growth > 0:
-        lines.append("Something keeps objects of each step: often losses, collected without `.item()` or `.detach()`.")
+        lines.append(
+            "Something keeps objects of each step: often losses, collected without `.item()` or `.detach()`."
+        )
     if any(kind == "out_of_memory" for kind, _, _ in summary.incidents):
         lines.append(
             "Use smaller batches with gradient accumulation, or compare layouts with `accelerate plan`. The events "
@@ -211,7 +265,10 @@ def _slow_sentence(group: Sequence[Straggler]) -> str:
     """One sentence about slow ranks with the same cause."""
     slow = group[0]
     host = f" on {slow.host}" if slow.host else ""
-    were, them = ("was", "it") if len(group) == 1 else ("were", "them")
+    if len(group) == 1:
+        were, them = ("was", "it")
+    else:
+        were, them = ("were", "them")
     wait = f" The others wait {_ms(slow.waiting)} a step for {them}."
     return (
         f"{_capitalized(ranks_text([straggler.rank for straggler in group]))}{host} {were} slow in "
@@ -227,15 +284,21 @@ def _capitalized(text: str) -> str:
 
 
 def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    return f"{seconds:.3g} s"
 
 
 def _percent(share: float) -> str:
-    return f"{share * 100:.0f}\u00a0%" if share >= 0.0095 else "under 1\u00a0%"
+    if share >= 0.0095:
+        return f"{share * 100:.0f}\u00a0%"
+    return "under 1\u00a0%"
 
 
 def _flops(rate: float) -> str:
-    return f"{rate / 1e12:.3g} TFLOP/s" if rate >= 1e11 else f"{rate / 1e9:.3g} GFLOP/s"
+    if rate >= 1e11:
+        return f"{rate / 1e12:.3g} TFLOP/s"
+    return f"{rate / 1e9:.3g} GFLOP/s"
 
 
 def duration(seconds: float) -> str:

@@ -79,7 +79,9 @@ class Server(ThreadingHTTPServer):
     # Windows would let a second server take the same port.
     allow_reuse_address: bool = os.name != "nt"
 
-    def __init__(self, runs: Sequence[Run], host: str | None = None, port: int | None = None) -> None:
+    def __init__(
+        self, runs: Sequence[Run], host: str | None = None, port: int | None = None
+    ) -> None:
         self.runs: list[Run] = list(runs)
         self.token: str | None = None if host is None else secrets.token_urlsafe(16)
         self.host: str = host or "127.0.0.1"
@@ -96,11 +98,20 @@ class Server(ThreadingHTTPServer):
                 return
             except OSError as error:
                 if error.errno not in (errno.EADDRINUSE, errno.EACCES):
-                    raise ConfigurationError(f"--host {self.host}: {error.strerror or error}") from None
-                reason = "is in use" if error.errno == errno.EADDRINUSE else "needs more rights"
+                    raise ConfigurationError(
+                        f"--host {self.host}: {error.strerror or error}"
+                    ) from None
+                if error.errno == errno.EADDRINUSE:
+                    reason = "is in use"
+                else:
+                    reason = "needs more rights"
         if port is None:
-            raise ConfigurationError(f"no port from {chosen[0]} to {chosen[-1]} is free: choose one with --port")
-        raise ConfigurationError(f"port {port} {reason}: choose another with --port, or leave --port out")
+            raise ConfigurationError(
+                f"no port from {chosen[0]} to {chosen[-1]} is free: choose one with --port"
+            )
+        raise ConfigurationError(
+            f"port {port} {reason}: choose another with --port, or leave --port out"
+        )
 
     @property
     def url(self) -> str:
@@ -108,7 +119,9 @@ class Server(ThreadingHTTPServer):
         shown = f"[{self.host}]" if ":" in self.host else self.host
         if self.host in ("0.0.0.0", "::"):
             shown = socket.gethostname()
-        return f"http://{shown}:{self.server_port}/" + (f"?token={self.token}" if self.token else "")
+        return f"http://{shown}:{self.server_port}/" + (
+            f"?token={self.token}" if self.token else ""
+        )
 
     def server_bind(self) -> None:
         """Bind the port. HTTPServer would look up the name of the machine, which may take seconds."""
@@ -164,7 +177,11 @@ class Server(ThreadingHTTPServer):
             ipaddress.ip_address(host)
             return True
         except ValueError:
-            return host in {self.host.lower(), socket.gethostname().lower(), socket.getfqdn().lower()}
+            return host in {
+                self.host.lower(),
+                socket.gethostname().lower(),
+                socket.getfqdn().lower(),
+            }
 
     def accepts_token(self, given: str) -> bool:
         """Whether a request has the token, if one is needed."""
@@ -188,15 +205,21 @@ class Server(ThreadingHTTPServer):
             made.append(old[0] if old and now < old[1] else version)
         return ".".join(map(str, [*versions, *made]))
 
-    def _run_data(self, number: int, start: int | None, stop: int | None, pixels: int) -> dict[str, Any]:
+    def _run_data(
+        self, number: int, start: int | None, stop: int | None, pixels: int
+    ) -> dict[str, Any]:
         run = self.runs[number]
         with run.lock:
             # Of several runs one may have no step of the range.
             outside = start is not None and start > max(1, run.last_step)
             shown = view(run, run.last_step + 1 if outside else start, stop, pixels)
-            return run_data(run, shown, self._summary((number, start, stop), run, None if outside else start))
+            return run_data(
+                run, shown, self._summary((number, start, stop), run, None if outside else start)
+            )
 
-    def _summary(self, key: tuple[int, int | None, int | None], run: Run, start: int | None) -> Summary:
+    def _summary(
+        self, key: tuple[int, int | None, int | None], run: Run, start: int | None
+    ) -> Summary:
         now = time.monotonic()
         old = self._summaries.get(key)
         if old and (old[0] == run.version or now < old[1]):
@@ -236,9 +259,14 @@ class Handler(BaseHTTPRequestHandler):
             return
         hosts = self.headers.get_all("Host", [])
         if len(hosts) != 1 or url.netloc or not self.server.accepts_host(hosts[0]):
-            self._refuse(HTTPStatus.FORBIDDEN, "This Host name is not one of this machine. Use the address printed.")
+            self._refuse(
+                HTTPStatus.FORBIDDEN,
+                "This Host name is not one of this machine. Use the address printed.",
+            )
         elif url.path not in _OPEN_PATHS and not self.server.accepts_token(query.get("token", "")):
-            self._refuse(HTTPStatus.FORBIDDEN, "The token is missing or wrong. Use the full address printed.")
+            self._refuse(
+                HTTPStatus.FORBIDDEN, "The token is missing or wrong. Use the full address printed."
+            )
         elif url.path in _PAGE_FILES:
             name, kind = _PAGE_FILES[url.path]
             self._send(resources.files(__package__).joinpath("page", name).read_bytes(), kind)
@@ -257,12 +285,16 @@ class Handler(BaseHTTPRequestHandler):
 
     def _send_view(self, query: dict[str, str]) -> None:
         try:
-            start, stop = (int(query[name]) if query.get(name) else None for name in ("start", "stop"))
+            start, stop = (
+                int(query[name]) if query.get(name) else None for name in ("start", "stop")
+            )
             pixels = max(16, min(_MOST_PIXELS, int(query.get("pixels", 800))))
             if any(value is not None and not 1 <= value < 2**32 for value in (start, stop)):
                 raise ValueError
         except ValueError:
-            self._refuse(HTTPStatus.BAD_REQUEST, "start, stop and pixels are numbers of steps and pixels.")
+            self._refuse(
+                HTTPStatus.BAD_REQUEST, "start, stop and pixels are numbers of steps and pixels."
+            )
             return
         data = self.server.answer(start, stop, pixels, query.get("version", ""))
         if data is None:
@@ -276,10 +308,15 @@ class Handler(BaseHTTPRequestHandler):
         """Send a file that an event of a run names."""
         number, _, name = unquote(path).partition("/")
         runs = self.server.runs
-        run = runs[int(number)] if number.isdecimal() and len(number) < 6 and int(number) < len(runs) else None
+        if number.isdecimal() and len(number) < 6 and int(number) < len(runs):
+            run = runs[int(number)]
+        else:
+            run = None
         found = None if run is None else run.file(name)
         if found is None:
-            self._refuse(HTTPStatus.NOT_FOUND, "No event of the run names such a file in the run's folder.")
+            self._refuse(
+                HTTPStatus.NOT_FOUND, "No event of the run names such a file in the run's folder."
+            )
             return
         try:
             file = open(found, "rb")  # noqa: SIM115 - closed below

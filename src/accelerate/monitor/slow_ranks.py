@@ -48,13 +48,18 @@ def slow_ranks(run: Run, shown: View) -> list[Straggler]:
     """The ranks that were slow in a considerable share of a view, those first that cost most."""
     slow = []
     counts = shown.slow.sum(axis=1)
-    usual = np.sort(counts)[(len(counts) - 1) // 2] if len(counts) else 0
+    if len(counts):
+        usual = np.sort(counts)[(len(counts) - 1) // 2]
+    else:
+        usual = 0
     # Ranks that are slow now and then, each about as often as the others, are a busy machine.
     often = 2 * usual + 4 * math.sqrt(usual)
     for row, at in _rows(shown):
         if len(at) < max(1, LEAST_SHARE * _windows(shown)):
             continue
-        is_long = len(at) >= _CONSIDERABLE * _windows(shown) or _seconds(shown, row, at) >= _LEAST_SECONDS
+        is_long = (
+            len(at) >= _CONSIDERABLE * _windows(shown) or _seconds(shown, row, at) >= _LEAST_SECONDS
+        )
         if is_long and (len(at) > often or _is_slow_between(shown, row, at)):
             slow.append(_straggler(run, shown, row, at))
     return sorted(slow, key=lambda straggler: -straggler.excess * straggler.share)
@@ -62,8 +67,14 @@ def slow_ranks(run: Run, shown: View) -> list[Straggler]:
 
 def briefly_slow_ranks(run: Run, shown: View) -> list[Straggler]:
     """The ranks that were slow for a short time without interruption, in a view with narrow buckets."""
-    need = _SHORT_WIDE if shown.width >= _WIDE else max(_SHORT, math.ceil(_SHORT * WINDOW / shown.width))
-    longest = {row: max(np.split(at, np.flatnonzero(np.diff(at) > 1) + 1), key=len) for row, at in _rows(shown)}
+    if shown.width >= _WIDE:
+        need = _SHORT_WIDE
+    else:
+        need = max(_SHORT, math.ceil(_SHORT * WINDOW / shown.width))
+    longest = {
+        row: max(np.split(at, np.flatnonzero(np.diff(at) > 1) + 1), key=len)
+        for row, at in _rows(shown)
+    }
     usual = sorted([*map(len, longest.values()), *[0] * len(shown.ranks)][: len(shown.ranks)])
     often = 3 * usual[(len(usual) - 1) // 2] if usual else 0
     return [
@@ -131,8 +142,12 @@ def _straggler(run: Run, shown: View, row: int, at: Array) -> Straggler:
         return float(np.average(_above(row, values), weights=weight))
 
     own = shown.own[:, at]
-    seconds: dict[str, Any] = {phase: shown.phases[phase][:, at] for phase in ALL_PHASES if phase != "communication"}
-    seconds["backward"] = seconds["backward"] - (shown.waits - np.nan_to_num(shown.phases["communication"]))[:, at]
+    seconds: dict[str, Any] = {
+        phase: shown.phases[phase][:, at] for phase in ALL_PHASES if phase != "communication"
+    }
+    seconds["backward"] = (
+        seconds["backward"] - (shown.waits - np.nan_to_num(shown.phases["communication"]))[:, at]
+    )
     above = {phase: over(values) for phase, values in seconds.items()}
     phase = max(above, key=above.__getitem__)
     excess = over(own)

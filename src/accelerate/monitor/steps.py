@@ -11,7 +11,15 @@ from typing import IO, Any
 import numpy as np
 
 from ..core.errors import ConfigurationError
-from ..telemetry.records import FLAG_FIRST, FLAG_SKIPPED, HEADER_SIZE, PHASES, STEP, StepsHeader, read_header
+from ..telemetry.records import (
+    FLAG_FIRST,
+    FLAG_SKIPPED,
+    HEADER_SIZE,
+    PHASES,
+    STEP,
+    StepsHeader,
+    read_header,
+)
 
 # The values of a record, in the order of the columns of all arrays here.
 COLUMNS = tuple(name for name in STEP.names or () if STEP[name] == np.dtype("<f4"))
@@ -57,7 +65,12 @@ class Buckets:
     def empty(cls, first: int, width: int, count: int) -> Buckets:
         """Buckets without a value."""
         shape = (count, len(COLUMNS))
-        nothing = np.full(shape, np.nan, "f4"), np.full(shape, np.nan, "f4"), np.zeros(shape), np.zeros(shape)
+        nothing = (
+            np.full(shape, np.nan, "f4"),
+            np.full(shape, np.nan, "f4"),
+            np.zeros(shape),
+            np.zeros(shape),
+        )
         return cls(first, width, *nothing, np.full(count, np.nan), np.zeros(count))
 
     def __len__(self) -> int:
@@ -131,12 +144,16 @@ class RankSteps:
     @property
     def last_step(self) -> int:
         """The step of the newest record, 0 if there is none."""
-        return 0 if self.last is None else int(self.last["step"])
+        if self.last is None:
+            return 0
+        return int(self.last["step"])
 
     @property
     def first_step(self) -> int:
         """The first step that the records cover, 1 if there is none."""
-        return self._segments[0].first if self._segments else 1
+        if self._segments:
+            return self._segments[0].first
+        return 1
 
     def refresh(self) -> bool:
         """Read the records that were written since the last call.
@@ -175,7 +192,9 @@ class RankSteps:
         ends = [self._read(file, at, at + 1).tobytes() for at in (0, self.count - 1)]
         return (status.st_dev, status.st_ino, *ends)
 
-    def _read(self, file: IO[bytes], start: int, stop: int, buffer: bytearray | None = None) -> Array:
+    def _read(
+        self, file: IO[bytes], start: int, stop: int, buffer: bytearray | None = None
+    ) -> Array:
         size = self.record.itemsize
         file.seek(HEADER_SIZE + start * size)
         wanted = (stop - start) * size
@@ -240,8 +259,14 @@ class RankSteps:
         found = []
         for segment in self._segments:
             if segment.first <= stop and segment.last >= start:
-                found.append(self._read(file, self._find(file, segment, start), self._find(file, segment, stop + 1)))
-        return np.concatenate(found) if found else np.empty(0, self.record)
+                found.append(
+                    self._read(
+                        file, self._find(file, segment, start), self._find(file, segment, stop + 1)
+                    )
+                )
+        if found:
+            return np.concatenate(found)
+        return np.empty(0, self.record)
 
     def _reset_blocks(self, first: int) -> None:
         """Empty the blocks from number `first` on."""
@@ -279,11 +304,22 @@ class RankSteps:
             low, high = max(first * ratio, self._blocks.first), self._blocks.first + self._size
             high = min(high, (first + count) * ratio)
             if low < high:
-                part = [array[low - self._blocks.first : high - self._blocks.first] for array in self._blocks.arrays()]
-                starts = np.unique(np.maximum(np.arange(low // ratio, (high - 1) // ratio + 1) * ratio, low)) - low
+                part = [
+                    array[low - self._blocks.first : high - self._blocks.first]
+                    for array in self._blocks.arrays()
+                ]
+                starts = (
+                    np.unique(
+                        np.maximum(np.arange(low // ratio, (high - 1) // ratio + 1) * ratio, low)
+                    )
+                    - low
+                )
                 ids = (starts + low) // ratio
                 kinds = (np.fmin, np.fmax, np.add, np.add, np.fmax, np.add)
-                arrays = [kind.reduceat(array, starts, axis=0) for kind, array in zip(kinds, part, strict=True)]
+                arrays = [
+                    kind.reduceat(array, starts, axis=0)
+                    for kind, array in zip(kinds, part, strict=True)
+                ]
                 found.add(ids, Buckets(int(ids[0]), width, *arrays))
             return found
         with open(self.path, "rb", buffering=0) as file:
@@ -299,9 +335,13 @@ class RankSteps:
             for segment in self._segments:
                 first, last = max(segment.first, start), min(segment.last, stop)
                 if first <= last:
-                    records += self._find(file, segment, last + 1) - self._find(file, segment, first)
+                    records += self._find(file, segment, last + 1) - self._find(
+                        file, segment, first
+                    )
                     steps += last - first + 1
-        return steps / records if records else 1.0
+        if records:
+            return steps / records
+        return 1.0
 
     def begins_between(self, first: int, last: int) -> bool:
         """Whether a process made its first step between these."""
@@ -314,7 +354,10 @@ class RankSteps:
         known = ~np.isnan(self._blocks.time[: self._size])
         ends = self._blocks.time[: self._size][known]
         steps = ((np.flatnonzero(known) + self._blocks.first + 1) * BLOCK).astype("f8")
-        begin = self.header.started if np.isfinite(self.header.started) else ends[0]
+        if np.isfinite(self.header.started):
+            begin = self.header.started
+        else:
+            begin = ends[0]
         steps[-1] = self.last_step
         found: Array = np.interp(times, [min(begin, ends[0]), *ends], [self.first_step - 1, *steps])
         return found
@@ -324,9 +367,13 @@ def _matrix(records: Array) -> Array:
     """The columns of records, of shape (records, columns); a view where the file has them side by side."""
     fields: Any = records.dtype.fields
     first = fields["seconds"][1]
-    if [fields[name][1] for name in COLUMNS if name in fields] == list(range(first, first + 4 * len(COLUMNS), 4)):
+    if [fields[name][1] for name in COLUMNS if name in fields] == list(
+        range(first, first + 4 * len(COLUMNS), 4)
+    ):
         strides = (records.dtype.itemsize, 4)
-        return np.ndarray((len(records), len(COLUMNS)), "<f4", records.data.cast("B"), first, strides)
+        return np.ndarray(
+            (len(records), len(COLUMNS)), "<f4", records.data.cast("B"), first, strides
+        )
     matrix = np.full((len(records), len(COLUMNS)), np.nan, "f4")
     for column, name in enumerate(COLUMNS):
         if name in fields:
@@ -347,7 +394,10 @@ def reduced(records: Array, ids: Array) -> tuple[Array, Buckets]:
     # Reductions along rows of a C-contiguous array are several times as fast as down its columns.
     values, steps = np.ascontiguousarray(_matrix(records).T), records["steps"].astype("f4")
     starts = np.flatnonzero(np.diff(ids, prepend=ids[0] - 1))
-    low, high = np.fmin.reduceat(values, starts, axis=1).T, np.fmax.reduceat(values, starts, axis=1).T
+    low, high = (
+        np.fmin.reduceat(values, starts, axis=1).T,
+        np.fmax.reduceat(values, starts, axis=1).T,
+    )
     weighted = values
     if (steps != 1).any():
         weighted = values * steps
@@ -372,7 +422,9 @@ def _good(records: Array, last_step: int) -> int:
         last_step: the step of the record before them, 0 if there is none.
     """
     with np.errstate(invalid="ignore"):
-        good = (records["steps"] > 0) & (records["steps"] <= records["step"]) & (records["time"] > 0)
+        good = (
+            (records["steps"] > 0) & (records["steps"] <= records["step"]) & (records["time"] > 0)
+        )
         good &= records["time"] < 1e12
         for name in DURATIONS:
             if name in (records.dtype.names or ()):
@@ -383,4 +435,6 @@ def _good(records: Array, last_step: int) -> int:
     before = steps[:1] - ahead[:1] if not last_step else [last_step]
     ahead = np.maximum(ahead, np.diff(steps, prepend=before))
     good &= ahead <= MOST_AHEAD
-    return len(good) if good.all() else int(np.argmin(good))
+    if good.all():
+        return len(good)
+    return int(np.argmin(good))

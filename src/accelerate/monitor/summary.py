@@ -108,7 +108,9 @@ def summarize(run: Run, start: int | None = None, stop: int | None = None) -> Su
     """Summarize a range of steps, by default all of them."""
     with run.lock, warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore", RuntimeWarning)
-        return _summary(run, view(run, start, stop, _BUCKETS), is_end=stop is None or stop >= run.last_step)
+        return _summary(
+            run, view(run, start, stop, _BUCKETS), is_end=stop is None or stop >= run.last_step
+        )
 
 
 def _summary(run: Run, shown: View, is_end: bool) -> Summary:
@@ -122,9 +124,14 @@ def _summary(run: Run, shown: View, is_end: bool) -> Summary:
     stragglers = slow_ranks(run, shown)
     if len(shown.ranks) > 1:
         pixels = max(_BUCKETS, min(_FINE_BUCKETS, _FINE_VALUES // len(shown.ranks)))
-        fine = shown if shown.width == 1 else view(run, first, last, pixels)
+        if shown.width == 1:
+            fine = shown
+        else:
+            fine = view(run, first, last, pixels)
         named = {straggler.rank for straggler in stragglers}
-        stragglers += [straggler for straggler in briefly_slow_ranks(run, fine) if straggler.rank not in named]
+        stragglers += [
+            straggler for straggler in briefly_slow_ranks(run, fine) if straggler.rank not in named
+        ]
     period, is_usual = _period(run, shown, stragglers)
     begin = float(shown.time[recorded[0]] - seconds[:, recorded[0]].max())
     end = float(shown.time[recorded[-1]])
@@ -136,7 +143,10 @@ def _summary(run: Run, shown: View, is_end: bool) -> Summary:
     has_bad_loss = np.asarray(shown.bad_loss.any(axis=1))
     throughput, lengths = shown.curves["throughput"].mean, seconds.max(axis=0)
     has_rate = np.isfinite(throughput) & (lengths > 0)
-    rate = float(np.average(throughput[has_rate], weights=lengths[has_rate])) if has_rate.any() else 0.0
+    if has_rate.any():
+        rate = float(np.average(throughput[has_rate], weights=lengths[has_rate]))
+    else:
+        rate = 0.0
     flops, utilization = _utilization(run, rate, shown)
     return Summary(
         first=first,
@@ -156,13 +166,19 @@ def _summary(run: Run, shown: View, is_end: bool) -> Summary:
         evaluations=evaluations,
         evaluating=evaluating,
         restarts=restarts,
-        restarting=max(0.0, end - begin - duration - _evaluations(run, begin, end)[1]) if restarts else 0.0,
+        restarting=max(0.0, end - begin - duration - _evaluations(run, begin, end)[1])
+        if restarts
+        else 0.0,
         loss=(float(finite[0]), float(finite[-8:].mean())) if len(finite) else (math.nan, math.nan),
         lowest_loss=_lowest(shown),
         bad_loss=_first_bad_step(run, shown) if has_bad_loss.any() else None,
         bad_loss_ranks=tuple(itertools.compress(shown.ranks, has_bad_loss.tolist())),
         skipped=int(np.nansum(shown.skipped)),
-        memory={kind: float(np.nanmax(high)) for kind, high in shown.memory.items() if np.isfinite(high).any()},
+        memory={
+            kind: float(np.nanmax(high))
+            for kind, high in shown.memory.items()
+            if np.isfinite(high).any()
+        },
         memory_growth=_growth(shown),
         stragglers=tuple(stragglers),
         incidents=_incidents(run, begin, math.inf if is_end else end),
@@ -179,7 +195,8 @@ def _utilization(run: Run, rate: float, shown: View) -> tuple[float, float]:
     """
     work = run.work or {}
     flops, peak = (
-        value if isinstance(value := work.get(name), int | float) else math.nan for name in ("flops", "peak")
+        value if isinstance(value := work.get(name), int | float) else math.nan
+        for name in ("flops", "peak")
     )
     if f"{work.get('unit')}s" != shown.unit or not rate:
         return math.nan, math.nan
@@ -192,7 +209,9 @@ def _shares(shown: View, where: Array) -> dict[str, float]:
     weight = shown.weight[:, where]
     total = np.nansum(shown.seconds[:, where] * weight)
     return {
-        phase: float(np.nansum(shown.phases[phase][:, where] * weight) / total) if total > 0 else 0.0
+        phase: float(np.nansum(shown.phases[phase][:, where] * weight) / total)
+        if total > 0
+        else 0.0
         for phase in ALL_PHASES
     }
 
@@ -202,14 +221,18 @@ def _weighted_median(values: Array, weight: Array) -> float:
     values, weight = values[is_known], weight[is_known]
     order = np.argsort(values)
     middle = np.searchsorted(np.cumsum(weight[order]), weight.sum() / 2)
-    return float(values[order][middle]) if len(order) else math.nan
+    if len(order):
+        return float(values[order][middle])
+    return math.nan
 
 
 def _waiting(run: Run, first: int, last: int) -> float:
     """The share of the time in which ranks wait for slower ones, in a sample: a mean over steps does not show it."""
     samples = max(1, min(_MOST_SAMPLES, _BUCKETS // max(1, len(run.ranks))))
     waited = total = 0.0
-    for start in np.unique(np.linspace(first, max(first, last - _SAMPLE_STEPS + 1), samples).astype(int)).tolist():
+    for start in np.unique(
+        np.linspace(first, max(first, last - _SAMPLE_STEPS + 1), samples).astype(int)
+    ).tolist():
         shown = view(run, start, min(last, start + _SAMPLE_STEPS - 1), _SAMPLE_STEPS)
         if len(shown.ranks) < 2:
             return 0.0
@@ -217,7 +240,9 @@ def _waiting(run: Run, first: int, last: int) -> float:
         waits = shown.waits - np.nan_to_num(shown.phases["communication"]).min(axis=0)
         waited += float(np.nansum(waits * shown.weight))
         total += float(np.nansum(shown.seconds * shown.weight))
-    return waited / total if total > 0 else 0.0
+    if total > 0:
+        return waited / total
+    return 0.0
 
 
 def _period(run: Run, shown: View, stragglers: Sequence[Straggler]) -> tuple[Period | None, Array]:
@@ -236,14 +261,22 @@ def _period(run: Run, shown: View, stragglers: Sequence[Straggler]) -> tuple[Per
     losses = (seconds - usual) * weight
     pieces = np.split(slow, np.flatnonzero(np.diff(slow) > 1) + 1)
     buckets = max(pieces, key=lambda piece: float(losses[piece].sum()))
-    lost, first, last = float(losses[buckets].sum()), int(shown.first[buckets[0]]), int(shown.last[buckets[-1]])
+    lost, first, last = (
+        float(losses[buckets].sum()),
+        int(shown.first[buckets[0]]),
+        int(shown.last[buckets[-1]]),
+    )
     total = float(((seconds + checkpoint) * weight).sum())
     is_first = any(run.ranks[rank].begins_between(first, last) for rank in shown.ranks[:4])
     if (
-        lost < max(0.05 * total, 0.5 * losses[slow].sum(), _LEAST_WARM_UP if is_first else _LEAST_LOST)
+        lost
+        < max(0.05 * total, 0.5 * losses[slow].sum(), _LEAST_WARM_UP if is_first else _LEAST_LOST)
         or weight[buckets].sum() > 0.5 * weight.sum()
         # The sentences of slow ranks report it.
-        or any(one.first - shown.width <= first and last <= one.last + WINDOW + shown.width for one in stragglers)
+        or any(
+            one.first - shown.width <= first and last <= one.last + WINDOW + shown.width
+            for one in stragglers
+        )
     ):
         return None, all_buckets
     is_usual = all_buckets.copy()
@@ -266,7 +299,10 @@ def _evaluations(run: Run, begin: float, end: float) -> tuple[int, float]:
         rank, time = event["rank"], event["time"]
         if event["event"] == "evaluation_begin":
             starts[rank] = time
-        elif event["event"] == "evaluation_end" and begin <= (start := starts.pop(rank, -1.0)) <= time <= end:
+        elif (
+            event["event"] == "evaluation_end"
+            and begin <= (start := starts.pop(rank, -1.0)) <= time <= end
+        ):
             seconds.setdefault(rank, []).append(time - start)
     longest = max(seconds.values(), key=sum, default=[])
     return len(longest), sum(longest)
@@ -278,7 +314,9 @@ def _restarts(run: Run, begin: float, end: float) -> int:
     for event in run.events:
         if event["event"] == "start":
             starts.setdefault(event["rank"], []).append(event["time"])
-    return max((sum(begin <= time <= end for time in times[1:]) for times in starts.values()), default=0)
+    return max(
+        (sum(begin <= time <= end for time in times[1:]) for times in starts.values()), default=0
+    )
 
 
 def _incidents(run: Run, begin: float, end: float) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
@@ -288,9 +326,14 @@ def _incidents(run: Run, begin: float, end: float) -> tuple[tuple[str, str, tupl
         kind = event["event"]
         is_incident = kind in ("out_of_memory", "hang") and event.get("path") is None
         if is_incident and begin <= event["time"] <= end:
-            message = shorten(str(event.get("message", "")), 600, placeholder=" […]") if kind == "hang" else ""
+            if kind == "hang":
+                message = shorten(str(event.get("message", "")), 600, placeholder=" […]")
+            else:
+                message = ""
             ranks.setdefault((kind, message), set()).add(event["rank"])
-    return tuple((kind, message, tuple(sorted(found))) for (kind, message), found in list(ranks.items())[-4:])
+    return tuple(
+        (kind, message, tuple(sorted(found))) for (kind, message), found in list(ranks.items())[-4:]
+    )
 
 
 def _first_bad_step(run: Run, shown: View) -> int:
@@ -299,7 +342,9 @@ def _first_bad_step(run: Run, shown: View) -> int:
     first, last = int(shown.first[bucket]), int(shown.last[bucket])
     steps = view(run, first, last, shown.width)
     is_bad = steps.bad_loss.any(axis=0)
-    return int(steps.first[is_bad][0]) if is_bad.any() else first
+    if is_bad.any():
+        return int(steps.first[is_bad][0])
+    return first
 
 
 def _lowest(shown: View) -> tuple[float, int]:

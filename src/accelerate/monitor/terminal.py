@@ -40,7 +40,9 @@ def show(run: Run, console: Console | None = None) -> None:
     if not console.is_terminal:
         console.print(picture(run, console.width))
         return
-    with Live(picture(run, console.width), console=console, screen=True, auto_refresh=False) as live:
+    with Live(
+        picture(run, console.width), console=console, screen=True, auto_refresh=False
+    ) as live:
         with contextlib.suppress(KeyboardInterrupt):
             while True:
                 time.sleep(INTERVAL)
@@ -53,7 +55,9 @@ def picture(run: Run, width: int = 100) -> RenderableType:
     notes = [Text(note, "red") for note in run.notes()]
     if run.is_empty:
         return Group(
-            Panel(f"Waiting for the first step of {run.name}. It is shown as soon as it is written to {run.folder}."),
+            Panel(
+                f"Waiting for the first step of {run.name}. It is shown as soon as it is written to {run.folder}."
+            ),
             *notes,
         )
     with run.lock:
@@ -64,23 +68,35 @@ def picture(run: Run, width: int = 100) -> RenderableType:
         # What stands out comes first: a small terminal shows no more than the upper part.
         lines = sentences(summary)
         alarms = [text for text in lines if STANDS_OUT.match(text)]
-        renderables: list[RenderableType] = [_title(run, summary), *notes, *(Text(text, "red") for text in alarms)]
+        renderables: list[RenderableType] = [
+            _title(run, summary),
+            *notes,
+            *(Text(text, "red") for text in alarms),
+        ]
         renderables.append(_curves(curves, narrow))
         if shown.ranks:
             renderables += [_ranks(shown, summary, wide), _phases(summary, wide)]
             others = [text for text in lines if text not in alarms]
-            renderables.append(Panel(Text("\n".join([*others, *(f"Try: {text}" for text in advice(summary))]))))
-        if found := _events(run):
+            renderables.append(
+                Panel(Text("\n".join([*others, *(f"Try: {text}" for text in advice(summary))])))
+            )
+        found = _events(run)
+        if found:
             renderables.append(found)
     return Group(*renderables)
 
 
 def _title(run: Run, summary: Summary) -> Text:
-    age = "" if run.last_time is None else f"last step {duration(max(0.0, time.time() - run.last_time))} ago"
+    if run.last_time is None:
+        age = ""
+    else:
+        age = f"last step {duration(max(0.0, time.time() - run.last_time))} ago"
     state = "ended" if run.has_ended else age
     text = Text.assemble((run.name, "bold"), f"  step {run.last_step:,}  ", (state, "dim"))
     if summary.memory:
-        memory = ", ".join(f"{kind} memory {size_of(found)}" for kind, found in summary.memory.items())
+        memory = ", ".join(
+            f"{kind} memory {size_of(found)}" for kind, found in summary.memory.items()
+        )
         text.append(f"  {memory}", "dim")
     return text
 
@@ -99,9 +115,14 @@ def _curves(shown: View, width: int) -> RenderableType:
     for title, curve in values:
         mean = curve.mean[np.isfinite(curve.mean)] * (1e3 if title == titles["seconds"] else 1)
         if len(mean):
-            newest = f"{mean[-1]:,.0f}" if 1e3 <= mean[-1] < 1e9 else f"{mean[-1]:.4g}"
+            if 1e3 <= mean[-1] < 1e9:
+                newest = f"{mean[-1]:,.0f}"
+            else:
+                newest = f"{mean[-1]:.4g}"
             text = Text(bars(stretched(curve.mean, width)), "cyan", no_wrap=True, overflow="crop")
-            found.append(Panel(text, title=f"{title} {newest}", title_align="left", width=width + 4))
+            found.append(
+                Panel(text, title=f"{title} {newest}", title_align="left", width=width + 4)
+            )
     return Columns(found, padding=(0, 0))
 
 
@@ -111,34 +132,57 @@ def bars(values: Array) -> str:
     if not len(known):
         return ""
     # What is equal but for rounding is flat.
-    low, span = known.min(), max(float(known.max() - known.min()), 1e-4 * float(np.abs(known).max()), 1e-300)
+    low, span = (
+        known.min(),
+        max(float(known.max() - known.min()), 1e-4 * float(np.abs(known).max()), 1e-300),
+    )
     return "".join(_BARS[int((v - low) / span * 7.999)] if np.isfinite(v) else " " for v in values)
 
 
 def stretched(values: Array, width: int) -> Array:
     """Values repeated to fill `width` columns."""
-    return values[np.arange(width) * len(values) // width] if len(values) else values
+    if len(values):
+        return values[np.arange(width) * len(values) // width]
+    return values
 
 
 def _ranks(shown: View, summary: Summary, width: int) -> RenderableType:
     """The heat map, a line for each rank."""
     rows, own, _, slow = heat_rows(shown)
     known = own[np.isfinite(own)]
-    low, usual, high = np.quantile(known, (0.02, 0.9, 0.98)).tolist() if len(known) else (0.0, 0.0, 0.0)
+    if len(known):
+        low, usual, high = np.quantile(known, (0.02, 0.9, 0.98)).tolist()
+    else:
+        low, usual, high = (0.0, 0.0, 0.0)
     span = max(min(high, 1.5 * usual) - low, 0.25 * low, 1e-9)
     table = Table.grid(padding=(0, 1))
     order = sorted(range(len(rows)), key=lambda row: (-int(slow[row].sum()), row))[:_MOST_RANKS]
     for row in sorted(order):
         line = Text(no_wrap=True, overflow="crop")
-        for value, marked in zip(stretched(own[row], width), stretched(slow[row], width), strict=True):
-            shade = _SHADES[int(min(max((value - low) / span, 0), 0.999) * 5)] if np.isfinite(value) else " "
+        for value, marked in zip(
+            stretched(own[row], width), stretched(slow[row], width), strict=True
+        ):
+            if np.isfinite(value):
+                shade = _SHADES[int(min(max((value - low) / span, 0), 0.999) * 5)]
+            else:
+                shade = " "
             line.append(shade, "red" if marked else "cyan")
         first, last = rows[row]
-        name = f"rank {first}" if first == last else f"ranks {first}-{last}"
+        if first == last:
+            name = f"rank {first}"
+        else:
+            name = f"ranks {first}-{last}"
         is_slow = any(first <= straggler.rank <= last for straggler in summary.stragglers)
         table.add_row(Text(name + (" slow" if is_slow else ""), "red" if is_slow else "dim"), line)
-    left_out = f", {len(order)} of {len(rows)} shown" if len(order) < len(rows) else ""
-    return Panel(table, title=f"step time without communication, a line for each rank{left_out}", title_align="left")
+    if len(order) < len(rows):
+        left_out = f", {len(order)} of {len(rows)} shown"
+    else:
+        left_out = ""
+    return Panel(
+        table,
+        title=f"step time without communication, a line for each rank{left_out}",
+        title_align="left",
+    )
 
 
 def _phases(summary: Summary, width: int) -> RenderableType:
@@ -148,18 +192,30 @@ def _phases(summary: Summary, width: int) -> RenderableType:
         if share > 0:
             bar.append("█" * max(1, round(share * width)), _COLORS[phase])
             if share >= 0.005:
-                legend.append(Text("█ ", _COLORS[phase]).append(f"{phase} {share * 100:.0f} %", "none"))
-    return Panel(Group(bar, Columns(legend, padding=(0, 2))), title="phases of a step", title_align="left")
+                legend.append(
+                    Text("█ ", _COLORS[phase]).append(f"{phase} {share * 100:.0f} %", "none")
+                )
+    return Panel(
+        Group(bar, Columns(legend, padding=(0, 2))), title="phases of a step", title_align="left"
+    )
 
 
 def _events(run: Run) -> RenderableType | None:
     table = Table.grid(padding=(0, 2))
     for event in reversed(grouped_events(run)[-6:]):
-        ranks = "all ranks" if len(event["ranks"]) == len(run.ranks) > 1 else f"rank {event['ranks'][0]}"
+        if len(event["ranks"]) == len(run.ranks) > 1:
+            ranks = "all ranks"
+        else:
+            ranks = f"rank {event['ranks'][0]}"
         facts = [f"step {event['step']:,}"] if "step" in event else []
         facts += [str(event[name]) for name in ("message", "path") if name in event]
         when = time.strftime("%H:%M:%S", time.localtime(float(event["time"])))
         table.add_row(
-            when, ranks, event["event"].replace("_", " "), Text(", ".join(facts), no_wrap=True, overflow="ellipsis")
+            when,
+            ranks,
+            event["event"].replace("_", " "),
+            Text(", ".join(facts), no_wrap=True, overflow="ellipsis"),
         )
-    return Panel(table, title="events", title_align="left") if table.rows else None
+    if table.rows:
+        return Panel(table, title="events", title_align="left")
+    return None

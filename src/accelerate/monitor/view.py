@@ -116,16 +116,25 @@ def view(run: Run, start: int | None = None, stop: int | None = None, pixels: in
 def data_share(header: StepsHeader) -> float:
     """The fraction of the samples of a rank that it alone contributes: several ranks may read the same ones."""
     shards = header.details.get("data_shards")
-    return shards / header.world_size if isinstance(shards, int) and 0 < shards <= header.world_size else 1.0
+    if isinstance(shards, int) and 0 < shards <= header.world_size:
+        return shards / header.world_size
+    return 1.0
 
 
 def _reduced(
-    ranks: list[int], ranks_buckets: list[Buckets], shares: list[float], start: int, stop: int, width: int
+    ranks: list[int],
+    ranks_buckets: list[Buckets],
+    shares: list[float],
+    start: int,
+    stop: int,
+    width: int,
 ) -> View:
     numbers = np.arange((start - 1) // width, (stop - 1) // width + 1)
 
     def stacked(values: list[Array]) -> Array:
-        return np.array(values) if values else np.empty((0, len(numbers)))
+        if values:
+            return np.array(values)
+        return np.empty((0, len(numbers)))
 
     def means(name: str) -> Array:
         return stacked([buckets.mean(name) for buckets in ranks_buckets])
@@ -141,11 +150,17 @@ def _reduced(
     phases = {name: means(name) for name in PHASES}
     waits = np.nan_to_num(phases["communication"]) + _waits_within(seconds, phases)
     own = seconds - waits
-    phases["other"] = np.maximum(seconds - sum(np.nan_to_num(values) for values in phases.values()), 0)
+    phases["other"] = np.maximum(
+        seconds - sum(np.nan_to_num(values) for values in phases.values()), 0
+    )
     memory = {kind: highest(f"{kind}_memory") for kind in ("device", "host")}
     unit, throughput = _throughput(ranks_buckets, shares, seconds, stacked)
     curves = {
-        name: Curve(_over(np.nanmean, means(name)), _over(np.nanmin, lowest(name)), _over(np.nanmax, highest(name)))
+        name: Curve(
+            _over(np.nanmean, means(name)),
+            _over(np.nanmin, lowest(name)),
+            _over(np.nanmax, highest(name)),
+        )
         for name in ("loss", "gradient_norm", "learning_rate")
     }
     longest = np.fmax(highest("seconds"), highest("longest"))
@@ -209,15 +224,21 @@ def _bad_loss(buckets: Buckets) -> Array:
     steps = buckets.weight[:, COLUMN["loss"]]
     # Steps that are not split into phases have no loss either.
     is_missing = buckets.weight[:, COLUMN["optimizer"]] > steps
-    is_infinite = np.isinf(buckets.low[:, COLUMN["loss"]]) | np.isinf(buckets.high[:, COLUMN["loss"]])
+    is_infinite = np.isinf(buckets.low[:, COLUMN["loss"]]) | np.isinf(
+        buckets.high[:, COLUMN["loss"]]
+    )
     return np.asarray((is_missing | is_infinite) & steps.any())
 
 
 def _over(function: Any, values: Array) -> Array:
-    return np.asarray(function(values, axis=0)) if len(values) else np.full(values.shape[1], np.nan)
+    if len(values):
+        return np.asarray(function(values, axis=0))
+    return np.full(values.shape[1], np.nan)
 
 
-def _throughput(ranks_buckets: list[Buckets], shares: list[float], seconds: Array, stacked: Any) -> tuple[str, Array]:
+def _throughput(
+    ranks_buckets: list[Buckets], shares: list[float], seconds: Array, stacked: Any
+) -> tuple[str, Array]:
     """The sum over ranks of what each processes in a second, what several process counted once."""
     for unit in ("tokens", "samples"):
         column = COLUMN[unit]
@@ -261,7 +282,10 @@ def stragglers(own: Array, seconds: Array, weight: Array) -> Array:
     if len(own) < 2:
         return np.zeros(own.shape, bool)
     most = weight.max(axis=0)
-    usual = float(np.median(most[most > 0])) if (most > 0).any() else 1.0
+    if (most > 0).any():
+        usual = float(np.median(most[most > 0]))
+    else:
+        usual = 1.0
     buckets = max(1, math.ceil(WINDOW / usual))
     mean, step = _moving(own, weight, buckets), _moving(seconds, weight, buckets)
     # NaN is sorted to the end.
@@ -270,7 +294,12 @@ def stragglers(own: Array, seconds: Array, weight: Array) -> Array:
     median = np.take_along_axis(np.sort(mean, axis=0), middle[None], axis=0)
     enough = _summed(weight, buckets).max(axis=0) >= min(WINDOW, most.sum())
     with np.errstate(invalid="ignore"):
-        return np.asarray((mean > median * (1 + EXCESS)) & (mean - median > OF_STEP * step) & enough & (weight > 0))
+        return np.asarray(
+            (mean > median * (1 + EXCESS))
+            & (mean - median > OF_STEP * step)
+            & enough
+            & (weight > 0)
+        )
 
 
 def _moving(values: Array, weight: Array, buckets: int) -> Array:
@@ -289,7 +318,9 @@ def _summed(values: Array, buckets: int) -> Array:
 
 def _logged(run: Run, start: int, stop: int, width: int) -> dict[str, Curve]:
     """The logged values of a range, several in a bucket reduced to one point."""
-    reference = next((run.ranks[number] for number in sorted(run.ranks) if run.ranks[number].count), None)
+    reference = next(
+        (run.ranks[number] for number in sorted(run.ranks) if run.ranks[number].count), None
+    )
     curves = {}
     for name, series in run.series.items():
         steps, times, values = series.points()
@@ -307,8 +338,13 @@ def _logged(run: Run, start: int, stop: int, width: int) -> dict[str, Curve]:
             continue
         starts = np.flatnonzero(np.diff(steps // width, prepend=-1))
         counts = np.diff(starts, append=len(steps))
-        means, places = np.add.reduceat(values, starts) / counts, np.add.reduceat(steps, starts) / counts
-        curves[name] = Curve(means, np.fmin.reduceat(values, starts), np.fmax.reduceat(values, starts), places)
+        means, places = (
+            np.add.reduceat(values, starts) / counts,
+            np.add.reduceat(steps, starts) / counts,
+        )
+        curves[name] = Curve(
+            means, np.fmin.reduceat(values, starts), np.fmax.reduceat(values, starts), places
+        )
     return curves
 
 
@@ -317,7 +353,10 @@ def heat_rows(shown: View) -> tuple[list[tuple[int, int]], Array, Array, Array]:
     size = max(1, math.ceil(len(shown.ranks) / MOST_ROWS))
     starts = np.arange(0, len(shown.ranks), size)
     last = len(shown.ranks) - 1
-    rows = [(shown.ranks[at], shown.ranks[min(int(at) + size - 1, last)]) for at in range(0, last + 1, size)]
+    rows = [
+        (shown.ranks[at], shown.ranks[min(int(at) + size - 1, last)])
+        for at in range(0, last + 1, size)
+    ]
     if size == 1:
         return rows, shown.own, shown.seconds, shown.slow
     return (

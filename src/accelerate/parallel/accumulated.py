@@ -49,13 +49,17 @@ class AccumulatedGradients:
     """
 
     def __init__(self, model: nn.Module, roots: Iterable[nn.Module] | None = None) -> None:
-        modules = {id(module): module for root in roots or [model] for module in root.modules()}.values()
+        modules = {
+            id(module): module for root in roots or [model] for module in root.modules()
+        }.values()
         self._units = [module for module in modules if isinstance(module, FSDPModule)]
         # Modules of one unit, and roots inside of each other, have the same shards.
         sharded = {id(shard): shard for shard in shards_of(roots or [model])}.values()
         # While no unit is gathered the model shows shards.
         names = {id(p): name for name, p in materialize.named_parameters(model)}
-        self._sharded = [(names[id(module_parameter(parameter))], parameter) for parameter in sharded]
+        self._sharded = [
+            (names[id(module_parameter(parameter))], parameter) for parameter in sharded
+        ]
         inside = {id(module_parameter(parameter)) for parameter in sharded}
         self._plain = [(names[id(p)], p) for p in model.parameters() if id(p) not in inside]
         self._known: list[_Place] = []
@@ -65,9 +69,13 @@ class AccumulatedGradients:
             return self._known
         found = [_Place(name, parameter, "grad", parameter) for name, parameter in self._plain]
         both = [(name, sharded, unsharded_parameter(sharded)) for name, sharded in self._sharded]
-        gathered = [(name, sharded, unsharded) for name, sharded, unsharded in both if unsharded is not None]
+        gathered = [
+            (name, sharded, unsharded) for name, sharded, unsharded in both if unsharded is not None
+        ]
         for name, sharded, unsharded in gathered:
-            found.append(_Place(f"{name} (shard)", sharded.sharded_param, "grad", sharded.sharded_param))
+            found.append(
+                _Place(f"{name} (shard)", sharded.sharded_param, "grad", sharded.sharded_param)
+            )
             found.append(_Place(f"{name} (unsharded)", unsharded, "grad", unsharded))
             found.append(_Place(f"{name} (sum)", sharded, "unsharded_accumulated_grad", unsharded))
         if len(gathered) == len(self._sharded):
@@ -78,7 +86,8 @@ class AccumulatedGradients:
         """Remove and return all gradients."""
         found: Gradients = {}
         for name, owner, attribute, _ in self._places():
-            if (gradient := getattr(owner, attribute)) is not None:
+            gradient = getattr(owner, attribute)
+            if gradient is not None:
                 found[name] = gradient
                 setattr(owner, attribute, None)
         return found
@@ -86,7 +95,8 @@ class AccumulatedGradients:
     def add(self, gradients: Gradients) -> None:
         """Add gradients that `take` returned to the present ones."""
         for name, owner, attribute, _ in self._places() if gradients else ():
-            if (gradient := gradients.get(name)) is None:
+            gradient = gradients.get(name)
+            if gradient is None:
                 continue
             present = getattr(owner, attribute)
             if present is None:
@@ -97,7 +107,9 @@ class AccumulatedGradients:
     def state_dict(self) -> dict[str, torch.Tensor | SavedShard]:
         """This rank's gradients by the name of their place; a DTensor's local shard comes with its placements."""
         present = {place.name: getattr(place.owner, place.attribute) for place in self._places()}
-        return {name: _saved(gradient) for name, gradient in present.items() if gradient is not None}
+        return {
+            name: _saved(gradient) for name, gradient in present.items() if gradient is not None
+        }
 
     def check_state_dict(self, state: Mapping[str, torch.Tensor | SavedShard]) -> None:
         """Raise CheckpointError for places that this rank lacks, or other shapes. Every rank calls it.
@@ -118,9 +130,12 @@ class AccumulatedGradients:
         for place in self._places():
             setattr(place.owner, place.attribute, loaded.get(place.name))
 
-    def _laid_out(self, state: Mapping[str, torch.Tensor | SavedShard]) -> Mapping[str, torch.Tensor]:
+    def _laid_out(
+        self, state: Mapping[str, torch.Tensor | SavedShard]
+    ) -> Mapping[str, torch.Tensor]:
         places = {place.name: place for place in self._places()}
-        if strange := [name for name in state if name not in places]:
+        strange = [name for name in state if name not in places]
+        if strange:
             raise CheckpointError(
                 f"the saved window holds gradients of {', '.join(strange[:5])}, unknown on this rank"
             )
@@ -130,14 +145,22 @@ class AccumulatedGradients:
 def _saved(gradient: torch.Tensor) -> torch.Tensor | SavedShard:
     if not isinstance(gradient, DTensor):
         return gradient.detach()
-    return {"local": gradient.to_local().detach(), "placements": [str(where) for where in gradient.placements]}
+    return {
+        "local": gradient.to_local().detach(),
+        "placements": [str(where) for where in gradient.placements],
+    }
 
 
 def _loaded(name: str, value: torch.Tensor | SavedShard, like: torch.Tensor) -> torch.Tensor:
-    local = value if isinstance(value, torch.Tensor) else value["local"]
+    if isinstance(value, torch.Tensor):
+        local = value
+    else:
+        local = value["local"]
     is_plain = isinstance(value, torch.Tensor)
     if is_plain is isinstance(like, DTensor) or (is_plain and local.shape != like.shape):
-        raise CheckpointError(f"the saved gradient of {name} has shape {list(local.shape)}, not {list(like.shape)}")
+        raise CheckpointError(
+            f"the saved gradient of {name} has shape {list(local.shape)}, not {list(like.shape)}"
+        )
     local = local.to(like.device)
     if isinstance(value, torch.Tensor) or not isinstance(like, DTensor):
         return local
@@ -154,4 +177,6 @@ def _placement(text: str, like: DTensor) -> Placement:
     kind, _, inside = text.removesuffix(")").partition("(")
     if kind not in ("S", "P"):
         raise CheckpointError(f"a saved gradient is laid out as {text}, which cannot be put back")
-    return Shard(int(inside)) if kind == "S" else Partial(inside)
+    if kind == "S":
+        return Shard(int(inside))
+    return Partial(inside)

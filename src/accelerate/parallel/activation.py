@@ -113,7 +113,10 @@ class ActivationOffload:
             with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
                 return function(*args, **kwargs)
 
-        model.forward = types.MethodType(offloading, model) if hasattr(forward, "__func__") else offloading
+        if hasattr(forward, "__func__"):
+            model.forward = types.MethodType(offloading, model)
+        else:
+            model.forward = offloading
         return model
 
     def describe(self) -> str:
@@ -147,9 +150,11 @@ class SavedInHostMemory:
             return tensor
         if is_wrapper_subclass(tensor):
             names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-            pieces = {name: getattr(tensor, name) for name in names}  # a DTensor's mesh is one of them
+            # a DTensor's mesh is one of them
+            pieces = {name: getattr(tensor, name) for name in names}
             pieces = {
-                name: self.pack(part) if isinstance(part, torch.Tensor) else part for name, part in pieces.items()
+                name: self.pack(part) if isinstance(part, torch.Tensor) else part
+                for name, part in pieces.items()
             }
             return _Wrapped(type(tensor), pieces, context, tensor.size(), tensor.stride())
         return self.to_host(tensor)
@@ -158,9 +163,13 @@ class SavedInHostMemory:
         """The saved tensor on its device, when the backward uses it."""
         if isinstance(packed, _Wrapped):
             pieces = {name: self.unpack(part) for name, part in packed.pieces.items()}
-            tensor: torch.Tensor = packed.kind.__tensor_unflatten__(pieces, packed.context, packed.size, packed.stride)
+            tensor: torch.Tensor = packed.kind.__tensor_unflatten__(
+                pieces, packed.context, packed.size, packed.stride
+            )
             return tensor
-        return self.to_device(packed) if isinstance(packed, _InHostMemory) else packed
+        if isinstance(packed, _InHostMemory):
+            return self.to_device(packed)
+        return packed
 
     def to_host(self, tensor: torch.Tensor) -> _InHostMemory:
         """Start the copy of a tensor to pinned memory, on a separate stream."""

@@ -35,7 +35,9 @@ def adapter_names(module: nn.Module) -> AdapterNames | None:
     changes other tensors too, or peft computes what it saves (prompts, AdaLoRA), of which FSDP2 has shards.
     """
     model: Any = extract_model_from_parallel(module, keep_torch_compile=False)
-    if not is_peft_model(module) or any(config.is_prompt_learning for config in model.peft_config.values()):
+    if not is_peft_model(module) or any(
+        config.is_prompt_learning for config in model.peft_config.values()
+    ):
         return None
     state = {
         canonical_name(name): torch.empty(value.shape, device="meta")
@@ -46,7 +48,10 @@ def adapter_names(module: nn.Module) -> AdapterNames | None:
     found: AdapterNames = {}
     for adapter in model.peft_config:
         entries = sys.modules["peft"].get_peft_model_state_dict(
-            model, state_dict=state, adapter_name=adapter, save_embedding_layers=_saves_embedding(model)
+            model,
+            state_dict=state,
+            adapter_name=adapter,
+            save_embedding_layers=_saves_embedding(model),
         )
         if not entries or any(id(value) not in names for value in entries.values()):
             return None
@@ -54,7 +59,9 @@ def adapter_names(module: nn.Module) -> AdapterNames | None:
     saved = {name for entries in found.values() for name in entries.values()}
     trained = {canonical_name(name) for name, p in model.named_parameters() if p.requires_grad}
     buffers = {canonical_name(name) for name, _ in model.named_buffers()} & state.keys()
-    return found if trained and trained | buffers <= saved else None
+    if trained and trained | buffers <= saved:
+        return found
+    return None
 
 
 def _saves_embedding(model: Any) -> bool:
@@ -62,14 +69,19 @@ def _saves_embedding(model: Any) -> bool:
 
     peft itself asks the model hub for the size. Here it is that of the files from which the base was loaded.
     """
-    if any(isinstance(getattr(module, "base_layer", None), nn.Embedding) for module in model.modules()):
+    if any(
+        isinstance(getattr(module, "base_layer", None), nn.Embedding) for module in model.modules()
+    ):
         return True
     config: Any = getattr(model.get_base_model(), "config", None)
     source = getattr(config, "name_or_path", None)
     if not source or not hasattr(config, "vocab_size"):
         return False  # it was not loaded from files
     try:
-        return bool(type(config).from_pretrained(source, local_files_only=True).vocab_size != config.vocab_size)
+        return bool(
+            type(config).from_pretrained(source, local_files_only=True).vocab_size
+            != config.vocab_size
+        )
     except OSError:
         return False
 
@@ -77,12 +89,16 @@ def _saves_embedding(model: Any) -> bool:
 def base_name(name: str) -> str:
     """A frozen parameter's name in the model without adapters."""
     words = name.removeprefix("base_model.model.").split(".")
-    return ".".join(word for word in words if word not in ("base_layer", "original_module", "token_adapter"))
+    return ".".join(
+        word for word in words if word not in ("base_layer", "original_module", "token_adapter")
+    )
 
 
 def adapter_folder(adapter: str) -> str:
     """Where `PeftModel.save_pretrained` writes an adapter, below its folder."""
-    return "" if adapter == "default" else f"{adapter}/"
+    if adapter == "default":
+        return ""
+    return f"{adapter}/"
 
 
 def config_text(module: nn.Module, adapter: str) -> bytes:
@@ -91,7 +107,9 @@ def config_text(module: nn.Module, adapter: str) -> bytes:
     base = model.get_base_model()
     config = copy.copy(model.peft_config[adapter])
     config.inference_mode = True
-    config.base_model_name_or_path = config.base_model_name_or_path or getattr(base, "name_or_path", None) or None
+    config.base_model_name_or_path = (
+        config.base_model_name_or_path or getattr(base, "name_or_path", None) or None
+    )
     mapping = None
     if config.task_type is None:
         # FSDP2 derives a class from the model's.
@@ -110,15 +128,21 @@ def is_merged(module: nn.Module) -> bool:
 
 def original_module(module: Any) -> nn.Module:
     """The module of the base inside of one with adapters, with the names and shapes of the merged tensors."""
-    original: nn.Module = module.original_module if hasattr(module, "original_module") else module.get_base_layer()
-    return original_module(original) if is_merged(original) else original
+    original: nn.Module = (
+        module.original_module if hasattr(module, "original_module") else module.get_base_layer()
+    )
+    if is_merged(original):
+        return original_module(original)
+    return original
 
 
 def merged_module(module: Any) -> nn.Module:
     """The module of the base with the active adapters added to it, in place."""
     merged: nn.Module
     if hasattr(module, "unload_and_optionally_merge_module"):
-        merged = module.unload_and_optionally_merge_module(merge=True, safe_merge=True, adapter_names=None)
+        merged = module.unload_and_optionally_merge_module(
+            merge=True, safe_merge=True, adapter_names=None
+        )
     else:
         module.merge(safe_merge=True, adapter_names=None)
         merged = module.get_base_layer()
@@ -157,13 +181,17 @@ def adapted_plan(
         layer: Any = modules[outer]
         adapters: Mapping[str, Any] = model.peft_config  # type: ignore[assignment]
         others = {config.peft_type.value for config in adapters.values()} - {"LORA"} or {
-            type(variant).__name__.removesuffix("LinearVariant") for variant in layer.lora_variant.values()
+            type(variant).__name__.removesuffix("LinearVariant")
+            for variant in layer.lora_variant.values()
         }
         if others:
             raise PrepareError(
                 f"tensor parallelism splits {outer}, whose adapter is {' and '.join(others)}: only LoRA's matrices "
                 "are split. Leave the layer out of target_modules, or shard the model with FSDP2"
             )
-        matrix = "lora_B" if str(style).startswith("colwise") else "lora_A"
+        if str(style).startswith("colwise"):
+            matrix = "lora_B"
+        else:
+            matrix = "lora_A"
         found.update({f"{outer}.{matrix}.{adapter}": style for adapter in getattr(layer, matrix)})
     return found

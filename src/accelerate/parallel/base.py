@@ -114,7 +114,8 @@ class Strategy:
 
     def _check_storage(self, model: torch.nn.Module) -> None:
         tensors = itertools.chain(model.named_parameters(), model.named_buffers())
-        if (empty := next((name for name, tensor in tensors if tensor.is_meta), None)) is not None:
+        empty = next((name for name, tensor in tensors if tensor.is_meta), None)
+        if empty is not None:
             raise PrepareError(
                 f"{empty} of {type(model).__name__} is on the meta device and has no values, and {self.name} does not "
                 "initialize it. Build the model on a real device, load its weights (load_checkpoint_and_dispatch), or "
@@ -128,7 +129,10 @@ class Strategy:
         What a layout itself consists of (tensor parallelism, activation checkpointing, sharding) is in its `lay_out`.
         """
         model = self._transform(self.wrap_forward(model), before_layout=True)
-        prepared = self.as_prepared(model) if evaluation else self.lay_out(model)
+        if evaluation:
+            prepared = self.as_prepared(model)
+        else:
+            prepared = self.lay_out(model)
         self.precision.after_layout(prepared.module)
         # Compilation is the last of these.
         prepared.module = self._transform(prepared.module, before_layout=False)

@@ -49,7 +49,10 @@ def choose_strategy(
         sizes = parallelism.sizes
         shards = sizes["dp_shard"] * sizes["cp"] * sizes["sp"]
         _check_reshard(
-            plugin, shards, f"the {shards} ranks of {describe(parallelism)} that share a replica", sizes["tp"]
+            plugin,
+            shards,
+            f"the {shards} ranks of {describe(parallelism)} that share a replica",
+            sizes["tp"],
         )
         return "fsdp2", {"plugin": plugin, "parallelism": parallelism}
     return ("ddp" if world_size > 1 else "single"), {}
@@ -59,7 +62,9 @@ def check_deepspeed_layout(world_size: int, parallelism: ParallelismConfig) -> N
     """Raise ConfigurationError for sizes other than those of data parallelism, the only layout of DeepSpeed here."""
     parallelism.validate(world_size)
     split = [
-        f"{name}_size={parallelism.sizes[name]}" for name in ("tp", "cp", "sp", "pp") if parallelism.sizes[name] > 1
+        f"{name}_size={parallelism.sizes[name]}"
+        for name in ("tp", "cp", "sp", "pp")
+        if parallelism.sizes[name] > 1
     ]
     if split:
         raise ConfigurationError(
@@ -68,7 +73,9 @@ def check_deepspeed_layout(world_size: int, parallelism: ParallelismConfig) -> N
         )
 
 
-def _check_reshard(plugin: FullyShardedDataParallelPlugin, shards: int, among: str, split: int = 1) -> None:
+def _check_reshard(
+    plugin: FullyShardedDataParallelPlugin, shards: int, among: str, split: int = 1
+) -> None:
     """Refuse a size of groups to reshard to that the ranks do not have. `split`: the size of tensor parallelism."""
     size = plugin.reshard_after_forward
     if isinstance(size, bool) or not isinstance(size, int):
@@ -99,7 +106,11 @@ def _pipeline(
         raise ConfigurationError(
             f"an fsdp_plugin is given, but {describe(parallelism)} has nothing to shard over: set dp_shard_size"
         )
-    if fsdp_plugin is not None and fsdp_plugin.reshard_is_given and fsdp_plugin.reshard_after_forward is not False:
+    if (
+        fsdp_plugin is not None
+        and fsdp_plugin.reshard_is_given
+        and fsdp_plugin.reshard_after_forward is not False
+    ):
         warn(
             f"reshard_after_forward={fsdp_plugin.reshard_after_forward} has no effect with pp_size="
             f"{parallelism.pp_size}: a pipeline keeps the parameters of its stages gathered for all micro-batches. "
@@ -107,4 +118,6 @@ def _pipeline(
         )
     if parallelism.dp_shard_enabled:
         fsdp_plugin = fsdp_plugin or FullyShardedDataParallelPlugin(fsdp_version=2)
-    return "pipeline", {"parallelism": parallelism} | ({"plugin": fsdp_plugin} if fsdp_plugin else {})
+    return "pipeline", {"parallelism": parallelism} | (
+        {"plugin": fsdp_plugin} if fsdp_plugin else {}
+    )

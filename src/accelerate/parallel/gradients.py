@@ -36,7 +36,9 @@ class GradientReducer:
 class UnreducedGradients(GradientReducer):
     """Averages gradients that no backward reduces over `group` (None: all), as of parameters FSDP does not shard."""
 
-    def __init__(self, group: dist.ProcessGroup | None, parameters: Iterable[nn.Parameter] = ()) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None, parameters: Iterable[nn.Parameter] = ()
+    ) -> None:
         self.group = group
         self.parameters: list[nn.Parameter] = list(parameters)
 
@@ -46,7 +48,9 @@ class UnreducedGradients(GradientReducer):
         found = buckets(map(local, trained))
         sent = sum(tensor.nbytes for bucket in found for tensor in bucket)
         what = "all-reduce of gradients of unsharded parameters"
-        return [CommunicationVolume(what, len(found), sent)] if found else []
+        if found:
+            return [CommunicationVolume(what, len(found), sent)]
+        return []
 
     def finish(self) -> None:
         """Average the gradients over the group."""
@@ -80,7 +84,9 @@ def gradients_of(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torc
     return [parameter.grad for parameter in listed if parameter.grad is not None]
 
 
-def by_kind(tensors: Iterable[torch.Tensor]) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
+def by_kind(
+    tensors: Iterable[torch.Tensor],
+) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
     """The local tensors by device and dtype, for fused calls."""
     found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:
@@ -96,18 +102,25 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def all_reduce(gradients: Iterable[torch.Tensor], group: dist.ProcessGroup | None, average: bool) -> None:
+def all_reduce(
+    gradients: Iterable[torch.Tensor], group: dist.ProcessGroup | None, average: bool
+) -> None:
     """Sum or average plain tensors in place over the ranks of a group, in messages of about 25 MiB."""
     pending = []
     for bucket in buckets(gradients):
-        joined = bucket[0].reshape(-1) if len(bucket) == 1 else torch.cat([one.reshape(-1) for one in bucket])
+        if len(bucket) == 1:
+            joined = bucket[0].reshape(-1)
+        else:
+            joined = torch.cat([one.reshape(-1) for one in bucket])
         pending.append((bucket, joined, dist.all_reduce(joined, group=group, async_op=True)))
     for bucket, joined, work in pending:
         work.wait()
         if average:
             joined.div_(dist.get_world_size(group))
         pieces = joined.split([one.numel() for one in bucket])
-        foreach.copy_(bucket, [piece.view_as(one) for piece, one in zip(pieces, bucket, strict=True)])
+        foreach.copy_(
+            bucket, [piece.view_as(one) for piece, one in zip(pieces, bucket, strict=True)]
+        )
 
 
 def buckets(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -145,10 +158,13 @@ def clip_values(tensors: Iterable[torch.Tensor], limit: float) -> None:
 def not_finite(gradients: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
     """More than 0 if an element of this rank's gradients is not finite: a number on `device`, not waited for."""
     flag = torch.zeros((), dtype=torch.float32, device=device)
-    plain = (gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients)
+    plain = (
+        gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients
+    )
     for listed in by_kind(plain).values():
         # The largest value is not finite if any is not. A shard without elements has none.
-        if filled := [tensor for tensor in listed if tensor.numel()]:
+        filled = [tensor for tensor in listed if tensor.numel()]
+        if filled:
             flag += (~torch.isfinite(torch.nn.utils.get_total_norm(filled, math.inf))).to(device)
     return flag
 
@@ -170,7 +186,9 @@ class AgreeingScaler(torch.amp.GradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        parameters = [
+            p for group in optimizer.param_groups for p in group["params"] if p.grad is not None
+        ]
         for parameter in parameters:
             if parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.coalesce()

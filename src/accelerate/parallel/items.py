@@ -85,7 +85,9 @@ class ItemWindow(RunObserver):
         """Sum `count` in place over the ranks that average gradients; the handle to wait on, or None."""
         if self.strategy.gradient_ranks == 1:
             return None
-        work: dist.Work | None = dist.all_reduce(count, group=self.strategy.gradient_group, async_op=True)
+        work: dist.Work | None = dist.all_reduce(
+            count, group=self.strategy.gradient_group, async_op=True
+        )
         return work
 
     def _agree(self, items: torch.Tensor) -> torch.Tensor:
@@ -101,20 +103,28 @@ class ItemWindow(RunObserver):
         dtype = torch.float32 if device.type == "mps" else torch.float64
         if isinstance(num_items, torch.Tensor):
             if num_items.numel() != 1:
-                raise ValueError(f"num_items must be one number, got a tensor of shape {tuple(num_items.shape)}")
+                raise ValueError(
+                    f"num_items must be one number, got a tensor of shape {tuple(num_items.shape)}"
+                )
             return num_items.detach().reshape(()).to(device=device, dtype=dtype)
         if isinstance(num_items, str) or not isinstance(num_items, numbers.Real):
-            raise TypeError(f"num_items={num_items!r} must be a number, or a tensor with one element")
+            raise TypeError(
+                f"num_items={num_items!r} must be a number, or a tensor with one element"
+            )
         if num_items < 0:
             raise ValueError(f"num_items={num_items} must not be negative")
         return torch.tensor(float(num_items), device=device, dtype=dtype)
 
 
-def global_loss(strategy: Strategy, loss: torch.Tensor | float | None) -> torch.Tensor | float | None:
+def global_loss(
+    strategy: Strategy, loss: torch.Tensor | float | None
+) -> torch.Tensor | float | None:
     """The mean of each rank's loss over the ranks that average gradients; None stays None."""
     if loss is None or strategy.gradient_ranks == 1:
         return loss
     mean = torch.as_tensor(loss, device=strategy.device).detach().clone()
     dist.all_reduce(mean, group=strategy.gradient_group)
     mean /= strategy.gradient_ranks
-    return mean if isinstance(loss, torch.Tensor) else mean.item()
+    if isinstance(loss, torch.Tensor):
+        return mean
+    return mean.item()

@@ -20,13 +20,17 @@ from .unwrap import canonical_name as canonical_name
 T = TypeVar("T")
 
 
-def named_parameters(model: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+def named_parameters(
+    model: nn.Module, remove_duplicate: bool = True
+) -> Iterator[tuple[str, nn.Parameter]]:
     """(plain name, parameter) of every parameter."""
     for name, parameter in model.named_parameters(remove_duplicate=remove_duplicate):
         yield canonical_name(name), parameter
 
 
-def named_tensors(model: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+def named_tensors(
+    model: nn.Module, remove_duplicate: bool = True
+) -> Iterator[tuple[str, torch.Tensor]]:
     """(plain name, tensor) of every parameter and buffer."""
     yield from named_parameters(model, remove_duplicate)
     for name, tensor in model.named_buffers(remove_duplicate=remove_duplicate):
@@ -35,7 +39,9 @@ def named_tensors(model: nn.Module, remove_duplicate: bool = True) -> Iterator[t
 
 def local_shard(full: torch.Tensor, layout: DTensor) -> torch.Tensor:
     """This rank's shard of `full`, in the layout of a DTensor of the same shape; nothing is sent."""
-    laid_out: DTensor = distribute_tensor(full.detach(), layout.device_mesh, layout.placements, src_data_rank=None)
+    laid_out: DTensor = distribute_tensor(
+        full.detach(), layout.device_mesh, layout.placements, src_data_rank=None
+    )
     return laid_out.to_local()
 
 
@@ -67,7 +73,9 @@ def gather_flags(flag: bool, device: torch.device, group: dist.ProcessGroup | No
 
 
 @torch.no_grad()
-def make_equal(tensors: Iterable[torch.Tensor], device: torch.device, group: dist.ProcessGroup | None) -> None:
+def make_equal(
+    tensors: Iterable[torch.Tensor], device: torch.device, group: dist.ProcessGroup | None
+) -> None:
     """Give every rank of the group its first rank's values. Tensors are moved to `device`.
 
     DTensors are skipped: their shards differ, and have been filled already.
@@ -82,7 +90,9 @@ def make_equal(tensors: Iterable[torch.Tensor], device: torch.device, group: dis
     if dist.get_world_size(group) == 1:
         return
     buffers = [local if local.is_contiguous() else local.contiguous() for local in locals_]
-    pending = [dist.broadcast(buffer, group=group, group_src=0, async_op=True) for buffer in buffers]
+    pending = [
+        dist.broadcast(buffer, group=group, group_src=0, async_op=True) for buffer in buffers
+    ]
     for work in pending:
         work.wait()
     for local, buffer in zip(locals_, buffers, strict=True):
@@ -102,7 +112,11 @@ class Weights:
     """
 
     def __init__(
-        self, model: nn.Module, device: torch.device, ranks: dist.ProcessGroup | None = None, from_first: bool = False
+        self,
+        model: nn.Module,
+        device: torch.device,
+        ranks: dist.ProcessGroup | None = None,
+        from_first: bool = False,
     ) -> None:
         self.device = device
         self.ranks = ranks
@@ -147,7 +161,9 @@ def allocate(model: nn.Module, device: torch.device, home: torch.device | None =
 
 def own_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """(attribute, tensor) of the parameters and buffers of a module without its children."""
-    tensors: list[tuple[str, torch.Tensor]] = list(module.named_parameters(recurse=False, remove_duplicate=False))
+    tensors: list[tuple[str, torch.Tensor]] = list(
+        module.named_parameters(recurse=False, remove_duplicate=False)
+    )
     return tensors + list(module.named_buffers(recurse=False, remove_duplicate=False))
 
 
@@ -171,7 +187,8 @@ def replace_tensors(model: nn.Module, change: Callable[[torch.Tensor], torch.Ten
 
     for module in model.modules():
         for name, tensor in own_tensors(module):
-            if (now := changed(tensor)) is not tensor:
+            now = changed(tensor)
+            if now is not tensor:
                 setattr(module, name, now)
 
 
@@ -189,10 +206,14 @@ def spread(
     Raises PrepareError, on every rank, for a name that is missing in `full` (with `strict`), or of another shape.
     """
     listed = list(targets)
-    offered = from_first({name: tuple(tensor.shape) for name, tensor in full.items()}, device, group)
+    offered = from_first(
+        {name: tuple(tensor.shape) for name, tensor in full.items()}, device, group
+    )
     missing = [name for name, _ in listed if name not in offered]
     if missing and strict:
-        raise PrepareError(f"rank 0 gives no value for {len(missing)} tensors of the model: {', '.join(missing[:5])}")
+        raise PrepareError(
+            f"rank 0 gives no value for {len(missing)} tensors of the model: {', '.join(missing[:5])}"
+        )
     for name, target in listed:
         if name in offered and offered[name] != tuple(target.shape):
             raise PrepareError(
@@ -203,7 +224,10 @@ def spread(
         if name not in offered:
             continue
         source = full.pop(name, None)
-        source = source.full_tensor() if isinstance(source, DTensor) else source
+        if isinstance(source, DTensor):
+            source = source.full_tensor()
+        else:
+            source = source
         value = broadcast_tensor(source, target.shape, target.dtype, device, group)
         if isinstance(target, DTensor):
             target.to_local().copy_(local_shard(value, target))
@@ -250,7 +274,9 @@ def initialise(
         if init is not None:
             init(shadow)
         else:
-            reset = getattr(shadow, "reset_parameters", None) or getattr(shadow, "_reset_parameters", None)
+            reset = getattr(shadow, "reset_parameters", None) or getattr(
+                shadow, "_reset_parameters", None
+            )
             if reset is None and fallback is None:
                 where = f"{canonical_name(name) or 'the model'} ({type(module).__name__})"
                 raise PrepareError(
@@ -265,7 +291,11 @@ def initialise(
         for _, tensor in own_tensors(module):
             owners.setdefault(id(tensor), module)
         inside = {id(submodule) for submodule in module.modules()}
-        targets = [(key, tensor) for key, tensor in named_tensors(module) if id(owners[id(tensor)]) in inside]
+        targets = [
+            (key, tensor)
+            for key, tensor in named_tensors(module)
+            if id(owners[id(tensor)]) in inside
+        ]
         spread(dict(named_tensors(shadow)), targets, device, group)
 
 
@@ -288,7 +318,9 @@ def without_storage(state: Mapping[str, object]) -> dict[str, object]:
 
 def skeleton(name: str, state: Mapping[str, object]) -> nn.Module:
     """A module of a class called `name` whose `state_dict()` is `state`."""
-    kind: type[nn.Module] = type(name, (nn.Module,), {"state_dict": lambda self, *args, **kwargs: dict(state)})
+    kind: type[nn.Module] = type(
+        name, (nn.Module,), {"state_dict": lambda self, *args, **kwargs: dict(state)}
+    )
     return kind()
 
 

@@ -27,7 +27,9 @@ def check_names(models: Iterable[nn.Module], names: Iterable[str]) -> None:
     models = list(models)
     for name in names:
         attributes = [getattr(model, name, None) for model in models]
-        if any(callable(attribute) and not isinstance(attribute, nn.Module) for attribute in attributes):
+        if any(
+            callable(attribute) and not isinstance(attribute, nn.Module) for attribute in attributes
+        ):
             continue
         if not models:
             raise PrepareError("forward_methods is given, and no model to prepare")
@@ -149,5 +151,7 @@ def _public_methods(kind: type) -> set[str]:
         for base in kind.__mro__
         if not base.__module__.startswith("torch.")
         for name, value in vars(base).items()
-        if isinstance(value, FunctionType) and not name.startswith("_") and not any(hasattr(b, name) for b in bases)
+        if isinstance(value, FunctionType)
+        and not name.startswith("_")
+        and not any(hasattr(b, name) for b in bases)
     }

@@ -28,7 +28,10 @@ def clip_grad_norm(
     mesh and placement. `across` are groups whose ranks have other parameters of the same model (pipeline stages, flat
     shards), on `device`. `twins` are ids of parameters that another rank of these groups counts.
     """
-    listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    if isinstance(parameters, torch.Tensor):
+        listed = [parameters]
+    else:
+        listed = list(parameters)
     counted = gradients_of(parameter for parameter in listed if id(parameter) not in twins)
     norm = total_norm(counted, norm_type, across, device)
     multiply(gradients_of(listed), torch.clamp(max_norm / (norm + 1e-6), max=1.0))
@@ -50,7 +53,8 @@ def total_norm(
     norm_type = float(norm_type)
     partial_norms = []
     for (mesh, sharded, kind, dtype), tensors in _by_layout(gradients).items():
-        if present := [tensor for tensor in tensors if tensor.numel()]:
+        present = [tensor for tensor in tensors if tensor.numel()]
+        if present:
             one = torch.nn.utils.get_total_norm(present, norm_type)
         else:
             one = torch.zeros((), device=kind, dtype=dtype)
@@ -62,7 +66,9 @@ def total_norm(
     partial = torch.stack([one.to(partial_norms[0]) for one in partial_norms])
     norm: torch.Tensor = torch.linalg.vector_norm(partial, norm_type)
     if across:
-        norm = norm.to(device, torch.float32 if device is not None and device.type == "mps" else torch.float64)
+        norm = norm.to(
+            device, torch.float32 if device is not None and device.type == "mps" else torch.float64
+        )
     for group in across:
         norm = _reduce(norm, norm_type, group)
     return norm
@@ -79,10 +85,15 @@ def _by_layout(gradients: Sequence[torch.Tensor]) -> dict[Layout, list[torch.Ten
         sharded: tuple[int, ...] = ()
         if isinstance(gradient, DTensor):
             if any(placement.is_partial() for placement in gradient.placements):
-                reduced = [Replicate() if placement.is_partial() else placement for placement in gradient.placements]
+                reduced = [
+                    Replicate() if placement.is_partial() else placement
+                    for placement in gradient.placements
+                ]
                 gradient = gradient.redistribute(placements=reduced)
             mesh = gradient.device_mesh
-            sharded = tuple(i for i, placement in enumerate(gradient.placements) if not placement.is_replicate())
+            sharded = tuple(
+                i for i, placement in enumerate(gradient.placements) if not placement.is_replicate()
+            )
             gradient = gradient.to_local()
         found.setdefault((mesh, sharded, gradient.device, gradient.dtype), []).append(gradient)
     return found

@@ -37,7 +37,11 @@ def offload_state(optimizer: torch.optim.Optimizer, chunk: int = CHUNK) -> None:
             f"OptimizerOffloadKwargs: the step of {kind.__name__} is not known to update each parameter by itself. "
             f"Use one of {known}, or leave OptimizerOffloadKwargs out"
         )
-    if any(hasattr(parameter, "device_mesh") for group in optimizer.param_groups for parameter in group["params"]):
+    if any(
+        hasattr(parameter, "device_mesh")
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    ):
         raise PrepareError(
             "OptimizerOffloadKwargs: the parameters are sharded (DTensors). Set cpu_offload=True in the fsdp_plugin, "
             "which keeps parameters, gradients and states in host memory"
@@ -47,7 +51,9 @@ def offload_state(optimizer: torch.optim.Optimizer, chunk: int = CHUNK) -> None:
     streamed, reference = StreamedState(chunk), weakref.ref(optimizer)
 
     def step(
-        own: torch.optim.Optimizer, former: Callable[..., object], closure: Callable[[], object] | None
+        own: torch.optim.Optimizer,
+        former: Callable[..., object],
+        closure: Callable[[], object] | None,
     ) -> object:
         loss = None
         if closure is not None:
@@ -80,10 +86,16 @@ class StreamedState:
         for group, _ in groups:
             group["params"] = []
         try:
-            arriving = self.to_device(optimizer, chunks[0][1]) if chunks else None
+            if chunks:
+                arriving = self.to_device(optimizer, chunks[0][1])
+            else:
+                arriving = None
             for number, (group, parameters) in enumerate(chunks):
                 present = arriving
-                arriving = self.to_device(optimizer, chunks[number + 1][1]) if number + 1 < len(chunks) else None
+                if number + 1 < len(chunks):
+                    arriving = self.to_device(optimizer, chunks[number + 1][1])
+                else:
+                    arriving = None
                 self.wait(present)
                 group["params"] = parameters
                 call()
@@ -100,7 +112,9 @@ class StreamedState:
             self.to_host(optimizer, group["params"])
         self.finish()
 
-    def _chunks(self, optimizer: torch.optim.Optimizer) -> list[tuple[dict[str, Any], list[torch.Tensor]]]:
+    def _chunks(
+        self, optimizer: torch.optim.Optimizer
+    ) -> list[tuple[dict[str, Any], list[torch.Tensor]]]:
         """(group, parameters) of each call; the parameters of a call are of one group."""
         found: list[tuple[dict[str, Any], list[torch.Tensor]]] = []
         for group in optimizer.param_groups:
@@ -117,7 +131,9 @@ class StreamedState:
                 left -= size
         return found
 
-    def to_device(self, optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> torch.Event:
+    def to_device(
+        self, optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]
+    ) -> torch.Event:
         """Start to copy the state of parameters to the device; returns the event behind the copies."""
         stream = self._stream(parameters[0].device, 0)
         with stream:

@@ -14,11 +14,25 @@ from ..core.messages import warn
 # Adafactor, Muon and LBFGS use entire tensors.
 ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
-    for name in ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+    for name in (
+        "ASGD",
+        "Adadelta",
+        "Adagrad",
+        "Adam",
+        "AdamW",
+        "Adamax",
+        "NAdam",
+        "RAdam",
+        "RMSprop",
+        "Rprop",
+        "SGD",
+    )
 )
 # Packages whose optimizers take shards themselves, apart from these classes. Their step is not replaced.
 _TAKE_SHARDS: dict[str, frozenset[str]] = {
-    "bitsandbytes": frozenset({"LAMB", "LAMB8bit", "LAMB32bit", "LARS", "LARS8bit", "LARS32bit", "PytorchLARS"}),
+    "bitsandbytes": frozenset(
+        {"LAMB", "LAMB8bit", "LAMB32bit", "LARS", "LARS8bit", "LARS32bit", "PytorchLARS"}
+    ),
     "deepspeed": frozenset({"FusedLamb", "OnebitLamb", "MuonWithAuxAdam"}),
     "lion_pytorch": frozenset(),
     "torchao": frozenset(),
@@ -39,7 +53,9 @@ class Scope(enum.Enum):
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the step is that of one of torch's optimizers whose step of an element needs no other element."""
     step = inspect.unwrap(type(optimizer).step)
-    return any(isinstance(optimizer, kind) and inspect.unwrap(kind.step) is step for kind in ELEMENTWISE)
+    return any(
+        isinstance(optimizer, kind) and inspect.unwrap(kind.step) is step for kind in ELEMENTWISE
+    )
 
 
 def find_scope(optimizer: torch.optim.Optimizer) -> Scope:
@@ -53,7 +69,9 @@ def find_scope(optimizer: torch.optim.Optimizer) -> Scope:
         return Scope.MODEL
     if package in _TAKE_SHARDS or isinstance(optimizer, torch.optim.Adafactor | torch.optim.Muon):
         return Scope.PARAMETER
-    if (package, kind.__name__) == ("transformers", "Adafactor") or isinstance(optimizer, torch.optim.SparseAdam):
+    if (package, kind.__name__) == ("transformers", "Adafactor") or isinstance(
+        optimizer, torch.optim.SparseAdam
+    ):
         return Scope.PARAMETER
     return Scope.UNKNOWN
 

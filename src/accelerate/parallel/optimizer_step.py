@@ -83,7 +83,10 @@ def _local_tensors(optimizer: torch.optim.Optimizer) -> Iterator[None]:
                     leaf.grad = _local(parameter.grad, parameter)  # type: ignore[assignment]
                     local_state: dict[str, object] = {}
                     if parameter in state:
-                        local_state = {name: _local(value, parameter) for name, value in state[parameter].items()}
+                        local_state = {
+                            name: _local(value, parameter)
+                            for name, value in state[parameter].items()
+                        }
                         state[leaf] = dict(local_state)
                     shards.append((parameter, leaf, local_state))
         yield
@@ -96,9 +99,10 @@ def _local_tensors(optimizer: torch.optim.Optimizer) -> Iterator[None]:
                 if name not in local_state or local_state[name] is not value:
                     # What the step did not change in place.
                     has_layout = isinstance(value, torch.Tensor) and value.shape == leaf.shape
-                    state[parameter][name] = (
-                        as_dtensor(value, parameter) if has_layout and name not in _NUMBERS else value
-                    )
+                    if has_layout and name not in _NUMBERS:
+                        state[parameter][name] = as_dtensor(value, parameter)
+                    else:
+                        state[parameter][name] = value
 
 
 def _local(value: object, parameter: DTensor) -> object:
@@ -156,7 +160,8 @@ class _Unsharded:
         # The same objects in all evaluations of one step: optimizers may keep references to parameters.
         self.full = [
             torch.nn.Parameter(
-                torch.empty(p.shape, dtype=p.dtype, device=p.device_mesh.device_type), requires_grad=p.requires_grad
+                torch.empty(p.shape, dtype=p.dtype, device=p.device_mesh.device_type),
+                requires_grad=p.requires_grad,
             )
             for p in self.sharded
         ]
@@ -169,11 +174,16 @@ class _Unsharded:
         values += [p.grad for p in self.sharded if isinstance(p.grad, DTensor)]
         # In the order of the parameters, which is the same on each rank.
         known = [state.get(p, {}) for p in self.sharded]
-        values += [value for entry in known for value in entry.values() if isinstance(value, DTensor)]
+        values += [
+            value for entry in known for value in entry.values() if isinstance(value, DTensor)
+        ]
         found = dict(zip(map(id, values), _gather(values), strict=True))
         for parameter, full, entry in zip(self.sharded, self.full, known, strict=True):
             full.copy_(found[id(parameter)])
-            full.grad = None if parameter.grad is None else found.get(id(parameter.grad), parameter.grad)
+            if parameter.grad is None:
+                full.grad = None
+            else:
+                full.grad = found.get(id(parameter.grad), parameter.grad)
             if parameter in state:
                 # The entry itself is kept: only its tensors are others.
                 for name, value in entry.items():
@@ -190,8 +200,14 @@ class _Unsharded:
             full.grad = None
             entry = state.get(full, {})
             for name, value in entry.items():
-                if isinstance(value, torch.Tensor) and value.ndim and value.shape == parameter.shape:
-                    entry[name] = as_dtensor(local_shard(value, parameter).to(local.device, copy=True), parameter)
+                if (
+                    isinstance(value, torch.Tensor)
+                    and value.ndim
+                    and value.shape == parameter.shape
+                ):
+                    entry[name] = as_dtensor(
+                        local_shard(value, parameter).to(local.device, copy=True), parameter
+                    )
         self._replace(self.full, self.sharded)
 
     def _replace(self, former: Sequence[torch.Tensor], present: Sequence[torch.Tensor]) -> None:
@@ -199,7 +215,9 @@ class _Unsharded:
         other = {id(old): new for old, new in zip(former, present, strict=True)}
         for group in self.optimizer.param_groups:
             # The list itself is kept: LBFGS has a reference to it.
-            group["params"][:] = [other.get(id(parameter), parameter) for parameter in group["params"]]
+            group["params"][:] = [
+                other.get(id(parameter), parameter) for parameter in group["params"]
+            ]
         state = self.optimizer.state
         entries = [(other.get(id(key), key), entry) for key, entry in state.items()]
         if any(map(operator.is_not, (key for key, _ in entries), state)):

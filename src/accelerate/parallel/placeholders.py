@@ -37,7 +37,9 @@ class DummyOptim(Placeholder):
         "in a run with a deepspeed_plugin, or make a torch optimizer"
     )
 
-    def __init__(self, params: Iterable[object], lr: float = 0.001, weight_decay: float = 0, **kwargs: object) -> None:
+    def __init__(
+        self, params: Iterable[object], lr: float = 0.001, weight_decay: float = 0, **kwargs: object
+    ) -> None:
         self.params = params
         self.lr = lr
         self.weight_decay = weight_decay
@@ -104,7 +106,11 @@ class MegatronLMDummyScheduler(DummyScheduler):
     )
 
     def __init__(
-        self, optimizer: Any, total_num_steps: int | None = None, warmup_num_steps: int = 0, **kwargs: Any
+        self,
+        optimizer: Any,
+        total_num_steps: int | None = None,
+        warmup_num_steps: int = 0,
+        **kwargs: Any,
     ) -> None:
         super().__init__(optimizer, total_num_steps, warmup_num_steps, **kwargs)
 

@@ -103,7 +103,9 @@ class PreparedModel:
 
     def added_parameter(self, name: str) -> PrepareError:
         """The error for a parameter of `new_parameters`."""
-        return PrepareError(f"{name} was added or replaced after {type(self.inner).__name__} was prepared")
+        return PrepareError(
+            f"{name} was added or replaced after {type(self.inner).__name__} was prepared"
+        )
 
     def is_of(self, module: nn.Module) -> bool:
         """Whether `module` is this model, with or without its wrappers."""
@@ -143,7 +145,9 @@ class PreparedModel:
 
     def trained_names(self) -> set[str]:
         """The plain names of the parameters that train, on all ranks."""
-        return {canonical_name(name) for name, p in self.inner.named_parameters() if p.requires_grad}
+        return {
+            canonical_name(name) for name, p in self.inner.named_parameters() if p.requires_grad
+        }
 
     def reshard(self) -> None:
         """Keep only this rank's shards of the parameters, as between two steps."""
@@ -180,7 +184,9 @@ class PreparedModel:
         model: Any = extract_model_from_parallel(self.module, keep_torch_compile=False)
         texts: dict[str, Any] = {}
         if is_peft_model(model):
-            texts["adapter_configs"] = {name: config_text(model, name).decode() for name in model.peft_config}
+            texts["adapter_configs"] = {
+                name: config_text(model, name).decode() for name in model.peft_config
+            }
             texts["active"] = list(model.active_adapters)
             model = model.get_base_model()
         for name in ("config", "generation_config"):
@@ -226,7 +232,9 @@ class PreparedModel:
         """The optimizer's full state, as `optimizer.state_dict()` of a single process; every rank calls it."""
         return optimizer.state_dict()
 
-    def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    def load_optimizer_state_dict(
+        self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
+    ) -> None:
         """Take a full optimizer state; every rank calls it."""
         optimizer.load_state_dict(dict(state))
 
@@ -253,7 +261,8 @@ class PreparedModels:
 
     def __iter__(self) -> Iterator[PreparedModel]:
         for reference in self._references:
-            if (prepared := reference()) is not None:
+            prepared = reference()
+            if prepared is not None:
                 yield prepared
 
     def add(self, models: Iterable[PreparedModel]) -> None:
@@ -308,19 +317,22 @@ class PreparedOptimizer:
 
     def group_shapes(self) -> GroupShapes | None:
         """Names and shapes in each group; None where the optimizer's own parameters have these shapes."""
-        return self.model.optimizer_group_shapes(self.inner) if self.model is not None and self.is_partial else None
+        if self.model is not None and self.is_partial:
+            return self.model.optimizer_group_shapes(self.inner)
+        return None
 
     def describe(self) -> dict[str, Any]:
         """Class, options and shapes by group, which must equal those of the optimizer that loads the state."""
         groups = getattr(self.inner, "param_groups", [])
         named = self.group_shapes()
-        shapes = (
-            [[list(parameter.shape) for parameter in group["params"]] for group in groups]
-            if named is None
-            else [list(group.values()) for group in named]
-        )
+        if named is None:
+            shapes = [[list(parameter.shape) for parameter in group["params"]] for group in groups]
+        else:
+            shapes = [list(group.values()) for group in named]
         return {
             "class": type(self.inner).__qualname__,
-            "options": sorted({key for group in groups for key in group if key != "params"} - {"initial_lr"}),
+            "options": sorted(
+                {key for group in groups for key in group if key != "params"} - {"initial_lr"}
+            ),
             "shapes": shapes,
         }

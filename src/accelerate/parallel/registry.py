@@ -31,7 +31,9 @@ TRANSFORMS: dict[str, tuple[str, str]] = {
 
 def strategy_class(name: str) -> type[Strategy]:
     """The class of one of ours, or of one that an installed package registers (`accelerate.strategies`)."""
-    found: type[Strategy] = _imported(STRATEGIES[name]) if name in STRATEGIES else extensions.load("strategy", name)
+    found: type[Strategy] = (
+        _imported(STRATEGIES[name]) if name in STRATEGIES else extensions.load("strategy", name)
+    )
     return found
 
 

@@ -29,7 +29,9 @@ class ParameterPlaces:
         """(former, present) of each parameter that was replaced."""
         now = [(former, getattr(module, name, None)) for module, name, former in self._places]
         return [
-            (former, present) for former, present in now if isinstance(present, nn.Parameter) and present is not former
+            (former, present)
+            for former, present in now
+            if isinstance(present, nn.Parameter) and present is not former
         ]
 
     def shared(self) -> list[list[tuple[nn.Module, str]]]:
@@ -69,16 +71,24 @@ class Replacements:
                     continue
                 group["params"][position] = present
                 if former in optimizer.state:
-                    optimizer.state[present] = lay_out_state(optimizer.state.pop(former), former, present)
+                    optimizer.state[present] = lay_out_state(
+                        optimizer.state.pop(former), former, present
+                    )
 
 
-def lay_out_state(state: dict[str, object], former: torch.Tensor, present: torch.Tensor) -> dict[str, object]:
+def lay_out_state(
+    state: dict[str, object], former: torch.Tensor, present: torch.Tensor
+) -> dict[str, object]:
     """State of a parameter, each tensor of the parameter's shape in the layout of the present one."""
     if not isinstance(present, DTensor):
         return state
 
     def move(value: object) -> object:
-        if not isinstance(value, torch.Tensor) or value.shape != former.shape or isinstance(value, DTensor):
+        if (
+            not isinstance(value, torch.Tensor)
+            or value.shape != former.shape
+            or isinstance(value, DTensor)
+        ):
             return value
         shard = local_shard(value, present).to(present.to_local().device).clone()
         return as_dtensor(shard, present)

@@ -100,7 +100,9 @@ class ShardedModel(PreparedModel):
 
     def trained_parameters(self) -> Iterator[torch.Tensor]:
         """Those of the module, and the shards."""
-        return itertools.chain(self.module.parameters(), (shard.sharded_param for shard in shards_of(self.units())))
+        return itertools.chain(
+            self.module.parameters(), (shard.sharded_param for shard in shards_of(self.units()))
+        )
 
     def reshard(self) -> None:
         """Reshard all FSDP2 units."""
@@ -129,7 +131,9 @@ class ShardedModel(PreparedModel):
         """The full state as that of a single process: on rank 0, empty on the other ranks."""
         return fsdp_state.full_optimizer_state(self.inner, optimizer)
 
-    def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state: Mapping[str, object]) -> None:
+    def load_optimizer_state_dict(
+        self, optimizer: torch.optim.Optimizer, state: Mapping[str, object]
+    ) -> None:
         """Load the optimizer state of a single process, which only rank 0 needs to have; every rank calls it."""
         fsdp_state.load_full_optimizer_state(self.inner, optimizer, state)
 
@@ -144,7 +148,9 @@ class ShardedModel(PreparedModel):
 class ShardedStrategy(Strategy):
     """Parameters become DTensors on one mesh; optimizers made before that are re-pointed by identity."""
 
-    def __init__(self, device: torch.device, precision: Precision, layout: ParallelismConfig | None = None) -> None:
+    def __init__(
+        self, device: torch.device, precision: Precision, layout: ParallelismConfig | None = None
+    ) -> None:
         super().__init__(device, precision)
         # A filter that is there is not added again.
         logging.getLogger(_REDISTRIBUTE_LOG).addFilter(_is_about_layout)
@@ -186,7 +192,10 @@ class ShardedStrategy(Strategy):
         """Lay out each model and re-point the optimizers. Models for evaluation are only placed."""
         for model in bundle.models if self.sequence is not None else ():
             self.sequence.check(model)  # type: ignore[union-attr]
-        found = super().prepare(bundle) if bundle.evaluation else self._prepare_training(bundle)
+        if bundle.evaluation:
+            found = super().prepare(bundle)
+        else:
+            found = self._prepare_training(bundle)
         for prepared in found if self.sequence is not None else ():
             self.sequence.watch(prepared.module)  # type: ignore[union-attr]
         return found
@@ -202,7 +211,9 @@ class ShardedStrategy(Strategy):
             self.prepared.add([prepared])
         for optimizer in bundle.optimizers:
             self.replacements.repoint(optimizer)
-            check_trains(optimizer, {id(p) for prepared in found for p in prepared.module.parameters()})
+            check_trains(
+                optimizer, {id(p) for prepared in found for p in prepared.module.parameters()}
+            )
             lay_out_step(optimizer)
         units: list[weakref.ref[FSDPModule]] = [
             weakref.ref(module)
@@ -229,10 +240,17 @@ class ShardedStrategy(Strategy):
         """The backward, in which split attention may be recomputed, and the reductions that are left."""
         split = contextlib.nullcontext() if self.sequence is None else self.sequence.recomputing()
         tensor = self.layout.tp_handler
-        sharded = loss_parallel() if tensor is not None and tensor.loss_parallel else contextlib.nullcontext()
+        sharded = (
+            loss_parallel()
+            if tensor is not None and tensor.loss_parallel
+            else contextlib.nullcontext()
+        )
         if isinstance(loss, DTensor):
             units = [
-                unit for prepared in self.prepared if isinstance(prepared, ShardedModel) for unit in prepared.units()
+                unit
+                for prepared in self.prepared
+                if isinstance(prepared, ShardedModel)
+                for unit in prepared.units()
             ]
             shards = {shard.sharded_param.device_mesh for shard in shards_of(units)}  # type: ignore[attr-defined]
             if loss.device_mesh in shards:
@@ -280,5 +298,6 @@ def _mixed_loss() -> PrepareError:
 def _reshard_before_step(units: Sequence[weakref.ref[FSDPModule]], *_: object) -> None:
     """Reshard what a forward between the backward and the step has gathered: its values would be stale."""
     for reference in units:
-        if (module := reference()) is not None:
+        module = reference()
+        if module is not None:
             module.reshard()

@@ -33,7 +33,8 @@ def _wrapper_types() -> tuple[type[torch.nn.Module], ...]:
     fsdp = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
     if fsdp is not None:
         found.append(fsdp.FullyShardedDataParallel)
-    if (engine := getattr(sys.modules.get("deepspeed"), "DeepSpeedEngine", None)) is not None:
+    engine = getattr(sys.modules.get("deepspeed"), "DeepSpeedEngine", None)
+    if engine is not None:
         found.append(engine)
     return tuple(found)
 
@@ -98,7 +99,10 @@ def require_state_dict(model: torch.nn.Module) -> None:
     A model that transformers has sharded itself, over its own mesh, is saved by transformers.
     """
     inner = extract_model_from_parallel(model, keep_torch_compile=False)
-    if callable(getattr(type(inner), "save_pretrained", None)) and getattr(inner, "_device_mesh", None) is None:
+    if (
+        callable(getattr(type(inner), "save_pretrained", None))
+        and getattr(inner, "_device_mesh", None) is None
+    ):
         # A method and not a closure: a copied model gets its own.
         inner.save_pretrained = types.MethodType(save_pretrained, inner)  # type: ignore[assignment]
         inner.named_modules = types.MethodType(named_modules, inner)  # type: ignore[method-assign]
@@ -122,7 +126,10 @@ def save_pretrained(self: torch.nn.Module, *args: object, **kwargs: object) -> o
 
 
 def named_modules(
-    self: torch.nn.Module, memo: set[torch.nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    self: torch.nn.Module,
+    memo: set[torch.nn.Module] | None = None,
+    prefix: str = "",
+    remove_duplicate: bool = True,
 ) -> Iterator[tuple[str, torch.nn.Module]]:
     """The class's own method, with the names of the plain model, as `accelerator.get_state_dict` has them.
 

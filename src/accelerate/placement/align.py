@@ -88,11 +88,21 @@ class AlignDevicesHook(ModelHook):
     @weights_map.setter
     def weights_map(self, weights: Weights | None) -> None:
         self._weights = weights
-        self._stream = weights.stream if isinstance(weights, (PrefixedDataset, OffloadedWeightsLoader)) else None
+        if isinstance(weights, (PrefixedDataset, OffloadedWeightsLoader)):
+            self._stream = weights.stream
+        else:
+            self._stream = None
         self._streamed = {}
 
     def __repr__(self) -> str:
-        names = ("execution_device", "offload", "io_same_device", "offload_buffers", "place_submodules", "skip_keys")
+        names = (
+            "execution_device",
+            "offload",
+            "io_same_device",
+            "offload_buffers",
+            "place_submodules",
+            "skip_keys",
+        )
         return f"AlignDevicesHook({', '.join(f'{name}={getattr(self, name)!s}' for name in names)})"
 
     def init_hook(self, module: nn.Module) -> nn.Module:
@@ -121,7 +131,9 @@ class AlignDevicesHook(ModelHook):
                 self._put(module, name, self.execution_device)
         return module
 
-    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def pre_forward(
+        self, module: nn.Module, *args: Any, **kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Load offloaded weights, and move the inputs to the execution device."""
         if self.io_same_device:
             self.input_device = find_device([args, kwargs])
@@ -154,12 +166,16 @@ class AlignDevicesHook(ModelHook):
             for name, device in self.original_devices.items():
                 if device.type != "meta" and name not in self.resident:
                     value = self._value(name)
-                    set_module_tensor_to_device(module, name, device, value=value, fp16_statistics=self.scales(name))
+                    set_module_tensor_to_device(
+                        module, name, device, value=value, fp16_statistics=self.scales(name)
+                    )
         return module
 
     def offloaded(self, module: nn.Module) -> list[tuple[str, torch.Tensor]]:
         """The tensors of the module that this hook brings and takes away."""
-        tensors = named_module_tensors(module, self.offload_buffers, self.place_submodules, remove_non_persistent=True)
+        tensors = named_module_tensors(
+            module, self.offload_buffers, self.place_submodules, remove_non_persistent=True
+        )
         return [(name, tensor) for name, tensor in tensors if name not in self.resident]
 
     def _bring_all(self, module: nn.Module) -> None:
@@ -213,22 +229,31 @@ class AlignDevicesHook(ModelHook):
         self._borrowed = []
 
     def _put(self, module: nn.Module, name: str, device: Place) -> None:
-        set_module_tensor_to_device(module, name, device, tied_params_map=self.tied_params_map, clear_cache=False)
+        set_module_tensor_to_device(
+            module, name, device, tied_params_map=self.tied_params_map, clear_cache=False
+        )
 
     def _value(self, name: str) -> torch.Tensor | None:
         weights = self.weights_map
-        return weights[name] if weights is not None and name in weights else None
+        if weights is not None and name in weights:
+            return weights[name]
+        return None
 
     def scales(self, name: str) -> torch.Tensor | None:
         """The row scales that go with an 8-bit weight, where the weights have any."""
-        return self._value(name[: -len("weight")] + "SCB") if name.endswith("weight") else None
+        if name.endswith("weight"):
+            return self._value(name[: -len("weight")] + "SCB")
+        return None
 
     def _bring(self, module: nn.Module, name: str, value: torch.Tensor | None) -> None:
         """Put one offloaded weight, read from the weights map if no `value` is given, on the execution device."""
         assert self.weights_map is not None
         if value is None:
             value = self.weights_map[name]
-        device = value.device if self.execution_device is None else as_device(self.execution_device)
+        if self.execution_device is None:
+            device = value.device
+        else:
+            device = as_device(self.execution_device)
         tied = self.tied_params_map
         if tied:
             # A tied weight that is not there yet is this hook's to take away; one that is serves as it is.
@@ -263,14 +288,20 @@ def attach_execution_device_hook(
     Below a module of `preload_module_classes` (class names) none is attached.
     """
     require_module(module, "attach_execution_device_hook")
-    holds = any(True for _ in named_module_tensors(module, recurse=True, remove_non_persistent=True))
+    holds = any(
+        True for _ in named_module_tensors(module, recurse=True, remove_non_persistent=True)
+    )
     if holds and not hasattr(module, "_hf_hook"):
-        hook = AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map)
+        hook = AlignDevicesHook(
+            execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map
+        )
         add_hook_to_module(module, hook)
     if _is_preloaded(module, preload_module_classes):
         return
     for child in module.children():
-        attach_execution_device_hook(child, execution_device, skip_keys, preload_module_classes, tied_params_map)
+        attach_execution_device_hook(
+            child, execution_device, skip_keys, preload_module_classes, tied_params_map
+        )
 
 
 def attach_align_device_hook(
@@ -338,9 +369,14 @@ def attach_align_device_hook_on_blocks(
     weights are offloaded. A single value applies to all names of the other mapping, or to `module`.
     """
     require_module(module, "attach_align_device_hook_on_blocks")
-    named = next((given for given in (execution_device, offload) if isinstance(given, Mapping)), (module_name,))
+    named = next(
+        (given for given in (execution_device, offload) if isinstance(given, Mapping)),
+        (module_name,),
+    )
     blocks = _Blocks(
-        execution_device if isinstance(execution_device, Mapping) else dict.fromkeys(named, execution_device),
+        execution_device
+        if isinstance(execution_device, Mapping)
+        else dict.fromkeys(named, execution_device),
         offload if isinstance(offload, Mapping) else dict.fromkeys(named, offload),
         weights_map,
         offload_buffers,
@@ -377,15 +413,21 @@ class _Blocks:
                     **self.common,
                 )
                 add_hook_to_module(module, hook)
-                attach_execution_device_hook(module, device, preload_module_classes=self.preload, **self.common)
+                attach_execution_device_hook(
+                    module, device, preload_module_classes=self.preload, **self.common
+                )
         elif not self._attach_to_tensors(module, name, outermost) and outermost:
-            add_hook_to_module(module, AlignDevicesHook(device, io_same_device=True, **self.common), append=True)
+            add_hook_to_module(
+                module, AlignDevicesHook(device, io_same_device=True, **self.common), append=True
+            )
 
     def _attach_to_tensors(self, module: nn.Module, name: str, outermost: bool) -> bool:
         """Attach a hook to a module whose own tensors are named one by one; False where none is."""
         own = [tensor_name for tensor_name, _ in named_module_tensors(module)]
         named = [
-            leaf for leaf in own if join(name, leaf) in self.execution_device and join(name, leaf) in self.offload
+            leaf
+            for leaf in own
+            if join(name, leaf) in self.execution_device and join(name, leaf) in self.offload
         ]
         if not named:
             return False
@@ -419,8 +461,12 @@ class _Blocks:
             **self.common,
         )
         if not hasattr(module, "_hf_hook"):
-            add_hook_to_module(module, AlignDevicesHook(device, io_same_device=outermost, **self.common))
-        attach_execution_device_hook(module, device, preload_module_classes=self.preload, **self.common)
+            add_hook_to_module(
+                module, AlignDevicesHook(device, io_same_device=outermost, **self.common)
+            )
+        attach_execution_device_hook(
+            module, device, preload_module_classes=self.preload, **self.common
+        )
 
 
 def offloading_hook(module: nn.Module) -> AlignDevicesHook | None:
@@ -445,7 +491,9 @@ def restore_offloaded(model: nn.Module) -> None:
         for name, tensor in hook.offloaded(module):
             if tensor.is_meta:
                 value = hook.weights_map[name]
-                set_module_tensor_to_device(module, name, "cpu", value=value, fp16_statistics=hook.scales(name))
+                set_module_tensor_to_device(
+                    module, name, "cpu", value=value, fp16_statistics=hook.scales(name)
+                )
         hook.original_devices = {}
         present: Any = module._hf_hook
         others = [other for other in getattr(present, "hooks", ()) if other is not hook]
@@ -480,7 +528,9 @@ def align_module_device(module: nn.Module, execution_device: Place | None = None
             hook.post_forward(module, None)
             hook.execution_device = usual
     elif execution_device is not None:
-        usual_devices = {name: parameter.device for name, parameter in module.named_parameters(recurse=False)}
+        usual_devices = {
+            name: parameter.device for name, parameter in module.named_parameters(recurse=False)
+        }
         try:
             for name in usual_devices:
                 set_module_tensor_to_device(module, name, execution_device)
@@ -511,7 +561,9 @@ def get_state_dict_from_offload(
     """
     require_module(module, "get_state_dict_from_offload")
     prefix = module_name.rpartition(".")[0]
-    with align_module_device(module, device_to_put_offload if has_offloaded_params(module) else None):
+    with align_module_device(
+        module, device_to_put_offload if has_offloaded_params(module) else None
+    ):
         for name, value in module.state_dict().items():
             full_name = join(prefix, name)
             if full_name in state_dict and not (isinstance(value, torch.Tensor) and value.is_meta):
@@ -533,4 +585,7 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
                 offloaded[join(name, tensor_name)] = hook.weights_map[tensor_name]
     # In the model's order, with what is not offloaded.
     full = {name: offloaded.get(name, value) for name, value in model.state_dict().items()}
-    return {name: value.to("cpu") if isinstance(value, torch.Tensor) else value for name, value in full.items()}
+    return {
+        name: value.to("cpu") if isinstance(value, torch.Tensor) else value
+        for name, value in full.items()
+    }

@@ -27,7 +27,11 @@ from .sizes import (
     measure,
     members_of,
 )
-from .tied import check_tied_parameters_in_config, check_tied_parameters_on_same_device, find_tied_parameters
+from .tied import (
+    check_tied_parameters_in_config,
+    check_tied_parameters_on_same_device,
+    find_tied_parameters,
+)
 
 _logger = rank_0_logger(__name__)
 
@@ -39,7 +43,9 @@ def clean_device_map(device_map: dict[str, Any], module_name: str = "") -> dict[
     """
     inside: dict[str, set[Any]] = {}  # the devices of what is in each module
     entries: Counter[str] = Counter()
-    lines = {name: _ancestors(name, module_name) for name in device_map if is_within(name, module_name)}
+    lines = {
+        name: _ancestors(name, module_name) for name in device_map if is_within(name, module_name)
+    }
     for name, line in lines.items():
         for ancestor in line:
             inside.setdefault(ancestor, set()).add(device_map[name])
@@ -56,7 +62,9 @@ def _ancestors(name: str, start: str) -> list[str]:
     """The names of the modules from `start` down to `name`, both included."""
     names = name.split(".")
     first = len(start.split(".")) if start else 0
-    return [".".join(names[:length]) for length in range(first, len(names) + 1)] if name else [""]
+    if name:
+        return [".".join(names[:length]) for length in range(first, len(names) + 1)]
+    return [""]
 
 
 def check_device_map(model: nn.Module, device_map: DeviceMap) -> None:
@@ -86,7 +94,8 @@ def check_device_map(model: nn.Module, device_map: DeviceMap) -> None:
             )
     if missing:
         raise ValueError(
-            "The device_map provided does not give any device for the following parameters: " + ", ".join(missing)
+            "The device_map provided does not give any device for the following parameters: "
+            + ", ".join(missing)
         )
 
 
@@ -114,8 +123,12 @@ def plan_device_map(
         "special_dtypes": special_dtypes,
     }
     if kind != "sequential":
-        max_memory = get_balanced_memory(model, max_memory, low_zero=kind == "balanced_low_0", **options)
-    device_map = infer_auto_device_map(model, max_memory, offload_buffers=offload_buffers, **options)
+        max_memory = get_balanced_memory(
+            model, max_memory, low_zero=kind == "balanced_low_0", **options
+        )
+    device_map = infer_auto_device_map(
+        model, max_memory, offload_buffers=offload_buffers, **options
+    )
     if not allow_disk:
         _check_no_disk(model, device_map, max_memory, no_split_module_classes, dtype)
     return device_map
@@ -135,7 +148,9 @@ def _check_no_disk(
         return
     modules = [(name, part) for name, part in members_of("", model) if isinstance(part, nn.Module)]
     largest, layers = get_max_layer_size(modules, sizes, no_split_module_classes)
-    limits = ", ".join(f"{limit:,.0f} on {place}" for place, limit in get_max_memory(max_memory).items())
+    limits = ", ".join(
+        f"{limit:,.0f} on {place}" for place, limit in get_max_memory(max_memory).items()
+    )
     raise ValueError(
         "At least one of the model submodule will be offloaded to disk, please pass along an `offload_folder`. "
         f"The model has {sizes['']:,} bytes, and {sum(missing.values()):,} of them do not fit. Allowed are {limits}; "
@@ -184,7 +199,9 @@ def infer_auto_device_map(
     measured = measure(model, dtype, special_dtypes, unsplittable)
     tied = find_tied_parameters(model)
     if check_tied_parameters_in_config(model) and not tied:
-        _logger.warning("The model weights are not tied: call `model.tie_weights()` before `infer_auto_device_map`.")
+        _logger.warning(
+            "The model weights are not tied: call `model.tie_weights()` before `infer_auto_device_map`."
+        )
     planner = _Planner(
         model,
         get_max_memory(max_memory),
@@ -224,11 +241,17 @@ class _Planner:
         self.fallback = fallback
         self.log = log
         self.limits = max_memory
-        self.devices = [*max_memory] if "disk" in max_memory else [*max_memory, "disk"]
+        if "disk" in max_memory:
+            self.devices = [*max_memory]
+        else:
+            self.devices = [*max_memory, "disk"]
         accelerators = [device for device in self.devices if device not in ("cpu", "disk")]
         self.accelerators = accelerators
         # Offloaded layers are moved to these devices to run: the largest of them must fit there.
-        self.landing = ["mps"] if "mps" in accelerators else [*accelerators[:1], "cpu"]
+        if "mps" in accelerators:
+            self.landing = ["mps"]
+        else:
+            self.landing = [*accelerators[:1], "cpu"]
         self.ahead: list[NamedPart] = members_of("", model)
         self.used: dict[Any, Any] = dict.fromkeys(self.devices, 0)
         self.needed: dict[Any, Any] = {}
@@ -264,8 +287,11 @@ class _Planner:
             if not self._split_partner(name, part, partners):
                 self._leave(device, name, part, together)
             return
-        self.log(f"Not enough space on {device} to put {name} (space available {free}, module size {together}).")
-        if inside := self._inside(name, part):
+        self.log(
+            f"Not enough space on {device} to put {name} (space available {free}, module size {together})."
+        )
+        inside = self._inside(name, part)
+        if inside:
             self.log(f"Splitting {name}.")
             self.ahead[:0] = inside
             self._measure_largest()
@@ -301,10 +327,16 @@ class _Planner:
         """The free bytes of a device, less those reserved for the largest layer ahead; None for the disk: no limit."""
         if device == "disk":
             return None
-        return self.limits[device] - self.used[device] - (self.largest if device in self.landing else 0)
+        return (
+            self.limits[device]
+            - self.used[device]
+            - (self.largest if device in self.landing else 0)
+        )
 
     def _measure_largest(self) -> None:
-        found = {name: self.layers[name] for name, part in self.ahead if isinstance(part, nn.Module)}
+        found = {
+            name: self.layers[name] for name, part in self.ahead if isinstance(part, nn.Module)
+        }
         self.largest = max(found.values(), default=0)
         self.largest_names = {name for name, size in found.items() if size == self.largest}
 
@@ -328,9 +360,13 @@ class _Planner:
                         found.setdefault(entry[0], entry)
         return list(found.values())
 
-    def _split_partner(self, name: str, part: nn.Module | torch.Tensor, partners: list[NamedPart]) -> bool:
+    def _split_partner(
+        self, name: str, part: nn.Module | torch.Tensor, partners: list[NamedPart]
+    ) -> bool:
         """Split the first splittable part that is tied to this one, and assign this one again."""
-        self.log(f"Not enough space to put {name} together with {[partner for partner, _ in partners]}.")
+        self.log(
+            f"Not enough space to put {name} together with {[partner for partner, _ in partners]}."
+        )
         for partner, module in partners:
             inside = self._inside(partner, module)
             if not inside:
@@ -349,10 +385,14 @@ class _Planner:
         """Move the first part ahead that fits on an empty device to the front, at any depth. False if none does."""
         self._measure_largest()
         free = self._free_bytes(device)
-        candidates: list[tuple[NamedPart, tuple[NamedPart, ...]]] = [(entry, ()) for entry in reversed(self.ahead)]
+        candidates: list[tuple[NamedPart, tuple[NamedPart, ...]]] = [
+            (entry, ()) for entry in reversed(self.ahead)
+        ]
         while candidates:
             (name, part), parents = candidates.pop()
-            partners = [partner for partner, _ in self._partners(name) if not is_within(name, partner)]
+            partners = [
+                partner for partner, _ in self._partners(name) if not is_within(name, partner)
+            ]
             # A part without tensors fits anywhere and would not use the device.
             if 0 < self.sizes[name] <= free - sum(self.sizes[partner] for partner in partners):
                 for parent, module in parents:
@@ -360,15 +400,23 @@ class _Planner:
                     self.ahead[at : at + 1] = self._inside(parent, module)
                 self.ahead = [(name, part), *(entry for entry in self.ahead if entry[0] != name)]
                 return True
-            candidates.extend((entry, (*parents, (name, part))) for entry in reversed(self._inside(name, part)))
+            candidates.extend(
+                (entry, (*parents, (name, part))) for entry in reversed(self._inside(name, part))
+            )
         return False
 
     # --- warnings
 
     def warn_of_buffers(self, sizes: Mapping[str, int]) -> None:
         """Warn if the buffers of offloaded modules, which stay on an accelerator, fit on none."""
-        stay = sum(sizes[name] for name, device in self.device_map.items() if device in ("cpu", "disk"))
-        if stay and self.accelerators and all(self.limits[d] < stay + self.used[d] for d in self.accelerators):
+        stay = sum(
+            sizes[name] for name, device in self.device_map.items() if device in ("cpu", "disk")
+        )
+        if (
+            stay
+            and self.accelerators
+            and all(self.limits[d] < stay + self.used[d] for d in self.accelerators)
+        ):
             warn(
                 f"Current model requires {stay} bytes of buffer for offloaded layers, which does not seem to fit any "
                 "GPU's remaining memory. If memory runs out later, use offload_buffers=True."

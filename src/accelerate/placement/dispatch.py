@@ -17,7 +17,12 @@ from ..logging import rank_0_logger
 from .align import attach_align_device_hook_on_blocks, offloading_hook, restore_offloaded
 from .module_hooks import guard_moves
 from .names import Place, complete_device_map, device_for, entry_for, join, owner_of, tensor_at
-from .offload import INDEX_NAME, OffloadedWeightsLoader, extract_submodules_state_dict, offload_state_dict
+from .offload import (
+    INDEX_NAME,
+    OffloadedWeightsLoader,
+    extract_submodules_state_dict,
+    offload_state_dict,
+)
 from .sizes import named_module_tensors
 from .subclasses import data_address
 from .tensors import QUANTIZED, TiedCopies, as_device, set_module_tensor_to_device
@@ -49,7 +54,9 @@ def dispatch(
         # It was dispatched before: start again from the complete model.
         restore_offloaded(model)
     if main_device is None:
-        main_device = next((place for place in completed.values() if place not in ("cpu", "disk")), "cpu")
+        main_device = next(
+            (place for place in completed.values() if place not in ("cpu", "disk")), "cpu"
+        )
     kinds = set(places.values())
     if not (len(kinds) > 1 or "disk" in kinds or force_hooks or _is_quantized(model)):
         for place in kinds:
@@ -72,7 +79,10 @@ def dispatch(
         model,
         execution_device={
             "": main_device,
-            **{name: main_device if place in ("cpu", "disk") else place for name, place in places.items()},
+            **{
+                name: main_device if place in ("cpu", "disk") else place
+                for name, place in places.items()
+            },
         },
         offload={name: place in offloaded for name, place in places.items()},
         weights_map=weights,
@@ -81,9 +91,12 @@ def dispatch(
         preload_module_classes=preload,
         tied_params_map=_tied_copies(model, tied, weights),
     )
-    if offloaded_to := [place for place in offloaded if place in places.values()]:
+    offloaded_to = [place for place in offloaded if place in places.values()]
+    if offloaded_to:
         where = " and ".join(reversed(offloaded_to))
-        _logger.info(f"Some parameters are on the meta device because they were offloaded to the {where}.")
+        _logger.info(
+            f"Some parameters are on the meta device because they were offloaded to the {where}."
+        )
     _retie_by_device(model, tied)
     guard_moves(model)
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]
@@ -100,18 +113,30 @@ def _move(model: nn.Module, device: torch.device) -> None:
     move_module(model, device)
 
 
-def check_complete(model: nn.Module, weights: Mapping[str, torch.Tensor], offload_buffers: bool) -> None:
+def check_complete(
+    model: nn.Module, weights: Mapping[str, torch.Tensor], offload_buffers: bool
+) -> None:
     """Raise CheckpointError where a weight of the model that would be offloaded has no values in `weights`."""
-    stay = set() if offload_buffers else {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    if offload_buffers:
+        stay = set()
+    else:
+        stay = {name for name, _ in model.named_buffers(remove_duplicate=False)}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if name in stay or not isinstance(tensor, torch.Tensor):
             continue
         folder = getattr(weights, "save_folder", None)
-        origin = "the state dict" if folder is None else f"the offload folder {folder}"
+        if folder is None:
+            origin = "the state dict"
+        else:
+            origin = f"the offload folder {folder}"
         if name not in weights:
             raise CheckpointError(
                 f"{origin} lacks {name} of {type(model).__name__}: "
-                + ("give the complete state_dict" if folder is None else "it is of another model; give an empty one")
+                + (
+                    "give the complete state_dict"
+                    if folder is None
+                    else "it is of another model; give an empty one"
+                )
             )
         if folder is None and weights[name].is_meta:
             raise CheckpointError(
@@ -119,7 +144,11 @@ def check_complete(model: nn.Module, weights: Mapping[str, torch.Tensor], offloa
                 "checkpoint first (load_checkpoint_and_dispatch does both), or give a state_dict"
             )
         shape = getattr(weights, "index", {}).get(name, {}).get("shape")
-        if shape is not None and type(tensor).__name__ not in QUANTIZED and tuple(shape) != tensor.shape:
+        if (
+            shape is not None
+            and type(tensor).__name__ not in QUANTIZED
+            and tuple(shape) != tensor.shape
+        ):
             raise CheckpointError(
                 f"{origin} has {name} of the shape {tuple(shape)}, and that of {type(model).__name__} is "
                 f"{tuple(tensor.shape)}: it is of another model; give an empty folder"
@@ -138,7 +167,10 @@ def _apart(model: nn.Module, places: Mapping[str, Any]) -> dict[str, Any]:
         if name in split:
             names = [join(name, leaf) for leaf, _ in named_module_tensors(module)]
         else:
-            names = [name] if not name or name.rpartition(".")[0] in split else []
+            if not name or name.rpartition(".")[0] in split:
+                names = [name]
+            else:
+                names = []
         for part in names:
             entry = entry_for(part, places)
             if entry is not None:
@@ -166,7 +198,9 @@ def check_quantized(model: nn.Module, device: torch.device, training: bool) -> b
 
 def _check_trainable(model: nn.Module, places: set[Any], device: torch.device) -> None:
     # bitsandbytes trains on the CPU too, if the entire run is there.
-    offloaded = places & ({"disk"} if device.type == "cpu" and is_available("bitsandbytes") else {"cpu", "disk"})
+    offloaded = places & (
+        {"disk"} if device.type == "cpu" and is_available("bitsandbytes") else {"cpu", "disk"}
+    )
     if offloaded:
         raise PrepareError(
             f"{type(model).__name__} has 8- or 4-bit weights, and its hf_device_map offloads modules to "
@@ -208,14 +242,20 @@ def _offloaded_weights(
     on_disk = [name for name, place in places.items() if place == "disk"]
     if on_cpu and state_dict is None:
         kept = extract_submodules_state_dict(model.state_dict(), on_cpu)
-        state_dict = {name: value.to("cpu") for name, value in kept.items() if isinstance(value, torch.Tensor)}
+        state_dict = {
+            name: value.to("cpu") for name, value in kept.items() if isinstance(value, torch.Tensor)
+        }
     if on_disk and offload_dir is None and offload_index is None:
         raise ValueError(
             "We need an `offload_dir` to dispatch this model according to this `device_map`, the following submodules "
             f"need to be offloaded: {', '.join(name or 'the entire model' for name in on_disk)}."
         )
     folder = offload_dir if on_disk else None
-    if folder is not None and offload_index is None and not os.path.isfile(os.path.join(folder, INDEX_NAME)):
+    if (
+        folder is not None
+        and offload_index is None
+        and not os.path.isfile(os.path.join(folder, INDEX_NAME))
+    ):
         weights = extract_submodules_state_dict(model.state_dict(), on_disk)
         if weights:
             offload_state_dict(folder, weights)
@@ -230,7 +270,10 @@ def _name_tied(weights: OffloadedWeightsLoader, model: nn.Module, tied: list[lis
     """Let each tied weight be found under all its names: what is stored or in memory may know one of them only."""
     for group in tied:
         stored = next((name for name in group if name in weights), None)
-        present = next((tensor for tensor in (tensor_at(model, name) for name in group) if not tensor.is_meta), None)
+        present = next(
+            (tensor for tensor in (tensor_at(model, name) for name in group) if not tensor.is_meta),
+            None,
+        )
         for name in group:
             if name in weights:
                 continue
@@ -241,7 +284,10 @@ def _name_tied(weights: OffloadedWeightsLoader, model: nn.Module, tied: list[lis
 
 
 def _keep_unlisted(
-    weights: OffloadedWeightsLoader, model: nn.Module, places: Mapping[str, Any], offloaded: Sequence[str]
+    weights: OffloadedWeightsLoader,
+    model: nn.Module,
+    places: Mapping[str, Any],
+    offloaded: Sequence[str],
 ) -> None:
     """Keep in memory the weights that are to be offloaded and are stored nowhere, such as those of a new head."""
     unlisted = {
@@ -253,7 +299,9 @@ def _keep_unlisted(
         weights.state_dict = {**weights.state_dict, **unlisted}
 
 
-def _tied_copies(model: nn.Module, tied: list[list[str]], weights: OffloadedWeightsLoader | None) -> TiedCopies:
+def _tied_copies(
+    model: nn.Module, tied: list[list[str]], weights: OffloadedWeightsLoader | None
+) -> TiedCopies:
     """An empty entry for each tied parameter, by the addresses under which hooks may meet it."""
     kept = {} if weights is None else weights.state_dict
     copies: TiedCopies = {}
@@ -278,7 +326,10 @@ def _retie_by_device(model: nn.Module, tied: list[list[str]]) -> None:
         for name in list(by_device.get(meta, [])):
             owner, leaf = owner_of(model, name)
             hook = offloading_hook(owner)
-            device = None if hook is None or hook.execution_device is None else as_device(hook.execution_device)
+            if hook is None or hook.execution_device is None:
+                device = None
+            else:
+                device = as_device(hook.execution_device)
             if hook is not None and device in by_device and device != meta:
                 hook.resident.add(leaf)
                 by_device[meta].remove(name)

@@ -22,7 +22,14 @@ from ..logging import rank_0_logger
 from .names import DeviceMap, Place, complete_device_map, device_for, entry_for, tensor_at
 from .offload import check_folder, load_offloaded_weight, offload_weight, save_offload_index
 from .sizes import as_dtype
-from .tensors import PACKED, as_device, check_devices, main_device, quantize_8bit, set_module_tensor_to_device
+from .tensors import (
+    PACKED,
+    as_device,
+    check_devices,
+    main_device,
+    quantize_8bit,
+    set_module_tensor_to_device,
+)
 from .tied import find_tied_parameters, retie_parameters
 from .weight_files import SafetensorsFile, checkpoint_files, indexed_files, open_weights, shapes_in
 
@@ -39,7 +46,9 @@ class Quantizer(Protocol):
         ...
 
 
-def load_state_dict(checkpoint_file: str | os.PathLike[str], device_map: DeviceMap | None = None) -> dict[str, Any]:
+def load_state_dict(
+    checkpoint_file: str | os.PathLike[str], device_map: DeviceMap | None = None
+) -> dict[str, Any]:
     """Read the state dict in a file of safetensors or of `torch.save` (tensors only, no code is run).
 
     Each tensor is on the device that `device_map` gives it; on the CPU where that is `"disk"` or nothing.
@@ -47,10 +56,19 @@ def load_state_dict(checkpoint_file: str | os.PathLike[str], device_map: DeviceM
     state: dict[str, Any] = {}
     with open_weights(checkpoint_file, mapped=False) as weights:
         for name in weights:
-            entry = None if device_map is None else entry_for(name, device_map)
-            place = "cpu" if entry is None or device_map is None else device_map[entry]
+            if device_map is None:
+                entry = None
+            else:
+                entry = entry_for(name, device_map)
+            if entry is None or device_map is None:
+                place = "cpu"
+            else:
+                place = device_map[entry]
             tensor = weights[name]
-            state[name] = tensor if place in ("cpu", "disk") else tensor.to(as_device(place))
+            if place in ("cpu", "disk"):
+                state[name] = tensor
+            else:
+                state[name] = tensor.to(as_device(place))
     return state
 
 
@@ -116,7 +134,9 @@ def load_checkpoint_in_model(
                 "Convert the model before it is sharded, or use mixed precision."
             )
         if sharded or not full_state_dict or broadcast_from_rank0:
-            result = _load_distributed(model, checkpoint, full_state_dict, broadcast_from_rank0, tied)
+            result = _load_distributed(
+                model, checkpoint, full_state_dict, broadcast_from_rank0, tied
+            )
         else:
             result = _load_unsharded(model, checkpoint, tied)
         casts.apply(model, result.loaded)
@@ -127,7 +147,9 @@ def load_checkpoint_in_model(
             )
         check_devices(device_map)
         files = checkpoint_files(checkpoint)
-        placement = _Placement(model, device_map, offload_folder, casts, offload_buffers, offload_8bit_bnb, quantizer)
+        placement = _Placement(
+            model, device_map, offload_folder, casts, offload_buffers, offload_8bit_bnb, quantizer
+        )
         result = placement.check(checkpoint, files)
         result.find_missing(model, tied)
         result.check_strict(model, checkpoint, strict)
@@ -136,7 +158,9 @@ def load_checkpoint_in_model(
             check_folder(offload_folder)
         placement.load(files, spill=offload_state_dict)
     # The name that was loaded is the one to keep: the others may have the values that the model was initialised with.
-    retie_parameters(model, [sorted(group, key=lambda name: name not in result.loaded) for group in tied])
+    retie_parameters(
+        model, [sorted(group, key=lambda name: name not in result.loaded) for group in tied]
+    )
     result.check_strict(model, checkpoint, strict)
     result.log_differences(model, checkpoint)
 
@@ -153,7 +177,9 @@ class _Result:
         """Compare with the names of the model. A name that is tied to a loaded one is not missing."""
         present = self.loaded.union(*(group for group in tied if self.loaded.intersection(group)))
         self.missing = {
-            name for name in model.state_dict() if name not in present and not name.endswith("_extra_state")
+            name
+            for name in model.state_dict()
+            if name not in present and not name.endswith("_extra_state")
         }
 
     def check_strict(self, model: nn.Module, checkpoint: Any, strict: bool) -> None:
@@ -168,7 +194,9 @@ class _Result:
                 if names
             ]
             kind = type(model).__name__
-            raise CheckpointError(f"{checkpoint} does not fit {kind} (strict=True): {'; '.join(differences)}")
+            raise CheckpointError(
+                f"{checkpoint} does not fit {kind} (strict=True): {'; '.join(differences)}"
+            )
 
     def check_fits(self, model: nn.Module, checkpoint: Any, fill_meta: bool) -> None:
         """Raise CheckpointError where the checkpoint is incomplete or of another model.
@@ -177,10 +205,15 @@ class _Result:
         weight would get no values.
         """
         kind = type(model).__name__
-        absent = {name: file for name, file in indexed_files(checkpoint).items() if name in self.missing}
+        absent = {
+            name: file for name, file in indexed_files(checkpoint).items() if name in self.missing
+        }
         if absent:
             name, file = next(iter(absent.items()))
-            others = f" ({len(absent) - 1} more weights are missing in the same way)" if len(absent) > 1 else ""
+            if len(absent) > 1:
+                others = f" ({len(absent) - 1} more weights are missing in the same way)"
+            else:
+                others = ""
             raise CheckpointError(
                 f"the index of {checkpoint} names {file} for {name}, and that file does not have it{others}. The "
                 "files are not of one checkpoint: download or save it again"
@@ -191,7 +224,10 @@ class _Result:
                 f"{_some(self.missing)}. It is of another architecture, or its names have another prefix. Nothing was "
                 "loaded."
             )
-        empty = {name for name in self.missing if tensor_at(model, name).is_meta} if fill_meta else set()
+        if fill_meta:
+            empty = {name for name in self.missing if tensor_at(model, name).is_meta}
+        else:
+            empty = set()
         if empty:
             raise CheckpointError(
                 f"{checkpoint} does not have {_some(empty)} of {kind}, which is on the meta device and would have no "
@@ -206,7 +242,9 @@ class _Result:
                 f"{sorted(self.unexpected)}. Check that the checkpoint is one of this model."
             )
         if self.missing:
-            _logger.warning(f"Some weights of {kind} are not in the checkpoint {checkpoint}: {sorted(self.missing)}.")
+            _logger.warning(
+                f"Some weights of {kind} are not in the checkpoint {checkpoint}: {sorted(self.missing)}."
+            )
 
 
 def _some(names: set[str]) -> str:
@@ -240,7 +278,9 @@ class _Casts:
         if self.dtype is None or not tensor.is_floating_point():
             return None
         kept = any(name == part or f"{part}." in name for part in self.keep)
-        return torch.float32 if kept else self.dtype
+        if kept:
+            return torch.float32
+        return self.dtype
 
     def apply(self, model: nn.Module, names: set[str]) -> None:
         """Convert the named tensors of a model where they are."""
@@ -259,9 +299,14 @@ def _load_unsharded(model: nn.Module, checkpoint: Any, tied: list[list[str]]) ->
     files = checkpoint_files(checkpoint)
     result = _Result(missing=set(model.state_dict()))
     for name in result.missing.intersection(_survey(files)):
-        tensor = tensor_at(model, name) if not name.endswith("_extra_state") else None
+        if not name.endswith("_extra_state"):
+            tensor = tensor_at(model, name)
+        else:
+            tensor = None
         if tensor is not None and tensor.is_meta and not is_lazy(tensor):
-            set_module_tensor_to_device(model, name, "cpu", value=torch.empty_like(tensor, device="cpu"))
+            set_module_tensor_to_device(
+                model, name, "cpu", value=torch.empty_like(tensor, device="cpu")
+            )
             retie_parameters(model, [group for group in tied if name in group])
     for file in files:
         with open_weights(file) as weights:
@@ -304,7 +349,10 @@ def _load_distributed(
             raise CheckpointError(f"rank 0 found no checkpoint to send: {error}")
         for file in files:
             with ExitStack() as stack:
-                weights = stack.enter_context(open_weights(file)) if dist.get_rank() == 0 else {}
+                if dist.get_rank() == 0:
+                    weights = stack.enter_context(open_weights(file))
+                else:
+                    weights = {}
                 names = [list(weights)]
                 dist.broadcast_object_list(names, src=0)
                 set_model_state_dict(model, dict(weights), options=options)
@@ -349,7 +397,9 @@ class _Placement:
     def __post_init__(self) -> None:
         self.device_map = complete_device_map(self.model, self.device_map)
         parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
-        self.known = parameters.union(name for name, _ in self.model.named_buffers(remove_duplicate=False))
+        self.known = parameters.union(
+            name for name, _ in self.model.named_buffers(remove_duplicate=False)
+        )
         self.to_disk = self.known if self.offload_buffers else parameters
 
     def check(self, checkpoint: Any, files: list[str]) -> _Result:
@@ -378,7 +428,10 @@ class _Placement:
 
     def load(self, files: list[str], spill: bool) -> None:
         with ExitStack() as stack:
-            spill_folder = stack.enter_context(tempfile.TemporaryDirectory()) if spill else None
+            if spill:
+                spill_folder = stack.enter_context(tempfile.TemporaryDirectory())
+            else:
+                spill_folder = None
             for file in files:
                 with open_weights(file) as weights:
                     for name in weights:
@@ -399,8 +452,13 @@ class _Placement:
         place = device_for(name, self.device_map)
         tensor = weights[name]
         wanted = self.casts.wanted(name, tensor)
-        statistics = weights.get(statistics_name(name)) if tensor.dtype == torch.int8 else None
-        keeps_precision = not self.offload_8bit or type(tensor_at(self.model, name)).__name__ != "Int8Params"
+        if tensor.dtype == torch.int8:
+            statistics = weights.get(statistics_name(name))
+        else:
+            statistics = None
+        keeps_precision = (
+            not self.offload_8bit or type(tensor_at(self.model, name)).__name__ != "Int8Params"
+        )
         if place in ("cpu", "disk") and tensor.is_floating_point() and not keeps_precision:
             tensor, statistics = quantize_8bit(tensor)
             wanted = None
@@ -423,16 +481,32 @@ class _Placement:
             if device == "cpu" and not quantized and not isinstance(weights, SafetensorsFile):
                 tensor = tensor.clone()
             set_module_tensor_to_device(
-                self.model, name, device, value=tensor, dtype=wanted, fp16_statistics=statistics, clear_cache=False
+                self.model,
+                name,
+                device,
+                value=tensor,
+                dtype=wanted,
+                fp16_statistics=statistics,
+                clear_cache=False,
             )
 
-    def _quantize(self, name: str, tensor: torch.Tensor, dtype: torch.dtype | None, place: Place) -> torch.Tensor:
+    def _quantize(
+        self, name: str, tensor: torch.Tensor, dtype: torch.dtype | None, place: Place
+    ) -> torch.Tensor:
         """A weight quantized on the device where it runs, then on the CPU if it is kept there or on disk."""
         assert self.quantizer is not None
-        device = main_device() if place in ("cpu", "disk") else as_device(place)
-        dtype = tensor_at(self.model, name).dtype if dtype is None else dtype
+        if place in ("cpu", "disk"):
+            device = main_device()
+        else:
+            device = as_device(place)
+        if dtype is None:
+            dtype = tensor_at(self.model, name).dtype
+        else:
+            dtype = dtype
         result = self.quantizer(name, tensor.to(device=device, dtype=dtype))
-        return result.to("cpu") if place in ("cpu", "disk") else result
+        if place in ("cpu", "disk"):
+            return result.to("cpu")
+        return result
 
     def _refer(self, name: str, tensor: torch.Tensor, path: str) -> None:
         """Offload a weight without a copy: it is read from the checkpoint."""
@@ -461,7 +535,9 @@ class _Placement:
 
 def statistics_name(weight_name: str) -> str:
     """The name under which the row scales of an 8-bit weight are stored: `layer.SCB` for `layer.weight`."""
-    return weight_name.replace("weight", "SCB") if weight_name.endswith("weight") else f"{weight_name}.SCB"
+    if weight_name.endswith("weight"):
+        return weight_name.replace("weight", "SCB")
+    return f"{weight_name}.SCB"
 
 
 def _belongs_to_8bit(name: str, known: set[str]) -> bool:
@@ -481,6 +557,8 @@ def load_offloaded_weights(
         scales = statistics_name(name)
         statistics = None
         if index and scales in index:
-            statistics = load_offloaded_weight(os.path.join(offload_folder, f"{scales}.dat"), index[scales]).clone()
+            statistics = load_offloaded_weight(
+                os.path.join(offload_folder, f"{scales}.dat"), index[scales]
+            ).clone()
         weight = load_offloaded_weight(path, entry).clone()
         set_module_tensor_to_device(model, name, "cpu", value=weight, fp16_statistics=statistics)

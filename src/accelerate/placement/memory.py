@@ -58,13 +58,19 @@ def get_max_memory(max_memory: MutableMapping[int | str, int | str] | None = Non
     present = range(devices.device_count())
     for index in indices:
         if index not in present:
-            logger.warning(f"Device {index} is not available, available devices are {list(present)}")
+            logger.warning(
+                f"Device {index} is not available, available devices are {list(present)}"
+            )
     return {device: sizes[device] for device in (*indices, *_NAMED) if device in sizes}
 
 
 def _is_integrated(kind: str | None, index: int) -> bool:
     """Whether a device has no own memory and uses the main memory."""
-    return kind == "cuda" and torch.cuda.is_available() and bool(torch.cuda.get_device_properties(index).is_integrated)
+    return (
+        kind == "cuda"
+        and torch.cuda.is_available()
+        and bool(torch.cuda.get_device_properties(index).is_integrated)
+    )
 
 
 def _free_memory() -> MaxMemory:
@@ -90,7 +96,9 @@ def _free_memory() -> MaxMemory:
                 "Give max_memory to use it"
             )
     # An integrated device uses the main memory: it is counted once, for the device.
-    return free if shared else {**free, "cpu": main}
+    if shared:
+        return free
+    return {**free, "cpu": main}
 
 
 @explained
@@ -131,22 +139,31 @@ def get_balanced_memory(
     sizes = compute_module_sizes(model, dtype=dtype, special_dtypes=special_dtypes)
     total = sizes[""]
     share = total // (len(shared) - 1 if low_zero else len(shared))
-    share += int(_SLACK * max(_largest_block(model, sizes, no_split_module_classes), _mean_layer(sizes)))
+    share += int(
+        _SLACK * max(_largest_block(model, sizes, no_split_module_classes), _mean_layer(sizes))
+    )
     indices = sorted(device for device in shared if isinstance(device, int))
     for index in indices[:-1]:
         limits[index] = min(limits[0] if low_zero and index == 0 else share, limits[index])
     if low_zero:
-        limits[0] = min(max(0, total - sum(limits[index] for index in range(1, len(shared)))), limits[0])
+        limits[0] = min(
+            max(0, total - sum(limits[index] for index in range(1, len(shared)))), limits[0]
+        )
     return limits
 
 
-def _largest_block(model: nn.Module, sizes: Mapping[str, int], classes: str | Iterable[str] | None) -> int:
+def _largest_block(
+    model: nn.Module, sizes: Mapping[str, int], classes: str | Iterable[str] | None
+) -> int:
     """The largest block of the classes that are not to be split; 0 where there is none.
 
     All of them count, not the first of each class: in a mixture of experts a dense first block is much the smallest.
     """
     names = set(flat_list(classes))
-    return max((sizes[name] for name, module in model.named_modules() if type(module).__name__ in names), default=0)
+    return max(
+        (sizes[name] for name, module in model.named_modules() if type(module).__name__ in names),
+        default=0,
+    )
 
 
 def _mean_layer(sizes: Mapping[str, int]) -> int:

@@ -31,7 +31,9 @@ class ModelHook:
         """Called once, when the hook is attached; returns the module."""
         return module
 
-    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def pre_forward(
+        self, module: nn.Module, *args: Any, **kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Called before each forward; returns the arguments that it gets."""
         return args, kwargs
 
@@ -59,7 +61,9 @@ class SequentialHook(ModelHook):
             module = hook.init_hook(module)
         return module
 
-    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def pre_forward(
+        self, module: nn.Module, *args: Any, **kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Pass the arguments through `pre_forward` of each hook."""
         for hook in self.hooks:
             args, kwargs = hook.pre_forward(module, *args, **kwargs)
@@ -93,7 +97,10 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
     present = getattr(module, "_hf_hook", None)
     if append and present is not None:
         remove_hook_from_module(module)
-        earlier = present.hooks if type(present) is SequentialHook else (present,)
+        if type(present) is SequentialHook:
+            earlier = present.hooks
+        else:
+            earlier = (present,)
         hook = SequentialHook(*earlier, hook)
     former: Any = getattr(module, "_old_forward", None) or module.forward
     calls = has_forward(module)
@@ -141,7 +148,9 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
     if hasattr(module, "_old_forward"):
         former: Any = module._old_forward
         del module._old_forward
-        if getattr(former, "__self__", None) is module and former.__func__ is getattr(type(module), "forward", None):
+        if getattr(former, "__self__", None) is module and former.__func__ is getattr(
+            type(module), "forward", None
+        ):
             # It is the class's own: the instance needs none.
             vars(module).pop("forward", None)
         else:

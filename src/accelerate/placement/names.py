@@ -18,7 +18,9 @@ DeviceMap = Mapping[str, Any]
 
 def join(prefix: str, name: str) -> str:
     """`name` below `prefix`, as torch writes it: an empty side leaves no dot."""
-    return f"{prefix}.{name}" if prefix and name else prefix or name
+    if prefix and name:
+        return f"{prefix}.{name}"
+    return prefix or name
 
 
 def is_within(name: str, prefix: str) -> bool:
@@ -40,7 +42,9 @@ def owner_of(module: nn.Module, tensor_name: str) -> tuple[nn.Module, str]:
         ) from None
     value = getattr(owner, leaf, None)
     if not isinstance(value, torch.Tensor):
-        tensors = dict([*owner.named_parameters(recurse=False), *owner.named_buffers(recurse=False)])
+        tensors = dict(
+            [*owner.named_parameters(recurse=False), *owner.named_buffers(recurse=False)]
+        )
         raise ValueError(
             f"{type(owner).__name__} does not have a parameter or a buffer named {leaf}{suggestion(leaf, tensors)}"
         )
@@ -68,7 +72,9 @@ def device_for(name: str, device_map: DeviceMap) -> Any:
     """Where `device_map` puts a tensor or module. Raises ValueError where no key of it speaks for that name."""
     entry = entry_for(name, device_map)
     if entry is None:
-        raise ValueError(f"The `device_map` does not contain the module {name}: give it, or a parent of it, a device.")
+        raise ValueError(
+            f"The `device_map` does not contain the module {name}: give it, or a parent of it, a device."
+        )
     return device_map[entry]
 
 
@@ -90,7 +96,9 @@ def complete_device_map(model: nn.Module, device_map: DeviceMap) -> dict[str, An
             source, target = target, source
         entry = entry_for(source, completed)
         inside = {key: place for key, place in completed.items() if is_within(key, source)}
-        for key, place in (inside or ({source: completed[entry]} if entry is not None else {})).items():
+        for key, place in (
+            inside or ({source: completed[entry]} if entry is not None else {})
+        ).items():
             name = target + key[len(source) :]
             entry = entry_for(name, completed)
             if entry is None or completed[entry] != place:

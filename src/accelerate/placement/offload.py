@@ -28,7 +28,9 @@ INDEX_NAME = "index.json"
 Index = MutableMapping[str, dict[str, Any]]
 
 
-def offload_weight(weight: torch.Tensor, weight_name: str, offload_folder: Any, index: Index | None = None) -> Any:
+def offload_weight(
+    weight: torch.Tensor, weight_name: str, offload_folder: Any, index: Index | None = None
+) -> Any:
     """Write one weight to `offload_folder/<weight_name>.dat`, its bytes and nothing else, and enter it in `index`.
 
     Returns the index. A tensor that is mapped to an earlier file of that name keeps its values. A weight that torchao
@@ -42,7 +44,9 @@ def offload_weight(weight: torch.Tensor, weight_name: str, offload_folder: Any, 
             "those of torchao can be written to an offload folder"
         )
     if weight.device.type == "meta":
-        raise ValueError(f"{weight_name} is on the meta device: it has no data to write to {offload_folder}")
+        raise ValueError(
+            f"{weight_name} is on the meta device: it has no data to write to {offload_folder}"
+        )
     data = weight.detach().as_subclass(torch.Tensor).to("cpu").contiguous()
     path = Path(offload_folder, f"{weight_name}.dat")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -51,26 +55,39 @@ def offload_weight(weight: torch.Tensor, weight_name: str, offload_folder: Any, 
     with open(path, "wb") as file:
         file.write(data.reshape(-1).view(torch.uint8).numpy().data)
     if index is not None:
-        index[weight_name] = {"dtype": str(weight.dtype).removeprefix("torch."), "shape": list(weight.shape)}
+        index[weight_name] = {
+            "dtype": str(weight.dtype).removeprefix("torch."),
+            "shape": list(weight.shape),
+        }
     return index
 
 
-def _offload_quantized(weight: torch.Tensor, name: str, folder: Any, index: Index | None) -> Index | None:
+def _offload_quantized(
+    weight: torch.Tensor, name: str, folder: Any, index: Index | None
+) -> Index | None:
     """Write the plain tensors of a quantized weight like weights; its entry has theirs."""
     try:
         entry: dict[str, Any] = {"subclass": describe(weight)}
     except TypeError as error:
-        raise TypeError(f"{name} is a {type(weight).__name__} that cannot be offloaded to disk: {error}") from None
+        raise TypeError(
+            f"{name} is a {type(weight).__name__} that cannot be offloaded to disk: {error}"
+        ) from None
     inner: Index = {}
     for attribute, tensor in inner_tensors(weight).items():
         offload_weight(tensor, f"{name}.{attribute}", folder, inner)
     entry["tensors"] = {key.removeprefix(f"{name}."): value for key, value in inner.items()}
     if index is not None:
-        index[name] = {"dtype": str(weight.dtype).removeprefix("torch."), "shape": list(weight.shape), **entry}
+        index[name] = {
+            "dtype": str(weight.dtype).removeprefix("torch."),
+            "shape": list(weight.shape),
+            **entry,
+        }
     return index
 
 
-def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapping[str, Any]) -> torch.Tensor:
+def load_offloaded_weight(
+    weight_file: str | os.PathLike[str], weight_info: Mapping[str, Any]
+) -> torch.Tensor:
     """The weight in a file of `offload_weight`, by its entry in the index (`dtype`, `shape`).
 
     Its memory is the file's, read as it is touched; changes stay in this process and never reach the file.
@@ -81,15 +98,30 @@ def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapp
         empty = torch.empty(tuple(weight_info["shape"]), dtype=dtype, device="meta")
         if "subclass" in weight_info:
             stem, tensors = os.fspath(weight_file).removesuffix(".dat"), weight_info["tensors"]
-            inner = {name: load_offloaded_weight(f"{stem}.{name}.dat", info) for name, info in tensors.items()}
+            inner = {
+                name: load_offloaded_weight(f"{stem}.{name}.dat", info)
+                for name, info in tensors.items()
+            }
             return rebuild(weight_info["subclass"], inner, empty)
         size = require_regular(weight_file) if empty.numel() else 0
     except FileNotFoundError as error:
-        raise CheckpointError(f"the offloaded weight {weight_file} cannot be read: {error}") from None
+        raise CheckpointError(
+            f"the offloaded weight {weight_file} cannot be read: {error}"
+        ) from None
     except CheckpointError:
         raise
-    except (LookupError, TypeError, ValueError, RuntimeError, AttributeError, OSError, ImportError) as error:
-        raise CheckpointError(f"the index entry of {weight_file} does not describe it: {error!r}") from error
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        RuntimeError,
+        AttributeError,
+        OSError,
+        ImportError,
+    ) as error:
+        raise CheckpointError(
+            f"the index entry of {weight_file} does not describe it: {error!r}"
+        ) from error
     if size < empty.nbytes:
         raise CheckpointError(
             f"the offloaded weight {weight_file} cannot be read: it has {size} bytes, its index names {empty.nbytes}"
@@ -97,13 +129,19 @@ def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapp
     if not empty.numel():
         return torch.empty_like(empty, device="cpu")
     try:
-        flat = torch.from_file(os.fspath(weight_file), shared=False, size=empty.numel(), dtype=dtype)
+        flat = torch.from_file(
+            os.fspath(weight_file), shared=False, size=empty.numel(), dtype=dtype
+        )
     except RuntimeError as error:
-        raise CheckpointError(f"the offloaded weight {weight_file} cannot be read: {error}") from None
+        raise CheckpointError(
+            f"the offloaded weight {weight_file} cannot be read: {error}"
+        ) from None
     return flat.view(empty.shape)
 
 
-def save_offload_index(index: Mapping[str, Any] | None, offload_folder: str | os.PathLike[str]) -> None:
+def save_offload_index(
+    index: Mapping[str, Any] | None, offload_folder: str | os.PathLike[str]
+) -> None:
     """Write `index` to `offload_folder/index.json`, added to what that holds already; an empty one writes nothing."""
     if not index:
         return
@@ -125,7 +163,9 @@ def check_folder(folder: str | os.PathLike[str]) -> None:
         ) from error
 
 
-def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str, torch.Tensor]) -> None:
+def offload_state_dict(
+    save_dir: str | os.PathLike[str], state_dict: Mapping[str, torch.Tensor]
+) -> None:
     """Write every weight of a state dict, and the index of them, to the folder `save_dir`."""
     check_folder(save_dir)
     index: Index = {}
@@ -147,7 +187,11 @@ def extract_submodules_state_dict(
         The entries, under their full names.
     """
     names = list(submodule_names)
-    return {key: value for key, value in state_dict.items() if any(is_within(key, name) for name in names)}
+    return {
+        key: value
+        for key, value in state_dict.items()
+        if any(is_within(key, name) for name in names)
+    }
 
 
 class PrefixedDataset(Mapping[str, torch.Tensor]):
@@ -201,7 +245,9 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         device: Place | None = None,
     ) -> None:
         if state_dict is None and save_folder is None and index is None:
-            raise ValueError("Need either a `state_dict`, a `save_folder` or an `index` containing offloaded weights.")
+            raise ValueError(
+                "Need either a `state_dict`, a `save_folder` or an `index` containing offloaded weights."
+            )
         self.state_dict: Mapping[str, torch.Tensor] = {} if state_dict is None else state_dict
         self.save_folder = save_folder
         if index is None and save_folder is not None:
@@ -234,7 +280,9 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         entry = self.index[key]
         if entry.get("safetensors_file") is None:
             if self.save_folder is None:
-                raise CheckpointError(f"the index names {key} as a file of an offload folder, and no folder was given")
+                raise CheckpointError(
+                    f"the index names {key} as a file of an offload folder, and no folder was given"
+                )
             return load_offloaded_weight(os.path.join(self.save_folder, f"{key}.dat"), entry)
         tensor = self._files.tensor(entry["safetensors_file"], entry.get("weight_name", key))
         device = None if self.device is None else as_device(self.device)
@@ -255,7 +303,9 @@ def _read_index(folder: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         found = json_text.read(path)
     except FileNotFoundError:
-        raise FileNotFoundError(f"{folder} has no {INDEX_NAME}: no weights were offloaded to it") from None
+        raise FileNotFoundError(
+            f"{folder} has no {INDEX_NAME}: no weights were offloaded to it"
+        ) from None
     except (OSError, json_text.JSONTextError) as error:
         raise CheckpointError(f"the index {path} cannot be read: {error}") from error
     if not isinstance(found, dict) or not all(isinstance(entry, dict) for entry in found.values()):

@@ -41,7 +41,9 @@ class OffloadedParameter(nn.Parameter):
         operands = [args, kwargs or {}]
         others = (value for value in leaves(operands) if not isinstance(value, cls) and value.dim())
         device = next((value.device for value in others), None)
-        args, kwargs = map_leaves(lambda value: value._read(device), operands, lambda value: isinstance(value, cls))
+        args, kwargs = map_leaves(
+            lambda value: value._read(device), operands, lambda value: isinstance(value, cls)
+        )
         return func(*args, **kwargs)
 
     def _read(self, device: torch.device | None) -> torch.Tensor:
@@ -62,8 +64,12 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def _empty(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> OffloadedParameter:
-    return torch.empty_strided(shape, stride, dtype=dtype, device="meta").as_subclass(OffloadedParameter)
+def _empty(
+    shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
+) -> OffloadedParameter:
+    return torch.empty_strided(shape, stride, dtype=dtype, device="meta").as_subclass(
+        OffloadedParameter
+    )
 
 
 def placeholder(parameter: torch.Tensor, hook: AlignDevicesHook, name: str) -> torch.Tensor:

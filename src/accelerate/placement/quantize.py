@@ -37,15 +37,21 @@ def has_4bit_bnb_layers(model: nn.Module) -> bool:
     require_module(model, "has_4bit_bnb_layers")
     # If the package is not loaded, no module is an instance of its classes.
     layers = sys.modules.get("bitsandbytes.nn")
-    return layers is not None and any(isinstance(module, layers.Linear4bit) for module in model.modules())
+    return layers is not None and any(
+        isinstance(module, layers.Linear4bit) for module in model.modules()
+    )
 
 
 def require_bitsandbytes(config: BnbQuantizationConfig) -> None:
     """Raise ImportError if the package is missing or too old for `config`."""
     if config.load_in_8bit and not is_8bit_bnb_available():
-        raise ImportError("quantizing to 8 bits needs the package bitsandbytes >= 0.37.2: pip install bitsandbytes")
+        raise ImportError(
+            "quantizing to 8 bits needs the package bitsandbytes >= 0.37.2: pip install bitsandbytes"
+        )
     if config.load_in_4bit and not is_4bit_bnb_available():
-        raise ImportError("quantizing to 4 bits needs the package bitsandbytes >= 0.39: pip install bitsandbytes")
+        raise ImportError(
+            "quantizing to 4 bits needs the package bitsandbytes >= 0.39: pip install bitsandbytes"
+        )
 
 
 def tied_modules(model: nn.Module) -> set[str]:
@@ -66,7 +72,9 @@ def get_keys_to_not_convert(model: nn.Module) -> list[str]:
     return sorted({*children[-1:], *tied})
 
 
-def replace_linear_layers(model: nn.Module, config: BnbQuantizationConfig, skip: Sequence[str]) -> int:
+def replace_linear_layers(
+    model: nn.Module, config: BnbQuantizationConfig, skip: Sequence[str]
+) -> int:
     """Replace the linear layers of `model`, but for those within `skip`, by quantising ones; how many there were.
 
     The weights are taken over as they are: they are quantised when they reach the device they run on.
@@ -74,14 +82,18 @@ def replace_linear_layers(model: nn.Module, config: BnbQuantizationConfig, skip:
     replaced = 0
     for name, module in list(model.named_modules()):
         # The attention of torch reads this one's weight past its forward.
-        if not isinstance(module, nn.Linear) or isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        if not isinstance(module, nn.Linear) or isinstance(
+            module, nn.modules.linear.NonDynamicallyQuantizableLinear
+        ):
             continue
         if not name or any(is_within(name, part) or f".{part}." in f".{name}." for part in skip):
             continue
         model.set_submodule(name, _quantizing(module, config))
         replaced += 1
     if not replaced:
-        _logger.warning("No linear modules were found to quantize. GPT-2, for example, has Conv1D layers instead.")
+        _logger.warning(
+            "No linear modules were found to quantize. GPT-2, for example, has Conv1D layers instead."
+        )
     return replaced
 
 
@@ -112,7 +124,9 @@ def _quantizing(layer: nn.Linear, config: BnbQuantizationConfig) -> nn.Module:
     new: Any
     with torch.device("meta"):
         if config.load_in_8bit:
-            new = bitsandbytes.nn.Linear8bitLt(*shape, has_fp16_weights=False, threshold=config.llm_int8_threshold)
+            new = bitsandbytes.nn.Linear8bitLt(
+                *shape, has_fp16_weights=False, threshold=config.llm_int8_threshold
+            )
         else:
             new = bitsandbytes.nn.Linear4bit(
                 *shape,
@@ -130,7 +144,9 @@ def _quantizing(layer: nn.Linear, config: BnbQuantizationConfig) -> nn.Module:
 
 def offloaded_places() -> tuple[str, ...]:
     """Entries of a device map that are not run where they are kept. The CPU is one where there is an accelerator."""
-    return ("disk",) if main_device().type == "cpu" else ("cpu", "disk")
+    if main_device().type == "cpu":
+        return ("disk",)
+    return ("cpu", "disk")
 
 
 def quantized_device_map(
@@ -150,7 +166,9 @@ def quantized_device_map(
         _logger.info(f"The device_map was not initialized. Setting device_map to {device_map}.")
     if isinstance(device_map, str):
         names = [name for name, _ in model.named_parameters()]
-        special: dict[str, Dtype] = {name: config.torch_dtype for name in names if _mentions(name, skip)}
+        special: dict[str, Dtype] = {
+            name: config.torch_dtype for name in names if _mentions(name, skip)
+        }
         full = config.keep_in_fp32_modules or []
         special.update({name: torch.float32 for name in names if _mentions(name, full)})
         device_map = plan_device_map(
@@ -168,7 +186,9 @@ def quantized_device_map(
             "modules in a `device_map` of your own: they are then kept in `torch_dtype`."
         )
     if offloaded:
-        _logger.info("Some modules are offloaded to the CPU or the disk. They are converted to 8 bit too.")
+        _logger.info(
+            "Some modules are offloaded to the CPU or the disk. They are converted to 8 bit too."
+        )
     return dict(device_map)
 
 
@@ -212,7 +232,10 @@ def load_and_quantize_model(
                 "such as torchao.quantization.Int8WeightOnlyConfig()"
             )
         _require_weights(model, weights_location)
-        left_out = get_keys_to_not_convert(model) if skip_modules is None else [*skip_modules, *tied_modules(model)]
+        if skip_modules is None:
+            left_out = get_keys_to_not_convert(model)
+        else:
+            left_out = [*skip_modules, *tied_modules(model)]
         return load_quantized(
             model,
             config,
@@ -225,9 +248,13 @@ def load_and_quantize_model(
             left_out,
         )
     if skip_modules is not None:
-        raise ConfigurationError("skip_modules goes with torchao: give BnbQuantizationConfig(skip_modules=...)")
+        raise ConfigurationError(
+            "skip_modules goes with torchao: give BnbQuantizationConfig(skip_modules=...)"
+        )
     require_bitsandbytes(config)
-    skip = list(get_keys_to_not_convert(model) if config.skip_modules is None else config.skip_modules)
+    skip = list(
+        get_keys_to_not_convert(model) if config.skip_modules is None else config.skip_modules
+    )
     skip += config.keep_in_fp32_modules or []
     if config.load_in_4bit and isinstance(device_map, Mapping) and len(device_map) > 1:
         skip += [name for name, place in device_map.items() if place in offloaded_places()]
@@ -237,7 +264,9 @@ def load_and_quantize_model(
     replace_linear_layers(model, config, skip)
     if not on_meta:
         return _quantize_in_place(model, config)
-    places = quantized_device_map(model, config, skip, device_map, max_memory, no_split_module_classes)
+    places = quantized_device_map(
+        model, config, skip, device_map, max_memory, no_split_module_classes
+    )
     assert weights_location is not None
     load_checkpoint_in_model(
         model,
@@ -247,7 +276,8 @@ def load_and_quantize_model(
         offload_folder=offload_folder,
         offload_state_dict=offload_state_dict,
         keep_in_fp32_modules=config.keep_in_fp32_modules,
-        offload_8bit_bnb=config.load_in_8bit and any(place in offloaded_places() for place in places.values()),
+        offload_8bit_bnb=config.load_in_8bit
+        and any(place in offloaded_places() for place in places.values()),
     )
     check_device_map(model, places)
     dispatch(model, places, offload_dir=offload_folder)
@@ -267,7 +297,9 @@ def _require_weights(model: nn.Module, weights_location: str | os.PathLike[str] 
 
 def _quantize_in_place(model: nn.Module, config: BnbQuantizationConfig) -> nn.Module:
     """Convert a model that holds its weights, and move it to the main device, where the new layers quantise."""
-    _logger.warning("A loaded model is quantized. Make it under `init_empty_weights()` to save memory.")
+    _logger.warning(
+        "A loaded model is quantized. Make it under `init_empty_weights()` to save memory."
+    )
     full = config.keep_in_fp32_modules or []
     for name, tensor in list(named_module_tensors(model, recurse=True)):
         if tensor.is_floating_point() and type(tensor).__name__ not in QUANTIZED:

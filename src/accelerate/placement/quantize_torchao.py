@@ -40,7 +40,9 @@ class WeightQuantizer:
             # The attention of torch reads the weight of a NonDynamicallyQuantizableLinear past its forward.
             if isinstance(module, nn.Linear)
             and not isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
-            and not any(is_within(name, part) or f".{part}." in f".{name}." for part in skip if part)
+            and not any(
+                is_within(name, part) or f".{part}." in f".{name}." for part in skip if part
+            )
         }
         if not self.names:
             raise ConfigurationError(
@@ -56,7 +58,9 @@ class WeightQuantizer:
         import torchao
 
         # The weight alone: the layer may not have its other tensors yet.
-        layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta", dtype=weight.dtype)
+        layer = nn.Linear(
+            weight.shape[1], weight.shape[0], bias=False, device="meta", dtype=weight.dtype
+        )
         layer.weight = nn.Parameter(weight.detach(), requires_grad=False)
         try:
             torchao.quantization.quantize_(layer, self.config)
@@ -86,7 +90,9 @@ def load_quantized(
     if isinstance(device_map, str):
         # A byte a value: an upper bound for 4 bits.
         special: dict[str, Dtype] = dict.fromkeys(quantizer.names, torch.int8)
-        device_map = plan_device_map(model, device_map, max_memory, no_split_module_classes, special_dtypes=special)
+        device_map = plan_device_map(
+            model, device_map, max_memory, no_split_module_classes, special_dtypes=special
+        )
     check_device_map(model, device_map)
     if weights_location is None:
         for name in sorted(quantizer.names):

@@ -22,7 +22,11 @@ from .subclasses import is_quantized_tensor, stored_bytes
 Dtype = str | torch.dtype | CustomDtype
 NamedPart = tuple[str, nn.Module | torch.Tensor]
 
-_CUSTOM_BYTES: dict[CustomDtype, int | float] = {CustomDtype.FP8: 1, CustomDtype.INT4: 0.5, CustomDtype.INT2: 0.25}
+_CUSTOM_BYTES: dict[CustomDtype, int | float] = {
+    CustomDtype.FP8: 1,
+    CustomDtype.INT4: 0.5,
+    CustomDtype.INT2: 0.25,
+}
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -35,7 +39,9 @@ def as_dtype(dtype: Dtype | None) -> Any:
         return dtype
     found = getattr(torch, dtype.removeprefix("torch."), None)
     if not isinstance(found, torch.dtype):
-        raise ValueError(f"{dtype!r} is not a dtype of torch: give one such as 'float16' or torch.float16")
+        raise ValueError(
+            f"{dtype!r} is not a dtype of torch: give one such as 'float16' or torch.float16"
+        )
     return found
 
 
@@ -58,7 +64,9 @@ def _byte_size(dtype: torch.dtype) -> int | float:
     if dtype == torch.bool:
         return 1 / 8
     narrow = re.fullmatch(r"torch\.u?int([1-7])", str(dtype))
-    return int(narrow[1]) / 8 if narrow else dtype.itemsize
+    if narrow:
+        return int(narrow[1]) / 8
+    return dtype.itemsize
 
 
 def convert_file_size_to_int(size: int | str) -> int:
@@ -76,11 +84,16 @@ def convert_file_size_to_int(size: int | str) -> int:
         )
     unit = found[2]
     count = int(float(found[1]) * _UNITS[unit.upper()])
-    return count // 8 if unit in ("Kb", "Mb", "Gb") else count
+    if unit in ("Kb", "Mb", "Gb"):
+        return count // 8
+    return count
 
 
 def named_module_tensors(
-    module: nn.Module, include_buffers: bool = True, recurse: bool = False, remove_non_persistent: bool = False
+    module: nn.Module,
+    include_buffers: bool = True,
+    recurse: bool = False,
+    remove_non_persistent: bool = False,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The names and tensors of `module`: parameters, then buffers; with `recurse` those of its submodules too.
 
@@ -90,7 +103,10 @@ def named_module_tensors(
     yield from module.named_parameters(recurse=recurse)
     if not include_buffers:
         return
-    hidden = get_non_persistent_buffers(module, recurse, fqns=True) if remove_non_persistent else set()
+    if remove_non_persistent:
+        hidden = get_non_persistent_buffers(module, recurse, fqns=True)
+    else:
+        hidden = set()
     for name, buffer in module.named_buffers(recurse=recurse):
         if name not in hidden:
             yield name, buffer
@@ -104,7 +120,10 @@ def compute_module_total_buffer_size(
 
 
 def get_module_size_with_ties(
-    tied_params: Sequence[str], module_size: int, module_sizes: Mapping[str, int], modules_to_treat: Sequence[Any]
+    tied_params: Sequence[str],
+    module_size: int,
+    module_sizes: Mapping[str, int],
+    modules_to_treat: Sequence[Any],
 ) -> tuple[int, list[str], list[Any]]:
     """The bytes of a module together with the modules that have the parameters tied to it, their names, and they.
 
@@ -114,12 +133,20 @@ def get_module_size_with_ties(
         module_sizes: the bytes of each module and parameter by name.
         modules_to_treat: the other modules, with their names.
     """
-    tied = {name: part for name, part in modules_to_treat if any(f"{p}.".startswith(f"{name}.") for p in tied_params)}
-    extra = sum(module_sizes[name] for name in tied) - sum(module_sizes[name] for name in tied_params)
+    tied = {
+        name: part
+        for name, part in modules_to_treat
+        if any(f"{p}.".startswith(f"{name}.") for p in tied_params)
+    }
+    extra = sum(module_sizes[name] for name in tied) - sum(
+        module_sizes[name] for name in tied_params
+    )
     return module_size + extra, list(tied), list(tied.values())
 
 
-def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
+def get_non_persistent_buffers(
+    module: nn.Module, recurse: bool = False, fqns: bool = False
+) -> set[str]:
     """Return the names of the buffers that are not part of the state dict of `module`.
 
     Args:
@@ -130,7 +157,9 @@ def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: b
     require_module(module, "get_non_persistent_buffers")
     owners = module.named_modules() if recurse else [("", module)]
     return {
-        f"{prefix}.{name}" if prefix and fqns else name for prefix, owner in owners for name in non_persistent(owner)
+        f"{prefix}.{name}" if prefix and fqns else name
+        for prefix, owner in owners
+        for name in non_persistent(owner)
     }
 
 
@@ -157,7 +186,9 @@ def compute_module_sizes(
     """
     require_module(model, "compute_module_sizes")
     measured = measure(model, dtype, special_dtypes)
-    return measured.buffers if buffers_only else measured.sizes
+    if buffers_only:
+        return measured.buffers
+    return measured.sizes
 
 
 class Measured(NamedTuple):
@@ -228,16 +259,24 @@ def _stored_width(dtype: torch.dtype, wanted: float | None) -> int | float:
     """Bytes of a value of `dtype` where floating point values take `wanted` at most."""
     width = dtype_byte_size(dtype)
     is_integer = not (dtype.is_floating_point or dtype.is_complex)
-    return width if wanted is None or is_integer else min(wanted, width)
+    if wanted is None or is_integer:
+        return width
+    return min(wanted, width)
 
 
 def members_of(name: str, module: nn.Module) -> list[NamedPart]:
     """The parameters, submodules and buffers of a module itself, by full name."""
-    groups = (module.named_parameters(recurse=False), module.named_children(), module.named_buffers(recurse=False))
+    groups = (
+        module.named_parameters(recurse=False),
+        module.named_children(),
+        module.named_buffers(recurse=False),
+    )
     return [(join(name, own), part) for group in groups for own, part in group]
 
 
-def children_of(name: str, part: nn.Module | torch.Tensor, unsplittable: Sequence[str]) -> list[NamedPart]:
+def children_of(
+    name: str, part: nn.Module | torch.Tensor, unsplittable: Sequence[str]
+) -> list[NamedPart]:
     """The submodules into which a part may be split, by full name: none for a tensor or a class not to be split."""
     if not isinstance(part, nn.Module) or type(part).__name__ in unsplittable:
         return []
@@ -287,4 +326,6 @@ def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]
     """
     require_module(model, "calculate_maximum_sizes")
     sizes = compute_module_sizes(model)
-    return sizes[""], get_max_layer_size(members_of("", model), sizes, getattr(model, "_no_split_modules", None))
+    return sizes[""], get_max_layer_size(
+        members_of("", model), sizes, getattr(model, "_no_split_modules", None)
+    )

@@ -99,7 +99,9 @@ class WeightStream:
             if number not in self.ahead:
                 self._executor = self._executor or ThreadPoolExecutor(1, "weights")
                 self.ahead[number] = self._executor.submit(self._fetch, self._requests[number])
-        return {} if present is None else present.result().take(request.device)
+        if present is None:
+            return {}
+        return present.result().take(request.device)
 
     def _expected(self, last: tuple[int, int]) -> list[int]:
         """The modules that should run after the `last` two, as many as may be fetched ahead."""
@@ -128,7 +130,9 @@ class WeightStream:
         with stream:
             # The allocator of pinned memory keeps a block until the copies from it are done.
             copies = {
-                name: convert_inner(value, lambda inner: inner.pin_memory().to(device, non_blocking=True))
+                name: convert_inner(
+                    value, lambda inner: inner.pin_memory().to(device, non_blocking=True)
+                )
                 for name, value in values.items()
             }
             return _Fetched(copies, stream.record_event())

@@ -39,13 +39,16 @@ def inner_tensors(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     return {name: getattr(tensor, name) for name in names}
 
 
-def convert_inner(tensor: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+def convert_inner(
+    tensor: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
     """`function` of a tensor; for a quantized one, the same around `function` of each plain tensor in it."""
     if not is_quantized_tensor(tensor):
         return function(tensor)
     names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     inner = {name: function(getattr(tensor, name)) for name in names}
-    converted: torch.Tensor = type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())  # type: ignore[attr-defined]
+    unflatten = type(tensor).__tensor_unflatten__  # type: ignore[attr-defined]
+    converted: torch.Tensor = unflatten(inner, context, tensor.size(), tensor.stride())
     return converted
 
 
@@ -58,7 +61,9 @@ def is_quantized_layer(module: nn.Module) -> bool:
         return True
     # A layer that computes in float8 has a weight of full precision, in a wrapper.
     float8 = getattr(sys.modules.get("torchao.float8.float8_linear"), "Float8Linear", ())
-    return not isinstance(module, float8) and any(map(is_quantized_tensor, module.parameters(recurse=False)))
+    return not isinstance(module, float8) and any(
+        map(is_quantized_tensor, module.parameters(recurse=False))
+    )
 
 
 def refuse_lost_gradients(model: nn.Module) -> None:
@@ -105,7 +110,9 @@ def describe(tensor: torch.Tensor) -> dict[str, Any]:
     return {"class": _path(type(tensor)), "context": _encode(context)}
 
 
-def rebuild(description: Mapping[str, Any], inner: Mapping[str, torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+def rebuild(
+    description: Mapping[str, Any], inner: Mapping[str, torch.Tensor], like: torch.Tensor
+) -> torch.Tensor:
     """The tensor of a description of `describe` around plain tensors, with the shape of `like`.
 
     Raises TypeError for a description that names anything but a class of torchao's.
@@ -154,14 +161,18 @@ def _encode(value: Any) -> Any:
     fields = _fields(value)
     if fields is None or not _is_known(type(value)):
         raise TypeError(f"{value!r} of type {type(value).__name__} cannot be written to an index")
-    return {"object": [_path(type(value)), {name: _encode(getattr(value, name)) for name in fields}]}
+    return {
+        "object": [_path(type(value)), {name: _encode(getattr(value, name)) for name in fields}]
+    }
 
 
 def _fields(value: Any) -> list[str] | None:
     """The names of what a dataclass or a named tuple holds; None for another object."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [field.name for field in dataclasses.fields(value) if field.init]
-    return list(value._fields) if isinstance(value, tuple) and hasattr(value, "_fields") else None
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return list(value._fields)
+    return None
 
 
 def _decode(value: Any) -> Any:
@@ -186,7 +197,10 @@ def _decode(value: Any) -> Any:
             return found[content[1]]
         case "object":
             made: Any = _find(content[0])
-            if not (dataclasses.is_dataclass(made) or (issubclass(made, tuple) and hasattr(made, "_fields"))):
+            if not (
+                dataclasses.is_dataclass(made)
+                or (issubclass(made, tuple) and hasattr(made, "_fields"))
+            ):
                 raise TypeError(f"{content[0]} holds no fields")
             return made(**{name: _decode(item) for name, item in content[1].items()})
     raise TypeError(f"{kind!r} is not a kind of value in an index")

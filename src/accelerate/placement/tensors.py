@@ -66,7 +66,10 @@ def check_devices(device_map: Mapping[str, Any]) -> None:
             continue
         count = devices.device_count(kind) if device.type == kind else 0
         if (device.index or 0) >= count:
-            has = f"{count} {kind} devices" if count else f"no {device.type} device"
+            if count:
+                has = f"{count} {kind} devices"
+            else:
+                has = f"no {device.type} device"
             raise ConfigurationError(
                 f"the device map puts {name or 'the entire model'} on {place!r}, and this machine has {has}"
             )
@@ -75,7 +78,9 @@ def check_devices(device_map: Mapping[str, Any]) -> None:
 def main_device() -> torch.device:
     """The default device of a model: the current accelerator of this machine, else the CPU."""
     kind = devices.accelerator_type()
-    return torch.device("cpu") if kind is None else torch.device(kind, torch.accelerator.current_device_index())
+    if kind is None:
+        return torch.device("cpu")
+    return torch.device(kind, torch.accelerator.current_device_index())
 
 
 def set_module_tensor_to_device(
@@ -111,11 +116,15 @@ def set_module_tensor_to_device(
         setattr(owner, leaf, present)
         return
     if value is None and old.device.type == "meta" and target.type != "meta":
-        raise ValueError(f"{tensor_name} is on the meta device, we need a `value` to put in on {device}.")
+        raise ValueError(
+            f"{tensor_name} is on the meta device, we need a `value` to put in on {device}."
+        )
     wanted = as_dtype(dtype)
     with torch.no_grad():
         if value is not None:
-            new = _with_value(old, tensor_name, value, target, wanted, fp16_statistics, non_blocking)
+            new = _with_value(
+                old, tensor_name, value, target, wanted, fp16_statistics, non_blocking
+            )
         elif old.device == target and wanted in (None, old.dtype):
             new = old
         else:
@@ -124,7 +133,12 @@ def set_module_tensor_to_device(
         setattr(owner, leaf, new)
     if copies is not None and target.type != "meta":
         copies[target] = new
-    if clear_cache and value is None and old.device.type not in ("cpu", "meta") and new.device != old.device:
+    if (
+        clear_cache
+        and value is None
+        and old.device.type not in ("cpu", "meta")
+        and new.device != old.device
+    ):
         devices.empty_cache()
 
 
@@ -135,7 +149,9 @@ def _copies_of(source: Any, tied: TiedCopies | None) -> dict[torch.device, torch
     return tied.get(data_address(source))
 
 
-def _moved(old: torch.Tensor, target: torch.device, dtype: torch.dtype | None, non_blocking: bool) -> torch.Tensor:
+def _moved(
+    old: torch.Tensor, target: torch.device, dtype: torch.dtype | None, non_blocking: bool
+) -> torch.Tensor:
     data = old.to(device=target, dtype=dtype, non_blocking=non_blocking)
     if not isinstance(old, nn.Parameter) or type(old).__name__ in QUANTIZED:
         # A quantised parameter moves as one, with what it needs to be read.
@@ -162,8 +178,15 @@ def _with_value(
         )
     is_integer = not (value.is_floating_point() or value.is_complex())
     if kind in QUANTIZED:
-        return _quantized_parameter(old, value if is_integer or dtype is None else value.to(dtype), target, statistics)
-    wanted = old.dtype if dtype is None else value.dtype if is_integer else dtype
+        return _quantized_parameter(
+            old, value if is_integer or dtype is None else value.to(dtype), target, statistics
+        )
+    if dtype is None:
+        wanted = old.dtype
+    elif is_integer:
+        wanted = value.dtype
+    else:
+        wanted = dtype
     data = value.to(device=target, dtype=wanted, non_blocking=non_blocking)
     return _parameter_like(old, data) if isinstance(old, nn.Parameter) else data
 
@@ -172,14 +195,22 @@ def _parameter_like(old: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
     """A parameter that holds `data`, of the class of `old` and with the attributes that were set on it."""
     trained = old.requires_grad and (data.is_floating_point() or data.is_complex())
     data = data.detach()
-    kind = nn.Parameter if isinstance(old, OffloadedParameter) else type(old)
+    if isinstance(old, OffloadedParameter):
+        kind = nn.Parameter
+    else:
+        kind = type(old)
     if not issubclass(kind, nn.Parameter):
         # A tensor subclass (a sharded or quantised weight) is a parameter without being of a class derived from it,
         # and its attributes are its data.
         return nn.Parameter(data, requires_grad=trained)
     # Without the constructor of a derived class, which may require more than the data.
-    new: Any = nn.Parameter(data, trained) if kind is nn.Parameter else data.as_subclass(kind).requires_grad_(trained)
-    if attributes := vars(old):
+    new: Any = (
+        nn.Parameter(data, trained)
+        if kind is nn.Parameter
+        else data.as_subclass(kind).requires_grad_(trained)
+    )
+    attributes = vars(old)
+    if attributes:
         vars(new).update(attributes)
     return new  # type: ignore[no-any-return]
 
@@ -197,7 +228,9 @@ def _quantized_parameter(
         if target == value.device and value.dtype == torch.int8:
             options["CB"] = value
     kind: Any = type(old)
-    made: torch.Tensor = kind(value, requires_grad=old.requires_grad and value.is_floating_point(), **options)
+    made: torch.Tensor = kind(
+        value, requires_grad=old.requires_grad and value.is_floating_point(), **options
+    )
     return made.to(target)
 
 
@@ -205,5 +238,7 @@ def quantize_8bit(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """A weight of full precision as int8 with one scale a row (LLM.int8()), both on the CPU."""
     import bitsandbytes
 
-    values, scales, _ = bitsandbytes.functional.int8_vectorwise_quant(weight.to(main_device(), torch.float16))
+    values, scales, _ = bitsandbytes.functional.int8_vectorwise_quant(
+        weight.to(main_device(), torch.float16)
+    )
     return values.to("cpu"), scales.to("cpu")

@@ -53,15 +53,24 @@ def check_tied_parameters_in_config(model: nn.Module) -> bool:
         return False
     if any(hasattr(module, "_tie_weights") for module in model.modules()):
         return True
-    if getattr(config, "is_encoder_decoder", False) and getattr(config, "tie_encoder_decoder", False):
+    if getattr(config, "is_encoder_decoder", False) and getattr(
+        config, "tie_encoder_decoder", False
+    ):
         return True
-    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-    tied = getattr(config, "tie_word_embeddings", False) or getattr(text, "tie_word_embeddings", False)
+    if hasattr(config, "get_text_config"):
+        text = config.get_text_config(decoder=True)
+    else:
+        text = config
+    tied = getattr(config, "tie_word_embeddings", False) or getattr(
+        text, "tie_word_embeddings", False
+    )
     output: Any = getattr(model, "get_output_embeddings", None)
     return bool(tied and output is not None and output() is not None)
 
 
-def check_tied_parameters_on_same_device(tied_params: Iterable[Sequence[str]], device_map: DeviceMap) -> None:
+def check_tied_parameters_on_same_device(
+    tied_params: Iterable[Sequence[str]], device_map: DeviceMap
+) -> None:
     """Log a warning for each group of tied parameters that a device map puts on several devices.
 
     Args:
@@ -92,7 +101,10 @@ def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
         return local.device, storage_ptr(local), storage_size(local)
     storage = local.untyped_storage()
     # Neither the meta device nor a fake tensor has addresses; the identity of the storage object is used instead.
-    where = StorageWeakRef(storage).cdata if storage.device.type == "meta" else storage.data_ptr()
+    if storage.device.type == "meta":
+        where = StorageWeakRef(storage).cdata
+    else:
+        where = storage.data_ptr()
     return local.device, where, storage.nbytes()
 
 
@@ -117,7 +129,10 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str,
             f"Removed shared tensor {set(dropped)} while saving. This should be OK, but check by verifying that you "
             "don't receive any warning while reloading"
         )
-    return {name: value.contiguous() if isinstance(value, torch.Tensor) else value for name, value in cleaned.items()}
+    return {
+        name: value.contiguous() if isinstance(value, torch.Tensor) else value
+        for name, value in cleaned.items()
+    }
 
 
 def _separate(state: dict[str, Any], group: list[str]) -> list[str]:

@@ -27,7 +27,9 @@ _MAPPED = 64 * 2**20
 
 
 @contextmanager
-def open_weights(checkpoint_file: str | os.PathLike[str], mapped: bool = True) -> Iterator[Mapping[str, Any]]:
+def open_weights(
+    checkpoint_file: str | os.PathLike[str], mapped: bool = True
+) -> Iterator[Mapping[str, Any]]:
     """The tensors in a file by name, each read on access.
 
     The memory of a tensor is the file's. safetensors writes a new file where it saves over one that is read;
@@ -43,7 +45,9 @@ def open_weights(checkpoint_file: str | os.PathLike[str], mapped: bool = True) -
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise CheckpointError(f"the checkpoint file {path} cannot be read: {_reason(error)}") from error
+        raise CheckpointError(
+            f"the checkpoint file {path} cannot be read: {_reason(error)}"
+        ) from error
     if path.endswith(".safetensors"):
         with SafetensorsFile(path) as weights:
             yield weights
@@ -99,7 +103,9 @@ class SafetensorsFile(Mapping[str, torch.Tensor]):
         try:
             self._handle = safe_open(self.path, framework="pt", device="cpu")
         except (SafetensorError, OSError, ValueError) as error:
-            raise CheckpointError(f"{self.path} is not a complete safetensors file: {error}") from error
+            raise CheckpointError(
+                f"{self.path} is not a complete safetensors file: {error}"
+            ) from error
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if self._touched > _MAPPED:
@@ -126,7 +132,10 @@ def shapes_in(weights: Mapping[str, Any]) -> dict[str, tuple[int, ...] | None]:
     """{name: shape} of an open file, without reading a tensor of a safetensors file; None for what is no tensor."""
     if isinstance(weights, SafetensorsFile):
         return {name: weights.shape(name) for name in weights}
-    return {name: tuple(value.shape) if isinstance(value, torch.Tensor) else None for name, value in weights.items()}
+    return {
+        name: tuple(value.shape) if isinstance(value, torch.Tensor) else None
+        for name, value in weights.items()
+    }
 
 
 def checkpoint_files(checkpoint: str | os.PathLike[str]) -> list[str]:
@@ -138,7 +147,8 @@ def checkpoint_files(checkpoint: str | os.PathLike[str]) -> list[str]:
     if not _is_index(path):
         return [path]
     files = sorted(set(_indexed(path).values()))
-    if missing := [file for file in files if not os.path.isfile(file)]:
+    missing = [file for file in files if not os.path.isfile(file)]
+    if missing:
         raise CheckpointError(f"{path} names files that do not exist: {', '.join(missing)[:500]}")
     return files
 
@@ -146,7 +156,9 @@ def checkpoint_files(checkpoint: str | os.PathLike[str]) -> list[str]:
 def indexed_files(checkpoint: str | os.PathLike[str]) -> dict[str, str]:
     """{name of a weight: its file} of a sharded checkpoint, by its index; empty for any other checkpoint."""
     path = _file_or_index(checkpoint)
-    return _indexed(path) if _is_index(path) else {}
+    if _is_index(path):
+        return _indexed(path)
+    return {}
 
 
 def _is_index(path: str) -> bool:
@@ -157,7 +169,11 @@ def _file_or_index(checkpoint: str | os.PathLike[str]) -> str:
     path = os.fspath(checkpoint)
     if os.path.isdir(path):
         indices = [name for name in os.listdir(path) if _is_index(name)]
-        single = [name for name in (SAFE_WEIGHTS_NAME, WEIGHTS_NAME) if os.path.isfile(os.path.join(path, name))]
+        single = [
+            name
+            for name in (SAFE_WEIGHTS_NAME, WEIGHTS_NAME)
+            if os.path.isfile(os.path.join(path, name))
+        ]
         if single:
             return os.path.join(path, single[0])
         if not indices:
@@ -166,7 +182,9 @@ def _file_or_index(checkpoint: str | os.PathLike[str]) -> str:
                 "file"
             )
         if len(indices) > 1:
-            raise WeightFileError(f"{path} containing more than one `.index.json` file, delete the irrelevant ones.")
+            raise WeightFileError(
+                f"{path} containing more than one `.index.json` file, delete the irrelevant ones."
+            )
         path = os.path.join(path, indices[0])
     elif not os.path.isfile(path):
         raise WeightFileError(
@@ -181,12 +199,19 @@ def _indexed(index_file: str) -> dict[str, str]:
         index = json_text.read(index_file, numbers=True)
     except (OSError, json_text.JSONTextError) as error:
         raise CheckpointError(f"the index {index_file} cannot be read: {_reason(error)}") from error
-    places = index.get("weight_map", index) if isinstance(index, dict) else None
+    if isinstance(index, dict):
+        places = index.get("weight_map", index)
+    else:
+        places = None
     if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
-        raise CheckpointError(f"the index {index_file} does not map names of weights to names of files")
+        raise CheckpointError(
+            f"the index {index_file} does not map names of weights to names of files"
+        )
     for name in places.values():
         if not name or "\0" in name or os.path.isabs(name) or ".." in name.split("/"):
-            raise CheckpointError(f"the index {index_file} names a file outside of its folder: {name[:200]!r}")
+            raise CheckpointError(
+                f"the index {index_file} names a file outside of its folder: {name[:200]!r}"
+            )
     folder = os.path.dirname(index_file)
     return {weight: os.path.join(folder, name) for weight, name in places.items()}
 
@@ -229,7 +254,9 @@ class _MappedFile:
             require_regular(path)
             self.state = os.stat(path)
         except FileNotFoundError:
-            raise CheckpointError(f"{path}, where offloaded weights are kept, does not exist any more") from None
+            raise CheckpointError(
+                f"{path}, where offloaded weights are kept, does not exist any more"
+            ) from None
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {_reason(error)}") from error
         try:
@@ -262,4 +289,6 @@ class _MappedFile:
 
 
 def _reason(error: BaseException) -> str:
-    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error)

@@ -112,7 +112,9 @@ def _sent(work: Work) -> int:
 def _seconds(work: Work, machine: Machine) -> float:
     compute = work.operations * machine.overhead + work.moved / machine.bandwidth
     for dtype, flops in work.flops.items():
-        compute += flops / machine.flops * (_SLOWER.get(dtype, 1.0) if machine.device != "cpu" else 1.0)
+        compute += (
+            flops / machine.flops * (_SLOWER.get(dtype, 1.0) if machine.device != "cpu" else 1.0)
+        )
     messages = 0.0
     for (kind, _), (number, size) in work.messages.items():
         latency, speed = machine.links[kind]
@@ -152,7 +154,11 @@ def plan(
 def refused(model: nn.Module, ranks: int) -> list[Estimate]:
     """Rows for the layouts that a run refuses, with the reason."""
     reasons = REFUSED | (REFUSED_EXPERTS if has_experts(model) else {})
-    return [Estimate(PlannedLayout(name, ranks), failure=why) for name, why in reasons.items() if ranks > 1]
+    return [
+        Estimate(PlannedLayout(name, ranks), failure=why)
+        for name, why in reasons.items()
+        if ranks > 1
+    ]
 
 
 def _shrinks(row: Estimate, training: PlannedTraining, machine: Machine) -> bool:
@@ -168,4 +174,6 @@ def order(row: Estimate) -> tuple[int, float]:
     """The order of rows in a table."""
     if row.failure is not None:
         return 2, 0.0
-    return (0, row.seconds.middle) if row.fits else (1, row.memory.middle)
+    if row.fits:
+        return (0, row.seconds.middle)
+    return (1, row.memory.middle)

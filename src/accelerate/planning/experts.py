@@ -56,7 +56,9 @@ def shard_as_loaded(model: nn.Module, sizes: Mapping[str, int], routing: Routing
         from transformers.distributed import DistributedConfig, utils
         from transformers.distributed.expert_parallel import AllToAllEP, EPImplementationInterface
     except ImportError as error:
-        raise PrepareError(f"the installed transformers does not shard experts as planned here: {error}") from error
+        raise PrepareError(
+            f"the installed transformers does not shard experts as planned here: {error}"
+        ) from error
 
     class TracedExchange(AllToAllEP):  # type: ignore[misc]
         """The exchange of tokens in training, whose sizes are values."""
@@ -100,7 +102,8 @@ def _description_of(rank: int, first: sharing.Description) -> sharing.Descriptio
         return tuple(_group_of(rank, ranks) for ranks in groups)
 
     sharings = tuple(
-        (name, one._replace(averaged=moved(one.averaged), split=moved(one.split))) for name, one in first.sharings
+        (name, one._replace(averaged=moved(one.averaged), split=moved(one.split)))
+        for name, one in first.sharings
     )
     return replace(first, sharings=sharings, same_batch=moved(first.same_batch))
 

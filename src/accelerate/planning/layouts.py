@@ -13,7 +13,9 @@ from torch import nn
 from ..core.pipeline_schedules import PIPELINE_SCHEDULES
 
 # Layouts that a run refuses, and why; those of models with experts.
-REFUSED = {"pp+cp": "a run refuses it: a pipeline divides batches, and cp_size and sp_size divide sequences"}
+REFUSED = {
+    "pp+cp": "a run refuses it: a pipeline divides batches, and cp_size and sp_size divide sequences"
+}
 REFUSED_EXPERTS = {
     "ep+pp": "a run refuses it: experts are sharded while the model is loaded, and a pipeline takes the plain model"
 }
@@ -57,13 +59,20 @@ class PlannedLayout:
     @property
     def stages_per_rank(self) -> int:
         """As a run's by default."""
-        row = PIPELINE_SCHEDULES[self.schedule] if self.schedule else None
-        return 1 if row is None else row.stages_per_rank or 2
+        if self.schedule:
+            row = PIPELINE_SCHEDULES[self.schedule]
+        else:
+            row = None
+        if row is None:
+            return 1
+        return row.stages_per_rank or 2
 
     @property
     def microbatches(self) -> int:
         """Of a batch, in a pipeline."""
-        return _MICROBATCHES * self.pipeline_ranks if self.pipeline_ranks > 1 else 1
+        if self.pipeline_ranks > 1:
+            return _MICROBATCHES * self.pipeline_ranks
+        return 1
 
     @property
     def replicated(self) -> bool:
@@ -115,7 +124,9 @@ class PlannedLayout:
                 **_units(model),
             }
         if self.sizes:
-            sizes: dict[str, Any] = {f"parallelism_config_{name}_size": size for name, size in self.sizes}
+            sizes: dict[str, Any] = {
+                f"parallelism_config_{name}_size": size for name, size in self.sizes
+            }
             if "sp" in dict(self.sizes):
                 sizes["parallelism_config_sp_seq_length"] = sequence
             if self.pipeline_ranks > 1:
@@ -132,14 +143,19 @@ def _kind(layout: PlannedLayout, device: str) -> str:
         return "FSDP"
     if layout.ranks == 1:
         return "NO"
-    return "MULTI_CPU" if device == "cpu" else "MULTI_GPU"
+    if device == "cpu":
+        return "MULTI_CPU"
+    return "MULTI_GPU"
 
 
 def _units(model: nn.Module) -> dict[str, Any]:
     if getattr(model, "_no_split_modules", None):
         return {"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
     count = sum(parameter.numel() for parameter in model.parameters())
-    return {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": max(1, int(count * _UNIT))}
+    return {
+        "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP",
+        "fsdp_min_num_params": max(1, int(count * _UNIT)),
+    }
 
 
 def candidates(ranks: int, machines: int = 1, device: str = "cpu") -> list[PlannedLayout]:
@@ -151,7 +167,11 @@ def candidates(ranks: int, machines: int = 1, device: str = "cpu") -> list[Plann
         found += [layout, replace(layout, name=f"{layout.name}+ckpt", checkpointing=True)]
     if device != "cpu":
         shards = (("dp_shard", ranks),)
-        found.append(PlannedLayout("fsdp+ckpt+offload", ranks, shards, sharded=True, checkpointing=True, offload=True))
+        found.append(
+            PlannedLayout(
+                "fsdp+ckpt+offload", ranks, shards, sharded=True, checkpointing=True, offload=True
+            )
+        )
     found.append(PlannedLayout(f"tp{ranks}", ranks, (("tp", ranks),)))
     return [*found, *_pipelines(ranks)]
 
@@ -162,12 +182,16 @@ def expert_candidates(ranks: int) -> Iterator[PlannedLayout]:
         if ranks % size:
             continue
         replicas = ranks // size
-        yield PlannedLayout(f"ep{size}+fsdp{ranks}", ranks, loading=(("fsdp_size", ranks), ("ep_size", size)))
+        yield PlannedLayout(
+            f"ep{size}+fsdp{ranks}", ranks, loading=(("fsdp_size", ranks), ("ep_size", size))
+        )
         name, loading = f"ep{size}+tp{size}", (("tp_size", size), ("ep_size", size))
         if replicas == 1:
             yield PlannedLayout(name, ranks, loading=loading)
         else:
-            yield PlannedLayout(f"{name}+fsdp{replicas}", ranks, loading=(("fsdp_size", replicas), *loading))
+            yield PlannedLayout(
+                f"{name}+fsdp{replicas}", ranks, loading=(("fsdp_size", replicas), *loading)
+            )
 
 
 def _pipelines(ranks: int) -> Iterator[PlannedLayout]:
@@ -196,7 +220,10 @@ def _stages(pipeline: PlannedLayout, rest: int) -> Iterator[PlannedLayout]:
 
     def of(name: str, sharded: bool = False, **sizes: int) -> PlannedLayout:
         return replace(
-            pipeline, name=f"{pipeline.name}+{name}", sizes=(*sizes.items(), *pipeline.sizes), sharded=sharded
+            pipeline,
+            name=f"{pipeline.name}+{name}",
+            sizes=(*sizes.items(), *pipeline.sizes),
+            sharded=sharded,
         )
 
     yield of(f"dp{rest}", dp_replicate=rest)
@@ -218,7 +245,9 @@ def _sharded(ranks: int, machines: int) -> Iterator[PlannedLayout]:
         if ranks % size:
             continue
         if rest > 1:
-            yield PlannedLayout(f"tp{size}+fsdp{rest}", ranks, (("dp_shard", rest), ("tp", size)), sharded=True)
+            yield PlannedLayout(
+                f"tp{size}+fsdp{rest}", ranks, (("dp_shard", rest), ("tp", size)), sharded=True
+            )
         shards = (("dp_shard", rest),) if rest > 1 else ()
         for name in ("cp", "sp"):
             over = f"+fsdp{rest}" if rest > 1 else ""

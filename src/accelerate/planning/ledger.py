@@ -33,7 +33,12 @@ WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, MESSAGES, ROUNDING = KINDS = (
 # Collective -> names of its operations. The bytes are those of its largest tensor.
 _COLLECTIVES = {
     "all-reduce": ("allreduce_", "all_reduce", "all_reduce_", "allreduce_coalesced_"),
-    "all-gather": ("_allgather_base_", "allgather_", "all_gather_into_tensor", "allgather_into_tensor_coalesced_"),
+    "all-gather": (
+        "_allgather_base_",
+        "allgather_",
+        "all_gather_into_tensor",
+        "allgather_into_tensor_coalesced_",
+    ),
     "reduce-scatter": ("_reduce_scatter_base_", "reduce_scatter_", "reduce_scatter_tensor"),
     "all-to-all": ("alltoall_base_", "alltoall_", "all_to_all_single"),
     "broadcast": ("broadcast_",),
@@ -41,7 +46,9 @@ _COLLECTIVES = {
 }
 _KIND_OF_COLLECTIVE = {name: kind for kind, names in _COLLECTIVES.items() for name in names}
 _MESSAGE_SPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "fsdp")
-_FREE = frozenset({"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::detach"})
+_FREE = frozenset(
+    {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::detach"}
+)
 
 
 @dataclass(eq=False)
@@ -123,7 +130,8 @@ class Ledger(tracing.OperationMode):
         if space in _MESSAGE_SPACES:
             for tensor in tensors:
                 self._follow(tensor, MESSAGES)
-            if (kind := _KIND_OF_COLLECTIVE.get(name.partition(".")[0])) is not None:
+            kind = _KIND_OF_COLLECTIVE.get(name.partition(".")[0])
+            if kind is not None:
                 self.work.send(kind, _group_size(args), max(sizes, default=0))
             return
         for tensor in tensors:
@@ -155,7 +163,8 @@ class Ledger(tracing.OperationMode):
         self.allocations.append(allocation)
 
     def _end(self, key: int) -> None:
-        if (allocation := self._alive.pop(key, None)) is not None:
+        allocation = self._alive.pop(key, None)
+        if allocation is not None:
             self._events += 1
             allocation.freed = self._events
 
@@ -172,7 +181,8 @@ class Ledger(tracing.OperationMode):
         for tensor in tensors:
             shard = local(tensor.detach())
             self._follow(shard, kind)
-            if (allocation := self._alive.get(id(shard.untyped_storage()))) is not None:
+            allocation = self._alive.get(id(shard.untyped_storage()))
+            if allocation is not None:
                 allocation.kind = kind
 
     def mark(self) -> int:
@@ -226,8 +236,15 @@ def fake_copy(model: nn.Module) -> nn.Module:
     """A copy of a model with fake tensors on the CPU; ties stay. Call it in a fake mode."""
     others = [value for module in model.modules() for value in vars(module).values()]
     memo: dict[int, Any] = {}
-    for tensor in [*model.parameters(), *model.buffers(), *(one for one in others if isinstance(one, torch.Tensor))]:
+    for tensor in [
+        *model.parameters(),
+        *model.buffers(),
+        *(one for one in others if isinstance(one, torch.Tensor)),
+    ]:
         value = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
         is_parameter = isinstance(tensor, nn.Parameter)
-        memo[id(tensor)] = nn.Parameter(value, requires_grad=tensor.requires_grad) if is_parameter else value
+        if is_parameter:
+            memo[id(tensor)] = nn.Parameter(value, requires_grad=tensor.requires_grad)
+        else:
+            memo[id(tensor)] = value
     return copy.deepcopy(model, memo)

@@ -82,7 +82,9 @@ def describe(
     Raises:
         ConfigurationError: the text is not understood.
     """
-    parts = re.fullmatch(r"(?:(\d+)x)?(\d+)x(\d+(?:\.\d+)?(?=gi?b)gi?b|[a-z][a-z0-9]*)", text.strip().lower())
+    parts = re.fullmatch(
+        r"(?:(\d+)x)?(\d+)x(\d+(?:\.\d+)?(?=gi?b)gi?b|[a-z][a-z0-9]*)", text.strip().lower()
+    )
     if not parts or int(parts[2]) < 1 or int(parts[1] or 1) < 1:
         raise ConfigurationError(f"--machine {text!r} is not understood: give {_FORM}")
     machines, count, what = int(parts[1] or 1), int(parts[2]), parts[3]
@@ -97,7 +99,10 @@ def describe(
     speed = (link or published.link * _REACHED) * GIGA
     if machines > 1:
         speed = between * GIGA if between else speed / 10
-    assumed = f"; speeds assumed: those of {_ASSUMED}" if size and not (tflops and link) else ""
+    if size and not (tflops and link):
+        assumed = f"; speeds assumed: those of {_ASSUMED}"
+    else:
+        assumed = ""
     return Machine(
         ranks=machines * count,
         memory=int(memory * (GIB if size and size[2] else GIGA)),
@@ -126,7 +131,14 @@ def found(ranks: int | None = None) -> Machine:
 
 # -- measurement on the CPU
 
-_COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "point-to-point")
+_COLLECTIVES = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "broadcast",
+    "point-to-point",
+)
 _SIZES = (4 << 10, 4 << 20)  # bytes of the messages that are measured
 _REPEATS = 15
 
@@ -137,13 +149,18 @@ def measure(ranks: int) -> Machine:
     results = context.SimpleQueue()
     port = get_free_port()
     threads = max(1, (os.cpu_count() or 1) // ranks)
-    workers = [context.Process(target=_measure, args=(rank, ranks, port, threads, results)) for rank in range(ranks)]
+    workers = [
+        context.Process(target=_measure, args=(rank, ranks, port, threads, results))
+        for rank in range(ranks)
+    ]
     for worker in workers:
         worker.start()
     for worker in workers:
         worker.join()
     if any(worker.exitcode for worker in workers):
-        raise ConfigurationError(f"the speed of this machine with {ranks} processes could not be measured")
+        raise ConfigurationError(
+            f"the speed of this machine with {ranks} processes could not be measured"
+        )
     seconds = results.get()
     links = {}
     for kind, (between, small, large) in seconds["links"].items():
@@ -191,7 +208,11 @@ def _measure(rank: int, ranks: int, port: int, threads: int, results: Any) -> No
     for kind in _COLLECTIVES if ranks > 1 else ():
         small_message, large_message = (_collective(kind, size, ranks, rank) for size in _SIZES)
         # The first one after a product.
-        steps = (functools.partial(lambda message: (a @ b, message()), small_message), small_message, large_message)
+        steps = (
+            functools.partial(lambda message: (a @ b, message()), small_message),
+            small_message,
+            large_message,
+        )
         seconds["links"][kind] = [_best(step) for step in steps]
     dist.barrier()
     if rank == 0:
@@ -215,4 +236,8 @@ def _collective(kind: str, size: int, ranks: int, rank: int) -> Callable[[], Any
             return lambda: dist.all_to_all_single(other, full)
         case "broadcast":
             return lambda: dist.broadcast(full, 0)
-    return lambda: dist.send(full, (rank + 1) % ranks) if rank % 2 == 0 else dist.recv(full, (rank - 1) % ranks)
+    return lambda: (
+        dist.send(full, (rank + 1) % ranks)
+        if rank % 2 == 0
+        else dist.recv(full, (rank - 1) % ranks)
+    )

@@ -43,23 +43,39 @@ class BatchShape:
         if self.samples % share:
             raise ConfigurationError(
                 f"{self.samples} samples are not divisible by {layout.data_ranks} data-parallel ranks"
-                + (f" x {layout.accumulation} accumulated batches" if layout.accumulation > 1 else "")
+                + (
+                    f" x {layout.accumulation} accumulated batches"
+                    if layout.accumulation > 1
+                    else ""
+                )
             )
         if layout.sequence_ranks > 1 and self.dtype is not None and self.dtype.is_floating_point:
             raise ConfigurationError(f"a batch of {self} has no sequences of tokens to split")
         # The balanced split of context parallelism cuts each sequence into two pieces a rank.
         pieces = layout.sequence_ranks * (2 if "cp" in dict(layout.sizes) else 1)
         if layout.sequence_ranks > 1 and self.length % pieces:
-            raise ConfigurationError(f"sequences of {self.length} tokens are not divisible by {pieces}")
+            raise ConfigurationError(
+                f"sequences of {self.length} tokens are not divisible by {pieces}"
+            )
         return replace(self, samples=self.samples // share)
 
 
 def parse_batch(text: str) -> BatchShape:
     """Read `8x512`, or `8x3x224x224:float32`. ConfigurationError for anything else."""
     found = re.fullmatch(r"(\d+(?:x\d+)+)(?::(\w+))?", text.strip())
-    numbers = [int(one) for one in found[1].split("x")] if found else []
-    dtype = getattr(torch, found[2], None) if found and found[2] else None
-    if not numbers or min(numbers) < 1 or (found and found[2] and not isinstance(dtype, torch.dtype)):
+    if found:
+        numbers = [int(one) for one in found[1].split("x")]
+    else:
+        numbers = []
+    if found and found[2]:
+        dtype = getattr(torch, found[2], None)
+    else:
+        dtype = None
+    if (
+        not numbers
+        or min(numbers) < 1
+        or (found and found[2] and not isinstance(dtype, torch.dtype))
+    ):
         raise ConfigurationError(
             f"--batch {text!r} is not a batch: give samples x tokens (32x512), or samples x the shape of one with its "
             "dtype (32x3x224x224:float32)"
@@ -73,14 +89,18 @@ def from_function(text: str) -> nn.Module:
     module = _imported(module_name, text)
     function = getattr(module, name, None)
     if not callable(function):
-        raise ConfigurationError(f"{text}: the module {module_name} ({module.__file__}) has no function {name!r}")
+        raise ConfigurationError(
+            f"{text}: the module {module_name} ({module.__file__}) has no function {name!r}"
+        )
     try:
         with torch.device("meta"):
             model = function()
     except Exception as error:
         raise ConfigurationError(f"{text}() fails on the meta device: {_where(error)}") from error
     if not isinstance(model, nn.Module):
-        raise ConfigurationError(f"{text}() returns {type(model).__name__}: it must return a torch.nn.Module")
+        raise ConfigurationError(
+            f"{text}() returns {type(model).__name__}: it must return a torch.nn.Module"
+        )
     return model
 
 
@@ -98,7 +118,9 @@ def _imported(name: str, text: str) -> types.ModuleType:
 
 def _where(error: BaseException) -> str:
     """An error with the last line of a file before it; an import passes through lines of no file."""
-    lines = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith("<")]
+    lines = [
+        one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith("<")
+    ]
     file, line = lines[-1].filename, lines[-1].lineno
     if isinstance(error, SyntaxError) and error.filename:
         file, line = error.filename, error.lineno
@@ -114,7 +136,10 @@ def fake_batch(model: nn.Module, batch: BatchShape) -> dict[str, Any]:
     dtype = batch.dtype or (torch.int64 if len(shape) == 2 else torch.float32)
     found = {name: torch.zeros(shape, dtype=dtype)}
     if "labels" in parameters:
-        per_sample = any(word in type(inner).__name__ for word in ("SequenceClassification", "ImageClassification"))
+        per_sample = any(
+            word in type(inner).__name__
+            for word in ("SequenceClassification", "ImageClassification")
+        )
         found["labels"] = torch.zeros(shape[:1] if per_sample else shape, dtype=torch.int64)
     return found
 
@@ -126,9 +151,14 @@ def count(model: nn.Module) -> int:
 
 def loss_of(outputs: Any) -> torch.Tensor:
     """The loss among a model's outputs; the mean of its first output if there is none."""
-    loss = outputs.get("loss") if isinstance(outputs, dict) else getattr(outputs, "loss", None)
+    if isinstance(outputs, dict):
+        loss = outputs.get("loss")
+    else:
+        loss = getattr(outputs, "loss", None)
     if isinstance(loss, torch.Tensor):
         return loss
     while not isinstance(outputs, torch.Tensor):
         outputs = next(iter(outputs.values() if isinstance(outputs, dict) else outputs))
-    return outputs if outputs.dim() == 0 else outputs.float().mean()
+    if outputs.dim() == 0:
+        return outputs
+    return outputs.float().mean()

@@ -94,9 +94,18 @@ def place(
     unsplittable = class_names(model, "no_split_module_classes", no_split_module_classes)
     limits = get_max_memory(dict(max_memory) if max_memory is not None else None)
     computing = [device for device in limits if device not in ("cpu", "disk")] or ["cpu"]
-    activations = 0 if batch is None else _activations(model, batch, dtype)
-    layers = _cached_layers(model, unsplittable) if cache_tokens else []
-    cache = _cache_bytes(model, batch, cache_tokens, dtype) if cache_tokens else 0
+    if batch is None:
+        activations = 0
+    else:
+        activations = _activations(model, batch, dtype)
+    if cache_tokens:
+        layers = _cached_layers(model, unsplittable)
+    else:
+        layers = []
+    if cache_tokens:
+        cache = _cache_bytes(model, batch, cache_tokens, dtype)
+    else:
+        cache = 0
     cached, offloaded = Counter[Any](), 0
     # What a device has to leave free depends on the map, and the map on what is free. The free memory only shrinks.
     while True:
@@ -107,9 +116,20 @@ def place(
         free[computing[0]] -= offloaded
         short = {device: -size for device, size in free.items() if size < 0}
         if short:
-            raise _missing(model, dtype, limits, short, activations, cache * max(len(layers), 1) if cache else 0)
+            raise _missing(
+                model,
+                dtype,
+                limits,
+                short,
+                activations,
+                cache * max(len(layers), 1) if cache else 0,
+            )
         device_map = infer_auto_device_map(
-            model, dict(free), no_split_module_classes=no_split_module_classes, dtype=dtype, offload_buffers=True
+            model,
+            dict(free),
+            no_split_module_classes=no_split_module_classes,
+            dtype=dtype,
+            offload_buffers=True,
         )
         places = (device_for(layer, device_map) for layer in layers)
         found = Counter(place if place in computing else computing[0] for place in places)
@@ -121,7 +141,9 @@ def place(
     use = _use(model, device_map, limits, dtype)
     for device in computing:
         own = arriving if device == computing[0] else 0
-        use[device] = replace(use[device], layer=own, activations=activations, cache=found[device] * cache)
+        use[device] = replace(
+            use[device], layer=own, activations=activations, cache=found[device] * cache
+        )
     over = {
         device: one.total - one.budget
         for device, one in use.items()
@@ -131,18 +153,29 @@ def place(
     if on_disk and not disk:
         over["disk"] = on_disk
     if over:
-        raise _missing(model, dtype, limits, over, activations, sum(one.cache for one in use.values()))
+        raise _missing(
+            model, dtype, limits, over, activations, sum(one.cache for one in use.values())
+        )
     return Placement(device_map, use)
 
 
 def _arriving(
-    model: nn.Module, device_map: dict[str, Any], computing: list[Any], unsplittable: list[str], dtype: Dtype | None
+    model: nn.Module,
+    device_map: dict[str, Any],
+    computing: list[Any],
+    unsplittable: list[str],
+    dtype: Dtype | None,
 ) -> int:
     """Bytes of what is kept elsewhere at the time when it runs."""
     sizes = compute_module_sizes(model, dtype=dtype)
-    entries: dict[str, Any] = {**dict(model.named_modules()), **dict(named_module_tensors(model, recurse=True))}
+    entries: dict[str, Any] = {
+        **dict(model.named_modules()),
+        **dict(named_module_tensors(model, recurse=True)),
+    }
     elsewhere = [
-        (name, entries[name]) for name, device in device_map.items() if device not in computing and name in entries
+        (name, entries[name])
+        for name, device in device_map.items()
+        if device not in computing and name in entries
     ]
     largest, _ = get_max_layer_size(elsewhere, sizes, unsplittable)
     buffers = compute_module_sizes(model, dtype=dtype, buffers_only=True)
@@ -157,7 +190,10 @@ def _use(
     weights = Counter[Any]()
     for name, _ in named_module_tensors(model, recurse=True):
         weights[device_for(name, device_map)] += sizes[name]
-    return {device: DeviceUse(limits.get(device), weights[device]) for device in dict.fromkeys([*limits, *weights])}
+    return {
+        device: DeviceUse(limits.get(device), weights[device])
+        for device in dict.fromkeys([*limits, *weights])
+    }
 
 
 def _missing(
@@ -174,7 +210,9 @@ def _missing(
         if device == "disk":
             rows.append(f"{size_of(size)} of weights fit on no device and would stay on the disk")
         else:
-            rows.append(f"device {device} has {size_of(limits[device])} and needs {size_of(size)} more")
+            rows.append(
+                f"device {device} has {size_of(limits[device])} and needs {size_of(size)} more"
+            )
     return ConfigurationError(
         f"{type(model).__name__} does not fit: {'; '.join(rows)}. It has {size_of(total)} of weights, "
         f"{size_of(activations)} of activations on each device that computes, and {size_of(cache)} of keys and values"
@@ -196,7 +234,9 @@ def _activations(model: nn.Module, batch: BatchShape, dtype: Dtype | None) -> in
 
 def _cached_layers(model: nn.Module, unsplittable: list[str]) -> list[str]:
     """The names of the blocks that keep keys and values."""
-    found = [name for name, module in model.named_modules() if type(module).__name__ in unsplittable]
+    found = [
+        name for name, module in model.named_modules() if type(module).__name__ in unsplittable
+    ]
     if not found:
         raise ConfigurationError(
             f"cache_tokens: {type(model).__name__} does not name its blocks: give no_split_module_classes"
@@ -204,7 +244,9 @@ def _cached_layers(model: nn.Module, unsplittable: list[str]) -> list[str]:
     return found
 
 
-def _cache_bytes(model: nn.Module, batch: BatchShape | None, tokens: int, dtype: Dtype | None) -> int:
+def _cache_bytes(
+    model: nn.Module, batch: BatchShape | None, tokens: int, dtype: Dtype | None
+) -> int:
     """Bytes of the keys and values of one block."""
     config = getattr(model, "config", None)
     heads = getattr(config, "num_attention_heads", None)
@@ -214,5 +256,8 @@ def _cache_bytes(model: nn.Module, batch: BatchShape | None, tokens: int, dtype:
         )
     shared = getattr(config, "num_key_value_heads", None) or heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    stored = dtype if isinstance(dtype, torch.dtype) else next(model.parameters()).dtype
+    if isinstance(dtype, torch.dtype):
+        stored = dtype
+    else:
+        stored = next(model.parameters()).dtype
     return int(2 * batch.samples * tokens * shared * width * stored.itemsize)

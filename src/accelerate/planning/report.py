@@ -34,7 +34,11 @@ class Unit(NamedTuple):
     def text(self, count: float) -> str:
         """A number of bytes in this unit, with about three digits."""
         number = count / self.size
-        return f"{number:.2f}" if number < 10 else f"{number:.1f}" if number < 100 else f"{number:.0f}"
+        if number < 10:
+            return f"{number:.2f}"
+        if number < 100:
+            return f"{number:.1f}"
+        return f"{number:.0f}"
 
 
 def unit_of(rows: Sequence[Estimate]) -> Unit:
@@ -51,14 +55,18 @@ def table_rows(rows: Sequence[Estimate], unit: Unit) -> list[tuple[str, ...]]:
     cells = []
     for row in rows:
         *kinds, communication, rounding = ((row.kinds or {})[kind] for kind in KINDS)
-        sizes = [unit.text(size) for size in (*row.memory, *kinds, communication + rounding, row.sent)]
+        sizes = [
+            unit.text(size) for size in (*row.memory, *kinds, communication + rounding, row.sent)
+        ]
         cells.append((row.layout.name, "-".join(sizes[:2]), *sizes[2:], _time(row)))
     return cells
 
 
 def _time(row: Estimate) -> str:
     low, high = row.seconds
-    return f"{low:.2f}-{high:.2f} s" if low >= 1 else f"{low * 1e3:.1f}-{high * 1e3:.1f} ms"
+    if low >= 1:
+        return f"{low:.2f}-{high:.2f} s"
+    return f"{low * 1e3:.1f}-{high * 1e3:.1f} ms"
 
 
 def in_a_line(row: Estimate) -> str:
@@ -113,7 +121,9 @@ def write(path: str | Path, row: Estimate, training: PlannedTraining, machine: M
     configuration = training.configuration(row.layout) | {"plan_file": str(planned)}
     launch_file.write(path, configuration)
     with atomic_write(planned, "w") as file:
-        json.dump({**row.to_json(), "device": machine.device, "ranks": machine.ranks}, file, indent=2)
+        json.dump(
+            {**row.to_json(), "device": machine.device, "ranks": machine.ranks}, file, indent=2
+        )
     return planned
 
 
@@ -136,7 +146,10 @@ def calibrate(machine: Machine, paths: Sequence[str | Path]) -> Machine:
             memory.append(measured["memory_bytes"] / (sum(found["memory_bytes"]) / 2))
     time_scale, spread = _fit(times, 1)
     machine = replace(
-        machine, time_scale=time_scale, spread=spread, origin=f"{machine.origin}; calibrated by {len(times)}"
+        machine,
+        time_scale=time_scale,
+        spread=spread,
+        origin=f"{machine.origin}; calibrated by {len(times)}",
     )
     if memory:
         memory_scale, memory_spread = _fit(memory, 0)
@@ -153,7 +166,9 @@ def _measured(path: Path) -> dict[str, Any]:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigurationError(f"--calibrate {path}: it cannot be read: {reason}") from None
     if not isinstance(found, dict) or "step_seconds" not in found or "device" not in found:
-        raise ConfigurationError(f"--calibrate {path}: it is not a plan that `accelerate plan --write` wrote")
+        raise ConfigurationError(
+            f"--calibrate {path}: it is not a plan that `accelerate plan --write` wrote"
+        )
     if "measured" not in found:
         raise ConfigurationError(
             f"--calibrate {path}: no run has measured this plan yet. Start one with `accelerate launch "

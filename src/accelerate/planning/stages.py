@@ -103,7 +103,13 @@ def prepare_stage(objects: StageObjects, model: nn.Module, scheduled: bool) -> N
         # The order of calls was observed on the model itself: fake tensors of two modes cannot meet.
         (stage_plan, "observe_dummies", lambda *_: flow),
         # A fake tensor cannot be of another class, and has no values anyway.
-        (RemoteTensor, "of", staticmethod(lambda shape, dtype, device, _: torch.zeros((), dtype=dtype).expand(shape))),
+        (
+            RemoteTensor,
+            "of",
+            staticmethod(
+                lambda shape, dtype, device, _: torch.zeros((), dtype=dtype).expand(shape)
+            ),
+        ),
         # Values.
         (materialize, "gather_flags", lambda flag, *_: [flag]),
         (microbatch.MicroBatches, "digest", lambda _: ""),

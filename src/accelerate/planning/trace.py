@@ -97,7 +97,9 @@ class PlannedTraining:
 
     def configuration(self, layout: PlannedLayout) -> dict[str, Any]:
         """The configuration file of a layout."""
-        return layout.configuration(self.model, self.precision, self.device, self.machines, self.batch.length)
+        return layout.configuration(
+            self.model, self.precision, self.device, self.machines, self.batch.length
+        )
 
 
 def trace_all(
@@ -122,7 +124,9 @@ def trace_all(
                         receiver, sender = context.Pipe(duplex=False)
                         path = str(Path(folder) / f"{len(waiting)}")
                         child = context.Process(
-                            target=_in_child, args=(training, layout, sender, stage, path), daemon=True
+                            target=_in_child,
+                            args=(training, layout, sender, stage, path),
+                            daemon=True,
                         )
                         child.start()
                         sender.close()
@@ -171,7 +175,11 @@ def _defect(what: str, details: str | None = None) -> Step:
 
 
 def _in_child(
-    training: PlannedTraining, layout: PlannedLayout, sender: Connection, stage: int = 0, path: str = ""
+    training: PlannedTraining,
+    layout: PlannedLayout,
+    sender: Connection,
+    stage: int = 0,
+    path: str = "",
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one ends it
     # Warnings about fake tensors, or of a run in this layout, do not concern a plan; torch logs an error that is
@@ -188,7 +196,9 @@ def _in_child(
     sender.close()
 
 
-def trace_step(training: PlannedTraining, layout: PlannedLayout, stage: int = 0, path: str = "") -> Step:
+def trace_step(
+    training: PlannedTraining, layout: PlannedLayout, stage: int = 0, path: str = ""
+) -> Step:
     """Prepare the model and run optimizer steps of it, as the first rank; all but the first are measured.
 
     Of a pipeline it is the first rank of a stage, which exchanges objects with the others through the file `path`. It
@@ -197,7 +207,12 @@ def trace_step(training: PlannedTraining, layout: PlannedLayout, stage: int = 0,
     batch = training.batch.of_rank(layout)
     # More batches than two in a window have the memory of two.
     micro = min(layout.accumulation, 2)
-    env.publish({**launch_variables(training.configuration(layout)), "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": micro})
+    env.publish(
+        {
+            **launch_variables(training.configuration(layout)),
+            "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": micro,
+        }
+    )
     if not layout.replicated and layout.ranks > 1:
         # It sends nothing.
         rank = stage * (layout.ranks // layout.pipeline_ranks)
@@ -229,7 +244,9 @@ def trace_step(training: PlannedTraining, layout: PlannedLayout, stage: int = 0,
         model, optimizer = accelerator.prepare(model, optimizer)
         ledger.label([*model.parameters(), *model.buffers()], WEIGHTS)
         if layout.replicated:
-            buckets = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+            buckets = sum(
+                p.numel() * p.element_size() for p in model.parameters() if p.requires_grad
+            )
         for load in loads:
             if layout.loading:
                 routing.load = load
@@ -238,13 +255,20 @@ def trace_step(training: PlannedTraining, layout: PlannedLayout, stage: int = 0,
                 with ledger.fresh_work() as work:
                     _batch(accelerator, model, optimizer, fake_batch(model, batch), ledger)
                     works.append(work)
-            found.append((ledger.peak(start, granularity=512 if training.device != "cpu" else 64), works))
+            found.append(
+                (ledger.peak(start, granularity=512 if training.device != "cpu" else 64), works)
+            )
     (memory, works), (most, _) = found[1], found[-1]
     even, uneven = sum(memory.values()), sum(most.values())
     if layout.replicated:
         memory[MESSAGES] += buckets
-        works[-1].send("all-reduce", layout.ranks, min(_BUCKET, buckets), max(1, round(buckets / _BUCKET)))
-    memory = {kind: (size + most[kind]) // 2 for kind, size in memory.items()} if uneven > even else memory
+        works[-1].send(
+            "all-reduce", layout.ranks, min(_BUCKET, buckets), max(1, round(buckets / _BUCKET))
+        )
+    if uneven > even:
+        memory = {kind: (size + most[kind]) // 2 for kind, size in memory.items()}
+    else:
+        memory = memory
     return Step(memory, (works[0], works[-1]), uneven=max(0.0, (uneven - even) / (uneven + even)))
 
 
@@ -255,7 +279,13 @@ def launch_variables(configuration: Mapping[str, Any]) -> dict[str, Any]:
         return variables(resolve_settings({}, launch_file.read(path)))
 
 
-def _batch(accelerator: Accelerator, model: nn.Module, optimizer: Any, batch: dict[str, Any], ledger: Ledger) -> None:
+def _batch(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: Any,
+    batch: dict[str, Any],
+    ledger: Ledger,
+) -> None:
     tensors = [one for one in batch.values() if isinstance(one, torch.Tensor) and one.dim() > 1]
     split = accelerator.maybe_context_parallel(tensors, [1] * len(tensors), set(tensors))
     with accelerator.accumulate(model), split:
@@ -266,7 +296,13 @@ def _batch(accelerator: Accelerator, model: nn.Module, optimizer: Any, batch: di
         ledger.label([p.grad for p in parameters if p.grad is not None], GRADIENTS)
         optimizer.step()
         ledger.label(
-            [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)], OPTIMIZER
+            [
+                v
+                for state in optimizer.state.values()
+                for v in state.values()
+                if isinstance(v, torch.Tensor)
+            ],
+            OPTIMIZER,
         )
         optimizer.zero_grad()
 

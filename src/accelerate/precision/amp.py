@@ -29,7 +29,9 @@ class MixedPrecision(Precision):
 
     native_amp = True
 
-    def __init__(self, name: str, dtype: torch.dtype, device_type: str, options: AutocastKwargs | None = None) -> None:
+    def __init__(
+        self, name: str, dtype: torch.dtype, device_type: str, options: AutocastKwargs | None = None
+    ) -> None:
         self.name = name
         self.dtype = dtype
         self.device_type = device_type
@@ -40,7 +42,9 @@ class MixedPrecision(Precision):
         """The dtype, for `explain`."""
         return f"{self.name} under autocast"
 
-    def autocast(self, options: AutocastKwargs | None = None) -> contextlib.AbstractContextManager[Any]:
+    def autocast(
+        self, options: AutocastKwargs | None = None
+    ) -> contextlib.AbstractContextManager[Any]:
         """`torch.autocast` with the run's options or these."""
         options = options or self.options
         kwargs = {} if options is None else options.to_kwargs()
@@ -50,16 +54,26 @@ class MixedPrecision(Precision):
         """Autocast around the model's forward. The original stays at `model._original_forward`."""
         restore_forward(model)
         for module, dtype in find_regions(model, self.modules).items():
-            _replace_forward(module, functools.partial(computing_in, dtype, self.device_type, module))
+            _replace_forward(
+                module, functools.partial(computing_in, dtype, self.device_type, module)
+            )
             module.policy_dtype = dtype  # type: ignore[assignment]
-        _replace_forward(model, lambda forward: convert_outputs_to_fp32(_under_autocast(self, forward)))
+        _replace_forward(
+            model, lambda forward: convert_outputs_to_fp32(_under_autocast(self, forward))
+        )
         return model
 
     def wrap_method(self, model: torch.nn.Module, name: str) -> None:
         """Autocast around a method of the model."""
         method = getattr(model, name)
-        wrapped = convert_outputs_to_fp32(_under_autocast(self, getattr(method, "__func__", method)))
-        setattr(model, name, types.MethodType(wrapped, model) if hasattr(method, "__func__") else wrapped)
+        wrapped = convert_outputs_to_fp32(
+            _under_autocast(self, getattr(method, "__func__", method))
+        )
+        setattr(
+            model,
+            name,
+            types.MethodType(wrapped, model) if hasattr(method, "__func__") else wrapped,
+        )
 
 
 def _replace_forward(module: torch.nn.Module, wrap: Callable[[Any], Any]) -> None:
@@ -72,7 +86,10 @@ def _replace_forward(module: torch.nn.Module, wrap: Callable[[Any], Any]) -> Non
         module.forward = functools.update_wrapper(hooked, forward)
         return
     wrapped = wrap(getattr(forward, "__func__", forward))
-    module.forward = types.MethodType(wrapped, module) if hasattr(forward, "__func__") else wrapped
+    if hasattr(forward, "__func__"):
+        module.forward = types.MethodType(wrapped, module)
+    else:
+        module.forward = wrapped
 
 
 def _under_autocast(precision: MixedPrecision, forward: Any) -> Any:
@@ -96,12 +113,19 @@ class ScaledPrecision(MixedPrecision):
     ) -> None:
         super().__init__("fp16", torch.float16, device_type, options)
         kwargs = {} if scaling is None else scaling.to_kwargs()
-        self.scaler: torch.amp.GradScaler | None = scaler or torch.amp.GradScaler(device_type, **kwargs)
+        self.scaler: torch.amp.GradScaler | None = scaler or torch.amp.GradScaler(
+            device_type, **kwargs
+        )
 
     def wrap_forward(self, model: torch.nn.Module) -> torch.nn.Module:
         """As the base class. Raises PrepareError for float16 parameters."""
         half = next(
-            (name for name, p in model.named_parameters() if p.requires_grad and p.dtype is torch.float16), None
+            (
+                name
+                for name, p in model.named_parameters()
+                if p.requires_grad and p.dtype is torch.float16
+            ),
+            None,
         )
         if half is not None:
             raise PrepareError(
@@ -156,7 +180,10 @@ def restore_forward(model: torch.nn.Module) -> torch.nn.Module:
         original = module.__dict__.pop("_original_forward", None)
         if original is None:
             continue
-        if getattr(original, "__self__", None) is module and original.__func__ is type(module).forward:
+        if (
+            getattr(original, "__self__", None) is module
+            and original.__func__ is type(module).forward
+        ):
             module.__dict__.pop("forward", None)
         else:
             module.forward = original
@@ -174,13 +201,18 @@ def get_mixed_precision_context_manager(
     if not native_amp:
         return contextlib.nullcontext()
     state = AcceleratorState()
-    options = {} if autocast_kwargs is None else autocast_kwargs.to_kwargs()
+    if autocast_kwargs is None:
+        options = {}
+    else:
+        options = autocast_kwargs.to_kwargs()
     if state.mixed_precision in AUTOCAST_DTYPES:
         options.setdefault("dtype", AUTOCAST_DTYPES[state.mixed_precision])
     return torch.autocast(state.device.type, **options)
 
 
-def get_grad_scaler(distributed_type: DistributedType | None = None, **kwargs: Any) -> torch.amp.GradScaler:
+def get_grad_scaler(
+    distributed_type: DistributedType | None = None, **kwargs: Any
+) -> torch.amp.GradScaler:
     """A gradient scaler for this machine's device; `kwargs` are those of `torch.amp.GradScaler`.
 
     For FullyShardedDataParallel, where a rank sees only its shard of a gradient, one whose ranks agree on overflows.

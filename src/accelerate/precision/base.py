@@ -28,7 +28,9 @@ class Precision:
     # As text, for `explain`.
     computes_in = "the parameters' dtype"
 
-    def autocast(self, options: AutocastKwargs | None = None) -> contextlib.AbstractContextManager[Any]:
+    def autocast(
+        self, options: AutocastKwargs | None = None
+    ) -> contextlib.AbstractContextManager[Any]:
         """A context in which operations run in the lower precision; here it does nothing."""
         return contextlib.nullcontext()
 

@@ -43,7 +43,9 @@ class Float8Precision(MixedPrecision):
         """The converted layers, for `explain`."""
         total = len(self.converted) + len(self.left)
         layers = f"{len(self.converted)} of {total} linear layers in float8 ({self.backend.value})"
-        return f"bfloat16 under autocast, {layers}" + (f"; not: {', '.join(self.left[:8])}" if self.left else "")
+        return f"bfloat16 under autocast, {layers}" + (
+            f"; not: {', '.join(self.left[:8])}" if self.left else ""
+        )
 
     def convert(self, model: nn.Module, repoint: Repoint) -> None:
         """Replace layers of the model in place. Raises PrepareError where there is none to replace."""
@@ -60,7 +62,13 @@ class Float8Precision(MixedPrecision):
         self.left += [name for name in linear if name not in converted]
         logger.info(f"fp8 in {type(model).__name__}: {self.computes_in}")
         present = dict(model.named_parameters())
-        repoint([(former[name], now) for name, now in present.items() if name in former and former[name] is not now])
+        repoint(
+            [
+                (former[name], now)
+                for name, now in present.items()
+                if name in former and former[name] is not now
+            ]
+        )
 
     def replace_layers(self, model: nn.Module) -> list[str]:
         """Convert in place; the names of the converted layers."""
@@ -97,7 +105,9 @@ class TorchaoPrecision(Float8Precision):
         from torchao.float8.float8_linear import Float8Linear
 
         before = {id(layer) for layer in model.modules() if isinstance(layer, Float8Linear)}
-        convert_model_to_fp8_ao(model, config=self.config, module_filter_func=self.recipe.module_filter_func)
+        convert_model_to_fp8_ao(
+            model, config=self.config, module_filter_func=self.recipe.module_filter_func
+        )
         return [
             name
             for name, layer in model.named_modules()
@@ -129,16 +139,24 @@ class TransformerEnginePrecision(Float8Precision):
 
     backend = FP8BackendType.TE
 
-    def __init__(self, device_type: str, options: AutocastKwargs | None, recipe: TERecipeKwargs | None) -> None:
+    def __init__(
+        self, device_type: str, options: AutocastKwargs | None, recipe: TERecipeKwargs | None
+    ) -> None:
         super().__init__(device_type, options)
         self.recipe = recipe
 
     def replace_layers(self, model: nn.Module) -> list[str]:
         """Convert to Transformer Engine's layers; the names of the linear ones converted."""
-        linear = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
+        linear = {
+            name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)
+        }
         with torch.no_grad():
             fp8_te.convert_model(model)
-        return [name for name, layer in model.named_modules() if name in linear and layer is not linear[name]]
+        return [
+            name
+            for name, layer in model.named_modules()
+            if name in linear and layer is not linear[name]
+        ]
 
     def wrap_forward(self, model: torch.nn.Module) -> torch.nn.Module:
         """bf16 autocast, and inside of it the engine's fp8 autocast."""
@@ -147,7 +165,11 @@ class TransformerEnginePrecision(Float8Precision):
 
 
 def make_fp8(
-    device_type: str, options: AutocastKwargs | None, backend: FP8BackendType, recipe: Any, gathers: bool
+    device_type: str,
+    options: AutocastKwargs | None,
+    backend: FP8BackendType,
+    recipe: Any,
+    gathers: bool,
 ) -> Float8Precision:
     """The precision of a backend. `gathers`: the strategy gathers parameters, which torchao can do in float8.
 
@@ -173,10 +195,14 @@ def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | N
     """The names of the first and the last linear layer of `model`, in the order in which it registers them."""
     require_module(model, "find_first_last_linear_layers")
     names = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
-    return (names[0], names[-1]) if names else (None, None)
+    if names:
+        return (names[0], names[-1])
+    return (None, None)
 
 
-def filter_linear_layers(module: nn.Module, fqn: str, layers_to_filter: Container[str | None]) -> bool:
+def filter_linear_layers(
+    module: nn.Module, fqn: str, layers_to_filter: Container[str | None]
+) -> bool:
     """Whether the layer `module`, called `fqn`, should compute in float8.
 
     True for a linear layer whose two dimensions are multiples of 16 and whose name is not in `layers_to_filter`. The
@@ -227,4 +253,6 @@ def convert_model_to_fp8_ao(
         def module_filter_func(layer: nn.Module, name: str) -> bool:
             return filter_linear_layers(layer, name, filtered)
 
-    convert_to_float8_training(model, config=config or Float8LinearConfig(), module_filter_fn=module_filter_func)
+    convert_to_float8_training(
+        model, config=config or Float8LinearConfig(), module_filter_fn=module_filter_func
+    )

@@ -31,7 +31,10 @@ def _engine() -> Any:
 
 @_needs_engine
 def convert_model(
-    model: nn.Module, to_transformer_engine: bool = True, _convert_linear: bool = True, _convert_ln: bool = True
+    model: nn.Module,
+    to_transformer_engine: bool = True,
+    _convert_linear: bool = True,
+    _convert_ln: bool = True,
 ) -> None:
     """Replace, in place, the linear and normalisation layers of `model` by Transformer Engine's, or back.
 
@@ -39,7 +42,11 @@ def convert_model(
     is: the engine has no kernel for it. Call it before the optimizer is made.
     """
     replace = _to_engine if to_transformer_engine else _from_engine
-    children = [(parent, name, layer) for parent in model.modules() for name, layer in parent.named_children()]
+    children = [
+        (parent, name, layer)
+        for parent in model.modules()
+        for name, layer in parent.named_children()
+    ]
     for parent, name, layer in children:
         fresh = replace(layer, _convert_linear, _convert_ln)
         if fresh is not None:
@@ -62,7 +69,10 @@ def _to_engine(layer: nn.Module, linear: bool, norm: bool) -> nn.Module | None:
         return converted
     if norm and type(layer) is nn.LayerNorm and layer.weight is not None and layer.bias is not None:
         converted = engine.LayerNorm(
-            layer.normalized_shape[0], eps=layer.eps, params_dtype=layer.weight.dtype, device=layer.weight.device
+            layer.normalized_shape[0],
+            eps=layer.eps,
+            params_dtype=layer.weight.dtype,
+            device=layer.weight.device,
         )
         return converted
     return None
@@ -72,16 +82,22 @@ def _from_engine(layer: nn.Module, linear: bool, norm: bool) -> nn.Module | None
     engine = _engine()
     if linear and isinstance(layer, engine.Linear):
         like = {"dtype": layer.weight.dtype, "device": layer.weight.device}
-        return nn.Linear(layer.in_features, layer.out_features, bias=_bias(layer) is not None, **like)
+        return nn.Linear(
+            layer.in_features, layer.out_features, bias=_bias(layer) is not None, **like
+        )
     if norm and isinstance(layer, engine.LayerNorm):
-        return nn.LayerNorm(layer.weight.shape, eps=layer.eps, dtype=layer.weight.dtype, device=layer.weight.device)
+        return nn.LayerNorm(
+            layer.weight.shape, eps=layer.eps, dtype=layer.weight.dtype, device=layer.weight.device
+        )
     return None
 
 
 def _bias(layer: nn.Module) -> torch.Tensor | None:
     # The engine's layers without a bias have an empty tensor instead.
     bias = getattr(layer, "bias", None)
-    return bias if isinstance(bias, torch.Tensor) and bias.numel() else None
+    if isinstance(bias, torch.Tensor) and bias.numel():
+        return bias
+    return None
 
 
 @torch.no_grad()
@@ -97,7 +113,13 @@ def _copy_parameters(source: nn.Module, target: nn.Module) -> None:
 def has_transformer_engine_layers(model: nn.Module) -> bool:
     """Whether some layer of `model` is one of Transformer Engine's."""
     engine = _engine()
-    kinds = (engine.LayerNorm, engine.Linear, engine.LayerNormLinear, engine.LayerNormMLP, engine.TransformerLayer)
+    kinds = (
+        engine.LayerNorm,
+        engine.Linear,
+        engine.LayerNormLinear,
+        engine.LayerNormMLP,
+        engine.TransformerLayer,
+    )
     return any(isinstance(layer, kinds) for layer in model.modules())
 
 
@@ -123,7 +145,9 @@ def contextual_fp8_autocast(
     @functools.wraps(function)
     def forward(self: nn.Module, *args: object, **kwargs: object) -> Any:
         with context(use_during_eval or self.training, fp8_recipe):
-            return function(self, *args, **kwargs) if bound else function(*args, **kwargs)
+            if bound:
+                return function(self, *args, **kwargs)
+            return function(*args, **kwargs)
 
     return forward
 
@@ -132,7 +156,9 @@ def contextual_fp8_autocast(
 def apply_fp8_autowrap(model: nn.Module, fp8_recipe_handler: TERecipeKwargs | None) -> nn.Module:
     """`model`, with its forward under the engine's fp8 autocast by the recipe of the handler; None: the defaults."""
     handler = fp8_recipe_handler or TERecipeKwargs()
-    forward = contextual_fp8_autocast(model.forward, make_recipe(handler), bool(handler.use_autocast_during_eval))
+    forward = contextual_fp8_autocast(
+        model.forward, make_recipe(handler), bool(handler.use_autocast_during_eval)
+    )
     model.forward = MethodType(forward, model)
     return model
 
@@ -145,7 +171,9 @@ def make_recipe(handler: TERecipeKwargs) -> Any:
     from transformer_engine.common import recipe
 
     if handler.fp8_format == "E5M2":
-        raise ConfigurationError("fp8_format='E5M2': Transformer Engine trains in E4M3 or HYBRID (E5M2 backward) only")
+        raise ConfigurationError(
+            "fp8_format='E5M2': Transformer Engine trains in E4M3 or HYBRID (E5M2 backward) only"
+        )
     both = {"margin": handler.margin, "fp8_format": getattr(recipe.Format, str(handler.fp8_format))}
     if not handler.use_mxfp8_block_scaling:
         return recipe.DelayedScaling(
@@ -155,7 +183,9 @@ def make_recipe(handler: TERecipeKwargs) -> Any:
             **_override(handler, recipe.DelayedScaling),
         )
     if not is_transformer_engine_mxfp8_available():
-        raise ConfigurationError("use_mxfp8_block_scaling needs Transformer Engine 2.1 or later; upgrade the package")
+        raise ConfigurationError(
+            "use_mxfp8_block_scaling needs Transformer Engine 2.1 or later; upgrade the package"
+        )
     meaningless = sorted({"amax_history_len", "amax_compute_algo"} & handler.to_kwargs().keys())
     if meaningless:
         raise ConfigurationError(

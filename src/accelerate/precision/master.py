@@ -61,7 +61,10 @@ class MasterPrecision(MixedPrecision):
         return self.changes != before
 
     def _note(self, parameter: nn.Parameter, full: torch.Tensor | None) -> None:
-        self._master_of[parameter] = None if full is None else nn.Parameter(full.to(torch.float32))
+        if full is None:
+            self._master_of[parameter] = None
+        else:
+            self._master_of[parameter] = nn.Parameter(full.to(torch.float32))
         self.changes += 1
 
     def master_weights(self, model: nn.Module) -> list[torch.Tensor]:
@@ -103,7 +106,9 @@ class MasterPrecision(MixedPrecision):
             yield
 
     @contextlib.contextmanager
-    def _in_place(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
+    def _in_place(
+        self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+    ) -> Iterator[None]:
         places = [
             (module, name, parameter, master)
             for model in models
@@ -111,9 +116,15 @@ class MasterPrecision(MixedPrecision):
             if (master := self._master_of.get(parameter)) is not None
             for module, name in owners
         ]
-        pairs = list({id(parameter): (parameter, master) for _, _, parameter, master in places}.values())
+        pairs = list(
+            {id(parameter): (parameter, master) for _, _, parameter, master in places}.values()
+        )
         refresh(pairs)
-        attached = [(step, optimizer) for optimizer in optimizers if (step := master_step_of(optimizer)) is not None]
+        attached = [
+            (step, optimizer)
+            for optimizer in optimizers
+            if (step := master_step_of(optimizer)) is not None
+        ]
         for master_step, optimizer in attached:
             master_step.enter(optimizer)
         for module, name, _, master in places:
@@ -219,7 +230,9 @@ class MasterStep:
         self._versions = self._versions_now()
         self.inside = False
 
-    def step(self, optimizer: torch.optim.Optimizer, call: Callable[..., Any], closure: Any = None) -> Any:
+    def step(
+        self, optimizer: torch.optim.Optimizer, call: Callable[..., Any], closure: Any = None
+    ) -> Any:
         """Step the master weights by `call`; the closure is evaluated with the present parameters."""
 
         def evaluate() -> Any:
@@ -262,7 +275,9 @@ class MasterStep:
     def saved(self) -> dict[int, torch.Tensor]:
         """The master weights by the numbers of their parameters in a state dict of the optimizer."""
         visible = [parameter for group in self._visible for parameter in group]
-        numbered = ((number, self._to_master.get(id(parameter))) for number, parameter in enumerate(visible))
+        numbered = (
+            (number, self._to_master.get(id(parameter))) for number, parameter in enumerate(visible)
+        )
         return {number: master.detach() for number, master in numbered if master is not None}
 
     @torch.no_grad()
@@ -298,7 +313,9 @@ def attach(optimizer: torch.optim.Optimizer, precision: MasterPrecision) -> None
     def step(own: Any, former: Callable[..., Any], closure: Any) -> Any:
         if not master_step.inside:
             return master_step.step(own, former, closure)
-        return former() if closure is None else former(closure)
+        if closure is None:
+            return former()
+        return former(closure)
 
     def state_dict() -> dict[str, Any]:
         own: Any = reference()
@@ -323,7 +340,9 @@ def attach(optimizer: torch.optim.Optimizer, precision: MasterPrecision) -> None
             master_step.leave(own)
 
     replace_step(optimizer, step)
-    optimizer.__dict__.update(_master_step=master_step, state_dict=state_dict, load_state_dict=load_state_dict)
+    optimizer.__dict__.update(
+        _master_step=master_step, state_dict=state_dict, load_state_dict=load_state_dict
+    )
     _around_modes(optimizer, master_step, kind)
 
 
@@ -369,7 +388,9 @@ def hand_over(pairs: Pairs) -> None:
 @torch.no_grad()
 def copy_back(pairs: Pairs) -> None:
     """Round the master weights into the parameters."""
-    foreach.copy_([_local(parameter) for parameter, _ in pairs], [_local(master) for _, master in pairs])
+    foreach.copy_(
+        [_local(parameter) for parameter, _ in pairs], [_local(master) for _, master in pairs]
+    )
 
 
 def _local(tensor: Any) -> torch.Tensor:
@@ -394,7 +415,12 @@ def _laid_out(local: torch.Tensor, master: Any) -> torch.Tensor:
         _local(offloaded).copy_(local)
         return offloaded
     made: torch.Tensor = type(master.data).from_local(
-        local, master.device_mesh, master.placements, run_check=False, shape=master.shape, stride=master.stride()
+        local,
+        master.device_mesh,
+        master.placements,
+        run_check=False,
+        shape=master.shape,
+        stride=master.stride(),
     )
     return made
 
@@ -406,6 +432,10 @@ def _is_same(groups: Sequence[Sequence[Any]], others: Sequence[Sequence[Any]]) -
     )
 
 
-def _keyed(state: Mapping[Any, Any], keys: Mapping[int, nn.Parameter]) -> collections.defaultdict[Any, Any]:
+def _keyed(
+    state: Mapping[Any, Any], keys: Mapping[int, nn.Parameter]
+) -> collections.defaultdict[Any, Any]:
     """The same entries of an optimizer's state, with its keys replaced."""
-    return collections.defaultdict(dict, {keys.get(id(key), key): entry for key, entry in state.items()})
+    return collections.defaultdict(
+        dict, {keys.get(id(key), key): entry for key, entry in state.items()}
+    )

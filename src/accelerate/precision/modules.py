@@ -30,12 +30,18 @@ def check_policy(policy: Any, mixed_precision: str) -> PrecisionPolicy:
     if policy and mixed_precision not in ("bf16", "fp16"):
         raise ConfigurationError(
             f"precision_policy needs mixed_precision='bf16' or 'fp16', and it is {mixed_precision!r}"
-            + (", in which each module computes in the dtype of its weights" if mixed_precision == "no" else "")
+            + (
+                ", in which each module computes in the dtype of its weights"
+                if mixed_precision == "no"
+                else ""
+            )
         )
     dtypes: dict[str, torch.dtype] = {}
     for pattern, requested in policy.items():
         dtype = checks.dtype(f"precision_policy[{pattern!r}]", requested)
-        if dtype not in (torch.float32, torch.bfloat16) and not (dtype is torch.float16 and mixed_precision == "fp16"):
+        if dtype not in (torch.float32, torch.bfloat16) and not (
+            dtype is torch.float16 and mixed_precision == "fp16"
+        ):
             raise ConfigurationError(
                 f"precision_policy[{pattern!r}]={requested!r}: use torch.float32 or torch.bfloat16; torch.float16 "
                 "needs mixed_precision='fp16', which scales gradients"
@@ -69,9 +75,15 @@ def find_regions(model: nn.Module, policy: PrecisionPolicy) -> dict[nn.Module, t
         if not name:
             continue
         parent = name.rpartition(".")[0]
-        said[name] = next((dtype for pattern, dtype in policy.items() if fnmatchcase(name, pattern)), said[parent])
+        said[name] = next(
+            (dtype for pattern, dtype in policy.items() if fnmatchcase(name, pattern)), said[parent]
+        )
         around[name], dtype = around[parent], said[name]
-        if dtype is not None and dtype != around[parent] and type(module).forward is not nn.Module.forward:
+        if (
+            dtype is not None
+            and dtype != around[parent]
+            and type(module).forward is not nn.Module.forward
+        ):
             regions[module] = around[name] = dtype
     return regions
 

@@ -70,7 +70,11 @@ class Accumulation:
         state = self.gradient_state
         options = state.plugin_kwargs
         loader = state.active_dataloader
-        if self.has_backward is False and 0 < self.step < self.steps and getattr(loader, "batches_read", 0) == 1:
+        if (
+            self.has_backward is False
+            and 0 < self.step < self.steps
+            and getattr(loader, "batches_read", 0) == 1
+        ):
             # The loop of the pass before was left between the start of a batch and its backward.
             self.step -= 1
         if not 0 < self.step < self.steps:
@@ -78,7 +82,11 @@ class Accumulation:
             self.samples = self.first_samples = 0
         self.step += 1
         sync = self.step == self.steps
-        if loader is not None and loader.end_of_dataloader and options.get("sync_with_dataloader", True):
+        if (
+            loader is not None
+            and loader.end_of_dataloader
+            and options.get("sync_with_dataloader", True)
+        ):
             self.step, sync = 0, True
         state.sync_gradients = sync
         if self.exact and loader is not None and loader.batch_counts:
@@ -86,7 +94,10 @@ class Accumulation:
             self.first_samples = self.first_samples or samples
             self.samples += samples
             self.scale = samples / self.first_samples
-            self.factor = self.first_samples * self.steps / self.samples if sync else 1.0
+            if sync:
+                self.factor = self.first_samples * self.steps / self.samples
+            else:
+                self.factor = 1.0
         if self.has_backward:
             self.has_backward = False
         return sync

@@ -41,10 +41,16 @@ class AveragedWeights(RunObserver):
     """
 
     def __init__(
-        self, prepared: PreparedModel, objects: RunObjects, precision: Precision, decay: float | None = 0.999
+        self,
+        prepared: PreparedModel,
+        objects: RunObjects,
+        precision: Precision,
+        decay: float | None = 0.999,
     ) -> None:
         if decay is not None and not 0 <= decay < 1:
-            raise ConfigurationError(f"decay={decay}: it is at least 0 and less than 1, or None for the mean (SWA)")
+            raise ConfigurationError(
+                f"decay={decay}: it is at least 0 and less than 1, or None for the mean (SWA)"
+            )
         self.updates: int = 0
         self._prepared, self._objects, self._precision = prepared, objects, precision
         self._combine: Callable[[Any, Any, Any], None] = (
@@ -56,7 +62,9 @@ class AveragedWeights(RunObserver):
         self._is_applied = False
         with self._shards():
             self._names = prepared.trained_names()
-            self._weights = [p for p in prepared.module.parameters() if p.requires_grad and not p.is_meta]
+            self._weights = [
+                p for p in prepared.module.parameters() if p.requires_grad and not p.is_meta
+            ]
             self._averages = self._copies()
         model = class_name(prepared.inner)
         if not self._names:
@@ -71,10 +79,14 @@ class AveragedWeights(RunObserver):
 
     # -- events of the run
 
-    def before_step(self, optimizer: AcceleratedOptimizer, closure: Callable[[], Any] | None) -> None:
+    def before_step(
+        self, optimizer: AcceleratedOptimizer, closure: Callable[[], Any] | None
+    ) -> None:
         """Refuse a step of the averages."""
         if self._is_applied:
-            raise PrepareError("optimizer.step() inside of average.applied(): train after the block")
+            raise PrepareError(
+                "optimizer.step() inside of average.applied(): train after the block"
+            )
 
     def after_step(self, optimizer: AcceleratedOptimizer) -> None:
         """Update when all optimizers of the model have stepped, unless all of these steps were skipped."""
@@ -84,7 +96,11 @@ class AveragedWeights(RunObserver):
         if not self._is_trained_by.get(optimizer):
             return
         self._has_stepped[optimizer] = not optimizer.step_was_skipped
-        if all(known in self._has_stepped for known, is_trainer in self._is_trained_by.items() if is_trainer):
+        if all(
+            known in self._has_stepped
+            for known, is_trainer in self._is_trained_by.items()
+            if is_trainer
+        ):
             if any(self._has_stepped.values()):
                 self.update()
             self._has_stepped.clear()
@@ -134,7 +150,9 @@ class AveragedWeights(RunObserver):
             CheckpointError: in the block `save_state` or `load_state` is called.
         """
         if self._is_applied:
-            raise PrepareError("average.applied() inside of average.applied(): the model has the averages already")
+            raise PrepareError(
+                "average.applied() inside of average.applied(): the model has the averages already"
+            )
         weights = self._put(self._averages)
         self._is_applied = True
         try:
@@ -152,7 +170,11 @@ class AveragedWeights(RunObserver):
             weights = self._put(self._averages)
             try:
                 state = self._prepared.state_dict()
-                averages = {name: value.detach().clone() for name, value in state.items() if name in self._names}
+                averages = {
+                    name: value.detach().clone()
+                    for name, value in state.items()
+                    if name in self._names
+                }
             finally:
                 self._put(weights)
         return {"updates": self.updates, "averages": averages}
@@ -166,7 +188,10 @@ class AveragedWeights(RunObserver):
         averages = state["averages"]
         differing = sorted(set(averages) ^ self._names)
         if self._prepared.is_partial:
-            from ..parallel.materialize import from_first  # slow to import, and loaded where a model is sharded
+            # slow to import, and loaded where a model is sharded
+            from ..parallel.materialize import (
+                from_first,
+            )
 
             differing = from_first(differing, None)
         if differing:

@@ -78,13 +78,17 @@ class RunCheckpoints:
         self.controller: ResumeController = ResumeController(
             self._load_newest_if_any, self._save_and_exit, self._in_training_mode
         )
-        self._exit_code: int | None = None  # of a run that a signal has stopped; None: 128 plus its number
+        # of a run that a signal has stopped; None: 128 plus its number
+        self._exit_code: int | None = None
         self._writer: Writer | None = None
         self._locks = RunLocks()
-        self._damaged: list[DamagedCheckpoint] = []  # skipped by a load: their numbers are the next ones
+        # skipped by a load: their numbers are the next ones
+        self._damaged: list[DamagedCheckpoint] = []
         self._started_in = _current_folder()
         self._shards: ShardedState | None = None
-        self._adapters: weakref.WeakKeyDictionary[PreparedModel, AdapterLayout] = weakref.WeakKeyDictionary()
+        self._adapters: weakref.WeakKeyDictionary[PreparedModel, AdapterLayout] = (
+            weakref.WeakKeyDictionary()
+        )
         self._steps_before = 0  # optimizer steps of the run before the checkpoint that was loaded
 
     # -- save and load
@@ -100,7 +104,9 @@ class RunCheckpoints:
         self.controller.resume_if_pending()
         project = self.project
         folder, rotation = self._checkpoint_folder(output_dir)
-        taken = rotation is not None and all(folder.name != damaged.name for damaged in self._damaged)
+        taken = rotation is not None and all(
+            folder.name != damaged.name for damaged in self._damaged
+        )
         if taken and folder.exists():
             raise ConfigurationError(
                 f"{folder} exists already (save_iteration is {project.iteration}). Resume with load_state() first, "
@@ -131,12 +137,16 @@ class RunCheckpoints:
             self._damaged = []
         project.iteration += 1
         done = "saved" if writer is None else "saving in the background:"
-        print_or_log(logger, f"{done} {saved}: epoch {run.progress['epoch']}, step {run.progress['step']}")
+        print_or_log(
+            logger, f"{done} {saved}: epoch {run.progress['epoch']}, step {run.progress['step']}"
+        )
         for observer in self.observers.active:
             observer.saved(str(saved), run.progress["step"], time.perf_counter() - begin)
         return str(saved)
 
-    def save_adapters(self, prepared: PreparedModel, folder: str | os.PathLike[str], safe: bool) -> bool:
+    def save_adapters(
+        self, prepared: PreparedModel, folder: str | os.PathLike[str], safe: bool
+    ) -> bool:
         """Save the adapters of a model of peft into a folder; False for a model that has to be saved entirely."""
         if not is_peft_model(prepared.module):
             return False
@@ -162,7 +172,9 @@ class RunCheckpoints:
         options = {**load_options(load_kwargs), **options}
         with self._run_state() as run:
             if input_dir is None:
-                report = load_newest(run, self._checkpoints_dir("load_state()"), process=PartialState(), **options)
+                report = load_newest(
+                    run, self._checkpoints_dir("load_state()"), process=PartialState(), **options
+                )
             else:
                 folder = user_path(input_dir, "load_state")
                 if not folder.exists() and not can_restore(folder):
@@ -192,7 +204,9 @@ class RunCheckpoints:
         self._before_load()
         directory = self._checkpoints_dir("resume()")
         with self._run_state() as run:
-            report = resume_run(run, directory, process=PartialState(), locks=self._locks, arrival_timeout=60.0)
+            report = resume_run(
+                run, directory, process=PartialState(), locks=self._locks, arrival_timeout=60.0
+            )
         if report is not None:
             self._apply(report, "resumed", begin)
             self._record_damaged(report)
@@ -201,14 +215,21 @@ class RunCheckpoints:
 
     def _apply(self, report: LoadReport, done: str, begin: float) -> None:
         """Continue where the loaded run was."""
-        skipped = f", skipped {len(report.skipped)} damaged" if report.skipped else ""
-        print_or_log(logger, f"{done} {report.folder}: epoch {report.epoch}, step {report.step}{skipped}")
+        if report.skipped:
+            skipped = f", skipped {len(report.skipped)} damaged"
+        else:
+            skipped = ""
+        print_or_log(
+            logger, f"{done} {report.folder}: epoch {report.epoch}, step {report.step}{skipped}"
+        )
         # Saved under another layout, each rank has loaded a generator state that its neighbours need not share.
         self.strategy.sync_rng_state()
         saved = report.progress
         window, layout = saved.get("window"), saved.get("window_layout", self._window_layout())
         if window is None:
-            steps = int(saved.get("accumulation_steps") or self.accumulation.gradient_state.num_steps)
+            steps = int(
+                saved.get("accumulation_steps") or self.accumulation.gradient_state.num_steps
+            )
             window = {"step": int(saved.get("accumulation_step", 0)) % steps, "steps": steps}
         # The gradients of another layout or number of processes have no place here: a window begins.
         self.accumulation.load_state_dict(window if layout == self._window_layout() else {})
@@ -237,7 +258,9 @@ class RunCheckpoints:
 
     def _record_damaged(self, report: LoadReport) -> None:
         """Let the next automatically named save rename what the load has skipped. A load itself moves nothing."""
-        self._damaged = [DamagedCheckpoint.found(folder, reason) for folder, reason in report.skipped]
+        self._damaged = [
+            DamagedCheckpoint.found(folder, reason) for folder, reason in report.skipped
+        ]
 
     # -- resume and stop
 
@@ -292,14 +315,18 @@ class RunCheckpoints:
 
     def _checkpoints_dir(self, caller: str) -> Path:
         if self.project.project_dir is None:
-            raise ConfigurationError(f"{caller} needs a folder: give one, or set project_dir in ProjectConfiguration")
+            raise ConfigurationError(
+                f"{caller} needs a folder: give one, or set project_dir in ProjectConfiguration"
+            )
         project = user_path(self.project.project_dir, "project_dir")
         if self._started_in not in (None, _current_folder()) and not project.is_absolute():
             # A relative project_dir counts from where the run started, wherever the script goes after that.
             project = self._started_in / project
         return layout.checkpoints_dir(project)
 
-    def _checkpoint_folder(self, output_dir: str | os.PathLike[str] | None) -> tuple[Path, Path | None]:
+    def _checkpoint_folder(
+        self, output_dir: str | os.PathLike[str] | None
+    ) -> tuple[Path, Path | None]:
         """The folder of the next checkpoint, and the directory to rotate in when it is named automatically."""
         project = self.project
         if project.automatic_checkpoint_naming:
@@ -323,7 +350,9 @@ class RunCheckpoints:
         """The run as a checkpoint has it: with master weights instead of parameters that were cast."""
         objects = self.objects
         gradients = self._pending_gradients()
-        rank_state = RankState(self.strategy.name, objects.models, self._mesh_sizes(), gradients, self.items)
+        rank_state = RankState(
+            self.strategy.name, objects.models, self._mesh_sizes(), gradients, self.items
+        )
         models = [prepared.module for prepared in objects.models]
         optimizers = [optimizer.optimizer for optimizer in objects.optimizers]
         contexts = [prepared.swappable() for prepared in objects.models]
@@ -371,7 +400,11 @@ class RunCheckpoints:
 
     def _window_layout(self) -> dict[str, Any]:
         """Under what a window can be continued."""
-        return {"strategy": self.strategy.name, "processes": PartialState().num_processes, **self._mesh_sizes()}
+        return {
+            "strategy": self.strategy.name,
+            "processes": PartialState().num_processes,
+            **self._mesh_sizes(),
+        }
 
     def _mesh_sizes(self) -> dict[str, int]:
         mesh = self.state.device_mesh
@@ -385,7 +418,10 @@ class RunCheckpoints:
         gradients = [prepared.accumulated_gradients() for prepared in models]
         window = self.accumulation
         is_open = not window.gradient_state.sync_gradients or 0 < window.step < window.steps
-        if any(found is None and prepared.is_partial for found, prepared in zip(gradients, models, strict=True)):
+        if any(
+            found is None and prepared.is_partial
+            for found, prepared in zip(gradients, models, strict=True)
+        ):
             if is_open:
                 logger.warning(
                     f"{self.strategy.name}: the gradients of the unfinished accumulation window are not in this "
@@ -421,7 +457,9 @@ def _current_folder() -> Path | None:
         return None
 
 
-def register_hook(hooks: OrderedDict[int, Callable[..., None]], hook: Callable[..., None]) -> RemovableHandle:
+def register_hook(
+    hooks: OrderedDict[int, Callable[..., None]], hook: Callable[..., None]
+) -> RemovableHandle:
     """Add a hook of saving or loading. Its handle removes it."""
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook
@@ -440,17 +478,22 @@ class RunSteps(RunObserver):
 
     def before_pass(self, loader: Any) -> None:
         """Do a pending resume."""
-        if (checkpoints := self._checkpoints()) is not None:
+        checkpoints = self._checkpoints()
+        if checkpoints is not None:
             checkpoints.controller.resume_if_pending()
 
     def end_batch(self, loader: Any) -> None:
         """Stop the run where a signal requests it."""
-        if (checkpoints := self._checkpoints()) is not None and checkpoints.controller.is_watching:
+        checkpoints = self._checkpoints()
+        if checkpoints is not None and checkpoints.controller.is_watching:
             checkpoints.controller.stop_if_requested(loader)
 
-    def before_step(self, optimizer: AcceleratedOptimizer, closure: Callable[[], Any] | None) -> None:
+    def before_step(
+        self, optimizer: AcceleratedOptimizer, closure: Callable[[], Any] | None
+    ) -> None:
         """Raise ConfigurationError before a pending resume was done, PrepareError for parameters added to a model."""
-        if (checkpoints := self._checkpoints()) is None:
+        checkpoints = self._checkpoints()
+        if checkpoints is None:
             return
         if optimizer.has_new_groups:
             checkpoints.objects.refuse_new_parameters(optimizer)
@@ -464,7 +507,8 @@ class RunSteps(RunObserver):
 
     def after_step(self, optimizer: AcceleratedOptimizer) -> None:
         """Do what the layout does after a step. Where signals stop the run, record which loader is trained on."""
-        if (checkpoints := self._checkpoints()) is None:
+        checkpoints = self._checkpoints()
+        if checkpoints is None:
             return
         for call in checkpoints.strategy.after_step:
             call()

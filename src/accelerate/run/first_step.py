@@ -36,7 +36,9 @@ logger: MultiProcessAdapter = get_logger(__name__)
 _BACKWARDS = 64
 # Elements of each tensor of a batch that are compared between ranks.
 _ELEMENTS = 1024
-_UNPREPARED_EFFECT = "so it steps at every batch of an accumulation window and without the scaler of fp16"
+_UNPREPARED_EFFECT = (
+    "so it steps at every batch of an accumulation window and without the scaler of fp16"
+)
 
 
 class FirstStepCheck(RunObserver):
@@ -52,7 +54,9 @@ class FirstStepCheck(RunObserver):
     _running: ClassVar[weakref.WeakSet[FirstStepCheck]] = weakref.WeakSet()
     _hook: ClassVar[RemovableHandle | None] = None
     # By how many runs an optimizer was prepared: a step of one that several have may be that of another run.
-    _prepared: ClassVar[weakref.WeakKeyDictionary[torch.optim.Optimizer, int]] = weakref.WeakKeyDictionary()
+    _prepared: ClassVar[weakref.WeakKeyDictionary[torch.optim.Optimizer, int]] = (
+        weakref.WeakKeyDictionary()
+    )
     _numbers: ClassVar[Iterator[int]] = itertools.count()
 
     def __init__(self, run: RunCheckpoints) -> None:
@@ -60,10 +64,15 @@ class FirstStepCheck(RunObserver):
         # All ranks make the same runs in the same order.
         self._key = f"accelerate/first_step/{next(self._numbers)}"
         self._logged: set[str] = set()
-        self._steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
-        self._reached: weakref.WeakSet[AcceleratedOptimizer] = weakref.WeakSet()  # by the last backward
+        self._steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = (
+            weakref.WeakKeyDictionary()
+        )
+        # by the last backward
+        self._reached: weakref.WeakSet[AcceleratedOptimizer] = weakref.WeakSet()
         self._backwards = 0
-        self._is_in_backward = self._stepped_too_early = self._is_in_step = self._has_infinite_loss = False
+        self._is_in_backward = self._stepped_too_early = self._is_in_step = (
+            self._has_infinite_loss
+        ) = False
         self._batch: int | None = None
         self._forward_hooks: list[RemovableHandle] = []
         self._running.add(self)
@@ -78,7 +87,9 @@ class FirstStepCheck(RunObserver):
             self._prepared[prepared.optimizer] = self._prepared.get(prepared.optimizer, 0) + 1
             return
         # A hook on a compiled model would have it compiled again without the hook.
-        compiled = prepared.uncompiled is not prepared.module or has_compiled_regions(nn.ModuleList([prepared.module]))
+        compiled = prepared.uncompiled is not prepared.module or has_compiled_regions(
+            nn.ModuleList([prepared.module])
+        )
         if self._count_shards() > 1 and not compiled:
             handle = prepared.module.register_forward_pre_hook(_before_forward, with_kwargs=True)
             self._forward_hooks.append(handle)
@@ -88,11 +99,15 @@ class FirstStepCheck(RunObserver):
         self._backwards += 1
         self._is_in_backward, self._stepped_too_early = True, False
         run = self._run()
-        loader = None if run is None else run.accumulation.gradient_state.active_dataloader
+        if run is None:
+            loader = None
+        else:
+            loader = run.accumulation.gradient_state.active_dataloader
         if self._backwards == 1 and loader is not None:
             # What the models were called with before, as with dummies, was not the batch.
             self._batch = None
-            if skipped := getattr(loader, "batches_skipped_twice", 0):
+            skipped = getattr(loader, "batches_skipped_twice", 0)
+            if skipped:
                 self._log(
                     f"{user_line()}: after load_state, the loader continued after the first {skipped} batches of an "
                     f"epoch, and the loop skips {skipped} more, which are not trained on. Remove the `continue` that "
@@ -112,7 +127,8 @@ class FirstStepCheck(RunObserver):
                 "averages gradients after such hooks, so each process would train another model. Step after "
                 "accelerator.backward, or set fsdp_version=2, which calls these hooks with averaged gradients"
             )
-        if (run := self._run()) is None:
+        run = self._run()
+        if run is None:
             return
         has_value = type(loss) is torch.Tensor and loss.numel() == 1 and not loss.is_meta
         # A mean over no items is NaN, and has no weight.
@@ -128,13 +144,19 @@ class FirstStepCheck(RunObserver):
             if any(parameter.grad is not None for parameter in _parameters(optimizer)):
                 self._reached.add(optimizer)
 
-    def before_step(self, optimizer: AcceleratedOptimizer, closure: Callable[[], Any] | None) -> None:
+    def before_step(
+        self, optimizer: AcceleratedOptimizer, closure: Callable[[], Any] | None
+    ) -> None:
         """Check the first step of a prepared optimizer."""
         self._is_in_step = True
         run = self._run()
         if run is not None and not self._steps.get(optimizer, 0):
             self._note_step_in_backward(optimizer, run)
-            if not self._check_parameters(optimizer, run) and closure is None and not _keeps_gradients(optimizer, run):
+            if (
+                not self._check_parameters(optimizer, run)
+                and closure is None
+                and not _keeps_gradients(optimizer, run)
+            ):
                 self._check_gradients(optimizer, run)
 
     def after_step(self, optimizer: AcceleratedOptimizer) -> None:
@@ -142,7 +164,9 @@ class FirstStepCheck(RunObserver):
         self._is_in_step = False
         self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
         run = self._run()
-        has_stepped = run is None or all(self._steps.get(other, 0) > 1 for other in run.objects.optimizers)
+        has_stepped = run is None or all(
+            self._steps.get(other, 0) > 1 for other in run.objects.optimizers
+        )
         if has_stepped and not self._stepped_too_early:
             self._compare_batches()
             self.close()
@@ -151,7 +175,8 @@ class FirstStepCheck(RunObserver):
         """End the checks. Not to be called from a hook of optimizers, whose list it changes."""
         self._running.discard(self)
         self._end_batches()
-        if (run := self._run()) is not None:
+        run = self._run()
+        if run is not None:
             run.observers.remove(self)
         if not self._running and FirstStepCheck._hook is not None:
             FirstStepCheck._hook.remove()
@@ -170,7 +195,9 @@ class FirstStepCheck(RunObserver):
             return
         self._note_step_in_backward(optimizer, run)
         # A step with learning rate 0 trains nothing: torch makes one to create the state that it loads.
-        if self._steps.get(optimizer) or not any(group.get("lr", 1) for group in optimizer.param_groups):
+        if self._steps.get(optimizer) or not any(
+            group.get("lr", 1) for group in optimizer.param_groups
+        ):
             return
         name, optimizers = f"{user_line()}: this {type(optimizer).__name__}", run.objects.optimizers
         if any(optimizer is prepared.optimizer for prepared in optimizers):
@@ -202,7 +229,9 @@ class FirstStepCheck(RunObserver):
         stale = [
             parameter
             for parameter in _parameters(optimizer)
-            if id(parameter) not in trained and isinstance(parameter, nn.Parameter) and parameter.grad is None
+            if id(parameter) not in trained
+            and isinstance(parameter, nn.Parameter)
+            and parameter.grad is None
         ]
         for model in run.objects.models if stale else ():
             for name, parameter in model.inner.named_parameters():
@@ -223,7 +252,9 @@ class FirstStepCheck(RunObserver):
         if not parameters or any(parameter.grad is not None for parameter in parameters):
             return
         if not self._backwards:
-            reason = "none of its parameters has a gradient: call accelerator.backward(loss) before it"
+            reason = (
+                "none of its parameters has a gradient: call accelerator.backward(loss) before it"
+            )
         elif self._has_infinite_loss:
             return
         elif optimizer in self._reached:
@@ -258,7 +289,9 @@ class FirstStepCheck(RunObserver):
 
     def _count_shards(self) -> int:
         run = self._run()
-        return 1 if run is None else run.strategy.data_shard[1]
+        if run is None:
+            return 1
+        return run.strategy.data_shard[1]
 
     def _compare_batches(self) -> None:
         """Report batches that are equal on ranks that are to read different ones."""
@@ -282,7 +315,11 @@ class FirstStepCheck(RunObserver):
     def _first(self, what: str, value: Any) -> Any:
         """The value of the rank that came first, which may be this one; None on one process or without a store."""
         # Of the ranks of a trace, as `accelerate plan` makes one, there is only this one.
-        if dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != dist.Backend.FAKE:
+        if (
+            dist.is_initialized()
+            and dist.get_world_size() > 1
+            and dist.get_backend() != dist.Backend.FAKE
+        ):
             with marks.Tolerant():
                 store = marks.run_store()
                 return json.loads(store.compare_set(f"{self._key}/{what}", "", json.dumps(value)))
@@ -294,7 +331,10 @@ class FirstStepCheck(RunObserver):
             self._logged.add(note)
             rank = dist.get_rank() if dist.is_initialized() else 0
             if self._first(f"note {zlib.crc32(note.encode())}", rank) in (None, rank):
-                logger.warning(f"rank {rank}: {note}" if self._count_shards() > 1 else note, main_process_only=False)
+                logger.warning(
+                    f"rank {rank}: {note}" if self._count_shards() > 1 else note,
+                    main_process_only=False,
+                )
 
 
 def _before_forward(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -311,7 +351,9 @@ def _before_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
 
 def _keeps_gradients(optimizer: Any, run: RunCheckpoints) -> bool:
     """Whether the gradients are kept elsewhere: by an engine, or by an optimizer that steps in the backward."""
-    return not run.strategy.divides_loss or hasattr(getattr(optimizer, "optimizer", optimizer), "fused_backward")
+    return not run.strategy.divides_loss or hasattr(
+        getattr(optimizer, "optimizer", optimizer), "fused_backward"
+    )
 
 
 def _parameters(optimizer: Any) -> list[torch.Tensor]:
@@ -324,7 +366,9 @@ def _identities(*optimizers: Any) -> set[int]:
 
 def _trained(run: RunCheckpoints) -> set[int]:
     """The identities of the parameters of all prepared models."""
-    return {id(parameter) for model in run.objects.models for parameter in model.trained_parameters()}
+    return {
+        id(parameter) for model in run.objects.models for parameter in model.trained_parameters()
+    }
 
 
 def _checksum(data: Iterable[Any], start: int | None) -> int | None:
@@ -332,9 +376,18 @@ def _checksum(data: Iterable[Any], start: int | None) -> int | None:
     for tensor in leaves(data):
         if type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_meta:
             try:
-                elements = tensor.detach().flatten()[:_ELEMENTS].cpu().contiguous().view(torch.uint8).numpy()
+                elements = (
+                    tensor.detach()
+                    .flatten()[:_ELEMENTS]
+                    .cpu()
+                    .contiguous()
+                    .view(torch.uint8)
+                    .numpy()
+                )
             except RuntimeError:
                 # Inside of a transform of torch.func a tensor has no storage.
                 continue
-            start = zlib.crc32(elements.tobytes(), zlib.crc32(f"{tensor.shape}{tensor.dtype}".encode(), start or 0))
+            start = zlib.crc32(
+                elements.tobytes(), zlib.crc32(f"{tensor.shape}{tensor.dtype}".encode(), start or 0)
+            )
     return start

@@ -12,7 +12,11 @@ import torch
 
 from .. import collectives
 from ..config import checks
-from ..config.training import DataLoaderConfiguration, DistributedDataParallelKwargs, ProjectConfiguration
+from ..config.training import (
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    ProjectConfiguration,
+)
 from ..core.enums import DistributedType, FP8BackendType
 from ..core.objects import forwarded
 from ..data_loader.metrics import gather_for_metrics
@@ -54,7 +58,10 @@ def _mesh_rank(dimension: str, meaning: str) -> Any:
             raise RuntimeError(f"{meaning} is not configured. Set `parallelism_config` first.")
         return int(mesh[dimension].get_local_rank())
 
-    return property(rank, doc=f"This process's rank in the mesh dimension {dimension}. {meaning} must be configured.")
+    return property(
+        rank,
+        doc=f"This process's rank in the mesh dimension {dimension}. {meaning} must be configured.",
+    )
 
 
 class RunInterface(ProcessView):
@@ -73,19 +80,27 @@ class RunInterface(ProcessView):
 
     # -- identity of the process
 
-    distributed_type: DistributedType = forwarded("state.distributed_type", "How the processes work together.")
+    distributed_type: DistributedType = forwarded(
+        "state.distributed_type", "How the processes work together."
+    )
     num_processes: int = forwarded("state.num_processes", "The number of processes in the run.")
     process_index: int = forwarded("state.process_index", "The rank of this process.")
-    local_process_index: int = forwarded("state.local_process_index", "The rank of this process on its machine.")
+    local_process_index: int = forwarded(
+        "state.local_process_index", "The rank of this process on its machine."
+    )
     device: torch.device = forwarded("state.device", "The device of this process.")
-    mixed_precision: str = forwarded("state.mixed_precision", "The precision of the run: no, fp16, bf16 or fp8.")
+    mixed_precision: str = forwarded(
+        "state.mixed_precision", "The precision of the run: no, fp16, bf16 or fp8."
+    )
 
     @property
     def multi_device(self) -> bool:
         """Whether several processes work together, each on an accelerator."""
         return self.use_distributed and self.device.type != "cpu"
 
-    deepspeed_plugin: Any = forwarded("state.deepspeed_plugin", "The selected DeepSpeed plugin, or None.")
+    deepspeed_plugin: Any = forwarded(
+        "state.deepspeed_plugin", "The selected DeepSpeed plugin, or None."
+    )
     is_fsdp2: bool = forwarded("state.is_fsdp2", "Whether models are sharded with FSDP2.")
 
     # -- data between the ranks
@@ -158,7 +173,9 @@ class RunInterface(ProcessView):
         return collectives.reduce(tensor, reduction, scale)
 
     @observed
-    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+    def pad_across_processes(
+        self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
+    ) -> Any:
         """Pad tensors to the largest size on any process.
 
         Args:
@@ -174,7 +191,9 @@ class RunInterface(ProcessView):
             tokens = accelerator.pad_across_processes(tokens, dim=1, pad_index=tokenizer.pad_token_id)
             tokens = accelerator.gather(tokens)
         """
-        return collectives.pad_across_processes(tensor, dim=dim, pad_index=pad_index, pad_first=pad_first)
+        return collectives.pad_across_processes(
+            tensor, dim=dim, pad_index=pad_index, pad_first=pad_first
+        )
 
     wait_for_everyone = observed(ProcessView.wait_for_everyone)
 
@@ -207,15 +226,31 @@ class RunInterface(ProcessView):
         if isinstance(self.strategy, DataParallel):
             self.strategy.options = value or DistributedDataParallelKwargs()
 
-    scaler_handler: Any = forwarded("plan.handlers.scaler", "The `GradScalerKwargs` of the run, or None.")
-    init_handler: Any = forwarded("plan.handlers.init", "The `InitProcessGroupKwargs` of the run, or None.")
-    autocast_handler: Any = forwarded("plan.handlers.autocast", "The `AutocastKwargs` of the run, or None.")
-    profile_handler: Any = forwarded("plan.handlers.profile", "The `ProfileKwargs` of the run, or None.")
+    scaler_handler: Any = forwarded(
+        "plan.handlers.scaler", "The `GradScalerKwargs` of the run, or None."
+    )
+    init_handler: Any = forwarded(
+        "plan.handlers.init", "The `InitProcessGroupKwargs` of the run, or None."
+    )
+    autocast_handler: Any = forwarded(
+        "plan.handlers.autocast", "The `AutocastKwargs` of the run, or None."
+    )
+    profile_handler: Any = forwarded(
+        "plan.handlers.profile", "The `ProfileKwargs` of the run, or None."
+    )
 
-    fp8_recipe_handler: Any = forwarded("plan.handlers.fp8_recipe", "The recipe of fp8 training, or None.")
-    ao_recipe_handler: Any = forwarded("plan.handlers.ao", "The `AORecipeKwargs` of the run, or None.")
-    te_recipe_handler: Any = forwarded("plan.handlers.te", "The `TERecipeKwargs` of the run, or None.")
-    msamp_recipe_handler: Any = forwarded("plan.handlers.msamp", "The `MSAMPRecipeKwargs` of the run, or None.")
+    fp8_recipe_handler: Any = forwarded(
+        "plan.handlers.fp8_recipe", "The recipe of fp8 training, or None."
+    )
+    ao_recipe_handler: Any = forwarded(
+        "plan.handlers.ao", "The `AORecipeKwargs` of the run, or None."
+    )
+    te_recipe_handler: Any = forwarded(
+        "plan.handlers.te", "The `TERecipeKwargs` of the run, or None."
+    )
+    msamp_recipe_handler: Any = forwarded(
+        "plan.handlers.msamp", "The `MSAMPRecipeKwargs` of the run, or None."
+    )
 
     @property
     def has_fp8_handler(self) -> bool:
@@ -246,14 +281,18 @@ class RunInterface(ProcessView):
         for optimizer in self._objects.optimizers:
             optimizer.scaler = scaler
 
-    native_amp: bool = forwarded("precision.native_amp", "Whether the forward runs under torch's autocast.")
+    native_amp: bool = forwarded(
+        "precision.native_amp", "Whether the forward runs under torch's autocast."
+    )
 
     @property
     def deepspeed_engine_wrapped(self) -> Any:
         """The `DeepSpeedEngineWrapper`; None without DeepSpeed and before `prepare`."""
         return getattr(self.strategy, "engine", None)
 
-    split_batches: bool = forwarded("dataloader_config.split_batches", "Whether batch sizes are of all processes.")
+    split_batches: bool = forwarded(
+        "dataloader_config.split_batches", "Whether batch sizes are of all processes."
+    )
     dispatch_batches: bool | None = forwarded(
         "dataloader_config.dispatch_batches",
         "Whether the main process reads all batches and distributes them; None decides by the dataset.",
@@ -266,12 +305,16 @@ class RunInterface(ProcessView):
     )
 
     use_seedable_sampler: bool = forwarded(
-        "dataloader_config.use_seedable_sampler", "Whether shuffling depends only on the seed and the epoch."
+        "dataloader_config.use_seedable_sampler",
+        "Whether shuffling depends only on the seed and the epoch.",
     )
 
-    non_blocking: bool = forwarded("dataloader_config.non_blocking", "Whether copies to the device are asynchronous.")
+    non_blocking: bool = forwarded(
+        "dataloader_config.non_blocking", "Whether copies to the device are asynchronous."
+    )
     use_stateful_dataloader: bool = forwarded(
-        "dataloader_config.use_stateful_dataloader", "Whether loaders are torchdata's `StatefulDataLoader`."
+        "dataloader_config.use_stateful_dataloader",
+        "Whether loaders are torchdata's `StatefulDataLoader`.",
     )
 
     @property
@@ -281,7 +324,9 @@ class RunInterface(ProcessView):
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, steps: int) -> None:
-        self.gradient_state.plugin_kwargs["num_steps"] = checks.integer("gradient_accumulation_steps", steps)
+        self.gradient_state.plugin_kwargs["num_steps"] = checks.integer(
+            "gradient_accumulation_steps", steps
+        )
 
     sync_gradients: bool = forwarded(
         "gradient_state.sync_gradients",
@@ -303,15 +348,21 @@ class RunInterface(ProcessView):
     @property
     def torch_device_mesh(self) -> Any:
         """The device mesh of the `parallelism_config`, or None without one."""
-        return None if self.parallelism_config is None else self.state.device_mesh
+        if self.parallelism_config is None:
+            return None
+        return self.state.device_mesh
 
-    is_composable_parallelism_enabled: bool = forwarded("state.is_fsdp2", "Whether models are sharded with FSDP2.")
+    is_composable_parallelism_enabled: bool = forwarded(
+        "state.is_fsdp2", "Whether models are sharded with FSDP2."
+    )
 
     @property
     def should_save_model(self) -> bool:
         """Whether this process writes the files of `save_model`, which all processes call."""
         each_node = self.project_configuration.save_on_each_node
-        return self.state.is_local_main_process if each_node else self.state.is_main_process
+        if each_node:
+            return self.state.is_local_main_process
+        return self.state.is_main_process
 
     data_parallel_rank: int = _mesh_rank("dp_replicate", "Data parallelism")
     data_parallel_shard_rank: int = _mesh_rank("dp_shard", "Shard-based data parallelism")

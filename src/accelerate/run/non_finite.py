@@ -53,7 +53,9 @@ class NonFiniteGuard(RunObserver):
                 value = torch.where(torch.as_tensor(num_items, device=value.device) > 0, value, 0.0)
             self._loss = value if self._loss is None else self._loss + value
 
-    def before_step(self, optimizer: AcceleratedOptimizer, closure: Callable[[], Any] | None) -> None:
+    def before_step(
+        self, optimizer: AcceleratedOptimizer, closure: Callable[[], Any] | None
+    ) -> None:
         """Raise PrepareError for a closure, which computes its losses inside of the step."""
         if closure is not None:
             raise PrepareError(
@@ -82,7 +84,10 @@ class NonFiniteGuard(RunObserver):
         if optimizer.left_out < self._limit:
             logger.warning(f"an optimizer step is left out{at}: {cause}")
             return True
-        in_a_row = f", for the step and the {self._limit - 1} before it" if self._limit > 1 else ""
+        if self._limit > 1:
+            in_a_row = f", for the step and the {self._limit - 1} before it"
+        else:
+            in_a_row = ""
         raise NonFiniteError(
             f"{cause}{at}{in_a_row}. Nothing was updated by it. Look for values in the data that are not finite, a "
             "division by zero in the loss, or a learning rate that is too high; "
@@ -91,12 +96,18 @@ class NonFiniteGuard(RunObserver):
 
     def _explain(self, optimizer: AcceleratedOptimizer) -> str:
         """What is not finite on which ranks. Every rank calls it."""
-        loss = None if self._loss is None or torch.isfinite(self._loss) else self._loss.item()
+        if self._loss is None or torch.isfinite(self._loss):
+            loss = None
+        else:
+            loss = self._loss.item()
         objects = self._objects()
         named: dict[int, str] = {}
         for model in () if objects is None else objects.models:
             model.reshard()
-            named |= {id(parameter): canonical_name(name) for name, parameter in model.inner.named_parameters()}
+            named |= {
+                id(parameter): canonical_name(name)
+                for name, parameter in model.inner.named_parameters()
+            }
         names = [
             named.get(id(parameter), "a parameter")
             for parameter in _checked(optimizer)
@@ -106,14 +117,20 @@ class NonFiniteGuard(RunObserver):
         ranks = gather_object([(loss, names[:1], len(names))])
 
         def on(affected: Iterable[int]) -> str:
-            return f" on {ranks_in_words(affected)}" if len(ranks) > 1 else ""
+            if len(ranks) > 1:
+                return f" on {ranks_in_words(affected)}"
+            return ""
 
         words = []
-        if losses := {rank: loss for rank, (loss, _, _) in enumerate(ranks) if loss is not None}:
+        losses = {rank: loss for rank, (loss, _, _) in enumerate(ranks) if loss is not None}
+        if losses:
             words.append(f"the loss is {next(iter(losses.values()))}{on(losses)}")
-        if gradients := {rank: names[0] for rank, (_, names, _) in enumerate(ranks) if names}:
+        gradients = {rank: names[0] for rank, (_, names, _) in enumerate(ranks) if names}
+        if gradients:
             more = max(count for _, _, count in ranks) - 1
-            first = next(iter(gradients.values())) + (f" and of {more} other parameters" if more else "")
+            first = next(iter(gradients.values())) + (
+                f" and of {more} other parameters" if more else ""
+            )
             words.append(f"the gradient of {first} is not finite{on(gradients)}")
         return "; ".join(words)
 

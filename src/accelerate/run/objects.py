@@ -32,10 +32,15 @@ class PreparedModules(MutableSequence[torch.nn.Module]):
 
     def __getitem__(self, index: Any) -> Any:
         found = self._prepared[index]
-        return [one.module for one in found] if isinstance(found, list) else found.module
+        if isinstance(found, list):
+            return [one.module for one in found]
+        return found.module
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        self._prepared[index] = self._of(value) if isinstance(index, slice) else self._of([value])[0]
+        if isinstance(index, slice):
+            self._prepared[index] = self._of(value)
+        else:
+            self._prepared[index] = self._of([value])[0]
 
     def __delitem__(self, index: Any) -> None:
         del self._prepared[index]
@@ -77,11 +82,16 @@ class RunObjects:
 
     def prepared_optimizers(self) -> list[PreparedOptimizer]:
         """Each optimizer with the prepared model that it trains, None where no model here is its."""
-        return [PreparedOptimizer(optimizer, self.find_trained(optimizer)) for optimizer in self.optimizers]
+        return [
+            PreparedOptimizer(optimizer, self.find_trained(optimizer))
+            for optimizer in self.optimizers
+        ]
 
     def find_trained(self, optimizer: AcceleratedOptimizer) -> PreparedModel | None:
         """The prepared model whose parameters an optimizer steps; None where it is no prepared model."""
-        return next((model for model in self.models if model.trains_with(optimizer.optimizer)), None)
+        return next(
+            (model for model in self.models if model.trains_with(optimizer.optimizer)), None
+        )
 
     def refuse_new_parameters(self, optimizer: AcceleratedOptimizer) -> None:
         """Raise PrepareError for a parameter of an optimizer that a model has only since `prepare`.
@@ -91,12 +101,20 @@ class RunObjects:
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for model in self.models:
             for name, parameter in model.new_parameters().items():
-                if id(parameter) in own and not any(_trains(other, parameter) for other in self.models):
+                if id(parameter) in own and not any(
+                    _trains(other, parameter) for other in self.models
+                ):
                     raise model.added_parameter(name)
 
     def clear(self) -> None:
         """Forget what was prepared; what was registered stays."""
-        for listed in (self.models, self.optimizers, self.schedulers, self.dataloaders, self.averages):
+        for listed in (
+            self.models,
+            self.optimizers,
+            self.schedulers,
+            self.dataloaders,
+            self.averages,
+        ):
             listed.clear()
 
 
@@ -109,12 +127,21 @@ def check_preparable(objects: Sequence[Any]) -> None:
     """Raise PrepareError for containers of what `prepare` takes, and for names alone: both would stay as they are."""
     if all(isinstance(obj, str) for obj in objects):
         names = ", ".join(objects)
-        raise PrepareError(f"prepare takes the objects themselves, not their names: prepare({names})")
+        raise PrepareError(
+            f"prepare takes the objects themselves, not their names: prepare({names})"
+        )
     for obj in objects:
         if isinstance(obj, Placeholder):
             refuse_placeholder(obj)
-        items = obj.values() if isinstance(obj, dict) else obj if isinstance(obj, (list, tuple, set)) else ()
-        if names := ", ".join(type(item).__name__ for item in items if isinstance(item, _PREPARABLE)):
+        items = (
+            obj.values()
+            if isinstance(obj, dict)
+            else obj
+            if isinstance(obj, (list, tuple, set))
+            else ()
+        )
+        names = ", ".join(type(item).__name__ for item in items if isinstance(item, _PREPARABLE))
+        if names:
             raise PrepareError(
                 f"prepare takes each object as a separate argument, not a {type(obj).__name__} of them ({names}): "
                 "prepare(*objects)"

@@ -55,7 +55,10 @@ class OutOfMemory(RunObserver):
         message = (str(error).splitlines() or [type(error).__name__])[0][:500]
         rank, device = PartialState().process_index, PartialState().device
         self._record(message)
-        folder = None if self._recorder is None else self._recorder.folder
+        if self._recorder is None:
+            folder = None
+        else:
+            folder = self._recorder.folder
         lines = [f"out of memory on rank {rank}: {message}"]
         try:
             lines.append(f"  {_by_kind(objects, device)}")
@@ -91,7 +94,10 @@ def _notify(error: BaseException) -> None:
 
 
 def _report_uncaught(
-    former: Callable[..., Any], kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    former: Callable[..., Any],
+    kind: type[BaseException],
+    error: BaseException,
+    trace: TracebackType | None,
 ) -> None:
     """The hook of exceptions that end the process. It calls the former one."""
     with contextlib.suppress(Exception):
@@ -108,7 +114,10 @@ def _by_kind(objects: RunObjects, device: torch.device) -> str:
     listed = [f"{kind} {size_of(size)}" for kind, size in usage.items() if size]
     allocated = getattr(devices.module_of(device), "memory_allocated", None)
     if device.type == "cpu" or allocated is None:
-        used, remainder = psutil.Process().memory_info().rss, "activations, libraries and the rest of the process"
+        used, remainder = (
+            psutil.Process().memory_info().rss,
+            "activations, libraries and the rest of the process",
+        )
     else:
         used, remainder = int(allocated(device)), "activations and other tensors"
     listed.append(f"{remainder} {size_of(max(0, used - sum(usage.values())))}")
@@ -139,7 +148,10 @@ def write_allocator_state(device: torch.device, folder: Path | None, rank: int) 
         contents[f"memory snapshot ({_VIEWER} opens it)"] = ".pickle", pickle.dumps(snapshot)
     if not contents:
         return {}
-    target = Path(tempfile.mkdtemp(prefix="accelerate-")) if folder is None else folder / "memory"
+    if folder is None:
+        target = Path(tempfile.mkdtemp(prefix="accelerate-"))
+    else:
+        target = folder / "memory"
     target.mkdir(parents=True, exist_ok=True)
     files = {}
     for name, (suffix, data) in contents.items():

@@ -62,7 +62,11 @@ class PlannedRun(RunObserver):
         seconds = min(after - before for before, after in itertools.pairwise(ends))
         allocated = device_memory(self._device)
         if math.isnan(allocated):
-            used, of, place = _largest_process() - self._before, "process", "growth of the process, with its libraries"
+            used, of, place = (
+                _largest_process() - self._before,
+                "process",
+                "growth of the process, with its libraries",
+            )
         else:
             used, of, place = int(allocated), "tensors", "tensors"
         (low, high), (fast, slow) = self._planned
@@ -71,7 +75,11 @@ class PlannedRun(RunObserver):
                 f"plan {self._plan['layout']}: memory {size_of(used)} ({place}), planned {size_of(low)} to "
                 f"{size_of(high)}; step {seconds:.4g} s, planned {fast:.4g} to {slow:.4g} s"
             )
-            self._plan["measured"] = {"memory_bytes": used, "memory_of": of, "step_seconds": seconds}
+            self._plan["measured"] = {
+                "memory_bytes": used,
+                "memory_of": of,
+                "step_seconds": seconds,
+            }
             with atomic_write(self._path, "w") as file:
                 json.dump(self._plan, file, indent=2)
 
@@ -83,4 +91,6 @@ def _largest_process() -> int:
     import resource
 
     size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return size if sys.platform == "darwin" else size * 1024
+    if sys.platform == "darwin":
+        return size
+    return size * 1024

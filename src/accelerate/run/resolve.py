@@ -122,7 +122,9 @@ class Plan:
             "exact": self.exact,
         }
         others = {name: "given" for name, origin in self.origins.items() if origin != "default"}
-        return {name: (value, self.origins.get(name, "")) for name, value in (others | decided).items()}
+        return {
+            name: (value, self.origins.get(name, "")) for name, value in (others | decided).items()
+        }
 
 
 @dataclass(frozen=True)
@@ -148,18 +150,28 @@ def resolve(request: Request) -> Resolved:
     plugins = _strategy_plugins(request, origins)
     exact = checks.truth_or("exact", request.exact, "ACCELERATE_EXACT")
     origins["exact"] = _origin(request.exact, "ACCELERATE_EXACT")
-    origins["mixed_precision"] = _origin(request.mixed_precision, "ACCELERATE_MIXED_PRECISION", "no")
+    origins["mixed_precision"] = _origin(
+        request.mixed_precision, "ACCELERATE_MIXED_PRECISION", "no"
+    )
 
     _start_process(request, handlers, plugins)
     requested = env.get("MIXED_PRECISION", "no")
-    if origins["mixed_precision"] == "default" and requested in PrecisionType.list() and requested != "no":
+    if (
+        origins["mixed_precision"] == "default"
+        and requested in PrecisionType.list()
+        and requested != "no"
+    ):
         get_logger(__name__).warning(
             f"the variable MIXED_PRECISION={requested} has no effect: set ACCELERATE_MIXED_PRECISION={requested}"
         )
     state, plugins = _shared_state(request, dynamo, plugins)
     name, arguments = _choose_strategy(request, state, plugins, handlers, origins)
     transforms = _transforms(request, origins)
-    origins |= {kind: "argument" for kind in ("master_weights", "optimizer_offload") if getattr(handlers, kind)}
+    origins |= {
+        kind: "argument"
+        for kind in ("master_weights", "optimizer_offload")
+        if getattr(handlers, kind)
+    }
     check_combination(name, state, handlers, transforms, origins, request)
     precision = _precision(state, handlers, origins, gathers=name == "fsdp2")
     if request.precision_policy:
@@ -172,7 +184,9 @@ def resolve(request: Request) -> Resolved:
 
         strategy.transforms = (*strategy.transforms, Compile(state.dynamo_plugin))
     state.__dict__["device_mesh"] = getattr(strategy, "mesh", None)
-    plan = Plan(state.mixed_precision, accumulation, dynamo, handlers, exact, strategy.name, origins)
+    plan = Plan(
+        state.mixed_precision, accumulation, dynamo, handlers, exact, strategy.name, origins
+    )
     return Resolved(plan, state, precision, strategy)
 
 
@@ -188,7 +202,12 @@ def _start_process(request: Request, handlers: Handlers, plugins: dict[str, Any]
             "this process has left the group of its run, by end_training() or destroy_process_group(): make every "
             "Accelerator of a process before that, and call end_training() once, after the last one"
         )
-    if fsdp is None or fsdp.offloads_shards or fsdp.activation_checkpointing or "parallelism_config" in plugins:
+    if (
+        fsdp is None
+        or fsdp.offloads_shards
+        or fsdp.activation_checkpointing
+        or "parallelism_config" in plugins
+    ):
         return
     if not group.is_running() and Topology.from_environment().launcher == "none":
         get_logger(__name__).warning(
@@ -205,7 +224,9 @@ def _shared_state(
     """The state that all Accelerators of the process share, and the plugins of this one."""
     megatron = plugins.pop("megatron_lm_plugin", None)
     if megatron is not None:
-        plugins["parallelism_config"] = _native_layout(megatron, plugins, PartialState().num_processes)
+        plugins["parallelism_config"] = _native_layout(
+            megatron, plugins, PartialState().num_processes
+        )
     state = AcceleratorState(
         mixed_precision=request.mixed_precision,
         cpu=request.cpu,
@@ -237,7 +258,9 @@ def _shared_state(
 
 
 def adopt(
-    resolved: Resolved, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+    resolved: Resolved,
+    models: Sequence[torch.nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
 ) -> Resolved:
     """What `resolve` gave, for a run with models that are sharded before `prepare`. Every rank calls it.
 
@@ -265,7 +288,9 @@ def adopt(
         for model in models:
             if not isinstance(model, FSDPModule):
                 # Only a layer that it shares with another model is sharded.
-                requirements.check(model, former.name, former.plugin.ignored_modules, former.prepared)
+                requirements.check(
+                    model, former.name, former.plugin.ignored_modules, former.prepared
+                )
     if isinstance(former, FullyShardedDataParallel | TensorParallel):
         layout, _ = find_layout(models)
         index, count = former.data_shard
@@ -277,12 +302,14 @@ def adopt(
             )
         return resolved
     requested: dict[str, object] = {
-        former.name: type(former) not in (Strategy, DataParallel) or state.parallelism_config is not None,
+        former.name: type(former) not in (Strategy, DataParallel)
+        or state.parallelism_config is not None,
         "DistributedDataParallelKwargs": resolved.plan.handlers.ddp is not None,
         "mixed_precision='fp8'": state.mixed_precision == "fp8",
         "precision_policy": bool(resolved.precision.modules),
     }
-    if names := [name for name, is_requested in requested.items() if is_requested]:
+    names = [name for name, is_requested in requested.items() if is_requested]
+    if names:
         raise PrepareError(
             f"{kinds}: parameters are DTensors already, and this Accelerator requests {' and '.join(names)}, which "
             "starts from the plain model. Leave that out: the model then trains in its own layout; or give prepare "
@@ -302,12 +329,18 @@ def sort_handlers(given: list[KwargsHandler] | None) -> Handlers:
     """The handlers by kind. Raises ConfigurationError for a foreign object, or a kind that is given twice."""
     handlers = Handlers()
     for handler in given or ():
-        name = next((name for kind, name in _HANDLER_FIELDS.items() if isinstance(handler, kind)), None)
+        name = next(
+            (name for kind, name in _HANDLER_FIELDS.items() if isinstance(handler, kind)), None
+        )
         if name is None:
             kinds = ", ".join(kind.__name__ for kind in _HANDLER_FIELDS)
-            raise ConfigurationError(f"kwargs_handlers holds {handler!r}: it takes objects of {kinds}")
+            raise ConfigurationError(
+                f"kwargs_handlers holds {handler!r}: it takes objects of {kinds}"
+            )
         if getattr(handlers, name) is not None:
-            raise ConfigurationError(f"kwargs_handlers holds two {type(handler).__name__}: give one")
+            raise ConfigurationError(
+                f"kwargs_handlers holds two {type(handler).__name__}: give one"
+            )
         setattr(handlers, name, handler)
     return handlers
 
@@ -319,13 +352,18 @@ def _origin(argument: object, variable: str, default: str | None = None) -> str:
     """
     if argument is not None:
         return "argument"
-    return "default" if env.get(variable) in (None, default) else f"variable {variable}"
+    if env.get(variable) in (None, default):
+        return "default"
+    return f"variable {variable}"
 
 
 def _accumulation(request: Request, origins: dict[str, str]) -> GradientAccumulationPlugin:
     """The API's precedence: the plugin or the argument, else the variable of the launcher."""
     name, variable = "gradient_accumulation_steps", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
-    plugin, steps = request.gradient_accumulation_plugin, checks.integer(name, request.gradient_accumulation_steps)
+    plugin, steps = (
+        request.gradient_accumulation_plugin,
+        checks.integer(name, request.gradient_accumulation_steps),
+    )
     if plugin is not None:
         if steps != 1:
             raise ConfigurationError(
@@ -358,12 +396,20 @@ def _strategy_plugins(request: Request, origins: dict[str, str]) -> dict[str, An
         # Each Accelerator fills in what its own precision decides.
         plugins["fsdp_plugin"] = copy.copy(plugins["fsdp_plugin"])
     if request.torch_tp_plugin is not None:
-        plugins["parallelism_config"] = _with_tensor_plugin(request.torch_tp_plugin, plugins.get("parallelism_config"))
+        plugins["parallelism_config"] = _with_tensor_plugin(
+            request.torch_tp_plugin, plugins.get("parallelism_config")
+        )
         origins["parallelism_config"] = "argument"
-    rivals = [name for name in ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin") if name in plugins]
+    rivals = [
+        name
+        for name in ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin")
+        if name in plugins
+    ]
     if len(rivals) > 1:
         raise ConfigurationError(
-            "only one of " + " and ".join(f"{name} ({origins[name]})" for name in rivals) + " can lay out the model"
+            "only one of "
+            + " and ".join(f"{name} ({origins[name]})" for name in rivals)
+            + " can lay out the model"
         )
     return plugins
 
@@ -372,13 +418,20 @@ def _of_kind(name: str, given: Any, kind: type) -> Any:
     """A plugin, if it is one. Of DeepSpeed's several may be given, in a dict."""
     for plugin in given.values() if given and isinstance(given, dict) else (given,):
         if not isinstance(plugin, kind):
-            raise ConfigurationError(f"{name}={given!r}: it takes a {kind.__name__}, not {type(plugin).__name__}")
+            raise ConfigurationError(
+                f"{name}={given!r}: it takes a {kind.__name__}, not {type(plugin).__name__}"
+            )
     return given
 
 
-def _with_tensor_plugin(plugin: TorchTensorParallelPlugin, layout: ParallelismConfig | None) -> ParallelismConfig:
+def _with_tensor_plugin(
+    plugin: TorchTensorParallelPlugin, layout: ParallelismConfig | None
+) -> ParallelismConfig:
     """The layout of the API's older plugin: every process is a tensor-parallel rank."""
-    layout = ParallelismConfig(tp_size=plugin.tp_size) if layout is None else layout
+    if layout is None:
+        layout = ParallelismConfig(tp_size=plugin.tp_size)
+    else:
+        layout = layout
     has_mesh = plugin.torch_device_mesh is not None
     if layout.tp_size != plugin.tp_size or (has_mesh and layout.total_size != plugin.tp_size):
         raise ConfigurationError(
@@ -390,16 +443,22 @@ def _with_tensor_plugin(plugin: TorchTensorParallelPlugin, layout: ParallelismCo
     return layout
 
 
-def _native_layout(plugin: MegatronLMPlugin, plugins: dict[str, Any], world: int) -> ParallelismConfig:
+def _native_layout(
+    plugin: MegatronLMPlugin, plugins: dict[str, Any], world: int
+) -> ParallelismConfig:
     """What a run described in Megatron-LM's words is here, with a note of what has no counterpart."""
     from ..config.parallel import PipelineParallelConfig, TorchTensorParallelConfig
 
     if "parallelism_config" in plugins:
-        raise ConfigurationError("megatron_lm_plugin and parallelism_config both give the layout: give one")
+        raise ConfigurationError(
+            "megatron_lm_plugin and parallelism_config both give the layout: give one"
+        )
     sizes: dict[str, Any] = {**plugin.parallelism(world)}
     handlers: dict[str, Any] = {}
     if sizes["tp_size"] > 1:
-        handlers["tp_handler"] = TorchTensorParallelConfig(sequence_parallel=bool(plugin.sequence_parallelism))
+        handlers["tp_handler"] = TorchTensorParallelConfig(
+            sequence_parallel=bool(plugin.sequence_parallelism)
+        )
     if sizes["pp_size"] > 1:
         handlers["pp_handler"] = PipelineParallelConfig(num_microbatches=plugin.num_micro_batches)
     layout = ", ".join(f"{name}={size}" for name, size in sizes.items())
@@ -413,11 +472,17 @@ def _native_layout(plugin: MegatronLMPlugin, plugins: dict[str, Any], world: int
     return ParallelismConfig(**sizes, **handlers)
 
 
-def _precision(state: AcceleratorState, handlers: Handlers, origins: dict[str, str], gathers: bool) -> Precision:
+def _precision(
+    state: AcceleratorState, handlers: Handlers, origins: dict[str, str], gathers: bool
+) -> Precision:
     """What models compute in. `gathers`: the strategy gathers parameters, which fp8 can change the messages of."""
     name, device = state.mixed_precision, state.device.type
     if state.distributed_type is DistributedType.DEEPSPEED:
-        if name != "no" and state.__dict__["_mixed_precision"] == "no" and origins["mixed_precision"] == "argument":
+        if (
+            name != "no"
+            and state.__dict__["_mixed_precision"] == "no"
+            and origins["mixed_precision"] == "argument"
+        ):
             get_logger(__name__).warning(
                 f"mixed_precision='no' (argument), and the DeepSpeed config has {name}.enabled=True, which decides: "
                 f"the engine computes in {name}. Give mixed_precision={name!r}, or set {name}.enabled to False there"
@@ -433,7 +498,10 @@ def _precision(state: AcceleratorState, handlers: Handlers, origins: dict[str, s
         scaler = None
         if state.distributed_type is DistributedType.FSDP and not state.is_fsdp2:
             # FSDP1 shows a rank its slice of a gradient: the ranks must agree on whether all is finite.
-            kwargs = {} if handlers.scaler is None else handlers.scaler.to_kwargs()
+            if handlers.scaler is None:
+                kwargs = {}
+            else:
+                kwargs = handlers.scaler.to_kwargs()
             scaler = get_grad_scaler(DistributedType.FSDP, **kwargs)
         return ScaledPrecision(device, handlers.autocast, handlers.scaler, scaler)
     if name not in PrecisionType.list():
@@ -453,7 +521,11 @@ def check_combination(
     """Raise ConfigurationError for options that do not go together."""
     precision, device = state.mixed_precision, state.device.type
     of_precision = f"mixed_precision={precision!r} ({origins['mixed_precision']})"
-    recipe, master, offload = handlers.fp8_recipe, handlers.master_weights, handlers.optimizer_offload
+    recipe, master, offload = (
+        handlers.fp8_recipe,
+        handlers.master_weights,
+        handlers.optimizer_offload,
+    )
     masters = "kwargs_handlers holds MasterWeightsKwargs"
     offloads = "kwargs_handlers holds OptimizerOffloadKwargs"
     splits = state.parallelism_config is not None and state.parallelism_config.tp_enabled
@@ -492,7 +564,8 @@ def check_combination(
             "out: fp16 skips such steps itself, and bf16 with check_grad_overflow=true in its section of the config",
         ),
         (
-            request.precision_policy and (strategy not in ("single", "ddp", "fsdp2") or splits or master),
+            request.precision_policy
+            and (strategy not in ("single", "ddp", "fsdp2") or splits or master),
             "precision_policy works on one process, with DDP and with FSDP2, without tp_size and MasterWeightsKwargs; "
             f"this run is {strategy}: leave one out",
         ),
@@ -503,7 +576,10 @@ def check_combination(
         "compile": None if backend is DynamoBackend.NO else f"dynamo_backend={backend.value!r}",
     }
     refused += [
-        (requested.get(kind), f"{type(transform).__name__} does not work with {requested.get(kind)}: leave one out")
+        (
+            requested.get(kind),
+            f"{type(transform).__name__} does not work with {requested.get(kind)}: leave one out",
+        )
         for transform in transforms
         for kind in getattr(transform, "excludes", ())
     ]
@@ -532,14 +608,23 @@ def _fp8_backend(handlers: Handlers) -> tuple[FP8BackendType, Any]:
         if word.upper() not in ("AO", "TE", "MSAMP"):
             raise ConfigurationError(f"ACCELERATE_FP8_BACKEND={word!r}: use AO, TE or MSAMP")
         return FP8BackendType(word.upper()), None
-    for package, backend in (("transformer_engine", FP8BackendType.TE), ("torchao", FP8BackendType.AO)):
+    for package, backend in (
+        ("transformer_engine", FP8BackendType.TE),
+        ("torchao", FP8BackendType.AO),
+    ):
         if is_available(package):
             return backend, None
-    raise ConfigurationError("mixed_precision='fp8' needs a library: pip install torchao (or accelerate[fp8])")
+    raise ConfigurationError(
+        "mixed_precision='fp8' needs a library: pip install torchao (or accelerate[fp8])"
+    )
 
 
 def _choose_strategy(
-    request: Request, state: AcceleratorState, plugins: dict[str, Any], handlers: Handlers, origins: dict[str, str]
+    request: Request,
+    state: AcceleratorState,
+    plugins: dict[str, Any],
+    handlers: Handlers,
+    origins: dict[str, str],
 ) -> tuple[Any, dict[str, Any]]:
     """(name or callable, arguments) of the strategy that runs the requested layout."""
     world, parallelism = state.num_processes, plugins.get("parallelism_config")

@@ -120,7 +120,10 @@ class Round:
         rank: int | None = None,
         connection: Connection | None = None,
     ) -> None:
-        connection = default_connection() if connection is None else connection
+        if connection is None:
+            connection = default_connection()
+        else:
+            connection = connection
         self.store: dist.Store = connection.store
         self.ranks: Sequence[int] = range(dist.get_world_size()) if ranks is None else ranks
         self.rank: int = dist.get_rank() if rank is None else rank
@@ -198,7 +201,11 @@ class Round:
                 next_look = min(2 * waited, waited + _ENDED_LOOK)
                 absent = self.absent()
                 states = {rank: marks.state_of(rank, self.store) for rank in absent}
-                ended = [rank for rank, state in states.items() if state and not state.startswith("is stopped")]
+                ended = [
+                    rank
+                    for rank, state in states.items()
+                    if state and not state.startswith("is stopped")
+                ]
             if ended or waited >= limit:
                 if position > 1:
                     # Neither the first rank nor the second one has decided. Counting the others is not for each rank.
@@ -207,7 +214,10 @@ class Round:
                     absent = self.absent()
                 if absent:
                     result = explain(absent, ended) if explain else None
-                    words = {"absent": ranks_in_words(absent), "ended": ranks_in_words(ended) if ended else ""}
+                    words = {
+                        "absent": ranks_in_words(absent),
+                        "ended": ranks_in_words(ended) if ended else "",
+                    }
                     self.settle({"result": result, **words, "waited": waited})
                 else:
                     self._conclude(reduce)
@@ -224,7 +234,11 @@ class Round:
         except Exception as error:
             # The other ranks wait for the outcome.
             text = str(error)
-            outcome = {"refused": text if isinstance(error, AccelerateError) else f"{type(error).__name__}: {text}"}
+            outcome = {
+                "refused": text
+                if isinstance(error, AccelerateError)
+                else f"{type(error).__name__}: {text}"
+            }
         self.settle(outcome)
         if self.number:
             # All ranks are in this round, so none looks at the one before.
@@ -247,7 +261,9 @@ class Round:
     def former_value(self, rank: int) -> Any:
         """What a rank that is not in this round yet gave in the one before; None where there is nothing."""
         key = self.key(rank, back=1)
-        return json.loads(self.store.get(key)) if self.store.check([key]) else None
+        if self.store.check([key]):
+            return json.loads(self.store.get(key))
+        return None
 
     def absent(self, ranks: Sequence[int] | None = None) -> list[int]:
         """Those of `ranks` (by default, of all) that have not come, found by halves."""
@@ -271,7 +287,13 @@ def arrivals(name: str, connection: Connection, ranks: Sequence[int]) -> dict[in
 
 def log_wait(subject: str, rank: int, absent: Iterable[int], left: float) -> None:
     """Log for whom a rank waits."""
-    logger.warning("rank %d waits in `%s` for %s, up to %.0f s more", rank, subject, ranks_in_words(absent), left)
+    logger.warning(
+        "rank %d waits in `%s` for %s, up to %.0f s more",
+        rank,
+        subject,
+        ranks_in_words(absent),
+        left,
+    )
 
 
 def first(values: Mapping[int, Any]) -> Any:
@@ -297,7 +319,12 @@ class Agreement:
         return Round(self.name, range(self.world), self.rank, self._connection)
 
     def exchange(
-        self, subject: str, value: object, timeout: float, absent: str = "", reduce: Reduce | None = None
+        self,
+        subject: str,
+        value: object,
+        timeout: float,
+        absent: str = "",
+        reduce: Reduce | None = None,
     ) -> Any:
         """Give this rank's `value` (plain JSON data); return the same result on every rank, once all have come.
 
@@ -315,13 +342,17 @@ class Agreement:
         """
         self._value = value
         if self._connection is None:
-            return None if reduce is None else reduce({self.rank: value})
+            if reduce is None:
+                return None
+            return reduce({self.rank: value})
 
         def reduced(rows: dict[int, Any]) -> Any:
             if any(row[0] != subject for row in rows.values()):
                 subjects = values_in_words({rank: row[0] for rank, row in rows.items()})
                 raise CheckpointError(f"the ranks do different things at the same time: {subjects}")
-            return None if reduce is None else reduce({rank: row[1] for rank, row in rows.items()})
+            if reduce is None:
+                return None
+            return reduce({rank: row[1] for rank, row in rows.items()})
 
         self._round = self._next()
         try:
@@ -336,8 +367,13 @@ class Agreement:
         if outcome.absent:
             which = outcome.ended or outcome.absent
             has_ended = f" and {'have' if which.startswith('ranks') else 'has'} ended"
-            why = has_ended if outcome.ended else f" within {outcome.waited:.0f} s"
-            raise CheckpointError(f"rank {self.rank}: {which} did not come to `{subject}`{why}. {absent}".rstrip())
+            if outcome.ended:
+                why = has_ended
+            else:
+                why = f" within {outcome.waited:.0f} s"
+            raise CheckpointError(
+                f"rank {self.rank}: {which} did not come to `{subject}`{why}. {absent}".rstrip()
+            )
         return outcome.result
 
     def values(self, ranks: Sequence[int]) -> dict[int, Any]:
@@ -359,7 +395,11 @@ class Agreement:
         try:
             self._next().settle({"refused": text})
         except dist.DistError as error:
-            logger.warning("rank %d: the other ranks cannot be reached to report an error: %s", self.rank, error)
+            logger.warning(
+                "rank %d: the other ranks cannot be reached to report an error: %s",
+                self.rank,
+                error,
+            )
 
 
 # By the group. A store must not be kept: rank 0's hosts the server, and the next group needs a new one.

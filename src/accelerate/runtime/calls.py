@@ -31,12 +31,18 @@ class Call(NamedTuple):
 def record(call: Call) -> dict[str, Any]:
     """The call in plain JSON data, and the user's line that made it."""
     tensors = dict(_named(call.data, ""))
-    shapes = {name: list(tensor.shape) if not tensor.is_nested else [] for name, tensor in tensors.items()}
+    shapes = {
+        name: list(tensor.shape) if not tensor.is_nested else [] for name, tensor in tensors.items()
+    }
     dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}
     listed = [f"{dtypes[name]} {shapes[name]}" for name in list(shapes)[:LISTED]]
     if len(shapes) > LISTED:
         listed.append(f"{len(shapes) - LISTED} more")
-    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values() if not tensor.is_nested)
+    size = sum(
+        tensor.numel() * tensor.element_size()
+        for tensor in tensors.values()
+        if not tensor.is_nested
+    )
     summary = f"{_called(call.operation)}"
     if tensors:
         summary += f" of {', '.join(listed)}: {size} bytes"
@@ -60,7 +66,9 @@ def record(call: Call) -> dict[str, Any]:
 
 def _called(operation: str) -> str:
     """The operation as the user knows it: a function of this package, or what else it is in words."""
-    return f"`accelerate.{operation}`" if operation.isidentifier() else operation
+    if operation.isidentifier():
+        return f"`accelerate.{operation}`"
+    return operation
 
 
 def _children(data: Any) -> list[tuple[str, Any]] | None:
@@ -103,7 +111,10 @@ def difference(found: dict[int, dict[str, Any]]) -> str | None:
             continue
         if isinstance(reference, dict):
             return _tensor_difference(aspect, values, found)
-        shown = {rank: value if aspect != "operation" else _called(value) for rank, value in values.items()}
+        shown = {
+            rank: value if aspect != "operation" else _called(value)
+            for rank, value in values.items()
+        }
         return _message(f"the ranks disagree on the {aspect}", aspect, shown, found)
     return None
 
@@ -112,13 +123,22 @@ def mismatch(found: dict[int, dict[str, Any]]) -> str:
     """The message for ranks whose calls are known to differ."""
     return difference(found) or "\n".join(
         ["Cannot apply the desired operation: the ranks' calls differ.", "", "Calls:"]
-        + [f"  - Process {rank}: {record['summary']}  (at {record['at']})" for rank, record in found.items()]
+        + [
+            f"  - Process {rank}: {record['summary']}  (at {record['at']})"
+            for rank, record in found.items()
+        ]
     )
 
 
-def _tensor_difference(aspect: str, values: dict[int, dict[str, Any]], found: dict[int, dict[str, Any]]) -> str:
+def _tensor_difference(
+    aspect: str, values: dict[int, dict[str, Any]], found: dict[int, dict[str, Any]]
+) -> str:
     reference = next(iter(values.values()))
-    name = next(name for name in reference if any(value.get(name) != reference[name] for value in values.values()))
+    name = next(
+        name
+        for name in reference
+        if any(value.get(name) != reference[name] for value in values.values())
+    )
     # What the user thinks in is the shape, also where only the number of dimensions differs.
     shown = "shapes" if aspect == "dimensions" else aspect
     texts = {rank: str(record[shown][name]).replace("-1", "any") for rank, record in found.items()}
@@ -126,7 +146,9 @@ def _tensor_difference(aspect: str, values: dict[int, dict[str, Any]], found: di
     return _message(f"the ranks disagree on the {shown[:-1]}{where}", shown, texts, found)
 
 
-def _message(what: str, aspect: str, texts: dict[int, str], found: dict[int, dict[str, Any]]) -> str:
+def _message(
+    what: str, aspect: str, texts: dict[int, str], found: dict[int, dict[str, Any]]
+) -> str:
     operations = sorted({record["operation"] for record in found.values()})
     lines = [
         f"Cannot apply the desired operation: {what}; {_minority(texts)}.",
@@ -134,9 +156,14 @@ def _message(what: str, aspect: str, texts: dict[int, str], found: dict[int, dic
         f"Operation: {' or '.join(_called(name) for name in operations)}",
         f"Input {aspect}:",
     ]
-    lines += [f"  - Process {rank}: {text}  (at {found[rank]['at']})" for rank, text in texts.items()]
+    lines += [
+        f"  - Process {rank}: {text}  (at {found[rank]['at']})" for rank, text in texts.items()
+    ]
     if aspect != "shapes" or len(operations) > 1:
-        lines += ["Calls:", *(f"  - Process {rank}: {record['summary']}" for rank, record in found.items())]
+        lines += [
+            "Calls:",
+            *(f"  - Process {rank}: {record['summary']}" for rank, record in found.items()),
+        ]
     return "\n".join(lines)
 
 
@@ -169,7 +196,10 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
     """`rank 3`, `ranks 1, 2` or `ranks 0-2, 5`; of very many the first ones."""
     listed = list(ranks)
     words = [
-        str(low) if low == high else f"{low}{'-' if high > low + 1 else ', '}{high}" for low, high in spans(listed)
+        str(low) if low == high else f"{low}{'-' if high > low + 1 else ', '}{high}"
+        for low, high in spans(listed)
     ]
     shown = ", ".join(words[:16]) + (", ..." if len(words) > 16 else "")
-    return f"rank {shown}" if len(listed) == 1 else f"ranks {shown}"
+    if len(listed) == 1:
+        return f"rank {shown}"
+    return f"ranks {shown}"

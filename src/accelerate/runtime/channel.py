@@ -57,7 +57,9 @@ class Channel:
             row = torch.zeros(world * stride, dtype=torch.uint8, device="cpu")
         self.slots: torch.Tensor = row.view(world, stride)
         view = memoryview(row.numpy())  # type: ignore[arg-type]
-        self.views: list[memoryview[int]] = [view[peer * stride : (peer + 1) * stride] for peer in range(world)]
+        self.views: list[memoryview[int]] = [
+            view[peer * stride : (peer + 1) * stride] for peer in range(world)
+        ]
         self._headers = [self.views[peer][:SIGNATURE] for peer in range(world) if peer != rank]
         # gloo requires contiguous splits, so this rank's slot is appended to the one before it.
         self._splits = [stride] * world
@@ -72,7 +74,14 @@ class Channel:
         # a loader forks in this moment never starts (CPython 3.11 before 3.11.10: python/cpython#112275).
         self._recent: deque[dist.Work] = deque(maxlen=4)
 
-    def swap(self, group: dist.ProcessGroup, header: bytes, sent: torch.Tensor, splits: list[int], call: Call) -> None:
+    def swap(
+        self,
+        group: dist.ProcessGroup,
+        header: bytes,
+        sent: torch.Tensor,
+        splits: list[int],
+        call: Call,
+    ) -> None:
         """Send each other rank its split of `sent` (header and content), and receive theirs into `slots`.
 
         Raises DistributedOperationException, the same on every rank, where the ranks' signatures differ;
@@ -84,7 +93,9 @@ class Channel:
             if found != own:
                 self._complain(group, call)
 
-    def swap_bytes(self, group: dist.ProcessGroup, sign: bytes, content: object, length: int, call: Call) -> None:
+    def swap_bytes(
+        self, group: dist.ProcessGroup, sign: bytes, content: object, length: int, call: Call
+    ) -> None:
         """`swap` of any object with a buffer of bytes. `length` is written into the header."""
         header = sign + length.to_bytes(HEADER - SIGNATURE, "little", signed=True)
         self.swap(group, header, *self._message(header, content), call)
@@ -94,7 +105,9 @@ class Channel:
         size = HEADER + len(content)
         self.views[self.rank][:HEADER] = header
         self.views[self.rank][HEADER:size] = content
-        sent = torch.frombuffer(bytearray(self.views[self.rank][:size]) * (self.world - 1), dtype=torch.uint8)
+        sent = torch.frombuffer(
+            bytearray(self.views[self.rank][:size]) * (self.world - 1), dtype=torch.uint8
+        )
         return sent, self.splits(size)
 
     def agree(self, group: dist.ProcessGroup, sign: bytes, call: Call) -> None:
@@ -131,7 +144,9 @@ class Channel:
         """What every rank has sent, equally long: shape `[ranks, length]`. A view, overwritten by the next message."""
         return self.slots[:, HEADER : HEADER + length]
 
-    def _send(self, group: dist.ProcessGroup, sent: torch.Tensor, splits: list[int], call: Call) -> None:
+    def _send(
+        self, group: dist.ProcessGroup, sent: torch.Tensor, splits: list[int], call: Call
+    ) -> None:
         work = group.alltoall_base(self._received, sent, self._splits, splits, self._options)
         with communication.Collective(call):
             self.finish(work)
@@ -147,7 +162,11 @@ class Channel:
         text = json.dumps(mine).encode()
         if len(text) > self.capacity:
             short = {"operation": "", "options": "", "structure": "", "summary": "", "at": ""}
-            mine = {name: str(mine[name])[:200] for name in short} | {"dtypes": {}, "dimensions": {}, "shapes": {}}
+            mine = {name: str(mine[name])[:200] for name in short} | {
+                "dtypes": {},
+                "dimensions": {},
+                "shapes": {},
+            }
             text = json.dumps(mine).encode()
         header = _DISAGREE + len(text).to_bytes(HEADER - SIGNATURE, "little", signed=True)
         sent, splits = self._message(header, text)
@@ -157,8 +176,12 @@ class Channel:
         raise DistributedOperationException(mismatch(dict(sorted(found.items()))))
 
 
-_channels: weakref.WeakKeyDictionary[dist.ProcessGroup, Channel | None] = weakref.WeakKeyDictionary()
-_backends: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, str]] = weakref.WeakKeyDictionary()
+_channels: weakref.WeakKeyDictionary[dist.ProcessGroup, Channel | None] = (
+    weakref.WeakKeyDictionary()
+)
+_backends: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, str]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def channel_of(group: dist.ProcessGroup) -> Channel | None:
@@ -197,8 +220,16 @@ def barrier(operation: str, device: torch.device, backend: str | None, error: st
         with communication.Collective(call):
             dist.barrier(device_ids=None if on_cpu else [device.index])
         return
-    channel.swap_bytes(group, signature(operation), content := error.encode()[: channel.capacity], len(content), call)
+    channel.swap_bytes(
+        group,
+        signature(operation),
+        content := error.encode()[: channel.capacity],
+        len(content),
+        call,
+    )
     for rank in range(channel.world):
         if rank != channel.rank and channel.length(rank):
             reason = bytes(channel.content(rank)).decode(errors="replace")
-            raise DistributedOperationException(f"rank {rank} failed in the block of `{operation}`: {reason}")
+            raise DistributedOperationException(
+                f"rank {rank} failed in the block of `{operation}`: {reason}"
+            )

@@ -24,7 +24,9 @@ _LOST = re.compile(
     r"monitoredBarrier|has been aborted|Operation timed out|Writing to a pair|gloo/transport|not connected",
     re.IGNORECASE,
 )
-_CLOSED = re.compile(r"(?i)Connection (closed|reset) by peer|Broken pipe|Socket closed|remote process exited")
+_CLOSED = re.compile(
+    r"(?i)Connection (closed|reset) by peer|Broken pipe|Socket closed|remote process exited"
+)
 # Seconds to wait for a cause, and for the rank that asks those without a word.
 GRACE, PATIENCE = 1.0, 5.0
 
@@ -45,7 +47,9 @@ class Collective:
     def __enter__(self) -> None:
         """Nothing: the entry is made."""
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
         """The collective has ended."""
         try:
             if isinstance(error, RuntimeError):
@@ -68,7 +72,9 @@ def raise_lost(error: BaseException, operation: str) -> None:
         return
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         first, *_ = str(error).strip().splitlines() or [type(error).__name__]
-        raise CommunicationError(f"{explanation(operation, error)}\nThe backend's message: {first}") from error
+        raise CommunicationError(
+            f"{explanation(operation, error)}\nThe backend's message: {first}"
+        ) from error
 
 
 def explanation(operation: str, error: BaseException | None = None, at: str | None = None) -> str:
@@ -83,9 +89,12 @@ def explanation(operation: str, error: BaseException | None = None, at: str | No
     try:
         lines += _what_is_known(me, closed)
     except (RuntimeError, ValueError):
-        lines.append("  - the store of the run is gone: the process that hosts it (rank 0, or the launcher) has ended")
+        lines.append(
+            "  - the store of the run is gone: the process that hosts it (rank 0, or the launcher) has ended"
+        )
     marks.done()
-    if before := LEDGER.ended(hang_watch.BEFORE):
+    before = LEDGER.ended(hang_watch.BEFORE)
+    if before:
         lines.append(f"The last collectives of rank {me} before it: {', '.join(before)}")
     return "\n".join(lines)
 
@@ -109,7 +118,11 @@ def _what_is_known(me: int, closed: bool) -> list[str]:
     if not unable:
         own, here = marks.batches_read(), marks.own_place()
         # In different calls amid their loaders, one is ahead because of that.
-        uneven = [entry for entry in others.values() if entry["total"] != own and not (entry["place"] and here)]
+        uneven = [
+            entry
+            for entry in others.values()
+            if entry["total"] != own and not (entry["place"] and here)
+        ]
         uneven += [entry for entry in causes if here or entry["total"] != own]
         if uneven:
             lines.append(UNEVEN)
@@ -131,7 +144,9 @@ def _in_words(entry: dict[str, Any]) -> str:
     line = f"rank {entry['rank']} {_FATES[entry['kind']].format(**entry)}"
     if entry["kind"] == marks.LOST and entry["place"]:
         return f"{line}, in {entry['place']}"
-    return f"{line}; {entry['last_pass']}" if entry.get("last_pass") else line
+    if entry.get("last_pass"):
+        return f"{line}; {entry['last_pass']}"
+    return line
 
 
 def _silent(world: int, closed: bool) -> dict[str, Any]:
@@ -142,12 +157,21 @@ def _silent(world: int, closed: bool) -> dict[str, Any]:
         silent = [rank for rank in range(world) if rank not in posted]
         states = {rank: state for rank in silent if (state := marks.state_of(rank, store))}
         # A closed connection usually means that a rank without a word is gone, and cannot answer.
-        places = {} if closed else hang_watch.request([rank for rank in silent if rank not in states])
+        if closed:
+            places = {}
+        else:
+            places = hang_watch.request([rank for rank in silent if rank not in states])
         states |= {rank: hang_watch.status_line(status) for rank, status in places.items()}
         lines = [f"rank {rank} {state}" for rank, state in states.items()]
-        if unknown := [rank for rank in silent if rank not in states]:
-            why = "killed (out of memory?) or crashed, or still at work" if closed else "stopped, or cannot be reached"
-            lines.append(f"{ranks_in_words(unknown)}: no word from {'it' if len(unknown) == 1 else 'them'}; {why}")
+        unknown = [rank for rank in silent if rank not in states]
+        if unknown:
+            if closed:
+                why = "killed (out of memory?) or crashed, or still at work"
+            else:
+                why = "stopped, or cannot be reached"
+            lines.append(
+                f"{ranks_in_words(unknown)}: no word from {'it' if len(unknown) == 1 else 'them'}; {why}"
+            )
         unable = any(states[rank] != marks.HAS_ENDED for rank in states if rank not in places)
         store.set(key, json.dumps({"lines": lines, "unable": unable}))
     for waited in pauses(world, PATIENCE):

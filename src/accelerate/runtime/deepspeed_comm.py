@@ -26,4 +26,6 @@ def start(device: torch.device) -> None:
         env.publish({"DS_ACCELERATOR": "cpu"})
     import deepspeed
 
-    deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
+    deepspeed.init_distributed(
+        dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False
+    )

@@ -86,7 +86,9 @@ def start(
             # Slurm and MPI do not set torch's variables for the address.
             env.publish({"MASTER_ADDR": topology.master_addr, "MASTER_PORT": topology.master_port})
         _keep_out_of_defaults()
-        dist.init_process_group(backend, init_method, timeout, rank=topology.rank, world_size=topology.world_size)
+        dist.init_process_group(
+            backend, init_method, timeout, rank=topology.rank, world_size=topology.world_size
+        )
         _Exit.owner, _Exit.timeout, _Exit.store = True, timeout, None
     _arm()
     marks.start()
@@ -96,14 +98,18 @@ def start(
 
 def with_host(kind: DeviceKind) -> str:
     """The backends of a group that sends tensors of a kind of device, and tensors in host memory."""
-    return kind.backend if kind.backend == "gloo" else f"cpu:gloo,{kind.type}:{kind.backend}"
+    if kind.backend == "gloo":
+        return kind.backend
+    return f"cpu:gloo,{kind.type}:{kind.backend}"
 
 
 def start_alone(kind: DeviceKind) -> None:
     """Make a group of one process where there is none, since functions such as `fully_shard` require one."""
     if not dist.is_initialized():
         _keep_out_of_defaults()
-        dist.init_process_group(backend=with_host(kind), store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(
+            backend=with_host(kind), store=dist.HashStore(), rank=0, world_size=1
+        )
         _Exit.owner = True
     _arm()
 
@@ -118,7 +124,9 @@ def _keep_out_of_defaults() -> None:
 
 
 def _check_address(topology: Topology) -> None:
-    absent = [name for name in ("MASTER_ADDR", "MASTER_PORT") if getattr(topology, name.lower()) is None]
+    absent = [
+        name for name in ("MASTER_ADDR", "MASTER_PORT") if getattr(topology, name.lower()) is None
+    ]
     if absent:
         raise ConfigurationError(
             f"rank {topology.rank} of {topology.world_size} ({topology.launcher}) cannot find the others: "
@@ -182,7 +190,9 @@ def interrupt() -> Callable[[], None]:
     stop()
 
     def join() -> None:
-        dist.init_process_group(backend=backend, store=store, rank=rank, world_size=size, timeout=_Exit.timeout)
+        dist.init_process_group(
+            backend=backend, store=store, rank=rank, world_size=size, timeout=_Exit.timeout
+        )
         _Exit.owner = owner
         marks.start()
         hang_watch.start(_Exit.timeout)
@@ -214,7 +224,9 @@ def _arm() -> None:
             faulthandler.enable()
 
 
-def _note_failure(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _note_failure(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
     """Before the traceback is printed: report the error to the other ranks, and add what is known of a lost rank."""
     _Exit.failed = True
     if isinstance(error, AttributeError) and isinstance(error.obj, DistributedDataParallel):
@@ -267,7 +279,9 @@ def _has_failed() -> bool:
     handled = sys.exc_info()[1]
     if handled is not None and not (isinstance(handled, SystemExit) and not handled.code):
         return True
-    return _Exit.failed or (getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1"))
+    return _Exit.failed or (
+        getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1")
+    )
 
 
 def _report_leaving() -> None:

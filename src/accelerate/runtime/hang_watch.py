@@ -94,7 +94,9 @@ def stop(has_failed: bool = False) -> None:
 def request(ranks: Iterable[int]) -> dict[int, Status]:
     """The status of `ranks`; one that does not answer is left out."""
     watch = HangWatch.running
-    return {} if watch is None else watch.request(list(ranks))
+    if watch is None:
+        return {}
+    return watch.request(list(ranks))
 
 
 def announce_end(store: Any) -> None:
@@ -195,7 +197,12 @@ class HangWatch:
     def _progress(self) -> None:
         if self._reported and not marks.has_failed():
             logger.warning("The run continues after %.0f s.", time.monotonic() - self._since)
-        self._since, self._cpu, self._due, self._reported = time.monotonic(), time.process_time(), self.limit, 0.0
+        self._since, self._cpu, self._due, self._reported = (
+            time.monotonic(),
+            time.process_time(),
+            self.limit,
+            0.0,
+        )
         self._newest = self._mismatches = None
 
     def _compare(self) -> None:
@@ -208,10 +215,16 @@ class HangWatch:
             calls = recorded()
             self._newest, differs = newest(calls), False
             for name, text in compared(calls).items():
-                differs |= self._store.compare_set(f"accelerate/compared/{name}", "", text).decode() != text
+                differs |= (
+                    self._store.compare_set(f"accelerate/compared/{name}", "", text).decode()
+                    != text
+                )
             if differs:
                 self._store.add("accelerate/mismatches", 1)
-        if self._mismatches is None or int(self._store.add("accelerate/mismatches", 0)) == self._mismatches:
+        if (
+            self._mismatches is None
+            or int(self._store.add("accelerate/mismatches", 0)) == self._mismatches
+        ):
             return
         if self._patience:
             self._patience -= 1
@@ -231,8 +244,12 @@ class HangWatch:
             self._answered = number
             text = stacks.dump()
             # The file first: it is there when the report is out.
-            self.folder = stacks.write(self._store, self.rank, [*_collectives(), text]) or self.folder
-            self._store.set(f"accelerate/where/{number}/{self.rank}", json.dumps(self._status(text)))
+            self.folder = (
+                stacks.write(self._store, self.rank, [*_collectives(), text]) or self.folder
+            )
+            self._store.set(
+                f"accelerate/where/{number}/{self.rank}", json.dumps(self._status(text))
+            )
 
     def request(self, ranks: list[int]) -> dict[int, Status]:
         """The status of `ranks`; one that does not answer is left out. Raises RuntimeError if the store is gone."""
@@ -245,12 +262,17 @@ class HangWatch:
                 self._answer()
             if store.check(list(keys.values())) or waited >= limit or self._ended.is_set():
                 break
-        return {rank: json.loads(store.get(key)) for rank, key in keys.items() if store.check([key])}
+        return {
+            rank: json.loads(store.get(key)) for rank, key in keys.items() if store.check([key])
+        }
 
     def _report(self) -> None:
         """Ask all ranks, and print what follows, unless another rank does."""
         mine, since = str(self.rank), self._since
-        if self._store.compare_set(f"accelerate/hang_report/{self._reports}", "", mine).decode() != mine:
+        if (
+            self._store.compare_set(f"accelerate/hang_report/{self._reports}", "", mine).decode()
+            != mine
+        ):
             return
         folder = stacks.folder(self._store)
         statuses = self.request(list(range(self.world)))
@@ -265,7 +287,9 @@ class HangWatch:
         if text is None:
             return
         if folder:
-            text += f"\n  The stacks and the last collectives of each rank: {folder} (on its machine)"
+            text += (
+                f"\n  The stacks and the last collectives of each rank: {folder} (on its machine)"
+            )
         self._reported = stood
         logger.warning("%s", text)
         for call in on_report:
@@ -283,13 +307,17 @@ class HangWatch:
         seconds = time.monotonic() - self._since
         # One that was begun a moment ago is under way.
         stuck = seconds > 2 * self.interval
-        pending = [call for call in calls if call.is_pending and stuck and call.age > 2 * self.interval]
+        pending = [
+            call for call in calls if call.is_pending and stuck and call.age > 2 * self.interval
+        ]
         return {
             **stacks.place_in(text, self._watched)._asdict(),
-            "is_busy": stacks.has_debugger(text, self._watched) or _children_cpu() - self._children > QUIET * seconds,
+            "is_busy": stacks.has_debugger(text, self._watched)
+            or _children_cpu() - self._children > QUIET * seconds,
             "seconds": seconds,
             "cpu": time.process_time() - self._cpu,
-            "call": entry and {"operation": entry.operation, "data": entry.data_in_words(), "at": entry.place()},
+            "call": entry
+            and {"operation": entry.operation, "data": entry.data_in_words(), "at": entry.place()},
             "before": LEDGER.ended(BEFORE),
             "pending": [call._asdict() for call in pending[:LISTED]],
             "recent": [call._asdict() for call in calls[-LISTED:]],
@@ -309,14 +337,22 @@ def _children_cpu() -> float:
 def _collectives() -> list[str]:
     """The last collectives of this process, for its file."""
     now = time.monotonic()
-    lines = ["", "Collectives of accelerate, the last one at the end: operation, data, line, when it began"]
+    lines = [
+        "",
+        "Collectives of accelerate, the last one at the end: operation, data, line, when it began",
+    ]
     for entry in list(LEDGER.entries)[-LISTED:]:
         age = f"{now - entry.entered:.1f} s ago, {'not ' * (entry.left is None)}ended"
         lines.append(f"  {entry.operation} {entry.data_in_words()}  {entry.place()}  {age}")
-    lines += ["", "Collectives of torch (the flight recorder): group, number, operation, data, when it began"]
+    lines += [
+        "",
+        "Collectives of torch (the flight recorder): group, number, operation, data, when it began",
+    ]
     for call in recorded()[-LISTED:]:
         what = f"{'message ' * call.is_p2p}{call.number}  {call.operation} {call.data}"
-        lines.append(f"  {call.group}  {what}  {call.age:.1f} s ago, {'not ' * call.is_pending}ended")
+        lines.append(
+            f"  {call.group}  {what}  {call.age:.1f} s ago, {'not ' * call.is_pending}ended"
+        )
     return [*lines, ""]
 
 
@@ -328,7 +364,10 @@ def compared(calls: list[Recorded]) -> dict[str, str]:
         waits = next((index for index, call in enumerate(begun) if call.is_pending), len(begun) - 1)
         for call in begun[max(0, waits + 1 - COMPARED) : waits + 1]:
             same = call.operation in SAME_SHAPES
-            texts[f"{group}/{call.number}"] = f"{call.operation} of {call.data}" if same else call.operation
+            if same:
+                texts[f"{group}/{call.number}"] = f"{call.operation} of {call.data}"
+            else:
+                texts[f"{group}/{call.number}"] = call.operation
     return texts
 
 
@@ -352,27 +391,44 @@ def explain(statuses: Mapping[int, Status], absent: Mapping[int, str]) -> str | 
     seconds = f"{max(statuses[rank]['seconds'] for rank in waiting):.0f} s"
     silent = [rank for rank, why in absent.items() if not why]
     why_silent = "stopped, killed, or in a call that holds the interpreter lock"
-    clauses = [f"no answer from {ranks_in_words(silent)} ({why_silent})"] if silent else []
+    if silent:
+        clauses = [f"no answer from {ranks_in_words(silent)} ({why_silent})"]
+    else:
+        clauses = []
     clauses += [f"rank {rank} {why}" for rank, why in absent.items() if why][:LISTED]
     clauses += [f"rank {rank} {_elsewhere(status)}" for rank, status in elsewhere.items()][:LISTED]
-    waits = [f"{ranks} wait{'s' * ranks.startswith('rank ')} in {text}" for ranks, text in by_text(waiting)]
-    begin = "The run has waited" if elsewhere and not absent else "The run stands still for"
+    waits = [
+        f"{ranks} wait{'s' * ranks.startswith('rank ')} in {text}"
+        for ranks, text in by_text(waiting)
+    ]
+    if elsewhere and not absent:
+        begin = "The run has waited"
+    else:
+        begin = "The run stands still for"
     lines = [f"{begin} {seconds}: {'; '.join(clauses + waits)}."]
     differing = _differences(statuses, waiting)
-    before = {rank: ", ".join(status["before"]) for rank, status in statuses.items() if differing or rank in elsewhere}
+    before = {
+        rank: ", ".join(status["before"])
+        for rank, status in statuses.items()
+        if differing or rank in elsewhere
+    }
     lines += [f"  - {line}" for line in differing]
     lines += [f"  - before, on {ranks}: {text}" for ranks, text in by_text(before) if text]
     if differing or (not clauses and len(waits) > 1) or marks.HAS_ENDED in absent.values():
         lines.append(f"  {SAME_CALLS}")
     elif not clauses:
-        lines.append("  The ranks agree on what they do. Look at the network, and at the devices and their logs.")
+        lines.append(
+            "  The ranks agree on what they do. Look at the network, and at the devices and their logs."
+        )
     return "\n".join(lines)
 
 
 def status_line(status: Status) -> str:
     """Where one rank is, for a line of another message."""
     text = _waiting(status)
-    return f"waits in {text}" if text else _elsewhere(status)
+    if text:
+        return f"waits in {text}"
+    return _elsewhere(status)
 
 
 def _waiting(status: Status) -> str:
@@ -386,7 +442,10 @@ def _waiting(status: Status) -> str:
 
 
 def _elsewhere(status: Status) -> str:
-    does = f"`{status['calls'] or status['within']}` ({status['line']})" if status["calls"] or status["within"] else ""
+    if status["calls"] or status["within"]:
+        does = f"`{status['calls'] or status['within']}` ({status['line']})"
+    else:
+        does = ""
     return f"is in {does or status['line']}, with {status['cpu']:.1f} s of CPU time in {status['seconds']:.0f} s"
 
 
@@ -396,7 +455,9 @@ def _differences(statuses: Mapping[int, Status], waiting: Iterable[int]) -> list
     for rank in waiting:
         for call in statuses[rank]["pending"]:
             if not call["is_p2p"]:
-                oldest[call["group"]] = min(call["number"], oldest.get(call["group"], call["number"]))
+                oldest[call["group"]] = min(
+                    call["number"], oldest.get(call["group"], call["number"])
+                )
     lines = []
     for group, number in sorted(oldest.items()):
         what = f"collective {number} of the process group {group}"
@@ -406,13 +467,21 @@ def _differences(statuses: Mapping[int, Status], waiting: Iterable[int]) -> list
                 if (call["group"], call["number"], call["is_p2p"]) == (group, number, False):
                     operations.add(call["operation"])
                     # The call of this package that sends it says more.
-                    known = status["call"] if status["last"].get(group) == number else None
+                    if status["last"].get(group) == number:
+                        known = status["call"]
+                    else:
+                        known = None
                     shown = known or call
-                    texts[rank] = f"{shown['operation']} of {shown['data']}" if shown["data"] else shown["operation"]
+                    if shown["data"]:
+                        texts[rank] = f"{shown['operation']} of {shown['data']}"
+                    else:
+                        texts[rank] = shown["operation"]
         if len(operations) > 1 or (operations <= set(SAME_SHAPES) and len(set(texts.values())) > 1):
             shown_texts = [f"{text} on {ranks}" for ranks, text in by_text(texts)]
             lines.append(f"{what} differs: {', '.join(shown_texts)}")
         behind = [rank for rank in waiting if statuses[rank]["last"].get(group, number) < number]
         if behind and texts:
-            lines.append(f"{ranks_in_words(behind)} did not begin {what} ({next(iter(texts.values()))})")
+            lines.append(
+                f"{ranks_in_words(behind)} did not begin {what} ({next(iter(texts.values()))})"
+            )
     return lines

@@ -39,7 +39,9 @@ class CPUInformation:
 def get_cpu_distributed_information() -> CPUInformation:
     """Ranks and sizes from the environment of torchrun, this package's launcher, MPI or Slurm."""
     topology = Topology.from_environment()
-    return CPUInformation(topology.rank, topology.world_size, topology.local_rank, topology.local_world_size)
+    return CPUInformation(
+        topology.rank, topology.world_size, topology.local_rank, topology.local_world_size
+    )
 
 
 def get_current_device_type() -> tuple[str, str]:
@@ -53,7 +55,9 @@ def check_os_kernel() -> None:
     name, *_ = platform.uname()
     release = platform.release().split("-")[0].split("+")[0]
     if name == "Linux" and release and parse(release) < parse(MINIMUM_KERNEL):
-        logger.warning("This kernel is %s; runs can hang below %s. Upgrade it.", release, MINIMUM_KERNEL)
+        logger.warning(
+            "This kernel is %s; runs can hang below %s. Upgrade it.", release, MINIMUM_KERNEL
+        )
 
 
 def _nvidia_smi(field: str) -> list[str]:
@@ -63,7 +67,9 @@ def _nvidia_smi(field: str) -> list[str]:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     except (FileNotFoundError, subprocess.TimeoutExpired):
         return []
-    return done.stdout.strip().splitlines() if done.returncode == 0 else []
+    if done.returncode == 0:
+        return done.stdout.strip().splitlines()
+    return []
 
 
 def get_gpu_info() -> tuple[list[str], int]:
@@ -91,7 +97,9 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
         return
     os.sched_setaffinity(0, processors)
     if env.get_flag("ACCELERATE_DEBUG_MODE") if verbose is None else verbose:
-        logger.info("local process %d runs on processors %s", local_process_index, sorted(processors))
+        logger.info(
+            "local process %d runs on processors %s", local_process_index, sorted(processors)
+        )
 
 
 @functools.cache

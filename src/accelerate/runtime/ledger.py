@@ -40,7 +40,9 @@ class Entry:
         """The data, as `float32 [4, 8]`; empty where it is not known."""
         if isinstance(self.data, tuple):
             return f"{str(self.data[0]).removeprefix('torch.')} {list(self.data[1])}"
-        return "" if self.data is None else str(self.data.__name__)
+        if self.data is None:
+            return ""
+        return str(self.data.__name__)
 
     def place(self) -> str:
         """The user's file and line."""
@@ -62,7 +64,9 @@ class CollectiveLedger:
         elif data is not None:
             data = type(data)
         frame = user_frame()
-        entry = Entry(call.operation, data, frame.f_code.co_filename, frame.f_lineno, time.monotonic())
+        entry = Entry(
+            call.operation, data, frame.f_code.co_filename, frame.f_lineno, time.monotonic()
+        )
         # In this order: another thread reads the number before the last entry.
         self.entries.append(entry)
         self.count += 1
@@ -70,7 +74,9 @@ class CollectiveLedger:
 
     def current(self) -> Entry | None:
         """The collective in which this process is."""
-        return self.entries[-1] if self.entries and self.entries[-1].left is None else None
+        if self.entries and self.entries[-1].left is None:
+            return self.entries[-1]
+        return None
 
     def ended(self, number: int) -> list[str]:
         """The most recent ones that have ended, with their lines, the oldest first."""

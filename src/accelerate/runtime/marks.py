@@ -29,7 +29,8 @@ WAS_KILLED = "was killed (out of memory?) or crashed: its process is gone"
 class _Mine:
     """What this process has left in the store of its group, and what it has read from prepared loaders."""
 
-    lost_store: Any = None  # torch logs the frames of each further call on a connection that is lost
+    # torch logs the frames of each further call on a connection that is lost
+    lost_store: Any = None
     has_failed = is_done = False
     passes: ClassVar[list[Any]] = []  # the loaders whose pass is under way, the innermost last
     total = 0
@@ -41,7 +42,9 @@ class _Mine:
 class Tolerant(contextlib.AbstractContextManager[None]):
     """A block that uses the run's store; it ends where the store is gone, or there is none."""
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> bool:
         """Note that the store is gone."""
         if isinstance(error, dist.DistNetworkError) and dist.group.WORLD is not None:
             _Mine.lost_store = dist.group.WORLD.get_group_store()
@@ -77,7 +80,9 @@ def post(name: str, kind: str, rank: int | None = None, **facts: Any) -> None:
     with Tolerant():
         store = run_store()
         entry = {"kind": kind, "rank": dist.get_rank() if rank is None else rank, **facts}
-        store.set(f"accelerate/{name}/{store.add(f'accelerate/{name}/begun', 1)}", json.dumps(entry))
+        store.set(
+            f"accelerate/{name}/{store.add(f'accelerate/{name}/begun', 1)}", json.dumps(entry)
+        )
         # Whoever sees that it counts can read it.
         store.add(f"accelerate/{name}", 1)
 
@@ -89,14 +94,19 @@ def count(name: str) -> int:
 
 def entries(name: str, most: int = LISTED) -> list[dict[str, Any]]:
     """The first entries of a list."""
-    keys = [f"accelerate/{name}/{number}" for number in range(1, min(count(f"{name}/begun"), most) + 1)]
+    keys = [
+        f"accelerate/{name}/{number}" for number in range(1, min(count(f"{name}/begun"), most) + 1)
+    ]
     return [json.loads(run_store().get(key)) for key in keys if run_store().check([key])]
 
 
 def neighbours() -> dict[int, Any]:
     """The processes of the ranks of this machine; empty where they are not known."""
     store, key = run_store(), f"accelerate/machine/{machine_identity()}"
-    ranks = store.get(key).decode().split() if store.check([key]) else []
+    if store.check([key]):
+        ranks = store.get(key).decode().split()
+    else:
+        ranks = []
     return {int(rank): json.loads(store.get(f"accelerate/process/{rank}")) for rank in ranks}
 
 
@@ -104,7 +114,11 @@ def post_killed(processes: dict[int, Any]) -> None:
     """Add the ranks of `neighbours` whose process is gone, without a word, to the causes."""
     for rank, process in processes.items():
         keys = [f"accelerate/left/{rank}", f"accelerate/killed/{rank}"]
-        if _is_gone(process) and not run_store().check(keys[:1]) and run_store().add(keys[1], 1) == 1:
+        if (
+            _is_gone(process)
+            and not run_store().check(keys[:1])
+            and run_store().add(keys[1], 1) == 1
+        ):
             post(CAUSES, KILLED, rank)
 
 
@@ -165,10 +179,18 @@ def end_pass(loader: Any, epoch: int, complete: bool) -> None:
     """A pass has ended, `complete` or left before."""
     if loader in _Mine.passes:
         _Mine.passes.remove(loader)
-    _Mine.left = None if complete else f"batch {loader.batches_read} of epoch {epoch}"
+    if complete:
+        _Mine.left = None
+    else:
+        _Mine.left = f"batch {loader.batches_read} of epoch {epoch}"
     _Mine.total += loader.batches_read
-    how = "its loader ended" if complete else "it left the loop over its loader in"
-    _Mine.last_pass = f"{how} epoch {epoch} after {loader.batches_read} batch{'es' * (loader.batches_read != 1)}"
+    if complete:
+        how = "its loader ended"
+    else:
+        how = "it left the loop over its loader in"
+    _Mine.last_pass = (
+        f"{how} epoch {epoch} after {loader.batches_read} batch{'es' * (loader.batches_read != 1)}"
+    )
 
 
 def batches_read() -> int:
@@ -187,4 +209,6 @@ def own_place() -> str | None:
 
 def outer_batch() -> list[int] | None:
     """The epoch and batch of the outermost pass under way, to compare with other ranks; None outside of passes."""
-    return [_Mine.passes[0].iteration, _Mine.passes[0].batches_read] if _Mine.passes else None
+    if _Mine.passes:
+        return [_Mine.passes[0].iteration, _Mine.passes[0].batches_read]
+    return None

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 def all_sharded(world_size: int) -> ParallelismConfig:
     """The layout of plain sharding: one copy of the model over all ranks."""
-    return ParallelismConfig(dp_replicate_size=1, dp_shard_size=world_size, tp_size=1, cp_size=1, sp_size=1, pp_size=1)
+    return ParallelismConfig(
+        dp_replicate_size=1, dp_shard_size=world_size, tp_size=1, cp_size=1, sp_size=1, pp_size=1
+    )
 
 
 def build_mesh(config: ParallelismConfig, world_size: int, device_type: str) -> DeviceMesh | None:
@@ -32,7 +34,9 @@ def build_mesh(config: ParallelismConfig, world_size: int, device_type: str) -> 
 def coordinates(config: ParallelismConfig, rank: int) -> dict[str, int]:
     """Dimension -> this rank's place in it, for every dimension of the layout."""
     if not 0 <= rank < config.total_size:
-        raise ConfigurationError(f"rank {rank} is outside the layout, which has {config.total_size} ranks")
+        raise ConfigurationError(
+            f"rank {rank} is outside the layout, which has {config.total_size} ranks"
+        )
     places = {}
     for name in reversed(MESH_ORDER):
         rank, places[name] = divmod(rank, config.sizes[name])
@@ -42,34 +46,48 @@ def coordinates(config: ParallelismConfig, rank: int) -> dict[str, int]:
 def data_shard(config: ParallelismConfig, rank: int) -> tuple[int, int]:
     """(index, count): which part of the data a rank reads. Ranks that differ in tp, cp, sp or pp only share one."""
     places = coordinates(config, rank)
-    return places["dp_replicate"] * config.sizes["dp_shard"] + places["dp_shard"], config.data_parallel_size
+    return places["dp_replicate"] * config.sizes["dp_shard"] + places[
+        "dp_shard"
+    ], config.data_parallel_size
 
 
 def count_data_shards(config: ParallelismConfig | None, world_size: int) -> int:
     """The number of data shards of a run; without a layout each rank reads its own."""
-    return world_size if config is None else config.data_parallel_size
+    if config is None:
+        return world_size
+    return config.data_parallel_size
 
 
 def group_of(mesh: DeviceMesh | None, name: str) -> ProcessGroup | None:
     """The process group of one (flattened) dimension, None where the layout does not have it."""
     found = _flattened(mesh, name)
-    return None if found is None else found.get_group()
+    if found is None:
+        return None
+    return found.get_group()
 
 
-def fsdp_mesh(config: ParallelismConfig, mesh: DeviceMesh | None, device: torch.device) -> DeviceMesh:
+def fsdp_mesh(
+    config: ParallelismConfig, mesh: DeviceMesh | None, device: torch.device
+) -> DeviceMesh:
     """What `fully_shard` is given: one dimension of shards, or two (copies, shards)."""
     if mesh is None:
         # One rank alone: torch wants a mesh (and a group) all the same.
         from torch.distributed.device_mesh import init_device_mesh
 
         return init_device_mesh(device.type, (1,), mesh_dim_names=("dp_shard_cp",))
-    shards = "dp_shard_cp" if config.cp_enabled or config.sp_enabled else "dp_shard"
-    if (found := _flattened(mesh, shards)) is None:
+    if config.cp_enabled or config.sp_enabled:
+        shards = "dp_shard_cp"
+    else:
+        shards = "dp_shard"
+    found = _flattened(mesh, shards)
+    if found is None:
         raise ConfigurationError(
             f"{describe(config)}: FSDP has nothing to shard over. Give dp_shard_size, cp_size or sp_size above 1, or "
             "train with DDP."
         )
-    return _slice(mesh, ("dp_replicate", shards)) if config.dp_replicate_enabled else found
+    if config.dp_replicate_enabled:
+        return _slice(mesh, ("dp_replicate", shards))
+    return found
 
 
 def describe(config: ParallelismConfig) -> str:

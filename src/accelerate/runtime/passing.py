@@ -34,7 +34,11 @@ def goes_alone(subject: str, name: str, connection: Connection, world: int, limi
     `limit` seconds.
     """
     store = connection.store
-    position: dict[str, Any] = {"subject": subject, "batch": marks.outer_batch(), "calls": LEDGER.count}
+    position: dict[str, Any] = {
+        "subject": subject,
+        "batch": marks.outer_batch(),
+        "calls": LEDGER.count,
+    }
     number, is_compared, is_logged = 0, False, False
     try:
         for waited in pauses(2, limit):

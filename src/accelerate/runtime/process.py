@@ -17,7 +17,9 @@ def only_if(condition: Callable[[], bool], function: Callable[..., Any]) -> Call
 
     @functools.wraps(function)
     def wrapper(*args: object, **kwargs: object) -> Any:
-        return function(*args, **kwargs) if condition() else None
+        if condition():
+            return function(*args, **kwargs)
+        return None
 
     return wrapper
 
@@ -70,7 +72,9 @@ def _length(inputs: Any) -> int:
     if isinstance(inputs, Mapping):
         lengths = {key: len(value) for key, value in inputs.items()}
         if len(set(lengths.values())) > 1:
-            raise ValueError(f"split_between_processes: all values of a dict must be equally long, got {lengths}")
+            raise ValueError(
+                f"split_between_processes: all values of a dict must be equally long, got {lengths}"
+            )
         return next(iter(lengths.values()), 0)
     try:
         if not hasattr(inputs, "__getitem__"):
@@ -101,4 +105,6 @@ def _cut(inputs: Any, begin: int, end: int, missing: int, device: torch.device) 
     if hasattr(inputs, "__array__"):
         return inputs[[*range(begin, end), *[len(inputs) - 1] * missing]]
     filled = [*part, *[inputs[-1]] * missing]
-    return tuple(filled) if isinstance(inputs, tuple) else filled
+    if isinstance(inputs, tuple):
+        return tuple(filled)
+    return filled

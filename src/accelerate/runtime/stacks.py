@@ -45,7 +45,11 @@ def place_in(text: str, thread: int) -> StackPlace:
     if index < 0:
         return StackPlace("no line: its main thread has ended", "", "")
     user = frames[index]
-    called = (frame for frame in reversed(frames[:index]) if not frame.function.startswith(("_", *_WRAPPERS)))
+    called = (
+        frame
+        for frame in reversed(frames[:index])
+        if not frame.function.startswith(("_", *_WRAPPERS))
+    )
     calls = next(called, None)
     name = "" if calls is None else calls.function
     if calls is not None and calls.path == f"{PACKAGE}accelerator.py":
@@ -77,7 +81,9 @@ def write(store: Any, rank: int, lines: Iterable[str]) -> str:
         head = f"rank {rank}, process {os.getpid()}, {time.strftime('%Y-%m-%d %H:%M:%S')}"
         with contextlib.suppress(OSError):
             os.makedirs(path, mode=0o700, exist_ok=True)
-            Path(path, f"rank_{rank:05d}.txt").write_text("\n".join([head, *lines, ""]), errors="replace")
+            Path(path, f"rank_{rank:05d}.txt").write_text(
+                "\n".join([head, *lines, ""]), errors="replace"
+            )
     return path
 
 

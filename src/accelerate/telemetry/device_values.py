@@ -16,17 +16,25 @@ def scalar(value: Any) -> float | torch.Tensor | None:
     if type(value) is torch.Tensor:
         if value.numel() != 1 or value.is_meta:
             return None
-        return float(value.item()) if value.is_cpu else value.detach().reshape(())
-    return float(value) if isinstance(value, (int, float)) else None
+        if value.is_cpu:
+            return float(value.item())
+        return value.detach().reshape(())
+    if isinstance(value, (int, float)):
+        return float(value)
+    return None
 
 
 def mean(values: list[float | torch.Tensor | None]) -> float | torch.Tensor | None:
     """The mean of the losses of a step; None where one is not known."""
     numbers = [value for value in values if isinstance(value, float)]
     if len(numbers) == len(values) > 0:
-        return numbers[0] if len(numbers) == 1 else sum(numbers) / len(numbers)
+        if len(numbers) == 1:
+            return numbers[0]
+        return sum(numbers) / len(numbers)
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    return torch.stack([value.float() for value in tensors]).mean() if len(tensors) == len(values) > 0 else None
+    if len(tensors) == len(values) > 0:
+        return torch.stack([value.float() for value in tensors]).mean()
+    return None
 
 
 class DeviceValues:
@@ -42,7 +50,10 @@ class DeviceValues:
         self._done: Any = None
         if hasattr(module, "current_stream"):
             # Such a copy goes to pinned memory.
-            copied = [one.to("cpu", non_blocking=True) if isinstance(one, torch.Tensor) else one for one in values]
+            copied = [
+                one.to("cpu", non_blocking=True) if isinstance(one, torch.Tensor) else one
+                for one in values
+            ]
             self._values: list[Any] = copied
             self._done = module.current_stream(device).record_event()
         else:

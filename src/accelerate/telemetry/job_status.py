@@ -53,18 +53,27 @@ class JobStatus(StatusFile):
             main.join(_INTERVAL)
             running = main.is_alive()
             newest = self._newest
-            if newest is None or newest is reported or any(name in sys.modules for name in _OTHER_REPORTERS):
+            if (
+                newest is None
+                or newest is reported
+                or any(name in sys.modules for name in _OTHER_REPORTERS)
+            ):
                 continue
             first = first or newest
             try:
-                data = json.dumps({"trainerStatus": trainer_status(newest, reported or first, first)}).encode()
+                data = json.dumps(
+                    {"trainerStatus": trainer_status(newest, reported or first, first)}
+                ).encode()
                 # Kubernetes replaces the token and the certificate while the run goes on.
                 token = Path(env.get("KUBEFLOW_TRAINER_SERVER_TOKEN") or "").read_text().strip()
                 headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
-                context = ssl.create_default_context(cafile=env.get("KUBEFLOW_TRAINER_SERVER_CA_CERT"))
+                context = ssl.create_default_context(
+                    cafile=env.get("KUBEFLOW_TRAINER_SERVER_CA_CERT")
+                )
                 # The last report holds up the end of the process until the server has answered.
                 urlopen(Request(self._url, data, headers), timeout=5.0, context=context).close()
-            except Exception as error:  # nothing that happens here may end in a traceback among the run's output
+            # nothing that happens here may end in a traceback among the run's output
+            except Exception as error:
                 if not mentioned:
                     messages.show(f"the TrainJob's status is not updated: {self._url}: {error}")
                 mentioned = True
@@ -87,7 +96,11 @@ def trainer_status(newest: Status, reported: Status, first: Status) -> dict[str,
         metrics["step_seconds"] = (newest.time - reported.time) / (newest.step - reported.step)
     status: dict[str, Any] = {
         "lastUpdatedTime": datetime.fromtimestamp(newest.time, UTC).isoformat(timespec="seconds"),
-        "metrics": [{"name": name, "value": f"{value:.6g}"} for name, value in metrics.items() if value == value],
+        "metrics": [
+            {"name": name, "value": f"{value:.6g}"}
+            for name, value in metrics.items()
+            if value == value
+        ],
     }
     if newest.batches:
         epochs = env.get_int("ACCELERATE_TRAINJOB_EPOCHS")
@@ -96,5 +109,7 @@ def trainer_status(newest: Status, reported: Status, first: Status) -> dict[str,
         status["progressPercentage"] = 100 * (total - left) // total
         batches_timed = newest.batches * (newest.epoch - first.epoch) + newest.batch - first.batch
         if batches_timed > 0:
-            status["estimatedRemainingSeconds"] = round(left * (newest.time - first.time) / batches_timed)
+            status["estimatedRemainingSeconds"] = round(
+                left * (newest.time - first.time) / batches_timed
+            )
     return status

@@ -71,7 +71,9 @@ class _TraceFile:
         if self.then is not None:
             self.then(profiler)
 
-    def _copy(self, profiler: Any, target: str | os.PathLike[str], use_python_export: bool = False) -> None:
+    def _copy(
+        self, profiler: Any, target: str | os.PathLike[str], use_python_export: bool = False
+    ) -> None:
         target = os.fspath(target)
         if use_python_export:  # another exporter, which has no such limit
             type(profiler).export_chrome_trace(profiler, target, use_python_export=True)

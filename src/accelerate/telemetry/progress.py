@@ -24,14 +24,19 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
         ImportError: the package tqdm is not installed.
     """
     if args and isinstance(args[0], bool):
-        raise ValueError("tqdm's first argument is the iterable; pass main_process_only=True or False by name")
+        raise ValueError(
+            "tqdm's first argument is the iterable; pass main_process_only=True or False by name"
+        )
     from tqdm.auto import tqdm as bar
 
     if main_process_only and not kwargs.get("disable", False):
         kwargs["disable"] = not PartialState().is_local_main_process
     iterable: Any = args[0] if args else kwargs.get("iterable")
     # By `type`: a prepared loader is an instance of its torch class to `isinstance`.
-    size = iterable.plan().global_batch if issubclass(type(iterable), PreparedLoader) else None
+    if issubclass(type(iterable), PreparedLoader):
+        size = iterable.plan().global_batch
+    else:
+        size = None
     if size is not None:
         kwargs = {"unit": " samples", "unit_scale": size, **kwargs}
     return bar(*args, **kwargs)

@@ -45,7 +45,11 @@ class RunRecorder(RunObserver):
     """
 
     def __init__(
-        self, device: torch.device, share: float, writer: TelemetryWriter | None, status: StatusFile | None
+        self,
+        device: torch.device,
+        share: float,
+        writer: TelemetryWriter | None,
+        status: StatusFile | None,
     ) -> None:
         self.folder: Path | None = None if writer is None else writer.folder
         self._device = device
@@ -63,7 +67,8 @@ class RunRecorder(RunObserver):
         self._flags = FLAG_FIRST
         self._passes: list[_Pass] = []  # that are open
         self._shown: _Pass | None = None  # the newest one, but for evaluations that have ended
-        self._read_samples = self._read_tokens = self._loss = _NAN  # of all steps; the loss of a recent one
+        # of all steps; the loss of a recent one
+        self._read_samples = self._read_tokens = self._loss = _NAN
         self._device_loss: DeviceValues | None = None
         self._memory = (_NAN, _NAN)  # on the device and on the host
         self._memory_time = -math.inf
@@ -72,7 +77,8 @@ class RunRecorder(RunObserver):
         self._publish(STARTING)
 
     def _begin_step(self, now: float) -> None:
-        self._begin = self._mark = self._requested = now  # of the step, of its present phase, of the wait for a batch
+        # of the step, of its present phase, of the wait for a batch
+        self._begin = self._mark = self._requested = now
         self._step_begin: float | None = None  # of the optimizer
         self._data = self._transfer = self._forward = self._backward = 0.0
         self._communication = self._optimizer = self._checkpoint = 0.0
@@ -92,7 +98,14 @@ class RunRecorder(RunObserver):
 
     def begin_pass(self, loader: Any) -> None:
         """Note what an evaluation is to be removed from."""
-        before = (self._data, self._transfer, self._communication, self._samples, self._epoch, self._shown)
+        before = (
+            self._data,
+            self._transfer,
+            self._communication,
+            self._samples,
+            self._epoch,
+            self._shown,
+        )
         self._shown = _Pass(loader, before)
         self._passes.append(self._shown)
         self._epoch = loader.iteration
@@ -106,8 +119,14 @@ class RunRecorder(RunObserver):
         self._transfer += copied
         self._data += now - self._requested - copied
         counts = loader.batch_counts
-        size = _batch_size(data) if counts is None else counts[current.index]
-        self._samples = size if self._samples is None else self._samples + size
+        if counts is None:
+            size = _batch_size(data)
+        else:
+            size = counts[current.index]
+        if self._samples is None:
+            self._samples = size
+        else:
+            self._samples = self._samples + size
 
     def end_batch(self, loader: Any) -> None:
         """The wait for the next batch begins. The pass is an evaluation if nothing was trained with this one."""
@@ -125,14 +144,18 @@ class RunRecorder(RunObserver):
         if not ended.evaluates or ended.trains:
             return
         self.event("evaluation_end", step=self._step)
-        self._data, self._transfer, self._communication, self._samples, self._epoch, self._shown = ended.before
+        self._data, self._transfer, self._communication, self._samples, self._epoch, self._shown = (
+            ended.before
+        )
         self._mark = now = perf_counter()
         self._begin += now - ended.begin
         self._publish(TRAINING if self._step else STARTING)
 
     def _pass_of(self, loader: Any) -> _Pass:
         newest = self._passes[-1]
-        return newest if newest.loader is loader else next(one for one in self._passes if one.loader is loader)
+        if newest.loader is loader:
+            return newest
+        return next(one for one in self._passes if one.loader is loader)
 
     # -- the step
 
@@ -223,7 +246,10 @@ class RunRecorder(RunObserver):
     def _publish(self, state: int) -> None:
         if self._status is not None:
             shown = self._shown
-            batch, batches = (0, 0) if shown is None else (shown.loader.batches_read, shown.batches)
+            if shown is None:
+                batch, batches = (0, 0)
+            else:
+                batch, batches = (shown.loader.batches_read, shown.batches)
             share, memory = self._share, self._memory[0]
             self._status.write(
                 state, self._step, time(), self._epoch, batch, batches, self._loss, self._read_samples * share,
@@ -271,7 +297,17 @@ class RunRecorder(RunObserver):
 class _Pass:
     """A pass over a loader: when it began, what was counted before it, and whether it trains or evaluates."""
 
-    __slots__ = ("batches", "before", "begin", "copied", "evaluates", "index", "loader", "time", "trains")
+    __slots__ = (
+        "batches",
+        "before",
+        "begin",
+        "copied",
+        "evaluates",
+        "index",
+        "loader",
+        "time",
+        "trains",
+    )
 
     def __init__(self, loader: Any, before: tuple[Any, ...]) -> None:
         self.loader = loader
@@ -289,17 +325,23 @@ class _Pass:
 def device_memory(device: torch.device) -> float:
     """Most bytes that were allocated on a device so far; NaN where that is not known."""
     read = getattr(devices.module_of(device), "max_memory_allocated", None)
-    return _NAN if device.type == "cpu" or read is None else float(read(device))
+    if device.type == "cpu" or read is None:
+        return _NAN
+    return float(read(device))
 
 
 def _batch_size(data: Any) -> float:
     """The length of the first tensor of a batch; NaN where it has none."""
     first = first_leaf(data)
     # Not its shape, which not all nested tensors have.
-    return _NAN if first is None or not first.dim() else float(first.size(0))
+    if first is None or not first.dim():
+        return _NAN
+    return float(first.size(0))
 
 
 def _added(total: float, counted: float | None) -> float:
     if counted is None:
         return total
-    return counted if total != total else total + counted
+    if total != total:
+        return counted
+    return total + counted

@@ -24,6 +24,7 @@ HEADER_SIZE = 4096
 # One record of a file of steps. A record covers one optimizer step, or, in the older part of a long run, several
 # neighbouring ones. Durations are seconds for each of these steps (their mean), samples and tokens those of this rank
 # in all of them, and the other values those of the last of them. A value that is not known is NaN.
+# seconds of the longest step of this record; steps timed together count with their mean
 STEP = np.dtype(
     [
         ("time", "<f8"),  # seconds since 1970 at the end of the step
@@ -39,7 +40,10 @@ STEP = np.dtype(
         ("communication", "<f4"),  # in collectives that the backward does not hide
         ("optimizer", "<f4"),
         ("checkpoint", "<f4"),
-        ("longest", "<f4"),  # seconds of the longest step of this record; steps timed together count with their mean
+        (
+            "longest",
+            "<f4",
+        ),
         ("samples", "<f4"),
         ("tokens", "<f4"),
         ("loss", "<f4"),
@@ -84,10 +88,19 @@ def events_file(folder: Path, rank: int) -> Path:
 def header_bytes(rank: int, world_size: int, **details: Any) -> bytes:
     """The header of a file of steps. `details` has at least host, device and started."""
     fields = [[name, STEP[name].str] for name in STEP.names or ()]
-    found = {"format": FORMAT, "version": VERSION, "fields": fields, "rank": rank, "world_size": world_size, **details}
+    found = {
+        "format": FORMAT,
+        "version": VERSION,
+        "fields": fields,
+        "rank": rank,
+        "world_size": world_size,
+        **details,
+    }
     text = json.dumps(found).encode()
     if len(text) >= HEADER_SIZE:
-        raise ConfigurationError(f"the header of a telemetry file has {len(text)} bytes, of at most {HEADER_SIZE - 1}")
+        raise ConfigurationError(
+            f"the header of a telemetry file has {len(text)} bytes, of at most {HEADER_SIZE - 1}"
+        )
     return text.ljust(HEADER_SIZE - 1) + b"\n"
 
 
@@ -110,8 +123,12 @@ def read_header(path: Path) -> tuple[StepsHeader, np.dtype[Any]]:
         version = found.get("version", VERSION)
         record = np.dtype([(str(name), str(kind)) for name, kind in found["fields"]])
         names = record.names or ()
-        missing = [name for name in ("time", "step", "steps", "flags", "seconds") if name not in names]
-        other = [name for name in names if name in (STEP.names or ()) and record[name] != STEP[name]]
+        missing = [
+            name for name in ("time", "step", "steps", "flags", "seconds") if name not in names
+        ]
+        other = [
+            name for name in names if name in (STEP.names or ()) and record[name] != STEP[name]
+        ]
         if missing or other or record.hasobject or len(text) != HEADER_SIZE:
             raise KeyError(*missing, *other)
         header = StepsHeader(
@@ -123,7 +140,14 @@ def read_header(path: Path) -> tuple[StepsHeader, np.dtype[Any]]:
             int(version),
             found,
         )
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+    ) as error:
         if isinstance(version, int) and version > VERSION:
             raise ConfigurationError(
                 f"{path} was written by a newer version of accelerate (format {version}, this one reads up to "

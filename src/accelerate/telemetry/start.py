@@ -71,7 +71,10 @@ def declared_work(
     """The fields of the event that states what training computes; see `Accelerator.record_work`."""
     if (per_token is None) == (per_sample is None):
         raise ConfigurationError("record_work takes one of flops_per_token and flops_per_sample")
-    unit, flops = ("token", per_token) if per_sample is None else ("sample", per_sample)
+    if per_sample is None:
+        unit, flops = ("token", per_token)
+    else:
+        unit, flops = ("sample", per_sample)
     for name, value in ((f"flops_per_{unit}", flops), ("peak", peak)):
         if value is not None and not (isinstance(value, int | float) and 0 < value < math.inf):
             raise ConfigurationError(f"record_work({name}={value!r}): it is a positive number")
@@ -82,23 +85,32 @@ def declared_work(
     return {"unit": unit, "flops": flops, "peak": peak}
 
 
-def run_folder(telemetry: bool | str | os.PathLike[str] | None, project: ProjectConfiguration) -> Path | None:
+def run_folder(
+    telemetry: bool | str | os.PathLike[str] | None, project: ProjectConfiguration
+) -> Path | None:
     """The folder of the run; None where it is not recorded."""
     if telemetry is None:
         telemetry = env.get("ACCELERATE_TELEMETRY") or False
         with contextlib.suppress(ConfigurationError):  # a folder of any name that is no truth value
-            telemetry = parse_bool(telemetry) if isinstance(telemetry, str) else telemetry
+            if isinstance(telemetry, str):
+                telemetry = parse_bool(telemetry)
+            else:
+                telemetry = telemetry
     if isinstance(telemetry, bool):
         if not telemetry:
             return None
         known = project.logging_dir or project.project_dir
-        return user_path(known, "project_dir") if known else _folder_of_start()
+        if known:
+            return user_path(known, "project_dir")
+        return _folder_of_start()
     if not isinstance(telemetry, (str, os.PathLike)) or not os.fspath(telemetry):
         raise ConfigurationError(f"telemetry={telemetry!r}: give True, False or a folder")
     return user_path(telemetry, "telemetry")
 
 
-def start_profile(project: ProjectConfiguration, recorder: RunRecorder | None) -> StepProfile | None:
+def start_profile(
+    project: ProjectConfiguration, recorder: RunRecorder | None
+) -> StepProfile | None:
     """The profile of the steps that ACCELERATE_PROFILE requests of this rank; None where it requests none."""
     text = env.get("ACCELERATE_PROFILE")
     if not text:
@@ -109,10 +121,19 @@ def start_profile(project: ProjectConfiguration, recorder: RunRecorder | None) -
     state = PartialState()
     rank = state.process_index
     first, last, *ranks = text.split(":")
-    chosen = {int(one) for one in ranks[0].split(",")} if ranks else {rank}
-    if (absent := sorted(one for one in chosen if one >= state.num_processes)) and state.is_main_process:
-        processes = "1 process" if state.num_processes == 1 else f"{state.num_processes} processes"
-        messages.show(f"--profile={text}: there is no rank {', '.join(map(str, absent))} in this run of {processes}")
+    if ranks:
+        chosen = {int(one) for one in ranks[0].split(",")}
+    else:
+        chosen = {rank}
+    absent = sorted(one for one in chosen if one >= state.num_processes)
+    if absent and state.is_main_process:
+        if state.num_processes == 1:
+            processes = "1 process"
+        else:
+            processes = f"{state.num_processes} processes"
+        messages.show(
+            f"--profile={text}: there is no rank {', '.join(map(str, absent))} in this run of {processes}"
+        )
     if rank not in chosen:
         return None
 
@@ -122,10 +143,14 @@ def start_profile(project: ProjectConfiguration, recorder: RunRecorder | None) -
         else:
             message = f"steps {first} to {step} of rank {rank} are profiled in {path}"
         if recorder is not None:
-            recorder.event("profile", message=message, **({} if path is None else {"path": str(path)}))
+            recorder.event(
+                "profile", message=message, **({} if path is None else {"path": str(path)})
+            )
         messages.show(message)
 
-    return StepProfile(folder.absolute() / "profile" / f"rank_{rank:05d}.json", int(first), int(last), ended)
+    return StepProfile(
+        folder.absolute() / "profile" / f"rank_{rank:05d}.json", int(first), int(last), ended
+    )
 
 
 def _folder_of_start() -> Path:

@@ -134,12 +134,16 @@ def read_status(path: Path) -> Status | None:
         return None
     if len(data) < SIZE:
         return None
-    magic, state, step, time, epoch, batch, batches, loss, samples, tokens, memory = _STEP.unpack_from(data)
+    magic, state, step, time, epoch, batch, batches, loss, samples, tokens, memory = (
+        _STEP.unpack_from(data)
+    )
     if magic != _MAGIC or state >= len(STATES):
         return None
     saved, length = _CHECKPOINT.unpack_from(data, _CHECKPOINT_AT)
     checkpoint = os.fsdecode(data[_PATH_AT : _PATH_AT + length])
-    return Status(state, step, time, epoch, batch, batches, loss, samples, tokens, memory, checkpoint, saved)
+    return Status(
+        state, step, time, epoch, batch, batches, loss, samples, tokens, memory, checkpoint, saved
+    )
 
 
 def statuses(folder: Path) -> Iterator[tuple[int, Status]]:

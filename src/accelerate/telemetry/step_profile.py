@@ -26,7 +26,9 @@ class StepProfile(RunObserver):
             and None if it has ended before the first.
     """
 
-    def __init__(self, path: Path, first: int, last: int, ended: Callable[[int, Path | None], None]) -> None:
+    def __init__(
+        self, path: Path, first: int, last: int, ended: Callable[[int, Path | None], None]
+    ) -> None:
         self._path = path
         self._first, self._last = first, last
         self._ended = ended

@@ -138,7 +138,9 @@ class TelemetryWriter:
         try:
             self._steps_path.parent.mkdir(parents=True, exist_ok=True)
             self._open_steps()
-            self._events_fd = os.open(self._events_path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+            self._events_fd = os.open(
+                self._events_path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666
+            )
             _drop_incomplete_line(self._events_fd)
         except OSError as error:
             self._fail(error)
@@ -241,14 +243,26 @@ def merged(rows: np.ndarray[Any, np.dtype[Any]]) -> np.ndarray[Any, np.dtype[Any
     both = last.copy()
     both["steps"] = first["steps"] + last["steps"]
     both["flags"] = first["flags"] | last["flags"]
-    for name in ("seconds", "data", "transfer", "forward", "backward", "communication", "optimizer", "checkpoint"):
+    for name in (
+        "seconds",
+        "data",
+        "transfer",
+        "forward",
+        "backward",
+        "communication",
+        "optimizer",
+        "checkpoint",
+    ):
         total = first[name].astype("f8") * first["steps"] + last[name].astype("f8") * last["steps"]
         both[name] = total / both["steps"]
     both["longest"] = np.fmax(first["longest"], last["longest"])
     for name in ("samples", "tokens"):
         both[name] = first[name] + last[name]
     fits = last["step"] > first["step"]
-    pieces = [both] if fits.all() else [both[i : i + 1] if good else paired[i] for i, good in enumerate(fits)]
+    if fits.all():
+        pieces = [both]
+    else:
+        pieces = [both[i : i + 1] if good else paired[i] for i, good in enumerate(fits)]
     return np.concatenate([*pieces, rows[len(paired) * 2 :]])
 
 

@@ -41,11 +41,15 @@ def _here(*kinds: str) -> Callable[[], bool]:
 
 
 def _many(*kinds: str) -> Callable[[], bool]:
-    return lambda: torch_device != "cpu" and (not kinds or torch_device in kinds) and device_count > 1
+    return lambda: (
+        torch_device != "cpu" and (not kinds or torch_device in kinds) and device_count > 1
+    )
 
 
 def _one(*kinds: str) -> Callable[[], bool]:
-    return lambda: (not kinds or torch_device in kinds) and torch_device != "cpu" and device_count == 1
+    return lambda: (
+        (not kinds or torch_device in kinds) and torch_device != "cpu" and device_count == 1
+    )
 
 
 def __getattr__(name: str) -> Decorator:
@@ -66,7 +70,9 @@ require_cuda_or_xpu: Decorator = _only_if(_here("cuda", "xpu"), "a GPU or XPU")
 require_non_xpu: Decorator = _only_if(lambda: torch_device != "xpu", "a device other than an XPU")
 require_non_hpu: Decorator = _only_if(lambda: torch_device != "hpu", "a device other than an HPU")
 require_tpu: Decorator = _only_if(lambda: have.is_torch_xla_available(check_is_tpu=True), "a TPU")
-require_non_torch_xla: Decorator = _only_if(lambda: not have.is_torch_xla_available(), "no torch_xla")
+require_non_torch_xla: Decorator = _only_if(
+    lambda: not have.is_torch_xla_available(), "no torch_xla"
+)
 require_single_device: Decorator = _only_if(_one(), "a single accelerator")
 require_single_gpu: Decorator = _only_if(_one("cuda"), "a single GPU")
 require_single_xpu: Decorator = _only_if(_one("xpu"), "a single XPU")
@@ -76,14 +82,23 @@ require_multi_xpu: Decorator = _only_if(_many("xpu"), "several XPUs")
 require_multi_gpu_or_xpu: Decorator = _only_if(_many("cuda", "xpu"), "several GPUs or XPUs")
 
 # Precisions and modules of torch
-require_fsdp2: Decorator = _only_if(lambda: is_torch_version(">=", "2.5.0"), "torch with fully_shard")
-require_tp: Decorator = _only_if(lambda: is_torch_version(">=", "2.3.0"), "torch with tensor parallelism")
+require_fsdp2: Decorator = _only_if(
+    lambda: is_torch_version(">=", "2.5.0"), "torch with fully_shard"
+)
+require_tp: Decorator = _only_if(
+    lambda: is_torch_version(">=", "2.3.0"), "torch with tensor parallelism"
+)
 
 require_huggingface_suite: Decorator = _only_if(
-    lambda: have.is_transformers_available() and have.is_datasets_available(), "transformers and datasets"
+    lambda: have.is_transformers_available() and have.is_datasets_available(),
+    "transformers and datasets",
 )
 require_trackers: Decorator = _only_if(
-    lambda: have.is_wandb_available() and have.is_tensorboard_available() and not have.is_comet_ml_available(),
+    lambda: (
+        have.is_wandb_available()
+        and have.is_tensorboard_available()
+        and not have.is_comet_ml_available()
+    ),
     "wandb and tensorboard, and no comet_ml",
 )
 
@@ -101,7 +116,9 @@ def require_torch_min_version(test_case: T | None = None, version: str | None = 
     if version is None:
         raise ValueError("require_torch_min_version needs version=, such as '2.13'")
     decorate = _only_if(lambda: is_torch_version(">=", version), f"torch {version} or later")
-    return decorate if test_case is None else decorate(test_case)
+    if test_case is None:
+        return decorate
+    return decorate(test_case)
 
 
 def skip(test_case: T) -> T:
@@ -137,4 +154,6 @@ def get_backend() -> tuple[str, int, Callable[[], int]]:
 
 def memory_allocated_func() -> int:
     """Return the bytes that torch has allocated on the current accelerator; 0 on the CPU."""
-    return 0 if torch_device == "cpu" else int(torch.accelerator.memory_allocated())
+    if torch_device == "cpu":
+        return 0
+    return int(torch.accelerator.memory_allocated())

@@ -48,7 +48,9 @@ def get_launch_command(**kwargs: Any) -> list[str]:
     return command
 
 
-DEFAULT_LAUNCH_COMMAND = get_launch_command(num_processes=max(1, devices.device_count()), monitor_interval=0.1)
+DEFAULT_LAUNCH_COMMAND = get_launch_command(
+    num_processes=max(1, devices.device_count()), monitor_interval=0.1
+)
 
 
 def pytest_xdist_worker_id() -> int:
@@ -61,7 +63,9 @@ def get_torch_dist_unique_port() -> int:
     return 29500 + pytest_xdist_worker_id()
 
 
-def run_command(command: list[str], return_stdout: bool = False, env: Mapping[str, str] | None = None) -> str | None:
+def run_command(
+    command: list[str], return_stdout: bool = False, env: Mapping[str, str] | None = None
+) -> str | None:
     """Run a command until it ends.
 
     Args:
@@ -86,7 +90,9 @@ def run_command(command: list[str], return_stdout: bool = False, env: Mapping[st
         raise SubprocessCallException(
             f"Command `{' '.join(map(str, command))}` failed with exit code {done.returncode}:\n\n{done.stdout}"
         )
-    return done.stdout if return_stdout else None
+    if return_stdout:
+        return done.stdout
+    return None
 
 
 def execute_subprocess_async(
@@ -118,7 +124,12 @@ def execute_subprocess_async(
     if echo:
         print("\nRunning: ", " ".join(words))
     done = subprocess.run(
-        words, env=None if env is None else dict(env), stdin=stdin, timeout=timeout, capture_output=True, text=True
+        words,
+        env=None if env is None else dict(env),
+        stdin=stdin,
+        timeout=timeout,
+        capture_output=True,
+        text=True,
     )
     if not quiet:
         sys.stdout.write(done.stdout)
@@ -146,7 +157,9 @@ def capture_call_output(func: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 
 @contextlib.contextmanager
-def assert_exception(exception_class: type[BaseException], msg: str | None = None) -> Iterator[None]:
+def assert_exception(
+    exception_class: type[BaseException], msg: str | None = None
+) -> Iterator[None]:
     """Assert that the block raises an exception.
 
     Args:
@@ -156,7 +169,9 @@ def assert_exception(exception_class: type[BaseException], msg: str | None = Non
     try:
         yield
     except exception_class as error:
-        assert msg is None or msg in str(error), f"Expected message '{msg}' to be in exception but got '{error}'"
+        assert msg is None or msg in str(error), (
+            f"Expected message '{msg}' to be in exception but got '{error}'"
+        )
     else:
         raise AssertionError(f"Expected exception {exception_class} but no exception was raised.")
 

@@ -19,7 +19,9 @@ class RegressionDataset(torch.utils.data.Dataset[dict[str, numpy.float32]]):
         seed: the seed of the samples; random by default.
     """
 
-    def __init__(self, a: float = 2, b: float = 3, length: int = 64, seed: int | None = None) -> None:
+    def __init__(
+        self, a: float = 2, b: float = 3, length: int = 64, seed: int | None = None
+    ) -> None:
         generator = numpy.random.default_rng(seed)
         self.length = length
         self.x: numpy.ndarray[Any, Any] = generator.normal(size=(length,)).astype(numpy.float32)
@@ -48,8 +50,12 @@ class RegressionModel(torch.nn.Module):
         self.b: torch.nn.Parameter = torch.nn.Parameter(torch.tensor(b).float())
         self.double_output = double_output
 
-    def forward(self, x: torch.Tensor | None = None) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, x: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Compute the prediction for `x`, of any shape."""
         assert x is not None
         out = x * self.a + self.b
-        return (out, 2 * out) if self.double_output else out
+        if self.double_output:
+            return (out, 2 * out)
+        return out

@@ -42,7 +42,9 @@ class Internal:
     def __post_init__(self) -> None:
         """Read once whether this row is turned off, before anything runs."""
         object.__setattr__(
-            self, "is_on", self.name not in (env.get("ACCELERATE_TORCH_INTERNALS_OFF") or "").split(",")
+            self,
+            "is_on",
+            self.name not in (env.get("ACCELERATE_TORCH_INTERNALS_OFF") or "").split(","),
         )
 
 

@@ -21,4 +21,6 @@ NON_PERSISTENT = Internal(
 
 def non_persistent(module: nn.Module) -> set[str]:
     """The names of the buffers of the module itself that its state dict does not have."""
-    return set(module._non_persistent_buffers_set) if NON_PERSISTENT.is_on else set()
+    if NON_PERSISTENT.is_on:
+        return set(module._non_persistent_buffers_set)
+    return set()

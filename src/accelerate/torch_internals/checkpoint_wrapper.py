@@ -28,7 +28,9 @@ def recomputed(module: nn.Module) -> nn.Module:
 
 def in_host_memory(module: nn.Module) -> nn.Module:
     """The module in a wrapper that keeps what its forward saves in host memory."""
-    return wrappers.offload_wrapper(module) if CHECKPOINT_WRAPPER.is_on else module
+    if CHECKPOINT_WRAPPER.is_on:
+        return wrappers.offload_wrapper(module)
+    return module
 
 
 def is_recomputed(module: nn.Module) -> bool:

@@ -40,15 +40,23 @@ def is_compiled_in_place(module: nn.Module) -> bool:
 def has_compiled_regions(module: nn.Module) -> bool:
     """Whether submodules of `module` are compiled, as wrapped modules or in place."""
     require_module(module, "has_compiled_regions")
-    original = uncompiled(module) if is_compiled_module(module) else module
+    if is_compiled_module(module):
+        original = uncompiled(module)
+    else:
+        original = module
     inner = (child for child in module.modules() if child is not module and child is not original)
     return any(is_compiled_module(child) or is_compiled_in_place(child) for child in inner)
 
 
 def uncompiled(module: Any) -> Any:
     """The module that `torch.compile` or `compile_regions` got; `module` itself if it is from neither."""
-    original = getattr(module, "_orig_mod", None) if COMPILED.is_on else None
-    return original if isinstance(original, nn.Module) else module
+    if COMPILED.is_on:
+        original = getattr(module, "_orig_mod", None)
+    else:
+        original = None
+    if isinstance(original, nn.Module):
+        return original
+    return module
 
 
 def replace_uncompiled(compiled: nn.Module, module: nn.Module) -> None:

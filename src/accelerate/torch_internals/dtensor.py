@@ -33,13 +33,19 @@ STRIDED_SHARDS = Internal(
 )
 
 
-def as_dtensor(local: torch.Tensor, like: DTensor, placements: Sequence[Placement] | None = None) -> DTensor:
+def as_dtensor(
+    local: torch.Tensor, like: DTensor, placements: Sequence[Placement] | None = None
+) -> DTensor:
     """A DTensor of this rank's local tensor, with the shape and mesh of `like`, and its placements or these."""
     mesh, placements = like.device_mesh, tuple(placements or like.placements)
     if not HOST_SHARDS.is_on or local.is_meta or local.device.type == mesh.device_type:
-        return DTensor.from_local(local, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
+        return DTensor.from_local(
+            local, mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
+        )
     # `from_local` would move it to the mesh's device.
-    spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(like.shape, like.stride(), local.dtype))
+    spec = DTensorSpec(
+        mesh, placements, tensor_meta=TensorMeta(like.shape, like.stride(), local.dtype)
+    )
     return DTensor(local, spec, requires_grad=False)
 
 
@@ -53,7 +59,9 @@ def is_packed(tensor: torch.Tensor) -> bool:
             continue
         # FSDP2 over tensor parallelism has the same placement, for one block of a block.
         inner = range(dimension + 1, mesh.ndim)
-        blocks = math.prod(mesh.size(other) for other in inner if placements[other].is_shard(placement.dim))
+        blocks = math.prod(
+            mesh.size(other) for other in inner if placements[other].is_shard(placement.dim)
+        )
         if blocks != placement.split_factor:
             return True
     return False

@@ -35,7 +35,13 @@ with contextlib.suppress(ImportError):
 
     _DUMPS.append(_dump_nccl_trace_json)
 
-_DTYPES = {"Float": "float32", "Double": "float64", "Half": "float16", "BFloat16": "bfloat16", "Int": "int32"}
+_DTYPES = {
+    "Float": "float32",
+    "Double": "float64",
+    "Half": "float16",
+    "BFloat16": "bfloat16",
+    "Int": "int32",
+}
 _DTYPES |= {"Long": "int64", "Char": "int8", "Byte": "uint8", "Bool": "bool"}
 
 
@@ -83,7 +89,9 @@ def _parsed(entry: dict[str, Any], now: int) -> Recorded:
         group=f"{name}/{description}" if description else str(name),
         number=int(entry["p2p_seq_id" if is_p2p else "collective_seq_id"]),
         operation=str(entry["profiling_name"]).rpartition(":")[2],
-        data=", ".join(f"{dtype} {list(shape)}" for dtype, shape in zip(dtypes, shapes, strict=False)),
+        data=", ".join(
+            f"{dtype} {list(shape)}" for dtype, shape in zip(dtypes, shapes, strict=False)
+        ),
         age=max(0.0, (now - int(entry["time_created_ns"])) / 1e9),
         # gloo leaves the state at "scheduled"; an entry that has ended is retired.
         is_pending=not entry.get("retired") and entry.get("state") != "completed",

@@ -51,7 +51,9 @@ def flat_units(model: nn.Module) -> Iterator[FlatUnit]:
             flat, keeps = handle.flat_param, bool(handle._use_orig_params)
             names = [f"{prefix}.{name}" if prefix else name for name in flat._fqns]
             members: list[nn.Parameter] = list(flat._params or ()) if keeps else [flat]
-            yield FlatUnit(module, flat, names, members, keeps, bool(handle.uses_sharded_strategy), handle)
+            yield FlatUnit(
+                module, flat, names, members, keeps, bool(handle.uses_sharded_strategy), handle
+            )
 
 
 def reshard(model: nn.Module) -> None:

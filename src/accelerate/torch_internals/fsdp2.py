@@ -44,7 +44,10 @@ def shard_groups(model: nn.Module) -> Iterator[tuple[FSDPModule, FSDPParamGroup,
             groups = list(state._fsdp_param_groups)
         else:
             # Before torch 2.12: one group, or None if the unit has no parameters.
-            groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+            if state._fsdp_param_group:
+                groups = [state._fsdp_param_group]
+            else:
+                groups = []
         # torch decides at the first forward that the outermost unit, which the backward needs first, is kept.
         is_kept = module is root and state._auto_reshard_after_forward
         for group in groups:
@@ -53,7 +56,12 @@ def shard_groups(model: nn.Module) -> Iterator[tuple[FSDPModule, FSDPParamGroup,
 
 def shards_of(modules: Iterable[nn.Module]) -> list[FSDPParam]:
     """FSDP2's object for each parameter of the units in these modules."""
-    return [shard for module in modules for _, group, _ in shard_groups(module) for shard in group.fsdp_params]
+    return [
+        shard
+        for module in modules
+        for _, group, _ in shard_groups(module)
+        for shard in group.fsdp_params
+    ]
 
 
 def module_parameter(shard: FSDPParam) -> nn.Parameter:

@@ -26,7 +26,9 @@ MODULE_COPIES = Internal(
 def unsharded_copy(module: nn.Module, device: torch.device, fill: bool = False) -> nn.Module:
     """An unsharded module of the same class and attributes; without `fill` only its children's tensors have values."""
     if not MODULE_COPIES.is_on:
-        raise PrepareError("ACCELERATE_TORCH_INTERNALS_OFF=module_copies: modules without values are not initialized")
+        raise PrepareError(
+            "ACCELERATE_TORCH_INTERNALS_OFF=module_copies: modules without values are not initialized"
+        )
     kind: type[nn.Module] = type(module)
     if issubclass(kind, FSDPModule):
         # fully_shard made (FSDPModule, the module's class) of it, whose constructor runs on every copy.
@@ -40,11 +42,15 @@ def unsharded_copy(module: nn.Module, device: torch.device, fill: bool = False) 
         made = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
         if fill:
             made.copy_(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
-        return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(made, tensor.requires_grad)
+        return made
 
     copied = plain.__new__(plain)
     # Layers of peft append to a list when they merge.
-    copied.__dict__ = {key: list(value) if type(value) is list else value for key, value in module.__dict__.items()}
+    copied.__dict__ = {
+        key: list(value) if type(value) is list else value for key, value in module.__dict__.items()
+    }
     copied._parameters = {name: unsharded(tensor) for name, tensor in module._parameters.items()}  # type: ignore[misc]
     copied._buffers = {name: unsharded(tensor) for name, tensor in module._buffers.items()}
     copied._modules = {

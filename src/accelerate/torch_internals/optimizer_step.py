@@ -39,7 +39,11 @@ def replace_step(optimizer: Any, run: RunStep) -> None:
         present: Any = reference()
         if COUNTED_STEP.is_on:
             present._opt_called = True
-        return run(present, functools.partial(kind.step, present) if replaced is None else replaced, closure)
+        return run(
+            present,
+            functools.partial(kind.step, present) if replaced is None else replaced,
+            closure,
+        )
 
     if COUNTED_STEP.is_on:
         # By this mark torch's schedulers know that `_opt_called` is set.
@@ -59,7 +63,12 @@ def replace_step_below_hooks(optimizer: Any, run: RunStep) -> None:
         replaced = None
 
     def below_hooks(present: Any, closure: Any = None) -> Any:
-        return run(present, functools.partial(plain, present) if replaced is None else replaced, closure)
+        return run(
+            present, functools.partial(plain, present) if replaced is None else replaced, closure
+        )
 
     hooked = type(optimizer).profile_hook_step(below_hooks)
-    replace_step(optimizer, lambda present, _, closure: hooked(present, *(() if closure is None else (closure,))))
+    replace_step(
+        optimizer,
+        lambda present, _, closure: hooked(present, *(() if closure is None else (closure,))),
+    )

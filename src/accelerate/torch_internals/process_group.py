@@ -22,4 +22,6 @@ def all_groups() -> list[dist.ProcessGroup]:
     """All groups of this process, the default one first; with the row off, only that."""
     if ALL_GROUPS.is_on:
         return list(dist.distributed_c10d._world.pg_map)
-    return [] if dist.group.WORLD is None else [dist.group.WORLD]
+    if dist.group.WORLD is None:
+        return []
+    return [dist.group.WORLD]

@@ -35,5 +35,6 @@ def machines(handler: RendezvousHandler) -> Machines | None:
     state = handler._state_holder.state
     waiting = [*state.wait_list, *state.redundancy_list]
     return Machines(
-        {str(node): node.addr for node in list(state.participants)}, {str(node): node.addr for node in waiting}
+        {str(node): node.addr for node in list(state.participants)},
+        {str(node): node.addr for node in waiting},
     )

@@ -77,7 +77,11 @@ class OperationMode(TorchDispatchMode):
         """Take note of an operation (a torch.ops overload), its arguments, and the tensors among them."""
 
     def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> object:
         if any(issubclass(kind, DTensor) for kind in types):
             # The operations on local tensors come here next.
@@ -95,7 +99,9 @@ class OperationMode(TorchDispatchMode):
         return out
 
 
-def flops(operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: object) -> int | None:
+def flops(
+    operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: object
+) -> int | None:
     """The floating point operations of a matrix product or an attention; None for another operation."""
     packet = operation.overloadpacket
     if "scaled_dot_product" in packet.__name__:
@@ -103,9 +109,14 @@ def flops(operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out:
         packet = getattr(aten, packet.__name__.replace("_for_cpu", ""))
         # torch 2.11 refuses heads of queries that share keys and values. The work is that of keys for each head.
         heads = max(tensor.shape[1] for tensor in args[:3])
-        args = tuple((arg.shape[0], heads, *arg.shape[2:]) if getattr(arg, "ndim", 0) == 4 else arg for arg in args)
+        args = tuple(
+            (arg.shape[0], heads, *arg.shape[2:]) if getattr(arg, "ndim", 0) == 4 else arg
+            for arg in args
+        )
     formula: Callable[..., int] | None = flop_registry.get(packet) or _FLOPS.get(packet)
-    return None if formula is None else int(formula(*args, **kwargs, out_val=out))
+    if formula is None:
+        return None
+    return int(formula(*args, **kwargs, out_val=out))
 
 
 def ranks_of_group(name: str) -> int:
@@ -125,7 +136,11 @@ def _grouped_mm(
     if mat_a.dim() == 2 and mat_b.dim() == 2:
         assert offs is not None
         return mat_a.new_empty((offs.shape[0], mat_a.shape[0], mat_b.shape[1]), dtype=dtype)
-    shape = (mat_a.shape[0] if mat_a.dim() == 3 and mat_b.dim() == 3 else None, mat_a.shape[-2], mat_b.shape[-1])
+    shape = (
+        mat_a.shape[0] if mat_a.dim() == 3 and mat_b.dim() == 3 else None,
+        mat_a.shape[-2],
+        mat_b.shape[-1],
+    )
     return mat_a.new_empty([size for size in shape if size is not None], dtype=dtype)
 
 

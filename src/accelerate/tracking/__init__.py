@@ -14,7 +14,11 @@ EXPORTS = {
         "register_tracker_class",
         "start_trackers",
     ],
-    **{f"tracking.{kind.value}": [kind.class_name] for kind in LoggerType if kind is not LoggerType.ALL},
+    **{
+        f"tracking.{kind.value}": [kind.class_name]
+        for kind in LoggerType
+        if kind is not LoggerType.ALL
+    },
 }
 
 __getattr__, __dir__, __all__ = attach(__name__, EXPORTS, ["registry"], all_public=True)

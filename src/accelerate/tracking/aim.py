@@ -28,7 +28,9 @@ class AimTracker(ClientTracker):
     background = False
     writer = ClientTracker.tracker  # the `aim.Run`
 
-    def __init__(self, run_name: str, logging_dir: str | os.PathLike[str] | None = ".", **kwargs: Any) -> None:
+    def __init__(
+        self, run_name: str, logging_dir: str | os.PathLike[str] | None = ".", **kwargs: Any
+    ) -> None:
         super().__init__(run_name, **kwargs)
         self.aim_repo_path = logging_dir
 
@@ -57,7 +59,10 @@ class AimTracker(ClientTracker):
 
     @on_main_process
     def log_images(
-        self, values: dict[str, Any], step: int | None = None, kwargs: dict[str, dict[str, Any]] | None = None
+        self,
+        values: dict[str, Any],
+        step: int | None = None,
+        kwargs: dict[str, dict[str, Any]] | None = None,
     ) -> None:
         """Record images.
 
@@ -69,6 +74,9 @@ class AimTracker(ClientTracker):
         aim = importlib.import_module("aim")
         options = kwargs or {}
         for key, value in checked(values, "log_images").items():
-            image, caption = value if isinstance(value, tuple) else (value, "")
+            if isinstance(value, tuple):
+                image, caption = value
+            else:
+                image, caption = (value, "")
             shown = aim.Image(image, **{"caption": caption, **options.get("aim_image", {})})
             self.tracker.track(shown, name=key, step=step, **options.get("track", {}))

@@ -138,7 +138,11 @@ def _copy(value: Any, found: set[torch.device]) -> Any:
 
 
 def log_later(
-    log: BackgroundLog, tracker: GeneralTracker, values: Any, ready: Callable[[], None], **options: Any
+    log: BackgroundLog,
+    tracker: GeneralTracker,
+    values: Any,
+    ready: Callable[[], None],
+    **options: Any,
 ) -> None:
     """Have `tracker.log(values, **options)` called when `ready` returns."""
 

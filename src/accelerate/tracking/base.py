@@ -61,8 +61,13 @@ class GeneralTracker:
     def __init__(self, _blank: bool = False) -> None:
         if _blank:
             return
-        present = set(dir(self))  # not hasattr: that would run the `tracker` property before there is a run
-        missing = [name for name in ("name", "requires_logging_directory", "tracker") if name not in present]
+        # not hasattr: that would run the `tracker` property before there is a run
+        present = set(dir(self))
+        missing = [
+            name
+            for name in ("name", "requires_logging_directory", "tracker")
+            if name not in present
+        ]
         if missing:
             raise NotImplementedError(
                 f"the tracker class {type(self).__name__} lacks {', '.join(f'`{name}`' for name in missing)}: "
@@ -177,12 +182,16 @@ class ClientTracker(GeneralTracker):
         found = self._client
         for attribute in self._run_key_attribute.split("."):
             found = getattr(found, attribute, None)
-        return None if found is None else str(found)
+        if found is None:
+            return None
+        return str(found)
 
     @classmethod
     def resume_kwargs(cls, run_key: str) -> dict[str, Any]:
         """Return the constructor's arguments that continue a former run; empty where the service cannot do that."""
-        return {} if cls._resume_argument is None else {cls._resume_argument: run_key}
+        if cls._resume_argument is None:
+            return {}
+        return {cls._resume_argument: run_key}
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
@@ -214,7 +223,12 @@ class ClientTracker(GeneralTracker):
             text = str(value)
             shown = text if len(text) <= 80 else text[:77] + "..."
             logger.warning(
-                "%s accepts %s: %r holds %s of type %s and is not logged", self.name, accepted, key, shown, type(value)
+                "%s accepts %s: %r holds %s of type %s and is not logged",
+                self.name,
+                accepted,
+                key,
+                shown,
+                type(value),
             )
 
 

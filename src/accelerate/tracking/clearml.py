@@ -72,7 +72,9 @@ class ClearMLTracker(ClientTracker):
                 board.report_single_value(name=key, value=scalar, **kwargs)
             else:
                 title, series = _chart(key)
-                board.report_scalar(title=title, series=series, value=scalar, iteration=step, **kwargs)
+                board.report_scalar(
+                    title=title, series=series, value=scalar, iteration=step, **kwargs
+                )
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -114,13 +116,19 @@ class ClearMLTracker(ClientTracker):
         table = dataframe
         if table is None:
             if data is None:
-                raise ConfigurationError("log_table of the clearml tracker needs `dataframe`, or rows in `data`")
+                raise ConfigurationError(
+                    "log_table of the clearml tracker needs `dataframe`, or rows in `data`"
+                )
             table = data if columns is None else [columns, *data]
         title, series = _chart(table_name)
-        self.tracker.get_logger().report_table(title=title, series=series, table_plot=table, iteration=step, **kwargs)
+        self.tracker.get_logger().report_table(
+            title=title, series=series, table_plot=table, iteration=step, **kwargs
+        )
 
 
 def _chart(name: str) -> tuple[str, str]:
     """Title and series of a name: `eval_loss` is the line `eval` of the chart `loss`."""
     series, found, title = name.partition("_")
-    return (title, series) if found and series in SERIES else (name, "train")
+    if found and series in SERIES:
+        return (title, series)
+    return (name, "train")

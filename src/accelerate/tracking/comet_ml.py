@@ -25,7 +25,9 @@ class CometMLTracker(ClientTracker):
     writer = ClientTracker.tracker  # the Comet experiment
 
     def _open(self) -> Any:
-        return importlib.import_module("comet_ml").start(**{"project_name": self.run_name, **self.init_kwargs})
+        return importlib.import_module("comet_ml").start(
+            **{"project_name": self.run_name, **self.init_kwargs}
+        )
 
     def _close(self, client: Any) -> None:
         client.end()
@@ -52,6 +54,8 @@ class CometMLTracker(ClientTracker):
                 experiment.log_metrics(plain(value), step=step, **kwargs)
             elif (scalar := number(value)) is not None:
                 # Comet stores a boolean metric as text.
-                experiment.log_metric(key, int(scalar) if isinstance(scalar, bool) else scalar, step=step, **kwargs)
+                experiment.log_metric(
+                    key, int(scalar) if isinstance(scalar, bool) else scalar, step=step, **kwargs
+                )
             else:
                 self._warn_unsupported(key, value, "numbers, text and mappings of numbers")

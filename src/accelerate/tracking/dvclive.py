@@ -28,7 +28,9 @@ class DVCLiveTracker(ClientTracker):
         self._live = live
 
     def _open(self) -> Any:
-        return self._live if self._live is not None else importlib.import_module("dvclive").Live(**self.init_kwargs)
+        if self._live is not None:
+            return self._live
+        return importlib.import_module("dvclive").Live(**self.init_kwargs)
 
     def _close(self, client: Any) -> None:
         client.end()

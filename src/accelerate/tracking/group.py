@@ -28,17 +28,26 @@ def _finish_open() -> None:
         group, process = _open.popitem()
         if process == os.getpid():
             group.drain(END_LIMIT)
-            _each(group._all, lambda tracker: tracker.finish() if in_child else tracker.finish_at_exit())
+            _each(
+                group._all,
+                lambda tracker: tracker.finish() if in_child else tracker.finish_at_exit(),
+            )
 
 
-def _each(trackers: list[GeneralTracker], finish: Callable[[GeneralTracker], None]) -> list[Exception]:
+def _each(
+    trackers: list[GeneralTracker], finish: Callable[[GeneralTracker], None]
+) -> list[Exception]:
     """Finish these trackers, log what fails, and return the errors."""
     errors = []
     for tracker in trackers:
         try:
             finish(tracker)
         except Exception as error:
-            logger.error("the tracker %s failed at its end, the last values may be lost: %r", tracker.name, error)
+            logger.error(
+                "the tracker %s failed at its end, the last values may be lost: %r",
+                tracker.name,
+                error,
+            )
             errors.append(error)
     return errors
 
@@ -83,7 +92,9 @@ class TrackerGroup:
             try:
                 self._local = start_trackers(["local"], str(project_name), self.logging_dir, config)
             except OSError as error:
-                logger.warning("the values of this run are not written to its project folder: %s", error)
+                logger.warning(
+                    "the values of this run are not written to its project folder: %s", error
+                )
         _open[self] = os.getpid()
         # Before the functions of the client packages, which were registered earlier.
         if multiprocessing.parent_process() is None:
@@ -93,7 +104,10 @@ class TrackerGroup:
         self._background = BackgroundLog.shared() if background else None
         for tracker in self._all:
             if isinstance(tracker, ClientTracker):
-                tracker._drain = self._background.drain if self._background and tracker.background else None
+                if self._background and tracker.background:
+                    tracker._drain = self._background.drain
+                else:
+                    tracker._drain = None
 
     @property
     def _all(self) -> list[GeneralTracker]:
@@ -115,7 +129,9 @@ class TrackerGroup:
         self.drain()
         for tracker in self.trackers:
             if tracker.name == name:
-                return tracker.tracker if unwrap else tracker
+                if unwrap:
+                    return tracker.tracker
+                return tracker
         if self.trackers:
             known = ", ".join(tracker.name for tracker in self.trackers)
             raise ValueError(f"this run has not started the tracker {name} (started: {known})")
@@ -134,7 +150,9 @@ class TrackerGroup:
                 when = "after accelerator.end_training()"
                 if not self._is_finished:
                     when = "before accelerator.init_trackers(project_name)"
-                logger.warning(f"{user_line()}: accelerator.log was called {when}: the values are not logged")
+                logger.warning(
+                    f"{user_line()}: accelerator.log was called {when}: the values are not logged"
+                )
             return
         if self._background is not None:
             self._log_later(self._background, values, step, log_kwargs or {})
@@ -142,10 +160,14 @@ class TrackerGroup:
         for tracker in self._all:
             tracker.log(values, step=step, **(log_kwargs or {}).get(tracker.name, {}))  # type: ignore[arg-type]
 
-    def _log_later(self, log: BackgroundLog, values: Any, step: Any, log_kwargs: dict[str, dict[str, Any]]) -> None:
+    def _log_later(
+        self, log: BackgroundLog, values: Any, step: Any, log_kwargs: dict[str, dict[str, Any]]
+    ) -> None:
         """Have a thread log a copy of the values, unless there are objects among them that cannot be copied."""
         try:
-            (copy, options, step), ready = snapshot((dict(checked(values, "log")), log_kwargs, step))
+            (copy, options, step), ready = snapshot(
+                (dict(checked(values, "log")), log_kwargs, step)
+            )
         except NotCopiedError:
             self.drain()
             copy = None
@@ -158,11 +180,18 @@ class TrackerGroup:
     def drain(self, limit: float | None = None) -> None:
         """Wait until what was logged is with the trackers, at most `limit` seconds."""
         if self._background is not None and not self._background.drain(limit):
-            logger.error("the trackers have not taken all values within %g seconds: the last ones are lost", limit)
+            logger.error(
+                "the trackers have not taken all values within %g seconds: the last ones are lost",
+                limit,
+            )
 
     def run_keys(self) -> dict[str, str]:
         """Return {tracker name: run key} for the trackers whose run has a key."""
-        return {tracker.name: tracker.run_key for tracker in self.trackers if tracker.run_key is not None}
+        return {
+            tracker.name: tracker.run_key
+            for tracker in self.trackers
+            if tracker.run_key is not None
+        }
 
     def finish(self) -> None:
         """Close the trackers. If one cannot be closed, the others are, and its error is raised."""

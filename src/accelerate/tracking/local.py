@@ -49,7 +49,8 @@ class LocalTracker(ClientTracker):
         path = self.folder / "values.jsonl"
         # A name of a file may have bytes that are no text: JSON escapes these.
         file = open(path, "a", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115 - `_close` closes it
-        if (size := path.stat().st_size) and _last_byte(path, size) != b"\n":
+        size = path.stat().st_size
+        if size and _last_byte(path, size) != b"\n":
             # A process was killed within a line.
             file.write("\n")
         self._write(file, {"event": "start"})
@@ -110,7 +111,9 @@ def _step(step: Any) -> int | float | None:
     if step is None:
         return None
     try:
-        return int(step) if int(step) == float(step) else float(step)
+        if int(step) == float(step):
+            return int(step)
+        return float(step)
     except (TypeError, ValueError, OverflowError):
         raise ConfigurationError(f"log(..., step={step!r}): a step is a number, or None") from None
 
@@ -121,7 +124,9 @@ def _finite(value: Any) -> Any:
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_finite(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
 
 
 def read_values(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -145,7 +150,10 @@ def read_values(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
                 continue
             if isinstance(record, Mapping) and isinstance(record.get("values"), dict):
                 step = record.get("step")
-                key = (number_of_line,) if step is None else (step, *sorted(record["values"]))
+                if step is None:
+                    key = (number_of_line,)
+                else:
+                    key = (step, *sorted(record["values"]))
                 found.pop(key, None)
                 found[key] = dict(record)
     return list(found.values())

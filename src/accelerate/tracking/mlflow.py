@@ -49,17 +49,25 @@ class MLflowTracker(ClientTracker):
         self.experiment_name: str | None = env.get("MLFLOW_EXPERIMENT_NAME", experiment_name)
         self.logging_dir = logging_dir
         self.run_id: str | None = env.get("MLFLOW_RUN_ID", run_id)
-        self.tags: dict[str, Any] | None = _tags(env.get("MLFLOW_TAGS"), "MLFLOW_TAGS") or _tags(tags, "tags")
+        self.tags: dict[str, Any] | None = _tags(env.get("MLFLOW_TAGS"), "MLFLOW_TAGS") or _tags(
+            tags, "tags"
+        )
         self.nested_run: bool = env.get_flag("MLFLOW_NESTED_RUN", bool(nested_run))
         self.description = description
 
     def _open(self) -> Any:
         mlflow = importlib.import_module("mlflow")
-        known = None if self.experiment_name is None else mlflow.get_experiment_by_name(self.experiment_name)
+        if self.experiment_name is None:
+            known = None
+        else:
+            known = mlflow.get_experiment_by_name(self.experiment_name)
         if known is not None:
             experiment_id = known.experiment_id
         elif self.experiment_name is not None:
-            location = None if self.logging_dir is None else os.fspath(self.logging_dir)
+            if self.logging_dir is None:
+                location = None
+            else:
+                location = os.fspath(self.logging_dir)
             experiment_id = mlflow.create_experiment(
                 name=self.experiment_name, artifact_location=location, tags=self.tags
             )
@@ -87,7 +95,9 @@ class MLflowTracker(ClientTracker):
         accepted = []
         for key, value in values.items():
             if len(str(value)) > limits.MAX_PARAM_VAL_LENGTH:
-                self._warn_unsupported(key, value, f"parameters of at most {limits.MAX_PARAM_VAL_LENGTH} characters")
+                self._warn_unsupported(
+                    key, value, f"parameters of at most {limits.MAX_PARAM_VAL_LENGTH} characters"
+                )
             else:
                 accepted.append((key, value))
         size = limits.MAX_PARAMS_TAGS_PER_BATCH
@@ -115,7 +125,9 @@ class MLflowTracker(ClientTracker):
             artifact_file: the path of the artifact in the run.
             save_kwargs: passed to `mlflow.log_figure`.
         """
-        importlib.import_module("mlflow").log_figure(figure=figure, artifact_file=artifact_file, **save_kwargs)
+        importlib.import_module("mlflow").log_figure(
+            figure=figure, artifact_file=artifact_file, **save_kwargs
+        )
 
     @on_main_process
     def log_artifacts(self, local_dir: str, artifact_path: str | None = None) -> None:
@@ -125,7 +137,9 @@ class MLflowTracker(ClientTracker):
             local_dir: the folder.
             artifact_path: the folder of the artifacts in the run.
         """
-        importlib.import_module("mlflow").log_artifacts(local_dir=local_dir, artifact_path=artifact_path)
+        importlib.import_module("mlflow").log_artifacts(
+            local_dir=local_dir, artifact_path=artifact_path
+        )
 
     @on_main_process
     def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
@@ -135,7 +149,9 @@ class MLflowTracker(ClientTracker):
             local_path: the file.
             artifact_path: the folder of the artifact in the run.
         """
-        importlib.import_module("mlflow").log_artifact(local_path=local_path, artifact_path=artifact_path)
+        importlib.import_module("mlflow").log_artifact(
+            local_path=local_path, artifact_path=artifact_path
+        )
 
 
 def _tags(tags: dict[str, Any] | str | None, origin: str) -> dict[str, Any] | None:
@@ -144,7 +160,11 @@ def _tags(tags: dict[str, Any] | str | None, origin: str) -> dict[str, Any] | No
     try:
         found = json.loads(tags)
     except (TypeError, ValueError) as error:
-        raise ConfigurationError(f"{origin} of the mlflow tracker is not a JSON object: {error}") from None
+        raise ConfigurationError(
+            f"{origin} of the mlflow tracker is not a JSON object: {error}"
+        ) from None
     if not isinstance(found, dict):
-        raise ConfigurationError(f"{origin} of the mlflow tracker must be a JSON object, not {tags!r}")
+        raise ConfigurationError(
+            f"{origin} of the mlflow tracker must be a JSON object, not {tags!r}"
+        )
     return found

@@ -38,15 +38,23 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
         ConfigurationError: it is not such a class, or its name is empty or "all".
     """
     if not (isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)):
-        raise ConfigurationError(f"`tracker_class` must be a subclass of GeneralTracker, not {tracker_class!r}")
+        raise ConfigurationError(
+            f"`tracker_class` must be a subclass of GeneralTracker, not {tracker_class!r}"
+        )
     name = getattr(tracker_class, "name", None)
     if not isinstance(name, str) or not name:
-        raise ConfigurationError(f"the tracker class {tracker_class.__name__} needs a `name`: a non-empty string")
+        raise ConfigurationError(
+            f"the tracker class {tracker_class.__name__} needs a `name`: a non-empty string"
+        )
     if name == LoggerType.ALL.value:
-        raise ConfigurationError("a tracker cannot be named 'all': that requests every installed tracker")
+        raise ConfigurationError(
+            "a tracker cannot be named 'all': that requests every installed tracker"
+        )
     former = LOGGER_TYPE_TO_CLASS.get(name)
     if former is not None:
-        warn(f"the tracker name {name!r} stood for {former.__name__}; it now stands for {tracker_class.__name__}")
+        warn(
+            f"the tracker name {name!r} stood for {former.__name__}; it now stands for {tracker_class.__name__}"
+        )
     LOGGER_TYPE_TO_CLASS[name] = tracker_class
 
 
@@ -80,11 +88,16 @@ def filter_trackers(
     """
     if log_with is None:
         return []
-    requested = list(log_with) if isinstance(log_with, (list, tuple, set, frozenset)) else [log_with]
+    if isinstance(log_with, (list, tuple, set, frozenset)):
+        requested = list(log_with)
+    else:
+        requested = [log_with]
     found: list[Any] = []
     for item in requested:
         if _name(item) == LoggerType.ALL.value:
-            chosen: list[Any] = [kind for kind in get_available_trackers() if _has_folder(kind.value, logging_dir)]
+            chosen: list[Any] = [
+                kind for kind in get_available_trackers() if _has_folder(kind.value, logging_dir)
+            ]
         else:
             chosen = _chosen(item, logging_dir)
         found += [one for one in chosen if one not in found]
@@ -115,7 +128,11 @@ def _chosen(item: Any, logging_dir: Any) -> list[Any]:
 
 
 def _name(item: Any) -> Any:
-    return item.value if isinstance(item, LoggerType) else item if isinstance(item, str) else None
+    if isinstance(item, LoggerType):
+        return item.value
+    if isinstance(item, str):
+        return item
+    return None
 
 
 def _has_folder(name: str, logging_dir: Any) -> bool:
@@ -126,7 +143,8 @@ def _unknown(item: Any) -> str:
     choices = [LoggerType.ALL.value, *LOGGER_TYPE_TO_CLASS]
     if isinstance(item, type) and issubclass(item, GeneralTracker):
         problem = (
-            f"log_with holds the class {item.__name__}: give an object of it, or register the class and give its name."
+            f"log_with holds the class {item.__name__}: give an object of it, or register the "
+            "class and give its name."
         )
     else:
         problem = f"log_with holds {item!r}, which is not a tracker{suggestion(item, choices)}."
@@ -158,7 +176,10 @@ def start_trackers(
         ConfigurationError: `init_kwargs` or `config` is not a dict, or `init_kwargs` names an unknown tracker.
     """
     options = dict(checked(init_kwargs or {}, "init_trackers(init_kwargs=...)"))
-    known = {*LOGGER_TYPE_TO_CLASS, *(item.name for item in log_with if isinstance(item, GeneralTracker))}
+    known = {
+        *LOGGER_TYPE_TO_CLASS,
+        *(item.name for item in log_with if isinstance(item, GeneralTracker)),
+    }
     for name in options:
         if name not in known:
             raise ConfigurationError(
@@ -167,7 +188,10 @@ def start_trackers(
             )
     for name, run_key in (run_keys or {}).items():
         if name in LOGGER_TYPE_TO_CLASS:
-            options[name] = {**LOGGER_TYPE_TO_CLASS[name].resume_kwargs(run_key), **options.get(name, {})}
+            options[name] = {
+                **LOGGER_TYPE_TO_CLASS[name].resume_kwargs(run_key),
+                **options.get(name, {}),
+            }
     trackers = [_made(item, project_name, logging_dir, options) for item in log_with]
     for tracker in trackers:
         tracker.start()
@@ -178,7 +202,9 @@ def start_trackers(
     return trackers
 
 
-def _made(item: Any, project_name: str, logging_dir: Any, options: Mapping[str, dict[str, Any]]) -> GeneralTracker:
+def _made(
+    item: Any, project_name: str, logging_dir: Any, options: Mapping[str, dict[str, Any]]
+) -> GeneralTracker:
     if isinstance(item, GeneralTracker):
         return item
     name = str(item)

@@ -32,7 +32,9 @@ class RunTracker(ClientTracker):
     def resume_kwargs(cls, run_key: str) -> dict[str, Any]:
         """Return the constructor's arguments that continue a former run; empty where the service cannot do that."""
         found = super().resume_kwargs(run_key)
-        return {**found, "resume": "allow"} if found else {}
+        if found:
+            return {**found, "resume": "allow"}
+        return {}
 
     def _store(self, values: dict[str, Any]) -> None:
         self.tracker.config.update(values)

@@ -37,7 +37,10 @@ class TensorBoardTracker(ClientTracker):
         self.logging_dir: str = os.path.join(logging_dir, run_name)
 
     def _open(self) -> Any:
-        home = "torch.utils.tensorboard" if is_available("tensorboard") else "tensorboardX"
+        if is_available("tensorboard"):
+            home = "torch.utils.tensorboard"
+        else:
+            home = "tensorboardX"
         return importlib.import_module(home).SummaryWriter(self.logging_dir, **self.init_kwargs)
 
     def _close(self, client: Any) -> None:
@@ -80,7 +83,9 @@ class TensorBoardTracker(ClientTracker):
                 self._warn_unsupported(key, value, "numbers, text and mappings of numbers")
         writer.flush()
 
-    def _log_lines(self, key: str, values: Mapping[str, Any], step: int | None, **kwargs: Any) -> None:
+    def _log_lines(
+        self, key: str, values: Mapping[str, Any], step: int | None, **kwargs: Any
+    ) -> None:
         lines = {}
         for name, value in values.items():
             scalar = number(value)

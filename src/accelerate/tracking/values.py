@@ -22,15 +22,20 @@ def number(value: Any) -> int | float | None:
         return value
     if isinstance(value, numbers.Integral):
         integer = int(value)
-        return integer if abs(integer) < _TOO_LARGE else math.copysign(math.inf, integer > 0 or -1)
+        if abs(integer) < _TOO_LARGE:
+            return integer
+        return math.copysign(math.inf, integer > 0 or -1)
     if isinstance(value, numbers.Real):
         return float(value)
-    size = getattr(value, "numel", None) or getattr(value, "size", None)  # torch has numel(), numpy an int
+    # torch has numel(), numpy an int
+    size = getattr(value, "numel", None) or getattr(value, "size", None)
     count = size() if callable(size) else size
     if count != 1 or not hasattr(value, "item") or getattr(value, "is_meta", False):
         return None
     item = value.item()
-    return item if isinstance(item, (bool, int, float)) else None
+    if isinstance(item, (bool, int, float)):
+        return item
+    return None
 
 
 def text(value: Any) -> str:
@@ -79,7 +84,9 @@ def _stored(value: Any) -> Any:
     if value is None or isinstance(value, str):
         return value
     found = number(value)
-    return str(value) if found is None else found
+    if found is None:
+        return str(value)
+    return found
 
 
 def _fields(value: Any) -> dict[str, Any]:
@@ -93,5 +100,8 @@ def hyperparameters(values: Mapping[str, Any]) -> dict[str, bool | int | float |
         if isinstance(value, enum.Enum):
             value = value.value
         as_number = None if isinstance(value, str) else number(value)
-        found[text(name)] = text(value) if as_number is None else as_number
+        if as_number is None:
+            found[text(name)] = text(value)
+        else:
+            found[text(name)] = as_number
     return found

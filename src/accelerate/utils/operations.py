@@ -5,7 +5,11 @@ from ..core.lazy import attach
 
 EXPORTS = {
     "collectives.objects": ["broadcast_object_list", "gather_object"],
-    "collectives.padding": ["CannotPadNestedTensorWarning", "pad_across_processes", "pad_input_tensors"],
+    "collectives.padding": [
+        "CannotPadNestedTensorWarning",
+        "pad_across_processes",
+        "pad_input_tensors",
+    ],
     "collectives.tensors": [
         "TENSOR_INT_TO_DTYPE",
         "TENSOR_TYPE_TO_INT",

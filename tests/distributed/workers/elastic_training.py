@@ -15,24 +15,32 @@ STEPS, BATCH = 40, 4
 
 
 def data() -> TensorDataset:
-    x = torch.randn(STEPS * BATCH, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    x = torch.randn(
+        STEPS * BATCH, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
     return TensorDataset(x, x.sin().sum(1, keepdim=True))
 
 
 def model() -> torch.nn.Module:
     torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)).double()
+    return torch.nn.Sequential(
+        torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)
+    ).double()
 
 
 def main(folder: Path) -> None:
     accelerator = Accelerator(
         cpu=True,
         dataloader_config=DataLoaderConfiguration(split_batches=True),
-        project_config=ProjectConfiguration(str(folder), automatic_checkpoint_naming=True, total_limit=2),
+        project_config=ProjectConfiguration(
+            str(folder), automatic_checkpoint_naming=True, total_limit=2
+        ),
     )
     net = model()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    net, optimizer, loader = accelerator.prepare(net, optimizer, DataLoader(data(), batch_size=BATCH))
+    net, optimizer, loader = accelerator.prepare(
+        net, optimizer, DataLoader(data(), batch_size=BATCH)
+    )
     start = accelerator.resume()
     step = start.step if start else 0
     rank, world = accelerator.process_index, accelerator.num_processes

@@ -14,7 +14,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator
 from accelerate.core.errors import CheckpointError
-from accelerate.utils import DataLoaderConfiguration, FullyShardedDataParallelPlugin, InitProcessGroupKwargs
+from accelerate.utils import (
+    DataLoaderConfiguration,
+    FullyShardedDataParallelPlugin,
+    InitProcessGroupKwargs,
+)
 
 how, layout, folder = sys.argv[1:]
 options = {} if layout == "ddp" else {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2)}

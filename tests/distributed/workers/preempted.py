@@ -17,7 +17,9 @@ set_seed(0)
 accelerator = Accelerator(
     gradient_accumulation_steps=3,
     exact=True,
-    project_config=ProjectConfiguration(str(folder), automatic_checkpoint_naming=True, total_limit=2),
+    project_config=ProjectConfiguration(
+        str(folder), automatic_checkpoint_naming=True, total_limit=2
+    ),
 )
 model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1)).double()
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
@@ -32,7 +34,9 @@ batches = 0
 for _epoch in range(start.epoch if start else 0, 3):
     for inputs, targets in loader:
         with accelerator.accumulate(model):
-            accelerator.backward(torch.nn.functional.mse_loss(model(inputs), targets), num_items=len(inputs))
+            accelerator.backward(
+                torch.nn.functional.mse_loss(model(inputs), targets), num_items=len(inputs)
+            )
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()

@@ -12,7 +12,14 @@ import tempfile
 from pathlib import Path
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
 
 
 class Sequences(torch.utils.data.Dataset):
@@ -54,7 +61,14 @@ class Stop(TrainerCallback):
 def trainer(folder, *callbacks, **options):
     set_seed(0)
     config = GPT2Config(
-        vocab_size=32, n_positions=16, n_embd=32, n_layer=2, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+        vocab_size=32,
+        n_positions=16,
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
     )
     model = GPT2LMHeadModel(config)
     arguments = TrainingArguments(
@@ -96,7 +110,9 @@ def results(folder):
     resumed.train(resume_from_checkpoint=True)
     distance = max(
         float((a - b).abs().max())
-        for a, b in zip(full.model.state_dict().values(), resumed.model.state_dict().values(), strict=True)
+        for a, b in zip(
+            full.model.state_dict().values(), resumed.model.state_dict().values(), strict=True
+        )
     )
     half = trainer(str(folder / "half"), bf16=True)
     half.train()

@@ -10,7 +10,9 @@ from accelerate.parallel.adopted.sharing import Description, Sharing, derive
 def of(ranks, *kinds):
     """Descriptions of a run whose parameters `p0`, `p1`, ... are shared as `kinds` say for a rank."""
     return [
-        Description(tuple((f"p{number}", Sharing(*kind(rank))) for number, kind in enumerate(kinds)))
+        Description(
+            tuple((f"p{number}", Sharing(*kind(rank))) for number, kind in enumerate(kinds))
+        )
         for rank in range(ranks)
     ]
 
@@ -59,13 +61,19 @@ def test_what_no_mesh_covers_is_replicated():
 
 
 REFUSED = {
-    "unequal": (of(4, lambda rank: ((), ((0, 1),) if rank < 2 else ())), r"unrelated: .*\[\(0, 1\), \(2,\), \(3,\)\]"),
+    "unequal": (
+        of(4, lambda rank: ((), ((0, 1),) if rank < 2 else ())),
+        r"unrelated: .*\[\(0, 1\), \(2,\), \(3,\)\]",
+    ),
     "crossed": (of(4, lambda rank: ((), ((0, 3),) if rank in (0, 3) else ((1, 2),))), "unrelated"),
     "experts without a divisor": (
         of(2, lambda rank: (((0, 1),),), lambda rank: ((), ((0, 1),))),
         r"the gradient of p1 would not be an average: .* 2 of the 2 shards .* divided by 1",
     ),
-    "a sum": (of(2, lambda rank: (((0, 1),), (), 1.0)), r"gradient of p0 .*set_gradient_divide_factor\(2\)"),
+    "a sum": (
+        of(2, lambda rank: (((0, 1),), (), 1.0)),
+        r"gradient of p0 .*set_gradient_divide_factor\(2\)",
+    ),
     "stages": ([*of(1, plain), *of(1, plain, plain)], "the ranks have different parameters"),
 }
 

@@ -88,9 +88,15 @@ def by_layers(model, mesh, along_sequence=False):
             "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
         }
         parallelize_module(block, mesh, layers)
-        parallelize_module(block, mesh, PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1)))
         parallelize_module(
-            block, mesh, PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate())
+            block,
+            mesh,
+            PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1)),
+        )
+        parallelize_module(
+            block,
+            mesh,
+            PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate()),
         )
 
 
@@ -108,10 +114,22 @@ LAYOUTS = {
     "fsdp of 2": (2, lambda model: by_units(model, world()), (0, 1)),
     "fsdp of blocks": (2, lambda model: by_units(model, world(), root=False), (0, 1)),
     "tp": (2, lambda model: by_layers(model, world()), (0, 0)),
-    "tp along the sequence": (2, lambda model: by_layers(model, world(), along_sequence=True), (0, 0)),
-    "fsdp of 4": (4, lambda model: by_units(model, world(), reshard_after_forward=False), (0, 1, 2, 3)),
+    "tp along the sequence": (
+        2,
+        lambda model: by_layers(model, world(), along_sequence=True),
+        (0, 0),
+    ),
+    "fsdp of 4": (
+        4,
+        lambda model: by_units(model, world(), reshard_after_forward=False),
+        (0, 1, 2, 3),
+    ),
     "hsdp": (4, lambda model: by_units(model, grid()), (0, 1, 2, 3)),
-    "tp x fsdp": (4, lambda model: tensor_and_fsdp(model, (mesh := grid())["inner"], mesh["outer"]), (0, 0, 1, 1)),
+    "tp x fsdp": (
+        4,
+        lambda model: tensor_and_fsdp(model, (mesh := grid())["inner"], mesh["outer"]),
+        (0, 0, 1, 1),
+    ),
     "fsdp of a slice": (4, lambda model: by_units(model, grid()["inner"]), (0, 1, 2, 3)),
     "tp of a slice": (4, lambda model: by_layers(model, grid()["outer"]), (0, 1, 0, 1)),
 }
@@ -120,7 +138,9 @@ LAYOUTS = {
 def rows(steps=STEPS):
     """Tokens, and labels of which other samples count more of."""
     tokens = torch.randint(
-        VOCABULARY, (steps * ACCUMULATION * BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(1)
+        VOCABULARY,
+        (steps * ACCUMULATION * BATCH, LENGTH + 1),
+        generator=torch.Generator().manual_seed(1),
     )
     counted = torch.arange(LENGTH) < LENGTH - torch.arange(len(tokens))[:, None] % 4
     pairs = zip(tokens, counted, strict=True)
@@ -128,7 +148,9 @@ def rows(steps=STEPS):
 
 
 def loss_of(model, batch, reduction="mean"):
-    return F.cross_entropy(model(batch["tokens"]).flatten(0, 1), batch["labels"].flatten(), reduction=reduction)
+    return F.cross_entropy(
+        model(batch["tokens"]).flatten(0, 1), batch["labels"].flatten(), reduction=reduction
+    )
 
 
 def make_optimizer(model):
@@ -175,7 +197,9 @@ def check_run(accelerator, shards, model, optimizer=None):
     loader = accelerator.prepare(DataLoader(data, BATCH // len(set(shards))))
     seen = [row for batch in loader for row in accelerator.gather_for_metrics(batch["tokens"])]
     assert torch.equal(torch.stack(seen), torch.stack([row["tokens"] for row in data]))
-    torch.testing.assert_close(train(accelerator, model, optimizer, loader), norms, rtol=1e-8, atol=0)
+    torch.testing.assert_close(
+        train(accelerator, model, optimizer, loader), norms, rtol=1e-8, atol=0
+    )
     compare_state(accelerator, model, expected[-1])
     return model
 
@@ -213,7 +237,9 @@ def test_checkpoints(tmp_path):
         if shard is not None:
             shard(model)
         model, optimizer = accelerator.prepare(model, make_optimizer(model))
-        loader = accelerator.prepare(DataLoader(rows(len(CHAIN)), BATCH // accelerator.strategy.data_shard[1]))
+        loader = accelerator.prepare(
+            DataLoader(rows(len(CHAIN)), BATCH // accelerator.strategy.data_shard[1])
+        )
         if place:
             accelerator.load_state(tmp_path / str(place - 1))
         found = train(accelerator, model, optimizer, itertools.islice(loader, ACCUMULATION))
@@ -226,26 +252,39 @@ def test_checkpoints(tmp_path):
 @on_ranks(2)
 def test_precision():
     """A unit's own policy casts, and nothing else does; without one the forward is under autocast."""
-    for policy, casts in ((None, True), (MixedPrecisionPolicy(torch.bfloat16, torch.float32), False)):
+    for policy, casts in (
+        (None, True),
+        (MixedPrecisionPolicy(torch.bfloat16, torch.float32), False),
+    ):
         accelerator = fresh(mixed_precision="bf16")
         model = Model().to(torch.float32)
         by_units(model, world(), **({} if policy is None else {"mp_policy": policy}))
         seen = []
-        model.frozen.register_forward_hook(lambda *_, seen=seen: seen.append(torch.is_autocast_enabled("cpu")))
+        model.frozen.register_forward_hook(
+            lambda *_, seen=seen: seen.append(torch.is_autocast_enabled("cpu"))
+        )
         model = accelerator.prepare(model)
         tokens = torch.arange(LENGTH)[None]
         accelerator.backward(model(tokens).float().sum())
         assert seen == [casts], policy
         assert {p.grad.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
-        assert accelerator.explain().find("model: Model", "computes in").startswith("bf16" if casts else "bfloat16")
-    with pytest.raises(PrepareError, match=r"mixed_precision='fp16', .* param_dtype=torch.bfloat16: give both one"):
+        assert (
+            accelerator.explain()
+            .find("model: Model", "computes in")
+            .startswith("bf16" if casts else "bfloat16")
+        )
+    with pytest.raises(
+        PrepareError, match=r"mixed_precision='fp16', .* param_dtype=torch.bfloat16: give both one"
+    ):
         model = Model().to(torch.float32)
         by_units(model, world(), mp_policy=policy)
         fresh(mixed_precision="fp16").prepare(model)
 
 
 def replicate_embedding(model, mesh):
-    model.embedding.weight = nn.Parameter(distribute_tensor(model.embedding.weight.detach(), mesh, [Replicate()]))
+    model.embedding.weight = nn.Parameter(
+        distribute_tensor(model.embedding.weight.detach(), mesh, [Replicate()])
+    )
 
 
 def both(model, mesh):
@@ -255,9 +294,21 @@ def both(model, mesh):
 
 REFUSED = {
     "nothing is sharded": ({}, replicate_embedding, "no parameter is sharded over its dimension 0"),
-    "one dimension is both": ({}, both, r"the gradient of blocks\.1\.up\.weight would not be an average"),
-    "other sizes": ({"parallelism_config": {"tp_size": 2}}, by_units, r"has 1 data shards: shard the model on"),
-    "replicas": ({"parallelism_config": {"dp_replicate_size": 2}}, by_units, "requests DistributedDataParallel"),
+    "one dimension is both": (
+        {},
+        both,
+        r"the gradient of blocks\.1\.up\.weight would not be an average",
+    ),
+    "other sizes": (
+        {"parallelism_config": {"tp_size": 2}},
+        by_units,
+        r"has 1 data shards: shard the model on",
+    ),
+    "replicas": (
+        {"parallelism_config": {"dp_replicate_size": 2}},
+        by_units,
+        "requests DistributedDataParallel",
+    ),
     "pipeline": ({"parallelism_config": {"pp_size": 2}}, by_units, "requests pipeline parallel"),
     "options of DDP": (
         {"kwargs_handlers": [DistributedDataParallelKwargs()]},
@@ -282,7 +333,9 @@ def test_two_optimizers_before_and_after_their_model():
     for number in range(3):
         accelerator, model = fresh(), Model()
         by_layers(model, world())
-        optimizers = [torch.optim.AdamW(g["params"], lr=g["lr"]) for g in make_optimizer(model).param_groups]
+        optimizers = [
+            torch.optim.AdamW(g["params"], lr=g["lr"]) for g in make_optimizer(model).param_groups
+        ]
         if number == 0:
             optimizers = accelerator.prepare(*optimizers)
         model = accelerator.prepare(model)
@@ -291,7 +344,9 @@ def test_two_optimizers_before_and_after_their_model():
         elif number == 2:
             optimizers = [accelerator.prepare_optimizer(optimizer) for optimizer in optimizers]
         loader = accelerator.prepare(DataLoader(rows(steps=2), BATCH))
-        torch.testing.assert_close(train(accelerator, model, Both(optimizers), loader), norms, rtol=1e-8, atol=0)
+        torch.testing.assert_close(
+            train(accelerator, model, Both(optimizers), loader), norms, rtol=1e-8, atol=0
+        )
         compare_state(accelerator, model, expected[-1])
 
 
@@ -299,7 +354,9 @@ def test_two_optimizers_before_and_after_their_model():
 def test_refusals():
     for options, shard, text in REFUSED.values():
         sizes = options.get("parallelism_config")
-        accelerator = fresh(**(options | ({"parallelism_config": ParallelismConfig(**sizes)} if sizes else {})))
+        accelerator = fresh(
+            **(options | ({"parallelism_config": ParallelismConfig(**sizes)} if sizes else {}))
+        )
         model = Model()
         shard(model, world())
         with pytest.raises(PrepareError, match=text):
@@ -307,7 +364,9 @@ def test_refusals():
     accelerator, model = fresh(), Model()
     accelerator.prepare(DataLoader(rows(), BATCH))
     by_layers(model, world())
-    with pytest.raises(PrepareError, match="was prepared for 2 data shards, and Model, sharded already, has 1"):
+    with pytest.raises(
+        PrepareError, match="was prepared for 2 data shards, and Model, sharded already, has 1"
+    ):
         accelerator.prepare(model)
     with torch.device("meta"):
         model = Model()
@@ -327,6 +386,10 @@ def test_parameters_that_are_added():
     accelerator.backward(model(torch.full((1, LENGTH), accelerator.process_index)).square().sum())
     for tensor in (model.frozen[1].weight.detach(), model.frozen[1].weight.grad):
         assert torch.equal(*accelerator.gather(tensor[None]))
-    matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2 and parameter.requires_grad]
+    matrices = [
+        parameter
+        for parameter in model.parameters()
+        if parameter.ndim == 2 and parameter.requires_grad
+    ]
     accelerator.prepare(torch.optim.Muon(matrices)).step()
     assert all(isinstance(p, DTensor) for p in model.blocks.parameters())

@@ -18,7 +18,10 @@ from accelerate.utils import is_torch_version
 
 transformers = pytest.importorskip("transformers")
 
-PRELOADED = ("transformers.models.qwen3_moe.modeling_qwen3_moe", "transformers.models.llama.modeling_llama")
+PRELOADED = (
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
+    "transformers.models.llama.modeling_llama",
+)
 VOCABULARY, LENGTH, BATCH, STEPS, CLIP = 16, 8, 8, 3, 0.1
 SIZES = {
     "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
@@ -43,7 +46,9 @@ def config_of(family):
 
 
 def batches():
-    tokens = torch.randint(VOCABULARY, (STEPS * ACCUMULATION * BATCH, LENGTH), generator=torch.Generator())
+    tokens = torch.randint(
+        VOCABULARY, (STEPS * ACCUMULATION * BATCH, LENGTH), generator=torch.Generator()
+    )
     return list(tokens)
 
 
@@ -67,7 +72,9 @@ def check_run(what, folder):
     if accelerator.is_main_process:
         plain.save_pretrained(folder)
     accelerator.wait_for_everyone()
-    states, norms = train_by_hand(plain.train(), make_optimizer(plain), DataLoader(batches(), BATCH), loss_of, CLIP)
+    states, norms = train_by_hand(
+        plain.train(), make_optimizer(plain), DataLoader(batches(), BATCH), loss_of, CLIP
+    )
     expected = states[-1]
     layout = transformers.distributed.DistributedConfig(**sizes)
     model = kind.from_pretrained(
@@ -126,10 +133,16 @@ def test_gradients_that_torch_divides_twice_are_refused(tmp_path):
     accelerator.wait_for_everyone()
     layout = transformers.distributed.DistributedConfig(fsdp_size=2, ep_size=2)
     options = {"distributed_config": layout, "experts_implementation": "eager"}
-    with pytest.raises(PrepareError, match=r"float64 gradient of Qwen3MoeExperts twice.*reduce_dtype"):
+    with pytest.raises(
+        PrepareError, match=r"float64 gradient of Qwen3MoeExperts twice.*reduce_dtype"
+    ):
         accelerator.prepare(kind.from_pretrained(tmp_path, dtype=torch.float64, **options))
-    model = accelerator.prepare(kind.from_pretrained(tmp_path, dtype=torch.float32, **options).train())
-    plain = kind.from_pretrained(tmp_path, dtype=torch.float32, experts_implementation="eager").train()
+    model = accelerator.prepare(
+        kind.from_pretrained(tmp_path, dtype=torch.float32, **options).train()
+    )
+    plain = kind.from_pretrained(
+        tmp_path, dtype=torch.float32, experts_implementation="eager"
+    ).train()
     tokens = torch.stack(batches()[:BATCH])
     loss_of(plain, tokens).backward()
     accelerator.backward(loss_of(model, tokens.chunk(2)[accelerator.process_index]))

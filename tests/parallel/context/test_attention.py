@@ -16,7 +16,12 @@ from accelerate.collectives import transport
 from accelerate.core.errors import ConfigurationError
 from accelerate.parallel.context import attention as attention_module
 from accelerate.parallel.context import exchange as exchange_module
-from accelerate.parallel.context.attention import AttentionCall, ContextAttention, SequenceAttention, ShardRandom
+from accelerate.parallel.context.attention import (
+    AttentionCall,
+    ContextAttention,
+    SequenceAttention,
+    ShardRandom,
+)
 from accelerate.parallel.context.exchange import split_rows, spread_inputs
 from accelerate.parallel.context.shard import SequenceLayout
 from accelerate.state import PartialState
@@ -35,14 +40,19 @@ def here():
 def whole_inputs(heads, shared, dtype, width=WIDTH):
     generator = torch.Generator().manual_seed(heads * 10 + shared)
     sizes = ((heads, WIDTH), (shared, WIDTH), (shared, width), (heads, width))
-    tensors = [torch.randn(BATCH, n, ROWS, w, generator=generator, dtype=torch.float64).to(dtype) for n, w in sizes]
+    tensors = [
+        torch.randn(BATCH, n, ROWS, w, generator=generator, dtype=torch.float64).to(dtype)
+        for n, w in sizes
+    ]
     return tensors
 
 
 def expected(inputs, causal, keep=None, mask=None):
     query, key, value = (tensor.double().clone().requires_grad_() for tensor in inputs[:3])
     if keep is not None:
-        mask = keep[:, None, None] & (torch.ones(ROWS, ROWS, dtype=torch.bool).tril() if causal else True)
+        mask = keep[:, None, None] & (
+            torch.ones(ROWS, ROWS, dtype=torch.bool).tril() if causal else True
+        )
     out = F.scaled_dot_product_attention(
         query, key, value, mask, is_causal=causal and mask is None, scale=SCALE, enable_gqa=True
     )
@@ -57,14 +67,19 @@ def compare(what, layout, attention, inputs, reference, tolerance):
     assert out.dtype == inputs[0].dtype and out.shape == (*query.shape[:3], value.shape[-1]), what
     out.backward(own[3])
     for name, found, whole in zip(
-        ("output", "query", "key", "value"), (out, query.grad, key.grad, value.grad), reference, strict=True
+        ("output", "query", "key", "value"),
+        (out, query.grad, key.grad, value.grad),
+        reference,
+        strict=True,
     ):
         difference = (found.double() - layout.take(whole, 2)).abs().max().item()
         assert difference <= tolerance, f"{what}: {name} is off by {difference}"
 
 
 def method_of(name, group, world, rank):
-    layout = SequenceLayout("sp_size" if name == "heads" else "cp_size", world, rank, balanced=name != "heads")
+    layout = SequenceLayout(
+        "sp_size" if name == "heads" else "cp_size", world, rank, balanced=name != "heads"
+    )
     random = ShardRandom(rank, "cpu")
     if name == "heads":
         return SequenceAttention(group, layout, random)
@@ -75,7 +90,9 @@ METHODS = ("gather", "all to all", "heads")
 
 
 def keep_of_ranks(layout, keep):
-    layouts = [SequenceLayout(layout.size, layout.ranks, r, layout.balanced) for r in range(layout.ranks)]
+    layouts = [
+        SequenceLayout(layout.size, layout.ranks, r, layout.balanced) for r in range(layout.ranks)
+    ]
     return torch.stack([of_rank.take(keep, 1) for of_rank in layouts])
 
 
@@ -87,12 +104,17 @@ def keep_of_ranks(layout, keep):
 def test_keys_of_all_ranks(method, causal, heads, padded):
     attention = method_of(method, *here())
     layout = attention.layout
-    keep = torch.rand(BATCH, ROWS, generator=torch.Generator().manual_seed(5), dtype=torch.float64) > 0.4
+    keep = (
+        torch.rand(BATCH, ROWS, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+        > 0.4
+    )
     keep[0, :3] = False  # rows that see nothing
     call = AttentionCall(None, 0.0, causal, SCALE, keep_of_ranks(layout, keep) if padded else None)
     attend = functools.partial(attention, call=call)
     inputs = whole_inputs(*heads, torch.float64)
-    compare("float64", layout, attend, inputs, expected(inputs, causal, keep if padded else None), 1e-10)
+    compare(
+        "float64", layout, attend, inputs, expected(inputs, causal, keep if padded else None), 1e-10
+    )
     if padded or heads != (4, 2):
         return
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 6e-2)):
@@ -106,7 +128,9 @@ def test_keys_of_all_ranks(method, causal, heads, padded):
 def test_causal_attention_computes_no_more_than_half():
     attention = method_of("gather", *here())
     own = [attention.layout.take(tensor, 2) for tensor in whole_inputs(4, 4, torch.float64)[:3]]
-    with mock.patch.object(attention_module, "plain_attention", side_effect=F.scaled_dot_product_attention) as attend:
+    with mock.patch.object(
+        attention_module, "plain_attention", side_effect=F.scaled_dot_product_attention
+    ) as attend:
         attention(*own, AttentionCall(None, 0.0, True, None))
     computed = sum(call.args[0].shape[2] * call.args[1].shape[2] for call in attend.call_args_list)
     chunk = ROWS // attention.layout.multiple
@@ -123,7 +147,9 @@ def test_all_to_all(causal, heads, width):
 
     def attention(query, key, value):
         query, key, value = spread_inputs(query, key, value, group, world)
-        out = F.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=SCALE, enable_gqa=True)
+        out = F.scaled_dot_product_attention(
+            query, key, value, is_causal=causal, scale=SCALE, enable_gqa=True
+        )
         return split_rows(out, group, world)
 
     inputs = whole_inputs(*heads, torch.float64, width)
@@ -156,7 +182,9 @@ def masks():
     hidden[:, :, 4] -= 1e6  # a row from which as much is taken everywhere
     yield "large numbers", hidden, plain
     # Rows in which nothing of the scores is left, or a part of it: what torch gives.
-    empty = torch.zeros(BATCH, 1, ROWS, ROWS, dtype=torch.float64).masked_fill(~causal, torch.finfo(torch.float64).min)
+    empty = torch.zeros(BATCH, 1, ROWS, ROWS, dtype=torch.float64).masked_fill(
+        ~causal, torch.finfo(torch.float64).min
+    )
     empty[0, :, :3] = torch.finfo(torch.float64).min
     empty[1, :, 5:9] = -1e15
     yield "rows hidden by large numbers", empty, None
@@ -178,14 +206,22 @@ def test_masks(method, what):
         given = layout.take(mask, -2) if own and mask.shape[-2] == ROWS else mask
         call = AttentionCall(given, 0.0, False, SCALE)
         # torch's kernel for CPUs has a wrong gradient of rows without scores (2.13).
-        exact = sdpa_kernel(SDPBackend.MATH) if what.startswith("rows hidden") else contextlib.nullcontext()
+        exact = (
+            sdpa_kernel(SDPBackend.MATH)
+            if what.startswith("rows hidden")
+            else contextlib.nullcontext()
+        )
         with exact:
             reference = expected(inputs, False, mask=plain)
-            compare(f"{own}", layout, functools.partial(method, call=call), inputs, reference, 1e-10)
+            compare(
+                f"{own}", layout, functools.partial(method, call=call), inputs, reference, 1e-10
+            )
         if own and plain.dtype == torch.bool:
             call.keep = keep_of_ranks(layout, keep)
             reference = expected(inputs, False, mask=plain & keep[:, None, None])
-            compare("padded", layout, functools.partial(method, call=call), inputs, reference, 1e-10)
+            compare(
+                "padded", layout, functools.partial(method, call=call), inputs, reference, 1e-10
+            )
 
 
 @everywhere
@@ -195,7 +231,9 @@ def test_masks_in_bfloat16(method, what):
     method = method_of(method, *here())
     mask = next(mask for name, mask, _ in masks() if name == what)
     half = [tensor.to(torch.bfloat16) for tensor in whole_inputs(4, 2, torch.float64)]
-    call = AttentionCall(mask if mask.dtype == torch.bool else mask.to(torch.bfloat16), 0.0, False, SCALE)
+    call = AttentionCall(
+        mask if mask.dtype == torch.bool else mask.to(torch.bfloat16), 0.0, False, SCALE
+    )
     reference = expected(half, False, mask=mask if mask.dtype == torch.bool else call.mask.double())
     compare("bfloat16", method.layout, lambda *qkv: method(*qkv, call), half, reference, 6e-2)
 
@@ -220,7 +258,11 @@ def test_what_is_said_to_be_sent_is_what_is_sent(method):
     group, world, rank = here()
     inputs = [tensor.requires_grad_() for tensor in whole_inputs(4, 2, torch.bfloat16)[:3]]
     found = []
-    gather, scatter, swap = transport.all_gather, exchange_module._reduce_scatter, transport.exchange
+    gather, scatter, swap = (
+        transport.all_gather,
+        exchange_module._reduce_scatter,
+        transport.exchange,
+    )
 
     def gathers(row, of):
         found.append(row.nbytes * (world - 1))

@@ -22,7 +22,9 @@ from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import FullyShardedDataParallelPlugin
 
 transformers = pytest.importorskip("transformers")
-PRELOADED = tuple(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "mistral", "gpt2", "bert"))
+PRELOADED = tuple(
+    f"transformers.models.{name}.modeling_{name}" for name in ("llama", "mistral", "gpt2", "bert")
+)
 
 BATCH, LENGTH, VOCABULARY, STEPS = 3, 16, 32, 4
 SIZES = {
@@ -94,7 +96,9 @@ def test_llama(sizes, padding, checkpointing, shift):
         extra = {"shift_labels": shifted} if shift else {}
         whole_mask = mask.clone() if shift else None
         buffers = [ids, mask, labels, *extra.values()]
-        with accelerator.maybe_context_parallel(buffers, [1] * len(buffers), no_restore_buffers=set(buffers)):
+        with accelerator.maybe_context_parallel(
+            buffers, [1] * len(buffers), no_restore_buffers=set(buffers)
+        ):
             given = mask if whole_mask is None else whole_mask
             out = model(input_ids=ids, attention_mask=given, labels=labels, **extra)
             if not checkpointing:
@@ -133,7 +137,9 @@ def test_an_optimizer_that_decides_by_the_loss(size):
         def expected(ids=ids, labels=labels):
             optimizers[0].zero_grad()
             logits = plain(input_ids=ids).logits
-            parts = [(one.take(logits, 1).flatten(0, 1), one.take(labels, 1).flatten()) for one in shards]
+            parts = [
+                (one.take(logits, 1).flatten(0, 1), one.take(labels, 1).flatten()) for one in shards
+            ]
             loss = sum(F.cross_entropy(*part) for part in parts) / 2
             loss.backward()
             return loss
@@ -141,7 +147,9 @@ def test_an_optimizer_that_decides_by_the_loss(size):
         def closure(ids=ids, labels=labels):
             optimizers[1].zero_grad()
             own, wanted = ids.clone(), labels.clone()
-            with accelerator.maybe_context_parallel([own, wanted], [1, 1], no_restore_buffers={own, wanted}):
+            with accelerator.maybe_context_parallel(
+                [own, wanted], [1, 1], no_restore_buffers={own, wanted}
+            ):
                 loss = F.cross_entropy(model(input_ids=own).logits.flatten(0, 1), wanted.flatten())
                 accelerator.backward(loss)
             return loss
@@ -163,7 +171,12 @@ def gemma():
     torch.manual_seed(0)
     kinds = ["sliding_attention", "full_attention"]
     config = transformers.Gemma3TextConfig(
-        **SIZES, head_dim=4, layer_types=kinds, sliding_window=4, query_pre_attn_scalar=4, attn_implementation="sdpa"
+        **SIZES,
+        head_dim=4,
+        layer_types=kinds,
+        sliding_window=4,
+        query_pre_attn_scalar=4,
+        attn_implementation="sdpa",
     )
     return transformers.Gemma3ForCausalLM(config).train()
 
@@ -171,14 +184,18 @@ def gemma():
 def gpt2():
     torch.manual_seed(0)
     drops = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    config = transformers.GPT2Config(vocab_size=VOCABULARY, n_positions=32, n_embd=16, n_layer=2, n_head=2, **drops)
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_positions=32, n_embd=16, n_layer=2, n_head=2, **drops
+    )
     return transformers.GPT2LMHeadModel(config).train()
 
 
 def bert():
     torch.manual_seed(0)
     sizes = {name: value for name, value in SIZES.items() if name != "num_key_value_heads"}
-    config = transformers.BertConfig(**sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    config = transformers.BertConfig(
+        **sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
+    )
     return transformers.BertForMaskedLM(config).train()
 
 
@@ -187,7 +204,9 @@ def documents():
     starts = ([0, 5, 6], [0, 9], [0])
     return torch.stack(
         [
-            torch.cat([torch.arange(end - start) for start, end in zip(s, [*s[1:], LENGTH], strict=True)])
+            torch.cat(
+                [torch.arange(end - start) for start, end in zip(s, [*s[1:], LENGTH], strict=True)]
+            )
             for s in starts
         ]
     )
@@ -220,7 +239,9 @@ USUAL_MASKS = {
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(("what", "kind"), pairs(MASKS, ["all to all", "gather", "heads"], USUAL_MASKS))
+@pytest.mark.parametrize(
+    ("what", "kind"), pairs(MASKS, ["all to all", "gather", "heads"], USUAL_MASKS)
+)
 def test_masks(what, kind):
     """In float64, gradients and logits of what a model of transformers masks against itself alone."""
     torch.set_default_dtype(torch.float64)
@@ -229,7 +250,9 @@ def test_masks(what, kind):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("kind", ["all to all", pytest.param("gather", marks=pytest.mark.thorough), "heads"])
+@pytest.mark.parametrize(
+    "kind", ["all to all", pytest.param("gather", marks=pytest.mark.thorough), "heads"]
+)
 @pytest.mark.parametrize(
     ("build", "padding"),
     pairs(
@@ -244,7 +267,14 @@ def test_padding_that_has_labels(build, padding, kind):
 
 
 def check_masks(
-    build, kind, padding="none", packed=False, mask=None, checkpointing=False, tolerance=1e-8, labelled=False
+    build,
+    kind,
+    padding="none",
+    packed=False,
+    mask=None,
+    checkpointing=False,
+    tolerance=1e-8,
+    labelled=False,
 ):
     ids, keep, labels = next(batches(padding))
     if labelled:
@@ -273,7 +303,9 @@ def check_masks(
     own = {name: value.clone() for name, value in inputs.items()}
     own["shift_labels"] = labels.clone()
     buffers = [value for value in own.values() if value.dim() == 2]
-    with accelerator.maybe_context_parallel(buffers, [1] * len(buffers), no_restore_buffers=set(buffers)):
+    with accelerator.maybe_context_parallel(
+        buffers, [1] * len(buffers), no_restore_buffers=set(buffers)
+    ):
         shift_labels = own.pop("shift_labels")
         if checkpointing:
             # No longer buffers: positions of other ranks are fetched.
@@ -285,7 +317,9 @@ def check_masks(
     torch.testing.assert_close(logits[seen], layout.take(expected, 1)[seen], rtol=0, atol=1e-10)
     for (name, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
         whole = parameter.grad.full_tensor()
-        torch.testing.assert_close(whole, other.grad, rtol=0, atol=tolerance, msg=f"{name}: {{}}".format)
+        torch.testing.assert_close(
+            whole, other.grad, rtol=0, atol=tolerance, msg=f"{name}: {{}}".format
+        )
 
 
 @on_ranks(2)
@@ -309,7 +343,9 @@ def test_loader():
         accelerator.backward(loss, num_items=(own != -100).sum())
         plain(**whole).loss.backward()
         theirs = torch.cat([p.grad.flatten() for p in plain.parameters()]).norm()
-        torch.testing.assert_close(accelerator.clip_grad_norm_(model.parameters(), 1e9), theirs, rtol=1e-4, atol=0)
+        torch.testing.assert_close(
+            accelerator.clip_grad_norm_(model.parameters(), 1e9), theirs, rtol=1e-4, atol=0
+        )
         optimizer.step()
         optimizer.zero_grad()
         plain.zero_grad()
@@ -324,7 +360,10 @@ def check_batches_ahead(accelerator, plain, model):
     """Batches may be taken from the loader before they are used, be copied, and have whole ones between them."""
     layout = accelerator.strategy.sequence.layout
     generator = torch.Generator().manual_seed(4)
-    whole = [{"input_ids": torch.randint(VOCABULARY, (2, length), generator=generator)} for length in (16, 8, 8)]
+    whole = [
+        {"input_ids": torch.randint(VOCABULARY, (2, length), generator=generator)}
+        for length in (16, 8, 8)
+    ]
     whole[2]["position_ids"] = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]]).expand(2, -1)
     with torch.no_grad():
         wanted = [plain(**batch, use_cache=False).logits for batch in whole]
@@ -393,7 +432,10 @@ def test_refusals(size):
     refused("over 16 rows ... buffers", lambda: call(Layer(4), input=torch.randn(2, 16, 12)))
     note = f"{size}=2: each rank has 8 of the 16 rows ... position_ids"
     refused(note, lambda: call(Layer(4, table=torch.ones(16, 12))), RuntimeError)
-    refused("neither causal nor all true", lambda: call(Layer(4, attn_mask=torch.eye(8, dtype=torch.bool))))
+    refused(
+        "neither causal nor all true",
+        lambda: call(Layer(4, attn_mask=torch.eye(8, dtype=torch.bool))),
+    )
     refused("a bias", lambda: call(Layer(4, attn_mask=torch.randn(8, 8))))
     refused("buffer_seq_dims[0]=3", lambda: call(Layer(4), dims=[3]))
     refused("1 buffers and 2", lambda: call(Layer(4), dims=[1, 1]))
@@ -405,13 +447,19 @@ def test_refusals(size):
     )
     refused(
         "takes part in autograd",
-        lambda: accelerator.maybe_context_parallel([whole.clone().requires_grad_()], [1]).__enter__(),
+        lambda: accelerator.maybe_context_parallel(
+            [whole.clone().requires_grad_()], [1]
+        ).__enter__(),
     )
     refused(
         "some of its buffers",
         lambda: accelerator.maybe_context_parallel([whole], [1], {whole.clone()}).__enter__(),
     )
-    refused("'eager' ... sdpa", lambda: accelerator.prepare(llama(attn_implementation="eager")), PrepareError)
+    refused(
+        "'eager' ... sdpa",
+        lambda: accelerator.prepare(llama(attn_implementation="eager")),
+        PrepareError,
+    )
     capped = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**SIZES, head_dim=4))
     refused("'eager' ... no such implementation", lambda: accelerator.prepare(capped), PrepareError)
     state = llama()
@@ -432,7 +480,10 @@ def test_refusals(size):
 def test_options_that_are_not_met_are_refused():
     fixed = DeepSpeedSequenceParallelConfig(sp_seq_length=32, sp_seq_length_is_variable=False)
     accelerator = start(sp_size=2, sp_handler=fixed)
-    refused("sp_seq_length=32", lambda: accelerator.maybe_context_parallel([torch.ones(1, 16)], [1]).__enter__())
+    refused(
+        "sp_seq_length=32",
+        lambda: accelerator.maybe_context_parallel([torch.ones(1, 16)], [1]).__enter__(),
+    )
     flash = DeepSpeedSequenceParallelConfig(sp_attn_implementation="flash_attention_2")
     refused("flash_attention_2", lambda: start(sp_size=2, sp_handler=flash))
 

@@ -30,7 +30,9 @@ pytestmark = pytest.mark.usefixtures("float64")
 
 def build():
     torch.manual_seed(0)
-    return Llama(LlamaConfig(vocabulary=VOCABULARY, width=16, hidden=32, layers=2, heads=4, kv_heads=2))
+    return Llama(
+        LlamaConfig(vocabulary=VOCABULARY, width=16, hidden=32, layers=2, heads=4, kv_heads=2)
+    )
 
 
 def batches(steps):
@@ -57,9 +59,15 @@ def plain_run(steps, mean_of_batches, change=None):
         items = sum((labels != -100).sum() for _, labels in window)
         for ids, labels in window:
             if mean_of_batches:
-                loss = F.cross_entropy(model(ids).flatten(0, 1), labels.clamp(min=0).flatten()) / ACCUMULATION
+                loss = (
+                    F.cross_entropy(model(ids).flatten(0, 1), labels.clamp(min=0).flatten())
+                    / ACCUMULATION
+                )
             else:
-                loss = F.cross_entropy(model(ids).flatten(0, 1), labels.flatten(), reduction="sum") / items
+                loss = (
+                    F.cross_entropy(model(ids).flatten(0, 1), labels.flatten(), reduction="sum")
+                    / items
+                )
             loss.backward()
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP))
         optimizer.step()
@@ -113,7 +121,9 @@ def run(accelerator, steps, mean_of_batches=False, change=None):
 
 def compare(accelerator, model, norms, expected, tolerance=1e-8):
     compare_state(accelerator, model, expected[0], tolerance)
-    torch.testing.assert_close(torch.stack(norms), torch.stack(expected[1][: len(norms)]), rtol=tolerance, atol=0)
+    torch.testing.assert_close(
+        torch.stack(norms), torch.stack(expected[1][: len(norms)]), rtol=tolerance, atol=0
+    )
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +134,11 @@ def expected(float64):
 @on_ranks(2)
 @pytest.mark.parametrize(
     "sizes",
-    [{"cp_size": 2, "strategy": "allgather"}, {"cp_size": 2, "strategy": "alltoall"}, {"sp_size": 2}],
+    [
+        {"cp_size": 2, "strategy": "allgather"},
+        {"cp_size": 2, "strategy": "alltoall"},
+        {"sp_size": 2},
+    ],
     ids=["allgather", "alltoall", "sp"],
 )
 def test_two_ranks(sizes, expected):
@@ -133,7 +147,9 @@ def test_two_ranks(sizes, expected):
     model, _, norms = run(accelerator, STEPS)
     compare(accelerator, model, norms, expected)
     told = str(accelerator.explain())
-    assert ("heads for rows over sp" if "sp_size" in sizes else "keys and values over cp") in told, told
+    assert (
+        "heads for rows over sp" if "sp_size" in sizes else "keys and values over cp"
+    ) in told, told
 
 
 # What trains in each step, by patterns of names: of attention some, or none, of the three inputs needs a gradient.
@@ -148,7 +164,11 @@ def freeze_in_turn(step, model):
 @on_ranks(2)
 @pytest.mark.parametrize(
     "sizes",
-    [{"cp_size": 2, "strategy": "allgather"}, {"cp_size": 2, "strategy": "alltoall"}, {"sp_size": 2}],
+    [
+        {"cp_size": 2, "strategy": "allgather"},
+        {"cp_size": 2, "strategy": "alltoall"},
+        {"sp_size": 2},
+    ],
     ids=["allgather", "alltoall", "sp"],
 )
 def test_frozen_in_turn(sizes):
@@ -222,16 +242,28 @@ def test_random(size):
         if "sp_size" in sizes:
             # Two heads of each rank, and no two of four drop the same.
             kept = [head != 0 for head in attended[0].unbind()]
-            assert not any(torch.equal(one, other) for one, other in itertools.combinations(kept, 2))
+            assert not any(
+                torch.equal(one, other) for one, other in itertools.combinations(kept, 2)
+            )
     assert not torch.equal(runs[0][0], runs[1][0])
-    assert all(torch.equal(after, other) for other in accelerator.gather(after).chunk(accelerator.num_processes))
+    assert all(
+        torch.equal(after, other)
+        for other in accelerator.gather(after).chunk(accelerator.num_processes)
+    )
     torch.set_rng_state(before)
     again = [forward() for _ in range(2)]
-    assert all(torch.equal(*pair) for run in zip(runs, again, strict=True) for pair in zip(*run, strict=True))
+    assert all(
+        torch.equal(*pair)
+        for run in zip(runs, again, strict=True)
+        for pair in zip(*run, strict=True)
+    )
     # What draws nothing leaves the generators where a plain run has them.
     before = torch.get_rng_state()
     x = torch.ones(2, LENGTH, LENGTH)
-    with mock.patch.object(F, "dropout", lambda x, p: x), accelerator.maybe_context_parallel([x], [1]):
+    with (
+        mock.patch.object(F, "dropout", lambda x, p: x),
+        accelerator.maybe_context_parallel([x], [1]),
+    ):
         plain.attention = 0.0
         model(x)
         assert torch.equal(before, torch.get_rng_state())

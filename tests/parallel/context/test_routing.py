@@ -25,7 +25,10 @@ def test_names_of_a_models_sources_are_replaced_too(monkeypatch):
     model, x = source.Model(), torch.randn(1, 1, 2, 4)
     route = AttentionPatch(own_attention)
     route.places |= aliases(model)
-    assert route.places == {("torch.nn.functional", "scaled_dot_product_attention"), ("a_users_model", "attend")}
+    assert route.places == {
+        ("torch.nn.functional", "scaled_dot_product_attention"),
+        ("a_users_model", "attend"),
+    }
     route.open()
     route.open()
     route.close()
@@ -36,7 +39,10 @@ def test_names_of_a_models_sources_are_replaced_too(monkeypatch):
 
 def test_other_functions_give_way_where_they_are():
     route = AttentionPatch(own_attention)
-    route.others = {("json", "dumps"): lambda former: lambda value: former([value]), ("no_such_module", "name"): None}
+    route.others = {
+        ("json", "dumps"): lambda former: lambda value: former([value]),
+        ("no_such_module", "name"): None,
+    }
     import json
 
     former = json.dumps

@@ -42,7 +42,10 @@ def whole(function):
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
     "function",
-    [masking.sliding_window_causal_mask_function(5), masking.chunked_causal_mask_function(6, torch.zeros(2).long())],
+    [
+        masking.sliding_window_causal_mask_function(5),
+        masking.chunked_causal_mask_function(6, torch.zeros(2).long()),
+    ],
 )
 def test_rows_of_a_rank_over_all_columns(rank, function):
     here = region(rank)
@@ -59,7 +62,9 @@ def test_packed_sequences():
     positions = torch.tensor([[*range(7), *range(9)], list(range(LENGTH))])
     documents = masking.find_packed_sequence_indices(positions)
     here = region(1, packed=(positions, documents))
-    assert mask_hooks(lambda: here)[SEARCH](None)(positions[:, :ROWS]) is None and here.next_is_packed
+    assert (
+        mask_hooks(lambda: here)[SEARCH](None)(positions[:, :ROWS]) is None and here.next_is_packed
+    )
 
     def function(batch, head, row, column):
         same = documents[batch, row] == documents[batch, column]

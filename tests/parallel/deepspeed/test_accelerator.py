@@ -16,7 +16,14 @@ from accelerate.parallel.placeholders import DummyOptim, DummyScheduler
 
 STEPS, GLOBAL_BATCH = 10, 8
 # (ZeRO stage or None for plain DDP, whether the file has the optimizer, whether ZeRO 3 gathers 16-bit weights to save)
-PARTS = [(0, False, False), (1, True, False), (2, False, False), (3, False, True), (3, True, False), (None, False, 0)]
+PARTS = [
+    (0, False, False),
+    (1, True, False),
+    (2, False, False),
+    (3, False, True),
+    (3, True, False),
+    (None, False, 0),
+]
 PRELOADED = LATE_IMPORTS
 pytestmark = needs_deepspeed
 
@@ -49,7 +56,9 @@ def data(part):
 
 
 def groups(model):
-    weights, biases = ([p for p in model.parameters() if (p.dim() < 2) is vector] for vector in (False, True))
+    weights, biases = (
+        [p for p in model.parameters() if (p.dim() < 2) is vector] for vector in (False, True)
+    )
     return [{"params": weights}, {"params": biases, "weight_decay": 0.0}]
 
 
@@ -66,7 +75,9 @@ def reference(parts):
 
 
 def config(stage, zero=None, **others):
-    return deepspeed_runs.config(stage, CLIP, {"reduce_bucket_size": 1000, **(zero or {})}, **others)
+    return deepspeed_runs.config(
+        stage, CLIP, {"reduce_bucket_size": 1000, **(zero or {})}, **others
+    )
 
 
 def make_accelerator(plugin, **others):
@@ -78,10 +89,14 @@ def run(part, settings, folder, expected):
     stage, dummy, gather = settings
     zero = {"stage3_gather_16bit_weights_on_model_save": gather}
     others = {"optimizer": ADAMW} if dummy else {}
-    plugin = None if stage is None else DeepSpeedPlugin(hf_ds_config=config(stage, zero=zero, **others))
+    plugin = (
+        None if stage is None else DeepSpeedPlugin(hf_ds_config=config(stage, zero=zero, **others))
+    )
     accelerator = make_accelerator(plugin)
     model = make_model()
-    optimizer = DummyOptim(groups(model), lr=0.01, weight_decay=0.01) if dummy else make_optimizer(model)
+    optimizer = (
+        DummyOptim(groups(model), lr=0.01, weight_decay=0.01) if dummy else make_optimizer(model)
+    )
     loader = DataLoader(data(part), batch_size=GLOBAL_BATCH // accelerator.num_processes)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     if part:
@@ -93,11 +108,15 @@ def run(part, settings, folder, expected):
             if accelerator.sync_gradients:
                 norm = accelerator.clip_grad_norm_(model.parameters(), CLIP)
                 if stage != 0:  # without ZeRO the engine reports no norm
-                    torch.testing.assert_close(float(norm), float(norms[number // ACCUMULATION]), rtol=1e-3, atol=0)
+                    torch.testing.assert_close(
+                        float(norm), float(norms[number // ACCUMULATION]), rtol=1e-3, atol=0
+                    )
             optimizer.step()
             optimizer.zero_grad()
     accelerator.save_state(folder / f"part{part}")
-    compare(accelerator.prepared_model(model).checkpoint_state_dict(), weights, 1e-5, f"stage {stage}")
+    compare(
+        accelerator.prepared_model(model).checkpoint_state_dict(), weights, 1e-5, f"stage {stage}"
+    )
     if stage == 3 and not gather:
         with pytest.raises(ValueError, match="stage3_gather_16bit_weights_on_model_save"):
             accelerator.get_state_dict(model)
@@ -119,7 +138,9 @@ def test_a_run_resumes_through_all_stages(tmp_path):
 
 @on_engine_ranks(2)
 def test_the_selected_plugin_makes_the_engine_and_a_schedule_moves_with_it():
-    plugins = {name: DeepSpeedPlugin(hf_ds_config=config(stage)) for name, stage in (("a", 2), ("b", 1))}
+    plugins = {
+        name: DeepSpeedPlugin(hf_ds_config=config(stage)) for name, stage in (("a", 2), ("b", 1))
+    }
     accelerator = make_accelerator(plugins)
     assert accelerator.deepspeed_plugin is plugins["a"]
     accelerator.state.select_deepspeed_plugin("b")
@@ -137,17 +158,23 @@ def test_the_selected_plugin_makes_the_engine_and_a_schedule_moves_with_it():
             optimizer.step()
             scheduler.step()
     # As with any other layout the schedule of one process moves once for each process.
-    assert scheduler.get_last_lr() == pytest.approx([0.01 / (1 + 2 * accelerator.num_processes)] * 2)
+    assert scheduler.get_last_lr() == pytest.approx(
+        [0.01 / (1 + 2 * accelerator.num_processes)] * 2
+    )
     accelerator.free_memory()
 
     warmup = {
         "type": "WarmupLR",
         "params": dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), "auto"),
     }
-    accelerator = make_accelerator(DeepSpeedPlugin(hf_ds_config=config(2, optimizer=ADAMW, scheduler=warmup)))
+    accelerator = make_accelerator(
+        DeepSpeedPlugin(hf_ds_config=config(2, optimizer=ADAMW, scheduler=warmup))
+    )
     model = make_model()
     optimizer = DummyOptim(model.parameters(), lr=0.01)
-    prepared = accelerator.prepare(model, optimizer, DummyScheduler(optimizer, warmup_num_steps=10), loader)
+    prepared = accelerator.prepare(
+        model, optimizer, DummyScheduler(optimizer, warmup_num_steps=10), loader
+    )
     assert [type(obj).__name__ for obj in prepared[:3]] == [
         "DeepSpeedEngine", "DeepSpeedOptimizerWrapper", "DeepSpeedSchedulerWrapper",
     ]  # fmt: skip
@@ -171,14 +198,20 @@ def test_the_precision_is_the_files_and_what_contradicts_the_file_is_refused():
     loader = DataLoader(data(0), batch_size=2)
     for options, objects, message in (
         ({"gradient_accumulation_steps": 4}, 3, "gradient_accumulation_steps=4, the Accelerator 2"),
-        ({"train_micro_batch_size_per_gpu": 3}, 3, "train_micro_batch_size_per_gpu=3, the loaders have batches of 2"),
+        (
+            {"train_micro_batch_size_per_gpu": 3},
+            3,
+            "train_micro_batch_size_per_gpu=3, the loaders have batches of 2",
+        ),
         ({"train_batch_size": 7}, 3, "train_batch_size=7 vs arg"),
         ({}, 2, "requires you to pass at least one"),
         ({}, 1, "ZeRO stage 2 needs an optimizer"),
     ):
         accelerator = make_accelerator(DeepSpeedPlugin(hf_ds_config={**config(2), **options}))
         model = make_model()
-        listed = [model, make_optimizer(model), loader][:objects] if objects > 1 else [model, loader]
+        listed = (
+            [model, make_optimizer(model), loader][:objects] if objects > 1 else [model, loader]
+        )
         with pytest.raises(ValueError, match=message):
             accelerator.prepare(*listed)
 
@@ -190,7 +223,9 @@ def test_bf16_gradients_that_overflow_skip_the_step_where_the_file_says_so(check
     accelerator = fresh(DeepSpeedPlugin(hf_ds_config=config(1, bf16=bf16)))
     model = nn.Linear(5, 5)
     loader = DataLoader(data(0), batch_size=2)
-    model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
+    model, optimizer, loader = accelerator.prepare(
+        model, torch.optim.AdamW(model.parameters()), loader
+    )
     x, y = (item.bfloat16() for item in next(iter(loader)))
     accelerator.backward(nn.functional.mse_loss(model(x), y) * float("inf"))
     optimizer.step()

@@ -58,7 +58,9 @@ def test_a_loop_over_the_wrappers_steps_once_a_window() -> None:
     scheduler = DeepSpeedSchedulerWrapper(schedule, optimizer)
     assert engine.get_global_grad_norm() is None
     for batch in range(4):
-        engine.backward((weight * torch.tensor([3.0, 4.0])).sum() / 2, sync_gradients=batch % 2 == 1)
+        engine.backward(
+            (weight * torch.tensor([3.0, 4.0])).sum() / 2, sync_gradients=batch % 2 == 1
+        )
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
@@ -84,7 +86,11 @@ def test_placeholders_keep_what_they_are_given() -> None:
     assert (optimizer.params, optimizer.lr, optimizer.weight_decay) == (parameters, 0.1, 0)
     assert optimizer.kwargs == {"betas": (0.9, 0.95)}
     schedule = DummyScheduler(optimizer, total_num_steps=10, warmup_num_steps=2)
-    assert (schedule.optimizer, schedule.total_num_steps, schedule.warmup_num_steps) == (optimizer, 10, 2)
+    assert (schedule.optimizer, schedule.total_num_steps, schedule.warmup_num_steps) == (
+        optimizer,
+        10,
+        2,
+    )
     assert DummyScheduler(optimizer, power=3).kwargs == {"power": 3}
 
 
@@ -110,7 +116,13 @@ def test_the_engine_steps_where_a_window_ends():
     driver = DeepSpeedEngineWrapper(engine)
     driver.backward(torch.ones(()), sync_gradients=False)
     driver.backward(torch.ones(()), retain_graph=True)
-    assert engine.calls == [False, ("backward", {}), True, ("backward", {"retain_graph": True}), "step"]
+    assert engine.calls == [
+        False,
+        ("backward", {}),
+        True,
+        ("backward", {"retain_graph": True}),
+        "step",
+    ]
     assert driver.get_global_grad_norm() == 2.0
 
 
@@ -118,5 +130,9 @@ def test_the_engine_steps_where_a_window_ends():
 def test_absence_is_reported():
     with pytest.raises(ImportError, match="deepspeed"):
         start_engine(
-            DeepSpeedPlugin(), torch.nn.Linear(1, 1), micro_batch_size=1, gradient_accumulation_steps=1, world_size=1
+            DeepSpeedPlugin(),
+            torch.nn.Linear(1, 1),
+            micro_batch_size=1,
+            gradient_accumulation_steps=1,
+            world_size=1,
         )

@@ -48,7 +48,9 @@ def stand_ins(monkeypatch):
 )  # fmt: skip
 def test_the_groups_are_those_of_the_optimizer(stand_ins, recwarn, kind, mapped, decoupled):
     model = nn.Linear(3, 2)
-    optimizer = kind([{"params": [model.weight], "lr": 0.5}, {"params": [model.bias]}], lr=torch.tensor(0.25))
+    optimizer = kind(
+        [{"params": [model.weight], "lr": 0.5}, {"params": [model.bias]}], lr=torch.tensor(0.25)
+    )
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     found = map_pytorch_optim_to_deepspeed(optimizer)
     scheduler.step()
@@ -61,24 +63,35 @@ def test_the_groups_are_those_of_the_optimizer(stand_ins, recwarn, kind, mapped,
 @pytest.mark.parametrize("option", [{"amsgrad": True}, {"maximize": True}])
 def test_an_option_without_counterpart_is_refused(stand_ins, option):
     optimizer = torch.optim.AdamW(nn.Linear(1, 1).parameters(), **option)
-    with pytest.raises(PrepareError, match=rf"has no {next(iter(option))}.*zero_force_ds_cpu_optimizer"):
+    with pytest.raises(
+        PrepareError, match=rf"has no {next(iter(option))}.*zero_force_ds_cpu_optimizer"
+    ):
         map_pytorch_optim_to_deepspeed(optimizer)
 
 
 def make(kind="AdamW"):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1)).float()
-    groups = [{"params": [model[0].weight, model[2].weight]}, {"params": [model[0].bias, model[2].bias]}]
+    groups = [
+        {"params": [model[0].weight, model[2].weight]},
+        {"params": [model[0].bias, model[2].bias]},
+    ]
     groups[1]["weight_decay"] = 0.0
     options = {"betas": (0.8, 0.9)} if kind == "AdamW" else {}
     optimizer = getattr(torch.optim, kind)(groups, lr=0.05, eps=1e-3, weight_decay=0.3, **options)
-    return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9 ** (step // 2))
+    return (
+        model,
+        optimizer,
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9 ** (step // 2)),
+    )
 
 
 @pytest.mark.thorough
 @needs_deepspeed
 @on_engine_ranks(2, timeout=600)
-@pytest.mark.parametrize(("stage", "kind"), [(1, "AdamW"), (2, "AdamW"), (3, "AdamW"), (2, "Adagrad")])
+@pytest.mark.parametrize(
+    ("stage", "kind"), [(1, "AdamW"), (2, "AdamW"), (3, "AdamW"), (2, "Adagrad")]
+)
 @pytest.mark.timeout(600)
 def test_matches_single_process(stage, kind):
     """In float32, which DeepSpeed's Adam computes in. The first run compiles it, in more than a minute."""
@@ -92,7 +105,9 @@ def test_matches_single_process(stage, kind):
         optimizer.zero_grad()
     expected = model.state_dict()
     accelerator = fresh(DeepSpeedPlugin(zero_stage=stage, offload_optimizer_device="cpu"))
-    model, optimizer, scheduler, loader = accelerator.prepare(*make(kind), DataLoader(TensorDataset(x), 4))
+    model, optimizer, scheduler, loader = accelerator.prepare(
+        *make(kind), DataLoader(TensorDataset(x), 4)
+    )
     for (batch,) in loader:
         accelerator.backward(model(batch).square().mean())
         optimizer.step()

@@ -32,7 +32,9 @@ def test_gradients_that_are_whole_are_multiplied_where_they_lie():
         assert summed[0].tolist() == [3.0] * 3 and summed[1].tolist() == [3.0] * 2
     module = torch.nn.Linear(2, 1)
     module.weight.grad = torch.ones(1, 2)
-    with multiplied(engine(torch.optim.SGD(module.parameters()), zero=False, module=module), torch.tensor(3.0)):
+    with multiplied(
+        engine(torch.optim.SGD(module.parameters()), zero=False, module=module), torch.tensor(3.0)
+    ):
         assert module.weight.grad.tolist() == [[3.0, 3.0]] and module.bias.grad is None
 
 
@@ -83,7 +85,9 @@ def plain(world, dtype):
             continue
         total = sum((y >= 0).sum() for _, y in window)
         for x, y in window:
-            loss = nn.functional.cross_entropy(model(x.to(dtype)).flatten(0, 1).float(), y.flatten(), reduction="sum")
+            loss = nn.functional.cross_entropy(
+                model(x.to(dtype)).flatten(0, 1).float(), y.flatten(), reduction="sum"
+            )
             model.zero_grad()
             (loss / total).backward()
             for kept, used in zip(master.parameters(), model.parameters(), strict=True):
@@ -103,12 +107,17 @@ def settings_of(stage, zero=None, **others):
 
 EXACT = {
     **{f"stage {stage}": settings_of(stage) for stage in (0, 1, 2, 3)},
-    **{f"stage {stage}, offloaded": settings_of(stage, {"offload_optimizer": {"device": "cpu"}}) for stage in (2, 3)},
+    **{
+        f"stage {stage}, offloaded": settings_of(stage, {"offload_optimizer": {"device": "cpu"}})
+        for stage in (2, 3)
+    },
 }
 HALF = {"bf16": {"enabled": True}}
 IN_BF16 = {
     **{f"stage {stage} in bf16": settings_of(stage, **HALF) for stage in (0, 1, 2, 3)},
-    "stage 1 in bf16, summed in fp32": settings_of(1, **HALF, data_types={"grad_accum_dtype": "fp32"}),
+    "stage 1 in bf16, summed in fp32": settings_of(
+        1, **HALF, data_types={"grad_accum_dtype": "fp32"}
+    ),
 }
 
 
@@ -119,7 +128,9 @@ def test_a_windows_gradient_is_the_mean_over_its_items(case):
     rough = case in IN_BF16
     dtype = torch.bfloat16 if rough else torch.float32
     settings = (EXACT | IN_BF16)[case]
-    accelerator = fresh(DeepSpeedPlugin(hf_ds_config=settings), gradient_accumulation_steps=ACCUMULATION)
+    accelerator = fresh(
+        DeepSpeedPlugin(hf_ds_config=settings), gradient_accumulation_steps=ACCUMULATION
+    )
     expected, norms = plain(accelerator.num_processes, dtype)
     assert max(norms) > CLIP > min(norms), f"clipping would not be tested: {norms}"
     model = make_model(torch.float32)
@@ -129,15 +140,23 @@ def test_a_windows_gradient_is_the_mean_over_its_items(case):
         x, y = x[accelerator.process_index].to(dtype), y[accelerator.process_index]
         with accelerator.accumulate(model):
             items = (y >= 0).sum()
-            loss = nn.functional.cross_entropy(model(x).float(), y, reduction="sum") / items.clamp(min=1)
+            loss = nn.functional.cross_entropy(model(x).float(), y, reduction="sum") / items.clamp(
+                min=1
+            )
             accelerator.backward(loss, num_items=items)
             if accelerator.sync_gradients and reports_norm:
                 norm = float(accelerator.clip_grad_norm_(model.parameters(), CLIP))
                 wanted = norms[number // ACCUMULATION]
-                assert abs(norm - wanted) <= (0.03 if rough else 1e-5) * wanted, f"norm {norm}, not {wanted}"
+                assert abs(norm - wanted) <= (0.03 if rough else 1e-5) * wanted, (
+                    f"norm {norm}, not {wanted}"
+                )
             optimizer.step()
             optimizer.zero_grad()
     saved = accelerator.prepared_model(model).checkpoint_state_dict()
-    worst = max((value - expected[name]).abs().max().item() for name, value in saved.items()) if saved else 0.0
+    worst = (
+        max((value - expected[name]).abs().max().item() for name, value in saved.items())
+        if saved
+        else 0.0
+    )
     assert worst < (5e-3 if rough else 1e-6), f"off by {worst}"
     accelerator.free_memory()

@@ -26,7 +26,11 @@ def rows(number):
 
 
 def engine_run(stage, **zero):
-    options = {"stage3_gather_16bit_weights_on_model_save": True, "reduce_bucket_size": 1000, **zero}
+    options = {
+        "stage3_gather_16bit_weights_on_model_save": True,
+        "reduce_bucket_size": 1000,
+        **zero,
+    }
     settings = config(stage, None, options, zero_allow_untested_optimizer=True)
     return fresh(DeepSpeedPlugin(hf_ds_config={**settings, "train_micro_batch_size_per_gpu": 2}))
 

@@ -8,7 +8,15 @@ import layouts
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed_runs import ADAMW, LATE_IMPORTS, config, fresh, import_deepspeed, needs_deepspeed, on_engine_ranks
+from deepspeed_runs import (
+    ADAMW,
+    LATE_IMPORTS,
+    config,
+    fresh,
+    import_deepspeed,
+    needs_deepspeed,
+    on_engine_ranks,
+)
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -51,7 +59,10 @@ def test_two_models_train_and_a_third_answers():
     schedule = torch.optim.lr_scheduler.StepLR(optimizers[0], 2, 0.5)
     for (x,) in DataLoader(samples(), batch_size=GLOBAL_BATCH):
         aim = teacher(x).detach()
-        for model, optimizer, target in ((first, optimizers[0], aim), (second, optimizers[1], first(x).detach())):
+        for model, optimizer, target in (
+            (first, optimizers[0], aim),
+            (second, optimizers[1], first(x).detach()),
+        ):
             nn.functional.mse_loss(model(x), target).backward()
             nn.utils.clip_grad_norm_(model.parameters(), CLIP)
             optimizer.step()
@@ -62,7 +73,9 @@ def test_two_models_train_and_a_third_answers():
     offloaded = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
     plugins = {
         "first": DeepSpeedPlugin(hf_ds_config=config(2, optimizer=ADAMW)),
-        "second": DeepSpeedPlugin(hf_ds_config=config(3, zero={**offloaded, "stage3_param_persistence_threshold": 0})),
+        "second": DeepSpeedPlugin(
+            hf_ds_config=config(3, zero={**offloaded, "stage3_param_persistence_threshold": 0})
+        ),
         "teacher": DeepSpeedPlugin(hf_ds_config=config(3)),
     }
     one = fresh(plugins)
@@ -71,15 +84,21 @@ def test_two_models_train_and_a_third_answers():
     model = make(0)
     dummy = DummyOptim(model.parameters(), lr=0.01, weight_decay=0.01)
     # The engine's optimizer exists only now: a callable makes the schedule for it.
-    by_callable = DummyScheduler(dummy, lr_scheduler_callable=lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.5))
+    by_callable = DummyScheduler(
+        dummy, lr_scheduler_callable=lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.5)
+    )
     loader = DataLoader(samples(), batch_size=GLOBAL_BATCH // one.num_processes)
     a, a_optimizer, a_schedule, loader = one.prepare(model, dummy, by_callable, loader)
     two.state.select_deepspeed_plugin("second")
-    plugins["second"].deepspeed_config["train_micro_batch_size_per_gpu"] = GLOBAL_BATCH // one.num_processes
+    plugins["second"].deepspeed_config["train_micro_batch_size_per_gpu"] = (
+        GLOBAL_BATCH // one.num_processes
+    )
     model = make(1, 9)
     b, b_optimizer = two.prepare(model, adamw(model))
     two.state.select_deepspeed_plugin("teacher")
-    plugins["teacher"].deepspeed_config["train_micro_batch_size_per_gpu"] = GLOBAL_BATCH // one.num_processes
+    plugins["teacher"].deepspeed_config["train_micro_batch_size_per_gpu"] = (
+        GLOBAL_BATCH // one.num_processes
+    )
     answering = one.prepare(make(2))
     assert [engine.zero_optimization_stage() for engine in (a, b, answering)] == [2, 3, 3]
     assert one.deepspeed_engine_wrapped.engine is a and two.deepspeed_engine_wrapped.engine is b
@@ -141,7 +160,10 @@ def test_a_model_of_transformers_is_loaded_in_shards(tmp_path):
     loader = DataLoader(TensorDataset(ids.flatten(0, 1)), batch_size=mine)
     model, optimizer, loader = accelerator.prepare(model, adamw(model), loader)
     filled = accelerator.deepspeed_plugin.deepspeed_config["zero_optimization"]
-    assert (filled["reduce_bucket_size"], filled["stage3_param_persistence_threshold"]) == (16 * 16, 10 * 16)
+    assert (filled["reduce_bucket_size"], filled["stage3_param_persistence_threshold"]) == (
+        16 * 16,
+        10 * 16,
+    )
     for (batch,) in loader:
         accelerator.backward(model(input_ids=batch, labels=batch).loss)
         optimizer.step()

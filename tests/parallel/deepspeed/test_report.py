@@ -19,7 +19,9 @@ pytestmark = needs_deepspeed
 @on_engine_ranks(2)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_the_report_of_a_stage(stage):
-    plugin = DeepSpeedPlugin(hf_ds_config=config(stage, train_micro_batch_size_per_gpu=2, bf16={"enabled": True}))
+    plugin = DeepSpeedPlugin(
+        hf_ds_config=config(stage, train_micro_batch_size_per_gpu=2, bf16={"enabled": True})
+    )
     accelerator = fresh(plugin)
     model = nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 8))
     numbers = sum(parameter.numel() for parameter in model.parameters())

@@ -3,7 +3,14 @@
 
 import pytest
 import torch
-from deepspeed_runs import ADAMW, LATE_IMPORTS, config, import_deepspeed, needs_deepspeed, on_engine_ranks
+from deepspeed_runs import (
+    ADAMW,
+    LATE_IMPORTS,
+    config,
+    import_deepspeed,
+    needs_deepspeed,
+    on_engine_ranks,
+)
 from torch import nn
 from windows import ACCUMULATION, CLIP, squared_error, train_by_hand
 
@@ -28,7 +35,10 @@ def make():
 def batches():
     generator = torch.Generator().manual_seed(1)
     for _ in range(STEPS * ACCUMULATION):
-        yield torch.randn(GLOBAL_BATCH, 4, generator=generator), torch.randn(GLOBAL_BATCH, 2, generator=generator)
+        yield (
+            torch.randn(GLOBAL_BATCH, 4, generator=generator),
+            torch.randn(GLOBAL_BATCH, 2, generator=generator),
+        )
 
 
 def settings_of(stage, from_config):
@@ -55,7 +65,10 @@ def test_matches_single_process(stage):
         optimizer = DummyOptim(model.parameters(), lr=0.01, weight_decay=0.01)
         scheduler = DummyScheduler(optimizer, warmup_num_steps=5)
     else:
-        optimizer, scheduler = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.01), None
+        optimizer, scheduler = (
+            torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.01),
+            None,
+        )
     world = state.num_processes
     engine, optimizer, scheduler = start_engine(
         plugin, model, optimizer, scheduler, micro_batch_size=GLOBAL_BATCH // world,
@@ -65,7 +78,9 @@ def test_matches_single_process(stage):
     driver = DeepSpeedEngineWrapper(engine)
     for number, (x, y) in enumerate(batches()):
         x, y = x.chunk(world)[state.process_index], y.chunk(world)[state.process_index]
-        driver.backward(nn.functional.mse_loss(engine(x), y), sync_gradients=number % ACCUMULATION == 1)
+        driver.backward(
+            nn.functional.mse_loss(engine(x), y), sync_gradients=number % ACCUMULATION == 1
+        )
         optimizer.step()
         optimizer.zero_grad()
         # Without ZeRO the engine reports no norm.

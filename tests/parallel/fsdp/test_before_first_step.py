@@ -19,7 +19,11 @@ def make_run(batch_size):
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double()
     # Its buffer is not contiguous in memory.
     model.register_buffer("turned", torch.randn(3, 2).t())
-    return model, torch.optim.Adam(model.parameters(), lr=0.01), DataLoader(TensorDataset(ROWS), batch_size)
+    return (
+        model,
+        torch.optim.Adam(model.parameters(), lr=0.01),
+        DataLoader(TensorDataset(ROWS), batch_size),
+    )
 
 
 @on_ranks(2)
@@ -40,7 +44,9 @@ def test_equals_one_process(options, tmp_path):
             plain.zero_grad()
     for resumed in (False, True):
         plugin = Plugin(**options)
-        accelerator = Accelerator(cpu=True, exact=True, gradient_accumulation_steps=2, fsdp_plugin=plugin)
+        accelerator = Accelerator(
+            cpu=True, exact=True, gradient_accumulation_steps=2, fsdp_plugin=plugin
+        )
         model, optimizer, loader = accelerator.prepare(*make_run(2))
         if resumed:
             accelerator.load_state(str(tmp_path / "saved"))

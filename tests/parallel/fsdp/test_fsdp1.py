@@ -158,11 +158,17 @@ def test_a_run_goes_on_through_all_settings(expected, nproc, tmp_path):
     for number, (options, others) in enumerate(parts_of(nproc)):
         accelerator, model = run(number, options, tmp_path, expected, **others)
         if number == 0:
-            assert isinstance(model, FullyShardedDataParallel) and type(accelerator.unwrap_model(model)) is Model
+            assert (
+                isinstance(model, FullyShardedDataParallel)
+                and type(accelerator.unwrap_model(model)) is Model
+            )
             accelerator.save_model(model, tmp_path / "weights")
     accelerator.wait_for_everyone()
     weights = load_file(tmp_path / "weights" / "model.safetensors")
-    assert {tuple(value.shape) for name, value in weights.items() if "blocks.0.up" in name} == {(24, 8), (24,)}
+    assert {tuple(value.shape) for name, value in weights.items() if "blocks.0.up" in name} == {
+        (24, 8),
+        (24,),
+    }
     assert all(value.dtype is torch.float64 for value in weights.values())
 
 
@@ -175,14 +181,21 @@ def test_groups_of_parameters(expected, tmp_path):
 @on_ranks(2, thorough=[4])
 def test_weights_of_no_rank():
     """Each module fills itself, alike on all ranks."""
-    accelerator = Accelerator(cpu=True, fsdp_plugin=Plugin(fsdp_version=1, cpu_ram_efficient_loading=True))
+    accelerator = Accelerator(
+        cpu=True, fsdp_plugin=Plugin(fsdp_version=1, cpu_ram_efficient_loading=True)
+    )
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(WIDTH, 64), nn.LayerNorm(64), nn.Linear(64, 1))
     state = accelerator.get_state_dict(accelerator.prepare(model))
     if dist.get_rank() == 0:
         limit = WIDTH**-0.5
-        assert 0.8 * limit < state["0.weight"].abs().max() <= limit and state["0.weight"].std() > limit / 3
-        assert torch.equal(state["1.weight"], torch.ones(64)) and torch.equal(state["1.bias"], torch.zeros(64))
+        assert (
+            0.8 * limit < state["0.weight"].abs().max() <= limit
+            and state["0.weight"].std() > limit / 3
+        )
+        assert torch.equal(state["1.weight"], torch.ones(64)) and torch.equal(
+            state["1.bias"], torch.zeros(64)
+        )
 
 
 @on_ranks(2, thorough=[4])
@@ -213,7 +226,9 @@ def test_low_precision(name):
     """Trains in bf16 or fp16: the weights that the optimizer has stay fp32, and follow the plain run's roughly."""
     torch.set_default_dtype(torch.float32)
     accelerator = make_accelerator({**BLOCKS, "use_orig_params": True}, mixed_precision=name)
-    model, optimizer = accelerator.prepare(*(lambda m: (m, torch.optim.SGD(m.parameters(), lr=0.1)))(make_model()))
+    model, optimizer = accelerator.prepare(
+        *(lambda m: (m, torch.optim.SGD(m.parameters(), lr=0.1)))(make_model())
+    )
     losses = []
     x, y = torch.randn(8, 5), torch.randn(8, 5)
     for _ in range(20):

@@ -17,7 +17,9 @@ STEPS = 5
 
 def adamw_of_two_groups(model):
     groups = [[p for p in model.parameters() if (p.ndim == 1) == flag] for flag in (False, True)]
-    return torch.optim.AdamW([{"params": one, "weight_decay": 0.1 * i} for i, one in enumerate(groups)], lr=1e-2)
+    return torch.optim.AdamW(
+        [{"params": one, "weight_decay": 0.1 * i} for i, one in enumerate(groups)], lr=1e-2
+    )
 
 
 def adamw(model):
@@ -34,7 +36,9 @@ def sgd(model):
 
 def make_run(make_optimizer):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
+    model = nn.Sequential(
+        nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)
+    ).double()
     return model, make_optimizer(model)
 
 
@@ -42,19 +46,29 @@ def train(model, optimizer, steps, accelerator=None):
     losses = []
     for step in steps:
         rows = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
-        rank, ranks = (0, 1) if accelerator is None else (accelerator.process_index, accelerator.num_processes)
+        rank, ranks = (
+            (0, 1)
+            if accelerator is None
+            else (accelerator.process_index, accelerator.num_processes)
+        )
         loss = model(rows.chunk(ranks)[rank]).square().mean()
         loss.backward() if accelerator is None else accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item() if accelerator is None else accelerator.reduce(loss.detach(), "mean").item())
+        losses.append(
+            loss.item() if accelerator is None else accelerator.reduce(loss.detach(), "mean").item()
+        )
     return torch.tensor(losses, dtype=torch.float64)
 
 
 @on_ranks(2)
 @pytest.mark.parametrize(
     "kind, flat",
-    pairs(["SHARDED_STATE_DICT", "FULL_STATE_DICT"], [False, True], usual=[("SHARDED_STATE_DICT", True)]),
+    pairs(
+        ["SHARDED_STATE_DICT", "FULL_STATE_DICT"],
+        [False, True],
+        usual=[("SHARDED_STATE_DICT", True)],
+    ),
 )
 def test_a_resumed_run_equals_one_process(flat, kind, tmp_path):
     def start(make_optimizer):
@@ -93,7 +107,10 @@ class NestedMomentum(torch.optim.SGD):
         super().step(closure)
         for group in self.param_groups:
             for parameter in group["params"]:
-                self.state[parameter]["nested"] = {"average": torch.zeros_like(parameter), "count": 1}
+                self.state[parameter]["nested"] = {
+                    "average": torch.zeros_like(parameter),
+                    "count": 1,
+                }
 
 
 @on_ranks(2)
@@ -102,8 +119,12 @@ class NestedMomentum(torch.optim.SGD):
 def test_containers_in_the_state_are_refused_before_anything_is_written(flat, kind, tmp_path):
     plugin = Plugin(fsdp_version=1, state_dict_type=kind, use_orig_params=not flat)
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
-    model, optimizer = accelerator.prepare(*make_run(lambda model: NestedMomentum(model.parameters(), lr=0.1)))
+    model, optimizer = accelerator.prepare(
+        *make_run(lambda model: NestedMomentum(model.parameters(), lr=0.1))
+    )
     train(model, optimizer, range(1), accelerator)
-    with pytest.raises(CheckpointError, match="state 'nested' of NestedMomentum is a dict, which FSDP1 cannot save"):
+    with pytest.raises(
+        CheckpointError, match="state 'nested' of NestedMomentum is a dict, which FSDP1 cannot save"
+    ):
         accelerator.save_state(str(tmp_path / "saved"))
     assert not (tmp_path / "saved").exists()

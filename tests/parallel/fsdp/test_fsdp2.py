@@ -144,7 +144,9 @@ def test_modules_that_are_left_whole(plain):
     PartialState(cpu=True)
     _, prepared, _ = check_run(plain, ignored_modules="extra|blocks.1.up", **BY_CLASS)
     model = prepared.module
-    assert not isinstance(model.extra.weight, DTensor) and not isinstance(model.blocks[1].up.bias, DTensor)
+    assert not isinstance(model.extra.weight, DTensor) and not isinstance(
+        model.blocks[1].up.bias, DTensor
+    )
 
 
 @on_ranks(4)

@@ -87,7 +87,8 @@ def test_adapters(late):
     _, norms = train_by_hand(plain, optimizer, batches)
     assert min(norms) > CLIP
     accelerator = fresh(
-        Plugin(fsdp_version=2, auto_wrap_policy="TRANSFORMER_BASED_WRAP"), gradient_accumulation_steps=ACCUMULATION
+        Plugin(fsdp_version=2, auto_wrap_policy="TRANSFORMER_BASED_WRAP"),
+        gradient_accumulation_steps=ACCUMULATION,
     )
     model = make_adapted()
     if late:
@@ -119,7 +120,9 @@ def test_adapters(late):
     # The smaller matrix of each pair has three rows: four, where two ranks have equal parts.
     sizes = [(p.shape[0] + world - 1) // world * world * p.shape[1] for p in adapters(model)]
     assert scattered == f"2 messages, {sum(sizes) * 8} B", scattered
-    assert report.find(title, "all-gather of parameters").startswith("about"), "a unit trains nothing"
+    assert report.find(title, "all-gather of parameters").startswith("about"), (
+        "a unit trains nothing"
+    )
     accelerator.free_memory()
 
 
@@ -133,7 +136,9 @@ class Overflowing(nn.Module):
         self.extra = nn.Linear(WIDTH, 1)
 
     def forward(self, x):
-        return self.extra(torch.tanh(self.inner(x.clamp(-3, 3)))) + (self.scale * x).mean(-1, keepdim=True)
+        return self.extra(torch.tanh(self.inner(x.clamp(-3, 3)))) + (self.scale * x).mean(
+            -1, keepdim=True
+        )
 
 
 def number_batches(ranks):
@@ -171,7 +176,9 @@ def test_overflow():
         accelerator.backward((model(x.chunk(world)[rank]) * y.chunk(world)[rank]).mean())
         if len(skipped) == 3:
             mine = model.scale.grad.to_local()
-            assert torch.isfinite(mine).all() == (rank > 0), f"rank {rank} has {mine}: the case tests nothing"
+            assert torch.isfinite(mine).all() == (rank > 0), (
+                f"rank {rank} has {mine}: the case tests nothing"
+            )
         accelerator.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         skipped.append(accelerator.optimizer_step_was_skipped)
@@ -202,7 +209,9 @@ def test_one_plugin_for_two_runs():
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("plugin", [None, {"fsdp_version": 1, "use_orig_params": True}, {"fsdp_version": 2}])
+@pytest.mark.parametrize(
+    "plugin", [None, {"fsdp_version": 1, "use_orig_params": True}, {"fsdp_version": 2}]
+)
 def test_nested_no_sync(plugin):
     """After the inner block the outer one still holds back messages; the gradients are those of the plain loop."""
     accelerator = fresh(None if plugin is None else Plugin(**plugin))
@@ -232,8 +241,12 @@ def test_nested_no_sync(plugin):
     state = accelerator.get_state_dict(model)
     if dist.get_rank() == 0:
         torch.manual_seed(0)
-        for (name, found), start in zip(state.items(), nn.Linear(WIDTH, 2).parameters(), strict=True):
-            torch.testing.assert_close(start - found, dict(plain.named_parameters())[name].grad, rtol=1e-5, atol=1e-6)
+        for (name, found), start in zip(
+            state.items(), nn.Linear(WIDTH, 2).parameters(), strict=True
+        ):
+            torch.testing.assert_close(
+                start - found, dict(plain.named_parameters())[name].grad, rtol=1e-5, atol=1e-6
+            )
 
 
 class Mixed(nn.Module):
@@ -271,7 +284,10 @@ def test_parameters_of_several_dtypes_in_a_unit():
     reference = torch.optim.AdamW(plain.parameters(), lr=0.01)
     for _ in range(4):
         x = torch.randn(BATCH, WIDTH)
-        for run, inputs, step in ((plain, x, reference), (model, x.chunk(2)[dist.get_rank()], optimizer)):
+        for run, inputs, step in (
+            (plain, x, reference),
+            (model, x.chunk(2)[dist.get_rank()], optimizer),
+        ):
             loss = run(inputs).pow(2).mean()
             loss.backward() if run is plain else accelerator.backward(loss)
             step.step()
@@ -291,10 +307,16 @@ def test_parameters_of_several_dtypes_in_a_unit():
 
 @on_ranks(2)
 @pytest.mark.parametrize("at_once", [True, False])
-@pytest.mark.parametrize("version, policy", [(1, "NO_WRAP"), (1, "SIZE_BASED_WRAP"), (2, "SIZE_BASED_WRAP")])
+@pytest.mark.parametrize(
+    "version, policy", [(1, "NO_WRAP"), (1, "SIZE_BASED_WRAP"), (2, "SIZE_BASED_WRAP")]
+)
 def test_a_module_in_two_models_is_refused(version, policy, at_once):
     PartialState(cpu=True)
-    accelerator = fresh(Plugin(fsdp_version=version, auto_wrap_policy=policy, min_num_params=1, use_orig_params=True))
+    accelerator = fresh(
+        Plugin(
+            fsdp_version=version, auto_wrap_policy=policy, min_num_params=1, use_orig_params=True
+        )
+    )
     one, two = Adapted(), Adapted()
     two.base = one.base
     models = [one, two] if at_once else [two]
@@ -320,13 +342,17 @@ class Historic(torch.optim.SGD):
 def test_a_state_that_has_no_shards_is_named_with_what_saves_it(tmp_path):
     PartialState(cpu=True)
     for kind in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
-        accelerator = fresh(Plugin(fsdp_version=2, auto_wrap_policy="NO_WRAP", state_dict_type=kind))
+        accelerator = fresh(
+            Plugin(fsdp_version=2, auto_wrap_policy="NO_WRAP", state_dict_type=kind)
+        )
         model = Adapted()
         model, optimizer = accelerator.prepare(model, Historic(model.parameters(), lr=0.1))
         accelerator.backward(model(torch.ones(2, WIDTH)).sum())
         optimizer.step()
         if kind == "SHARDED_STATE_DICT":
-            with pytest.raises(CheckpointError, match=r"'history' of Historic is a list.*FULL_STATE_DICT"):
+            with pytest.raises(
+                CheckpointError, match=r"'history' of Historic is a list.*FULL_STATE_DICT"
+            ):
                 accelerator.save_state(tmp_path / kind)
             continue
         accelerator.save_state(tmp_path / kind)
@@ -340,12 +366,16 @@ def test_a_state_that_has_no_shards_is_named_with_what_saves_it(tmp_path):
 
 @on_ranks(2)
 @pytest.mark.parametrize("calls", [1, 2])
-@pytest.mark.parametrize("options", [{"fsdp_version": 1, "use_orig_params": False}, {"fsdp_version": 2}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"fsdp_version": 1, "use_orig_params": False}, {"fsdp_version": 2}], ids=str
+)
 def test_a_layer_of_two_models(options, calls):
     accelerator = Accelerator(cpu=True, fsdp_plugin=Plugin(auto_wrap_policy="NO_WRAP", **options))
     body = nn.Linear(4, 4)
     first, second = nn.Sequential(body, nn.Linear(4, 2)), nn.Sequential(body, nn.ReLU())
-    with pytest.raises(PrepareError, match=r"0(\.weight)? is a (layer|parameter) of another model too"):
+    with pytest.raises(
+        PrepareError, match=r"0(\.weight)? is a (layer|parameter) of another model too"
+    ):
         if calls == 1:
             accelerator.prepare(first, second)
         else:
@@ -369,7 +399,10 @@ def test_a_checkpoint_has_the_buffers_of_rank_0(tmp_path):
 
 @on_ranks(2)
 def test_a_replaced_is_fsdp2_is_reported():
-    with patch.object(AcceleratorState, "is_fsdp2", True), patch("accelerate.run.resolve.get_logger") as get_logger:
+    with (
+        patch.object(AcceleratorState, "is_fsdp2", True),
+        patch("accelerate.run.resolve.get_logger") as get_logger,
+    ):
         Accelerator(cpu=True, fsdp_plugin=Plugin(fsdp_version=2))
         get_logger().warning.assert_not_called()
         reset_states()

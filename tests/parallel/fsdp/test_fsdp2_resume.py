@@ -11,7 +11,9 @@ from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", pytest.param("FULL_STATE_DICT", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "kind", ["SHARDED_STATE_DICT", pytest.param("FULL_STATE_DICT", marks=pytest.mark.thorough)]
+)
 def test_a_run_saved_by_two_sharded_ranks_goes_on_in_any_layout(kind, ranks, tmp_path):
     ranks(2).run(train, tmp_path, kind, resume=False)
     ranks(1).run(train, tmp_path, "plain", resume=True)
@@ -23,11 +25,17 @@ def train(folder, kind, resume):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
     # The second group is that of norms and biases in a model that trains neither.
-    optimizer = torch.optim.AdamW([{"params": [*model.parameters()]}, {"params": [], "weight_decay": 0.0}], lr=0.05)
+    optimizer = torch.optim.AdamW(
+        [{"params": [*model.parameters()]}, {"params": [], "weight_decay": 0.0}], lr=0.05
+    )
     # Prepared schedulers count the steps of one process: a constant one is the same on any number of them.
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=0.7, total_iters=10**6)
     data = TensorDataset(torch.randn(32, 4), torch.randn(32, 2))
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=kind) if kind != "plain" else None
+    plugin = (
+        FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=kind)
+        if kind != "plain"
+        else None
+    )
     accelerator = Accelerator(fsdp_plugin=plugin, cpu=True, gradient_accumulation_steps=2)
     loader = DataLoader(data, batch_size=8 // accelerator.num_processes)
     model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)

@@ -17,7 +17,12 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.a, self.b, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.first, self.a, self.b, self.last = (
+            nn.Linear(6, 6),
+            nn.Linear(6, 6),
+            nn.Linear(6, 6),
+            nn.Linear(6, 3),
+        )
         self.double()
 
     def forward(self, rows, used="ab"):
@@ -29,7 +34,11 @@ class Net(nn.Module):
 
 def rows_of(step, accelerator=None):
     rows = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
-    return rows if accelerator is None else rows.chunk(accelerator.num_processes)[accelerator.process_index]
+    return (
+        rows
+        if accelerator is None
+        else rows.chunk(accelerator.num_processes)[accelerator.process_index]
+    )
 
 
 def make(model):
@@ -39,7 +48,9 @@ def make(model):
 def start(accumulation=1, **options):
     reset_states()
     plugin = Plugin(**UNITS, **options)
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation, fsdp_plugin=plugin)
+    accelerator = Accelerator(
+        cpu=True, gradient_accumulation_steps=accumulation, fsdp_plugin=plugin
+    )
     model = Net()
     return accelerator, *accelerator.prepare(model, make(model))
 

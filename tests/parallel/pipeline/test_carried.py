@@ -106,9 +106,14 @@ REFUSED = {
         t5,
         Options(schedule="zero_bubble", loss_reduction="mean"),
         # Before 2.13 torch's schedule is refused for any model.
-        "schedule='zero_bubble' " + ("needs" if is_torch_version("<", "2.13") else "computes the gradients of inputs"),
+        "schedule='zero_bubble' "
+        + ("needs" if is_torch_version("<", "2.13") else "computes the gradients of inputs"),
     ),
-    "random numbers": (lambda: Skipping(dropout=0.1), SEEN, "a random operation (dropout) to the output of embed"),
+    "random numbers": (
+        lambda: Skipping(dropout=0.1),
+        SEEN,
+        "a random operation (dropout) to the output of embed",
+    ),
 }
 
 

@@ -61,10 +61,16 @@ def test_gpt2():
     expected.loss.backward()
     run.backward(output.loss)
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad, rtol=0, atol=1e-7)
+        torch.testing.assert_close(
+            parameter.grad, plain.get_parameter(name).grad, rtol=0, atol=1e-7
+        )
     norm = run.clip_grad_norm_(model.parameters(), 0.1)
-    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(plain.parameters(), 0.1), rtol=0, atol=1e-7)
-    assert "wte" not in dict(model.transformer.h[0].named_parameters()) and not model.config.use_cache
+    torch.testing.assert_close(
+        norm, nn.utils.clip_grad_norm_(plain.parameters(), 0.1), rtol=0, atol=1e-7
+    )
+    assert (
+        "wte" not in dict(model.transformer.h[0].named_parameters()) and not model.config.use_cache
+    )
     held = {name for name, _ in model.named_parameters()}
     # The tied embedding is on both ends, under its one name.
     assert "transformer.wte.weight" in held and "lm_head.weight" not in held
@@ -78,7 +84,9 @@ def test_evaluation():
     model.eval()
     for rows in (GLOBAL_BATCH, 5, 3):
         with torch.no_grad():
-            torch.testing.assert_close(model(TOKENS[:rows]), plain(TOKENS[:rows]), rtol=0, atol=1e-12)
+            torch.testing.assert_close(
+                model(TOKENS[:rows]), plain(TOKENS[:rows]), rtol=0, atol=1e-12
+            )
             positions = torch.arange(TOKENS.shape[1]).expand(rows, -1).flip(1)
             given = model(TOKENS[:rows], position_ids=positions)
             torch.testing.assert_close(given, plain(TOKENS[:rows], positions), rtol=0, atol=1e-12)
@@ -86,7 +94,9 @@ def test_evaluation():
         torch.testing.assert_close(model(TOKENS), plain(TOKENS), rtol=0, atol=1e-12)
     # All ranks of the pipeline read the same samples: they count once.
     told = "messages of model: Llama, of this rank in an optimizer step"
-    name = "activations to the next stage" if dist.get_rank() == 0 else "gradients to the former stage"
+    name = (
+        "activations to the next stage" if dist.get_rank() == 0 else "gradients to the former stage"
+    )
     sent = f"4 messages, {GLOBAL_BATCH * TOKENS.shape[1] * 16 * 8 / 1024:.2f} KiB"
     assert "unknown" in run.explain().find(told, "tensors between stages")
     model.train()
@@ -97,11 +107,17 @@ def test_evaluation():
     model.train()
     # A last batch of another size, divided unevenly.
     for rows in (GLOBAL_BATCH, 7, 2):
-        loss = nn.functional.cross_entropy(model(TOKENS[:rows]).flatten(0, 1), LABELS[:rows].flatten())
+        loss = nn.functional.cross_entropy(
+            model(TOKENS[:rows]).flatten(0, 1), LABELS[:rows].flatten()
+        )
         run.backward(loss)
-        nn.functional.cross_entropy(plain(TOKENS[:rows]).flatten(0, 1), LABELS[:rows].flatten()).backward()
+        nn.functional.cross_entropy(
+            plain(TOKENS[:rows]).flatten(0, 1), LABELS[:rows].flatten()
+        ).backward()
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad, rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            parameter.grad, plain.get_parameter(name).grad, rtol=0, atol=1e-12
+        )
 
 
 @on_ranks(2)
@@ -149,8 +165,12 @@ def test_weights():
     assert not any(parameter.is_meta for parameter in model.parameters())
     assert optimizer.param_groups[0]["params"] == list(model.parameters())
     assert model.layers[0].mlp.up_proj.weight.shape == (32, 16)
-    held = [name for name, parameter in model.named_parameters() if parameter.untyped_storage().nbytes()]
-    assert sorted(name for part in all_ranks(held) for name in part) == sorted(n for n, _ in own().named_parameters())
+    held = [
+        name for name, parameter in model.named_parameters() if parameter.untyped_storage().nbytes()
+    ]
+    assert sorted(name for part in all_ranks(held) for name in part) == sorted(
+        n for n, _ in own().named_parameters()
+    )
     assert torch.isfinite(model(TOKENS)).all()
     plain = own(5)
     run.prepared_model(model).load_state_dict(plain.state_dict() if dist.get_rank() == 0 else {})
@@ -200,7 +220,9 @@ def test_losses():
         loss = loss_fn(net(TOKENS[:4]), LABELS[:4]) * loss_fn(net(TOKENS[4:]), LABELS[4:])
         run.backward(loss)
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad, rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            parameter.grad, plain.get_parameter(name).grad, rtol=0, atol=1e-12
+        )
     with pytest.raises((AccelerateError, RuntimeError), match="second time"):
         run.backward(loss)
 
@@ -214,7 +236,9 @@ class Chain(nn.Module):
         self.embed = nn.Linear(4, 8)
         if norm_first:
             self.norm = nn.LayerNorm(8)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)) for _ in range(4))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)) for _ in range(4)
+        )
         if not norm_first:
             self.norm = nn.BatchNorm1d(8) if batch_norm else nn.LayerNorm(8)
 
@@ -238,17 +262,27 @@ def test_random():
         before = torch.get_rng_state()
         outputs.append([model(x), model(x)])
         assert torch.equal(before, torch.get_rng_state())
-    assert torch.equal(outputs[0][0], outputs[1][0]) and not torch.equal(outputs[0][0], outputs[0][1])
+    assert torch.equal(outputs[0][0], outputs[1][0]) and not torch.equal(
+        outputs[0][0], outputs[0][1]
+    )
 
 
 def refusals():
     """What is prepared, the options, what the error has in it, what is done with the model, other objects."""
-    four, x = Options(num_microbatches=4), torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+    four, x = (
+        Options(num_microbatches=4),
+        torch.randn(8, 4, generator=torch.Generator().manual_seed(0)),
+    )
     early = Options(schedule="1f1b", num_microbatches=3, loss_reduction="mean")
     # A rank that has failed has a later stage too, which is told by ranks that send no more.
-    turns = Options(schedule="interleaved", stages_per_rank=2, num_microbatches=4, loss_reduction="mean")
+    turns = Options(
+        schedule="interleaved", stages_per_rank=2, num_microbatches=4, loss_reduction="mean"
+    )
     inputs = Options(balance="time", example_inputs={"y": x})
-    one, mask = Options(schedule="1f1b", num_microbatches=1, loss_reduction="mean"), Options(whole_inputs=["mask"])
+    one, mask = (
+        Options(schedule="1f1b", num_microbatches=1, loss_reduction="mean"),
+        Options(whole_inputs=["mask"]),
+    )
     foreign = torch.optim.SGD([nn.Parameter(torch.ones(1))])
 
     inside = Options(schedule="1f1b", num_microbatches=4, loss_reduction="mean")
@@ -352,7 +386,9 @@ def test_several_forwards_and_terms_of_parameters_in_a_step():
         each.eval()
         each(x)
         each.train()
-        losses.append(losses.pop(0) + sum(parameter.square().sum() for parameter in each.parameters()))
+        losses.append(
+            losses.pop(0) + sum(parameter.square().sum() for parameter in each.parameters())
+        )
         for loss in losses:
             backward(loss)
     expected = dict(plain.named_parameters())
@@ -391,7 +427,9 @@ def test_loop():
                 scheduler.step()
                 optimizer.zero_grad()
                 seen.append(
-                    loss.item() if run is None else run.gather_for_metrics(loss.detach().repeat(len(tokens)))[0].item()
+                    loss.item()
+                    if run is None
+                    else run.gather_for_metrics(loss.detach().repeat(len(tokens)))[0].item()
                 )
         return model, seen
 
@@ -399,7 +437,9 @@ def test_loop():
     reset_states()
     layout = ParallelismConfig(pp_size=2, pp_handler=Options(num_microbatches=2))
     run = Accelerator(
-        cpu=True, parallelism_config=layout, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=False)
+        cpu=True,
+        parallelism_config=layout,
+        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=False),
     )
     model, seen = loop(run, own(dist.get_rank()))
     assert all(abs(a - b) < 1e-10 for a, b in zip(seen, expected, strict=True)), (seen, expected)

@@ -76,7 +76,9 @@ def go_on(folder):
     else:
         compare(run.prepared_model(model).state_dict(), plain.state_dict())
         found, wanted = (
-            run.prepared_model(model).optimizer_state_dict(getattr(optimizer, "optimizer", optimizer)),
+            run.prepared_model(model).optimizer_state_dict(
+                getattr(optimizer, "optimizer", optimizer)
+            ),
             reference.state_dict(),
         )
         if dist.get_rank() == 0:
@@ -94,7 +96,9 @@ def test_an_optimizer_made_after_the_model_was_prepared(tie):
     """On each rank it has that rank's parameters alone; its state is that of the plain optimizer all the same."""
     four = PartialState(cpu=True).num_processes == 4
     plugin = Plugin(fsdp_version=2, auto_wrap_policy="NO_WRAP") if four else None
-    run = accelerator(Options(num_microbatches=2), plugin, pp_size=2, **({"dp_shard_size": 2} if four else {}))
+    run = accelerator(
+        Options(num_microbatches=2), plugin, pp_size=2, **({"dp_shard_size": 2} if four else {})
+    )
     model = run.prepare(own(0, tied=tie))
     optimizer = run.prepare(torch.optim.AdamW(model.parameters(), lr=0.01))
     plain = own(0, tied=tie)

@@ -40,7 +40,9 @@ UNITS = ["d", "c", "b", "a", "idle"]
 def test_order_and_what_is_carried(asks):
     model, before = Model(asks=asks), torch.get_rng_state()
     seen = observe(model, UNITS, (torch.ones(2, 4),), {})
-    assert seen.calls == ["a", "b", "c", "d"] and seen.random == set() and seen.reads == {"a.weight"}
+    assert (
+        seen.calls == ["a", "b", "c", "d"] and seen.random == set() and seen.reads == {"a.weight"}
+    )
     order = seen.order(UNITS)
     assert order == ["a", "idle", "b", "c", "d"]
     assert seen.used_across(seen.calls, [1]) == []

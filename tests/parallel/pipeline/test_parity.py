@@ -45,19 +45,36 @@ SPLIT_BACKWARD = tuple(
     if row.splits_backward and is_torch_version(">=", row.minimum_torch)
 )
 INSIDE = {"inside": True, "padded": True, "steps": 4}
-HALF, EARLY = Options(num_microbatches=2), Options(schedule="1f1b", num_microbatches=2, num_items=counted)
+HALF, EARLY = (
+    Options(num_microbatches=2),
+    Options(schedule="1f1b", num_microbatches=2, num_items=counted),
+)
 # Its loss leaves the first label of each sample out.
-SHIFTED = dataclasses.replace(EARLY, num_items=lambda tokens, labels: counted(tokens, labels[:, 1:]))
+SHIFTED = dataclasses.replace(
+    EARLY, num_items=lambda tokens, labels: counted(tokens, labels[:, 1:])
+)
 UNITS = units_of("Block")
 
 # The model, the pipeline, the rest of the run; the loss inside of the model goes through a schedule.
 TWO = {
     "gpipe": (own, Options(num_microbatches=4), {}),
-    "1f1b": (own, Options(schedule="1f1b", num_microbatches=4, loss_reduction="mean"), {"inside": True}),
+    "1f1b": (
+        own,
+        Options(schedule="1f1b", num_microbatches=4, loss_reduction="mean"),
+        {"inside": True},
+    ),
     "1f1b, padded": (own, Options(schedule="1f1b", num_microbatches=4, num_items=counted), INSIDE),
-    "interleaved, padded": (own, Options(schedule="interleaved", num_microbatches=4, num_items=counted), INSIDE),
+    "interleaved, padded": (
+        own,
+        Options(schedule="interleaved", num_microbatches=4, num_items=counted),
+        INSIDE,
+    ),
     **{
-        f"{name}, padded": (own, Options(schedule=name, num_microbatches=4, num_items=counted), INSIDE)
+        f"{name}, padded": (
+            own,
+            Options(schedule=name, num_microbatches=4, num_items=counted),
+            INSIDE,
+        )
         for name in SPLIT_BACKWARD
     },
     "transformers": (of_transformers, Options(num_microbatches=3), {"steps": 4}),
@@ -67,7 +84,9 @@ TWO = {
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("what", cases(TWO, thorough=["1f1b", "interleaved, padded", "transformers, 1f1b"]))
+@pytest.mark.parametrize(
+    "what", cases(TWO, thorough=["1f1b", "interleaved, padded", "transformers, 1f1b"])
+)
 def test_two_stages(what):
     PartialState(cpu=True)
     make, options, others = TWO[what]
@@ -81,7 +100,9 @@ def test_two_stages(what):
 def test_a_schedule_is_one_row():
     """torch's DualPipeV, which the table does not have."""
     PartialState(cpu=True)
-    row = PIPELINE_SCHEDULES["zbv"]._replace(implementation=f"{schedules.__name__}:ScheduleDualPipeV")
+    row = PIPELINE_SCHEDULES["zbv"]._replace(
+        implementation=f"{schedules.__name__}:ScheduleDualPipeV"
+    )
     with mock.patch.dict(PIPELINE_SCHEDULES, {"dual_pipe_v": row}):
         options = Options(schedule="dual_pipe_v", num_microbatches=8, loss_reduction="mean")
         run, model, *_ = check_run(own, options, inside=True, steps=4, pp_size=2)
@@ -92,7 +113,11 @@ def test_a_schedule_is_one_row():
 @on_ranks(2)
 def test_schedules_that_split_the_backward_are_refused_before_torch_2_13():
     PartialState(cpu=True)
-    refused(own, Options(schedule="zero_bubble", num_microbatches=4, loss_reduction="mean"), "later torch")
+    refused(
+        own,
+        Options(schedule="zero_bubble", num_microbatches=4, loss_reduction="mean"),
+        "later torch",
+    )
 
 
 FOUR = {
@@ -128,7 +153,14 @@ FOUR = {
     "what",
     cases(
         FOUR,
-        thorough=["dp, tied", "fsdp", "fsdp, recomputed", "fsdp, some modules whole", "tp", "dp, 1f1b, tied"],
+        thorough=[
+            "dp, tied",
+            "fsdp",
+            "fsdp, recomputed",
+            "fsdp, some modules whole",
+            "tp",
+            "dp, 1f1b, tied",
+        ],
     ),
 )
 def test_composed(what):
@@ -141,14 +173,19 @@ def test_composed(what):
 @pytest.mark.parametrize(
     "schedule",
     cases(
-        ["1f1b", "looped_bfs", "interleaved", *SPLIT_BACKWARD], thorough=["1f1b", "looped_bfs", "interleaved", "zbv"]
+        ["1f1b", "looped_bfs", "interleaved", *SPLIT_BACKWARD],
+        thorough=["1f1b", "looped_bfs", "interleaved", "zbv"],
     ),
 )
 def test_schedules_with_fsdp(schedule):
     """A window gathers and reduces each unit of FSDP once, however many batches it has."""
     PartialState(cpu=True)
-    options = Options(schedule=schedule, num_microbatches=4 if schedule == "zbv" else 2, loss_reduction="mean")
-    run, model, *_ = check_run(own, options, 3, inside=True, plugin=UNITS, pp_size=2, dp_shard_size=2)
+    options = Options(
+        schedule=schedule, num_microbatches=4 if schedule == "zbv" else 2, loss_reduction="mean"
+    )
+    run, model, *_ = check_run(
+        own, options, 3, inside=True, plugin=UNITS, pp_size=2, dp_shard_size=2
+    )
     runs_in_schedule(run, model)
     stages = run.prepared_model(model).stages.modules.values()
     groups = sum(1 for stage in stages for _ in shard_groups(stage))
@@ -158,7 +195,9 @@ def test_schedules_with_fsdp(schedule):
                 run.backward(loss_of(model, tokens[:4], labels[:4], True))
     for kind in ("reduce_scatter", "allgather"):
         found = sum(number for name, (number, _) in sent.counts.items() if kind in name)
-        assert found == groups > 0, f"{found} of {kind} in a window, for {groups} units: {sent.counts}"
+        assert found == groups > 0, (
+            f"{found} of {kind} in a window, for {groups} units: {sent.counts}"
+        )
 
 
 @on_ranks(4)
@@ -175,7 +214,9 @@ def test_items():
     loss = nn.functional.cross_entropy(model(tokens[half]).flatten(0, 1), labels[half].flatten())
     run.backward(loss, num_items=(labels[half] != -100).sum())
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad, rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            parameter.grad, plain.get_parameter(name).grad, rtol=0, atol=1e-12
+        )
 
 
 @on_ranks(4)
@@ -198,9 +239,13 @@ def test_lowered(options, sizes):
     _, losses = train(model, optimizer, run, 4, True, False)
     found = all_ranks((run.strategy.data_shard, losses))
     assert len({str(row) for row in found}) == run.strategy.data_shard[1], found
-    assert losses[-1] < losses[0] and all(p.dtype == torch.float32 for p in model.parameters()), losses
+    assert losses[-1] < losses[0] and all(p.dtype == torch.float32 for p in model.parameters()), (
+        losses
+    )
     tokens, labels = next(iter(batches(1, False)))
     index, count = run.strategy.data_shard
     part = slice(index * GLOBAL_BATCH // count, (index + 1) * GLOBAL_BATCH // count)
     exact = loss_of(own().float(), tokens[part], labels[part], True).item()
-    assert 0 < abs(losses[0] - exact) < 0.03, f"{sizes}: a first loss of {losses[0]} in bf16, {exact} in fp32"
+    assert 0 < abs(losses[0] - exact) < 0.03, (
+        f"{sizes}: a first loss of {losses[0]} in bf16, {exact} in fp32"
+    )

@@ -76,7 +76,11 @@ class Block(nn.Module):
 
     def forward(self, x, inside):
         x = torch.tanh(self.second(self.linear(x))).chunk(2, -1)[0]
-        return x if self.other is None or not inside else x + nn.functional.linear(x, self.other.linear.weight)
+        return (
+            x
+            if self.other is None or not inside
+            else x + nn.functional.linear(x, self.other.linear.weight)
+        )
 
 
 def unseen(seed=0):
@@ -169,4 +173,6 @@ def test_weights_of_micro_batches(schedule):
     runs_in_schedule(run, model)
     for name, parameter in model.named_parameters():
         expected = plain.get_parameter(name).grad
-        torch.testing.assert_close(parameter.grad, expected, rtol=0, atol=1e-13, msg=f"{name}: {{}}".format)
+        torch.testing.assert_close(
+            parameter.grad, expected, rtol=0, atol=1e-13, msg=f"{name}: {{}}".format
+        )

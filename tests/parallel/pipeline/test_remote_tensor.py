@@ -24,7 +24,10 @@ SHAPES = {
     "lookup": (lambda a: F.embedding(torch.tensor([[1, 2]]), a), (1, 2, 6)),
     "in place": (lambda a: (a * 2).mul_(3).add_(1), (4, 6)),
     "parts": (lambda a: torch.cat(a.chunk(2)), (4, 6)),
-    "attention": (lambda a: F.scaled_dot_product_attention(a[None, None], a[None, None], a[None, None]), (1, 1, 4, 6)),
+    "attention": (
+        lambda a: F.scaled_dot_product_attention(a[None, None], a[None, None], a[None, None]),
+        (1, 1, 4, 6),
+    ),
     "parameter": (lambda a: nn.Parameter(torch.ones(6, dtype=DTYPE)) * a, (4, 6)),
     "without gradient": (lambda a: a.data.detach().T, (6, 4)),
 }
@@ -34,7 +37,12 @@ SHAPES = {
 def test_operations_before_the_stage_compute_shapes(name):
     operation, shape = SHAPES[name]
     found = operation(remote())
-    assert type(found) is RemoteTensor and found.shape == shape and found.dtype == DTYPE and found.device == CPU
+    assert (
+        type(found) is RemoteTensor
+        and found.shape == shape
+        and found.dtype == DTYPE
+        and found.device == CPU
+    )
 
 
 READS = {
@@ -69,4 +77,7 @@ def test_what_takes_its_shape_alone_has_content():
 
 def test_a_stand_in_shows_shapes():
     assert remote().device == CPU and remote().shape == (4, 6) and "embed.weight" in repr(remote())
-    assert first_remote([{"a": (torch.ones(1), remote() + 1)}]) is not None and first_remote([torch.ones(1)]) is None
+    assert (
+        first_remote([{"a": (torch.ones(1), remote() + 1)}]) is not None
+        and first_remote([torch.ones(1)]) is None
+    )

@@ -76,7 +76,9 @@ def start(layout, seed):
     sizes, options, _ = LAYOUTS[layout]
     plugin = Plugin(fsdp_version=2, **UNITS) if "fsdp" in layout else None
     precision = "bf16" if "bf16" in layout else None
-    run = accelerator(Options(num_microbatches=4, loss_reduction="mean", **options), plugin, precision, **sizes)
+    run = accelerator(
+        Options(num_microbatches=4, loss_reduction="mean", **options), plugin, precision, **sizes
+    )
     torch.manual_seed(seed)
     model = Model().float() if precision else Model()
     return run, *run.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.05))
@@ -102,7 +104,10 @@ def train(run, model, optimizer, numbers, with_items):
 def parts(model, optimizer):
     """This rank's part of everything that is trained."""
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    values = [*model.parameters(), *(v for p in held for _, v in sorted(optimizer.state[p].items()))]
+    values = [
+        *model.parameters(),
+        *(v for p in held for _, v in sorted(optimizer.state[p].items())),
+    ]
     return [getattr(value, "_local_tensor", value).detach().clone() for value in values]
 
 
@@ -117,7 +122,16 @@ def saved(layout, folder):
 @on_ranks(4)
 @pytest.mark.parametrize(
     "layout",
-    cases(LAYOUTS, thorough=["pp x fsdp, 1f1b", "pp x fsdp", "fsdp, bf16", "fsdp x tp", "pp x tp, interleaved"]),
+    cases(
+        LAYOUTS,
+        thorough=[
+            "pp x fsdp, 1f1b",
+            "pp x fsdp",
+            "fsdp, bf16",
+            "fsdp x tp",
+            "pp x tp, interleaved",
+        ],
+    ),
 )
 def test_it_goes_on_bit_by_bit(layout, tmp_path):
     PartialState(cpu=True)
@@ -129,7 +143,10 @@ def test_it_goes_on_bit_by_bit(layout, tmp_path):
     run.load_state(tmp_path)
     loss = train(run, model, optimizer, left, with_items)
     assert torch.equal(loss, expected)
-    assert max((a - b).abs().max().item() for a, b in zip(parts(model, optimizer), whole, strict=True)) == 0.0
+    assert (
+        max((a - b).abs().max().item() for a, b in zip(parts(model, optimizer), whole, strict=True))
+        == 0.0
+    )
 
 
 @on_ranks(4)

@@ -19,7 +19,9 @@ class Model(nn.Module):
     def __init__(self, blocks: int = 4) -> None:
         super().__init__()
         self.embed = nn.Linear(4, 8)
-        self.body = nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(8, 8) for _ in range(blocks)])})
+        self.body = nn.ModuleDict(
+            {"blocks": nn.ModuleList([nn.Linear(8, 8) for _ in range(blocks)])}
+        )
         self.head = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -55,7 +57,9 @@ def test_the_costliest_stage_is_as_cheap_as_it_can_be() -> None:
             edges = (0, *places, len(sizes))
             return max(sum(sizes[a:b]) for a, b in itertools.pairwise(edges))
 
-        best = min(costliest(places) for places in itertools.combinations(range(1, len(sizes)), stages - 1))
+        best = min(
+            costliest(places) for places in itertools.combinations(range(1, len(sizes)), stages - 1)
+        )
         assert costliest(tuple(cuts)) == best
 
 
@@ -74,7 +78,11 @@ def test_what_cannot_be_cut_is_refused() -> None:
     for points, stages, named in (
         (["body.blocks.9"], 2, r"no module of Model: body\.blocks\.9"),
         (["head.0"], 3, "make 2 stages; 3 are requested"),
-        (["body"], 2, r"names body, where Model cannot be cut: its units are embed, body\.blocks\.0"),
+        (
+            ["body"],
+            2,
+            r"names body, where Model cannot be cut: its units are embed, body\.blocks\.0",
+        ),
         (["head.0", "body.blocks.2"], 3, "not in the order"),
         (["embed"], 2, "leave a stage empty"),
     ):
@@ -123,5 +131,9 @@ def test_options_from_variables(monkeypatch) -> None:
     monkeypatch.setenv("PARALLELISM_CONFIG_PP_SCHEDULE", "Interleaved")
     monkeypatch.setenv("PARALLELISM_CONFIG_PP_NUM_MICROBATCHES", "6")
     config = PipelineParallelConfig()
-    assert (config.schedule, config.num_microbatches, config.stages_per_rank) == ("interleaved", 6, 2)
+    assert (config.schedule, config.num_microbatches, config.stages_per_rank) == (
+        "interleaved",
+        6,
+        2,
+    )
     assert PipelineParallelConfig(schedule="gpipe", num_microbatches=2).stages_per_rank == 1

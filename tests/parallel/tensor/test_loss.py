@@ -28,7 +28,9 @@ def make():
 
 def gradients(model):
     return {
-        name: parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad.clone()
+        name: parameter.grad.full_tensor()
+        if isinstance(parameter.grad, DTensor)
+        else parameter.grad.clone()
         for name, parameter in model.named_parameters()
     }
 
@@ -50,7 +52,11 @@ def test_losses_inside_and_outside_of_the_model():
         torch.testing.assert_close(gradients(model), expected, rtol=0, atol=1e-8)
 
     loss, logits = model(inputs, labels=labels)[:2]
-    assert type(loss) is torch.Tensor and isinstance(logits, DTensor) and logits.to_local().shape[-1] == CLASSES // 2
+    assert (
+        type(loss) is torch.Tensor
+        and isinstance(logits, DTensor)
+        and logits.to_local().shape[-1] == CLASSES // 2
+    )
     check(loss)
     logits = model(inputs)
     logits = logits if isinstance(logits, torch.Tensor) else logits[-1]

@@ -26,7 +26,8 @@ from llama import Llama, LlamaConfig
 
 CPU, BATCHES = torch.device("cpu"), 3
 BLOCKS = {"layers.*.attention.o_proj": "rowwise", "layers.*.mlp.down_proj": "rowwise"} | {
-    f"layers.*.{key}_proj": "colwise" for key in ("attention.q", "attention.k", "attention.v", "mlp.gate", "mlp.up")
+    f"layers.*.{key}_proj": "colwise"
+    for key in ("attention.q", "attention.k", "attention.v", "mlp.gate", "mlp.up")
 }
 
 
@@ -78,7 +79,9 @@ def count(window):
     torch.manual_seed(dist.get_rank())
     tokens = torch.randint(12, (2, 6))
     window(tokens)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True
+    ) as profile:
         window(tokens)
     return Counter(
         (event.name, sum(torch.Size(shape).numel() for shape in event.input_shapes))
@@ -111,7 +114,9 @@ def test_tensor_parallel():
 @on_ranks(2)
 def test_sequence_parallel():
     PartialState(cpu=True)
-    layout = ParallelismConfig(tp_size=2, tp_handler=TorchTensorParallelConfig(plan=BLOCKS, sequence_parallel=True))
+    layout = ParallelismConfig(
+        tp_size=2, tp_handler=TorchTensorParallelConfig(plan=BLOCKS, sequence_parallel=True)
+    )
     along = count(ours(TensorParallel(CPU, Precision(), layout)))
     # Gathered where a split begins and scattered where it ends, in both directions, and once at each end of the
     # stream; gloo scatters sums by an all-reduce. The norms' gradients: one message, however long the window.

@@ -123,7 +123,10 @@ def loaded_in_parts(folder):
         of_transformers(0).save_pretrained(folder)
     dist.barrier()
     return lambda seed: LlamaForCausalLM.from_pretrained(
-        folder, dtype=torch.float64, distributed_config=DistributedConfig(tp_size=2), attn_implementation="sdpa"
+        folder,
+        dtype=torch.float64,
+        distributed_config=DistributedConfig(tp_size=2),
+        attn_implementation="sdpa",
     )
 
 
@@ -135,14 +138,21 @@ def check_run(make, strategy, steps=4, build=None):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     prepared = strategy.prepare(Bundle([model], [optimizer], [True]))[0]
     model = prepared.module
-    split = sum(isinstance(p, DTensor) and "tp" in (p.device_mesh.mesh_dim_names or ()) for p in model.parameters())
+    split = sum(
+        isinstance(p, DTensor) and "tp" in (p.device_mesh.mesh_dim_names or ())
+        for p in model.parameters()
+    )
     assert split >= 14, f"only {split} parameters are split"
     train(strategy, prepared, optimizer, batches, norms)
     compare(prepared.state_dict(), expected[-1])
 
 
 def sharded(efficient=False, **sizes):
-    plugin = Plugin(fsdp_version=2, auto_wrap_policy="TRANSFORMER_BASED_WRAP", cpu_ram_efficient_loading=efficient)
+    plugin = Plugin(
+        fsdp_version=2,
+        auto_wrap_policy="TRANSFORMER_BASED_WRAP",
+        cpu_ram_efficient_loading=efficient,
+    )
     return FullyShardedDataParallel(CPU, Precision(), plugin, ParallelismConfig(**sizes))
 
 
@@ -153,7 +163,9 @@ def on_rank_0(seed):
 
 def options(**given):
     return TensorParallel(
-        CPU, Precision(), ParallelismConfig(tp_size=2, tp_handler=TorchTensorParallelConfig(**given))
+        CPU,
+        Precision(),
+        ParallelismConfig(tp_size=2, tp_handler=TorchTensorParallelConfig(**given)),
     )
 
 
@@ -169,7 +181,8 @@ def test_alone(nproc):
 
 @on_ranks(thorough=[2])
 @pytest.mark.parametrize(
-    ("plan", "named"), [({"layers.*.attention.?_proj": "colwise"}, r"\?_proj"), ({"head": "sideways"}, "sideways")]
+    ("plan", "named"),
+    [({"layers.*.attention.?_proj": "colwise"}, r"\?_proj"), ({"head": "sideways"}, "sideways")],
 )
 def test_a_plan_that_does_not_fit_is_refused(plan, named):
     PartialState(cpu=True)
@@ -186,7 +199,11 @@ GATHERED |= {f"layers.*.attention.{key}_proj": "colwise" for key in "qkv"} | {
 }  # fmt: skip
 TWO = {
     "gathered outputs, sequence": (own, {"plan": GATHERED, "sequence_parallel": True}, None),
-    "transformers' plan": (of_transformers, {"loss_parallel": True, "sequence_parallel": True}, None),
+    "transformers' plan": (
+        of_transformers,
+        {"loss_parallel": True, "sequence_parallel": True},
+        None,
+    ),
     "norms of heads": (of_qwen, {}, None),
     "norms of heads, sequence": (of_qwen, {"sequence_parallel": True}, None),
     "without storage": (own, {}, on_rank_0),

@@ -40,11 +40,19 @@ def make(family, **options):
 
 def samples():
     """Rows with labels that do not all count, the padding marked."""
-    tokens = torch.randint(1, VOCABULARY, (STEPS * ACCUMULATION * BATCH, LENGTH), generator=torch.Generator())
+    tokens = torch.randint(
+        1, VOCABULARY, (STEPS * ACCUMULATION * BATCH, LENGTH), generator=torch.Generator()
+    )
     rows = []
     for number, row in enumerate(tokens):
         seen = torch.arange(LENGTH) < LENGTH - number % 3
-        rows.append({"input_ids": row, "attention_mask": seen.long(), "labels": row.masked_fill(~seen, -100)})
+        rows.append(
+            {
+                "input_ids": row,
+                "attention_mask": seen.long(),
+                "labels": row.masked_fill(~seen, -100),
+            }
+        )
     return rows
 
 
@@ -66,7 +74,10 @@ def count_of(batch):
 
 def accelerated(layout, plugin=None):
     return Accelerator(
-        cpu=True, parallelism_config=layout, fsdp_plugin=plugin, gradient_accumulation_steps=ACCUMULATION
+        cpu=True,
+        parallelism_config=layout,
+        fsdp_plugin=plugin,
+        gradient_accumulation_steps=ACCUMULATION,
     )
 
 
@@ -92,12 +103,18 @@ def check_run(family, sizes, plugin=None, handler=None, **options):
 def test_refusals():
     """Before the first step, with what is in the way and what to do."""
     accelerator = accelerated(ParallelismConfig(tp_size=2))
-    fused = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=16, n_embd=16, n_layer=1, n_head=4))
-    with pytest.raises(PrepareError, match=r"transformer\.h\.0\.attn: c_attn holds queries, keys and values"):
+    fused = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=16, n_embd=16, n_layer=1, n_head=4)
+    )
+    with pytest.raises(
+        PrepareError, match=r"transformer\.h\.0\.attn: c_attn holds queries, keys and values"
+    ):
         accelerator.prepare(fused)
     with pytest.raises(PrepareError, match="layers of experts are not split"):
         accelerator.prepare(make("Mixtral", num_local_experts=2))
-    with pytest.raises(PrepareError, match=r"tp_size=2 does not divide the 1 heads of model\.layers\.0\.self_attn"):
+    with pytest.raises(
+        PrepareError, match=r"tp_size=2 does not divide the 1 heads of model\.layers\.0\.self_attn"
+    ):
         accelerator.prepare(make("Llama", num_key_value_heads=1))
     assert not any(isinstance(parameter, DTensor) for parameter in fused.parameters())
 
@@ -113,7 +130,10 @@ def test_trainer(tmp_path):
     )  # fmt: skip
     trainer = transformers.Trainer(model=make("Llama"), args=arguments, train_dataset=rows)
     trainer.train()
-    assert sum(isinstance(parameter, DTensor) for parameter in trainer.model_wrapped.parameters()) >= 14
+    assert (
+        sum(isinstance(parameter, DTensor) for parameter in trainer.model_wrapped.parameters())
+        >= 14
+    )
     model, norms = make("Llama"), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
     batch = next(iter(DataLoader(rows, BATCH)))
@@ -145,4 +165,6 @@ def test_models(what):
 
 @on_ranks(thorough=[4])
 def test_sharded_too():
-    check_run("Qwen2", {"dp_shard_size": 2, "tp_size": 2}, FullyShardedDataParallelPlugin(fsdp_version=2))
+    check_run(
+        "Qwen2", {"dp_shard_size": 2, "tp_size": 2}, FullyShardedDataParallelPlugin(fsdp_version=2)
+    )

@@ -42,22 +42,38 @@ class Linear(_Module):
         like = {"dtype": params_dtype or torch.get_default_dtype(), "device": device}
         self.weight = nn.Parameter(torch.randn(out_features, in_features, **like))
         # Without a bias an empty tensor that is no parameter stands in its place.
-        self.bias = nn.Parameter(torch.randn(out_features, **like)) if bias else torch.empty(0, **like)
+        self.bias = (
+            nn.Parameter(torch.randn(out_features, **like)) if bias else torch.empty(0, **like)
+        )
 
     def forward(self, inp):
         self._note()
         if _enabled[-1]:
-            assert inp.shape[-1] % 16 == 0 and inp.numel() // inp.shape[-1] % 8 == 0, "no kernel for these shapes"
+            assert inp.shape[-1] % 16 == 0 and inp.numel() // inp.shape[-1] % 8 == 0, (
+                "no kernel for these shapes"
+            )
         return F.linear(inp, self.weight, self.bias if self.use_bias else None)
 
 
 class LayerNorm(_Module):
-    def __init__(self, normalized_shape=None, eps=1e-5, params_dtype=None, zero_centered_gamma=False, device="cuda"):
+    def __init__(
+        self,
+        normalized_shape=None,
+        eps=1e-5,
+        params_dtype=None,
+        zero_centered_gamma=False,
+        device="cuda",
+    ):
         super().__init__()
-        shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+        shape = (
+            (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+        )
         self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
         like = {"dtype": params_dtype or torch.get_default_dtype(), "device": device}
-        self.weight, self.bias = nn.Parameter(torch.ones(shape, **like)), nn.Parameter(torch.zeros(shape, **like))
+        self.weight, self.bias = (
+            nn.Parameter(torch.ones(shape, **like)),
+            nn.Parameter(torch.zeros(shape, **like)),
+        )
 
     def forward(self, inp):
         self._note()

@@ -11,7 +11,12 @@ import torch
 
 from accelerate import Accelerator
 
-CONFIG = {"lr": torch.tensor(0.5), "name": "digits", "model": {"width": 64, "betas": [0.9, 0.99]}, "path": Path("a/b")}
+CONFIG = {
+    "lr": torch.tensor(0.5),
+    "name": "digits",
+    "model": {"width": 64, "betas": [0.9, 0.99]},
+    "path": Path("a/b"),
+}
 STEPS = 4
 
 
@@ -22,7 +27,10 @@ def arguments(name: str, folder: Path) -> dict[str, object]:
     if name == "comet_ml":
         import comet_ml
 
-        return {"online": False, "experiment_config": comet_ml.ExperimentConfig(offline_directory=str(folder))}
+        return {
+            "online": False,
+            "experiment_config": comet_ml.ExperimentConfig(offline_directory=str(folder)),
+        }
     if name == "dvclive":
         return {"dir": str(folder / "live"), "save_dvc_exp": False, "report": None, "dvcyaml": None}
     if name == "swanlab":
@@ -61,7 +69,9 @@ def log_media(name: str, tracker: object) -> None:
         figure.subplots().imshow(image)
         tracker.log_figure(figure, "picture.png")
     if name in ("wandb", "clearml"):
-        tracker.log_table("answers", columns=["question", "answer"], data=[["6 x 7", 42]], step=STEPS)
+        tracker.log_table(
+            "answers", columns=["question", "answer"], data=[["6 x 7", 42]], step=STEPS
+        )
 
 
 def main(name: str, folder: Path, ending: str) -> None:
@@ -70,7 +80,9 @@ def main(name: str, folder: Path, ending: str) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     accelerator = Accelerator(cpu=True, log_with=name, project_dir=str(folder))
     ending, _, background = ending.partition("-")
-    accelerator.init_trackers("project", CONFIG, {name: arguments(name, folder)}, background=bool(background))
+    accelerator.init_trackers(
+        "project", CONFIG, {name: arguments(name, folder)}, background=bool(background)
+    )
     for step in range(STEPS):
         loss = torch.tensor(1.0 / (step + 1), requires_grad=True)
         accelerator.log({"loss": loss, "count": np.int64(10 * step), "flag": True}, step=step)

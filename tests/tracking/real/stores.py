@@ -50,9 +50,15 @@ def tensorboard(folder: Path) -> Stored:
         for event in events.Scalars(name):
             run.add(name, event.step, event.value)
     content = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
-    for name, value in plugin_data_pb2.HParamsPluginData.FromString(content).session_start_info.hparams.items():
+    for name, value in plugin_data_pb2.HParamsPluginData.FromString(
+        content
+    ).session_start_info.hparams.items():
         run.config[name] = getattr(value, value.WhichOneof("kind"))
-    run.images = [(image.height, image.width) for name in events.Tags()["images"] for image in events.Images(name)]
+    run.images = [
+        (image.height, image.width)
+        for name in events.Tags()["images"]
+        for image in events.Images(name)
+    ]
     return run
 
 
@@ -66,7 +72,9 @@ def wandb(folder: Path) -> Stored:
             run.config[item.key] = json.loads(item.value_json)
         if record.HasField("history"):
             # Media have keys of several parts.
-            items = [(item.nested_key or [item.key], item.value_json) for item in record.history.item]
+            items = [
+                (item.nested_key or [item.key], item.value_json) for item in record.history.item
+            ]
             row = {key[0]: json.loads(value) for key, value in items if len(key) == 1}
             for name, value in row.items():
                 if isinstance(value, (int, float)) and not name.startswith("_"):
@@ -74,7 +82,9 @@ def wandb(folder: Path) -> Stored:
     (files,) = (folder / "wandb").glob("offline-run-*/files")
     run.images = [size(path) for path in files.rglob("*.png")]
     run.tables = [
-        [table["columns"], *table["data"]] for path in files.rglob("*.table.json") for table in [_json(path)]
+        [table["columns"], *table["data"]]
+        for path in files.rglob("*.table.json")
+        for table in [_json(path)]
     ]
     return run
 
@@ -154,7 +164,12 @@ def comet_ml(folder: Path) -> Stored:
             parameter = payload.get("param") or payload["params"]
             run.config[parameter["paramName"]] = parameter["paramValue"]
         metric = payload.get("metric")
-        if message["type"] == "metric_msg" and metric["metricName"] in ("loss", "count", "flag", "tail"):
+        if message["type"] == "metric_msg" and metric["metricName"] in (
+            "loss",
+            "count",
+            "flag",
+            "tail",
+        ):
             run.add(metric["metricName"], metric["step"], metric["metricValue"])
     return run
 
@@ -172,7 +187,9 @@ def clearml(folder: Path) -> Stored:
                 run.add(event["metric"], event["iter"], event["value"])
             elif event["type"] == "plot" and event["metric"] == "answers":
                 (plot,) = json.loads(event["plot_str"])["data"]
-                columns = [text.replace("<b>", "").replace("</b>", "") for text in plot["header"]["values"]]
+                columns = [
+                    text.replace("<b>", "").replace("</b>", "") for text in plot["header"]["values"]
+                ]
                 run.tables.append([columns, *map(list, zip(*plot["cells"]["values"], strict=True))])
     run.images = [size(path) for path in session.rglob("*.jpeg")]
     return run

@@ -22,7 +22,13 @@ from . import config_args, questions
 from .config_args import ClusterConfig, SageMakerConfig, load_config_from_file
 from .default import write_basic_config
 
-__all__ = ["ClusterConfig", "SageMakerConfig", "default_config_file", "load_config_from_file", "write_basic_config"]
+__all__ = [
+    "ClusterConfig",
+    "SageMakerConfig",
+    "default_config_file",
+    "load_config_from_file",
+    "write_basic_config",
+]
 
 # The switch of a layout, and the words of `show` for it.
 _LAYOUTS = {
@@ -56,7 +62,10 @@ def __getattr__(name: str) -> Any:
 def main(argv: list[str] | None = None) -> None:
     """Run the command. Exit code 2 for what cannot be."""
     arguments = sys.argv[1:] if argv is None else list(argv)
-    action = arguments.pop(0) if arguments and not arguments[0].startswith("-") else "questions"
+    if arguments and not arguments[0].startswith("-"):
+        action = arguments.pop(0)
+    else:
+        action = "questions"
     if "-h" in arguments or "--help" in arguments:
         print(HELP)
         return
@@ -102,7 +111,10 @@ def _run(action: str, arguments: list[str]) -> None:
     elif action == "update":
         _update(args.config_file)
     else:
-        path = Path(args.config_file).expanduser() if args.config_file else launch_file.default_file()
+        if args.config_file:
+            path = Path(args.config_file).expanduser()
+        else:
+            path = launch_file.default_file()
         check_writable(path, "config_file")
         path = questions.run(path)
         messages.show(f"wrote {path}")
@@ -134,7 +146,12 @@ def explain(settings: Settings, everything: bool = False, names: Sequence[str] =
     for option in [options()[name] for name in names] or options().values():
         value = settings[option.name]
         if everything or names or (settings.chosen(option.name) and option.name not in described):
-            shown = "(hidden)" if is_secret(option.name) and value else "not set" if value is None else str(value)
+            if is_secret(option.name) and value:
+                shown = "(hidden)"
+            elif value is None:
+                shown = "not set"
+            else:
+                shown = str(value)
             rows.append((option.name, shown, settings.origin(option.name)))
     return table(rows)
 
@@ -147,13 +164,20 @@ def _effects(settings: Settings) -> list[tuple[str, str, str]]:
         return next((settings.origin(name) for name in names if settings.chosen(name)), "default")
 
     layout = " and ".join(text for name, text in _LAYOUTS.items() if settings[name])
-    plain = "DistributedDataParallel" if spec.num_processes > 1 else "one process, or what the script requests"
+    if spec.num_processes > 1:
+        plain = "DistributedDataParallel"
+    else:
+        plain = "one process, or what the script requests"
     precision = settings["mixed_precision"]
     return [
         ("device", spec.device, origin("cpu", "multi_gpu", "gpu_ids", "tpu", "engine")),
         ("num_processes", str(spec.num_processes), origin("num_processes")),
         ("num_machines", str(spec.num_machines), origin("num_machines", "nnodes")),
-        ("mixed_precision", precision or "no, or what the script requests", origin("mixed_precision")),
+        (
+            "mixed_precision",
+            precision or "no, or what the script requests",
+            origin("mixed_precision"),
+        ),
         ("layout", layout or plain, origin(*_LAYOUTS)),
     ]
 

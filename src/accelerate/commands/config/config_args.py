@@ -27,7 +27,9 @@ class BaseConfig:
         """The keys and plain values of a file; what is not set is left out."""
         plain = {item.name: getattr(self, item.name) for item in fields(self)}
         plain.update(plain.pop("own", {}))
-        plain = {key: value.value if isinstance(value, Enum) else value for key, value in plain.items()}
+        plain = {
+            key: value.value if isinstance(value, Enum) else value for key, value in plain.items()
+        }
         return {key: value for key, value in plain.items() if value is not None and value != {}}
 
     def to_yaml_file(self, yaml_file: str | Path) -> None:
@@ -105,7 +107,9 @@ class SageMakerConfig(BaseConfig):
 def load_config_from_file(config_file: str | Path | None = None) -> ClusterConfig | SageMakerConfig:
     """Read a configuration file, the default one where None is given. ConfigurationError for what is wrong in it."""
     found = launch_file.read(config_file if config_file is not None else launch_file.default_file())
-    kind: type[ClusterConfig | SageMakerConfig] = SageMakerConfig if found.is_sagemaker else ClusterConfig
+    kind: type[ClusterConfig | SageMakerConfig] = (
+        SageMakerConfig if found.is_sagemaker else ClusterConfig
+    )
     kinds = SageMakerDistributedType if found.is_sagemaker else DistributedType
     data = {key: value for key, value in found.data.items() if value is not None}
     words: dict[str, Any] = {
@@ -115,9 +119,14 @@ def load_config_from_file(config_file: str | Path | None = None) -> ClusterConfi
         "use_cpu": data.pop("use_cpu", False),
         "debug": data.pop("debug", False),
     }
-    if own := {key: data.pop(key) for key in set(data) - {item.name for item in fields(kind)}}:
+    own = {key: data.pop(key) for key in set(data) - {item.name for item in fields(kind)}}
+    if own:
         words["own"] = own
-    if not found.is_sagemaker and "num_processes" not in data and words["distributed_type"] == DistributedType.NO:
+    if (
+        not found.is_sagemaker
+        and "num_processes" not in data
+        and words["distributed_type"] == DistributedType.NO
+    ):
         data["num_processes"] = 1
     return kind(**words, **data)
 

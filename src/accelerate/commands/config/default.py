@@ -19,7 +19,9 @@ from .config_args import ClusterConfig
 def run_kind(device: str) -> str:
     """The `distributed_type` of a run over several devices of a type; NO for one that a machine has once."""
     kind = DEVICES.get(device)
-    return "NO" if kind is None or kind.type == "cpu" else kind.distributed.value
+    if kind is None or kind.type == "cpu":
+        return "NO"
+    return kind.distributed.value
 
 
 def machine_defaults(mixed_precision: str = "no") -> dict[str, Any]:
@@ -35,17 +37,26 @@ def machine_defaults(mixed_precision: str = "no") -> dict[str, Any]:
     ).to_dict()
 
 
-def write_basic_config(mixed_precision: str = "no", save_location: str | Path | None = None) -> Path | bool:
+def write_basic_config(
+    mixed_precision: str = "no", save_location: str | Path | None = None
+) -> Path | bool:
     """Write a configuration that fits this machine and return its path; False where a file is there already.
 
     ConfigurationError for an unknown precision or a folder.
     """
     precision = str(mixed_precision).lower()
     if precision not in PRECISIONS:
-        raise ConfigurationError(f"mixed_precision={mixed_precision!r} is unknown: one of {', '.join(PRECISIONS)}")
-    path = Path(save_location).expanduser() if save_location is not None else launch_file.default_file()
+        raise ConfigurationError(
+            f"mixed_precision={mixed_precision!r} is unknown: one of {', '.join(PRECISIONS)}"
+        )
+    if save_location is not None:
+        path = Path(save_location).expanduser()
+    else:
+        path = launch_file.default_file()
     if path.exists() and not path.is_dir():
-        messages.show(f"{path} exists already and is not changed: remove it, or name another file with --config_file")
+        messages.show(
+            f"{path} exists already and is not changed: remove it, or name another file with --config_file"
+        )
         return False
     check_writable(path, "config_file")
     return launch_file.write(path, machine_defaults(precision))

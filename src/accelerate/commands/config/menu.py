@@ -23,11 +23,15 @@ def choose(title: str, options: Sequence[tuple[Any, str]], default: Any, help: s
 
     def check(text: str) -> int:
         if not text.isdigit() or int(text) >= len(options):
-            raise ValueError(f"give a number from 0 to {len(options) - 1}, ? for help, or < to go back")
+            raise ValueError(
+                f"give a number from 0 to {len(options) - 1}, ? for help, or < to go back"
+            )
         return int(text)
 
     number = line("number", values.index(default) if default in values else 0, check, help)
-    return BACK if number is BACK else values[number]
+    if number is BACK:
+        return BACK
+    return values[number]
 
 
 def line(title: str, default: Any, check: Callable[[str], Any], help: str = "") -> Any:

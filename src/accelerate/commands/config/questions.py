@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,7 +34,9 @@ class Question:
 
     def options(self, answers: Answers) -> tuple[tuple[Any, str], ...]:
         """Return the choices as (value, text) pairs, given the previous answers."""
-        return self.choices(answers) if callable(self.choices) else self.choices
+        if callable(self.choices):
+            return self.choices(answers)
+        return self.choices
 
     def has_one_answer(self, answers: Answers) -> bool:
         """Whether the machine leaves one answer only."""
@@ -41,14 +44,18 @@ class Question:
 
     def prompt(self, answers: Answers) -> Any:
         """Return the answer given on the terminal. A question with one possible answer is skipped."""
-        default = answers.get(self.key, self.default_of(answers) if self.default_of else self.default)
+        default = answers.get(
+            self.key, self.default_of(answers) if self.default_of else self.default
+        )
         choices = self.options(answers)
         if self.has_one_answer(answers):
             return choices[0][0]
         if choices:
             return menu.choose(self.text, choices, default, self.help)
         option = cluster_keys().get(self.key)
-        check = (lambda text: option.convert(text, self.key)) if option else str
+        check: Callable[[str], Any] = str
+        if option:
+            check = functools.partial(option.convert, where=self.key)
         return menu.line(self.text, default, check, self.help)
 
     @property
@@ -68,7 +75,10 @@ _HELP = {
     "_split": "Tensor, context, sequence and pipeline parallelism: for a model or sequences too large for one device "
     "even when sharded.",
 }
-_POLICY, _DEEPSPEED_FILE = "fsdp_config.fsdp_auto_wrap_policy", "deepspeed_config.deepspeed_config_file"
+_POLICY, _DEEPSPEED_FILE = (
+    "fsdp_config.fsdp_auto_wrap_policy",
+    "deepspeed_config.deepspeed_config_file",
+)
 YES_NO = ((False, "no"), (True, "yes"))
 
 
@@ -77,13 +87,20 @@ def _where(answers: Answers) -> tuple[tuple[str, str], ...]:
     found = [("cpu", "the CPU")]
     if present.number:
         found.insert(
-            0, (present.kind, f"its {present.number} {present.kind} device{'s' if present.number > 1 else ''}")
+            0,
+            (
+                present.kind,
+                f"its {present.number} {present.kind} device{'s' if present.number > 1 else ''}",
+            ),
         )
     return tuple(found)
 
 
 def _strategies(answers: Answers) -> tuple[tuple[str, str], ...]:
-    found = [("NO", "a replica of the model on each process"), ("FSDP", "shard the model with FSDP")]
+    found = [
+        ("NO", "a replica of the model on each process"),
+        ("FSDP", "shard the model with FSDP"),
+    ]
     if answers["_device"] != "cpu":
         found += [("DEEPSPEED", "shard the model with DeepSpeed"), ("MEGATRON_LM", "Megatron-LM")]
     return tuple(found)
@@ -91,7 +108,9 @@ def _strategies(answers: Answers) -> tuple[tuple[str, str], ...]:
 
 def _precisions(answers: Answers) -> tuple[tuple[str, str], ...]:
     words = (("no", "float32"), ("bf16", "bfloat16"), ("fp16", "float16 with gradient scaling"))
-    return words if answers["_device"] == "cpu" else (*words, ("fp8", "8-bit floats"))
+    if answers["_device"] == "cpu":
+        return words
+    return (*words, ("fp8", "8-bit floats"))
 
 
 def _several(answers: Answers) -> bool:
@@ -128,9 +147,14 @@ def _sizes(name: str) -> Callable[[Answers], tuple[tuple[int, str], ...]]:
             left = 1
         # FSDP needs processes to shard over; those of one sequence count among them.
         sharded = answers.get("_strategy") == "FSDP" and name in ("tp", "pp", "dp_replicate")
-        of_sequence = any(answers.get(_size_key(other), 1) > 1 for other in ("cp", "sp") if other in before)
+        of_sequence = any(
+            answers.get(_size_key(other), 1) > 1 for other in ("cp", "sp") if other in before
+        )
         most = left // 2 if sharded and not of_sequence else left
-        return ((1, "1: not at all"), *((size, str(size)) for size in range(2, most + 1) if left % size == 0))
+        return (
+            (1, "1: not at all"),
+            *((size, str(size)) for size in range(2, most + 1) if left % size == 0),
+        )
 
     return choices
 
@@ -150,7 +174,10 @@ def _replicates(answers: Answers) -> bool:
 
 def _all_devices(answers: Answers) -> int:
     """One process for each device on as many machines as take part."""
-    devices = system.accelerators().number if answers["_device"] != "cpu" else 1
+    if answers["_device"] != "cpu":
+        devices = system.accelerators().number
+    else:
+        devices = 1
     return max(1, devices) * (answers["num_machines"] or 1)
 
 
@@ -160,7 +187,8 @@ def _answered(key: str, answer: str) -> Callable[[Answers], bool]:
 
 def _fsdp(version: str | None = None) -> Callable[[Answers], bool]:
     return lambda answers: (
-        answers.get("_strategy") == "FSDP" and version in (None, answers.get("fsdp_config.fsdp_version"))
+        answers.get("_strategy") == "FSDP"
+        and version in (None, answers.get("fsdp_config.fsdp_version"))
     )
 
 
@@ -174,8 +202,17 @@ def _row(
     """The question for an option, in the words of its row; default and choices are the row's where none are given."""
     row = options()[name]
     if not callable(choices):
-        choices = tuple(one if isinstance(one, tuple) else (one, str(one)) for one in choices or row.choices)
-    return Question(row.file_key, row.question, row.default if default is None else default, choices, when, default_of)
+        choices = tuple(
+            one if isinstance(one, tuple) else (one, str(one)) for one in choices or row.choices
+        )
+    return Question(
+        row.file_key,
+        row.question,
+        row.default if default is None else default,
+        choices,
+        when,
+        default_of,
+    )
 
 
 QUESTIONS: tuple[Question, ...] = (
@@ -245,7 +282,12 @@ def run(path: Path, questions: Sequence[Question] = QUESTIONS) -> Path:
                 continue
         else:
             print("\n" + listing(to_file(answers)))
-            if menu.choose(f"\nWrite this to {path}?", ((True, "yes"), (False, "no, go back")), True) is True:
+            if (
+                menu.choose(
+                    f"\nWrite this to {path}?", ((True, "yes"), (False, "no, go back")), True
+                )
+                is True
+            ):
                 return launch_file.write(path, to_file(answers))
         at = visited.pop() if visited else 0
 
@@ -256,8 +298,16 @@ def to_file(answers: Answers) -> dict[str, Any]:
     data["use_cpu"] = answers["_device"] == "cpu"
     strategy = answers.get("_strategy", "NO")
     several = (answers.get("num_processes") or 1) > 1
-    plain = "MULTI_CPU" if data["use_cpu"] else run_kind(answers["_device"])
-    data["distributed_type"] = strategy if strategy != "NO" else plain if several else "NO"
+    if data["use_cpu"]:
+        plain = "MULTI_CPU"
+    else:
+        plain = run_kind(answers["_device"])
+    if strategy != "NO":
+        data["distributed_type"] = strategy
+    elif several:
+        data["distributed_type"] = plain
+    else:
+        data["distributed_type"] = "NO"
     for key, value in answers.items():
         section, dot, name = key.partition(".")
         if key.startswith("_") or value is None or (name == "dynamo_backend" and value == "no"):
@@ -266,9 +316,12 @@ def to_file(answers: Answers) -> dict[str, Any]:
             data.setdefault(section, {})[name] = value
         else:
             data[key] = value
-    if sizes := {name: size for name, size in data.pop("parallelism_config", {}).items() if size > 1}:
+    sizes = {name: size for name, size in data.pop("parallelism_config", {}).items() if size > 1}
+    if sizes:
         # The processes that the sizes leave are shards of one copy, or copies.
         left = _left(answers, SPLITS)
-        remaining = _size_key("dp_shard" if strategy == "FSDP" else "dp_replicate").partition(".")[2]
+        remaining = _size_key("dp_shard" if strategy == "FSDP" else "dp_replicate").partition(".")[
+            2
+        ]
         data["parallelism_config"] = sizes | ({remaining: left} if left > 1 else {})
     return data

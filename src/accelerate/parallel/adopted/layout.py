@@ -53,7 +53,9 @@ def find_layout(models: Sequence[nn.Module], same_batch: Ranks = ()) -> tuple[La
         if mesh is not None and mesh.size() > 1:
             # transformers gives these ranks one batch, although it may have split nothing over them.
             readers.append(ranks_of(mesh, 0))
-    description = Description(tuple((name, sharing) for sharing, name in first.items()), tuple(readers))
+    description = Description(
+        tuple((name, sharing) for sharing, name in first.items()), tuple(readers)
+    )
     layout = derive(from_all(description))
     for model in models:
         size = declared(model, "dp_size")
@@ -66,7 +68,9 @@ def find_layout(models: Sequence[nn.Module], same_batch: Ranks = ()) -> tuple[La
     return layout, dict(zip(first, layout.averages, strict=True))
 
 
-def reducers_of(model: nn.Module, averages: Averages, data_group: dist.ProcessGroup | None) -> list[GradientReducer]:
+def reducers_of(
+    model: nn.Module, averages: Averages, data_group: dist.ProcessGroup | None
+) -> list[GradientReducer]:
     """What reduces the gradients that the model's own backward leaves. Every rank calls it.
 
     Args:

@@ -40,7 +40,9 @@ def _meta_parameters(models: Sequence[nn.Module]) -> None:
 def _pending_sums(models: Sequence[nn.Module]) -> None:
     for model in models:
         for name, parameter in model.named_parameters():
-            if isinstance(parameter, DTensor) and any(placement.is_partial() for placement in parameter.placements):
+            if isinstance(parameter, DTensor) and any(
+                placement.is_partial() for placement in parameter.placements
+            ):
                 raise PrepareError(
                     f"{name} of {class_name(model)} is a DTensor with the placements {parameter.placements}: a "
                     "parameter that is a pending sum is not trained. Redistribute it to Replicate() or Shard(...)"
@@ -55,9 +57,17 @@ def _divided_twice(models: Sequence[nn.Module]) -> None:
     for model in models:
         for module, group, _ in shard_groups(model):
             policy = group.mp_policy
-            dtype = policy.reduce_dtype or policy.param_dtype or group.fsdp_params[0].sharded_param.dtype
+            dtype = (
+                policy.reduce_dtype
+                or policy.param_dtype
+                or group.fsdp_params[0].sharded_param.dtype
+            )
             is_alone = getattr(group.mesh_info, "shard_mesh_size", 1) == 1
-            if group.gradient_divide_factor is None or not is_alone or dtype in (torch.float32, torch.bfloat16):
+            if (
+                group.gradient_divide_factor is None
+                or not is_alone
+                or dtype in (torch.float32, torch.bfloat16)
+            ):
                 continue
             raise PrepareError(
                 f"FSDP2 of torch {torch.__version__} divides the {dtype} gradient of {class_name(module)} twice: "
@@ -76,10 +86,15 @@ def _unknown_dimensions(models: Sequence[nn.Module]) -> None:
                 continue
             mesh = parameter.device_mesh
             for dimension, placement in enumerate(parameter.placements):
-                if mesh.size(dimension) == 1 or (ranks := ranks_of(mesh, dimension)) in sharing.averaged:
+                if (
+                    mesh.size(dimension) == 1
+                    or (ranks := ranks_of(mesh, dimension)) in sharing.averaged
+                ):
                     continue
                 if placement.is_replicate():
-                    unknown.setdefault(ranks, (name, mesh, (mesh.mesh_dim_names or range(mesh.ndim))[dimension]))
+                    unknown.setdefault(
+                        ranks, (name, mesh, (mesh.mesh_dim_names or range(mesh.ndim))[dimension])
+                    )
                 else:
                     split.add(ranks)
     for ranks, (name, mesh, label) in unknown.items():

@@ -81,7 +81,9 @@ def derive(descriptions: Sequence[Description]) -> Layout:
             "ParallelismConfig(pp_size=...)"
         )
     sharings = [[sharing for _, sharing in one.sharings] for one in descriptions]
-    fsdp = _components(world, (ranks for one in sharings for sharing in one for ranks in sharing.averaged))
+    fsdp = _components(
+        world, (ranks for one in sharings for sharing in one for ranks in sharing.averaged)
+    )
     same = [ranks for one in descriptions for ranks in one.same_batch]
     for rank in world:
         split = (ranks for sharing in sharings[rank] for ranks in sharing.split)
@@ -92,7 +94,9 @@ def derive(descriptions: Sequence[Description]) -> Layout:
     averages = []
     for number, name in enumerate(names[0]):
         kind = [one[number] for one in sharings]
-        reached = _components(world, (ranks for one in kind for ranks in (*one.averaged, *one.split)))
+        reached = _components(
+            world, (ranks for one in kind for ranks in (*one.averaged, *one.split))
+        )
         summed = _components(world, (ranks for one in kind for ranks in one.averaged))
         groups: list[Ranks] = []
         for column in sorted(set(columns.values())):
@@ -158,18 +162,26 @@ def parameters_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Sharing
     for _, group, _ in shard_groups(model):
         info = group.mesh_info
         dimensions = (info.replicate_mesh_dim, info.shard_mesh_dim)
-        averaged = [ranks_of(info.mesh, dimension) for dimension in dimensions if dimension is not None]
+        averaged = [
+            ranks_of(info.mesh, dimension) for dimension in dimensions if dimension is not None
+        ]
         entry = tuple(ranks for ranks in averaged if len(ranks) > 1), group.gradient_divide_factor
         managed.update({id(module_parameter(parameter)): entry for parameter in group.fsdp_params})
     for name, parameter in model.named_parameters():
         averaged_over, divisor = managed.get(id(parameter), ((), None))
-        yield name, parameter, Sharing(averaged_over, tuple(_split(parameter, averaged_over)), divisor)
+        yield (
+            name,
+            parameter,
+            Sharing(averaged_over, tuple(_split(parameter, averaged_over)), divisor),
+        )
 
 
 def tensor_parallel_mesh(model: nn.Module) -> DeviceMesh | None:
     """The mesh over which transformers splits the layers of a model; None where it does not."""
     mesh: DeviceMesh | None = getattr(model, "_device_mesh", None)
-    return mesh["tp"] if mesh is not None and "tp" in (mesh.mesh_dim_names or ()) else None
+    if mesh is not None and "tp" in (mesh.mesh_dim_names or ()):
+        return mesh["tp"]
+    return None
 
 
 def ranks_of(mesh: DeviceMesh, dimension: int) -> Ranks:
@@ -191,4 +203,6 @@ def declared(model: nn.Module, name: str) -> int | None:
     """A size of the `DistributedConfig` with which transformers loaded the model."""
     config = getattr(getattr(model, "config", None), "distributed_config", None)
     sharded = getattr(model, "_device_mesh", None) is not None
-    return int(getattr(config, name)) if sharded and hasattr(config, name) else None
+    if sharded and hasattr(config, name):
+        return int(getattr(config, name))
+    return None

@@ -43,7 +43,9 @@ class AdoptedModel(Fsdp2Model):
 
     def new_parameters(self) -> dict[str, nn.Parameter]:
         """Trainable parameters that the model did not have when it was prepared."""
-        return {name: p for name, p in super().new_parameters().items() if id(p) not in self.replicated}
+        return {
+            name: p for name, p in super().new_parameters().items() if id(p) not in self.replicated
+        }
 
 
 class Adopted(ShardedStrategy):
@@ -55,7 +57,9 @@ class Adopted(ShardedStrategy):
         models: the first models of the run that are sharded. Every rank makes this object.
     """
 
-    def __init__(self, device: torch.device, precision: Precision, models: Sequence[nn.Module]) -> None:
+    def __init__(
+        self, device: torch.device, precision: Precision, models: Sequence[nn.Module]
+    ) -> None:
         layout, self._averages = find_layout(models)
         self.shards: tuple[Ranks, ...] = layout.shards
         sizes = ParallelismConfig(
@@ -71,7 +75,9 @@ class Adopted(ShardedStrategy):
     def data_shard(self) -> tuple[int, int]:
         """The ranks of a tensor-parallel dimension share one."""
         rank = dist.get_rank()
-        return next(index for index, ranks in enumerate(self.shards) if rank in ranks), len(self.shards)
+        return next(index for index, ranks in enumerate(self.shards) if rank in ranks), len(
+            self.shards
+        )
 
     def prepare(self, bundle: Bundle) -> list[PreparedModel]:
         """Take sharded models as they are. Plain tensors are replicated: they become equal on all ranks."""
@@ -86,7 +92,9 @@ class Adopted(ShardedStrategy):
                 )
         for model in bundle.models:
             requirements.check_device(model, self.device)
-            materialize.make_equal((tensor for _, tensor in materialize.named_tensors(model)), self.device, None)
+            materialize.make_equal(
+                (tensor for _, tensor in materialize.named_tensors(model)), self.device, None
+            )
         bundle.place = [False] * len(bundle.models)
         return super().prepare(bundle)
 
@@ -106,7 +114,9 @@ class Adopted(ShardedStrategy):
         """A prepared model that saves shards where FSDP2 shards it."""
         is_fsdp = any(True for _ in shard_groups(module))
         # torch.distributed.checkpoint takes a rank's shard for one block.
-        saves_shards = is_fsdp and not any(dtensor.is_packed(parameter) for parameter in module.parameters())
+        saves_shards = is_fsdp and not any(
+            dtensor.is_packed(parameter) for parameter in module.parameters()
+        )
         return AdoptedModel(module, self.precision, self.device, saves_shards=saves_shards)
 
     def lay_out(self, model: nn.Module) -> AdoptedModel:
@@ -116,7 +126,9 @@ class Adopted(ShardedStrategy):
         prepared = self.as_prepared(model)
         prepared.reducers = reducers_of(model, self._averages, self.data_group)
         # Where all ranks read the same samples, no reducer has them.
-        prepared.replicated = frozenset(id(p) for p in model.parameters() if not isinstance(p, DTensor))
+        prepared.replicated = frozenset(
+            id(p) for p in model.parameters() if not isinstance(p, DTensor)
+        )
         return prepared
 
 
@@ -128,7 +140,11 @@ def _sum_once(model: nn.Module) -> None:
     """
     mesh = tensor_parallel_mesh(model)
     styles: Mapping[str, str] = getattr(model, "_tp_plan", None) or {}
-    summed = {pattern: word for pattern, word in styles.items() if word == "replicated_with_grad_allreduce"}
+    summed = {
+        pattern: word
+        for pattern, word in styles.items()
+        if word == "replicated_with_grad_allreduce"
+    }
     if mesh is None or not summed:
         return
     size = mesh.size()
@@ -148,7 +164,11 @@ def _sum_once(model: nn.Module) -> None:
 
 def computes_in(model: nn.Module) -> set[torch.dtype]:
     """The dtypes to which policies of FSDP2 units cast parameters for the computation."""
-    found = {dtype for _, group, _ in shard_groups(model) if (dtype := group.mp_policy.param_dtype) is not None}
+    found = {
+        dtype
+        for _, group, _ in shard_groups(model)
+        if (dtype := group.mp_policy.param_dtype) is not None
+    }
     return found - {torch.float32, torch.float64}
 
 
@@ -167,6 +187,10 @@ def _name_of(sharings: Averages) -> str:
     found = set()
     for sharing in sharings:
         pieces = {"fsdp": sharing.averaged, "split": sharing.split}
-        sizes = {word: "x".join(str(len(ranks)) for ranks in groups) for word, groups in pieces.items() if groups}
+        sizes = {
+            word: "x".join(str(len(ranks)) for ranks in groups)
+            for word, groups in pieces.items()
+            if groups
+        }
         found.add(" ".join(f"{word} {size}" for word, size in sizes.items()))
     return f"sharded before prepare ({', '.join(sorted(found - {''})) or 'one rank'})"

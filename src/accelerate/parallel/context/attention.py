@@ -52,7 +52,9 @@ class SplitAttention:
         random: what dropout draws from: each rank drops other weights.
     """
 
-    def __init__(self, group: dist.ProcessGroup, layout: SequenceLayout, random: ShardRandom) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, layout: SequenceLayout, random: ShardRandom
+    ) -> None:
         self.group = group
         self.layout = layout
         self.random = random
@@ -81,7 +83,10 @@ class SplitAttention:
         groups = query.shape[1] // key.shape[1]
         if groups > 1 and (mask is not None or query.dtype not in (torch.float16, torch.bfloat16)):
             # Of torch's memory-efficient kernels only flash attention takes fewer key heads than query heads.
-            key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+            key, value = (
+                key.repeat_interleave(groups, dim=1),
+                value.repeat_interleave(groups, dim=1),
+            )
         with self.random.seeded() if call.dropout > 0.0 else contextlib.nullcontext():
             return plain_attention(
                 query,
@@ -105,7 +110,9 @@ class SplitAttention:
             shown = shown & (rows[:, None] >= torch.arange(shown.shape[-1], device=rows.device))
         if mask is None:
             return shown, False
-        return mask & shown if mask.dtype == torch.bool else mask.masked_fill(~shown, float("-inf")), False
+        return mask & shown if mask.dtype == torch.bool else mask.masked_fill(
+            ~shown, float("-inf")
+        ), False
 
 
 class ContextAttention(SplitAttention):
@@ -115,7 +122,11 @@ class ContextAttention(SplitAttention):
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, layout: SequenceLayout, random: ShardRandom, all_to_all: bool = False
+        self,
+        group: dist.ProcessGroup,
+        layout: SequenceLayout,
+        random: ShardRandom,
+        all_to_all: bool = False,
     ) -> None:
         super().__init__(group, layout, random)
         self.all_to_all = all_to_all
@@ -124,7 +135,10 @@ class ContextAttention(SplitAttention):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
     ) -> torch.Tensor:
         """Compute the attention of this rank's rows to the keys of all ranks."""
-        mask, causal = (None, call.causal) if call.mask is None else self.masks.own_rows(call.mask, query, call.flat)
+        if call.mask is None:
+            mask, causal = (None, call.causal)
+        else:
+            mask, causal = self.masks.own_rows(call.mask, query, call.flat)
         key, value = full_keys(key, value, self.group, self.layout, self.all_to_all)
         rows = self.layout.rows(key.shape[2], query.device)
         mask, causal = self.without_padding(mask, causal, call, rows)
@@ -132,7 +146,9 @@ class ContextAttention(SplitAttention):
             return self.attend(query, key, value, call, mask)
         # Each of this rank's chunks sees the keys up to its own end.
         outputs, size = [], key.shape[2] // self.layout.multiple
-        for chunk, part in zip(self.layout.chunks(self.layout.rank), query.split(size, dim=2), strict=True):
+        for chunk, part in zip(
+            self.layout.chunks(self.layout.rank), query.split(size, dim=2), strict=True
+        ):
             end = (chunk + 1) * size
             keys, values = key[:, :, :end], value[:, :, :end]
             outputs.append(self.attend(part, keys, values, call, causal_lower_right(size, end)))
@@ -156,7 +172,10 @@ class SequenceAttention(SplitAttention):
     ) -> torch.Tensor:
         """Compute the attention of this rank's heads over the full sequence."""
         ranks = self.layout.ranks
-        mask, causal = (None, call.causal) if call.mask is None else self.masks.own_heads(call.mask, query, call.flat)
+        if call.mask is None:
+            mask, causal = (None, call.causal)
+        else:
+            mask, causal = self.masks.own_heads(call.mask, query, call.flat)
         query, key, value = spread_inputs(query, key, value, self.group, ranks)
         rows = torch.arange(query.shape[2], device=query.device)
         mask, causal = self.without_padding(mask, causal, call, rows)
@@ -169,7 +188,9 @@ class SequenceAttention(SplitAttention):
         moved = query.nbytes + out + copies * (key.nbytes + value.nbytes)
         together = query.shape[-1] == key.shape[-1] == value.shape[-1]
         messages = 4 if together else 8
-        return {"heads for rows over sp, there and back": (messages, 2 * moved * (ranks - 1) // ranks)}
+        return {
+            "heads for rows over sp, there and back": (messages, 2 * moved * (ranks - 1) // ranks)
+        }
 
 
 class ShardRandom:

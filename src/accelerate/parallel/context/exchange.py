@@ -19,7 +19,9 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which gradients are summed over ranks: float64 for float64, else float32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+    if dtype == torch.float64:
+        return torch.float64
+    return torch.float32
 
 
 class _GatherContext(FunctionCtx):
@@ -34,7 +36,9 @@ class _Gather(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: _GatherContext, row: torch.Tensor, group: dist.ProcessGroup, all_to_all: bool) -> torch.Tensor:
+    def forward(
+        ctx: _GatherContext, row: torch.Tensor, group: dist.ProcessGroup, all_to_all: bool
+    ) -> torch.Tensor:
         ctx.group, ctx.all_to_all = group, all_to_all
         if all_to_all:
             return _all_to_all(row.expand(group.size(), -1), group)
@@ -53,7 +57,11 @@ class _Gather(torch.autograd.Function):
 
 
 def full_keys(
-    key: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup, layout: SequenceLayout, all_to_all: bool
+    key: torch.Tensor,
+    value: torch.Tensor,
+    group: dist.ProcessGroup,
+    layout: SequenceLayout,
+    all_to_all: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values (batch, heads, rows, width) of the full sequence, in one message."""
     message = torch.cat([key.flatten(), value.flatten()])
@@ -110,7 +118,11 @@ def copies_of_heads(key_heads: int, ranks: int) -> int:
 
 
 def spread_inputs(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup, ranks: int
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    group: dist.ProcessGroup,
+    ranks: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Query, key and value with all rows of this rank's heads; in one message where their widths are equal.
 
@@ -126,10 +138,15 @@ def spread_inputs(
     copies = copies_of_heads(key_heads, ranks)
     if copies > 1:
         key, value = (tensor.repeat_interleave(copies, dim=1) for tensor in (key, value))
-    if not query.shape[-1] == key.shape[-1] == value.shape[-1] or not query.dtype == key.dtype == value.dtype:
+    if (
+        not query.shape[-1] == key.shape[-1] == value.shape[-1]
+        or not query.dtype == key.dtype == value.dtype
+    ):
         return tuple(split_heads(tensor, group, ranks) for tensor in (query, key, value))  # type: ignore[return-value]
     # A rank's heads of all three lie next to each other.
     joined = torch.cat([tensor.unflatten(1, (ranks, -1)) for tensor in (query, key, value)], dim=2)
     together = split_heads(joined.flatten(1, 2), group, ranks)
-    query, key, value = together.split([heads // ranks, key.shape[1] // ranks, key.shape[1] // ranks], dim=1)
+    query, key, value = together.split(
+        [heads // ranks, key.shape[1] // ranks, key.shape[1] // ranks], dim=1
+    )
     return query, key, value

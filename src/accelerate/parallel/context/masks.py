@@ -24,7 +24,9 @@ class MaskReader:
         self.layout = layout
         self.group = group
 
-    def own_rows(self, mask: torch.Tensor, query: torch.Tensor, flat: bool) -> tuple[torch.Tensor | None, bool]:
+    def own_rows(
+        self, mask: torch.Tensor, query: torch.Tensor, flat: bool
+    ) -> tuple[torch.Tensor | None, bool]:
         """(this rank's rows of a mask over all columns, whether attention is causal instead).
 
         `query` is (batch, heads, rows, width); `flat`: it was (batch, rows, width).
@@ -36,7 +38,9 @@ class MaskReader:
             shaped = self.layout.take(shaped, 2)
         return shaped, False
 
-    def own_heads(self, mask: torch.Tensor, query: torch.Tensor, flat: bool) -> tuple[torch.Tensor | None, bool]:
+    def own_heads(
+        self, mask: torch.Tensor, query: torch.Tensor, flat: bool
+    ) -> tuple[torch.Tensor | None, bool]:
         """As `own_rows`, for all rows of the sequence and this rank's heads; gathers the rows of other ranks."""
         (shaped, is_local), layout = self._shaped(mask, query, flat), self.layout
         rows, heads = query.shape[2], query.shape[1]
@@ -45,25 +49,38 @@ class MaskReader:
         if shaped.shape[2] == rows:
             if shaped.requires_grad and torch.is_grad_enabled():
                 raise self._refuse(shaped, "it requires a gradient: give all of its rows")
-            sent = shaped.to(torch.uint8) if shaped.dtype == torch.bool else shaped
-            shards = transport.all_gather(sent.flatten(), self.group).view(layout.ranks, *sent.shape).to(shaped.dtype)
+            if shaped.dtype == torch.bool:
+                sent = shaped.to(torch.uint8)
+            else:
+                sent = shaped
+            shards = (
+                transport.all_gather(sent.flatten(), self.group)
+                .view(layout.ranks, *sent.shape)
+                .to(shaped.dtype)
+            )
             shaped = layout.join(list(shards), 2)
         if shaped.shape[1] == heads > 1:
             shaped = shaped.unflatten(1, (layout.ranks, -1)).select(1, layout.rank)
         return shaped, False
 
-    def _shaped(self, mask: torch.Tensor, query: torch.Tensor, flat: bool) -> tuple[torch.Tensor, bool]:
+    def _shaped(
+        self, mask: torch.Tensor, query: torch.Tensor, flat: bool
+    ) -> tuple[torch.Tensor, bool]:
         """The mask in four dimensions, and whether it has this rank's columns only."""
         rows = query.shape[2]
         length = rows * self.layout.ranks
         if mask.dtype != torch.bool and not mask.is_floating_point():
-            raise self._refuse(mask, f"its dtype is {mask.dtype}, not bool and not a floating point type")
+            raise self._refuse(
+                mask, f"its dtype is {mask.dtype}, not bool and not a floating point type"
+            )
         shaped = mask.unsqueeze(1) if flat and mask.dim() == 3 else mask
         if 2 <= shaped.dim() < 4:
             shaped = shaped[(None,) * (4 - shaped.dim())]
         sizes = zip(shaped.shape, query.shape[:2], strict=False)
         if shaped.dim() != 4 or any(size not in (1, of) for size, of in sizes):
-            raise self._refuse(mask, f"it does not broadcast over {query.shape[0]} x {query.shape[1]} heads")
+            raise self._refuse(
+                mask, f"it does not broadcast over {query.shape[0]} x {query.shape[1]} heads"
+            )
         if shaped.shape[3] == 1:
             shaped = shaped.expand(*shaped.shape[:3], length)
         allowed = {length: (1, rows, length), rows: (1, rows)}
@@ -84,7 +101,9 @@ class MaskReader:
         lower = torch.ones(rows, rows, dtype=torch.bool, device=mask.device).tril()
         if shown.shape[2] == rows and bool((shown == lower).all()):
             return True
-        raise self._refuse(mask, "it is neither causal nor all true, and has this rank's columns only")
+        raise self._refuse(
+            mask, "it is neither causal nor all true, and has this rank's columns only"
+        )
 
     def _refuse(self, mask: torch.Tensor, why: str) -> ConfigurationError:
         return ConfigurationError(

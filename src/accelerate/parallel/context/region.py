@@ -115,7 +115,9 @@ class ContextParallel:
         self.random: ShardRandom = ShardRandom(rank, device_type)
         self.attention: SplitAttention
         if size == "cp_size":
-            self.attention = ContextAttention(group, self.layout, self.random, all_to_all=strategy == "alltoall")
+            self.attention = ContextAttention(
+                group, self.layout, self.random, all_to_all=strategy == "alltoall"
+            )
         else:
             self.attention = SequenceAttention(group, self.layout, self.random)
             transformers_models.count_full_batches()
@@ -123,7 +125,9 @@ class ContextParallel:
         self.patch.others.update(transformers_models.mask_hooks(lambda: self.region))
         if not self.layout.balanced:
             # While a loader splits batches.
-            self.patch.others["transformers.trainer", "deepspeed_sp_compute_loss"] = transformers_models.on_the_mesh
+            self.patch.others["transformers.trainer", "deepspeed_sp_compute_loss"] = (
+                transformers_models.on_the_mesh
+            )
         self._block: SequenceRegion | None = None
         # Batches that a loader split: that of the last or current forward, and all that are still alive.
         self._batch: SequenceRegion | None = None
@@ -149,7 +153,9 @@ class ContextParallel:
         return self._block is not None or self._batch is not None or len(self._loader_batches) > 0
 
     @classmethod
-    def of_layout(cls, layout: ParallelismConfig, mesh: dist.DeviceMesh | None) -> ContextParallel | None:
+    def of_layout(
+        cls, layout: ParallelismConfig, mesh: dist.DeviceMesh | None
+    ) -> ContextParallel | None:
         """For the cp or sp dimension of a layout; None where it has none."""
         if mesh is None or not (layout.cp_enabled or layout.sp_enabled):
             return None
@@ -164,17 +170,24 @@ class ContextParallel:
                 "attend through torch's scaled_dot_product_attention, which takes flash kernels where there are any. "
                 "Use 'sdpa' or None."
             )
-        fixed = None if promised.sp_seq_length_is_variable else promised.sp_seq_length
+        if promised.sp_seq_length_is_variable:
+            fixed = None
+        else:
+            fixed = promised.sp_seq_length
         return cls(mesh["sp"].get_group(), "sp_size", length=fixed, device_type=mesh.device_type)
 
     @property
     def last_group(self) -> dist.ProcessGroup | None:
         """The ranks that had other tokens of the same samples in the last forward; None if no sequence was split."""
-        return self.group if self.was_split else None
+        if self.was_split:
+            return self.group
+        return None
 
     def split_loader(self, loader: object) -> object:
         """A loader whose batches have this rank's tokens; the same one where blocks split sequences (cp_size)."""
-        return loader if self.layout.balanced else SequenceLoader(loader, self)
+        if self.layout.balanced:
+            return loader
+        return SequenceLoader(loader, self)
 
     def _check_length(self, length: int, what: str) -> None:
         if self.length not in (None, length):
@@ -191,11 +204,15 @@ class ContextParallel:
     ) -> Iterator[None]:
         """A block in which `buffers` hold this rank's rows, and these attend to the full sequence."""
         if self._block is not None:
-            raise ConfigurationError("maybe_context_parallel is open already: its blocks are not nested")
+            raise ConfigurationError(
+                "maybe_context_parallel is open already: its blocks are not nested"
+            )
         length = common_length(self.layout, buffers, dimensions, no_restore)
         self._check_length(length, "buffer 0 of maybe_context_parallel")
         with contextlib.ExitStack() as stack:
-            full_tensors = stack.enter_context(split_in_place(self.layout, buffers, dimensions, no_restore))
+            full_tensors = stack.enter_context(
+                split_in_place(self.layout, buffers, dimensions, no_restore)
+            )
             self.patch.open()
             stack.callback(self.patch.close)
             stack.callback(self._end_block)
@@ -218,7 +235,11 @@ class ContextParallel:
             yield
 
     def _region(
-        self, length: int, pieces: Iterable[torch.Tensor], full_tensors: Iterable[torch.Tensor], strict: bool = True
+        self,
+        length: int,
+        pieces: Iterable[torch.Tensor],
+        full_tensors: Iterable[torch.Tensor],
+        strict: bool = True,
     ) -> SequenceRegion:
         pieces = list(pieces)
         # Only integer tensors (token ids, labels, positions) are needed again in full.
@@ -270,10 +291,14 @@ class ContextParallel:
         """
         if self._block is None and self._loader_batches and not self._running:
             tensors = [value for value in inputs.values() if isinstance(value, torch.Tensor)]
-            regions = [self._loader_batches[tensor] for tensor in tensors if tensor in self._loader_batches]
+            regions = [
+                self._loader_batches[tensor] for tensor in tensors if tensor in self._loader_batches
+            ]
             if not regions and training:
                 sizes = {value.shape[1] for value in tensors if value.dim() > 1}
-                regions = [region for region in self._loader_batches.values() if region.rows in sizes]
+                regions = [
+                    region for region in self._loader_batches.values() if region.rows in sizes
+                ]
             self._batch = regions[0] if regions else None
         return self.region
 
@@ -310,7 +335,11 @@ class ContextParallel:
             self._running.pop()[1].close()
             error = sys.exception() if output is None else None
             # torch's errors about shapes.
-            if self.region is not None and error is not None and type(error) in (RuntimeError, ValueError):
+            if (
+                self.region is not None
+                and error is not None
+                and type(error) in (RuntimeError, ValueError)
+            ):
                 error.add_note(
                     f"{self.region.part}. A table of positions or a mask of the full length does not fit: index it "
                     "with position_ids, or give it as one of the buffers of maybe_context_parallel."
@@ -329,7 +358,10 @@ class ContextParallel:
         if region is not None and region.sent:
             # Before the backward, which may recompute the forward.
             self._sent, region.sent = region.sent, {}
-        before = None if region is None else region.passes.pop(id(model), None)
+        if region is None:
+            before = None
+        else:
+            before = region.passes.pop(id(model), None)
         self.was_split = region is not None and before is not None and region.calls > before
         if region is None or before is None or not region.strict or region.calls > before:
             return
@@ -357,11 +389,20 @@ class ContextParallel:
         region = self.region
         if region is None or (not region.strict and query.shape[-2] != region.rows):
             return plain_attention(
-                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+                query,
+                key,
+                value,
+                attn_mask,
+                dropout_p,
+                is_causal,
+                scale=scale,
+                enable_gqa=enable_gqa,
             )
         _check_shapes(query, key, value, region, enable_gqa)
         if attn_mask is not None and is_causal:
-            raise ConfigurationError("scaled_dot_product_attention has an attn_mask and is_causal=True: give one")
+            raise ConfigurationError(
+                "scaled_dot_product_attention has an attn_mask and is_causal=True: give one"
+            )
         region.calls += 1
         flat = query.dim() == 3
         call = AttentionCall(attn_mask, dropout_p, is_causal, scale, region.keep, flat)
@@ -377,7 +418,9 @@ class ContextParallel:
             region.sent[what] = (before[0] + messages, before[1] + sent)
         with self.patch.suspended():
             out = self.attention(query, key, value, call)
-        return out.squeeze(1) if flat else out
+        if flat:
+            return out.squeeze(1)
+        return out
 
     def communication_volume(self, backwards: int) -> list[CommunicationVolume]:
         """What attention sends in a step of so many backwards, as in the last batch; empty before the first."""
@@ -390,7 +433,9 @@ class ContextParallel:
 class _Inputs:
     """A forward pre-hook that adds to a model's arguments what depends on the full sequence."""
 
-    def __init__(self, parallel: ContextParallel, called: nn.Module, special: nn.Module | None) -> None:
+    def __init__(
+        self, parallel: ContextParallel, called: nn.Module, special: nn.Module | None
+    ) -> None:
         self.parallel, self.name, self.special = parallel, class_name(called), special
         self.signature = inspect.signature(called.forward)
         self.takes_positions = "position_ids" in self.signature.parameters
@@ -409,8 +454,14 @@ class _Inputs:
         if region is None:
             return None
         # The input that is (batch, this rank's rows, ...).
-        usual = [value for name in ("input_ids", "inputs_embeds") if (value := inputs.get(name)) is not None]
-        split = next((value for value in usual or inputs.values() if _is_sequence(value, region.rows)), None)
+        usual = [
+            value
+            for name in ("input_ids", "inputs_embeds")
+            if (value := inputs.get(name)) is not None
+        ]
+        split = next(
+            (value for value in usual or inputs.values() if _is_sequence(value, region.rows)), None
+        )
         if split is None and not region.strict:
             return None
         changed = {}
@@ -428,7 +479,12 @@ class _Inputs:
                 f"rows from 0, and {region.layout} would compute something else. Train it "
                 "without, or give its table of positions as one of the buffers of maybe_context_parallel."
             )
-        elif not self.takes_positions and not self.keywords and not region.has_tables and not self.parallel.has_warned:
+        elif (
+            not self.takes_positions
+            and not self.keywords
+            and not region.has_tables
+            and not self.parallel.has_warned
+        ):
             self.parallel.has_warned = True
             logger.warning(
                 f"{self.name}.forward takes no position_ids: if the model counts positions by itself, "
@@ -468,7 +524,11 @@ def _sequences(batch: Mapping[str, object]) -> tuple[int, torch.device, int]:
 
 
 def _check_shapes(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, region: SequenceRegion, enable_gqa: bool
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    region: SequenceRegion,
+    enable_gqa: bool,
 ) -> None:
     size = str(region.layout)
     if query.dim() not in (3, 4) or not query.dim() == key.dim() == value.dim():
@@ -487,8 +547,14 @@ def _check_shapes(
             "buffers of maybe_context_parallel?"
         )
     if query.shape[0] != key.shape[0] or key.shape[:-1] != value.shape[:-1]:
-        raise ConfigurationError(f"attention under {size}: batches and heads of keys and values differ")
-    if query.dim() == 4 and query.shape[1] != key.shape[1] and (not enable_gqa or query.shape[1] % key.shape[1]):
+        raise ConfigurationError(
+            f"attention under {size}: batches and heads of keys and values differ"
+        )
+    if (
+        query.dim() == 4
+        and query.shape[1] != key.shape[1]
+        and (not enable_gqa or query.shape[1] % key.shape[1])
+    ):
         raise ConfigurationError(
             f"attention with {query.shape[1]} query heads and {key.shape[1]} key heads: pass enable_gqa=True, and a "
             "number of query heads that is divisible by that of key heads"

@@ -36,7 +36,9 @@ class SequenceLayout:
 
     def chunks(self, rank: int) -> tuple[int, ...]:
         """The chunks of a rank, in the order of the sequence."""
-        return (rank, 2 * self.ranks - 1 - rank) if self.balanced else (rank,)
+        if self.balanced:
+            return (rank, 2 * self.ranks - 1 - rank)
+        return (rank,)
 
     def check(self, length: int, what: str) -> None:
         """Raises ConfigurationError for a length that cannot be split."""
@@ -51,7 +53,9 @@ class SequenceLayout:
     def rows(self, length: int, device: torch.device | None = None) -> torch.Tensor:
         """The positions in the full sequence of this rank's rows: (length / ranks,)."""
         chunk = length // self.multiple
-        pieces = [torch.arange(i * chunk, (i + 1) * chunk, device=device) for i in self.chunks(self.rank)]
+        pieces = [
+            torch.arange(i * chunk, (i + 1) * chunk, device=device) for i in self.chunks(self.rank)
+        ]
         return torch.cat(pieces)
 
     def take(self, full: torch.Tensor, dimension: int) -> torch.Tensor:
@@ -65,11 +69,16 @@ class SequenceLayout:
         if not self.balanced:
             return torch.cat(list(shards), dim=dimension)
         halves = [shard.chunk(2, dim=dimension) for shard in shards]
-        return torch.cat([head for head, _ in halves] + [tail for _, tail in reversed(halves)], dim=dimension)
+        return torch.cat(
+            [head for head, _ in halves] + [tail for _, tail in reversed(halves)], dim=dimension
+        )
 
 
 def common_length(
-    layout: SequenceLayout, buffers: Sequence[torch.Tensor], dimensions: Sequence[int], no_restore: set[torch.Tensor]
+    layout: SequenceLayout,
+    buffers: Sequence[torch.Tensor],
+    dimensions: Sequence[int],
+    no_restore: set[torch.Tensor],
 ) -> int:
     """The length of the sequence that buffers have along their `dimensions`.
 
@@ -89,7 +98,9 @@ def common_length(
     lengths = []
     for number, (buffer, dimension) in enumerate(zip(buffers, dimensions, strict=True)):
         if not isinstance(buffer, torch.Tensor):
-            raise ConfigurationError(f"buffer {number} of maybe_context_parallel is a {type(buffer).__name__}")
+            raise ConfigurationError(
+                f"buffer {number} of maybe_context_parallel is a {type(buffer).__name__}"
+            )
         if buffer.requires_grad:
             raise ConfigurationError(
                 f"buffer {number} of maybe_context_parallel takes part in autograd (parameter or activation): it "
@@ -107,13 +118,18 @@ def common_length(
                 f"dimension {dimensions[0]}, buffer {number} has {length} along dimension {dimensions[number]}"
             )
     if any(all(buffer is not own for own in buffers) for buffer in no_restore):
-        raise ConfigurationError("no_restore_buffers of maybe_context_parallel must be some of its buffers")
+        raise ConfigurationError(
+            "no_restore_buffers of maybe_context_parallel must be some of its buffers"
+        )
     return lengths[0]
 
 
 @contextlib.contextmanager
 def split_in_place(
-    layout: SequenceLayout, buffers: Sequence[torch.Tensor], dimensions: Sequence[int], no_restore: set[torch.Tensor]
+    layout: SequenceLayout,
+    buffers: Sequence[torch.Tensor],
+    dimensions: Sequence[int],
+    no_restore: set[torch.Tensor],
 ) -> Iterator[list[torch.Tensor]]:
     """A block in which `buffers` hold this rank's rows. After it they are restored, except those in `no_restore`.
 
@@ -123,7 +139,10 @@ def split_in_place(
     """
     kept = {id(buffer) for buffer in no_restore}
     # One tensor may be in the list twice (labels that are the token ids); it is split once.
-    once = {id(buffer): (buffer, dimension) for buffer, dimension in zip(buffers, dimensions, strict=True)}
+    once = {
+        id(buffer): (buffer, dimension)
+        for buffer, dimension in zip(buffers, dimensions, strict=True)
+    }
     full = {key: buffer.data for key, (buffer, _) in once.items()}
     for buffer, dimension in once.values():
         _set_data(buffer, layout.take(buffer.data, dimension))

@@ -74,29 +74,45 @@ def check_supported(model: nn.Module, size: str) -> None:
 def _layers(model: nn.Module) -> set[str]:
     """The kinds of a model's layers."""
     config: Any = getattr(model, "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if hasattr(config, "get_text_config"):
+        config = config.get_text_config()
+    else:
+        config = config
     layers = getattr(config, "layer_types", None)
     if layers is not None:
         return {_FULL, *layers}
     named = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
-    return {_FULL} | {kind for kind, field in named.items() if getattr(config, field, None) is not None}
+    return {_FULL} | {
+        kind for kind, field in named.items() if getattr(config, field, None) is not None
+    }
 
 
-def adapt_inputs(model: nn.Module, inputs: dict[str, Any], region: SequenceRegion) -> dict[str, Any]:
+def adapt_inputs(
+    model: nn.Module, inputs: dict[str, Any], region: SequenceRegion
+) -> dict[str, Any]:
     """Arguments to add or replace: the padding mask is moved to the region, labels are shifted."""
     changed: dict[str, Any] = {}
     region.keep, region.packed = None, None
     mask = inputs.get("attention_mask")
-    if isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.shape[1] in (region.rows, region.length):
+    if (
+        isinstance(mask, torch.Tensor)
+        and mask.dim() == 2
+        and mask.shape[1] in (region.rows, region.length)
+    ):
         if mask.shape[1] == region.length:
             mask = region.layout.take(mask, 1)
         rows = transport.all_gather(mask.ne(0).to(torch.uint8).flatten(), region.group)
         keep = rows.view(region.layout.ranks, *mask.shape).bool()
         region.keep = None if bool(keep.all()) else keep
         changed["attention_mask"] = None
-        region.packed = False  # as in transformers, which looks for packed sequences where no mask is given
+        # as in transformers, which looks for packed sequences where no mask is given
+        region.packed = False
     positions = inputs.get("position_ids")
-    if region.packed is None and isinstance(positions, torch.Tensor) and positions.shape[1:] == (region.rows,):
+    if (
+        region.packed is None
+        and isinstance(positions, torch.Tensor)
+        and positions.shape[1:] == (region.rows,)
+    ):
         region.packed = packed_sequences(positions, region)
     labels = inputs.get("labels")
     if isinstance(labels, torch.Tensor) and inputs.get("shift_labels") is None:
@@ -116,10 +132,14 @@ def packed_sequences(
     """
     full = region.full_of(positions)
     if full is None:
-        shards = transport.all_gather(positions.flatten(), region.group).view(region.layout.ranks, *positions.shape)
+        shards = transport.all_gather(positions.flatten(), region.group).view(
+            region.layout.ranks, *positions.shape
+        )
         full = region.layout.join(list(shards), 1)
     number = (full.diff(dim=1, prepend=full[:, :1] - 1) != 1).cumsum(1)
-    return (full, number) if bool(number[:, -1].any()) else False
+    if bool(number[:, -1].any()):
+        return (full, number)
+    return False
 
 
 def shifted(labels: torch.Tensor, region: SequenceRegion) -> torch.Tensor:
@@ -137,7 +157,9 @@ def shifted(labels: torch.Tensor, region: SequenceRegion) -> torch.Tensor:
 def on_the_mesh(former: Callable[..., object]) -> Callable[..., object]:
     """Have the loss over a sequence's ranks use the group of the mesh, as for backends other than DeepSpeed."""
 
-    def compute_loss(accelerator: object, model: object, inputs: object, return_outputs: bool, layout: Any) -> object:
+    def compute_loss(
+        accelerator: object, model: object, inputs: object, return_outputs: bool, layout: Any
+    ) -> object:
         layout = SimpleNamespace(sp_backend="torch", sp_size=layout.sp_size)
         return former(accelerator, model, inputs, return_outputs, layout)
 
@@ -157,10 +179,14 @@ def count_full_batches() -> None:
         return
 
     def get_sp_size(self: object) -> Any:
-        return 1 if _splits_heads(self) else former[0](self)  # type: ignore[misc]
+        if _splits_heads(self):
+            return 1
+        return former[0](self)  # type: ignore[misc]
 
     def get_cp_size(self: Any) -> Any:
-        return self.accelerator.parallelism_config.sp_size if _splits_heads(self) else former[1](self)  # type: ignore[misc]
+        if _splits_heads(self):
+            return self.accelerator.parallelism_config.sp_size
+        return former[1](self)  # type: ignore[misc]
 
     trainer.get_sp_size, trainer.get_cp_size = get_sp_size, get_cp_size  # type: ignore[union-attr]
 
@@ -178,7 +204,9 @@ def mask_hooks(region: _Current) -> dict[tuple[str, str], Wrapper]:
     """Functions of transformers that are replaced while sequences are split: (module, name) -> wrapper."""
     return {
         (_MASKING, "find_packed_sequence_indices"): lambda former: _ignore_packing(former, region),
-        (_MASKING, "ALL_MASK_ATTENTION_FUNCTIONS"): lambda former: _full_sequence_masks(former, region),
+        (_MASKING, "ALL_MASK_ATTENTION_FUNCTIONS"): lambda former: _full_sequence_masks(
+            former, region
+        ),
         # Key heads are sent without repeating them, also with a mask.
         ("transformers.integrations.sdpa_attention", "use_gqa_in_sdpa"): lambda former: (
             lambda *args, **kwargs: region() is not None or former(*args, **kwargs)
@@ -188,14 +216,22 @@ def mask_hooks(region: _Current) -> dict[tuple[str, str], Wrapper]:
 
 def builds_masks(source: str) -> bool:
     """Whether a module of this name builds its masks by transformers' functions, which use the replaced ones."""
-    bound = vars(sys.modules[source]) if source in sys.modules else {}
-    return any(name.startswith("create_") and getattr(bound[name], "__module__", "") == _MASKING for name in bound)
+    if source in sys.modules:
+        bound = vars(sys.modules[source])
+    else:
+        bound = {}
+    return any(
+        name.startswith("create_") and getattr(bound[name], "__module__", "") == _MASKING
+        for name in bound
+    )
 
 
 def _ignore_packing(former: Callable[..., object], region: _Current) -> Callable[..., object]:
     """Replaces the search for packed sequences, which would take this rank's two chunks for two sequences."""
 
-    def find_packed_sequence_indices(position_ids: torch.Tensor, *args: object, **kwargs: object) -> object:
+    def find_packed_sequence_indices(
+        position_ids: torch.Tensor, *args: object, **kwargs: object
+    ) -> object:
         current = region()
         if current is None or position_ids.shape[-1] != current.rows:
             return former(position_ids, *args, **kwargs)
@@ -225,7 +261,10 @@ def _full_sequence_masks(former: Any, region: _Current) -> object:
             return mask
         return _full_mask(sdpa_mask, arguments, current)
 
-    table["sdpa"] = torch.compiler.disable(full_mask) if "torch._dynamo" in sys.modules else full_mask
+    if "torch._dynamo" in sys.modules:
+        table["sdpa"] = torch.compiler.disable(full_mask)
+    else:
+        table["sdpa"] = full_mask
     return table
 
 
@@ -242,17 +281,24 @@ def _full_mask(
             f"{layout}, for this rank's rows only: give attention_mask to the model."
         )
     local = arguments.get("local_size")
-    skips = arguments.get("allow_is_causal_skip", True) or arguments.get("allow_is_bidirectional_skip", False)
+    skips = arguments.get("allow_is_causal_skip", True) or arguments.get(
+        "allow_is_bidirectional_skip", False
+    )
     if skips and not packed and (local is None or length < local):
         return None
     if packed:
         positions, documents = (full.expand(arguments["batch_size"], -1) for full in packed)
         masking: Any = sys.modules[_MASKING]
         within = masking.packed_sequence_mask_function(documents.to(arguments["device"]))
-        moved = masking.remap_positions_for_packed_sequence(function, positions.to(arguments["device"]))
+        moved = masking.remap_positions_for_packed_sequence(
+            function, positions.to(arguments["device"])
+        )
         function = masking.and_masks(within, moved)
     size = length // layout.multiple
-    chunks = [(size, i * size) for i in layout.chunks(layout.rank)] if layout.balanced else [(length, 0)]
+    if layout.balanced:
+        chunks = [(size, i * size) for i in layout.chunks(layout.rank)]
+    else:
+        chunks = [(length, 0)]
     arguments = {
         **arguments,
         "kv_length": length,
@@ -262,5 +308,8 @@ def _full_mask(
         "allow_is_causal_skip": False,
         "allow_is_bidirectional_skip": False,
     }
-    masks = [compact(sdpa_mask(**{**arguments, "q_length": rows, "q_offset": first})) for rows, first in chunks]
+    masks = [
+        compact(sdpa_mask(**{**arguments, "q_length": rows, "q_offset": first}))
+        for rows, first in chunks
+    ]
     return torch.cat(masks, dim=2).expand(arguments["batch_size"], -1, -1, -1)

@@ -21,7 +21,9 @@ _COMPRESSED = {Hook.FP16: torch.float16, Hook.BF16: torch.bfloat16}
 Function = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
 
 
-def register(model: DistributedDataParallel, hook: Hook, wrapper: Hook, state_options: dict[str, Any]) -> None:
+def register(
+    model: DistributedDataParallel, hook: Hook, wrapper: Hook, state_options: dict[str, Any]
+) -> None:
     """Register `hook` (wrapped by `wrapper`) on a `DistributedDataParallel` model. Hook.NO registers nothing."""
     if hook is Hook.NO:
         return
@@ -36,14 +38,19 @@ def register(model: DistributedDataParallel, hook: Hook, wrapper: Hook, state_op
                 f"DistributedDataParallelKwargs.comm_state_option={state_options!r} does not fit PowerSGDState: "
                 f"{error}"
             ) from error
-        function = powerSGD_hook.powerSGD_hook if hook is Hook.POWER_SGD else powerSGD_hook.batched_powerSGD_hook
+        if hook is Hook.POWER_SGD:
+            function = powerSGD_hook.powerSGD_hook
+        else:
+            function = powerSGD_hook.batched_powerSGD_hook
     if wrapper is not Hook.NO:
         function = _cast_wrapper(function, _COMPRESSED[wrapper])
     model.register_comm_hook(state=state, hook=function)
 
 
 def _cast_hook(dtype: torch.dtype) -> Function:
-    def compress(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def compress(
+        group: dist.ProcessGroup, bucket: dist.GradBucket
+    ) -> torch.futures.Future[torch.Tensor]:
         compressed = bucket.buffer().to(dtype).div_(group.size())
         buffer = bucket.buffer()
 

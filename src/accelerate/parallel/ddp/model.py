@@ -23,7 +23,9 @@ class ReplicatedModel(PreparedModel):
     `element_size` is the size in bytes of a gradient's element that a communication hook sends; None without a hook.
     """
 
-    def __init__(self, module: torch.nn.Module, precision: Precision, element_size: int | None = None) -> None:
+    def __init__(
+        self, module: torch.nn.Module, precision: Precision, element_size: int | None = None
+    ) -> None:
         super().__init__(module, precision)
         self.element_size = element_size
         self.has_run = False  # whether there was a backward
@@ -47,13 +49,19 @@ class ReplicatedModel(PreparedModel):
     def is_outgrown(self) -> bool:
         """Whether DDP reduces other parameters than the trainable ones, or there is no DDP although some do."""
         # XLA on one process has no group.
-        return dist.is_initialized() and set(map(id, self._trained())) != set(map(id, self.reduced.values()))
+        return dist.is_initialized() and set(map(id, self._trained())) != set(
+            map(id, self.reduced.values())
+        )
 
     def _trained(self) -> dict[nn.Parameter, str]:
         """The trainable parameters that DDP does not ignore."""
         replica = replica_of(self.module)
         ignored = () if replica is None else replica.parameters_to_ignore
-        return {p: name for name, p in self.inner.named_parameters() if p.requires_grad and name not in ignored}
+        return {
+            p: name
+            for name, p in self.inner.named_parameters()
+            if p.requires_grad and name not in ignored
+        }
 
     def new_parameters(self) -> dict[str, nn.Parameter]:
         """Trainable parameters that DDP does not know: it does not average their gradients."""
@@ -80,4 +88,6 @@ class ReplicatedModel(PreparedModel):
 def replica_of(model: object) -> DistributedDataParallel | None:
     """The DDP wrapper of a prepared model, also inside a compiled one; None where it has none."""
     inner = uncompiled(model)
-    return inner if isinstance(inner, DistributedDataParallel) else None
+    if isinstance(inner, DistributedDataParallel):
+        return inner
+    return None

@@ -17,7 +17,9 @@ def check_device(model: nn.Module) -> None:
     """Raise PrepareError for a model on a device whose tensors the processes cannot send."""
     assert dist.group.WORLD is not None
     kinds = backends_of(dist.group.WORLD)
-    elsewhere = next((p.device for p in model.parameters() if p.device.type not in {*kinds, "meta"}), None)
+    elsewhere = next(
+        (p.device for p in model.parameters() if p.device.type not in {*kinds, "meta"}), None
+    )
     if elsewhere is not None:
         raise PrepareError(
             f"{type(model).__name__} is on {elsewhere}, and the processes of this run communicate on "
@@ -28,7 +30,8 @@ def check_device(model: nn.Module) -> None:
 
 def check_frozen(frozen: Mapping[str, nn.Parameter], model: nn.Module) -> None:
     """Raise PrepareError for a parameter that trains since `prepare`: DDP would not average its gradient."""
-    if (name := next((name for name, p in frozen.items() if p.requires_grad), None)) is not None:
+    name = next((name for name, p in frozen.items() if p.requires_grad), None)
+    if name is not None:
         raise PrepareError(
             f"{name} was frozen when {type(model).__name__} was prepared, and DDP would not average its "
             "gradient. Unfreeze it before prepare and freeze it again after (with find_unused_parameters=True of "
@@ -68,13 +71,19 @@ def check_joined(models: Iterable[object]) -> list[Any]:
     joined = list(models)
     for model in joined:
         if not isinstance(model, Joinable):
-            raise PrepareError(f"join_uneven_inputs takes prepared models, and this {type(model).__name__} is not one")
+            raise PrepareError(
+                f"join_uneven_inputs takes prepared models, and this {type(model).__name__} is not one"
+            )
     return joined
 
 
-def check_turn(joined: Sequence[object], turns: Iterator[object], replica: nn.Module, _: object) -> None:
+def check_turn(
+    joined: Sequence[object], turns: Iterator[object], replica: nn.Module, _: object
+) -> None:
     """Raise PrepareError for models that do not send their messages one after the other, as `Join` answers them."""
-    if any(getattr(model, "expects_backward", False) for model in joined) or replica is not next(turns):
+    if any(getattr(model, "expects_backward", False) for model in joined) or replica is not next(
+        turns
+    ):
         names = ", ".join(type(getattr(model, "module", model)).__name__ for model in joined)
         raise PrepareError(
             f"join_uneven_inputs([{names}]): a process that has finished answers the messages of one model after the "

@@ -64,7 +64,10 @@ class DataParallel(Strategy):
 
     def as_prepared(self, module: torch.nn.Module) -> ReplicatedModel:
         """A prepared model with the element size of the communication hook."""
-        halves = self.options.comm_hook in (DDPCommunicationHookType.FP16, DDPCommunicationHookType.BF16)
+        halves = self.options.comm_hook in (
+            DDPCommunicationHookType.FP16,
+            DDPCommunicationHookType.BF16,
+        )
         return ReplicatedModel(module, self.precision, 2 if halves else None)
 
     def lay_out(self, model: torch.nn.Module) -> PreparedModel:
@@ -78,7 +81,9 @@ class DataParallel(Strategy):
             skipped = () if replica is None else replica.parameters_to_ignore
             for name, parameter in prepared.inner.named_parameters():
                 if name not in skipped:
-                    (prepared.reduced if parameter.requires_grad else prepared.frozen)[name] = parameter
+                    (prepared.reduced if parameter.requires_grad else prepared.frozen)[name] = (
+                        parameter
+                    )
         return prepared
 
     def backward(self, loss: torch.Tensor, **kwargs: object) -> None:
@@ -89,12 +94,21 @@ class DataParallel(Strategy):
                 requirements.check_frozen(prepared.frozen, prepared.inner)
                 prepared.has_run = True
                 replica = replica_of(prepared.module)
-                if replica is not None and replica.require_backward_grad_sync and hasattr(replica, "expects_backward"):
+                if (
+                    replica is not None
+                    and replica.require_backward_grad_sync
+                    and hasattr(replica, "expects_backward")
+                ):
                     synced.append((prepared, replica))
         reached: list[DistributedDataParallel] = []
         reduced: set[int] = set()
         if not all(replica.expects_backward for _, replica in synced):
-            reduced |= {id(p) for model, replica in synced if replica.expects_backward for p in model.reduced.values()}
+            reduced |= {
+                id(p)
+                for model, replica in synced
+                if replica.expects_backward
+                for p in model.reduced.values()
+            }
         with contextlib.ExitStack() as stack:
             for prepared, replica in synced:
                 if replica.syncs_late and replica.find_unused_parameters:
@@ -104,7 +118,9 @@ class DataParallel(Strategy):
                     if not replica.expects_backward:
                         # Two models may share parameters.
                         trained = [p for p in trained if id(p) not in reduced]
-                    hook = register_multi_grad_hook(trained, functools.partial(_reach, replica, reached), mode="any")
+                    hook = register_multi_grad_hook(
+                        trained, functools.partial(_reach, replica, reached), mode="any"
+                    )
                     stack.callback(hook.remove)
                 else:
                     reached.append(replica)
@@ -149,7 +165,9 @@ def _expect_backward(replica: torch.nn.Module, *_: object) -> None:
         replica.expects_backward = True  # type: ignore[assignment]
 
 
-def _reach(replica: DistributedDataParallel, reached: list[DistributedDataParallel], _: torch.Tensor) -> None:
+def _reach(
+    replica: DistributedDataParallel, reached: list[DistributedDataParallel], _: torch.Tensor
+) -> None:
     """A hook of the first gradient of a model in a backward."""
     if not replica.expects_backward:
         raise requirements.second_backward(replica.module)
@@ -200,7 +218,10 @@ class XlaDataParallel(DataParallel):
     name = "DistributedDataParallel on XLA"
 
     def __init__(
-        self, device: torch.device, precision: Precision, options: DistributedDataParallelKwargs | None = None
+        self,
+        device: torch.device,
+        precision: Precision,
+        options: DistributedDataParallelKwargs | None = None,
     ) -> None:
         super().__init__(device, precision, options)
         import torch_xla
@@ -210,11 +231,15 @@ class XlaDataParallel(DataParallel):
     @property
     def data_shard(self) -> tuple[int, int]:
         """One shard for each process; all data without a process group."""
-        return one_shard_each(self) if dist.is_initialized() else (0, 1)
+        if dist.is_initialized():
+            return one_shard_each(self)
+        return (0, 1)
 
     def wrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
         """The model inside of DDP if there is a process group."""
-        return super().wrap_model(model) if dist.is_initialized() else model
+        if dist.is_initialized():
+            return super().wrap_model(model)
+        return model
 
     def arguments(self, model: torch.nn.Module) -> dict[str, Any]:
         """The arguments of DDP besides the model."""

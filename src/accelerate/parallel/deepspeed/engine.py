@@ -62,7 +62,9 @@ class DeepSpeedEngineWrapper:
         if sync_gradients:
             self.engine.step()
 
-    def backward_items(self, loss: torch.Tensor, factor: Callable[[], torch.Tensor] | None, **kwargs: object) -> None:
+    def backward_items(
+        self, loss: torch.Tensor, factor: Callable[[], torch.Tensor] | None, **kwargs: object
+    ) -> None:
         """One backward of a loss that is not divided by the steps of its window.
 
         At the end of a window (`factor` is given) the engine steps with its gradients times `factor()`.
@@ -78,14 +80,19 @@ class DeepSpeedEngineWrapper:
     def get_global_grad_norm(self) -> float | None:
         """The norm of the last step's gradients before clipping; None before the first step, and without ZeRO."""
         norm = self.engine.get_global_grad_norm()
-        return norm.item() if isinstance(norm, torch.Tensor) else norm
+        if isinstance(norm, torch.Tensor):
+            return norm.item()
+        return norm
 
 
 def check_multiplies(engine: Engine) -> None:
     """Raise ConfigurationError for an engine that uses gradients before its step."""
     super_offload = getattr(engine, "super_offload", None)
     offloads = callable(super_offload) and bool(super_offload())
-    for option, is_on in (("zenflow", getattr(engine, "zenflow", False)), ("super_offload", offloads)):
+    for option, is_on in (
+        ("zenflow", getattr(engine, "zenflow", False)),
+        ("super_offload", offloads),
+    ):
         if is_on:
             raise ConfigurationError(
                 f"backward(loss, num_items=...): DeepSpeed's {option} updates parameters before all gradients of a "
@@ -106,7 +113,10 @@ def multiplied(engine: Engine, factor: torch.Tensor) -> Iterator[None]:
         # The step divides by the loss scale wherever gradients lie, on the host too.
         known = optimizer.custom_loss_scaler, optimizer.external_loss_scale
         scale, number = float(optimizer.loss_scale), float(factor)
-        optimizer.external_loss_scale = scale / number if number else scale
+        if number:
+            optimizer.external_loss_scale = scale / number
+        else:
+            optimizer.external_loss_scale = scale
         optimizer.custom_loss_scaler = True
         try:
             yield
@@ -131,7 +141,9 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
     def step(self, closure: Callable[[], object] | None = None) -> None:  # type: ignore[override]
         """Nothing: the engine has stepped in the backward that completed the window. It takes no closure."""
         if closure is not None:
-            raise TypeError("a DeepSpeed engine takes no closure: it has stepped in accelerator.backward already")
+            raise TypeError(
+                "a DeepSpeed engine takes no closure: it has stepped in accelerator.backward already"
+            )
         if self.gradient_state.sync_gradients:
             self.steps_made += 1
             for observer in self.observers.active:
@@ -170,7 +182,9 @@ def parameter_groups(
         # Often a generator, which can be read only once.
         listed: list[Any] = list(optimizer.params)
         optimizer.params = listed
-        return [list(group["params"]) for group in listed] if listed and isinstance(listed[0], dict) else [listed]
+        if listed and isinstance(listed[0], dict):
+            return [list(group["params"]) for group in listed]
+        return [listed]
     return [list(group["params"]) for group in optimizer.param_groups]
 
 
@@ -204,8 +218,12 @@ def start_engine(
     for key in facts:
         plugin.fill_match(key, mismatches, **facts)
     if mismatches:
-        raise ConfigurationError("the DeepSpeed config and the program differ:\n" + "\n".join(mismatches))
-    plugin.deepspeed_config_process(must_match=False, **facts, **_defaults(model, optimizer, scheduler))
+        raise ConfigurationError(
+            "the DeepSpeed config and the program differ:\n" + "\n".join(mismatches)
+        )
+    plugin.deepspeed_config_process(
+        must_match=False, **facts, **_defaults(model, optimizer, scheduler)
+    )
     arguments: dict[str, Any] = {"model": model, "config": plugin.deepspeed_config}
     # If they are not configured, DeepSpeed from 0.19.3 on clips at 1.0, and skips steps whose bf16 gradients overflow.
     arguments["config"].setdefault("gradient_clipping", 0.0)
@@ -214,12 +232,18 @@ def start_engine(
     if isinstance(optimizer, DummyOptim):
         arguments["model_parameters"] = optimizer.params
     elif optimizer is not None:
-        offloads = plugin.get_value("zero_optimization.offload_optimizer.device") not in (None, "none")
+        offloads = plugin.get_value("zero_optimization.offload_optimizer.device") not in (
+            None,
+            "none",
+        )
         if offloads and plugin.get_value("zero_force_ds_cpu_optimizer") is not False:
             former, optimizer = optimizer, map_pytorch_optim_to_deepspeed(optimizer)
             if optimizer is not former:
                 # DeepSpeed's check refuses its own Adagrad. Not in the plugin: the next `prepare` reads it there.
-                arguments["config"] = {**plugin.deepspeed_config, "zero_force_ds_cpu_optimizer": False}
+                arguments["config"] = {
+                    **plugin.deepspeed_config,
+                    "zero_force_ds_cpu_optimizer": False,
+                }
         arguments["optimizer"] = optimizer
         arguments["config"].setdefault("zero_allow_untested_optimizer", True)
     if callable_ is not None:
@@ -227,8 +251,14 @@ def start_engine(
     elif type(scheduler).__name__ in VALID_LR_SCHEDULES:
         arguments["lr_scheduler"] = scheduler
     engine, own_optimizer, _, own_scheduler = deepspeed.initialize(**arguments)
-    wrapped = None if optimizer is None else DeepSpeedOptimizerWrapper(own_optimizer)
-    moved = None if scheduler is None or own_scheduler is None else DeepSpeedSchedulerWrapper(own_scheduler, wrapped)
+    if optimizer is None:
+        wrapped = None
+    else:
+        wrapped = DeepSpeedOptimizerWrapper(own_optimizer)
+    if scheduler is None or own_scheduler is None:
+        moved = None
+    else:
+        moved = DeepSpeedSchedulerWrapper(own_scheduler, wrapped)
     return engine, wrapped, moved
 
 
@@ -254,12 +284,16 @@ def map_pytorch_optim_to_deepspeed(optimizer: torch.optim.Optimizer) -> torch.op
         PrepareError: an option of the optimizer has no counterpart (`amsgrad`, `maximize`, `lr_decay`).
     """
     kind, package = type(optimizer).__name__, type(optimizer).__module__.partition(".")[0]
-    if kind != "Lion" and (kind not in ("Adam", "AdamW", "Adagrad") or package not in ("torch", "bitsandbytes")):
+    if kind != "Lion" and (
+        kind not in ("Adam", "AdamW", "Adagrad") or package not in ("torch", "bitsandbytes")
+    ):
         return optimizer
     for group in optimizer.param_groups:
         for name, neutral in _WITHOUT.items():
             if group.get(name, neutral) != neutral:
-                raise PrepareError(f"DeepSpeed's {kind} for the CPU has no {name} (here {group[name]!r}). {_KEEP}")
+                raise PrepareError(
+                    f"DeepSpeed's {kind} for the CPU has no {name} (here {group[name]!r}). {_KEEP}"
+                )
         # It takes numbers only.
         group["lr"] = float(group["lr"])
     groups: Any = optimizer.param_groups
@@ -290,7 +324,9 @@ def _defaults(model: nn.Module, optimizer: object, scheduler: object) -> dict[st
         "zero_optimization.stage3_gather_16bit_weights_on_model_save": False,
     }
     config = getattr(model, "config", None)
-    hidden = getattr(config, "hidden_size", None) or max(getattr(config, "hidden_sizes", None) or [0])
+    hidden = getattr(config, "hidden_size", None) or max(
+        getattr(config, "hidden_sizes", None) or [0]
+    )
     if hidden:
         known["zero_optimization.reduce_bucket_size"] = hidden * hidden
         known["zero_optimization.stage3_prefetch_bucket_size"] = int(0.9 * hidden * hidden)
@@ -300,7 +336,9 @@ def _defaults(model: nn.Module, optimizer: object, scheduler: object) -> dict[st
         known["optimizer.params.weight_decay"] = optimizer.weight_decay
     if isinstance(scheduler, DummyScheduler):
         known["scheduler.params.warmup_min_lr"] = 0
-        lr = getattr(scheduler.optimizer, "lr", None) or getattr(scheduler.optimizer, "defaults", {}).get("lr")
+        lr = getattr(scheduler.optimizer, "lr", None) or getattr(
+            scheduler.optimizer, "defaults", {}
+        ).get("lr")
         if lr is not None:
             known["scheduler.params.warmup_max_lr"] = lr
         # DeepSpeed from 0.19.6 on refuses a warm-up of 0 steps; one of 1 step starts at the full rate as well.
@@ -327,7 +365,9 @@ def engine_bytes(engine: Engine) -> dict[str, int]:
     master_weights = engine_master_weights(engine)
     return {
         memory.PARAMETERS: memory.allocated_bytes([*parameters, *shards]),
-        memory.GRADIENTS: _gradients(engine, [p for p in parameters if p.requires_grad], master_weights),
+        memory.GRADIENTS: _gradients(
+            engine, [p for p in parameters if p.requires_grad], master_weights
+        ),
         memory.MASTER_WEIGHTS: memory.allocated_bytes(master_weights),
     }
 
@@ -335,16 +375,26 @@ def engine_bytes(engine: Engine) -> dict[str, int]:
 def engine_master_weights(engine: Engine) -> list[torch.Tensor]:
     """The fp32 weights that this rank steps; none where the model's own are stepped."""
     return next(
-        (found for name in _MASTER_WEIGHTS if (found := memory.tensors_in(getattr(engine.optimizer, name, None)))), []
+        (
+            found
+            for name in _MASTER_WEIGHTS
+            if (found := memory.tensors_in(getattr(engine.optimizer, name, None)))
+        ),
+        [],
     )
 
 
-def _gradients(engine: Engine, trained: Sequence[torch.Tensor], master_weights: Sequence[torch.Tensor]) -> int:
+def _gradients(
+    engine: Engine, trained: Sequence[torch.Tensor], master_weights: Sequence[torch.Tensor]
+) -> int:
     zero, stage = engine.optimizer, int(engine.zero_optimization_stage())
     if stage == 3:
         flat = getattr(zero, "grad_partitions_flat_buffer", None)
         # Offloaded, the host steps on an fp32 copy.
-        copied = memory.allocated_bytes(master_weights) if getattr(zero, "offload_optimizer", False) else 0
+        if getattr(zero, "offload_optimizer", False):
+            copied = memory.allocated_bytes(master_weights)
+        else:
+            copied = 0
         return copied + (0 if flat is None else int(flat.untyped_storage().nbytes()))
     unsharded = memory.local_bytes(trained)
     if hasattr(zero, "fp32_groups_gradients_flat"):
@@ -354,11 +404,18 @@ def _gradients(engine: Engine, trained: Sequence[torch.Tensor], master_weights: 
         return unsharded
     width: int = zero.gradient_accumulation_dtype.itemsize
     # Of the parameters that overlap this rank's partition: each of their gradients is kept entirely.
-    own: int = sum(parameter.numel() for group in zero.params_in_partition for parameter in group) * width
+    own: int = (
+        sum(parameter.numel() for group in zero.params_in_partition for parameter in group) * width
+    )
     if getattr(zero, "cpu_offload", False):
-        return memory.allocated_bytes(master_weights) + (own if engine.gradient_accumulation_steps() > 1 else 0)
+        return memory.allocated_bytes(master_weights) + (
+            own if engine.gradient_accumulation_steps() > 1 else 0
+        )
     # Stage 1 keeps what each backward gives until the window ends, stage 2 what this rank will step.
     if stage == 2:
         return own
-    summed = sum(p.numel() for p in trained) * width if zero.use_grad_accum_attribute else 0
+    if zero.use_grad_accum_attribute:
+        summed = sum(p.numel() for p in trained) * width
+    else:
+        summed = 0
     return unsharded + summed

@@ -59,7 +59,9 @@ class EngineModel(PreparedModel):
         """The full state as that of a single process: on rank 0, empty on the other ranks."""
         return self.state.optimizer_state()
 
-    def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    def load_optimizer_state_dict(
+        self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
+    ) -> None:
         """Load the optimizer state of a single process, which every rank has."""
         self.state.load_optimizer_state(state)
 

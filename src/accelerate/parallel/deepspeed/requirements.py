@@ -37,11 +37,18 @@ class EngineRequest:
     batch_sizes: Sequence[int] = ()
 
     @classmethod
-    def of(cls, plugin: DeepSpeedPlugin, objects: Sequence[object], split_batches: bool) -> EngineRequest:
+    def of(
+        cls, plugin: DeepSpeedPlugin, objects: Sequence[object], split_batches: bool
+    ) -> EngineRequest:
         """The request of a call; objects that are prepared already are left out."""
         from deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES
 
-        models, optimizers, schedulers, batch_sizes = list[nn.Module](), list[Any](), list[Any](), list[int]()
+        models, optimizers, schedulers, batch_sizes = (
+            list[nn.Module](),
+            list[Any](),
+            list[Any](),
+            list[int](),
+        )
         for obj in objects:
             if isinstance(obj, nn.Module) and not is_engine(obj):
                 models.append(obj)
@@ -54,20 +61,29 @@ class EngineRequest:
                 schedulers.append(obj)
             elif isinstance(obj, torch.utils.data.DataLoader):
                 size = obj.batch_size
-                size = getattr(obj.batch_sampler, "batch_size", None) if size is None else size
+                if size is None:
+                    size = getattr(obj.batch_sampler, "batch_size", None)
+                else:
+                    size = size
                 if isinstance(size, int):
-                    batch_sizes.append(max(1, size // dist.get_world_size()) if split_batches else size)
+                    batch_sizes.append(
+                        max(1, size // dist.get_world_size()) if split_batches else size
+                    )
         return cls(plugin, models, optimizers, schedulers, batch_sizes)
 
     @property
     def optimizer(self) -> Any:
         """The optimizer or its placeholder; None without one."""
-        return self.optimizers[0] if self.optimizers else None
+        if self.optimizers:
+            return self.optimizers[0]
+        return None
 
     @property
     def scheduler(self) -> Any:
         """The scheduler or its placeholder; None without one."""
-        return self.schedulers[0] if self.schedulers else None
+        if self.schedulers:
+            return self.schedulers[0]
+        return None
 
     @property
     def stage(self) -> int:
@@ -86,7 +102,9 @@ class EngineRequest:
     def accumulation_by_accelerator(self) -> bool:
         """Whether the Accelerator, and not the config, says how many backwards a window has."""
         configured = self.plugin.get_value("gradient_accumulation_steps", "auto")
-        return configured == "auto" or (self.plugin.accumulation_by_default and GradientState().num_steps != 1)
+        return configured == "auto" or (
+            self.plugin.accumulation_by_default and GradientState().num_steps != 1
+        )
 
 
 def _several(request: EngineRequest) -> None:
@@ -116,7 +134,10 @@ def _batch_size(request: EngineRequest) -> None:
 
 
 def _accumulation(request: EngineRequest) -> None:
-    configured, steps = request.plugin.get_value("gradient_accumulation_steps", "auto"), GradientState().num_steps
+    configured, steps = (
+        request.plugin.get_value("gradient_accumulation_steps", "auto"),
+        GradientState().num_steps,
+    )
     if not request.accumulation_by_accelerator and steps not in (1, configured):
         raise ConfigurationError(
             f"the DeepSpeed config has gradient_accumulation_steps={configured}, the Accelerator {steps}: make them "
@@ -125,7 +146,11 @@ def _accumulation(request: EngineRequest) -> None:
 
 
 def _no_optimizer(request: EngineRequest) -> None:
-    if request.optimizer is None and request.plugin.get_value("optimizer") is None and request.stage in (1, 2):
+    if (
+        request.optimizer is None
+        and request.plugin.get_value("optimizer") is None
+        and request.stage in (1, 2)
+    ):
         raise PrepareError(
             f"ZeRO stage {request.stage} needs an optimizer: give it to the same call of prepare(), or use stage 3 "
             "(or 0) for a model that does not train"

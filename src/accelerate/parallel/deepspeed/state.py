@@ -70,23 +70,33 @@ class EngineState:
             if isinstance(value, torch.Tensor) and id(value) not in taken:
                 # Every rank takes part in gathering a tensor, once for all of its names; rank 0 keeps it.
                 full: torch.Tensor | None = (
-                    safe_get_full_fp32_param(value) if master_weights and has_master(value) else None
+                    safe_get_full_fp32_param(value)
+                    if master_weights and has_master(value)
+                    else None
                 )
                 if full is not None:
                     full = full.view(getattr(value, "ds_shape", value.shape))
                 else:
                     with GatheredParameters(value):
                         full = value.detach().clone()
-                taken[id(value)] = full.detach().to("cpu", copy=True) if is_main else None
+                if is_main:
+                    taken[id(value)] = full.detach().to("cpu", copy=True)
+                else:
+                    taken[id(value)] = None
             if is_main:
-                kept[canonical_name(name)] = taken[id(value)] if isinstance(value, torch.Tensor) else value
+                if isinstance(value, torch.Tensor):
+                    kept[canonical_name(name)] = taken[id(value)]
+                else:
+                    kept[canonical_name(name)] = value
         return kept
 
     @torch.no_grad()
     def load_model_state(self, state: Mapping[str, Any], strict: bool) -> None:
         """Load a full state, which every rank has. Raises CheckpointError for names that one of the two lacks."""
         full = complete(state, self.light)
-        if strict and (differing := sorted(set(state) - set(self.light) | set(self.light) - set(full))):
+        if strict and (
+            differing := sorted(set(state) - set(self.light) | set(self.light) - set(full))
+        ):
             raise CheckpointError(
                 f"the state and the model differ in {len(differing)} names: {', '.join(differing[:5])}"
             )
@@ -130,13 +140,22 @@ class EngineState:
     def _keys(self) -> list[str]:
         """The entries that are tensors of a parameter's shape (exp_avg, ...)."""
         entries = [entry for entry in self.inner.state.values() if entry]
-        return sorted({k for entry in entries for k, v in entry.items() if isinstance(v, torch.Tensor) and v.dim()})
+        return sorted(
+            {
+                k
+                for entry in entries
+                for k, v in entry.items()
+                if isinstance(v, torch.Tensor) and v.dim()
+            }
+        )
 
     def optimizer_state(self) -> dict[str, Any]:
         """As `optimizer.state_dict()` of a plain run gives it: on the host of rank 0, empty on the other ranks."""
         if self.is_plain:
             state: dict[str, Any] = self.engine.optimizer.state_dict()
-            return state if dist.get_rank() == 0 else {}
+            if dist.get_rank() == 0:
+                return state
+            return {}
         from deepspeed.utils import safe_get_full_optimizer_state
 
         keys = self._keys()
@@ -150,20 +169,28 @@ class EngineState:
             if dist.get_rank() == 0 and all(value is not None for value in full.values()) and keys:
                 shape = getattr(parameter, "ds_shape", parameter.shape)
                 found[position] = {
-                    **{k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in scalars.items()},
+                    **{
+                        k: v.clone() if isinstance(v, torch.Tensor) else v
+                        for k, v in scalars.items()
+                    },
                     **{key: value.view(shape).to("cpu", copy=True) for key, value in full.items()},
                 }
-        return {"state": found, "param_groups": self._options()} if dist.get_rank() == 0 else {}
+        if dist.get_rank() == 0:
+            return {"state": found, "param_groups": self._options()}
+        return {}
 
     def _options(self) -> list[dict[str, Any]]:
         """The options of each group, with its parameters by number."""
         options: list[dict[str, Any]] = []
         first = 0
-        for group, members in zip(self.engine.optimizer.param_groups, self.parameters, strict=False):
+        for group, members in zip(
+            self.engine.optimizer.param_groups, self.parameters, strict=False
+        ):
             kept = {
                 key: value
                 for key, value in group.items()
-                if key != "params" and isinstance(value, int | float | str | tuple | list | torch.Tensor | None)
+                if key != "params"
+                and isinstance(value, int | float | str | tuple | list | torch.Tensor | None)
             }
             options.append({**kept, "params": list(range(first, first + len(members)))})
             first += len(members)
@@ -181,22 +208,34 @@ class EngineState:
             for key, value in state["state"].get(position, {}).items():
                 if key in keys:
                     self._set(parameter, value, key)
-        for group, saved in zip(self.engine.optimizer.param_groups, state["param_groups"], strict=False):
-            group.update({key: value for key, value in saved.items() if key in group and key != "params"})
+        for group, saved in zip(
+            self.engine.optimizer.param_groups, state["param_groups"], strict=False
+        ):
+            group.update(
+                {key: value for key, value in saved.items() if key in group and key != "params"}
+            )
 
     def _fill_in(self, saved: Mapping[str, Any]) -> None:
         """Create the inner optimizer's entries of a saved state: tensors are zero, counters have the saved value."""
         zero = self.engine.optimizer
-        names = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
+        names = (
+            "fp32_partitioned_groups_flat",
+            "single_partition_of_fp32_groups",
+            "fp32_groups_flat_partition",
+        )
         for flat in next((getattr(zero, name) for name in names if hasattr(zero, name)), []):
             entry = self.inner.state[flat]
             for key, value in saved.items():
                 if isinstance(value, torch.Tensor) and value.dim():
                     entry.setdefault(key, torch.zeros_like(flat))
-                elif isinstance(entry.get(key), int):  # DeepSpeed's own optimizers count in integers
+                # DeepSpeed's own optimizers count in integers
+                elif isinstance(entry.get(key), int):
                     entry[key] = int(value)
                 else:
-                    entry[key] = value.clone() if isinstance(value, torch.Tensor) else value
+                    if isinstance(value, torch.Tensor):
+                        entry[key] = value.clone()
+                    else:
+                        entry[key] = value
         self._link()
 
     def _link(self) -> None:
@@ -209,7 +248,10 @@ class EngineState:
     def _set(self, parameter: Any, value: torch.Tensor, key: str | None) -> None:
         """Fill this rank's partition of a parameter's fp32 weights, or of an entry of its state."""
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
-        from deepspeed.utils.tensor_fragment import safe_set_local_fp32_param, safe_set_local_optimizer_state
+        from deepspeed.utils.tensor_fragment import (
+            safe_set_local_fp32_param,
+            safe_set_local_optimizer_state,
+        )
 
         value = value.detach().to(device=self.engine.device, dtype=torch.float32)
         set_weights, set_entry = safe_set_full_fp32_param, safe_set_full_optimizer_state
@@ -240,7 +282,10 @@ def GatheredParameters(
         fwd_module: the module whose forward uses the parameters, if it is not their owner.
         enabled: whether to gather at all.
     """
-    listed = [params] if isinstance(params, torch.Tensor) else list(params)
+    if isinstance(params, torch.Tensor):
+        listed = [params]
+    else:
+        listed = list(params)
     # DeepSpeed marks each parameter that it shards.
     if not enabled or not any(hasattr(parameter, "ds_id") for parameter in listed):
         yield

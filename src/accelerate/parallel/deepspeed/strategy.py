@@ -119,7 +119,9 @@ class DeepSpeedZero(Strategy):
             if transform.options.use_regional_compilation:
                 compile_regions_deepspeed(engine.module, **arguments)
             else:
-                engine.compile(backend=arguments.pop("backend", "inductor"), compile_kwargs=arguments)
+                engine.compile(
+                    backend=arguments.pop("backend", "inductor"), compile_kwargs=arguments
+                )
         if self.engine is None or not self._trains:
             # One without an optimizer, such as a teacher, gives way to one with an optimizer.
             self.engine = DeepSpeedEngineWrapper(engine)
@@ -137,7 +139,10 @@ class DeepSpeedZero(Strategy):
         for model, moves in zip(bundle.models, bundle.place, strict=True):
             prepared = next((started for started in self._started if started.module is model), None)
             if prepared is None:
-                module = move_module(model, self.device) if moves and not is_engine(model) else model
+                if moves and not is_engine(model):
+                    module = move_module(model, self.device)
+                else:
+                    module = model
                 models.append(self.as_prepared(module))
             else:
                 self._started.remove(prepared)
@@ -149,7 +154,9 @@ class DeepSpeedZero(Strategy):
         """A prepared model of an engine, or of a model that does not train."""
         if not is_engine(module):
             return UntrainedModel(module, self.precision)
-        return EngineModel(module, self.precision, EngineState(module, parameter_groups(module.module, None)))
+        return EngineModel(
+            module, self.precision, EngineState(module, parameter_groups(module.module, None))
+        )
 
     def backward(self, loss: torch.Tensor, **kwargs: object) -> None:
         """The engine's backward, and its step where the window ends."""
@@ -206,5 +213,7 @@ def _share_accumulation(request: EngineRequest) -> int:
     if request.accumulation_by_accelerator:
         request.plugin.deepspeed_config["gradient_accumulation_steps"] = state.num_steps
     else:
-        state.plugin_kwargs["num_steps"] = int(request.plugin.get_value("gradient_accumulation_steps"))
+        state.plugin_kwargs["num_steps"] = int(
+            request.plugin.get_value("gradient_accumulation_steps")
+        )
     return state.num_steps

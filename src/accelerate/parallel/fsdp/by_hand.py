@@ -40,12 +40,16 @@ def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
     return shard_model(model, accelerator.state.fsdp_plugin, shards, accelerator.device)
 
 
-def fsdp2_prepare_auto_wrap_policy(fsdp2_plugin: Any, model: nn.Module) -> Callable[[nn.Module], bool] | None:
+def fsdp2_prepare_auto_wrap_policy(
+    fsdp2_plugin: Any, model: nn.Module
+) -> Callable[[nn.Module], bool] | None:
     """Whether a module of the model is a unit of its own, by the plugin's wrap policy; None without a policy."""
     plugin = copy.copy(fsdp2_plugin)
     plugin.set_auto_wrap_policy(model)
     units = select_units(model, plugin.auto_wrap_policy, set())
-    return None if plugin.auto_wrap_policy is None else lambda module: any(module is unit for unit in units)
+    if plugin.auto_wrap_policy is None:
+        return None
+    return lambda module: any(module is unit for unit in units)
 
 
 def fsdp2_apply_ac(accelerator: Any, model: nn.Module) -> nn.Module:
@@ -53,12 +57,17 @@ def fsdp2_apply_ac(accelerator: Any, model: nn.Module) -> nn.Module:
     plugin = copy.copy(accelerator.state.fsdp_plugin)
     plugin.set_auto_wrap_policy(model)
     units = select_units(model, plugin.auto_wrap_policy, set())
-    checkpoint_activations(model, units, accelerator.device, bool(plugin.activation_checkpointing_offload))
+    checkpoint_activations(
+        model, units, accelerator.device, bool(plugin.activation_checkpointing_offload)
+    )
     return model
 
 
 def fsdp2_load_full_state_dict(
-    accelerator: Any, model: nn.Module, full_sd: Mapping[str, torch.Tensor], cpu_offload: bool = False
+    accelerator: Any,
+    model: nn.Module,
+    full_sd: Mapping[str, torch.Tensor],
+    cpu_offload: bool = False,
 ) -> None:
     """Fill a sharded model from a full state that rank 0 holds; parameters without storage get one."""
     materialize.allocate(model, accelerator.device, torch.device("cpu") if cpu_offload else None)
@@ -94,13 +103,13 @@ def ensure_weights_retied(
                 continue
             if number not in made:
                 # Only what this call has given storage counts: a parameter left on meta is not it.
-                made[number] = (
-                    parameter
-                    if not parameter.is_meta
-                    else nn.Parameter(
-                        torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad
+                if not parameter.is_meta:
+                    made[number] = parameter
+                else:
+                    made[number] = nn.Parameter(
+                        torch.empty_like(parameter, device=device),
+                        requires_grad=parameter.requires_grad,
                     )
-                )
             module._parameters[name] = made[number]
         return module
 
@@ -115,12 +124,17 @@ def fsdp2_switch_optimizer_parameters(
     Raises PrepareError where the mapping knows none of a group's parameters: the group would train nothing.
     """
     present = {id(parameter) for parameter in mapping.values()}
-    known = {former if isinstance(former, int) else id(former): found for former, found in mapping.items()}
+    known = {
+        former if isinstance(former, int) else id(former): found
+        for former, found in mapping.items()
+    }
 
     def lookup(former: nn.Parameter) -> nn.Parameter:
         found = known.get(id(former))
         # A parameter without storage (meta) has the address 0 like any other of its kind.
-        return found if found is not None else known.get(former.data_ptr() or -1, former)
+        if found is not None:
+            return found
+        return known.get(former.data_ptr() or -1, former)
 
     for index, own_group in enumerate(optimizer.param_groups):
         changed = [lookup(former) for former in own_group["params"]]

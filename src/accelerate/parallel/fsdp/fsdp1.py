@@ -92,7 +92,9 @@ class Fsdp1Model(PreparedModel):
     @property
     def template(self) -> nn.Module | None:
         """The user's names and shapes."""
-        return None if self._plain is None else self._plain.skeleton
+        if self._plain is None:
+            return None
+        return self._plain.skeleton
 
     def new_parameters(self) -> dict[str, nn.Parameter]:
         """Trainable parameters that the model did not have when it was flattened."""
@@ -121,7 +123,12 @@ class Fsdp1Model(PreparedModel):
 
     def trained_names(self) -> set[str]:
         """The plain names of the parameters that train."""
-        return {name for p in self.inner.parameters() if p.requires_grad for name in self.plain.names[id(p)]}
+        return {
+            name
+            for p in self.inner.parameters()
+            if p.requires_grad
+            for name in self.plain.names[id(p)]
+        }
 
     def reshard(self) -> None:
         """Reshard the units that a forward without a backward has left gathered."""
@@ -141,9 +148,13 @@ class Fsdp1Model(PreparedModel):
         """The full state as that of a single process: on rank 0, empty on the other ranks."""
         return fsdp_state.full_optimizer_state(self.inner, optimizer, self.plain.groups(optimizer))
 
-    def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state: Mapping[str, object]) -> None:
+    def load_optimizer_state_dict(
+        self, optimizer: torch.optim.Optimizer, state: Mapping[str, object]
+    ) -> None:
         """Load the optimizer state of a single process, which only rank 0 needs to have; every rank calls it."""
-        fsdp_state.load_full_optimizer_state(self.inner, optimizer, state, self.plain.groups(optimizer))
+        fsdp_state.load_full_optimizer_state(
+            self.inner, optimizer, state, self.plain.groups(optimizer)
+        )
 
     def optimizer_group_shapes(self, optimizer: torch.optim.Optimizer) -> GroupShapes:
         """Names and shapes in each group, before flattening."""
@@ -205,7 +216,9 @@ class FullyShardedDataParallel1(Strategy):
         return found
 
     def _plain_models(self) -> list[PlainModel]:
-        return [p._plain for p in self.prepared if isinstance(p, Fsdp1Model) and p._plain is not None]
+        return [
+            p._plain for p in self.prepared if isinstance(p, Fsdp1Model) and p._plain is not None
+        ]
 
     def backward(self, loss: torch.Tensor, **kwargs: object) -> None:
         """The backward, and the gradients of parameters that FSDP1 does not shard."""
@@ -234,14 +247,20 @@ class FullyShardedDataParallel1(Strategy):
         ignored = find_modules(model, self.plugin.ignored_modules)
         sharded = _shard(model, self.plugin, self.sharding, self.shards, self.device, ignored)
         if self.plugin.activation_checkpointing:
-            units = [unit.module for unit in FullyShardedDataParallel.fsdp_modules(sharded) if unit is not sharded]
+            units = [
+                unit.module
+                for unit in FullyShardedDataParallel.fsdp_modules(sharded)
+                if unit is not sharded
+            ]
             checkpoint_activations(sharded, units, self.device)
         plain.attach(sharded)
         return self._with_reducers(self.as_prepared(sharded, plain), ignored)
 
     def _with_reducers(self, prepared: Fsdp1Model, ignored: list[nn.Module]) -> Fsdp1Model:
         # In an order that is the same on all ranks.
-        unsharded = {id(parameter): parameter for module in ignored for parameter in module.parameters()}
+        unsharded = {
+            id(parameter): parameter for module in ignored for parameter in module.parameters()
+        }
         prepared.reducers = [gradients.UnreducedGradients(self.gradient_group, unsharded.values())]
         return prepared
 
@@ -253,11 +272,16 @@ class FullyShardedDataParallel1(Strategy):
         group_ = self.shards.get_group(self.shards.ndim - 1)
         split = {id(parameter) for plain in self._plain_models() for parameter in plain.split}
         # The first rank counts what is replicated.
-        elsewhere = {id(parameter) for parameter in listed} - split if dist.get_rank(group_) else set()
+        if dist.get_rank(group_):
+            elsewhere = {id(parameter) for parameter in listed} - split
+        else:
+            elsewhere = set()
         return norms.clip_grad_norm(listed, max_norm, norm_type, (group_,), self.device, elsewhere)
 
 
-def _shard_mesh(sharding: ShardingStrategy, layout: ParallelismConfig | None, device: torch.device) -> DeviceMesh:
+def _shard_mesh(
+    sharding: ShardingStrategy, layout: ParallelismConfig | None, device: torch.device
+) -> DeviceMesh:
     """One dimension of shards, or (copies, shards) for the hybrid strategies: by the layout, else by the machines."""
     world = dist.get_world_size()
     hybrid = sharding.name.lstrip("_").startswith("HYBRID_SHARD")
@@ -274,12 +298,17 @@ def _shard_mesh(sharding: ShardingStrategy, layout: ParallelismConfig | None, de
             )
     if not hybrid:
         return init_device_mesh(device.type, (world,), mesh_dim_names=("dp_shard",))
-    copies = layout.sizes["dp_replicate"] if layout else world // Topology.from_environment().local_world_size
+    if layout:
+        copies = layout.sizes["dp_replicate"]
+    else:
+        copies = world // Topology.from_environment().local_world_size
     if copies < 1 or world % copies:
         raise ConfigurationError(
             f"sharding_strategy={sharding.name}: {world} processes are not {copies} equal machines"
         )
-    return init_device_mesh(device.type, (copies, world // copies), mesh_dim_names=("dp_replicate", "dp_shard"))
+    return init_device_mesh(
+        device.type, (copies, world // copies), mesh_dim_names=("dp_replicate", "dp_shard")
+    )
 
 
 def _shard(
@@ -295,17 +324,24 @@ def _shard(
     for module in ignored:
         materialize.allocate(module, device)
         move_module(module, device)
-        materialize.make_equal((tensor for _, tensor in materialize.named_tensors(module)), device, None)
+        materialize.make_equal(
+            (tensor for _, tensor in materialize.named_tensors(module)), device, None
+        )
     # `give_storage` only allocates: if rank 0 has no weights, the modules initialize themselves.
     filled = init if init is not give_storage else None
-    empty = sync and materialize.gather_flags(materialize.where_meta(model) is not None, device, None)[0]
+    empty = (
+        sync
+        and materialize.gather_flags(materialize.where_meta(model) is not None, device, None)[0]
+    )
     if sync and (device.type == "cpu" or (empty and filled is None)):
         # torch does not synchronize parameters in host memory.
         materialize.allocate(model, device)
         if empty:
             materialize.initialise(model, device, None, filled)
         else:
-            materialize.make_equal((tensor for _, tensor in materialize.named_tensors(model)), device, None)
+            materialize.make_equal(
+                (tensor for _, tensor in materialize.named_tensors(model)), device, None
+            )
         sync, init = False, None
     with warnings.catch_warnings():
         # torch deprecates this version and NO_SHARD, which the user has chosen.
@@ -328,7 +364,9 @@ def _shard(
         )
 
 
-def _policy(model: nn.Module, plugin: FullyShardedDataParallelPlugin, ignored: list[nn.Module]) -> CustomPolicy:
+def _policy(
+    model: nn.Module, plugin: FullyShardedDataParallelPlugin, ignored: list[nn.Module]
+) -> CustomPolicy:
     """The plugin's policy, without the units that would flatten only one end of a tied parameter.
 
     Raises PrepareError for parameters that FSDP1 cannot flatten together.

@@ -28,14 +28,23 @@ class PlainModel:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        inner = model.module if isinstance(model, FullyShardedDataParallel) else model
+        if isinstance(model, FullyShardedDataParallel):
+            inner = model.module
+        else:
+            inner = model
         self.state: dict[str, object] = without_storage(model.state_dict(keep_vars=True))
         self.skeleton: nn.Module = skeleton(type(inner).__qualname__, self.state)
         named = dict(materialize.named_parameters(model))
-        self.shapes: dict[str, list[int]] = {name: list(parameter.shape) for name, parameter in named.items()}
+        self.shapes: dict[str, list[int]] = {
+            name: list(parameter.shape) for name, parameter in named.items()
+        }
         # Weak references: only an optimizer that was made before still needs a flattened parameter.
         self._originals = {name: weakref.ref(parameter) for name, parameter in named.items()}
-        self._layers = [module for module in model.modules() if any(True for _ in module.parameters(recurse=False))]
+        self._layers = [
+            module
+            for module in model.modules()
+            if any(True for _ in module.parameters(recurse=False))
+        ]
         # Id of a parameter of the sharded model -> the plain names of its members.
         self.names: dict[int, list[str]] = {}
         self.split: list[nn.Parameter] = []  # the parameters of which each rank has a shard
@@ -52,7 +61,11 @@ class PlainModel:
     def parts(self) -> Iterator[object]:
         """The layers with parameters, and the parameters that something else still uses."""
         yield from self._layers
-        yield from (parameter for original in self._originals.values() if (parameter := original()) is not None)
+        yield from (
+            parameter
+            for original in self._originals.values()
+            if (parameter := original()) is not None
+        )
 
     def groups(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
         """The plain names in each of an optimizer's groups, in the plain model's order where they were flattened."""
@@ -85,7 +98,11 @@ def repoint(optimizer: torch.optim.Optimizer, models: Sequence[PlainModel]) -> N
     With `use_orig_params` it has the right ones already. Raises PrepareError for an optimizer whose groups a flat
     parameter would mix, that has stepped, or that would train nothing.
     """
-    where = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    where = {
+        id(p): number
+        for number, group in enumerate(optimizer.param_groups)
+        for p in group["params"]
+    }
     fresh: dict[int, list[nn.Parameter]] = {}
     gone: set[int] = set()
     for model in models:
@@ -115,7 +132,9 @@ def repoint(optimizer: torch.optim.Optimizer, models: Sequence[PlainModel]) -> N
 def full_model_state(model: nn.Module) -> dict[str, torch.Tensor]:
     """The full state under plain names, on the host of rank 0; empty on the others. Every rank calls it."""
     state = get_model_state_dict(model, options=fsdp_state.full_options(model))
-    return fsdp_state.detached(state) if dist.get_rank() == 0 else {}
+    if dist.get_rank() == 0:
+        return fsdp_state.detached(state)
+    return {}
 
 
 def load_full_model_state(
@@ -139,7 +158,9 @@ def load_full_model_state(
     others = {name: value for name, value in known.items() if not isinstance(value, torch.Tensor)}
     differing, others = materialize.from_first((differing, others), device)
     if differing:
-        raise CheckpointError(f"the state and the model differ in {len(differing)} names: {', '.join(differing[:5])}")
+        raise CheckpointError(
+            f"the state and the model differ in {len(differing)} names: {', '.join(differing[:5])}"
+        )
     targets = {
         id(meta): (name, torch.empty(meta.shape, dtype=meta.dtype, device=device))
         for name, meta in reversed(plain.state.items())
@@ -151,5 +172,7 @@ def load_full_model_state(
     # torch's broadcast_from_rank0 loses the second name of a tied tensor here.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="FSDP.state_dict_type", category=FutureWarning)
-        with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig()):
+        with FullyShardedDataParallel.state_dict_type(
+            model, StateDictType.FULL_STATE_DICT, FullStateDictConfig()
+        ):
             model.load_state_dict({**full, **others})

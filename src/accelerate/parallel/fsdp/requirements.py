@@ -44,7 +44,9 @@ def _quantized(sharding: Sharding) -> Iterator[str]:
     for name, parameter in sharding.model.named_parameters():
         kind = type(parameter).__name__
         # A tensor with this method describes its own sharding, as the fp8 weights of training do.
-        of_torchao = is_quantized_tensor(parameter) and not hasattr(parameter, "fsdp_pre_all_gather")
+        of_torchao = is_quantized_tensor(parameter) and not hasattr(
+            parameter, "fsdp_pre_all_gather"
+        )
         if (of_torchao or kind == "Int8Params") and id(parameter) not in sharding.unsharded:
             yield (
                 f"{name} is a {kind}, quantized by {'torchao' if of_torchao else 'bitsandbytes to 8 bits'}, which "
@@ -74,7 +76,11 @@ def _renormalized(sharding: Sharding) -> Iterator[str]:
 
 def _sparse(sharding: Sharding) -> Iterator[str]:
     for what, module in sharding.modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+        if (
+            isinstance(module, nn.Embedding | nn.EmbeddingBag)
+            and module.sparse
+            and module.weight.requires_grad
+        ):
             yield f"{what} gives sparse gradients, which {sharding.layout} does not reduce. Build it with sparse=False"
 
 
@@ -103,7 +109,9 @@ def _whole_numbers(sharding: Sharding) -> Iterator[str]:
     if flat or is_torch_version("<", "2.12"):
         for name, parameter in sharding.model.named_parameters():
             # FSDP2 leaves a scalar as it is.
-            fits = parameter.is_floating_point() or (not flat and (parameter.is_complex() or parameter.ndim == 0))
+            fits = parameter.is_floating_point() or (
+                not flat and (parameter.is_complex() or parameter.ndim == 0)
+            )
             if not fits and id(parameter) not in sharding.unsharded:
                 yield (
                     f"{name} has the dtype {parameter.dtype}, which {sharding.layout} of torch {torch.__version__} "
@@ -133,8 +141,12 @@ def check(
         others: the models that were prepared before.
         flattened: their layers and parameters that FSDP1 has flattened.
     """
-    unsharded = frozenset(id(p) for module in find_modules(model, ignored) for p in module.parameters())
-    taken = frozenset(map(id, flattened)).union(id(p) for other in others for p in other.trained_parameters())
+    unsharded = frozenset(
+        id(p) for module in find_modules(model, ignored) for p in module.parameters()
+    )
+    taken = frozenset(map(id, flattened)).union(
+        id(p) for other in others for p in other.trained_parameters()
+    )
     sharding = Sharding(model, layout, unsharded, taken - unsharded)
     for requirement in REQUIREMENTS:
         for message in requirement(sharding):

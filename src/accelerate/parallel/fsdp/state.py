@@ -46,7 +46,9 @@ def parameter_names(model: nn.Module) -> dict[int, list[str]]:
     """By the id of a parameter, the plain names of what it contains: several for one that FSDP1 has flattened."""
     found = {id(parameter): [name] for name, parameter in materialize.named_parameters(model)}
     flattened = (unit for unit in flat_units(model) if not unit.keeps_originals)
-    return found | {id(unit.flat): list(map(materialize.canonical_name, unit.names)) for unit in flattened}
+    return found | {
+        id(unit.flat): list(map(materialize.canonical_name, unit.names)) for unit in flattened
+    }
 
 
 def full_model_state(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -71,16 +73,23 @@ def load_full_model_state(
     targets = list(tensors.values())
     known = {name for names, _ in targets for name in names}
     if strict and (unknown := [name for name in state if name not in known]):
-        raise CheckpointError(f"the state holds {len(unknown)} tensors the model does not: {', '.join(unknown[:5])}")
+        raise CheckpointError(
+            f"the state holds {len(unknown)} tensors the model does not: {', '.join(unknown[:5])}"
+        )
     # A tied tensor has several names, and a state may hold it under any of them.
-    chosen = [(next((name for name in names if name in state), names[0]), tensor) for names, tensor in targets]
+    chosen = [
+        (next((name for name in names if name in state), names[0]), tensor)
+        for names, tensor in targets
+    ]
     offered = materialize.from_first([name for name, _ in chosen], device)
     chosen = [(name, tensor) for name, (_, tensor) in zip(offered, chosen, strict=True)]
     materialize.spread(dict(state), chosen, device, strict=strict)
 
 
 def full_optimizer_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[str]] | None = None
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    groups: Sequence[Sequence[str]] | None = None,
 ) -> dict[str, Any]:
     """The full state in the form of a plain run's `optimizer.state_dict()`; empty on all ranks but 0.
 
@@ -91,7 +100,9 @@ def full_optimizer_state(
         # Its state may have any form: torch's functions expect tensors of the parameter's shape, and a step without a
         # closure. Every rank takes part in gathering, and rank 0 keeps the result.
         gathered: dict[str, Any] = map_leaves(full_on_host, optimizer.state_dict())
-        return gathered if dist.get_rank() == 0 else {}
+        if dist.get_rank() == 0:
+            return gathered
+        return {}
     # torch's result aliases the optimizer's counters, which its next step would change.
     named = copy.deepcopy(optimizer_state(model, optimizer, full_options(model)))
     if dist.get_rank() != 0:
@@ -99,13 +110,19 @@ def full_optimizer_state(
     names = [name for group in groups or _groups(model, optimizer) for name in group]
     positions = {name: position for position, name in enumerate(names)}
     in_order = sorted(
-        named["param_groups"], key=lambda group: min((positions[name] for name in group["params"]), default=0)
+        named["param_groups"],
+        key=lambda group: min((positions[name] for name in group["params"]), default=0),
     )
     listed_groups = []
     for saved, expected in zip(in_order, optimizer.param_groups, strict=True):
         listed = [positions[name] for name in saved["params"]]
-        listed_groups.append({**{key: saved[key] for key in expected if key in saved}, "params": sorted(listed)})
-    return {"state": {positions[name]: state for name, state in named["state"].items()}, "param_groups": listed_groups}
+        listed_groups.append(
+            {**{key: saved[key] for key in expected if key in saved}, "params": sorted(listed)}
+        )
+    return {
+        "state": {positions[name]: state for name, state in named["state"].items()},
+        "param_groups": listed_groups,
+    }
 
 
 def load_full_optimizer_state(
@@ -116,7 +133,9 @@ def load_full_optimizer_state(
 ) -> None:
     """Load the state of a plain run's optimizer, which only rank 0 needs to have. Every rank calls it."""
     # torch 2.13 cuts a rank's shard of the state out as one block.
-    if steps_unsharded(optimizer) or any(dtensor.is_packed(parameter) for parameter in model.parameters()):
+    if steps_unsharded(optimizer) or any(
+        dtensor.is_packed(parameter) for parameter in model.parameters()
+    ):
         _load_unsharded_state(optimizer, state)
         return
     named: dict[str, Any] = {}
@@ -124,7 +143,9 @@ def load_full_optimizer_state(
     if dist.get_rank() == 0:
         names = [name for group in groups for name in group]
         check_groups(groups, state["param_groups"])
-        named["state"] = {names[position]: copy.deepcopy(value) for position, value in state["state"].items()}
+        named["state"] = {
+            names[position]: copy.deepcopy(value) for position, value in state["state"].items()
+        }
         named["param_groups"] = [
             {**copy.deepcopy(group), "params": [names[position] for position in group["params"]]}
             for group in state["param_groups"]
@@ -145,7 +166,9 @@ def load_full_optimizer_state(
     drop_states(model, optimizer, {name for group in groups for name in group} - with_state)
 
 
-def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, options: StateDictOptions) -> dict[str, Any]:
+def optimizer_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, options: StateDictOptions
+) -> dict[str, Any]:
     """An optimizer's state as torch returns it, with that of parameters which have one. Every rank calls it.
 
     Where there is none at all, torch makes one by a step, which the optimizer would count.
@@ -177,10 +200,16 @@ def _refuse_nested(optimizer: torch.optim.Optimizer, options: StateDictOptions) 
     entries = [(key, value) for entry in optimizer.state.values() for key, value in entry.items()]
     dims: list[int] = []
     map_leaves(lambda tensor: dims.append(tensor.dim()), [value for _, value in entries])
-    nested = {str(key): type(value).__name__ for key, value in entries if isinstance(value, (dict, list, tuple))}
+    nested = {
+        str(key): type(value).__name__
+        for key, value in entries
+        if isinstance(value, (dict, list, tuple))
+    }
     everyone = materialize.from_all((nested, any(dims)))
     found = {key: kind for kinds, _ in everyone for key, kind in kinds.items()}
-    if found and (options.flatten_optimizer_state_dict or any(has_elements for _, has_elements in everyone)):
+    if found and (
+        options.flatten_optimizer_state_dict or any(has_elements for _, has_elements in everyone)
+    ):
         key, kind = next(iter(found.items()))
         raise CheckpointError(
             f"the state {key!r} of {type(optimizer).__name__} is a {kind}, which FSDP1 cannot save: the optimizer "
@@ -191,7 +220,10 @@ def _refuse_nested(optimizer: torch.optim.Optimizer, options: StateDictOptions) 
 def named_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """An optimizer's groups, with plain names as their parameters."""
     names = _groups(model, optimizer)
-    return [{**group, "params": listed} for group, listed in zip(optimizer.param_groups, names, strict=True)]
+    return [
+        {**group, "params": listed}
+        for group, listed in zip(optimizer.param_groups, names, strict=True)
+    ]
 
 
 @contextlib.contextmanager
@@ -201,11 +233,16 @@ def _only_with_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iter
     Every rank enters it. torch 2.13 expects a state of each parameter of a unit that is not frozen. The value of the
     block is whether any parameter has a state on any rank.
     """
-    stepped = {id(p): p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    stepped = {
+        id(p): p for group in optimizer.param_groups for p in group["params"] if p.requires_grad
+    }
     named = {name: p for name, p in materialize.named_parameters(model) if id(p) in stepped}
     mine = {name for name, parameter in named.items() if optimizer.state.get(parameter)}
     known = set().union(*materialize.from_all(mine))
-    without = [parameter for name, parameter in named.items() if name not in known] if known else []
+    if known:
+        without = [parameter for name, parameter in named.items() if name not in known]
+    else:
+        without = []
     for parameter in without:
         parameter.requires_grad_(False)
     try:
@@ -252,7 +289,9 @@ def check_groups(groups: Sequence[Sequence[object]], saved: Sequence[Mapping[str
     """Raise CheckpointError unless an optimizer's groups are as large as those of a saved state."""
     here, there = [len(group) for group in groups], [len(group["params"]) for group in saved]
     if here != there:
-        raise CheckpointError(f"the optimizer's groups have {here} parameters, those of the state {there}")
+        raise CheckpointError(
+            f"the optimizer's groups have {here} parameters, those of the state {there}"
+        )
 
 
 def _load_unsharded_state(optimizer: torch.optim.Optimizer, state: Mapping[str, object]) -> None:
@@ -264,19 +303,26 @@ def _load_unsharded_state(optimizer: torch.optim.Optimizer, state: Mapping[str, 
 
 
 def _by_parameter(
-    model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], groups: Sequence[Sequence[str]]
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: Mapping[str, Any],
+    groups: Sequence[Sequence[str]],
 ) -> dict[str, Any]:
     """A plain state without tensors of a parameter's shape, by the positions of the optimizer's own parameters.
 
     A flattened parameter has the state of its first member.
     """
-    at = {name: position for position, name in enumerate(name for group in groups for name in group)}
+    at = {
+        name: position for position, name in enumerate(name for group in groups for name in group)
+    }
     known = parameter_names(model)
     entries: list[dict[str, object] | None] = []
     listed = []
     for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
         first = len(entries)
-        entries += [state["state"].get(at[known[id(parameter)][0]]) for parameter in group["params"]]
+        entries += [
+            state["state"].get(at[known[id(parameter)][0]]) for parameter in group["params"]
+        ]
         listed.append({**saved, "params": list(range(first, len(entries)))})
     found = {position: entry for position, entry in enumerate(entries) if entry is not None}
     return {**state, "state": found, "param_groups": listed}
@@ -303,7 +349,9 @@ def unwrapped(value: torch.Tensor) -> torch.Tensor:
     inner: torch.Tensor | None = getattr(local, "_tensor", None)
     if inner is None:
         return value
-    return dtensor.as_dtensor(inner, value) if isinstance(value, DTensor) else inner
+    if isinstance(value, DTensor):
+        return dtensor.as_dtensor(inner, value)
+    return inner
 
 
 def detached(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -35,7 +35,15 @@ from ..methods import running
 from ..sharded import ShardedModel, ShardedStrategy
 from ..tensor import strategy as tensor
 from . import requirements
-from .units import fill_policy, find_modules, keep_unpacked, select_units, units_of_rare_dtypes, upcast, with_regions
+from .units import (
+    fill_policy,
+    find_modules,
+    keep_unpacked,
+    select_units,
+    units_of_rare_dtypes,
+    upcast,
+    with_regions,
+)
 
 T = TypeVar("T")
 
@@ -72,7 +80,9 @@ class Fsdp2Model(ShardedModel):
         return {
             name: parameter
             for name, parameter in self.inner.named_parameters()
-            if parameter.requires_grad and not isinstance(parameter, DTensor) and id(parameter) not in known
+            if parameter.requires_grad
+            and not isinstance(parameter, DTensor)
+            and id(parameter) not in known
         }
 
     def added_parameter(self, name: str) -> PrepareError:
@@ -124,7 +134,9 @@ class FullyShardedDataParallel(ShardedStrategy):
         keep_unpacked(model)
         split = None
         if self.tensor_group is not None and self.mesh is not None:
-            split = functools.partial(tensor.split_model, ranks=self.mesh["tp"], options=self.layout.tp_handler)
+            split = functools.partial(
+                tensor.split_model, ranks=self.mesh["tp"], options=self.layout.tp_handler
+            )
         shard_model(
             model,
             self.plugin,
@@ -172,16 +184,26 @@ def shard_model(
     # The units, by the plugin's policy.
     options = copy.copy(plugin)
     options.set_auto_wrap_policy(model)
-    ignored = {p for module in find_modules(model, plugin.ignored_modules) for p in module.parameters()}
+    ignored = {
+        p for module in find_modules(model, plugin.ignored_modules) for p in module.parameters()
+    }
     ignored.update(unsharded)
     # `fully_shard` refuses the former, and its reduction of gradients the latter. They stay replicas.
     ignored.update(p for p in model.parameters() if p.ndim == 0 or p.numel() == 0)
     units = select_units(model, options.auto_wrap_policy, ignored)  # type: ignore[arg-type]
     units, added = with_regions(model, units, ignored, regions or {})
-    dtype_of = {id(module): dtype for region, dtype in (regions or {}).items() for module in region.modules()}
+    dtype_of = {
+        id(module): dtype
+        for region, dtype in (regions or {}).items()
+        for module in region.modules()
+    }
     upcast(model, plugin)
     for parameter in model.parameters():
-        if parameter not in ignored and not isinstance(parameter, DTensor) and not parameter.is_contiguous():
+        if (
+            parameter not in ignored
+            and not isinstance(parameter, DTensor)
+            and not parameter.is_contiguous()
+        ):
             # `fully_shard` refuses another layout in memory, as of a transposed weight.
             replace_data(parameter, parameter.detach().contiguous())
     rare_units = units_of_rare_dtypes(model, units, ignored)
@@ -191,7 +213,9 @@ def shard_model(
     ignored_names = {name for name, tensor in materialize.named_tensors(model) if id(tensor) in ids}
     names = {id(module): name for name, module in model.named_modules()}
     # A quantized layer keeps scales beside its weight: it is complete on each rank, or on none.
-    from_first = bool(plugin.cpu_ram_efficient_loading) and not any(map(is_quantized_layer, model.modules()))
+    from_first = bool(plugin.cpu_ram_efficient_loading) and not any(
+        map(is_quantized_layer, model.modules())
+    )
     weights = materialize.Weights(model, device, ranks, from_first)
 
     if split is not None:
@@ -200,13 +224,19 @@ def shard_model(
             materialize.make_equal(_not_sharded_yet(model), device, ranks)
         split(model)
         present = dict(model.named_modules())
-        rare_units, units = ([present[names[id(unit)]] for unit in listed] for listed in (rare_units, units))
+        rare_units, units = (
+            [present[names[id(unit)]] for unit in listed] for listed in (rare_units, units)
+        )
 
     if plugin.activation_checkpointing:
         blocks = [unit for unit in units if unit not in added]
         offload = bool(plugin.activation_checkpointing_offload)
-        wrappers = dict(zip(blocks, checkpoint_activations(model, blocks, device, offload), strict=True))
-        dtype_of |= {id(wrappers[block]): dtype_of[id(block)] for block in blocks if id(block) in dtype_of}
+        wrappers = dict(
+            zip(blocks, checkpoint_activations(model, blocks, device, offload), strict=True)
+        )
+        dtype_of |= {
+            id(wrappers[block]): dtype_of[id(block)] for block in blocks if id(block) in dtype_of
+        }
         units = [wrappers.get(unit, unit) for unit in units]
 
     policy = plugin.mixed_precision_policy or MixedPrecisionPolicy()
@@ -230,7 +260,10 @@ def shard_model(
             ignored_params={parameter for name, parameter in named if name in ignored_names},
         )
 
-    home = torch.device("cpu") if isinstance(plugin.cpu_offload, CPUOffloadPolicy) else device
+    if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+        home = torch.device("cpu")
+    else:
+        home = device
     weights.fill(model, home, plugin.param_init_fn)
     if plugin.reshard_after_forward:
         model.register_forward_hook(_reshard_after_evaluation)

@@ -30,7 +30,9 @@ def fill_policy(plugin: FullyShardedDataParallelPlugin, version: int, precision:
     """
     if plugin.fsdp_version != version:
         raise ConfigurationError(f"fsdp_version={plugin.fsdp_version} is not FSDP{version}")
-    full_outputs = precision.native_amp and (plugin.mixed_precision_policy is None or plugin.policy_is_filled)
+    full_outputs = precision.native_amp and (
+        plugin.mixed_precision_policy is None or plugin.policy_is_filled
+    )
     if precision.native_amp and plugin.mixed_precision_policy is None:
         plugin.set_mixed_precision(precision.name)
         plugin.policy_is_filled = True
@@ -87,7 +89,9 @@ def _descend(
     undivided: tuple[type[nn.Module], ...],
 ) -> tuple[list[nn.Module], int]:
     """(units below and at `module`, parameters in them)."""
-    numel = sum(parameter.numel() for parameter in module.parameters() if id(parameter) not in ignored)
+    numel = sum(
+        parameter.numel() for parameter in module.parameters() if id(parameter) not in ignored
+    )
     if id(module) in seen or not policy(module=module, recurse=True, nonwrapped_numel=numel):
         return [], 0
     seen.add(id(module))
@@ -106,11 +110,15 @@ def _descend(
     return units, wrapped
 
 
-def _keep_ties_together(model: nn.Module, units: list[nn.Module], ignored: set[int]) -> list[nn.Module]:
+def _keep_ties_together(
+    model: nn.Module, units: list[nn.Module], ignored: set[int]
+) -> list[nn.Module]:
     """The units, except the ones that would gather only one end of a tied parameter."""
     while True:
         owners = owning_units(model, units)
-        split = next((found for key, found in owners.items() if key not in ignored and len(found) > 1), None)
+        split = next(
+            (found for key, found in owners.items() if key not in ignored and len(found) > 1), None
+        )
         if split is None:
             return units
         # The parameter then belongs to what encloses both ends.
@@ -118,7 +126,10 @@ def _keep_ties_together(model: nn.Module, units: list[nn.Module], ignored: set[i
 
 
 def with_regions(
-    model: nn.Module, units: list[nn.Module], ignored: set[nn.Parameter], regions: Iterable[nn.Module]
+    model: nn.Module,
+    units: list[nn.Module],
+    ignored: set[nn.Parameter],
+    regions: Iterable[nn.Module],
 ) -> tuple[list[nn.Module], list[nn.Module]]:
     """(the units and the modules that compute in a dtype of their own, children first; those that were no units).
 
@@ -127,10 +138,18 @@ def with_regions(
     added = [m for m in regions if m not in units and any(p not in ignored for p in m.parameters())]
     if not added:
         return units, []
-    kept = {id(unit) for unit in _keep_ties_together(model, [*units, *added], {id(p) for p in ignored})}
-    if split := next(
-        (name for name, module in model.named_modules() if module in added and id(module) not in kept), None
-    ):
+    kept = {
+        id(unit) for unit in _keep_ties_together(model, [*units, *added], {id(p) for p in ignored})
+    }
+    split = next(
+        (
+            name
+            for name, module in model.named_modules()
+            if module in added and id(module) not in kept
+        ),
+        None,
+    )
+    if split:
         raise PrepareError(
             f"precision_policy: {split} shares a parameter with a module outside of it, and FSDP2 gathers both in one "
             "dtype. Leave it out of the policy, or untie the parameter"
@@ -139,7 +158,9 @@ def with_regions(
     return [module for module in reversed(list(model.modules())) if id(module) in kept], added
 
 
-def units_of_rare_dtypes(model: nn.Module, units: list[nn.Module], ignored: set[nn.Parameter]) -> list[nn.Module]:
+def units_of_rare_dtypes(
+    model: nn.Module, units: list[nn.Module], ignored: set[nn.Parameter]
+) -> list[nn.Module]:
     """Modules that have to be units too, since they train parameters of another dtype than most in their unit.
 
     FSDP2 reduces the gradients of a unit in one dtype.
@@ -159,7 +180,11 @@ def units_of_rare_dtypes(model: nn.Module, units: list[nn.Module], ignored: set[
     usual = {unit: max(found, key=found.__getitem__) for unit, found in sizes.items()}
     rare = []
     for name, module in model.named_modules():
-        own = [p for p in module.parameters(recurse=False) if p.requires_grad and id(p) not in ignored_ids]
+        own = [
+            p
+            for p in module.parameters(recurse=False)
+            if p.requires_grad and id(p) not in ignored_ids
+        ]
         if all(parameter.dtype == usual[min(owners[id(parameter)])] for parameter in own):
             continue
         dtypes = {parameter.dtype for parameter in own}
@@ -204,8 +229,13 @@ def find_modules(model: nn.Module, modules: Iterable[nn.Module] | str | None) ->
             if (re.fullmatch(item, name) if isinstance(item, str) else item is module)
         ]
         if not matches:
-            what = repr(item) if isinstance(item, str) else f"a {type(item).__name__}"
-            raise PrepareError(f"ignored_modules has {what}, which is not a module of {type(model).__name__}")
+            if isinstance(item, str):
+                what = repr(item)
+            else:
+                what = f"a {type(item).__name__}"
+            raise PrepareError(
+                f"ignored_modules has {what}, which is not a module of {type(model).__name__}"
+            )
         selected += matches
     return selected
 

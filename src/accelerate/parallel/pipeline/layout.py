@@ -48,7 +48,9 @@ def ranks_of_parameters(
     return sharing
 
 
-def tied_parameters(model: nn.Module, sharing: Mapping[str, Sharing], channel: P2PChannel) -> TiedParameters:
+def tied_parameters(
+    model: nn.Module, sharing: Mapping[str, Sharing], channel: P2PChannel
+) -> TiedParameters:
     """The parameters of this rank that other ranks have too, in the same order on all of them."""
     places: dict[int, tuple[nn.Module, str, Sharing]] = {}
     for prefix, module in model.named_modules():
@@ -78,14 +80,21 @@ def shared_parameters(
 
 
 def fill_or_shard(
-    strategy: PipelineParallel, model: nn.Module, stages: dict[int, Stage], has_weights: bool, unsharded: set[str]
+    strategy: PipelineParallel,
+    model: nn.Module,
+    stages: dict[int, Stage],
+    has_weights: bool,
+    unsharded: set[str],
 ) -> None:
     """Shard the stages, or initialise those without weights."""
     places = ParameterPlaces(model).shared()
     for stage in stages.values():
         # The complete model's function initialises modules.
         vars(stage)["_init_weights"] = getattr(model, "_init_weights", None)
-    ranks = strategy.gradient_group if has_weights else _same_stages(strategy.channel)
+    if has_weights:
+        ranks = strategy.gradient_group
+    else:
+        ranks = _same_stages(strategy.channel)
     if strategy.plugin is not None:
         _shard(strategy, model, stages, ranks, unsharded)
     elif not has_weights:
@@ -98,10 +107,13 @@ def fill_or_shard(
     for owners in places:
         # A tied parameter was replaced where a stage uses it: its other places follow.
         present = {id(getattr(module, name)) for module, name in owners}
-        chosen = next((getattr(module, name) for module, name in owners if id(module) in inside), None)
+        chosen = next(
+            (getattr(module, name) for module, name in owners if id(module) in inside), None
+        )
         for module, name in owners if len(present) > 1 else ():
             setattr(module, name, chosen)
-    if left := materialize.where_meta(model):
+    left = materialize.where_meta(model)
+    if left:
         raise PrepareError(
             f"{left} is outside of the units that stages consist of and has no weights: build the model with "
             "weights on rank 0"
@@ -112,7 +124,8 @@ def _same_stages(channel: P2PChannel) -> dist.ProcessGroup:
     """The ranks that have the same stages. All ranks make the groups."""
     count = dist.get_world_size() // channel.size
     groups: list[dist.ProcessGroup] = [
-        dist.new_group(list(range(rank * count, (rank + 1) * count))) for rank in range(channel.size)
+        dist.new_group(list(range(rank * count, (rank + 1) * count)))
+        for rank in range(channel.size)
     ]
     return groups[channel.rank]
 
@@ -131,10 +144,14 @@ def _shard(
     plugin.reshard_after_forward = False
     shards = mesh.fsdp_mesh(strategy.layout, strategy.mesh, strategy.device)
     ignored = find_modules(model, plugin.ignored_modules)
-    shared = {parameter for name, parameter in materialize.named_parameters(model) if name in unsharded}
+    shared = {
+        parameter for name, parameter in materialize.named_parameters(model) if name in unsharded
+    }
     for number, stage in stages.items():
         inside = {id(module) for module in stage.modules()}
         plugin.ignored_modules = [module for module in ignored if id(module) in inside] or None
         # What the model returns is fp32, as under any layout; what stages send is not.
         full = strategy.precision.native_amp and number == len(strategy.ranks) - 1
-        shard_model(stage, plugin, shards, strategy.device, ranks=ranks, full_outputs=full, unsharded=shared)
+        shard_model(
+            stage, plugin, shards, strategy.device, ranks=ranks, full_outputs=full, unsharded=shared
+        )

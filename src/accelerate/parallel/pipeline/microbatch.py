@@ -31,7 +31,9 @@ class MicroBatches:
     `undivided` names keyword arguments that each micro-batch gets unchanged.
     """
 
-    def __init__(self, args: Args, kwargs: Kwargs, batch_size: int, count: int, undivided: set[str]) -> None:
+    def __init__(
+        self, args: Args, kwargs: Kwargs, batch_size: int, count: int, undivided: set[str]
+    ) -> None:
         self.args = args
         self.kwargs = kwargs
         self.batch_size = batch_size
@@ -49,7 +51,9 @@ class MicroBatches:
         start, size = self.offsets[number], self.sizes[number]
 
         def cut(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.narrow(0, start, size) if tensor.dim() and tensor.shape[0] == self.batch_size else tensor
+            if tensor.dim() and tensor.shape[0] == self.batch_size:
+                return tensor.narrow(0, start, size)
+            return tensor
 
         args = tuple(trees.map_leaves(cut, value) for value in self.args)
         kwargs = {
@@ -62,19 +66,25 @@ class MicroBatches:
 def _sum(tensor: torch.Tensor) -> int | float:
     """The sum of a tensor; of integers exactly, since float32 does not distinguish them beyond 2**24."""
     if not tensor.is_floating_point():
-        return complex(tensor.sum()).real if tensor.is_complex() else int(tensor.sum(dtype=torch.int64))
+        if tensor.is_complex():
+            return complex(tensor.sum()).real
+        return int(tensor.sum(dtype=torch.int64))
     return float(tensor.sum(dtype=torch.float32 if tensor.device.type == "mps" else torch.float64))
 
 
 class BatchSplitter:
     """Splits the inputs of a model's forward into `num_microbatches`. `undivided` names inputs that stay complete."""
 
-    def __init__(self, forward: Callable[..., object], undivided: Sequence[str], num_microbatches: int) -> None:
+    def __init__(
+        self, forward: Callable[..., object], undivided: Sequence[str], num_microbatches: int
+    ) -> None:
         self.undivided: set[str] = set(undivided)
         self.num_microbatches = num_microbatches
         parameters = inspect.signature(forward).parameters.values()
         positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        self.positions: list[str] = [parameter.name for parameter in parameters if parameter.kind in positional]
+        self.positions: list[str] = [
+            parameter.name for parameter in parameters if parameter.kind in positional
+        ]
 
     def split(self, args: Args, kwargs: Kwargs, first: bool) -> MicroBatches:
         """Split the inputs of a call.
@@ -83,24 +93,36 @@ class BatchSplitter:
             PrepareError: for inputs that cannot be split; with `first`, also for a batch of too few samples.
         """
         # An input that stays complete has to be known by its name.
-        while self.undivided and args and any(name in self.undivided for name in self.positions[: len(args)]):
+        while (
+            self.undivided
+            and args
+            and any(name in self.undivided for name in self.positions[: len(args)])
+        ):
             kwargs = {self.positions[len(args) - 1]: args[-1], **kwargs}
             args = args[:-1]
-        if requested := [name for name in COLLECTING if kwargs.get(name) is True]:
+        requested = [name for name in COLLECTING if kwargs.get(name) is True]
+        if requested:
             raise PrepareError(
                 f"the pipelined model was called with {requested[0]}=True: outputs of the blocks of other stages are "
                 "not collected"
             )
         tensors = [
             leaf
-            for value in (*args, *(value for name, value in kwargs.items() if name not in self.undivided))
+            for value in (
+                *args,
+                *(value for name, value in kwargs.items() if name not in self.undivided),
+            )
             for leaf in trees.leaves(value)
         ]
         if any(tensor.requires_grad for tensor in tensors):
-            raise PrepareError("an input of the pipelined model requires grad: a pipeline returns no input gradients")
+            raise PrepareError(
+                "an input of the pipelined model requires grad: a pipeline returns no input gradients"
+            )
         batch = next((int(tensor.shape[0]) for tensor in tensors if tensor.dim()), None)
         if batch is None:
-            raise PrepareError("the pipelined model was called without a tensor of samples: there is nothing to split")
+            raise PrepareError(
+                "the pipelined model was called without a tensor of samples: there is nothing to split"
+            )
         if first and batch < self.num_microbatches:
             raise PrepareError(
                 f"a batch of {batch} samples cannot be divided into num_microbatches={self.num_microbatches}: lower "
@@ -116,7 +138,9 @@ def disable_caches(model: nn.Module) -> None:
     configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
     caching = [config for config in configs if getattr(config, "use_cache", False) is True]
     if caching:
-        logger.info("use_cache is set to False: a cache of keys and values would be spread over the stages")
+        logger.info(
+            "use_cache is set to False: a cache of keys and values would be spread over the stages"
+        )
     for config in caching:
         config.use_cache = False
 
@@ -153,8 +177,13 @@ def join(
     batched: list[torch.Tensor | None] = []
     for column in columns:
         first = column[0]
-        if all(tensor.dim() and tensor.shape[0] == size for tensor, size in zip(column, sizes, strict=True)):
-            tensor = torch.cat([part.detach() for part in column]).requires_grad_(first.requires_grad)
+        if all(
+            tensor.dim() and tensor.shape[0] == size
+            for tensor, size in zip(column, sizes, strict=True)
+        ):
+            tensor = torch.cat([part.detach() for part in column]).requires_grad_(
+                first.requires_grad
+            )
             joined.append(tensor)
             batched.append(tensor)
             continue
@@ -174,7 +203,9 @@ def join(
     return trees.replace_leaves(outputs[0], joined), batched
 
 
-def resize(unit_outputs: Mapping[int, list[object]], size: int, batch_size: int) -> dict[int, list[object]]:
+def resize(
+    unit_outputs: Mapping[int, list[object]], size: int, batch_size: int
+) -> dict[int, list[object]]:
     """The described outputs of units for a micro-batch of `size` samples, as for `batch_size` samples."""
 
     def change(spec: TensorSpec) -> TensorSpec:
@@ -182,15 +213,28 @@ def resize(unit_outputs: Mapping[int, list[object]], size: int, batch_size: int)
             return replace(spec, shape=(batch_size, *spec.shape[1:]))
         return spec
 
-    return {unit: [trees.map_leaves(change, call, is_spec) for call in calls] for unit, calls in unit_outputs.items()}
+    return {
+        unit: [trees.map_leaves(change, call, is_spec) for call in calls]
+        for unit, calls in unit_outputs.items()
+    }
 
 
 def loss_of(output: object) -> torch.Tensor | None:
     """The loss in a model's output: `output.loss`, else the first floating point scalar; None without one."""
-    named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(output, Mapping):
+        named = output.get("loss")
+    else:
+        named = getattr(output, "loss", None)
     if isinstance(named, torch.Tensor):
         return named
-    return next((tensor for tensor in trees.leaves(output) if tensor.dim() == 0 and tensor.is_floating_point()), None)
+    return next(
+        (
+            tensor
+            for tensor in trees.leaves(output)
+            if tensor.dim() == 0 and tensor.is_floating_point()
+        ),
+        None,
+    )
 
 
 # Of tensors; None for one that gets none.

@@ -160,9 +160,13 @@ class PipelinedModel(ShardedModel):
         channel = self.stages.schedules.runner.channel
         return state.full_optimizer_state(self.inner, optimizer, self._names_of(optimizer), channel)
 
-    def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state_: Mapping[str, object]) -> None:
+    def load_optimizer_state_dict(
+        self, optimizer: torch.optim.Optimizer, state_: Mapping[str, object]
+    ) -> None:
         """Load an optimizer's full state."""
-        state.load_full_optimizer_state(self.inner, optimizer, dict(state_), self._names_of(optimizer), self.device)
+        state.load_full_optimizer_state(
+            self.inner, optimizer, dict(state_), self._names_of(optimizer), self.device
+        )
 
     def optimizer_group_shapes(self, optimizer: torch.optim.Optimizer) -> GroupShapes:
         """Return the shape of each parameter of the full model, for each group of the optimizer."""
@@ -206,7 +210,9 @@ class TiedParameters:
         self.rank: int = dist.get_rank(group)
         self._tied: list[_TiedParameter] = []
 
-    def add(self, owner: nn.Module, name: str, ranks: Iterable[int], maybe_unused: bool = False) -> None:
+    def add(
+        self, owner: nn.Module, name: str, ranks: Iterable[int], maybe_unused: bool = False
+    ) -> None:
         """The parameter at `owner.name`, now or later, is on these ranks of the group."""
         self._tied.append(_TiedParameter(owner, name, tuple(sorted(ranks)), maybe_unused))
 
@@ -230,7 +236,9 @@ class TiedParameters:
         """Sum the gradients of each tied parameter over its ranks."""
         for tied in self._tied:
             parameter = tied.parameter
-            if not parameter.requires_grad or (tied.maybe_unused and not self._any_used(parameter, tied.ranks)):
+            if not parameter.requires_grad or (
+                tied.maybe_unused and not self._any_used(parameter, tied.ranks)
+            ):
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -239,7 +247,9 @@ class TiedParameters:
 
     def _any_used(self, parameter: nn.Parameter, ranks: tuple[int, ...]) -> bool:
         """Whether the parameter has a gradient on one of the ranks."""
-        flag = torch.tensor([parameter.grad is not None], dtype=torch.uint8, device=local(parameter).device)
+        flag = torch.tensor(
+            [parameter.grad is not None], dtype=torch.uint8, device=local(parameter).device
+        )
         self._sum(flag, ranks)
         return bool(flag.item())
 

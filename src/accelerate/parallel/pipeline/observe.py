@@ -51,8 +51,15 @@ class Observation:
     def used_across(self, units: Sequence[str], begins: Sequence[int]) -> list[str]:
         """The units whose output is used after the next stage begins; `begins` index the ordered `units`."""
         numbers = {name: number for number, name in enumerate(units)}
-        ends = {name: max(numbers[call] for call in self.calls[:count]) for name, count in self.last_use.items()}
-        return [name for name, last in ends.items() if any(numbers[name] + 1 < begin <= last + 1 for begin in begins)]
+        ends = {
+            name: max(numbers[call] for call in self.calls[:count])
+            for name, count in self.last_use.items()
+        }
+        return [
+            name
+            for name, last in ends.items()
+            if any(numbers[name] + 1 < begin <= last + 1 for begin in begins)
+        ]
 
 
 def observe(
@@ -71,7 +78,10 @@ def observe(
         args: positional inputs of the forward.
         kwargs: keyword inputs of the forward.
     """
-    on_meta = {name: tensor.to("meta") for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    on_meta = {
+        name: tensor.to("meta")
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+    }
 
     def run_on_meta() -> object:
         inputs = trees.map_leaves(lambda tensor: tensor.to("meta"), (tuple(args), dict(kwargs)))
@@ -83,12 +93,17 @@ def observe(
     except Exception as error:
         if any(parameter.is_meta for parameter in model.parameters()):
             raise
-        logger.debug("the model's forward runs on its example inputs: on the meta device it raised %s", error)
+        logger.debug(
+            "the model's forward runs on its example inputs: on the meta device it raised %s", error
+        )
         return _record(model, units, lambda: model(*args, **kwargs), dict(model.named_parameters()))
 
 
 def _record(
-    model: nn.Module, units: Sequence[str], forward: Callable[[], object], tensors: Mapping[str, torch.Tensor]
+    model: nn.Module,
+    units: Sequence[str],
+    forward: Callable[[], object],
+    tensors: Mapping[str, torch.Tensor],
 ) -> Observation:
     recorder = _Recorder()
     owners: dict[str, set[str]] = {}
@@ -98,7 +113,12 @@ def _record(
             owners.setdefault(same[id(parameter)], set()).add(unit)
     recorder.names = {id(tensors[name]): materialize.canonical_name(name) for name in same.values()}
     recorder.owners = {materialize.canonical_name(name): found for name, found in owners.items()}
-    with recorder.hooked(model, units), torch.no_grad(), torch.random.fork_rng(devices=[]), recorder:
+    with (
+        recorder.hooked(model, units),
+        torch.no_grad(),
+        torch.random.fork_rng(devices=[]),
+        recorder,
+    ):
         recorder.use(forward())
     return recorder.seen
 
@@ -118,7 +138,11 @@ class _Recorder(TorchFunctionMode):
         self.alive: list[torch.Tensor] = []
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         output = func(*args, **(kwargs or {}))
         if func.__name__ == "__get__" and trees.first_leaf(output) is None:

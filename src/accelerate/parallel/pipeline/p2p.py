@@ -16,7 +16,17 @@ from ...core import trees
 from ...core.errors import PrepareError
 
 # Dtypes that every backend sends; other tensors are sent as bytes.
-_SENT = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8})
+_SENT = frozenset(
+    {
+        torch.float32,
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.int32,
+        torch.int64,
+        torch.uint8,
+    }
+)
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
@@ -125,7 +135,9 @@ class P2PChannel:
     def post_receive(self, specs: Sequence[TensorSpec], sender: int) -> PendingReceive:
         """Start to receive tensors; `wait()` returns them."""
         tensors = [spec.empty(self.device) for spec in specs]
-        works = [dist.irecv(_as_sent(tensor), group=self.group, group_src=sender) for tensor in tensors]
+        works = [
+            dist.irecv(_as_sent(tensor), group=self.group, group_src=sender) for tensor in tensors
+        ]
         return PendingReceive(tensors, works)
 
     def send_object(self, value: object, to: int) -> None:
@@ -145,7 +157,8 @@ class P2PChannel:
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int) -> None:
         """Broadcast contiguous tensors in place."""
         pending = [
-            dist.broadcast(_as_sent(tensor), group=self.group, group_src=source, async_op=True) for tensor in tensors
+            dist.broadcast(_as_sent(tensor), group=self.group, group_src=source, async_op=True)
+            for tensor in tensors
         ]
         for work in pending:
             work.wait()
@@ -173,4 +186,6 @@ class PendingReceive(NamedTuple):
 
 def _as_sent(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory in a dtype that every backend sends."""
-    return tensor if tensor.dtype in _SENT else tensor.reshape(-1).view(torch.uint8)
+    if tensor.dtype in _SENT:
+        return tensor
+    return tensor.reshape(-1).view(torch.uint8)

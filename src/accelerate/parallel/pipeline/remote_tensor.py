@@ -39,7 +39,9 @@ class RemoteTensor(torch.Tensor):
     origin: str
 
     @classmethod
-    def of(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device, origin: str) -> RemoteTensor:
+    def of(
+        cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device, origin: str
+    ) -> RemoteTensor:
         """Create a remote tensor."""
         plain = torch.zeros((), dtype=dtype, device=device).expand(tuple(shape))
         remote = plain.as_subclass(cls)
@@ -78,12 +80,18 @@ class RemoteTensor(torch.Tensor):
             meta = torch.device("meta")
             moved = [meta if isinstance(value, torch.device) or (name == "to" and value in ("cpu", "cuda")) else value
                      for value in args]  # fmt: skip
-            options = {key: meta if key == "device" and value is not None else value for key, value in kwargs.items()}
+            options = {
+                key: meta if key == "device" and value is not None else value
+                for key, value in kwargs.items()
+            }
             try:
                 result = func(*_map(_on_meta, moved), **_map(_on_meta, options))
             except (NotImplementedError, RuntimeError) as error:
                 raise first.fail() from error
-        return _map(lambda tensor: cls.of(tensor.shape, tensor.dtype, first.plain.device, first.origin), result)
+        return _map(
+            lambda tensor: cls.of(tensor.shape, tensor.dtype, first.plain.device, first.origin),
+            result,
+        )
 
 
 def first_remote(data: object) -> RemoteTensor | None:
@@ -95,7 +103,9 @@ def _map(function: Callable[[torch.Tensor], torch.Tensor], data: Any) -> Any:
     # torch's result tuples (torch.return_types) cannot be built from values one by one.
     if isinstance(data, tuple) and type(data) is not tuple and not isinstance(data, torch.Size):
         data = tuple(data)
-    return data if isinstance(data, torch.Size) else trees.map_leaves(function, data)
+    if isinstance(data, torch.Size):
+        return data
+    return trees.map_leaves(function, data)
 
 
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
@@ -110,4 +120,7 @@ def _writes_values(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bo
         name.startswith("__i") and name not in ("__invert__",)
     )
     targets = [*(args[:1] if in_place or name == "__setitem__" else ()), kwargs.get("out")]
-    return any(isinstance(target, torch.Tensor) and not isinstance(target, RemoteTensor) for target in targets)
+    return any(
+        isinstance(target, torch.Tensor) and not isinstance(target, RemoteTensor)
+        for target in targets
+    )

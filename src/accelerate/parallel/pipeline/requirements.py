@@ -43,14 +43,20 @@ class Requirement(NamedTuple):
 
 def _batch_norm(request: Request) -> str:
     for name, module in request.model.named_modules():
-        if isinstance(module, _BATCH_NORMS) and module.track_running_stats and request.microbatches > 1:
+        if (
+            isinstance(module, _BATCH_NORMS)
+            and module.track_running_stats
+            and request.microbatches > 1
+        ):
             return f"{name} ({type(module).__name__})"
     return ""
 
 
 def _unknown_inputs(request: Request) -> str:
     takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in request.inputs.values())
-    return "" if takes_any else ", ".join(sorted(set(request.options.whole_inputs) - set(request.inputs)))
+    if takes_any:
+        return ""
+    return ", ".join(sorted(set(request.options.whole_inputs) - set(request.inputs)))
 
 
 def _collected(request: Request) -> str:
@@ -59,7 +65,9 @@ def _collected(request: Request) -> str:
 
 
 def _schedule(request: Request, violated: bool) -> str:
-    return str(request.options.schedule) if violated and request.options.schedule_row.implementation else ""
+    if violated and request.options.schedule_row.implementation:
+        return str(request.options.schedule)
+    return ""
 
 
 REQUIREMENTS = (
@@ -73,7 +81,9 @@ REQUIREMENTS = (
         "that the loss is a mean over. schedule='gpipe' takes any loss",
     ),
     Requirement(
-        lambda request: _schedule(request, is_torch_version("<", request.options.schedule_row.minimum_torch)),
+        lambda request: _schedule(
+            request, is_torch_version("<", request.options.schedule_row.minimum_torch)
+        ),
         f"schedule={{!r}} needs a later torch than {torch.__version__}, whose schedule of that name computes "
         "wrong gradients for some layers (docs/reference/pipeline_schedules.md): use schedule='interleaved' or '1f1b'",
     ),
@@ -84,10 +94,15 @@ REQUIREMENTS = (
     ),
     Requirement(_unknown_inputs, "whole_inputs names {}, which the model's forward does not take"),
     Requirement(
-        lambda request: "labels" if request.options.loss_fn is not None and "labels" in request.inputs else "",
+        lambda request: (
+            "labels" if request.options.loss_fn is not None and "labels" in request.inputs else ""
+        ),
         "loss_fn is given, and the model's forward takes {} itself: give one of the two",
     ),
-    Requirement(_collected, "the model's config has {}=True: outputs of the blocks of other stages are not collected"),
+    Requirement(
+        _collected,
+        "the model's config has {}=True: outputs of the blocks of other stages are not collected",
+    ),
 )
 
 
@@ -95,5 +110,6 @@ def check(model: nn.Module, options: PipelineParallelConfig, microbatches: int) 
     """Raise PrepareError for the first requirement that a model or its options violate."""
     request = Request(model, options, microbatches)
     for requirement in REQUIREMENTS:
-        if problem := requirement.violated(request):
+        problem = requirement.violated(request)
+        if problem:
             raise PrepareError(requirement.message.format(problem))

@@ -77,7 +77,9 @@ class Runner:
         Raises:
             PrepareError: the call is one of torch.func, or its inputs cannot be split.
         """
-        parameters = [parameter for stage in self.stages.values() for parameter in stage.parameters()]
+        parameters = [
+            parameter for stage in self.stages.values() for parameter in stage.parameters()
+        ]
         if not all(parameter.is_leaf for parameter in parameters) or any(
             map(_is_wrapped, trees.leaves((args, kwargs)))
         ):
@@ -118,13 +120,19 @@ class Runner:
     def _stage_forward(self, number: int, batch: Batch) -> None:
         """All micro-batches through one stage; of a new batch the stage's message comes before the tensors."""
         self._receive_message(number, batch)
-        pending = self._post_receives(number, batch) if batch.failure is None else []
+        if batch.failure is None:
+            pending = self._post_receives(number, batch)
+        else:
+            pending = []
         message = StageMessage({}, batch.inputs.digest() if batch.is_new else "")
         # Two stages of a rank may send to one peer: then all is received before anything is sent.
         sends_at_once = not batch.is_new and len(self.stages) == 1 and number != self.last
         graphs = batch.graphs[number] = []
         for micro, size in enumerate(batch.inputs.sizes):
-            received = self._received(number, micro, batch, pending) if number and pending else []
+            if number and pending:
+                received = self._received(number, micro, batch, pending)
+            else:
+                received = []
             if batch.failure is not None:
                 continue
             try:
@@ -179,10 +187,17 @@ class Runner:
             return []
         sender, boundaries = self.ranks[number - 1], batch.shapes.boundaries[number - 1]
         if sender == self.channel.rank:
-            return [PendingReceive([t.detach() for t in tensors], []) for tensors in batch.local.pop(number - 1)]
-        return [self.channel.post_receive(boundaries[size].specs, sender) for size in batch.inputs.sizes]
+            return [
+                PendingReceive([t.detach() for t in tensors], [])
+                for tensors in batch.local.pop(number - 1)
+            ]
+        return [
+            self.channel.post_receive(boundaries[size].specs, sender) for size in batch.inputs.sizes
+        ]
 
-    def _received(self, number: int, micro: int, batch: Batch, pending: list[PendingReceive]) -> list[torch.Tensor]:
+    def _received(
+        self, number: int, micro: int, batch: Batch, pending: list[PendingReceive]
+    ) -> list[torch.Tensor]:
         tensors = pending[micro].wait()
         specs = batch.shapes.boundaries[number - 1][batch.inputs.sizes[micro]].specs
         for tensor, spec in zip(tensors, specs, strict=True):
@@ -195,7 +210,10 @@ class Runner:
     ) -> tuple[list[torch.Tensor], Boundary | None]:
         """One micro-batch through one stage: its output tensors, and for a new batch their boundary."""
         size = batch.inputs.sizes[micro]
-        stop = self.cut.tail if number == self.last else self.cut.bounds[number + 1]
+        if number == self.last:
+            stop = self.cut.tail
+        else:
+            stop = self.cut.bounds[number + 1]
         segment = self.segment(number, stop, size, batch)
         segment.leave, segment.record = True, batch.is_new
         if segment.start == stop:
@@ -213,7 +231,11 @@ class Runner:
         if batch.is_new:
             return tensors, Boundary(describe(output, where), segment.unit_outputs)
         for spec, tensor in zip(batch.shapes.boundaries[number][size].specs, tensors, strict=True):
-            if (tensor.shape, tensor.dtype, tensor.requires_grad) != (spec.shape, spec.dtype, spec.requires_grad):
+            if (tensor.shape, tensor.dtype, tensor.requires_grad) != (
+                spec.shape,
+                spec.dtype,
+                spec.requires_grad,
+            ):
                 raise PrepareError(
                     f"{where} was {spec} for an earlier batch of the same inputs and is {describe(tensor, '')} now: "
                     "shapes must follow from those of the inputs, and parameters that are frozen or unfrozen during "
@@ -223,15 +245,26 @@ class Runner:
 
     def segment(self, number: int, stop: int, size: int, batch: Batch) -> Segment:
         """The segment of a stage up to a unit, for a micro-batch of `size` samples."""
-        before = batch.shapes.boundaries[number - 1][size] if number else None
-        unit_outputs = {} if before is None else copy.copy(before.unit_outputs)
+        if number:
+            before = batch.shapes.boundaries[number - 1][size]
+        else:
+            before = None
+        if before is None:
+            unit_outputs = {}
+        else:
+            unit_outputs = copy.copy(before.unit_outputs)
         segment = Segment(self.cut.bounds[number], stop, unit_outputs=unit_outputs, grad=batch.grad)
         # What `run` fills with the received tensors.
         segment.received = None if before is None else before.output  # type: ignore[assignment]
         return segment
 
     def run(
-        self, number: int, segment: Segment, received: Sequence[torch.Tensor], args: Args, kwargs: Kwargs
+        self,
+        number: int,
+        segment: Segment,
+        received: Sequence[torch.Tensor],
+        args: Args,
+        kwargs: Kwargs,
     ) -> object:
         """Run a segment inside of its stage's module, which FSDP2 may shard."""
 
@@ -252,14 +285,18 @@ class Runner:
         assert batch.shapes.tail is not None
         size, unit_outputs = batch.shapes.tail
         unit_outputs = resize(unit_outputs, size, batch.inputs.batch_size)
-        segment = Segment(self.cut.tail, len(self.cut.units), unit_outputs=unit_outputs, grad=batch.grad)
+        segment = Segment(
+            self.cut.tail, len(self.cut.units), unit_outputs=unit_outputs, grad=batch.grad
+        )
         stage = self.stages[self.last]
 
         def compute(_: int, received: Sequence[torch.Tensor]) -> object:
             # FSDP2 may have replaced what requires grad, to see its backward.
             batched = iter(received)
             pairs = zip(trees.leaves(joined), inputs, strict=True)
-            segment.received = trees.replace_leaves(joined, [x if y is None else next(batched) for x, y in pairs])
+            segment.received = trees.replace_leaves(
+                joined, [x if y is None else next(batched) for x, y in pairs]
+            )
             return self.staged.run(segment, batch.inputs.args, batch.inputs.kwargs)
 
         stage.compute = compute
@@ -281,13 +318,17 @@ class Runner:
                 self.channel.wait_for_sends()
                 if batch.error is not None:
                     raise batch.error
-                raise PrepareError(f"stage {message.stage} of the pipeline could not compute: {message.text}")
+                raise PrepareError(
+                    f"stage {message.stage} of the pipeline could not compute: {message.text}"
+                )
             batch.shapes.output = message
             batch.shapes.loss_index = _loss_index(message)
             self.shapes[batch.key] = batch.shapes
         specs = specs_in(batch.shapes.output)
         if at_source:
-            tensors = [tensor.detach().contiguous() for tensor in trees.leaves(self.returned(batch.output))]
+            tensors = [
+                tensor.detach().contiguous() for tensor in trees.leaves(self.returned(batch.output))
+            ]
             if [tuple(tensor.shape) for tensor in tensors] != [spec.shape for spec in specs]:
                 raise PrepareError(
                     "the model's output has other shapes than for an earlier batch of the same inputs: a pipeline "
@@ -311,7 +352,9 @@ class Runner:
             return output
         loss = loss_of(output)
         if loss is None:
-            raise PrepareError("gather_output=False returns the loss alone, and the model returns none: give labels")
+            raise PrepareError(
+                "gather_output=False returns the loss alone, and the model returns none: give labels"
+            )
         return trees.map_leaves(lambda tensor: tensor if tensor is loss else None, output)
 
     # -- backward
@@ -330,7 +373,9 @@ class Runner:
     def _backward(self, batch: Batch, grads: OutputGradients) -> None:
         for number in sorted(self.stages, reverse=True):
             arriving = (
-                self._output_backward(batch, grads) if number == self.last else self._post_gradients(number, batch)
+                self._output_backward(batch, grads)
+                if number == self.last
+                else self._post_gradients(number, batch)
             )
             for micro, graph in enumerate(batch.graphs[number]):
                 self._microbatch_backward(number, batch, graph, arriving[micro])
@@ -344,17 +389,24 @@ class Runner:
         gradients = [None if tensor is None else tensor.grad for tensor in batch.tail.inputs]
         batch.tail = None
         return [
-            [None if gradient is None else gradient.narrow(0, offset, size) for gradient in gradients]
+            [
+                None if gradient is None else gradient.narrow(0, offset, size)
+                for gradient in gradients
+            ]
             for offset, size in zip(batch.inputs.offsets, batch.inputs.sizes, strict=True)
         ]
 
-    def _post_gradients(self, number: int, batch: Batch) -> Sequence[PendingReceive | OutputGradients]:
+    def _post_gradients(
+        self, number: int, batch: Batch
+    ) -> Sequence[PendingReceive | OutputGradients]:
         sender = self.ranks[number + 1]
         if sender == self.channel.rank:
             return batch.local_gradients.pop(number + 1)
         boundaries = [batch.shapes.boundaries[number][size] for size in batch.inputs.sizes]
         return [
-            self.channel.post_receive([spec for spec in boundary.specs if spec.requires_grad], sender)
+            self.channel.post_receive(
+                [spec for spec in boundary.specs if spec.requires_grad], sender
+            )
             for boundary in boundaries
         ]
 
@@ -368,7 +420,9 @@ class Runner:
         if number == 0:
             return
         inputs = [tensor for tensor in graph.inputs if tensor is not None and tensor.requires_grad]
-        gradients = [torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in inputs]
+        gradients = [
+            torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in inputs
+        ]
         peer = self.ranks[number - 1]
         if peer == self.channel.rank:
             batch.local_gradients.setdefault(number, []).append(gradients)
@@ -387,7 +441,9 @@ def _is_wrapped(tensor: torch.Tensor) -> bool:
 
 def _loss_index(description: object) -> int | None:
     """Which tensor of the described output is the loss."""
-    tensors = [torch.empty(spec.shape, dtype=spec.dtype, device="meta") for spec in specs_in(description)]
+    tensors = [
+        torch.empty(spec.shape, dtype=spec.dtype, device="meta") for spec in specs_in(description)
+    ]
     loss = loss_of(fill(description, tensors))
     return next((number for number, tensor in enumerate(tensors) if tensor is loss), None)
 

@@ -56,7 +56,11 @@ class ScheduleRunner:
     """Runs the training batches of a pipelined model in the order of a schedule of torch."""
 
     def __init__(
-        self, runner: Runner, options: PipelineParallelConfig, precision: Precision, accumulated: AccumulatedGradients
+        self,
+        runner: Runner,
+        options: PipelineParallelConfig,
+        precision: Precision,
+        accumulated: AccumulatedGradients,
     ) -> None:
         self.runner = runner
         self.options = options
@@ -81,7 +85,9 @@ class ScheduleRunner:
         of which a micro-batch has no items. Every rank of the pipeline comes to the same answer.
         """
         inputs = batch.inputs
-        if self.options.schedule_row.implementation is None or not (batch.grad and batch.key.training):
+        if self.options.schedule_row.implementation is None or not (
+            batch.grad and batch.key.training
+        ):
             return None
         count = self.runner.splitter.num_microbatches
         if inputs.batch_size % count:
@@ -97,7 +103,9 @@ class ScheduleRunner:
             for micro in range(count):
                 args, kwargs = inputs.microbatch(micro)
                 items.append(float(self.options.num_items(*args, **kwargs)))
-            return [number / sum(items) for number in items] if all(items) else None
+            if all(items):
+                return [number / sum(items) for number in items]
+            return None
         return [1.0 if self.options.loss_reduction == "sum" else 1 / count] * count
 
     def forward(self, batch: Batch, weights: list[float]) -> object:
@@ -105,7 +113,10 @@ class ScheduleRunner:
         runner, index = self.runner, batch.shapes.loss_index
         self._check_output(batch)
         # In float64, so that the weight of a micro-batch is not rounded before it meets a loss in float64.
-        dtype = torch.float32 if runner.channel.device.type == "mps" else torch.float64
+        if runner.channel.device.type == "mps":
+            dtype = torch.float32
+        else:
+            dtype = torch.float64
         seed = torch.ones((), dtype=dtype, device=runner.channel.device)
         if self.precision.scaler is not None:
             seed = self.precision.scaler.scale(seed)
@@ -148,11 +159,15 @@ class ScheduleRunner:
                     "gather_output=False"
                 )
 
-    def _compute(self, running: ScheduledBatch, number: int, received: Sequence[torch.Tensor]) -> object:
+    def _compute(
+        self, running: ScheduledBatch, number: int, received: Sequence[torch.Tensor]
+    ) -> object:
         """The next micro-batch through one stage: what is sent to the next, or the weighted loss."""
         runner, batch = self.runner, running.batch
         micro = running.started[number] = running.started.get(number, -1) + 1
-        segment = runner.segment(number, runner.cut.bounds[number + 1], batch.inputs.sizes[micro], batch)
+        segment = runner.segment(
+            number, runner.cut.bounds[number + 1], batch.inputs.sizes[micro], batch
+        )
         segment.leave = number != runner.last
         if segment.received is not None:
             segment.received = fill(segment.received, received)
@@ -162,7 +177,9 @@ class ScheduleRunner:
             return tuple(tensor.contiguous() for tensor in trees.leaves(output))
         loss = loss_of(output)
         assert loss is not None
-        running.outputs.append([tensor.detach() for tensor in trees.leaves(runner.returned(output))])
+        running.outputs.append(
+            [tensor.detach() for tensor in trees.leaves(runner.returned(output))]
+        )
         return loss * (running.seed * running.weights[micro]).to(loss.dtype)
 
     def _apply(self, running: ScheduledBatch, grads: OutputGradients) -> None:
@@ -250,5 +267,6 @@ def _reshard_later(action: Any, context: Any) -> None:
 
 def _on_meta(specs: Sequence[TensorSpec]) -> tuple[torch.Tensor, ...]:
     return tuple(
-        torch.empty(spec.shape, dtype=spec.dtype, device="meta", requires_grad=spec.requires_grad) for spec in specs
+        torch.empty(spec.shape, dtype=spec.dtype, device="meta", requires_grad=spec.requires_grad)
+        for spec in specs
     )

@@ -113,7 +113,10 @@ def cut_model(
     if split_points is not None:
         bounds = _named_bounds(model, names, list(split_points), stages)
     else:
-        costs = [float(unit.size) for unit in units] if cost is None else cost(units)
+        if cost is None:
+            costs = [float(unit.size) for unit in units]
+        else:
+            costs = cost(units)
         bounds = _balanced_bounds(model, units, costs, stages, blocks)
     return StageSplit(tuple(names), tuple(bounds), min(max(blocks[-1] + 1, bounds[-2]), len(units)))
 
@@ -124,13 +127,21 @@ def computing_units(model: nn.Module) -> list[Unit]:
     Lists of parameters are not called; their entries count as the model's own parameters.
     """
     lists = (nn.ParameterList, nn.ParameterDict)
-    return [unit for unit in find_units(model) if unit.size and not isinstance(model.get_submodule(unit.name), lists)]
+    return [
+        unit
+        for unit in find_units(model)
+        if unit.size and not isinstance(model.get_submodule(unit.name), lists)
+    ]
 
 
 def last_units(model: nn.Module, units: Sequence[str], carried: Sequence[str]) -> dict[str, int]:
     """Name of a carried module -> the number of the last unit in it. Raises PrepareError for one without units."""
-    found = {name: [number for number, unit in enumerate(units) if is_inside(unit, name)] for name in carried}
-    if strange := [name for name, numbers in found.items() if not numbers]:
+    found = {
+        name: [number for number, unit in enumerate(units) if is_inside(unit, name)]
+        for name in carried
+    }
+    strange = [name for name, numbers in found.items() if not numbers]
+    if strange:
         raise PrepareError(
             f"carried names {', '.join(strange)}, which contains none of the units of {type(model).__name__}: "
             f"{_listed(units)}"
@@ -152,7 +163,9 @@ def is_inside(name: str, module: str) -> bool:
 
 
 def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names) if len(names) <= 12 else f"{', '.join(names[:8])}, ... {', '.join(names[-3:])}"
+    if len(names) <= 12:
+        return ", ".join(names)
+    return f"{', '.join(names[:8])}, ... {', '.join(names[-3:])}"
 
 
 def _blocks(units: Sequence[Unit], carried: Sequence[str]) -> list[int]:
@@ -168,11 +181,16 @@ def _blocks(units: Sequence[Unit], carried: Sequence[str]) -> list[int]:
     return [place for place, unit in enumerate(units) if unit.blocks in lists]
 
 
-def _named_bounds(model: nn.Module, names: Sequence[str], points: Sequence[str], stages: int) -> list[int]:
+def _named_bounds(
+    model: nn.Module, names: Sequence[str], points: Sequence[str], stages: int
+) -> list[int]:
     check_names(model, points)
     if len(points) != stages - 1:
-        raise PrepareError(f"{len(points)} split_points make {len(points) + 1} stages; {stages} are requested")
-    if inner := [point for point in points if point not in names]:
+        raise PrepareError(
+            f"{len(points)} split_points make {len(points) + 1} stages; {stages} are requested"
+        )
+    inner = [point for point in points if point not in names]
+    if inner:
         raise PrepareError(
             f"split_points names {', '.join(inner)}, where {type(model).__name__} cannot be cut: its units are "
             f"{_listed(names)}"
@@ -189,12 +207,19 @@ def _named_bounds(model: nn.Module, names: Sequence[str], points: Sequence[str],
 def check_names(model: nn.Module, points: Sequence[str]) -> None:
     """Raises PrepareError for a split point that is no module of the model."""
     known = dict(model.named_modules())
-    if unknown := [name for name in points if name not in known]:
-        raise PrepareError(f"split_points name no module of {type(model).__name__}: {', '.join(unknown)}")
+    unknown = [name for name in points if name not in known]
+    if unknown:
+        raise PrepareError(
+            f"split_points name no module of {type(model).__name__}: {', '.join(unknown)}"
+        )
 
 
 def _balanced_bounds(
-    model: nn.Module, units: Sequence[Unit], costs: Sequence[float], stages: int, blocks: Sequence[int]
+    model: nn.Module,
+    units: Sequence[Unit],
+    costs: Sequence[float],
+    stages: int,
+    blocks: Sequence[int],
 ) -> list[int]:
     if len(blocks) < stages:
         raise PrepareError(
@@ -232,12 +257,16 @@ def balance(costs: Sequence[float], stages: int) -> list[int]:
     return cuts[::-1]
 
 
-def measure(model: nn.Module, units: Sequence[Unit], inputs: Mapping[str, object], rounds: int = 3) -> list[float]:
+def measure(
+    model: nn.Module, units: Sequence[Unit], inputs: Mapping[str, object], rounds: int = 3
+) -> list[float]:
     """Seconds that each unit's forward takes, the least of several rounds, on the model's device."""
     modules = [model.get_submodule(unit.name) for unit in units]
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     if device.type == "meta":
-        raise PrepareError("balance='time' runs the model, which has no weights yet: use balance='parameters'")
+        raise PrepareError(
+            "balance='time' runs the model, which has no weights yet: use balance='parameters'"
+        )
     spent = [float("inf")] * len(modules)
     now = [0.0] * len(modules)
 

@@ -148,11 +148,18 @@ class StagedModel:
 
     def _drop_tensors(self, units: Mapping[int, nn.Module], kept: Collection[int]) -> None:
         """Replace the tensors of other stages by remote ones."""
-        own = [tensor for number in self.own for tensor in (*units[number].parameters(), *units[number].buffers())]
+        own = [
+            tensor
+            for number in self.own
+            for tensor in (*units[number].parameters(), *units[number].buffers())
+        ]
         kept_ids = {*kept, *map(id, own)}
         for number, unit in units.items():
             for prefix, module in unit.named_modules() if number not in self.own else ():
-                tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+                tensors = [
+                    *module.named_parameters(recurse=False),
+                    *module.named_buffers(recurse=False),
+                ]
                 for name, tensor in tensors:
                     if id(tensor) in kept_ids:
                         continue
@@ -163,7 +170,11 @@ class StagedModel:
                         "module; or name `split_points` that do not separate them"
                     )
                     delattr(module, name)
-                    setattr(module, name, RemoteTensor.of(tensor.shape, tensor.dtype, self.device, origin))
+                    setattr(
+                        module,
+                        name,
+                        RemoteTensor.of(tensor.shape, tensor.dtype, self.device, origin),
+                    )
 
     def __deepcopy__(self, memo: object) -> StagedModel:
         """Refuse: the forward of the copy would run the stages of the original."""
@@ -181,7 +192,10 @@ class StagedModel:
             hooked = [self.model.get_submodule(name)]
             if name in self.units:
                 number = self.units.index(name)
-                hooked = [self.stand_ins[number], *([self._own_units[number]] if number in self._own_units else [])]
+                hooked = [
+                    self.stand_ins[number],
+                    *([self._own_units[number]] if number in self._own_units else []),
+                ]
             for module in hooked:
                 module.register_forward_hook(functools.partial(self._after_carried, name, last))
         for number, unit in self._own_units.items():
@@ -202,8 +216,13 @@ class StagedModel:
     def show(self, segment: Segment | None) -> None:
         """Put the units of a segment into the model and stand-ins into all other places; None: all units here."""
         for number, places in self._places.items():
-            is_shown = number in self._own_units and (segment is None or segment.start <= number < segment.stop)
-            module = self._own_units[number] if is_shown else self.stand_ins[number]
+            is_shown = number in self._own_units and (
+                segment is None or segment.start <= number < segment.stop
+            )
+            if is_shown:
+                module = self._own_units[number]
+            else:
+                module = self.stand_ins[number]
             if self._present[number] is not module:
                 self._present[number] = module
                 for parent, name in places:
@@ -232,10 +251,13 @@ class StagedModel:
                     f"ended without calling {self.units[segment.stop - 1]}, behind which it is cut"
                 )
             if segment.start and not segment.started:
-                raise self._order_error(f"did not call {self.units[segment.start - 1]}, behind which it is cut")
+                raise self._order_error(
+                    f"did not call {self.units[segment.start - 1]}, behind which it is cut"
+                )
         finally:
             self.segment = None
-        if (remote := first_remote(output)) is not None:
+        remote = first_remote(output)
+        if remote is not None:
             raise remote.fail()
         return output
 
@@ -247,7 +269,9 @@ class StagedModel:
         """The output of a unit before the segment: of the last one what was received, of others remote tensors."""
         segment, name = self.segment, self.units[number]
         if segment is None:
-            raise PrepareError(f"{name} was called outside of the pipeline: call the model that prepare returned")
+            raise PrepareError(
+                f"{name} was called outside of the pipeline: call the model that prepare returned"
+            )
         if number >= segment.stop:
             raise self._order_error(f"calls {name} before {self.units[segment.stop - 1]}")
         if segment.started:
@@ -267,7 +291,9 @@ class StagedModel:
             "stages; or give `example_inputs`, and prepare finds such outputs"
         )
         return trees.map_leaves(
-            lambda spec: RemoteTensor.of(spec.shape, spec.dtype, self.device, origin), outputs[call], is_spec
+            lambda spec: RemoteTensor.of(spec.shape, spec.dtype, self.device, origin),
+            outputs[call],
+            is_spec,
         )
 
     def _order_error(self, problem: str) -> PrepareError:
@@ -282,7 +308,11 @@ class StagedModel:
         if segment is None:
             # The model's own activation checkpointing computes units again in the backward.
             return
-        if segment.grad and not torch.is_grad_enabled() and any(p.requires_grad for p in unit.parameters()):
+        if (
+            segment.grad
+            and not torch.is_grad_enabled()
+            and any(p.requires_grad for p in unit.parameters())
+        ):
             raise PrepareError(
                 f"{self.units[number]} is called with gradients disabled and has parameters to train, as inside of an "
                 "autograd function, which a stage cannot leave in its middle: its gradient would be lost. Activation "
@@ -295,7 +325,9 @@ class StagedModel:
         if segment.leave and number == segment.stop - 1:
             raise SegmentEnd(output)
 
-    def _after_carried(self, name: str, last: int, module: nn.Module, args: object, output: object) -> object:
+    def _after_carried(
+        self, name: str, last: int, module: nn.Module, args: object, output: object
+    ) -> object:
         """A module whose output is sent to all later stages: computed on the stage of its last unit, else received."""
         segment = self.segment
         if segment is None:
@@ -316,4 +348,6 @@ def _call_with_loss(
     **kwargs: object,
 ) -> object:
     output = forward(*args, **kwargs)
-    return output if labels is None else (loss_fn(output, labels), output)
+    if labels is None:
+        return output
+    return (loss_fn(output, labels), output)

@@ -16,7 +16,16 @@ from ...config.parallel import PipelineParallelConfig
 from ...core.errors import PrepareError
 from .. import materialize
 from .observe import Observation, observe
-from .split import StageSplit, Unit, computing_units, cut_model, encoder_of, is_inside, last_units, measure
+from .split import (
+    StageSplit,
+    Unit,
+    computing_units,
+    cut_model,
+    encoder_of,
+    is_inside,
+    last_units,
+    measure,
+)
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -54,7 +63,9 @@ class StagePlan:
         return locations
 
 
-def plan_stages(model: nn.Module, options: PipelineParallelConfig, stages: int, device: torch.device) -> StagePlan:
+def plan_stages(
+    model: nn.Module, options: PipelineParallelConfig, stages: int, device: torch.device
+) -> StagePlan:
     """Decide how a model is cut into `stages`, on all ranks together. All ranks call it.
 
     Rank 0 runs the forward on example inputs, or on the ones that transformers makes for its models, to observe the
@@ -75,7 +86,9 @@ def plan_stages(model: nn.Module, options: PipelineParallelConfig, stages: int, 
     def seconds(units: list[Unit]) -> list[float]:
         return _on_rank_0(model, lambda: measure(model, units, inputs), device)
 
-    return cut_along(model, options, stages, units, seen, seconds if options.balance == "time" else None)
+    return cut_along(
+        model, options, stages, units, seen, seconds if options.balance == "time" else None
+    )
 
 
 def observe_dummies(model: Any, names: list[str]) -> Observation | None:
@@ -83,11 +96,15 @@ def observe_dummies(model: Any, names: list[str]) -> Observation | None:
     try:
         weight = next(model.parameters())
         # Without a mask, whose values transformers reads.
-        inputs = {k: v.to(weight.device) for k, v in model.dummy_inputs.items() if k != "attention_mask"}
+        inputs = {
+            k: v.to(weight.device) for k, v in model.dummy_inputs.items() if k != "attention_mask"
+        }
         tokens = inputs.get("input_ids", torch.ones(2, 4, dtype=torch.long, device=weight.device))
         config, kind = model.config, model.main_input_name
         if kind == "pixel_values":
-            inputs = {kind: weight.new_zeros(2, config.num_channels, config.image_size, config.image_size)}
+            inputs = {
+                kind: weight.new_zeros(2, config.num_channels, config.image_size, config.image_size)
+            }
         elif kind == "input_features":
             frames = 2 * config.max_source_positions
             inputs = {kind: weight.new_zeros(len(tokens), config.num_mel_bins, frames)}
@@ -97,7 +114,9 @@ def observe_dummies(model: Any, names: list[str]) -> Observation | None:
     except Exception as error:
         logger.debug("%s does not run on its dummy inputs: %s", type(model).__name__, error)
         return None
-    return seen if seen.calls else None
+    if seen.calls:
+        return seen
+    return None
 
 
 def _on_rank_0(model: nn.Module, find: Callable[[], T], device: torch.device) -> T:
@@ -113,7 +132,9 @@ def _on_rank_0(model: nn.Module, find: Callable[[], T], device: torch.device) ->
             cause, reason = error, f"{type(error).__name__}: {error}"
     results, reason = materialize.from_first((results, reason), device)
     if reason:
-        raise PrepareError(f"could not run {type(model).__name__} with example_inputs: {reason}") from cause
+        raise PrepareError(
+            f"could not run {type(model).__name__} with example_inputs: {reason}"
+        ) from cause
     return results[0]
 
 
@@ -134,7 +155,8 @@ def cut_along(
     order = seen.order([unit.name for unit in units]) if seen is not None else ()
     cut = cut_model(model, stages, options.split_points, cost, carried, order, units)
     if seen is not None:
-        if problem := order_conflict(cut, seen.calls):
+        problem = order_conflict(cut, seen.calls)
+        if problem:
             raise PrepareError(
                 f"{type(model).__name__} cannot be cut so: {problem}. A module that is called again later must be on "
                 "one stage with everything in between: name other `split_points`, or use fewer stages"
@@ -145,7 +167,8 @@ def cut_along(
                 for name in seen.used_across(cut.units, [*cut.bounds[1:-1], cut.tail])
                 if not any(is_inside(name, module) for module in carried)
             ]
-            if drawn := [name for name in used_later if name in seen.random]:
+            drawn = [name for name in used_later if name in seen.random]
+            if drawn:
                 raise PrepareError(
                     f"several stages apply a random operation (dropout) to the output of {', '.join(drawn)} in "
                     f"{type(model).__name__}, and would draw other numbers: name the module that does both in "
@@ -169,7 +192,11 @@ def order_conflict(cut: StageSplit, calls: Sequence[str]) -> str | None:
     """
     numbers = {name: number for number, name in enumerate(cut.units)}
     order = [numbers[name] for name in calls if name in numbers]
-    segments = [*zip(cut.bounds[:-2], cut.bounds[1:-1], strict=True), (cut.bounds[-2], cut.tail), (cut.tail, None)]
+    segments = [
+        *zip(cut.bounds[:-2], cut.bounds[1:-1], strict=True),
+        (cut.bounds[-2], cut.tail),
+        (cut.tail, None),
+    ]
     for start, stop in segments:
         if start == stop:
             continue
@@ -184,7 +211,12 @@ def order_conflict(cut: StageSplit, calls: Sequence[str]) -> str | None:
             elif stop is not None and number == stop - 1:
                 break
         else:
-            missing = stop - 1 if stop is not None else None if started else start - 1
+            if stop is not None:
+                missing = stop - 1
+            elif started:
+                missing = None
+            else:
+                missing = start - 1
             if missing is not None:
                 return (
                     f"its forward does not call {cut.units[missing]}, behind which it is cut (by `module(...)`; other "

@@ -41,7 +41,9 @@ def full_model_state(model: nn.Module, channel: P2PChannel) -> dict[str, torch.T
     if channel.rank != 0:
         for name, value in found.items():
             is_tensor = isinstance(value, torch.Tensor)
-            channel.send_object((name, TensorSpec(tuple(value.shape), value.dtype) if is_tensor else value), 0)
+            channel.send_object(
+                (name, TensorSpec(tuple(value.shape), value.dtype) if is_tensor else value), 0
+            )
             if is_tensor:
                 channel.send([value.to(channel.device)], 0)
                 channel.wait_for_sends()
@@ -95,7 +97,10 @@ def load_full_model_state(
 
 
 def full_optimizer_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[str]], channel: P2PChannel
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    groups: Sequence[Sequence[str]],
+    channel: P2PChannel,
 ) -> dict[str, Any]:
     """The full state in the form of a single process's `optimizer.state_dict()`; empty on all ranks but 0."""
     names = {id(parameter): name for name, parameter in materialize.named_parameters(model)}
@@ -115,10 +120,17 @@ def full_optimizer_state(
     for peer in range(1, channel.size):
         while (message := channel.receive_object(peer)) is not None:
             found.setdefault(*message)
-    positions = {name: position for position, name in enumerate(name for group in groups for name in group)}
-    rest = [{key: copy.deepcopy(value) for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
+    positions = {
+        name: position for position, name in enumerate(name for group in groups for name in group)
+    }
+    rest = [
+        {key: copy.deepcopy(value) for key, value in g.items() if key != "params"}
+        for g in optimizer.param_groups
+    ]
     return {
-        "state": {positions[name]: found[name] for name in sorted(found, key=lambda name: positions[name])},
+        "state": {
+            positions[name]: found[name] for name in sorted(found, key=lambda name: positions[name])
+        },
         "param_groups": [
             {**options, "params": [positions[name] for name in group]}
             for options, group in zip(rest, groups, strict=True)
@@ -142,17 +154,24 @@ def load_full_optimizer_state(
         for position, name in zip(group["params"], names, strict=True)
     }
     own_names = {id(parameter): name for name, parameter in materialize.named_parameters(model)}
-    own = {own_names[id(p)]: p for group in optimizer.param_groups for p in group["params"] if id(p) in own_names}
+    own = {
+        own_names[id(p)]: p
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if id(p) in own_names
+    }
     entries: dict[str, object] = {}
     for position, entry in present:
-        if (parameter := own.get(name_at[position])) is not None:
+        parameter = own.get(name_at[position])
+        if parameter is not None:
             entries[name_at[position]] = lay_out_state(dict(entry), parameter, parameter)
     # The optimizer itself knows how its state is kept.
     local_groups, local_state, number = [], {}, 0
     for group, options in zip(optimizer.param_groups, saved, strict=True):
         numbers = []
         for parameter in group["params"]:
-            if (name := own_names.get(id(parameter), "")) in entries:
+            name = own_names.get(id(parameter), "")
+            if name in entries:
                 local_state[number] = entries[name]
             numbers.append(number)
             number += 1
@@ -161,7 +180,9 @@ def load_full_optimizer_state(
 
 
 @torch.no_grad()
-def distribute(model: nn.Module, own: Collection[int], foreign: Sequence[nn.Module], device: torch.device) -> bool:
+def distribute(
+    model: nn.Module, own: Collection[int], foreign: Sequence[nn.Module], device: torch.device
+) -> bool:
     """Give the parameters with ids in `own`, and the buffers of all but the foreign modules, rank 0's values.
 
     They are moved to `device`; all other tensors lose their memory. Every rank calls it with a model of the same
@@ -174,11 +195,21 @@ def distribute(model: nn.Module, own: Collection[int], foreign: Sequence[nn.Modu
     shapes = [(name, tuple(tensor.shape)) for name, tensor in listed]
     first = materialize.from_first(shapes, device)
     if first != shapes:
-        different = next((a[0] for a, b in zip(first, shapes, strict=False) if a != b), "the number of tensors")
-        raise PrepareError(f"this rank's model differs from rank 0's ({different}): build the same on all ranks")
-    from_meta = materialize.gather_flags(any(tensor.is_meta for _, tensor in listed), device, None)[0]
+        different = next(
+            (a[0] for a, b in zip(first, shapes, strict=False) if a != b), "the number of tensors"
+        )
+        raise PrepareError(
+            f"this rank's model differs from rank 0's ({different}): build the same on all ranks"
+        )
+    from_meta = materialize.gather_flags(any(tensor.is_meta for _, tensor in listed), device, None)[
+        0
+    ]
     dropped = {id(buffer) for module in foreign for buffer in module.buffers()}
-    kept = {id(t) for _, t in listed if (id(t) in own if isinstance(t, nn.Parameter) else id(t) not in dropped)}
+    kept = {
+        id(t)
+        for _, t in listed
+        if (id(t) in own if isinstance(t, nn.Parameter) else id(t) not in dropped)
+    }
     values: dict[int, torch.Tensor] = {}
     for _, tensor in () if from_meta else listed:
         value = materialize.broadcast_tensor(tensor, tensor.shape, tensor.dtype, device)
@@ -196,7 +227,9 @@ def distribute(model: nn.Module, own: Collection[int], foreign: Sequence[nn.Modu
             tensor.data = value
             return tensor
         # Its optimizer gets the new object.
-        return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(value, tensor.requires_grad)
+        return value
 
     materialize.replace_tensors(model, replacement)
     return not from_meta

@@ -87,7 +87,9 @@ class PipelineParallel(ShardedStrategy):
     def _prepare_training(self, bundle: Bundle) -> list[PreparedModel]:
         prepared_models: list[PreparedModel] = []
         for model in bundle.models:
-            names = WeakTensorKeyDictionary({p: name for name, p in materialize.named_parameters(model)})
+            names = WeakTensorKeyDictionary(
+                {p: name for name, p in materialize.named_parameters(model)}
+            )
             places = ParameterPlaces(model)
             before = list(model.parameters())
             prepared = self.compose(model)
@@ -95,7 +97,9 @@ class PipelineParallel(ShardedStrategy):
             for name, parameter in materialize.named_parameters(prepared.module):
                 names[parameter] = name
             prepared.stages.names = names
-            self.replacements.add((former, now) for former, now in places.replaced() if not now.is_meta)
+            self.replacements.add(
+                (former, now) for former, now in places.replaced() if not now.is_meta
+            )
             present = {id(parameter) for parameter in prepared.module.parameters()}
             for parameter in before:
                 if parameter not in self.replacements and id(parameter) not in present:
@@ -104,7 +108,9 @@ class PipelineParallel(ShardedStrategy):
             prepared_models.append(prepared)
         self.prepared.add(prepared_models)
         for optimizer in bundle.optimizers:
-            refuse_model_scope(optimizer, "pp_size", "use fsdp_version=2 or tp_size without pp_size")
+            refuse_model_scope(
+                optimizer, "pp_size", "use fsdp_version=2 or tp_size without pp_size"
+            )
             self._repoint(optimizer)
             if self.plugin is not None or self.layout.tp_enabled:
                 lay_out_step(optimizer)
@@ -121,17 +127,25 @@ class PipelineParallel(ShardedStrategy):
         plan = plan_stages(model, options, len(self.ranks), self.device)
         cut, locations = plan.cut, plan.locations(model)
         numbers = [stage for stage, rank in enumerate(self.ranks) if rank == self.channel.rank]
-        own_units = [unit for stage in numbers for unit in range(cut.bounds[stage], cut.bounds[stage + 1])]
+        own_units = [
+            unit for stage in numbers for unit in range(cut.bounds[stage], cut.bounds[stage + 1])
+        ]
         own = {key for key, stages in locations.items() if stages & set(numbers)}
         listed = materialize.named_parameters(model, remove_duplicate=False)
         own_names = {name for name, parameter in listed if id(parameter) in own}
-        shapes = {name: list(parameter.shape) for name, parameter in materialize.named_parameters(model)}
+        shapes = {
+            name: list(parameter.shape) for name, parameter in materialize.named_parameters(model)
+        }
         template = materialize.skeleton(
             type(model).__name__, materialize.without_storage(model.state_dict(keep_vars=True))
         )
 
         # Weights: those of rank 0 for this rank's stages; the rest loses its memory, and its place to stand-ins.
-        foreign = [model.get_submodule(name) for number, name in enumerate(cut.units) if number not in own_units]
+        foreign = [
+            model.get_submodule(name)
+            for number, name in enumerate(cut.units)
+            if number not in own_units
+        ]
         several = ranks_of_parameters(model, plan, locations, self.ranks)
         unsharded = shared_parameters(model, plan, locations, self.ranks)
         has_weights = state.distribute(model, own, foreign, self.device)
@@ -140,10 +154,23 @@ class PipelineParallel(ShardedStrategy):
             tensor.split_model(model, self.mesh["tp"], self.layout.tp_handler)
         present = materialize.named_parameters(model, remove_duplicate=False)
         kept = {id(parameter) for name, parameter in present if name in own_names}
-        staged = StagedModel(model, cut.units, own_units, self.device, options.loss_fn, plan.carried, cut.bounds, kept)
+        staged = StagedModel(
+            model,
+            cut.units,
+            own_units,
+            self.device,
+            options.loss_fn,
+            plan.carried,
+            cut.bounds,
+            kept,
+        )
         stages = {
             stage: Stage(
-                stage, [model.get_submodule(name) for name in cut.units[slice(*cut.bounds[stage : stage + 2])]]
+                stage,
+                [
+                    model.get_submodule(name)
+                    for name in cut.units[slice(*cut.bounds[stage : stage + 2])]
+                ],
             )
             for stage in numbers
         }
@@ -153,30 +180,40 @@ class PipelineParallel(ShardedStrategy):
         self._compile(stages)
 
         # What runs them.
-        runner = Runner(staged, cut, stages, self.ranks, self.channel, splitter, options.gather_output)
+        runner = Runner(
+            staged, cut, stages, self.ranks, self.channel, splitter, options.gather_output
+        )
         accumulated = AccumulatedGradients(model, [model, *stages.values()])
         sharded = {id(shard.sharded_param) for shard in shards_of(stages.values())}
         piped = Stages(
             ScheduleRunner(runner, options, self.precision, accumulated),
             tied_parameters(model, several, self.channel),
-            StageRandom(self.device, next(self._model_numbers), self.channel.rank, self.data_shard[0]),
+            StageRandom(
+                self.device, next(self._model_numbers), self.channel.rank, self.data_shard[0]
+            ),
             shapes,
             template,
             self.gradient_group,
             is_sharded=self.plugin is not None,
             unsharded=[p for p in model.parameters() if id(p) not in sharded and p.requires_grad],
-            reductions=[] if self.plugin is None else [reduction_of(n, stage, runner) for n, stage in stages.items()],
+            reductions=[]
+            if self.plugin is None
+            else [reduction_of(n, stage, runner) for n, stage in stages.items()],
         )
         piped.defer_reduction()
         runner.before_backward = piped.tied.before_backward
         staged.replace_forward(lambda args, kwargs: call(piped, args, kwargs))
-        prepared = PipelinedModel(model, self.precision, self.device, self.sequence, self.saves_shards, stages=piped)
+        prepared = PipelinedModel(
+            model, self.precision, self.device, self.sequence, self.saves_shards, stages=piped
+        )
         prepared.reducers.append(piped)
         return prepared
 
     def _transform(self, model: nn.Module, before_layout: bool) -> nn.Module:
         for transform in self.transforms:
-            if getattr(transform, "before_layout", False) is before_layout and not isinstance(transform, Compile):
+            if getattr(transform, "before_layout", False) is before_layout and not isinstance(
+                transform, Compile
+            ):
                 model = transform.apply(model)
         return model
 
@@ -189,10 +226,17 @@ class PipelineParallel(ShardedStrategy):
 
     def _repoint(self, optimizer: torch.optim.Optimizer) -> None:
         """Have an optimizer step this rank's parameters; other ranks step the rest."""
-        trained = [prepared.stages for prepared in self.prepared if isinstance(prepared, PipelinedModel)]
-        of_ranks = materialize.from_all([stages.names_in(optimizer) for stages in trained], self.channel.group)
+        trained = [
+            prepared.stages for prepared in self.prepared if isinstance(prepared, PipelinedModel)
+        ]
+        of_ranks = materialize.from_all(
+            [stages.names_in(optimizer) for stages in trained], self.channel.group
+        )
         by_model = zip(*of_ranks, strict=True)
-        named = [(stages, stages.merge_names(names)) for stages, names in zip(trained, by_model, strict=True)]
+        named = [
+            (stages, stages.merge_names(names))
+            for stages, names in zip(trained, by_model, strict=True)
+        ]
         named = [(stages, groups) for stages, groups in named if any(groups)]
         if not named:
             if any(True for _ in self.prepared):
@@ -206,7 +250,9 @@ class PipelineParallel(ShardedStrategy):
             for parameter in group["params"]:
                 if parameter in self._foreign:
                     optimizer.state.pop(parameter, None)
-            group["params"] = [parameter for parameter in group["params"] if parameter not in self._foreign]
+            group["params"] = [
+                parameter for parameter in group["params"] if parameter not in self._foreign
+            ]
         self.replacements.repoint(optimizer)
 
     # -- the step
@@ -215,9 +261,13 @@ class PipelineParallel(ShardedStrategy):
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor:
         """Clip the gradients by their norm over all stages. Tied parameters are counted once."""
-        trained = [prepared.stages for prepared in self.prepared if isinstance(prepared, PipelinedModel)]
+        trained = [
+            prepared.stages for prepared in self.prepared if isinstance(prepared, PipelinedModel)
+        ]
         elsewhere = {key for stages in trained for key in stages.tied.counted_elsewhere()}
-        return norms.clip_grad_norm(parameters, max_norm, norm_type, (self.channel.group,), self.device, elsewhere)
+        return norms.clip_grad_norm(
+            parameters, max_norm, norm_type, (self.channel.group,), self.device, elsewhere
+        )
 
 
 def call(piped: Stages, args: Args, kwargs: Kwargs) -> object:
@@ -227,7 +277,10 @@ def call(piped: Stages, args: Args, kwargs: Kwargs) -> object:
     batch = runner.new_batch(args, kwargs)
     weights = schedules.weights(batch)
     with random.seeded() if training else contextlib.nullcontext():
-        output = runner.forward(batch) if weights is None or batch.is_new else None
+        if weights is None or batch.is_new:
+            output = runner.forward(batch)
+        else:
+            output = None
     if weights is not None:
         batch = runner.new_batch(args, kwargs) if batch.is_new else batch
         with random.seeded():

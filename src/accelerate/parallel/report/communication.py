@@ -27,7 +27,9 @@ def shard_volume(model: nn.Module, backwards: int) -> list[CommunicationVolume]:
     for _, group, resharded in shard_groups(model):
         times: int = backwards * (1 + resharded)
         ranks: int = group.mesh_info.shard_mesh_size  # type: ignore[attr-defined]
-        size = sum(_unsharded_bytes(p, group.mp_policy.param_dtype, ranks) for p in group.fsdp_params)
+        size = sum(
+            _unsharded_bytes(p, group.mp_policy.param_dtype, ranks) for p in group.fsdp_params
+        )
         found.add(gather, times * size, times)
         trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
         if not trained:
@@ -50,19 +52,28 @@ def shard_gradients(model: nn.Module, roots: Iterable[nn.Module]) -> int:
             # In a step, units have other parameters.
             inside.add(id(module_parameter(shard)))
             if shard.sharded_param.requires_grad:
-                unsharded += _unsharded_bytes(shard, policy.reduce_dtype or policy.param_dtype, ranks)
-    return unsharded + local_bytes(p for p in model.parameters() if p.requires_grad and id(p) not in inside)
+                unsharded += _unsharded_bytes(
+                    shard, policy.reduce_dtype or policy.param_dtype, ranks
+                )
+    return unsharded + local_bytes(
+        p for p in model.parameters() if p.requires_grad and id(p) not in inside
+    )
 
 
 def shard_dtypes(model: nn.Module) -> tuple[torch.dtype | None, torch.dtype | None] | None:
     """(computes in, gradients are averaged in) of the policy of FSDP2's units; None without units."""
     policies = (group.mp_policy for _, group, _ in shard_groups(model))
-    return next(((policy.param_dtype, policy.reduce_dtype or policy.param_dtype) for policy in policies), None)
+    return next(
+        ((policy.param_dtype, policy.reduce_dtype or policy.param_dtype) for policy in policies),
+        None,
+    )
 
 
 def dtype_name(dtype: torch.dtype | None) -> str:
     """A dtype in words; None is the parameters' own."""
-    return "the parameters' dtype" if dtype is None else str(dtype).removeprefix("torch.")
+    if dtype is None:
+        return "the parameters' dtype"
+    return str(dtype).removeprefix("torch.")
 
 
 def _unsharded_bytes(parameter: Any, dtype: torch.dtype | None, ranks: int) -> int:
@@ -77,7 +88,11 @@ def tensor_parallel_volume(model: nn.Module, backwards: int) -> list[Communicati
     Activations are summed where a split ends, gradients where it begins; layers with the same input share a sum. Along
     the sequence a sum becomes a scatter in one direction, and a gather in the other.
     """
-    split = [module for module in model.modules() if isinstance(module, (ColumnLinear, RowLinear, RowEmbedding))]
+    split = [
+        module
+        for module in model.modules()
+        if isinstance(module, (ColumnLinear, RowLinear, RowEmbedding))
+    ]
     along = any(isinstance(module, RowLinear) and module.along_sequence for module in split)
     found = VolumeCounter(" a token")
 
@@ -90,7 +105,11 @@ def tensor_parallel_volume(model: nn.Module, backwards: int) -> list[Communicati
             count("sums of activations over tp, forward", module, module.embedding_dim)
             continue
         if isinstance(module, RowLinear):
-            count(f"{'scatters' if along else 'sums'} of activations over tp, forward", module, module.out_features)
+            count(
+                f"{'scatters' if along else 'sums'} of activations over tp, forward",
+                module,
+                module.out_features,
+            )
             if along:
                 count("gathers of gradients over tp, backward", module, module.out_features)
             continue

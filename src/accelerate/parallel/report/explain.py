@@ -68,7 +68,9 @@ class Report:
         found = Text()
         for line in str(self).splitlines():
             head, note, requested = line.partition("   (requested: ")
-            found.append(head, style="" if line.startswith(" ") else "bold").append(note + requested, style="dim")
+            found.append(head, style="" if line.startswith(" ") else "bold").append(
+                note + requested, style="dim"
+            )
             found.append("\n")
         found.rstrip()
         return found
@@ -77,10 +79,14 @@ class Report:
         """The report as a table, for notebooks."""
         rows = []
         for title, lines in self.sections.items():
-            rows.append(f'<tr><th colspan="3" style="text-align:left">{html.escape(title)}</th></tr>')
+            rows.append(
+                f'<tr><th colspan="3" style="text-align:left">{html.escape(title)}</th></tr>'
+            )
             for row in lines:
                 cells = (row.name, row.got, f"requested: {row.requested}" if row.requested else "")
-                rows.append("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>")
+                rows.append(
+                    "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>"
+                )
         return f"<table>{''.join(rows)}</table>"
 
     def __str__(self) -> str:
@@ -89,7 +95,10 @@ class Report:
             width = max((len(row.name) for row in rows), default=0)
             lines.append(title)
             for row in rows:
-                requested = f"   (requested: {row.requested})" if row.requested else ""
+                if row.requested:
+                    requested = f"   (requested: {row.requested})"
+                else:
+                    requested = ""
                 lines.append(f"  {row.name:<{width}}  {row.got}{requested}")
         return "\n".join(lines)
 
@@ -99,7 +108,10 @@ class Report:
         for row in rows:
             if row.name == name:
                 return row.got
-        known = ", ".join(row.name for row in rows) if rows else ", ".join(self.sections)
+        if rows:
+            known = ", ".join(row.name for row in rows)
+        else:
+            known = ", ".join(self.sections)
         raise KeyError(f"the report has no line {name!r} in {section!r}; there are: {known}")
 
 
@@ -129,21 +141,35 @@ def explain(
     for number, prepared in enumerate(models):
         model, inner = prepared.module, prepared.inner
         # FSDP1 stays around the model, FSDP2 changes its class.
-        plain: object = inner.module if type(inner).__name__ == "FullyShardedDataParallel" else inner
+        plain: object = (
+            inner.module if type(inner).__name__ == "FullyShardedDataParallel" else inner
+        )
         kind = class_name(plain)
-        title = f"model {number}: {kind}" if len(models) > 1 else f"model: {kind}"
+        if len(models) > 1:
+            title = f"model {number}: {kind}"
+        else:
+            title = f"model: {kind}"
         sections[title] = [*_modules(model), *_parameters(inner), *_dtypes(prepared)]
         sent = _volume(strategy, prepared, steps, sync_each_batch)
         sections[f"messages of {title}, of this rank in an optimizer step"] = sent
-    place = ["this rank"] if usage is None else [f"rank {rank}" for rank in range(len(usage))]
+    if usage is None:
+        place = ["this rank"]
+    else:
+        place = [f"rank {rank}" for rank in range(len(usage))]
     usage = usage or [memory_usage(models, optimizers, steps > 1 and not sync_each_batch)]
-    sections["memory"] = [Row(name, _memory(found, has_stepped)) for name, found in zip(place, usage, strict=True)]
+    sections["memory"] = [
+        Row(name, _memory(found, has_stepped)) for name, found in zip(place, usage, strict=True)
+    ]
     return Report(sections)
 
 
 def _memory(found: dict[str, int], has_stepped: bool) -> str:
     inside = {name: count for name, count in found.items() if name != memory.BUCKETS}
-    text = ", ".join(f"{name} {size_of(count)}" for name, count in inside.items() if count or name not in _OFTEN_NONE)
+    text = ", ".join(
+        f"{name} {size_of(count)}"
+        for name, count in inside.items()
+        if count or name not in _OFTEN_NONE
+    )
     text += f": {size_of(sum(inside.values()))}"
     if found[memory.BUCKETS]:
         text += f", and buckets of messages {size_of(found[memory.BUCKETS])}"
@@ -151,16 +177,24 @@ def _memory(found: dict[str, int], has_stepped: bool) -> str:
 
 
 def _layout(strategy: Strategy) -> list[Row]:
-    data = _ENDED if _has_ended() else "shard {} of {}".format(*strategy.data_shard)
+    if _has_ended():
+        data = _ENDED
+    else:
+        data = "shard {} of {}".format(*strategy.data_shard)
     rows = [Row("strategy", strategy.name), Row("data", data)]
     for transform in strategy.transforms:
-        if callable(describe := getattr(transform, "describe", None)):
+        describe = getattr(transform, "describe", None)
+        if callable(describe):
             # In snake case.
-            rows.append(Row(re.sub(r"(?<!^)(?=[A-Z])", "_", type(transform).__name__).lower(), describe()))
+            rows.append(
+                Row(re.sub(r"(?<!^)(?=[A-Z])", "_", type(transform).__name__).lower(), describe())
+            )
     mesh = getattr(strategy, "mesh", None)
     if mesh is not None:
         sizes = zip(mesh.mesh_dim_names, mesh.shape, mesh.get_coordinate() or (), strict=False)
-        rows.append(Row("mesh", " x ".join(f"{name}={size} (here {at})" for name, size, at in sizes)))
+        rows.append(
+            Row("mesh", " x ".join(f"{name}={size} (here {at})" for name, size, at in sizes))
+        )
     return rows
 
 
@@ -171,14 +205,21 @@ def _has_ended() -> bool:
 
 def _grouped(named: Iterable[tuple[str, str]]) -> list[Row]:
     # With its numbers replaced by *, equal layers become one line.
-    counts = Counter((re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", name), text) for name, text in named)
-    return [Row(name or "(model)", text + (f"   x {n}" if n > 1 else "")) for (name, text), n in counts.items()]
+    counts = Counter(
+        (re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", name), text) for name, text in named
+    )
+    return [
+        Row(name or "(model)", text + (f"   x {n}" if n > 1 else ""))
+        for (name, text), n in counts.items()
+    ]
 
 
 def _modules(model: nn.Module) -> list[Row]:
     """How modules were changed: wrapped, sharded, compiled, converted."""
     return _grouped(
-        (name, ", ".join(marks)) for name, module in model.named_modules() if (marks := list(_marks(module, model)))
+        (name, ", ".join(marks))
+        for name, module in model.named_modules()
+        if (marks := list(_marks(module, model)))
     )
 
 
@@ -204,7 +245,9 @@ def _after_forward(unit: FSDPModule, root: nn.Module) -> str:
     for inner, group, again in shard_groups(root):
         if inner is unit and again and (after := group.post_forward_mesh_info) is not None:
             same = after.shard_mesh_size == group.mesh_info.shard_mesh_size  # type: ignore[attr-defined]
-            return "resharded after forward" + ("" if same else f" to groups of {after.shard_mesh_size}")
+            return "resharded after forward" + (
+                "" if same else f" to groups of {after.shard_mesh_size}"
+            )
     return "kept unsharded after forward"
 
 
@@ -212,14 +255,17 @@ def _parameters(model: nn.Module) -> list[Row]:
     def text(parameter: nn.Parameter) -> str:
         shape, dtype = tuple(parameter.shape), str(parameter.dtype).removeprefix("torch.")
         frozen = "" if parameter.requires_grad else ", frozen"
-        if (shard := getattr(parameter, "ds_tensor", None)) is not None:
+        shard = getattr(parameter, "ds_tensor", None)
+        if shard is not None:
             shape = tuple(parameter.ds_shape)  # type: ignore[attr-defined]
             kept = "unsharded" if parameter.numel() else "sharded"
             return f"{dtype} {shape}, {kept}, here {shard.numel()} elements by ZeRO 3{frozen}"
         if not isinstance(parameter, DTensor):
             return f"{dtype} {shape}{frozen}"
         names = parameter.device_mesh.mesh_dim_names or range(parameter.device_mesh.ndim)
-        places = ", ".join(f"{name}: {_words(at)}" for name, at in zip(names, parameter.placements, strict=True))
+        places = ", ".join(
+            f"{name}: {_words(at)}" for name, at in zip(names, parameter.placements, strict=True)
+        )
         return f"{dtype} {shape}, here {tuple(parameter.to_local().shape)} by {places}{frozen}"
 
     return _grouped((name, text(parameter)) for name, parameter in model.named_parameters())
@@ -246,11 +292,15 @@ def _counted(tensors: Iterable[torch.Tensor]) -> str:
     """The number of elements of each dtype."""
     kept = Counter[str]()
     for tensor in tensors:
-        kept[str(tensor.dtype).removeprefix("torch.")] += getattr(tensor, "ds_numel", tensor.numel())
+        kept[str(tensor.dtype).removeprefix("torch.")] += getattr(
+            tensor, "ds_numel", tensor.numel()
+        )
     return ", ".join(f"{count:,} in {name}" for name, count in kept.items())
 
 
-def _volume(strategy: Strategy, prepared: PreparedModel, steps: int, sync_each_batch: bool) -> list[Row]:
+def _volume(
+    strategy: Strategy, prepared: PreparedModel, steps: int, sync_each_batch: bool
+) -> list[Row]:
     if _has_ended():
         return [Row("none", _ENDED)]
     times = steps if sync_each_batch else 1

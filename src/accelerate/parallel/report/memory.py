@@ -13,7 +13,12 @@ from ..gradients import local
 
 # Kinds of bytes. Gradients have their largest size between two backwards. Buckets are not in the sum: most of them
 # exist during a backward only, in the size that the library is configured for.
-PARAMETERS, BUFFERS, GRADIENTS, MASTER_WEIGHTS = "parameters", "buffers", "gradients", "master weights"
+PARAMETERS, BUFFERS, GRADIENTS, MASTER_WEIGHTS = (
+    "parameters",
+    "buffers",
+    "gradients",
+    "master weights",
+)
 STATE, BUCKETS = "optimizer state", "buckets"
 KINDS = (PARAMETERS, BUFFERS, GRADIENTS, MASTER_WEIGHTS, STATE, BUCKETS)
 

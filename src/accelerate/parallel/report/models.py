@@ -23,7 +23,13 @@ from ..pipeline.runner import Runner
 from ..prepared import PreparedModel
 from ..sharded import ShardedModel
 from . import memory
-from .communication import dtype_name, shard_dtypes, shard_gradients, shard_volume, tensor_parallel_volume
+from .communication import (
+    dtype_name,
+    shard_dtypes,
+    shard_gradients,
+    shard_volume,
+    tensor_parallel_volume,
+)
 from .volume import CommunicationVolume
 
 
@@ -40,7 +46,9 @@ def memory_usage(
     used[memory.BUFFERS] = memory.of_buffers([model.module for model in models])
     entries = [entry for optimizer in optimizers for entry in optimizer.state.values()]
     values = (value for entry in entries for value in entry.values())
-    used[memory.STATE] = memory.local_bytes(value for value in values if isinstance(value, torch.Tensor))
+    used[memory.STATE] = memory.local_bytes(
+        value for value in values if isinstance(value, torch.Tensor)
+    )
     return {kind: used[kind] for kind in memory.KINDS}
 
 
@@ -49,8 +57,12 @@ def _model_memory(model: PreparedModel, windows: bool, seen: set[int]) -> dict[s
     if isinstance(model, EngineModel):
         return engine_bytes(model.module)
     # In a step, units show other parameters than they keep.
-    shards = {id(unsharded_parameter(shard)): shard.sharded_param for shard in shards_of(model.units())}
-    parameters = list(memory.unseen((shards.get(id(p), p) for p in model.module.parameters()), seen))
+    shards = {
+        id(unsharded_parameter(shard)): shard.sharded_param for shard in shards_of(model.units())
+    }
+    parameters = list(
+        memory.unseen((shards.get(id(p), p) for p in model.module.parameters()), seen)
+    )
     gradients = memory.local_bytes(p for p in parameters if p.requires_grad)
     if windows and shards_of(model.units()):
         gradients = shard_gradients(model.inner, model.units())
@@ -75,7 +87,9 @@ def dtypes(model: PreparedModel) -> tuple[str, str]:
         return model.precision.computes_in, "the parameters' dtype"
     compute, reduction = policy
     # Only the precision knows which layers compute in float8. Where units cast nothing, autocast may.
-    casts = compute in (torch.float16, torch.bfloat16) and not isinstance(model.precision, Float8Precision)
+    casts = compute in (torch.float16, torch.bfloat16) and not isinstance(
+        model.precision, Float8Precision
+    )
     return dtype_name(compute) if casts else model.precision.computes_in, dtype_name(reduction)
 
 
@@ -108,7 +122,10 @@ def _replica_volume(model: ReplicatedModel) -> list[CommunicationVolume]:
     trained = [parameter for parameter in model.module.parameters() if parameter.requires_grad]
     if replica is None or not trained:
         return []
-    sent = sum(parameter.numel() * (model.element_size or parameter.dtype.itemsize) for parameter in trained)
+    sent = sum(
+        parameter.numel() * (model.element_size or parameter.dtype.itemsize)
+        for parameter in trained
+    )
     count = max(1, -(-sent // replica.bucket_bytes_cap))
     return [CommunicationVolume("all-reduce of gradients", count, sent, about=True)]
 
@@ -124,7 +141,8 @@ def _pipeline_volume(model: PipelinedModel, backwards: int) -> list[Communicatio
         size = sum(parameter.nbytes for parameter in unsharded)
         count = len(buckets(unsharded))
         volumes.append(CommunicationVolume("all-reduce of gradients between replicas", count, size))
-    if tied := [local(parameter) for parameter in stages.tied.parameters()]:
+    tied = [local(parameter) for parameter in stages.tied.parameters()]
+    if tied:
         size = sum(parameter.nbytes for parameter in tied)
         volumes.append(CommunicationVolume("sums of tied gradients", len(tied), size))
     return volumes
@@ -132,22 +150,36 @@ def _pipeline_volume(model: PipelinedModel, backwards: int) -> list[Communicatio
 
 def _stage_volume(runner: Runner, backwards: int) -> list[CommunicationVolume]:
     """Messages between stages, and of the output. Bytes are those of the batch shapes that were trained on last."""
-    trained = (shapes for key, shapes in reversed(runner.shapes.items()) if key.training and key.grad)
+    trained = (
+        shapes for key, shapes in reversed(runner.shapes.items()) if key.training and key.grad
+    )
     shapes = next(trained, None)
     count = runner.splitter.num_microbatches * backwards
     if shapes is None:
-        hops = sum(number < runner.last for number in runner.stages) + sum(number > 0 for number in runner.stages)
-        return [CommunicationVolume("tensors between stages", hops * count, 0, " (unknown before the first batch)")]
+        hops = sum(number < runner.last for number in runner.stages) + sum(
+            number > 0 for number in runner.stages
+        )
+        return [
+            CommunicationVolume(
+                "tensors between stages", hops * count, 0, " (unknown before the first batch)"
+            )
+        ]
     forward = _sent_specs(shapes, runner, forward=True)
     back = [spec for spec in _sent_specs(shapes, runner, forward=False) if spec.requires_grad]
     volumes = [
-        CommunicationVolume("activations to the next stage", len(forward) * count, _bytes(forward) * count),
-        CommunicationVolume("gradients to the former stage", len(back) * count, _bytes(back) * count),
+        CommunicationVolume(
+            "activations to the next stage", len(forward) * count, _bytes(forward) * count
+        ),
+        CommunicationVolume(
+            "gradients to the former stage", len(back) * count, _bytes(back) * count
+        ),
     ]
     if runner.channel.rank == runner.source:
         output = specs_in(shapes.output)
         count = len(output) * backwards
-        volumes.append(CommunicationVolume("output to all stages", count, _bytes(output) * backwards))
+        volumes.append(
+            CommunicationVolume("output to all stages", count, _bytes(output) * backwards)
+        )
     return [volume for volume in volumes if volume.messages]
 
 
@@ -155,7 +187,10 @@ def _sent_specs(shapes: BatchShapes, runner: Runner, forward: bool) -> list[Tens
     """What the largest micro-batch sends to other ranks: stage outputs forward, gradients of stage inputs back."""
     sent = []
     for sender, boundaries in shapes.boundaries.items():
-        here, other = (sender, sender + 1) if forward else (sender + 1, sender)
+        if forward:
+            here, other = (sender, sender + 1)
+        else:
+            here, other = (sender + 1, sender)
         if here in runner.stages and runner.ranks[other] != runner.channel.rank:
             sent += boundaries[max(boundaries)].specs
     return sent

@@ -50,7 +50,9 @@ class SumForward(torch.autograd.Function):
     def backward(ctx: _OnRanks, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Return the gradient unchanged."""
         # The gradient of this gradient is a sum again.
-        return SumBackward.apply(gradients[0], ctx.mesh) if torch.is_grad_enabled() else gradients[0], None
+        return SumBackward.apply(gradients[0], ctx.mesh) if torch.is_grad_enabled() else gradients[
+            0
+        ], None
 
 
 class SumBackward(torch.autograd.Function):
@@ -69,7 +71,10 @@ class SumBackward(torch.autograd.Function):
             return SumForward.apply(gradients[0], ctx.mesh), None
         # The linear layers that read the tensor have made this gradient: nothing else uses its memory. torch.compile
         # does not trace a sum in place of one.
-        gradient = gradients[0].clone() if torch.compiler.is_compiling() else gradients[0]
+        if torch.compiler.is_compiling():
+            gradient = gradients[0].clone()
+        else:
+            gradient = gradients[0]
         return _summed(gradient.contiguous(), ctx.mesh), None
 
 
@@ -124,7 +129,9 @@ class SharedInput:
         replicated = self._replicated
         if input is not self._input or replicated is None:
             if isinstance(input, DTensor):
-                replicated = input.redistribute(placements=(Replicate(),)).to_local(grad_placements=(Partial(),))
+                replicated = input.redistribute(placements=(Replicate(),)).to_local(
+                    grad_placements=(Partial(),)
+                )
             else:
                 replicated = SumBackward.apply(input, mesh)
             self._input, self._replicated, self._left = input, replicated, self.layers
@@ -137,7 +144,9 @@ class SharedInput:
 
 def local(parameter: torch.Tensor | None) -> torch.Tensor | None:
     """This rank's shard of a parameter, differentiable."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    if isinstance(parameter, DTensor):
+        return parameter.to_local()
+    return parameter
 
 
 class ColumnLinear(nn.Linear):
@@ -175,12 +184,18 @@ class RowLinear(nn.Linear):
             input = input.redistribute(placements=(Shard(input.ndim - 1),)).to_local()
         partial = F.linear(input, local(self.weight))  # type: ignore[arg-type]
         if self.along_sequence:
-            total: torch.Tensor = DTensor.from_local(partial, self.ranks, (Partial(),), run_check=False)
+            total: torch.Tensor = DTensor.from_local(
+                partial, self.ranks, (Partial(),), run_check=False
+            )
             total = total.redistribute(placements=(Shard(SEQUENCE),))  # type: ignore[attr-defined]
-            return total if self.bias is None else total + self.bias
+            if self.bias is None:
+                return total
+            return total + self.bias
         total = SumForward.apply(partial, self.ranks)
         bias = local(self.bias)
-        return total if bias is None else total + bias.to(total.dtype)
+        if bias is None:
+            return total
+        return total + bias.to(total.dtype)
 
 
 class RowEmbedding(nn.Embedding):
@@ -194,7 +209,10 @@ class RowEmbedding(nn.Embedding):
         first = self.ranks.get_local_rank() * rows.shape[0]
         indices = input - first
         elsewhere = (indices < 0) | (indices >= rows.shape[0])
-        padding = None if self.padding_idx is None else self.padding_idx - first
+        if self.padding_idx is None:
+            padding = None
+        else:
+            padding = self.padding_idx - first
         if padding is not None and not 0 <= padding < rows.shape[0]:
             padding = None
         features = F.embedding(
@@ -204,7 +222,9 @@ class RowEmbedding(nn.Embedding):
             scale_grad_by_freq=self.scale_grad_by_freq,
             sparse=self.sparse,
         )
-        total: torch.Tensor = SumForward.apply(features.masked_fill(elsewhere.unsqueeze(-1), 0), self.ranks)
+        total: torch.Tensor = SumForward.apply(
+            features.masked_fill(elsewhere.unsqueeze(-1), 0), self.ranks
+        )
         return total
 
 

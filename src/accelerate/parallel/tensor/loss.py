@@ -29,7 +29,10 @@ class ShardedLoss:
         forward = model.forward
         wrapped = self._around(getattr(forward, "__func__", forward))
         # A method, which a copy of the model has for itself.
-        model.forward = types.MethodType(wrapped, model) if hasattr(forward, "__func__") else wrapped
+        if hasattr(forward, "__func__"):
+            model.forward = types.MethodType(wrapped, model)
+        else:
+            model.forward = wrapped
 
     def _around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(forward)
@@ -56,7 +59,9 @@ def _plain(output: Any) -> object:
     losses = {key: value for key, value in sharded.items() if value.ndim == 0}
     entries.update({key: _gathered(value) for key, value in (losses or sharded).items()})
     if not is_mapping:
-        return type(output)(entries.values()) if type(output) in (tuple, list) else type(output)(*entries.values())
+        if type(output) in (tuple, list):
+            return type(output)(entries.values())
+        return type(output)(*entries.values())
     for key in losses or sharded:
         output[key] = entries[key]
     return output

@@ -42,7 +42,8 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
 }
 
 GIVE_A_PLAN = (
-    "Give a plan, as tp_handler=TorchTensorParallelConfig(plan={'blocks.*.up': 'colwise', 'blocks.*.down': 'rowwise'})"
+    "Give a plan, as tp_handler=TorchTensorParallelConfig("
+    "plan={'blocks.*.up': 'colwise', 'blocks.*.down': 'rowwise'})"
 )
 
 # Usual names of the linear layers of attention and MLP blocks: (colwise, rowwise) of one parent.
@@ -62,7 +63,9 @@ _HEAD_NORMS = frozenset({"q_norm", "k_norm", "q_layernorm", "k_layernorm"})
 _FUSED = frozenset({"qkv", "qkv_proj", "c_attn", "query_key_value", "Wqkv", "wqkv", "in_proj"})
 
 
-def styles_of(model: nn.Module, options: TorchTensorParallelConfig, size: int) -> tuple[Styles, ShardedLoss | None]:
+def styles_of(
+    model: nn.Module, options: TorchTensorParallelConfig, size: int
+) -> tuple[Styles, ShardedLoss | None]:
     """Module name -> how it is split, by the user's plan, the model's own, or an inferred one; and a sharded loss."""
     if options.plan is not None:
         styles = match_plan(model, options.plan)
@@ -70,7 +73,9 @@ def styles_of(model: nn.Module, options: TorchTensorParallelConfig, size: int) -
         # A family of models shares a plan, which may name modules that this one does not have.
         if is_peft_model(model):
             if options.sequence_parallel:
-                raise PrepareError("sequence_parallel=True does not work with adapters of peft: leave it out")
+                raise PrepareError(
+                    "sequence_parallel=True does not work with adapters of peft: leave it out"
+                )
             adapted = adapted_plan(model, models_plan, name_pattern)
             styles = {name: _style(name, style) for name, style in adapted.items()}
             _share_inputs(styles)
@@ -85,7 +90,10 @@ def styles_of(model: nn.Module, options: TorchTensorParallelConfig, size: int) -
             )
     else:
         styles = match_plan(model, infer_plan(model, size))
-    loss = split_loss(model, styles) if options.loss_parallel else None
+    if options.loss_parallel:
+        loss = split_loss(model, styles)
+    else:
+        loss = None
     return (along_sequence(model, styles) if options.sequence_parallel else styles), loss
 
 
@@ -105,7 +113,8 @@ def match_plan(model: nn.Module, plan: Plan, strict: bool = True) -> Styles:
                 if name not in found:
                     found[name] = _style(pattern, plan[pattern])
     for name, _ in model.named_parameters() if strict else ():
-        if named := [pattern for pattern in unused if patterns[pattern].fullmatch(name)]:
+        named = [pattern for pattern in unused if patterns[pattern].fullmatch(name)]
+        if named:
             raise PrepareError(
                 f"the tensor-parallel plan splits the parameter {name} by itself ({named[0]}): only modules are split"
             )
@@ -144,7 +153,9 @@ def _share_inputs(styles: Styles) -> None:
     for name, style in styles.items():
         if isinstance(style, kinds.Colwise):
             # The layer itself, inside of one with adapters.
-            siblings.setdefault(name.removesuffix(".base_layer").rpartition(".")[0], []).append(style)
+            siblings.setdefault(name.removesuffix(".base_layer").rpartition(".")[0], []).append(
+                style
+            )
     for listed in siblings.values():
         shared = SharedInput(len(listed))
         for style in listed:
@@ -174,7 +185,10 @@ def infer_plan(model: nn.Module, size: int) -> dict[str, str]:
             f"{GIVE_A_PLAN}"
         )
     embedding, head = vocabulary_ends(model, plan)
-    if embedding is not None and head is not None and model.get_submodule(head).out_features % size == 0:  # type: ignore[operator]
+    if embedding is None or head is None:
+        return plan
+    vocabulary_size: int = model.get_submodule(head).out_features  # type: ignore[assignment]
+    if vocabulary_size % size == 0:
         plan |= {embedding: "embedding_rowwise", head: "colwise_gather_output"}
     return plan
 
@@ -214,7 +228,9 @@ def vocabulary_ends(model: nn.Module, inner: Collection[str]) -> tuple[str | Non
 
     `inner` are layers that are known to be neither.
     """
-    embeddings = {name: module for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    embeddings = {
+        name: module for name, module in model.named_modules() if isinstance(module, nn.Embedding)
+    }
     pairs = [
         (name, head)
         for name, embedding in embeddings.items()
@@ -223,7 +239,9 @@ def vocabulary_ends(model: nn.Module, inner: Collection[str]) -> tuple[str | Non
         and isinstance(module, nn.Linear)
         and tuple(module.weight.shape) == tuple(embedding.weight.shape)
     ]
-    return pairs[0] if len(pairs) == 1 else (None, None)
+    if len(pairs) == 1:
+        return pairs[0]
+    return (None, None)
 
 
 def split_loss(model: nn.Module, styles: Styles) -> ShardedLoss:
@@ -238,7 +256,9 @@ def split_loss(model: nn.Module, styles: Styles) -> ShardedLoss:
         for name, style in styles.items()
         if not (isinstance(style, ColwiseParallel) and style.output_layouts[0].is_replicate())
     ]
-    name = {module: name for name, module in model.named_modules()}.get(head, vocabulary_ends(model, inner)[1])
+    name = {module: name for name, module in model.named_modules()}.get(
+        head, vocabulary_ends(model, inner)[1]
+    )
     if name is None:
         raise PrepareError(
             f"loss_parallel=True: which layer of {type(model).__name__} returns the logits is ambiguous (it should be "
@@ -282,7 +302,9 @@ def along_sequence(model: nn.Module, styles: Styles) -> Styles:
     for name in rows:
         style = styles[name]
         if not isinstance(style, kinds.Rowwise):
-            raise PrepareError(f"sequence_parallel=True: give 'rowwise' at {name} instead of a ParallelStyle object")
+            raise PrepareError(
+                f"sequence_parallel=True: give 'rowwise' at {name} instead of a ParallelStyle object"
+            )
         found[name] = kinds.Rowwise(style.full_input, along_sequence=True)
     for name in lists:
         # The features of the residual stream: the outputs of the blocks' rowwise layers.
@@ -292,7 +314,8 @@ def along_sequence(model: nn.Module, styles: Styles) -> Styles:
             found[norm] = kinds.SequenceNorm()
         keys = [f"{name}.{key}" for key, _ in modules[name].named_children()]
         found[keys[0]] = kinds.SequenceEntry()
-        if (after := _norm_after(name, modules, styles, width)) is not None:
+        after = _norm_after(name, modules, styles, width)
+        if after is not None:
             found[after] = kinds.SequenceNorm(gather=True)
         elif len(keys) == 1:
             found[keys[0]] = kinds.SequenceEntry(gather=True)
@@ -305,7 +328,9 @@ def _block_lists(modules: dict[str, nn.Module], rows: list[str]) -> list[str]:
     """The outermost lists in which every entry contains a rowwise layer."""
     found: list[str] = []
     for name, module in modules.items():
-        if not isinstance(module, nn.ModuleList) or any(name.startswith(f"{outer}.") for outer in found):
+        if not isinstance(module, nn.ModuleList) or any(
+            name.startswith(f"{outer}.") for outer in found
+        ):
             continue
         entries = [f"{name}.{key}." for key, _ in module.named_children()]
         if entries and all(any(row.startswith(entry) for row in rows) for entry in entries):
@@ -332,10 +357,14 @@ def _norms(blocks: str, modules: dict[str, nn.Module], styles: Styles, width: in
 
 def _is_norm(module: nn.Module, width: int) -> bool:
     own = list(module.parameters(recurse=False))
-    return bool(own) and all(parameter.ndim == 1 and parameter.numel() == width for parameter in own)
+    return bool(own) and all(
+        parameter.ndim == 1 and parameter.numel() == width for parameter in own
+    )
 
 
-def _norm_after(blocks: str, modules: dict[str, nn.Module], styles: Styles, width: int) -> str | None:
+def _norm_after(
+    blocks: str, modules: dict[str, nn.Module], styles: Styles, width: int
+) -> str | None:
     """The norm after a list of blocks, in the module that contains the list."""
     parent, _, key = blocks.rpartition(".")
     names = [child for child, _ in modules[parent].named_children()]

@@ -14,7 +14,15 @@ from ...core.errors import PrepareError
 from ...placement.subclasses import is_quantized_layer
 
 # Numbers of heads that an attention module keeps; a rank computes its share of them.
-HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "num_key_value_heads", "num_kv_heads", "n_kv_heads")
+HEADS = (
+    "num_heads",
+    "n_heads",
+    "n_head",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "num_kv_heads",
+    "n_kv_heads",
+)
 
 
 @dataclass(frozen=True)
@@ -120,7 +128,10 @@ def _split_heads(split: Split) -> Iterator[str]:
 
 def check_plain(model: nn.Module) -> None:
     """Raise PrepareError for a model that is compiled already, in which a plan finds no layer by its name."""
-    if compiled := next((name for name, _ in model.named_modules() if "_orig_mod" in name.split(".")), None):
+    compiled = next(
+        (name for name, _ in model.named_modules() if "_orig_mod" in name.split(".")), None
+    )
+    if compiled:
         raise PrepareError(
             f"{compiled}: torch.compile has wrapped the model, or layers of it, before they were split over tp. "
             "Give prepare the plain model, and the Accelerator dynamo_plugin=TorchDynamoPlugin(...)"

@@ -32,7 +32,9 @@ class TensorParallel(ShardedStrategy):
 
     name = "tensor parallel"
 
-    def __init__(self, device: torch.device, precision: Precision, parallelism: ParallelismConfig) -> None:
+    def __init__(
+        self, device: torch.device, precision: Precision, parallelism: ParallelismConfig
+    ) -> None:
         super().__init__(device, precision, parallelism)
         if self.mesh is None or list(self.mesh.mesh_dim_names or ()) != ["tp"]:
             raise ConfigurationError(
@@ -45,7 +47,9 @@ class TensorParallel(ShardedStrategy):
         ranks = self.mesh["tp"]  # type: ignore[index]
         weights = materialize.Weights(model, self.device)
         if weights.are_everywhere:
-            materialize.make_equal((tensor for _, tensor in materialize.named_tensors(model)), self.device, None)
+            materialize.make_equal(
+                (tensor for _, tensor in materialize.named_tensors(model)), self.device, None
+            )
         split_model(model, ranks, self.layout.tp_handler)
         weights.fill(model)
         self.cast_parameters(model)
@@ -64,13 +68,16 @@ class PartialSums(GradientReducer):
         self.replicated: list[DTensor] = [
             parameter
             for parameter in parameters
-            if isinstance(parameter, DTensor) and any(placement.is_replicate() for placement in parameter.placements)
+            if isinstance(parameter, DTensor)
+            and any(placement.is_replicate() for placement in parameter.placements)
         ]
 
     def communication_volume(self) -> list[CommunicationVolume]:
         """At most one message with all gradients; which of them are partial is known after a backward."""
         sent = local_bytes(self.replicated)
-        return [CommunicationVolume("all-reduce of partial gradients", None, sent, about=True)] if sent else []
+        if sent:
+            return [CommunicationVolume("all-reduce of partial gradients", None, sent, about=True)]
+        return []
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -78,7 +85,9 @@ class PartialSums(GradientReducer):
         meshes: dict[DeviceMesh, list[tuple[DTensor, torch.Tensor]]] = {}
         for parameter in self.replicated:
             gradient = parameter.grad
-            if not isinstance(gradient, DTensor) or not any(p.is_partial() for p in gradient.placements):
+            if not isinstance(gradient, DTensor) or not any(
+                p.is_partial() for p in gradient.placements
+            ):
                 continue
             if gradient.device_mesh.ndim > 1:
                 parameter.grad = gradient.redistribute(placements=parameter.placements)
@@ -87,10 +96,14 @@ class PartialSums(GradientReducer):
         for ranks, partial in meshes.items():
             all_reduce([total for _, total in partial], ranks.get_group(), average=False)
             for parameter, total in partial:
-                parameter.grad = DTensor.from_local(total, ranks, parameter.placements, run_check=False)
+                parameter.grad = DTensor.from_local(
+                    total, ranks, parameter.placements, run_check=False
+                )
 
 
-def split_model(model: nn.Module, ranks: DeviceMesh, options: TorchTensorParallelConfig | None = None) -> bool:
+def split_model(
+    model: nn.Module, ranks: DeviceMesh, options: TorchTensorParallelConfig | None = None
+) -> bool:
     """Split the layers of a model in place over `ranks`, which have equal weights.
 
     Without a plan in `options`, the model's own (`_tp_plan`) is used; without that, one is inferred.
@@ -115,7 +128,9 @@ def split_model(model: nn.Module, ranks: DeviceMesh, options: TorchTensorParalle
     for name, style in styles.items():
         # Weights are equal: every rank cuts out its shard without a message.
         style.src_data_rank = None
-        layers[split.modules[name]] = parallelize_module(split.modules[name], ranks, style, src_data_rank=None)
+        layers[split.modules[name]] = parallelize_module(
+            split.modules[name], ranks, style, src_data_rank=None
+        )
     for _, module, key, count in split.heads():
         setattr(module, key, count // ranks.size())
     for module in split.modules.values():
@@ -134,7 +149,9 @@ def _retie(places: ParameterPlaces) -> None:
         parameters = [getattr(module, name) for module, name in owners]
         layouts = [getattr(parameter, "placements", None) for parameter in parameters]
         if any(layout != layouts[0] for layout in layouts):
-            names = ", ".join(sorted({f"{type(module).__name__}.{name}" for module, name in owners}))
+            names = ", ".join(
+                sorted({f"{type(module).__name__}.{name}" for module, name in owners})
+            )
             raise PrepareError(
                 f"the tensor-parallel plan splits a tied parameter ({names}) in two ways. Give both ends one layout "
                 "(embedding_rowwise and colwise_gather_output), or neither."

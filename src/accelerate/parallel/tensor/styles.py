@@ -30,7 +30,9 @@ def _distribute(module: nn.Module, mesh: DeviceMesh, **placements: Placement) ->
         parameter = getattr(module, name, None)
         if parameter is not None:
             shard = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
-            module.register_parameter(name, nn.Parameter(shard, requires_grad=parameter.requires_grad))
+            module.register_parameter(
+                name, nn.Parameter(shard, requires_grad=parameter.requires_grad)
+            )
 
 
 class Colwise(ColwiseParallel):
@@ -50,11 +52,22 @@ class Colwise(ColwiseParallel):
             return super()._apply(module, device_mesh)
         _distribute(module, device_mesh, weight=Shard(0), bias=Shard(0))
         gathered = self.output_layouts[0].is_replicate()
-        return as_split(module, ColumnLinear, ranks=device_mesh, shared=self.shared, gathered=gathered, loss=self.loss)
+        return as_split(
+            module,
+            ColumnLinear,
+            ranks=device_mesh,
+            shared=self.shared,
+            gathered=gathered,
+            loss=self.loss,
+        )
 
     @staticmethod
     def _prepare_input_fn(
-        layouts: Placements, desired: Placements, module: nn.Module, inputs: tuple[torch.Tensor, ...], mesh: DeviceMesh
+        layouts: Placements,
+        desired: Placements,
+        module: nn.Module,
+        inputs: tuple[torch.Tensor, ...],
+        mesh: DeviceMesh,
     ) -> object:
         """For layers with another forward: their input may be sharded along the sequence."""
         if isinstance(inputs[0], DTensor):
@@ -80,7 +93,9 @@ class Rowwise(RowwiseParallel):
             return as_split(module, RowEmbedding, ranks=device_mesh)
         if type(module) is nn.Linear and not self.full_input:
             _distribute(module, device_mesh, weight=Shard(1), bias=Replicate())
-            return as_split(module, RowLinear, ranks=device_mesh, along_sequence=self.along_sequence)
+            return as_split(
+                module, RowLinear, ranks=device_mesh, along_sequence=self.along_sequence
+            )
         return super()._apply(module, device_mesh)
 
 
@@ -90,7 +105,9 @@ class SequenceNorm(SequenceParallel):
     With `gather` its output is gathered.
     """
 
-    def __init__(self, dimension: int = SEQUENCE, use_local_output: bool = False, gather: bool = False) -> None:
+    def __init__(
+        self, dimension: int = SEQUENCE, use_local_output: bool = False, gather: bool = False
+    ) -> None:
         super().__init__(sequence_dim=dimension, use_local_output=use_local_output)
         self.gather = gather
         if gather:
@@ -99,7 +116,11 @@ class SequenceNorm(SequenceParallel):
             self._prepare_input_fn = self._check_input  # type: ignore[method-assign]
 
     def _replicate_module_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
-        _distribute(module, device_mesh, **{key: Replicate() for key, _ in module.named_parameters(recurse=False)})
+        _distribute(
+            module,
+            device_mesh,
+            **{key: Replicate() for key, _ in module.named_parameters(recurse=False)},
+        )
 
     @staticmethod
     def _check_input(

@@ -54,7 +54,10 @@ def collectives(accelerator: Accelerator) -> str:
     found = accelerator.gather(own)
     ranks = torch.arange(world, device=accelerator.device)
     expect(torch.equal(found["b"][0], ranks), f"gather of the ranks is {found['b'][0].tolist()}")
-    expect(torch.equal(found["a"][:, 0], ranks.repeat_interleave(2).float()), "gather of a matrix is wrong")
+    expect(
+        torch.equal(found["a"][:, 0], ranks.repeat_interleave(2).float()),
+        "gather of a matrix is wrong",
+    )
     total = accelerator.reduce(torch.tensor(float(rank + 1), device=accelerator.device), "sum")
     expect(total.item() == world * (world + 1) / 2, f"the sum over ranks is {total.item()}")
     padded = accelerator.pad_across_processes(torch.ones(rank + 1, device=accelerator.device))
@@ -80,13 +83,18 @@ def accumulation(accelerator: Accelerator) -> str:
     for number, (inputs, targets) in enumerate(own):
         last = number == len(own) - 1
         with accelerator.no_sync(net) if not last else torch.enable_grad():
-            loss = torch.nn.functional.mse_loss(net(inputs.to(accelerator.device)), targets.to(accelerator.device))
+            loss = torch.nn.functional.mse_loss(
+                net(inputs.to(accelerator.device)), targets.to(accelerator.device)
+            )
             accelerator.backward(loss / len(own))
     optimizer.step()
     weight, bias = (parameter.item() for parameter in accelerator.unwrap_model(net).parameters())
     inputs = torch.cat([pair[0] for pair in data])
     # From zero weights the mean squared error's gradients are -2 mean(x y) and -2 mean(y).
-    expect(abs(weight - inputs.mean().item()) < 2e-2, f"the weight is {weight}, not {inputs.mean().item()}")
+    expect(
+        abs(weight - inputs.mean().item()) < 2e-2,
+        f"the weight is {weight}, not {inputs.mean().item()}",
+    )
     expect(abs(bias - 1.0) < 2e-2, f"the bias is {bias}, not 1")
     return f"{len(own)} batches per step: weight {weight:.4f}"
 
@@ -94,7 +102,9 @@ def accumulation(accelerator: Accelerator) -> str:
 def training(accelerator: Accelerator) -> str:
     """Check that training converges and that parameters stay equal."""
     net, optimizer = model_and_optimizer(0.5)
-    net, optimizer, loader = accelerator.prepare(net, optimizer, DataLoader(samples(), batch_size=4, shuffle=True))
+    net, optimizer, loader = accelerator.prepare(
+        net, optimizer, DataLoader(samples(), batch_size=4, shuffle=True)
+    )
     first = last = 0.0
     for epoch in range(30):
         for inputs, targets in loader:
@@ -105,9 +115,15 @@ def training(accelerator: Accelerator) -> str:
             optimizer.zero_grad()
         last = loss.item()
         first = first if epoch else last
-    expect(last < 0.05 * max(first, 1e-3) or last < 1e-2, f"the loss went from {first:.4f} to {last:.4f}")
+    expect(
+        last < 0.05 * max(first, 1e-3) or last < 1e-2,
+        f"the loss went from {first:.4f} to {last:.4f}",
+    )
     weights = torch.cat(
-        [parameter.detach().flatten().float() for parameter in accelerator.unwrap_model(net).parameters()]
+        [
+            parameter.detach().flatten().float()
+            for parameter in accelerator.unwrap_model(net).parameters()
+        ]
     )
     everyone = accelerator.gather(weights.unsqueeze(0))
     expect(bool((everyone == everyone[0]).all()), "the ranks' parameters have drifted apart")
@@ -138,16 +154,31 @@ def _shared_folder(accelerator: Accelerator) -> str:
     named = [tempfile.mkdtemp(prefix="accelerate-test-") if accelerator.is_main_process else None]
     folder = str(broadcast_object_list(named)[0])
     found = accelerator.gather(torch.tensor([os.path.isdir(folder)], device=accelerator.device))
-    expect(bool(found.all()), f"{folder} is not on every machine: set TMPDIR to a folder that all of them share")
+    expect(
+        bool(found.all()),
+        f"{folder} is not on every machine: set TMPDIR to a folder that all of them share",
+    )
     return folder
 
 
 # Name, what is checked, and the check.
 CHECKS: tuple[tuple[str, str, Check], ...] = (
-    ("collectives", "The processes exchange tensors, and each receives what the others sent.", collectives),
-    ("data sharding", "A prepared loader gives each sample to one process, and none is lost.", sharding),
+    (
+        "collectives",
+        "The processes exchange tensors, and each receives what the others sent.",
+        collectives,
+    ),
+    (
+        "data sharding",
+        "A prepared loader gives each sample to one process, and none is lost.",
+        sharding,
+    ),
     ("accumulation", "Several small batches give the step of one large batch.", accumulation),
-    ("training", "A model learns y = 3 x + 1, and all processes end with the same weights.", training),
+    (
+        "training",
+        "A model learns y = 3 x + 1, and all processes end with the same weights.",
+        training,
+    ),
     ("checkpoint", "A checkpoint restores the weights that were saved.", checkpoint),
 )
 
@@ -167,7 +198,11 @@ def main() -> int:
         everyone = accelerator.gather(torch.tensor([passed], device=accelerator.device))
         failed += not bool(everyone.all())
         if not passed:
-            print(f"  rank {accelerator.process_index}: {name}: {message}", file=sys.stderr, flush=True)
+            print(
+                f"  rank {accelerator.process_index}: {name}: {message}",
+                file=sys.stderr,
+                flush=True,
+            )
         mark = "ok    " if everyone.all() else "FAILED"
         accelerator.print(
             f"  {mark}  {name:<14} {1000 * (time.perf_counter() - began):7.0f} ms  {what}\n{'':36}{message}"
@@ -179,7 +214,9 @@ def main() -> int:
         else f"{failed} of {len(CHECKS)} checks failed with {where}: see the lines marked FAILED."
     )
     accelerator.end_training()
-    return 1 if failed else 0
+    if failed:
+        return 1
+    return 0
 
 
 if __name__ == "__main__":
