@@ -10,9 +10,9 @@ Measured for each package of src/accelerate:
 
 - tokens: of code, without comments, docstrings, indentation and line breaks. The limit has 3% of slack.
 - tokens a line, of lines that carry code.
-- branches in 100 such lines. A branch is an if, a conditional expression, a loop, a loop of a comprehension, an except, an
-  `and` or `or`, an assert or a case.
-- private uses: see `private_uses.py`. Each stands in torch_internals, which has its own limit.
+- branches in 100 such lines. A branch is an if, a conditional expression, a loop, a loop of a comprehension, an
+  except, an `and` or `or`, an assert or a case.
+- private uses: see `private_uses.py`. Those in torch_internals, which are rows of its table, have their own limit.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def write_limits(packages: dict[str, Figures], uses: dict[str, int]) -> None:
         row = f"[{figures.tokens}, {figures.density:.1f}, {figures.branching:.1f}]"
         lines.append(f"{name} = {row}")
     lines += [f'"{name}" = {count}' for name, count in uses.items()]
-    CONFIGURATION.write_text(head + "\n".join(lines) + "\n")
+    CONFIGURATION.write_text(head.rstrip() + "\n\n" + "\n".join(lines) + "\n")
 
 
 def main(arguments: list[str]) -> int:
