@@ -106,7 +106,7 @@ def test_imported_names_exist() -> None:
 
 CHANGES = re.findall(
     r"^```diff\n(diff --git .*?|--- .*?)^```",
-    (PROJECT / "CONTRIBUTING.md").read_text(),
+    (PROJECT / "docs" / "extending.md").read_text(),
     re.M | re.S,
 )
 
