@@ -7,11 +7,10 @@ from ..core.imports import is_available
 from ..core.lazy import public_names
 from .base import DataLoaderAdapter, DataLoaderStateMixin
 from .dispatch import DataLoaderDispatcher
-from .iterable import IterableDatasetShard
 from .loader import DataLoaderShard, SkipDataLoader
 from .prepare import prepare_data_loader, skip_first_batches
 from .samplers import SeedableRandomSampler, SkipBatchSampler, get_sampler
-from .shard import BatchSamplerShard
+from .shard import BatchSamplerShard, IterableDatasetShard
 
 __all__ = [
     "BatchSamplerShard",

@@ -16,14 +16,13 @@ from torch.utils.data.datapipes.datapipe import IterDataPipe
 from ..core.errors import CheckpointError, ConfigurationError
 from ..state import PartialState
 from .assign import NO_BATCH, AssignedStep, BatchAssigner, SliceFunction
-from .batch_source import has_state, is_iterable
+from .batch_source import altered, has_state, is_iterable
 from .channel import READER, BatchChannel, BatchMessage, pack
 from .loader import PreparedLoader
 from .order import Order, draw_worker_seed, is_distributed
 from .position import StreamPosition
 from .shard import check_divisible
 from .steps import ReadPlan, ShardSplit, ShardStep
-from .workers import altered
 
 
 class DataLoaderDispatcher(PreparedLoader):

@@ -20,20 +20,21 @@ from ..run.observers import RunObservers
 from ..runtime import marks
 from ..state import GradientState
 from .base import DataLoaderAdapter, DataLoaderStateMixin
-from .batch_source import BatchSource, is_iterable, is_native, plan_for
-from .iterable import IterableDatasetShard, Remainder
+from .batch_source import BatchSource, altered, is_iterable, is_native, plan_for, unwrapped
 from .order import (
+    GLOBAL,
     Order,
     OwnGenerators,
     RecordedOrder,
     ReplayedOrder,
+    States,
     is_distributed,
     is_recorded,
     is_seeded,
+    preserved,
 )
 from .position import Position, StreamPosition, total_of
 from .prefetch import feed_for
-from .random_states import GLOBAL, States, preserved
 from .samplers import (
     SeedableRandomSampler,
     check_skip,
@@ -42,8 +43,8 @@ from .samplers import (
     tell_epoch,
     with_sampler,
 )
+from .shard import IterableDatasetShard, Remainder
 from .steps import ReadPlan, ShardStep
-from .workers import altered, unwrapped
 
 # The attributes that `PreparedLoader.around` takes as arguments.
 _OPTIONS = (

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..core import devices, trees
-from .fetch import pin_memory
+from .batch_source import pin_memory
 from .steps import ShardStep
 
 

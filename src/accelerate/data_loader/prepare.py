@@ -15,9 +15,8 @@ from ..core.messages import warn
 from ..core.retired import explained
 from ..state import PartialState
 from .base import check_loader, loader_class
-from .batch_source import is_iterable, is_native, plan_for
+from .batch_source import altered, is_iterable, is_native, plan_for
 from .dispatch import DataLoaderDispatcher, shards_of_mesh
-from .iterable import IterableDatasetShard
 from .loader import DataLoaderShard, PreparedLoader, SkipDataLoader
 from .order import draw_worker_seed, is_distributed
 from .samplers import (
@@ -28,10 +27,9 @@ from .samplers import (
     shuffles_plainly,
     with_sampler,
 )
-from .shard import BatchSamplerShard, check_divisible
+from .shard import BatchSamplerShard, IterableDatasetShard, check_divisible
 from .split import SplitLoader, check_split, is_split, splits_evenly
 from .steps import ShardSplit
-from .workers import altered
 
 # What torchdata's loader is built from, besides the dataset and its order.
 _LOADER_ARGUMENTS = (

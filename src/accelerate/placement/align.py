@@ -23,11 +23,10 @@ from .module_hooks import (
 )
 from .names import Place, join, owner_of
 from .offload import OffloadedWeightsLoader, PrefixedDataset
-from .placeholder import placeholder
 from .sizes import named_module_tensors
 from .streaming import FetchRequest
 from .subclasses import data_address, stored_bytes
-from .tensors import QUANTIZED, TiedCopies, as_device, set_module_tensor_to_device
+from .tensors import QUANTIZED, TiedCopies, as_device, placeholder, set_module_tensor_to_device
 from .tied import find_tied_parameters, retie_parameters
 
 Weights = Mapping[str, torch.Tensor]
