@@ -30,8 +30,17 @@ from torch.utils.data.datapipes.datapipe import IterDataPipe, MapDataPipe
 from ..core import trees
 from ..core.errors import PrepareError
 from ..core.messages import warn
-from .order import Order, ReplayedOrder, States, capture, draw_worker_seed, preserved, restore
-from .position import StreamPosition, WorkerRandom
+from .order import (
+    Order,
+    ReplayedOrder,
+    States,
+    capture,
+    draw_worker_seed,
+    keeps_state,
+    preserved,
+    restore,
+)
+from .position import StreamPosition, WorkerRandom, as_stream_position
 from .samplers import innermost
 from .shard import IterableDatasetShard, open_stream, plan_of
 from .steps import ReadPlan, ShardSplit, ShardStep, is_generator, mark_last
@@ -43,19 +52,18 @@ def map_fetch(dataset: Any, collate: Fetch, batched: bool) -> Fetch:
     """A function from indices (one index where the loader does not batch) to a batch of a map-style dataset."""
     if not batched:
         return lambda index: collate(dataset[index])
-    if collate is default_collate and _is_plain_tensors(dataset):
+    is_torch = collate is default_collate and type(dataset) is TensorDataset
+    if is_torch and all(map(_is_plain, dataset.tensors)):
         return _rows_of(dataset.tensors)
     if getattr(dataset, "__getitems__", None):
         return lambda indices: collate(dataset.__getitems__(indices))
     return lambda indices: collate([dataset[index] for index in indices])
 
 
-def _is_plain_tensors(dataset: Any) -> bool:
-    # For these, picking rows gives bit for bit what stacking samples gives.
-    return type(dataset) is TensorDataset and all(
-        type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.is_contiguous()
-        for tensor in dataset.tensors
-    )
+def _is_plain(tensor: torch.Tensor) -> bool:
+    # Picking rows of these gives bit for bit what stacking samples gives.
+    is_strided = type(tensor) is torch.Tensor and tensor.layout is torch.strided
+    return is_strided and tensor.is_contiguous()
 
 
 def _rows_of(tensors: tuple[torch.Tensor, ...]) -> Fetch:
@@ -86,18 +94,14 @@ def pin_device(loader: Any) -> str | None:
     """The kind of device to pin memory for, or None where the loader does not pin or this machine cannot."""
     if not loader.pin_memory:
         return None
-    if torch.accelerator.is_available():
-        found = torch.accelerator.current_accelerator()
-    else:
-        found = None
-    if found is None or found.type == "mps":
-        if found:
-            where = "not supported on MPS"
-        else:
-            where = "set, but no accelerator is found"
-        warn(f"pin_memory=True is {where}: memory is not pinned.")
+    if not torch.accelerator.is_available():
+        warn("pin_memory=True is set, but no accelerator is found: memory is not pinned.")
         return None
-    return found.type
+    kind = torch.accelerator.current_accelerator().type  # type: ignore[union-attr]
+    if kind == "mps":
+        warn("pin_memory=True is not supported on MPS: memory is not pinned.")
+        return None
+    return kind
 
 
 def altered(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
@@ -111,11 +115,6 @@ def altered(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
 def as_is(batch: Any) -> Any:
     """The collate function for batches that are collated already."""
     return batch
-
-
-def keeps_state(thing: Any) -> bool:
-    """Whether `thing` has `state_dict` and `load_state_dict`."""
-    return hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
 
 
 class Meter(Sampler[Any]):
@@ -184,11 +183,11 @@ class MapWorker(Dataset[Any]):
             self.seed = base_seed
         else:
             self.seed = self.random.seed
-        if self.random is not None:
             random.seed(self.seed + worker)
             torch.manual_seed(self.seed + worker)
             words = [worker, self.seed & 0xFFFFFFFF, self.seed >> 32, 0]
-            np.random.seed(np.random.SeedSequence(words).generate_state(4))
+            sequence = np.random.SeedSequence(words)
+            np.random.seed(sequence.generate_state(4))
         self._last = capture()
         return self.seed + worker
 
@@ -205,15 +204,13 @@ class MapWorker(Dataset[Any]):
             if self.states is not None and self.states[worker] is not None:
                 self.dataset.load_state_dict(self.states[worker])
         batch = self.fetch(indices)
-        before, self._last = self._last, capture()
+        before = self._last
+        self._last = capture()
         changed = {kind: state for kind, state in self._last.items() if state != before[kind]}
-        return (
-            batch,
-            worker,
-            self.dataset.state_dict() if self.has_state else None,
-            self.seed,
-            changed,
-        )
+        dataset_state = None
+        if self.has_state:
+            dataset_state = self.dataset.state_dict()
+        return batch, worker, dataset_state, self.seed, changed
 
     __getitem__ = __getitems__
 
@@ -236,25 +233,30 @@ class StreamWorker(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[tuple[Any, Any, Any, int, Any]]:
         worker = worker_number()
-        own = unwrapped(self.dataset)
+        dataset = unwrapped(self.dataset)
+        state = None
         for step in opened(self.dataset, self.plan, self.start, worker):
-            state = own.state_dict() if self.has_state else None
+            if self.has_state:
+                state = dataset.state_dict()
             # A plain tuple: torch's workers send it, and pin what is in it.
             yield self.collate(step.data), step.counts, step.position, worker, state
 
 
 def opened(
-    dataset: Any, plan: ReadPlan, place: StreamPosition, worker: int = 0
+    dataset: Any, plan: ReadPlan, start: StreamPosition, worker: int = 0
 ) -> Iterator[ShardStep]:
-    """The steps of a stream from `place` on, by the dataset's state if it has one, else by reading up to there."""
-    start = 0 if place.workers is None else place.workers[worker]
-    if place.inner is None or place.inner[worker] is None:
-        yield from plan.steps(open_stream(dataset), start)
+    """The steps of a stream from `start` on, by the dataset's state if it has one, else by reading up to there."""
+    consumed = 0
+    if start.workers is not None:
+        consumed = start.workers[worker]
+    if start.inner is None or start.inner[worker] is None:
+        yield from plan.steps(open_stream(dataset), consumed)
         return
-    unwrapped(dataset).load_state_dict(place.inner[worker])
-    for step in dataclasses.replace(plan, skip=0).steps(open_stream(dataset)):
+    unwrapped(dataset).load_state_dict(start.inner[worker])
+    unskipped = dataclasses.replace(plan, skip=0)
+    for step in unskipped.steps(open_stream(dataset)):
         assert isinstance(step.position, int)
-        step.position += start
+        step.position += consumed
         yield step
 
 
@@ -306,7 +308,7 @@ class WorkerStart:
 def stateful_class() -> type[DataLoader[Any]] | None:
     """The class `StatefulDataLoader` of torchdata; None where torchdata has not been imported."""
     module = sys.modules.get("torchdata.stateful_dataloader")
-    return None if module is None else module.StatefulDataLoader
+    return getattr(module, "StatefulDataLoader", None)
 
 
 def has_state(loader: DataLoader[Any]) -> bool:
@@ -319,11 +321,8 @@ def is_native(loader: DataLoader[Any]) -> bool:
     """Whether `loader` is iterated by torch's or torchdata's own code, which can be replaced."""
     if isinstance(loader.dataset, (IterDataPipe, MapDataPipe)):
         return False
-    return any(
-        type(loader).__iter__ is kind.__iter__
-        for kind in (DataLoader, stateful_class())
-        if kind is not None
-    )
+    stateful = stateful_class() or DataLoader
+    return type(loader).__iter__ in (DataLoader.__iter__, stateful.__iter__)
 
 
 def is_iterable(loader: DataLoader[Any]) -> bool:
@@ -356,9 +355,8 @@ def _plan_of_stream(loader: DataLoader[Any]) -> ReadPlan:
             return ReadPlan(dataset.dataset, False, None, plan.drop_last, plan.cut, counted=False)
         if plan.stride == size * dataset.num_processes:
             return plan
-    return ReadPlan(
-        dataset, size is not None, size, loader.drop_last, ShardSplit(), counted=size is not None
-    )
+    batches = size is not None
+    return ReadPlan(dataset, batches, size, loader.drop_last, ShardSplit(), counted=batches)
 
 
 class BatchSource:
@@ -366,7 +364,8 @@ class BatchSource:
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self.loader = loader
-        self._kept: tuple[Any, Any] | None = None
+        # With the loader: its meter, or what a stream was opened with.
+        self._persistent: tuple[Any, Any] | None = None
 
     @property
     def workers(self) -> int:
@@ -380,10 +379,8 @@ class BatchSource:
             return self._foreign(plan, order, start)
         if is_iterable(loader):
             if loader.num_workers:
-                read = self._streamed
-            else:
-                read = self._stream_in_process
-            return read(plan, order, start)
+                return self._streamed(plan, order, start)
+            return self._stream_in_process(plan, order, start)
         if loader.num_workers == 0:
             return self._map_in_process(plan, order, start)
         if loader.in_order:
@@ -401,13 +398,11 @@ class BatchSource:
         stream = order.open(plan.open, plan.opens_lazily, start.consumed)
         if not order.resumes:
             draw_worker_seed(loader.generator)
-        fetch = pinned(
-            loader, map_fetch(loader.dataset, loader.collate_fn, loader.batch_sampler is not None)
-        )
-        steps = plan.read(stream, start.consumed)
+        fetch = map_fetch(loader.dataset, loader.collate_fn, loader.batch_sampler is not None)
+        steps = _fetched(plan.read(stream, start.consumed), pinned(loader, fetch))
         if has_state(loader):
-            return _fetched_with_state(steps, fetch, loader.dataset)
-        return _fetched(steps, fetch)
+            return _with_state(steps, loader.dataset)
+        return steps
 
     def _stream_in_process(
         self, plan: ReadPlan, order: Order, start: StreamPosition
@@ -417,7 +412,8 @@ class BatchSource:
             draw_worker_seed(loader.generator)
         fetch = pinned(loader, loader.collate_fn)
         if start.inner is not None or has_state(loader):
-            return _streamed_with_state(loader, plan, start, fetch)
+            steps = _fetched(opened(loader.dataset, plan, start), fetch)
+            return mark_last(_stream_with_state(steps, unwrapped(loader.dataset)))
         lazily = is_generator(unwrapped(loader.dataset))
         stream = order.open(lambda: open_stream(loader.dataset), lazily, start.consumed)
         return _fetched(plan.read(stream, start.consumed), fetch)
@@ -426,7 +422,8 @@ class BatchSource:
 
     def _metered(self, plan: ReadPlan, order: Order, start: StreamPosition) -> Iterator[ShardStep]:
         reader = [plan.cut.index, plan.cut.shards]
-        start = dataclasses.replace(start, random=self._known_random(start.random, reader))
+        generators = self._worker_generators(start.random, reader)
+        start = dataclasses.replace(start, random=generators)
         engine, meter = self._with_meter(plan, order, start, in_workers=True)
         with self._seeded(order):
             batches = iter(engine)
@@ -438,51 +435,67 @@ class BatchSource:
             return preserved(("torch",))
         return contextlib.nullcontext()
 
-    def _known_random(self, found: WorkerRandom | None, reader: list[int]) -> WorkerRandom | None:
+    def _worker_generators(
+        self, saved: WorkerRandom | None, reader: list[int]
+    ) -> WorkerRandom | None:
         """The generators with which workers have to start; None where torch's are right, or nothing is known."""
-        if found is None and self._kept is not None and self._kept[1].first:
+        if saved is None and self._persistent is not None and self._persistent[1].first:
             # Persistent workers of a pass that began with another worker than 0 are started again.
-            meter = self._kept[1]
-            found, self._kept = meter.random if meter.random_known else None, None
-        if found is not None and len(found.states) == self.workers and found.reader == reader:
-            return found
-        return None
+            meter = self._persistent[1]
+            self._persistent = None
+            if meter.random_known:
+                saved = meter.random
+        if saved is None or len(saved.states) != self.workers or saved.reader != reader:
+            return None
+        return saved
 
     def _with_meter(
         self, plan: ReadPlan, order: Order, start: StreamPosition, in_workers: bool = False
     ) -> tuple[Any, Meter]:
-        loader = self.loader
-        if self._kept is not None and start.inner is None and start.random is None:
-            engine, meter = self._kept
+        if self._persistent is not None and start.inner is None and start.random is None:
+            engine, meter = self._persistent
         else:
-            meter = Meter(loader)
-            changes: dict[str, Any] = {
-                "sampler" if loader.batch_sampler is None else "batch_sampler": meter
-            }
-            if in_workers:
-                changes["dataset"] = MapWorker(loader, has_state(loader), start)
-                changes["collate_fn"] = as_is
-                changes["worker_init_fn"] = WorkerStart(loader.worker_init_fn)
-            if start.random is not None:
-                # The seed that torch draws for the workers is not used.
-                changes["generator"] = torch.Generator()
-            engine = altered(loader, **changes)
-            meter.random = start.random
-            meter.first = 0 if start.random is None else start.random.turn
-            if loader.persistent_workers:
-                self._kept = (engine, meter)
-            else:
-                self._kept = None
+            meter = Meter(self.loader)
+            engine = self._altered_by(meter, start, in_workers)
+            self._keep(engine, meter)
         meter.arm(plan, order, start.consumed)
         return engine, meter
+
+    def _altered_by(self, meter: Meter, start: StreamPosition, in_workers: bool) -> DataLoader[Any]:
+        loader = self.loader
+        changes: dict[str, Any] = {}
+        if loader.batch_sampler is None:
+            changes["sampler"] = meter
+        else:
+            changes["batch_sampler"] = meter
+        if in_workers:
+            changes["dataset"] = MapWorker(loader, has_state(loader), start)
+            changes["collate_fn"] = as_is
+            changes["worker_init_fn"] = WorkerStart(loader.worker_init_fn)
+        if start.random is not None:
+            # The seed that torch draws for the workers is not used.
+            changes["generator"] = torch.Generator()
+            meter.random = start.random
+            meter.first = start.random.turn
+        return altered(loader, **changes)
+
+    def _keep(self, engine: DataLoader[Any], opened_with: Any) -> None:
+        """Keep a loader whose workers are persistent for the next pass."""
+        self._persistent = None
+        if self.loader.persistent_workers:
+            self._persistent = (engine, opened_with)
 
     def _streamed(self, plan: ReadPlan, order: Order, start: StreamPosition) -> Iterator[ShardStep]:
         loader = self.loader
         # The first batches are skipped here: which worker they come from is only known afterwards.
-        steps = plan.skip // plan.stride if start.workers is None else 0
+        skipped = 0
+        if start.workers is None:
+            skipped = plan.skip // plan.stride
         plan = dataclasses.replace(plan, skip=0)
-        key = (plan.cut, plan.size, start)
-        if self._kept is None or self._kept[1] != key:
+        opened_with = (plan.cut, plan.size, start)
+        if self._persistent is not None and self._persistent[1] == opened_with:
+            engine = self._persistent[0]
+        else:
             engine = altered(
                 loader,
                 dataset=StreamWorker(loader, plan, start, has_state(loader)),
@@ -492,31 +505,34 @@ class BatchSource:
                 collate_fn=as_is,
                 worker_init_fn=WorkerStart(loader.worker_init_fn),
             )
-            self._kept = (engine, key) if loader.persistent_workers else None
-        else:
-            engine = self._kept[0]
+            self._keep(engine, opened_with)
         assert isinstance(order, ReplayedOrder)
         with order.applied():
             batches = iter(engine)
-        return itertools.islice(_streamed_batches(batches, start, self.workers), steps, None)
+        steps = mark_last(_worker_steps(batches, start, self.workers))
+        return itertools.islice(steps, skipped, None)
 
     # -- loaders with a custom `__iter__`
 
     def _foreign(self, plan: ReadPlan, order: Order, start: StreamPosition) -> Iterator[ShardStep]:
         loader = self.loader
-        begin = max(start.consumed, plan.skip)
+        position = max(start.consumed, plan.skip)
         batches: Iterator[Any]
         if isinstance(order, ReplayedOrder) and is_iterable(loader):
             with order.applied():
                 batches = iter(loader)
-            steps = begin // plan.stride
-            return _looking_ahead(itertools.islice(batches, steps, None), plan, steps * plan.stride)
-        engine, meter = self._with_meter(plan, order, start)
-        with self._seeded(order):
-            batches = iter(engine)
-        if plan.cut.shards > 1:
-            batches = _checked_batches(batches, meter, loader)
-        return _looking_ahead(batches, plan, begin)
+            skipped = position // plan.stride
+            position = skipped * plan.stride
+            batches = itertools.islice(batches, skipped, None)
+        else:
+            engine, meter = self._with_meter(plan, order, start)
+            with self._seeded(order):
+                batches = iter(engine)
+            if plan.cut.shards > 1:
+                batches = _checked_batches(batches, meter, loader)
+        positions = itertools.count(position + plan.stride, plan.stride)
+        pairs = zip(batches, positions, strict=False)
+        return mark_last(ShardStep(batch, None, position) for batch, position in pairs)
 
 
 def _fetched(steps: Iterator[ShardStep], fetch: Fetch) -> Iterator[ShardStep]:
@@ -525,82 +541,72 @@ def _fetched(steps: Iterator[ShardStep], fetch: Fetch) -> Iterator[ShardStep]:
         yield step
 
 
-def _fetched_with_state(
-    steps: Iterator[ShardStep], fetch: Fetch, dataset: Any
-) -> Iterator[ShardStep]:
-    for step in _fetched(steps, fetch):
-        step.position = place = _as_place(step.position)
-        place.inner = [dataset.state_dict()]
+def _with_state(steps: Iterator[ShardStep], dataset: Any) -> Iterator[ShardStep]:
+    for step in steps:
+        position = as_stream_position(step.position)
+        position.inner = [dataset.state_dict()]
+        step.position = position
         yield step
 
 
-def _streamed_with_state(
-    loader: DataLoader[Any], plan: ReadPlan, start: StreamPosition, fetch: Fetch
-) -> Iterator[ShardStep]:
-    own = unwrapped(loader.dataset)
-
-    def steps() -> Iterator[ShardStep]:
-        for step in _fetched(opened(loader.dataset, plan, start), fetch):
-            assert isinstance(step.position, int)
-            step.position = StreamPosition(step.position, (step.position,), 0, [own.state_dict()])
-            yield step
-
-    return mark_last(steps())
+def _stream_with_state(steps: Iterator[ShardStep], dataset: Any) -> Iterator[ShardStep]:
+    for step in steps:
+        read = step.position
+        assert isinstance(read, int)
+        step.position = StreamPosition(read, (read,), 0, [dataset.state_dict()])
+        yield step
 
 
 def _metered_batches(
     batches: Iterator[Any], meter: Meter, start: StreamPosition, workers: int, reader: list[int]
 ) -> Iterator[ShardStep]:
     """The batches of a loader whose indices come from `meter`, with the steps that it has recorded."""
-    random, inner = meter.random, list(start.inner or [None] * workers)
+    generators = meter.random
+    inner = list(start.inner or [None] * workers)
     # If the pass is not completed, persistent workers have drawn for batches that nobody has received.
-    known, meter.random_known = meter.random_known, False
-    for batch, worker, state, seed, changed in batches:
+    is_known = meter.random_known
+    meter.random_known = False
+    for batch, worker, dataset_state, seed, changed in batches:
         step = meter.log.popleft()
         step.data = batch
-        step.position = place = _as_place(step.position)
-        if state is not None:
-            inner[worker] = state
-            place.inner = list(inner)
-        if known:
-            states = [{}] * workers if random is None else list(random.states)
+        position = as_stream_position(step.position)
+        step.position = position
+        if dataset_state is not None:
+            inner[worker] = dataset_state
+            position.inner = list(inner)
+        if is_known:
+            if generators is None:
+                states: list[States] = [{}] * workers
+            else:
+                states = list(generators.states)
             states[worker] = {**states[worker], **changed}
-            place.random = random = WorkerRandom(seed, states, (worker + 1) % workers, reader)
+            generators = WorkerRandom(seed, states, (worker + 1) % workers, reader)
+            position.random = generators
         del batch
         yield step
-    meter.random, meter.random_known = None if random is None else random._replace(turn=0), known
+    if generators is not None:
+        generators = generators._replace(turn=0)
+    meter.random = generators
+    meter.random_known = is_known
 
 
-def _as_place(position: StreamPosition | int) -> StreamPosition:
-    if isinstance(position, int):
-        return StreamPosition(position)
-    return position
-
-
-def _streamed_batches(
+def _worker_steps(
     batches: Iterator[Any], start: StreamPosition, workers: int
 ) -> Iterator[ShardStep]:
     read = list(start.workers or [0] * workers)
     states = list(start.inner or [None] * workers)
-
-    def steps() -> Iterator[ShardStep]:
-        for batch, counts, position, worker, state in batches:
-            read[worker], states[worker] = position, state
-            inner = None if state is None else list(states)
-            place = StreamPosition(sum(read), tuple(read), (worker + 1) % workers, inner)
-            # Pinning makes lists of tuples.
-            step = ShardStep(batch, None if counts is None else tuple(counts), place)
-            del batch
-            yield step
-
-    return mark_last(steps())
-
-
-def _looking_ahead(batches: Iterator[Any], plan: ReadPlan, begin: int) -> Iterator[ShardStep]:
-    return mark_last(
-        ShardStep(batch, None, begin + plan.stride * number)
-        for number, batch in enumerate(batches, 1)
-    )
+    for batch, counts, position, worker, state in batches:
+        read[worker] = position
+        states[worker] = state
+        inner = None
+        if state is not None:
+            inner = list(states)
+        if counts is not None:
+            counts = tuple(counts)  # pinning makes lists of tuples
+        total = StreamPosition(sum(read), tuple(read), (worker + 1) % workers, inner)
+        step = ShardStep(batch, counts, total)
+        del batch
+        yield step
 
 
 def _checked_batches(

@@ -51,12 +51,12 @@ class BatchChannel:
         shards = transport.all_gather_numbers(
             [shard], self.group, signature(BEGIN.operation), BEGIN
         )
-        self.shards: list[int] = [found[0] for found in shards]
+        self.shards: list[int] = [shard for (shard,) in shards]
 
     def send(self, packed: list[torch.Tensor | None]) -> None:
         """Send each rank the packed message of its shard; None means that the shard has ended."""
-        rows = [packed[shard] for shard in self.shards]
-        self._scatter(PART, rows, max((row.numel() for row in rows if row is not None), default=0))
+        lengths = [row.numel() for row in packed if row is not None]
+        self._scatter(PART, [packed[shard] for shard in self.shards], max(lengths, default=0))
 
     def end(self) -> None:
         """Report to all ranks that there is no next batch."""
@@ -103,17 +103,18 @@ def padded_row(row: torch.Tensor | None, length: int) -> torch.Tensor:
     return torch.cat([row, torch.zeros(length - row.numel(), dtype=torch.uint8)])
 
 
-def pack(message: BatchMessage) -> torch.Tensor:
-    """A message as one row of bytes: a description, then the bytes of its tensors."""
-    leaves = list(filter(is_dense, trees.leaves(message.batch, _is_one_leaf)))
+def pack(message: BatchMessage | None) -> torch.Tensor | None:
+    """A message as one row of bytes: a description, then the bytes of its tensors. None where there is none."""
+    if message is None:
+        return None
+    tensors = [leaf for leaf in trees.leaves(message.batch, _is_one_leaf) if is_dense(leaf)]
     skeleton = trees.map_leaves(_described, message.batch, _is_one_leaf)
-    known = (skeleton, message.counts, message.position, message.last, message.final)
-    description = pickle.dumps(known, protocol=pickle.HIGHEST_PROTOCOL)
-    row = torch.frombuffer(
-        bytearray(len(description).to_bytes(PREFIX, "little") + description), dtype=torch.uint8
-    )
-    if leaves:
-        return torch.cat([row, flat.pack(leaves, torch.device("cpu"))])
+    fields = (skeleton, message.counts, message.position, message.last, message.final)
+    description = pickle.dumps(fields, protocol=pickle.HIGHEST_PROTOCOL)
+    prefix = len(description).to_bytes(PREFIX, "little")
+    row = torch.frombuffer(bytearray(prefix + description), dtype=torch.uint8)
+    if tensors:
+        return torch.cat([row, flat.pack(tensors, torch.device("cpu"))])
     return row
 
 
@@ -136,16 +137,15 @@ def unpack(row: torch.Tensor) -> BatchMessage | None:
         return None
     if start > len(head):
         head = bytes(row[:start].cpu().numpy())
-    skeleton, *known = pickle.loads(head[PREFIX:start])
-    specs = tuple(
-        (leaf.shape, leaf.dtype) for leaf in trees.leaves(skeleton, is_tensor_information)
-    )
+    skeleton, *fields = pickle.loads(head[PREFIX:start])
+    leaves = trees.leaves(skeleton, is_tensor_information)
+    specs = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+    tensors: list[torch.Tensor] = []
     if specs:
-        tensors = flat.unpack(row[start : start + sum(flat.sizes_of(specs))], specs)
-    else:
-        tensors = []
+        stop = start + sum(flat.sizes_of(specs))
+        tensors = list(flat.unpack(row[start:stop], specs))
     batch = trees.replace_leaves(skeleton, tensors, is_tensor_information)
-    return BatchMessage(batch, *known)
+    return BatchMessage(batch, *fields)
 
 
 def is_dense(value: Any) -> bool:

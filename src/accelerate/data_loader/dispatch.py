@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import itertools
@@ -20,9 +19,9 @@ from .batch_source import altered, has_state, is_iterable
 from .channel import READER, BatchChannel, BatchMessage, pack
 from .loader import PreparedLoader
 from .order import Order, draw_worker_seed, is_distributed
-from .position import StreamPosition
+from .position import StreamPosition, consumed_at
 from .shard import check_divisible
-from .steps import ReadPlan, ShardSplit, ShardStep
+from .steps import ReadPlan, ShardSplit, ShardStep, discard
 
 
 class DataLoaderDispatcher(PreparedLoader):
@@ -75,9 +74,7 @@ class DataLoaderDispatcher(PreparedLoader):
             iteration=iteration,
             **kwargs,
         )
-        shards = (state.num_processes, state.process_index)
-        if torch_device_mesh is not None:
-            shards = shards_of_mesh(torch_device_mesh)
+        shards = data_shards(torch_device_mesh)
         self._set_cut(ShardSplit(*shards, split_batches, even_batches, exact), slice_fn)
 
     def _configure(
@@ -95,8 +92,7 @@ class DataLoaderDispatcher(PreparedLoader):
         # A single shard is not filled, as in a plain loop.
         self.cut: ShardSplit = dataclasses.replace(cut, even=cut.even and cut.shards > 1)
         self.slice_fn = slice_fn
-        size = super().plan().size
-        check_divisible(size, cut.shards, cut.split, cut.exact, "dispatch_batches=True")
+        check_divisible(super().plan().size, cut, "dispatch_batches=True")
 
     def options(self) -> dict[str, Any]:
         """The arguments with which `around` makes another loader like this one."""
@@ -109,11 +105,11 @@ class DataLoaderDispatcher(PreparedLoader):
 
     def plan(self) -> ReadPlan:
         """The order of the samples, and how each step is split."""
-        plan = dataclasses.replace(super().plan(), cut=self.cut)
+        plan = super().plan()
+        batch = plan.stride
+        plan.cut = self.cut
         # The plan of the base class counts single batches.
-        plan.skip += self.skip_batches * (
-            plan.stride - dataclasses.replace(plan, cut=ShardSplit()).stride
-        )
+        plan.skip += self.skip_batches * (plan.stride - batch)
         return plan
 
     def __len__(self) -> int:
@@ -123,8 +119,8 @@ class DataLoaderDispatcher(PreparedLoader):
     def _reads(self) -> bool:
         return not is_distributed() or dist.get_rank() == READER
 
-    def _check_split(self, place: StreamPosition) -> None:
-        if place.split is not None:
+    def _check_split(self, stream: StreamPosition) -> None:
+        if stream.split is not None:
             raise CheckpointError(
                 "the position was saved by processes that each read a shard of the dataset: load it with "
                 "dispatch_batches=False"
@@ -148,17 +144,18 @@ class DataLoaderDispatcher(PreparedLoader):
                 self._draw_as_reader()
             return _received(channel)
         unsplit = dataclasses.replace(plan, cut=ShardSplit(exact=plan.cut.exact))
-        # Opened by `_assigned`, so that an error there is reported to the other ranks as well.
-        begins_later = start.consumed or (plan.skip and not is_iterable(self.base_dataloader))
-        first = None
+        is_stream = is_iterable(self.base_dataloader)
+        begins_later = start.consumed or (plan.skip and not is_stream)
+        assigner = BatchAssigner(plan, self.slice_fn)
         if begins_later and not (is_pipe or has_state(self.base_dataloader)):
-            first = functools.partial(self._first_step, unsplit, order)
-        assigner = BatchAssigner(plan, self.slice_fn, first)
+            assigner.first = functools.partial(self._first_step, unsplit, order)
         skipped = 0
-        if not begins_later and is_iterable(self.base_dataloader):
+        if not begins_later and is_stream:
             # A stream is read from its start in any case; its first batch is kept, since it may not be opened twice.
-            skipped, unsplit.skip = unsplit.skip // unsplit.stride, 0
+            skipped = unsplit.skip // unsplit.stride
+            unsplit.skip = 0
 
+        # Opened by `_assigned`, so that an error there is reported to the other ranks as well.
         def open_steps() -> Iterator[AssignedStep]:
             steps = self._source.open(unsplit, order, start)
             if skipped:
@@ -175,25 +172,24 @@ class DataLoaderDispatcher(PreparedLoader):
         draw_worker_seed(None)
         if base.num_workers and not is_iterable(base):
             # Torch requests the first batches from its workers at once.
-            if base.batch_sampler is None:
-                indices = base.sampler
-            else:
-                indices = base.batch_sampler
-            ahead = itertools.islice(indices, base.num_workers * (base.prefetch_factor or 2))
-            collections.deque(ahead, maxlen=0)
+            indices = iter(base.batch_sampler or base.sampler)
+            discard(indices, base.num_workers * (base.prefetch_factor or 2))
 
 
 def _assigned(
     open_steps: Callable[[], Iterator[AssignedStep]], channel: BatchChannel, shard: int
 ) -> Iterator[ShardStep]:
     """Rank 0's batch of each step, after the other ranks' batches have been sent."""
-    steps = None
+    steps: Iterator[AssignedStep] | None = None
     while True:
         try:
-            steps = open_steps() if steps is None else steps
+            if steps is None:
+                steps = open_steps()
             step = next(steps, None)
-            messages = [] if step is None else _messages(step)
-            packed = [None if message is None else pack(message) for message in messages]
+            messages: list[BatchMessage | None] = []
+            if step is not None:
+                messages = _messages(step)
+            packed = [pack(message) for message in messages]
         except Exception as error:
             channel.fail(f"{type(error).__name__}: {error}")
             raise
@@ -201,30 +197,39 @@ def _assigned(
             channel.end()
             return
         channel.send(packed)
-        own = messages[shard]
-        if own is not None:
-            yield ShardStep(own.batch, own.counts, step.place, own.last)
+        message = messages[shard]
+        if message is not None:
+            yield ShardStep(message.batch, message.counts, step.position, message.last)
         if step.final:
             return
 
 
 def _messages(step: AssignedStep) -> list[BatchMessage | None]:
-    if isinstance(step.place, int):
-        position = step.place
-    else:
-        position = step.place.consumed
-    return [
-        None if batch is NO_BATCH else BatchMessage(batch, step.counts, position, last, step.final)
-        for batch, last in zip(step.batches, step.last, strict=True)
-    ]
+    position = consumed_at(step.position)
+    messages: list[BatchMessage | None] = []
+    for batch, last in zip(step.batches, step.last, strict=True):
+        message = None
+        if batch is not NO_BATCH:
+            message = BatchMessage(batch, step.counts, position, last, step.final)
+        messages.append(message)
+    return messages
 
 
 def _received(channel: BatchChannel) -> Iterator[ShardStep]:
     """This rank's batch of each step. It may have none in the final step only."""
-    while (found := channel.receive()) is not None:
-        yield ShardStep(found.batch, found.counts, found.position, found.last)
-        if found.final:
+    for message in iter(channel.receive, None):
+        assert message is not None
+        yield ShardStep(message.batch, message.counts, message.position, message.last)
+        if message.final:
             return
+
+
+def data_shards(mesh: Any) -> tuple[int, int]:
+    """The number of data shards of the run, or of its device mesh, and the index of this process's shard."""
+    if mesh is not None:
+        return shards_of_mesh(mesh)
+    state = PartialState()
+    return state.num_processes, state.process_index
 
 
 def shards_of_mesh(mesh: Any) -> tuple[int, int]:
@@ -232,9 +237,11 @@ def shards_of_mesh(mesh: Any) -> tuple[int, int]:
 
     Ranks that differ only along tensor, context, sequence or pipeline dimensions read the same data.
     """
-    shards, index = 1, 0
+    shards = 1
+    index = 0
     for name in mesh.mesh_dim_names or ():
         if name not in ("tp", "cp", "sp", "pp"):
             size = mesh[name].size()
-            shards, index = shards * size, index * size + mesh[name].get_local_rank()
+            shards *= size
+            index = index * size + mesh[name].get_local_rank()
     return shards, index

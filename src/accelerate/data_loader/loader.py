@@ -33,7 +33,7 @@ from .order import (
     is_seeded,
     preserved,
 )
-from .position import Position, StreamPosition, total_of
+from .position import Position, StreamPosition, as_stream_position, consumed_at, total_of
 from .prefetch import feed_for
 from .samplers import (
     SeedableRandomSampler,
@@ -44,7 +44,7 @@ from .samplers import (
     with_sampler,
 )
 from .shard import IterableDatasetShard, Remainder
-from .steps import ReadPlan, ShardStep
+from .steps import ReadPlan, ShardStep, discard
 
 # The attributes that `PreparedLoader.around` takes as arguments.
 _OPTIONS = (
@@ -120,12 +120,13 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         _seeded: bool = False,
     ) -> None:
         check_skip(skip_batches)
-        self.device: torch.device | None = None if device is None else torch.device(device)
+        self.device: torch.device | None = None
+        if device is not None:
+            self.device = torch.device(device)
         # Without a generator to synchronize, the ranks share the states that the order is drawn from.
-        kinds = None if rng_types is None else list(rng_types)
-        if kinds is not None and synchronized_generator is None:
-            kinds = [kind for kind in kinds if str(getattr(kind, "value", kind)) != "generator"]
-        self.rng_types: list[Any] | None = kinds
+        if rng_types is not None and synchronized_generator is None:
+            rng_types = [kind for kind in rng_types if getattr(kind, "value", kind) != "generator"]
+        self.rng_types: list[Any] | None = rng_types
         self.synchronized_generator: torch.Generator | None = synchronized_generator
         # `prepare` gave the sampler this generator.
         self._seeded = _seeded
@@ -138,7 +139,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self._feed = feed_for(self.device, self._non_blocking)
         # The present pass (or the last one, if it was not complete), and its position.
         self._order: Order | None = None
-        self._place: StreamPosition | int = 0
+        self._position: StreamPosition | int = 0
         self._start = 0
         self._pending: Position | None = None
         # What passes that were left have read of a stream that goes on where it is: one that is its own iterator.
@@ -172,20 +173,26 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     def __iter__(self) -> Iterator[Any]:
         for observer in self.observers.active:
             observer.before_pass(self)
-        resumed, self._pending = self._pending, None
+        resumed = self._pending
+        self._pending = None
         self._successor = None
-        if resumed is not None and resumed.order is not None and self.iteration > resumed.epoch:
-            self._finish_epoch(resumed.epoch, resumed.order, resumed.place)
+        if resumed is not None and self.iteration > resumed.epoch:
+            self._finish_epoch(resumed)
             resumed = None
+        start = StreamPosition()
+        states = None
         if resumed is not None:
             self.iteration = resumed.epoch
+            start = resumed.stream
+            states = resumed.order
         if self.rng_types:
             synchronize_rng_states(self.rng_types, self.synchronized_generator)
         self._inform(self.iteration, overrule=False)
         self._leave_pass()
-        order = self._new_order(None if resumed is None else resumed.order)
-        start = StreamPosition() if resumed is None else resumed.place
-        self._order, self._place, self._start = order, start, start.consumed
+        order = self._new_order(states)
+        self._order = order
+        self._position = start
+        self._start = start.consumed
         plan = self.plan()
         steps = self._open(plan, order, start)
         if self._feed is not None:
@@ -197,12 +204,11 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             self._yielded = self._order.lead + self._order.drawn
         self._order = None
 
-    def _finish_epoch(self, epoch: int, states: States, place: StreamPosition) -> None:
+    def _finish_epoch(self, position: Position) -> None:
         """Set the generators to the end of a loaded epoch of which no batch is left."""
         following = self.iteration
-        self.set_epoch(epoch)
-        for _ in self._open(self.plan(), self._new_order(states), place):
-            pass
+        self.set_epoch(position.epoch)
+        discard(self._open(self.plan(), self._new_order(position.order), position.stream))
         self.set_epoch(following)
 
     def _open(self, plan: ReadPlan, order: Order, start: StreamPosition) -> Iterator[ShardStep]:
@@ -221,74 +227,71 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         # Not the source of the present pass, whose workers may be persistent.
         source = BatchSource(self.base_dataloader)
         states = order.own.capture()
+        unskipped = dataclasses.replace(plan, skip=0)
         with preserved():
-            steps = source.open(
-                dataclasses.replace(plan, skip=0), order.repeated(), StreamPosition()
-            )
-            step = next(steps, None)
+            step = next(source.open(unskipped, order.repeated(), StreamPosition()), None)
         order.own.restore(states)
         return step
 
     def _open_unsplit(self, base: Any, order: Order, start: StreamPosition) -> Iterator[ShardStep]:
         """The rest of an epoch from one stream, also of an epoch whose shards were read by other processes."""
-        read, split = 0, start.split
+        read = 0
+        split = start.split
         if split is not None:
             read = split.shards * split.read
-            rest = Remainder(unwrapped(base.dataset), split, self.iteration)
-            shard = base.dataset
-            if isinstance(shard, IterableDatasetShard):
-                shard = copy.copy(shard)
-                shard.dataset = rest
-            base = altered(base, dataset=shard if shard is not base.dataset else rest)
+            dataset: Any = Remainder(unwrapped(base.dataset), split, self.iteration)
+            if isinstance(base.dataset, IterableDatasetShard):
+                shard = copy.copy(base.dataset)
+                shard.dataset = dataset
+                dataset = shard
+            base = altered(base, dataset=dataset)
             start = StreamPosition(start.consumed - read)
         plan = plan_for(base, self.skip_batches)
         plan.skip = max(0, plan.skip - read)
         self._share(plan, order)
         for step in BatchSource(base).open(plan, order, start):
             if split is not None:
-                step.position = StreamPosition(read + _consumed(step.position), split=split)
+                step.position = StreamPosition(read + consumed_at(step.position), split=split)
             yield step
 
     def _pass(
         self, steps: Iterator[ShardStep], plan: ReadPlan, start: StreamPosition
     ) -> Iterator[Any]:
         self.begin()
-        complete, self.batches_read, cut = False, 0, plan.cut
+        self.batches_read = 0
+        complete = False
+        cut = plan.cut
+        keeps_last = not (plan.drop_last or self._drop_last)
         marks.begin_pass(self)
         observers = self.observers
         for observer in observers.active:
             observer.begin_pass(self)
         try:
-            if self._drop_last:
-                self.remainder = -1
-            else:
+            if not self._drop_last:
                 self.remainder = plan.last_size(start.consumed)
             for step in steps:
-                if step.counts is not self.batch_counts:
-                    self.batch_counts = step.counts
-                    if cut.exact and step.counts is not None:
-                        self.batch_weight = (
-                            step.counts[cut.index] * cut.shards / (sum(step.counts) or 1)
-                        )
-                if (
-                    step.last
-                    and not (plan.drop_last or self._drop_last)
-                    and step.counts is not None
-                ):
+                counts = step.counts
+                if counts is not self.batch_counts:
+                    self.batch_counts = counts
+                    if cut.exact and counts is not None:
+                        self.batch_weight = counts[cut.index] * cut.shards / (sum(counts) or 1)
+                if step.last and keeps_last and counts is not None:
                     # What was read, if a sampler yields another number than its length.
-                    self.remainder = _last_size(step.counts, plan)
+                    self.remainder = _last_size(counts, plan)
                 self.end_of_dataloader = step.last
-                self._place = step.position
+                self._position = step.position
                 self.batches_read += 1
                 # The next batch is read without this one in memory, unless the loop keeps it.
-                batch, step.data = step.data, None
+                batch = step.data
+                step.data = None
                 for observer in observers.active:
                     observer.batch(self, batch)
                 yield batch
                 del batch
                 for observer in observers.active:
                     observer.end_batch(self)
-            self._order, self._yielded = None, 0
+            self._order = None
+            self._yielded = 0
             complete = True
             self._end_epoch(self.iteration + 1)
         finally:
@@ -303,10 +306,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     def batches_skipped_twice(self) -> int:
         """Batches before the present one, if they are as many as those that a resumed pass left out; else 0."""
         skipped = self.batches_read - 1
-        is_equal = (
-            _consumed(self._place) - self._start
-        ) * skipped == self._start * self.batches_read
-        if is_equal:
+        consumed = consumed_at(self._position) - self._start
+        if consumed * skipped == self._start * self.batches_read:
             return skipped
         return 0
 
@@ -324,36 +325,38 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     def _new_order(self, states: States | None = None) -> Order:
         """The order of the next pass; with `states`, the one that a position was saved in."""
-        base, plan = self.base_dataloader, self.plan()
-        own = self._own_generators()
+        base = self.base_dataloader
+        plan = self.plan()
+        generators = self._own_generators()
         if is_iterable(base):
-            return ReplayedOrder(
-                own, GLOBAL, False, states, 0 if base.num_workers else self._yielded
-            )
+            yielded = 0
+            if not base.num_workers:
+                yielded = self._yielded
+            return ReplayedOrder(generators, GLOBAL, False, states, yielded)
         if not is_seeded(plan.stream) or (states is not None and is_recorded(states)):
             # More elements than twice the dataset, or what the sampler says, are not one epoch.
-            length = max(
-                total_of(plan) or 0,
-                len(base.dataset) if hasattr(base.dataset, "__len__") else 1 << 20,
-            )
-            return RecordedOrder(own, plan.stream, 2 * length + 1, states)
-        fixed = type(plan.stream) is SequentialSampler or (
-            own.seedable is not None and own.seedable.seed_agreed
-        )
-        kinds = (
-            () if own.seedable is not None or type(plan.stream) is SequentialSampler else ("torch",)
-        )
-        return ReplayedOrder(own, kinds, fixed, states)
+            length = 1 << 20
+            if hasattr(base.dataset, "__len__"):
+                length = len(base.dataset)
+            limit = 2 * max(total_of(plan) or 0, length) + 1
+            return RecordedOrder(generators, plan.stream, limit, states)
+        if type(plan.stream) is SequentialSampler:
+            return ReplayedOrder(generators, (), True, states)
+        if generators.seedable is not None:
+            return ReplayedOrder(generators, (), generators.seedable.seed_agreed, states)
+        return ReplayedOrder(generators, ("torch",), False, states)
 
     def _own_generators(self) -> OwnGenerators:
-        base, sampler = self.base_dataloader, self.get_sampler()
-        holders = (sampler, base, unwrapped(base.dataset) if is_iterable(base) else None)
+        base = self.base_dataloader
+        sampler = self.get_sampler()
+        holders = [sampler, base]
+        if is_iterable(base):
+            holders.append(unwrapped(base.dataset))
         generators = [getattr(holder, "generator", None) for holder in holders]
+        generators.append(self.synchronized_generator)
         if isinstance(sampler, SeedableRandomSampler):
-            seedable = sampler
-        else:
-            seedable = None
-        return OwnGenerators([*generators, self.synchronized_generator], seedable)
+            return OwnGenerators(generators, sampler)
+        return OwnGenerators(generators)
 
     @property
     def _has_seeded_sampler(self) -> bool:
@@ -391,7 +394,9 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     def total_dataset_length(self) -> int:
         """Samples in the dataset of all shards."""
         dataset = unwrapped(self.base_dataloader.dataset)
-        return dataset.total_length if hasattr(dataset, "total_length") else len(dataset)
+        if hasattr(dataset, "total_length"):
+            return int(dataset.total_length)
+        return len(dataset)
 
     def get_sampler(self) -> Any:
         """The sampler of single indices inside this loader; None where there is none."""
@@ -440,27 +445,22 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         """
         if self._pending is not None:
             return self._pending.to_dict()
-        if self._successor is None:
-            successor = None
-        else:
+        if self._successor is not None:
             successor = self._successor()
-        if successor is not None and (
-            successor._order is not None or successor._pending is not None
-        ):
-            return successor.state_dict()
+            if successor is not None and (successor._order or successor._pending):
+                return successor.state_dict()
         plan = self.plan()
         position = Position(self.iteration, plan.unit, total_of(plan), sampler=self._sampler_class)
-        if self._order is None or not _consumed(self._place):
+        if self._order is None or not consumed_at(self._position):
             # Between epochs, or before the first batch of one.
-            states = position.own = self._own_generators().capture()
+            states = self._own_generators().capture()
+            position.own = states
         else:
-            place = self._place
-            if isinstance(place, int):
-                place = StreamPosition(
-                    place, (place,) if is_iterable(self.base_dataloader) else None
-                )
-            position.place = place
-            states = position.order = self._order.as_saved()
+            position.stream = as_stream_position(self._position)
+            if isinstance(self._position, int) and is_iterable(self.base_dataloader):
+                position.stream.workers = (self._position,)
+            states = self._order.as_saved()
+            position.order = states
             position.ended = self.end_of_dataloader
         if self._has_seeded_sampler:
             states["seeded"] = True
@@ -482,7 +482,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
                 loader reads the next one.
         """
         self.observers = origin.observers
-        self._pending, origin._pending = origin._pending, None
+        self._pending = origin._pending
+        origin._pending = None
         if self._pending is not None and self._pending.ended:
             self.iteration = self._pending.epoch + (not continues)
         self._origin = origin
@@ -499,9 +500,11 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         """
         position = self._checked(state_dict)
         self._leave_pass()
-        self._place = 0
+        self._position = 0
         self._successor = None
-        self._pending = position if position.in_epoch else None
+        self._pending = None
+        if position.in_epoch:
+            self._pending = position
         self._use_seeded_sampler(bool((position.order or position.own or {}).get("seeded")))
         if position.own is not None:
             self._own_generators().restore(position.own)
@@ -513,19 +516,20 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         Returns:
             Whether it is.
         """
-        ended = self._pending is not None and self._pending.ended
-        if self._pending is not None and ended:
-            self.set_epoch(self._pending.epoch + 1)
-        return ended
+        if self._pending is None or not self._pending.ended:
+            return False
+        self.set_epoch(self._pending.epoch + 1)
+        return True
 
     def check_state_dict(self, state_dict: dict[str, Any]) -> list[str]:
         """Raise CheckpointError for a position from which this loader cannot continue. Returns notes."""
-        saved, here = self._checked(state_dict), self._sampler_class
-        if not saved.in_epoch or None in (saved.sampler, here) or saved.sampler == here:
+        saved = self._checked(state_dict)
+        sampler = self._sampler_class
+        if not saved.in_epoch or None in (saved.sampler, sampler) or saved.sampler == sampler:
             return []
         return [
-            f"was saved in the middle of an epoch with the sampler {saved.sampler}, and has {here} here, which orders "
-            "the rest of that epoch: samples may be read twice or not at all"
+            f"was saved in the middle of an epoch with the sampler {saved.sampler}, and has {sampler} here, which "
+            "orders the rest of that epoch: samples may be read twice or not at all"
         ]
 
     @property
@@ -538,19 +542,18 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     def _checked(self, state_dict: dict[str, Any]) -> Position:
         position = Position.from_dict(state_dict)
         plan = self.plan()
-        if is_iterable(self.base_dataloader):
-            streams = self._source.workers
-        else:
-            streams = None
+        workers = None
+        if self._reads and is_iterable(self.base_dataloader):
+            workers = self._source.workers
         total = total_of(plan)
         if position.in_epoch and total != position.total:
             # The length may depend on the epoch.
             self._inform(position.epoch)
             total = total_of(plan)
             self._inform(self.iteration)
-        position.check_fits(plan.unit, total, streams if self._reads else None)
+        position.check_fits(plan.unit, total, workers)
         if position.in_epoch:
-            self._check_split(position.place)
+            self._check_split(position.stream)
         return position
 
     @property
@@ -558,9 +561,9 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         """Whether this process reads the dataset itself."""
         return True
 
-    def _check_split(self, place: StreamPosition) -> None:
+    def _check_split(self, stream: StreamPosition) -> None:
         """Raise CheckpointError where the rest of an epoch of which each process read a shard cannot be read here."""
-        split = place.split
+        split = stream.split
         if split is not None and (split.workers > 1 or self._source.workers > 1):
             raise CheckpointError(
                 f"the position was saved by {split.shards} processes that each read a shard of the dataset, with "
@@ -610,19 +613,13 @@ class SkipDataLoader(PreparedLoader):
         )
 
 
-def _consumed(place: StreamPosition | int) -> int:
-    if isinstance(place, int):
-        return place
-    return place.consumed
-
-
 def _last_size(counts: tuple[int, ...], plan: ReadPlan) -> int:
     """The remainder of a last step according to its counts."""
-    total = sum(counts)
+    samples = sum(counts)
     if plan.global_batch is None:
-        if 0 in counts:
-            return total
+        is_full = 0 not in counts
+    else:
+        is_full = samples >= plan.global_batch
+    if is_full:
         return 0
-    if total < plan.global_batch:
-        return total
-    return 0
+    return samples

@@ -10,7 +10,6 @@ sampler draws from is not known: rank 0's elements are sent to all ranks, and a 
 from __future__ import annotations
 
 import array
-import collections
 import contextlib
 import copy
 import itertools
@@ -32,6 +31,7 @@ from torch.utils.data import (
 from ..collectives.objects import broadcast_each
 from ..core.errors import CheckpointError
 from .samplers import SeedableRandomSampler
+from .steps import discard
 
 States = dict[str, Any]
 
@@ -68,16 +68,19 @@ def restore(states: States) -> None:
 
 def torch_state(state: Any) -> torch.Tensor:
     """The state of a torch generator, as `set_state` takes it."""
-    return (
-        torch.frombuffer(bytearray(state), dtype=torch.uint8) if isinstance(state, bytes) else state
-    )
+    if isinstance(state, bytes):
+        return torch.frombuffer(bytearray(state), dtype=torch.uint8)
+    tensor: torch.Tensor = state
+    return tensor
 
 
 def _words(words: Any) -> list[int]:
     # Positions of earlier versions have lists or byte tensors.
     if isinstance(words, list):
         return words
-    return array.array("I", words if isinstance(words, bytes) else words.numpy().tobytes()).tolist()
+    if isinstance(words, torch.Tensor):
+        words = words.numpy().tobytes()
+    return array.array("I", words).tolist()
 
 
 @contextlib.contextmanager
@@ -94,13 +97,17 @@ def preserved(kinds: Iterable[str] = GLOBAL) -> Iterator[None]:
 _EPOCH_START = "the start of an epoch of a data loader"
 
 
+def keeps_state(thing: Any) -> bool:
+    """Whether `thing` has `state_dict` and `load_state_dict`."""
+    return hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
+
+
 def is_seeded(sampler: Any) -> bool:
     """Whether the order of `sampler` follows from the states of torch's generators at its first index."""
+    if isinstance(sampler, SeedableRandomSampler):
+        return True
     if isinstance(sampler, RandomSampler):
-        return (
-            isinstance(sampler, SeedableRandomSampler)
-            or type(sampler).__iter__ is RandomSampler.__iter__
-        )
+        return type(sampler).__iter__ is RandomSampler.__iter__
     return type(sampler) in (
         SequentialSampler,
         SubsetRandomSampler,
@@ -120,12 +127,10 @@ class OwnGenerators:
     def __init__(
         self, generators: Iterable[Any], seedable: SeedableRandomSampler | None = None
     ) -> None:
-        distinct = {
-            id(generator): generator
-            for generator in generators
-            if isinstance(generator, torch.Generator)
-        }
-        self.generators: list[torch.Generator] = list(distinct.values())
+        distinct = dict.fromkeys(
+            generator for generator in generators if isinstance(generator, torch.Generator)
+        )
+        self.generators: list[torch.Generator] = list(distinct)
         self.seedable = seedable
 
     def capture(self) -> States:
@@ -199,20 +204,21 @@ class ReplayedOrder:
         parts = self._parts(start, consumed)
         if not (lazily or self.resumes):
             parts = itertools.chain([next(parts)], parts)
-        opened = itertools.chain.from_iterable(parts)
+        elements = itertools.chain.from_iterable(parts)
         # Of a sampler's draws only the first one uses a global generator.
-        if self.kinds != GLOBAL:
-            return opened
-        return self._counted(opened)
+        if self.kinds == GLOBAL:
+            return self._counted(elements)
+        return elements
 
     def _parts(self, start: Callable[[], Iterator[Any]], consumed: int) -> Iterator[Iterable[Any]]:
-        ahead = (self.states or {}).get("drawn", consumed) - consumed
+        states = self.states or {}
+        ahead = states.get("drawn", consumed) - consumed
         with self.applied():
             elements = start()
             if self.gone > 0:
                 elements = itertools.chain(itertools.repeat(None, self.gone), elements)
-            for _ in itertools.islice(elements, max(0, -self.gone)):
-                pass
+            elif self.gone < 0:
+                discard(elements, -self.gone)
             if consumed:
                 yield itertools.islice(elements, consumed)
             first = list(itertools.islice(elements, max(1, ahead)))
@@ -234,13 +240,12 @@ class ReplayedOrder:
                 self.states = broadcast_each(self.states, operation=_EPOCH_START)
                 if self.own.seedable is not None:
                     self.own.seedable.seed_agreed = True
-        put_back = {
-            kind: state
-            for kind, state in present.items()
-            if self.resumes or state != self.states.get(kind)
-        }
+        put_back: States = {}
+        for kind, state in present.items():
+            if self.resumes or state != self.states.get(kind):
+                put_back[kind] = state
         if self.resumes or self.shared:
-            restore({kind: self.states[kind] for kind in GLOBAL if kind in self.states})
+            restore(self.states)
             self.own.restore(self.states)
         try:
             yield
@@ -249,8 +254,12 @@ class ReplayedOrder:
 
     def as_saved(self) -> States:
         """The states for a position."""
-        counts = {"drawn": self.drawn, "lead": self.lead}
-        return {**(self.states or {}), **{name: count for name, count in counts.items() if count}}
+        states = dict(self.states or {})
+        if self.drawn:
+            states["drawn"] = self.drawn
+        if self.lead:
+            states["lead"] = self.lead
+        return states
 
     def repeated(self) -> ReplayedOrder:
         """The same order, to be read once more."""
@@ -295,19 +304,20 @@ class RecordedOrder:
         self, start: Callable[[], Iterator[Any]], lazily: bool, consumed: int
     ) -> Iterator[Any]:
         """The elements of the order: see `ReplayedOrder.open`."""
-        has_state = hasattr(self.sampler, "state_dict") and hasattr(self.sampler, "load_state_dict")
         if self.resumes:
-            self._continue(start, has_state)
+            self._continue(start)
             if self._complete:
                 return iter(self.elements)
-        if has_state:
+        if keeps_state(self.sampler):
             self._sampler_state = copy.deepcopy(self.sampler.state_dict())
-        self._drawing = None if lazily else start()
+        if not lazily:
+            self._drawing = start()
         return self._read(start)
 
-    def _continue(self, start: Callable[[], Iterator[Any]], has_state: bool) -> None:
+    def _continue(self, start: Callable[[], Iterator[Any]]) -> None:
         """Bring the generators and the sampler to where they are after this epoch."""
-        saved, self._saved = self._saved, None
+        saved = self._saved
+        self._saved = None
         if saved is None:
             return
         if not is_recorded(saved):
@@ -316,23 +326,25 @@ class RecordedOrder:
                 "and does not contain that order: an earlier version saved it. Load a position that was saved between "
                 "two epochs, or call set_epoch on this loader to begin a new epoch."
             )
-        if has_state and "sampler" in saved:
+        if "sampler" in saved and keeps_state(self.sampler):
             self.sampler.load_state_dict(copy.deepcopy(saved["sampler"]))
             self._sampler_state = saved["sampler"]
             if not self.endless:
                 with preserved():
-                    collections.deque(start(), maxlen=0)
+                    discard(start())
         self.own.restore(saved)
 
     def _read(self, start: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         if self._drawing is None:
             self._drawing = start()
         position = 0
-        while position < len(self.elements) or not self._complete:
-            if position < len(self.elements):
+        while True:
+            while position < len(self.elements):
                 yield self.elements[position]
                 position += 1
-            elif self.endless:
+            if self._complete:
+                return
+            if self.endless:
                 yield from self._draw(self._drawing)
             else:
                 self._record(self._drawing)
@@ -359,15 +371,17 @@ class RecordedOrder:
         if self._sampler_state is not None:
             states["sampler"] = self._sampler_state
         if self.endless:
-            return {**states, "endless": True}
-        if self._complete:
-            return {**states, **encoded(self.elements)}
+            states["endless"] = True
+        elif self._complete:
+            states.update(encoded(self.elements))
         return states
 
     def repeated(self) -> RecordedOrder:
         """The same order, to be read once more."""
         order = RecordedOrder(self.own, self.sampler, self.limit, {})
-        order.elements, order._saved, order._complete = self.elements, None, True
+        order.elements = self.elements
+        order._saved = None
+        order._complete = True
         return order
 
 
@@ -376,14 +390,12 @@ Order = ReplayedOrder | RecordedOrder
 
 def encoded(elements: list[Any]) -> States:
     """The elements of an order for a position: indices and lists of indices as tensors of integers."""
-    try:
+    with contextlib.suppress(TypeError, OverflowError):
         return {"indices": _integers(elements)}
-    except (TypeError, OverflowError):
-        pass
     if all(type(element) is list for element in elements):
         with contextlib.suppress(TypeError, OverflowError):
             indices = _integers(list(itertools.chain.from_iterable(elements)))
-            return {"indices": indices, "lengths": _integers(list(map(len, elements)))}
+            return {"indices": indices, "lengths": _integers([len(batch) for batch in elements])}
     return {"elements": list(elements)}
 
 

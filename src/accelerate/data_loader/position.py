@@ -69,9 +69,9 @@ class Position:
 
     Fields:
         epoch: the loader's epoch.
-        unit: what `place.consumed` counts.
+        unit: what `stream.consumed` counts.
         total: the length of the order; None where it is not known.
-        place: the position in the epoch.
+        stream: the position in the epoch.
         order: the states that the epoch's order follows from, or its elements; None between epochs.
         own: between epochs, the states of the loader's generators and its sampler's seed.
         sampler: the class of the sampler that draws the order; None for an iterable dataset.
@@ -81,7 +81,7 @@ class Position:
     epoch: int
     unit: str
     total: int | None
-    place: StreamPosition = field(default_factory=StreamPosition)
+    stream: StreamPosition = field(default_factory=StreamPosition)
     order: dict[str, Any] | None = None
     own: dict[str, Any] | None = None
     sampler: str | None = None
@@ -94,24 +94,27 @@ class Position:
 
     def to_dict(self) -> dict[str, Any]:
         """The position as numbers, strings, lists, bytes and tensors of integers."""
-        place = self.place
-        optional = {
-            "workers": None if place.workers is None else list(place.workers),
-            "turn": None if place.workers is None else place.turn,
-            "inner": place.inner,
-            "parts": None if place.split is None else list(place.split),
-            "worker_random": None if place.random is None else place.random._asdict(),
+        stream = self.stream
+        optional: dict[str, Any] = {
+            "inner": stream.inner,
             "order": self.order,
             "own": self.own or None,
             "sampler": self.sampler,
             "ended": self.ended or None,
         }
+        if stream.workers is not None:
+            optional["workers"] = list(stream.workers)
+            optional["turn"] = stream.turn
+        if stream.split is not None:
+            optional["parts"] = list(stream.split)
+        if stream.random is not None:
+            optional["worker_random"] = stream.random._asdict()
         return {
             "format": FORMAT,
             "epoch": self.epoch,
             "unit": self.unit,
             "total": self.total,
-            "consumed": place.consumed,
+            "consumed": stream.consumed,
             **{name: value for name, value in optional.items() if value is not None},
         }
 
@@ -124,28 +127,24 @@ class Position:
                     f"the state of this data loader has format {state['format']}, and this version reads {FORMAT}: "
                     "load it with the version that wrote it"
                 )
-            workers = state.get("workers")
-            workers = None if workers is None else tuple(workers)
-            split, random = state.get("parts"), state.get("worker_random")
-            place = StreamPosition(
-                int(state["consumed"]),
-                workers,
-                state.get("turn", 0),
-                state.get("inner"),
-                None if split is None else SplitProgress(*split),
-                None if random is None else WorkerRandom(**random),
+            stream = StreamPosition(
+                int(state["consumed"]), turn=state.get("turn", 0), inner=state.get("inner")
             )
-            order, own, sampler = (state.get(name) for name in ("order", "own", "sampler"))
-            ended = bool(state.get("ended", False))
+            if state.get("workers") is not None:
+                stream.workers = tuple(state["workers"])
+            if state.get("parts") is not None:
+                stream.split = SplitProgress(*state["parts"])
+            if state.get("worker_random") is not None:
+                stream.random = WorkerRandom(**state["worker_random"])
             return cls(
                 int(state["epoch"]),
                 state["unit"],
                 state["total"],
-                place,
-                order,
-                own,
-                sampler,
-                ended,
+                stream,
+                state.get("order"),
+                state.get("own"),
+                state.get("sampler"),
+                bool(state.get("ended", False)),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
@@ -168,15 +167,28 @@ class Position:
                 f"{total}: with another dataset or sampler the rest of that epoch is not defined. Use the former "
                 "ones, or load a checkpoint that was saved between two epochs"
             )
-        if (
-            workers is not None
-            and self.place.workers is not None
-            and len(self.place.workers) != workers
-        ):
+        saved_workers = self.stream.workers
+        if workers is None or saved_workers is None:
+            return
+        if len(saved_workers) != workers:
             raise CheckpointError(
-                f"the state was saved with {len(self.place.workers)} worker(s), each with its shard of an iterable "
-                f"dataset, and this loader has {workers}: set num_workers={len(self.place.workers)} for this epoch"
+                f"the state was saved with {len(saved_workers)} worker(s), each with its shard of an iterable "
+                f"dataset, and this loader has {workers}: set num_workers={len(saved_workers)} for this epoch"
             )
+
+
+def as_stream_position(position: StreamPosition | int) -> StreamPosition:
+    """A position that may have more fields than how much was consumed."""
+    if isinstance(position, int):
+        return StreamPosition(position)
+    return position
+
+
+def consumed_at(position: StreamPosition | int) -> int:
+    """How much was consumed at a position."""
+    if isinstance(position, int):
+        return position
+    return position.consumed
 
 
 def total_of(plan: Any) -> int | None:

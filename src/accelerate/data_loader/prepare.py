@@ -13,10 +13,9 @@ from ..core.errors import PrepareError
 from ..core.imports import is_available
 from ..core.messages import warn
 from ..core.retired import explained
-from ..state import PartialState
 from .base import check_loader, loader_class
 from .batch_source import altered, is_iterable, is_native, plan_for
-from .dispatch import DataLoaderDispatcher, shards_of_mesh
+from .dispatch import DataLoaderDispatcher, data_shards
 from .loader import DataLoaderShard, PreparedLoader, SkipDataLoader
 from .order import draw_worker_seed, is_distributed
 from .samplers import (
@@ -114,22 +113,21 @@ def prepare_data_loader(
             "data_seed is the seed of the seedable sampler: it has no effect without use_seedable_sampler=True"
         )
     check_split(dataloader.dataset, cut.shards)
-    split = cut.shards > 1 and is_split(dataloader.dataset)
-    if split and (dispatch_batches or split_batches or exact):
+    splits_itself = cut.shards > 1 and is_split(dataloader.dataset)
+    if splits_itself and (dispatch_batches or split_batches or exact):
         raise PrepareError(
             f"this {type(dataloader.dataset).__name__} is split between the processes already (by "
             "split_dataset_by_node, or by itself), and dispatch_batches, split_batches and exact need all samples: "
             "give prepare a dataset that is not split"
         )
     if dispatch_batches is None:
-        dispatch_batches = is_iterable(dataloader) and put_on_device and not split
+        dispatch_batches = is_iterable(dataloader) and put_on_device and not splits_itself
     base = _base(dataloader, use_stateful_dataloader)
     if use_seedable_sampler:
         base = _with_seedable_sampler(base, data_seed)
+    target: torch.device | None = None
     if put_on_device and device is not None:
         target = torch.device(device)
-    else:
-        target = None
     on_xla = target is not None and target.type == "xla" and is_available("torch_xla")
     options: dict[str, Any] = {
         "use_stateful_dataloader": use_stateful_dataloader,
@@ -148,30 +146,19 @@ def prepare_data_loader(
         warn(
             "slice_fn_for_dispatch slices dispatched batches: it has no effect without dispatch_batches=True"
         )
-    seeded = (
-        cut.shards > 1
-        and not (exact or use_seedable_sampler or is_iterable(base))
-        and _seed_sampler(base)
-    )
+    options["rng_types"] = rng_types
+    if cut.shards > 1 and not (exact or use_seedable_sampler or is_iterable(base)):
+        options["_seeded"] = _seed_sampler(base)
     # Each process reads its own shard of the dataset. With `exact`, the order is that of one process.
-    reads_shard = cut.shards > 1 and not (cut.split or cut.exact or use_stateful_dataloader)
-    if split or (reads_shard and splits_evenly(base.dataset, cut.shards)):
-        unsplit = None if split else base.dataset
-        if unsplit is None:
-            shard = base.dataset
-        else:
-            shard = unsplit.shard(num_shards=cut.shards, index=cut.index)
-        base = altered(base, dataset=shard)
-        loader = SplitLoader.around(base, rng_types=rng_types, unsplit=unsplit, cut=cut, **options)
+    reads_shard = cut.shards > 1 and not (split_batches or exact or use_stateful_dataloader)
+    if splits_itself:
+        loader = SplitLoader.around(base, cut=cut, **options)
+    elif reads_shard and splits_evenly(base.dataset, cut.shards):
+        shard = altered(base, dataset=base.dataset.shard(num_shards=cut.shards, index=cut.index))
+        loader = SplitLoader.around(shard, unsplit=base.dataset, cut=cut, **options)
     else:
-        generator = _synchronized_generator(base, cut)
-        loader = DataLoaderShard.around(
-            _shard(base, cut),
-            rng_types=rng_types,
-            synchronized_generator=generator,
-            _seeded=seeded,
-            **options,
-        )
+        options["synchronized_generator"] = _synchronized_generator(base, cut)
+        loader = DataLoaderShard.around(_shard(base, cut), **options)
     if target is not None and on_xla:
         from .xla import MpDeviceLoaderWrapper
 
@@ -246,13 +233,11 @@ def _cut(
     exact: bool,
 ) -> ShardSplit:
     if shards is None or index is None:
-        state = PartialState()
-        if mesh is None:
-            found = (state.num_processes, state.process_index)
-        else:
-            found = shards_of_mesh(mesh)
-        shards = found[0] if shards is None else shards
-        index = found[1] if index is None else index
+        shards_of_run, own_index = data_shards(mesh)
+        if shards is None:
+            shards = shards_of_run
+        if index is None:
+            index = own_index
     if not 0 <= index < shards:
         raise PrepareError(
             f"process_index={index} is out of range: {shards} processes are numbered from 0"
@@ -286,32 +271,33 @@ def _base(dataloader: DataLoader[Any], stateful: bool) -> Any:
         return altered(dataloader)
     arguments = {name: getattr(dataloader, name) for name in _LOADER_ARGUMENTS}
     if dataloader.batch_sampler is None:
-        sampler = None if is_iterable(dataloader) else dataloader.sampler
-        fresh = kind(dataloader.dataset, batch_size=None, sampler=sampler, **arguments)
+        arguments["batch_size"] = None
+        if not is_iterable(dataloader):
+            arguments["sampler"] = dataloader.sampler
     elif is_iterable(dataloader):
-        fresh = kind(
-            dataloader.dataset,
-            batch_size=dataloader.batch_size,
-            drop_last=dataloader.drop_last,
-            **arguments,
-        )
+        arguments["batch_size"] = dataloader.batch_size
+        arguments["drop_last"] = dataloader.drop_last
     else:
-        fresh = kind(dataloader.dataset, batch_sampler=dataloader.batch_sampler, **arguments)
+        arguments["batch_sampler"] = dataloader.batch_sampler
+    fresh = kind(dataloader.dataset, **arguments)
     for name in ("sampler", "batch_size", "drop_last"):
         fresh.__dict__[name] = getattr(dataloader, name)
     return fresh
 
 
 def _with_seedable_sampler(base: Any, data_seed: int | None) -> Any:
-    sampler: Any = None if is_iterable(base) else get_sampler(base)
+    if is_iterable(base):
+        return base
+    sampler: Any = get_sampler(base)
     if not shuffles_plainly(sampler):
         return base
+    num_samples = sampler.num_samples
+    if num_samples == len(sampler.data_source):
+        num_samples = None
     fresh = SeedableRandomSampler(
         sampler.data_source,
         replacement=sampler.replacement,
-        num_samples=None
-        if sampler.num_samples == len(sampler.data_source)
-        else sampler.num_samples,
+        num_samples=num_samples,
         generator=sampler.generator,
         data_seed=data_seed,
     )
@@ -337,8 +323,8 @@ def _shard(base: Any, cut: ShardSplit) -> Any:
     plan = plan_for(base)
     if cut.shards > 1 and cut.exact:
         _check_counted(base, plan.counted)
-    if cut.split and not plan.counted:
-        check_divisible(None, cut.shards, True, False, "prepare_data_loader")
+    if not plan.counted:
+        check_divisible(None, cut, "prepare_data_loader")
     if base.batch_sampler is not None:
         return altered(base, batch_sampler=BatchSamplerShard(base.batch_sampler, **options))
     return altered(base, sampler=BatchSamplerShard(base.sampler, **options))
@@ -348,13 +334,11 @@ def _shard_stream(base: Any, cut: ShardSplit, options: dict[str, Any]) -> Any:
     size = base.batch_size
     if cut.exact and cut.shards > 1:
         _check_counted(base, size is not None)
-    check_divisible(size, cut.shards, cut.split, False, "prepare_data_loader")
+    check_divisible(size, cut, "prepare_data_loader")
     shard = IterableDatasetShard(base.dataset, size or 1, base.drop_last, **options)
     if cut.split and size is not None:
-        local = size // cut.shards
-    else:
-        local = size
-    return altered(base, dataset=shard, batch_size=local)
+        size = size // cut.shards
+    return altered(base, dataset=shard, batch_size=size)
 
 
 def _check_counted(base: Any, counted: bool) -> None:
@@ -363,15 +347,16 @@ def _check_counted(base: Any, counted: bool) -> None:
             "exact=True counts samples, and this loader has batch_size=None, so the number of samples in its elements "
             "is not known. Give the DataLoader a batch_size (or a BatchSampler as its sampler)."
         )
-    if not is_native(base) or not base.in_order:
-        if is_native(base):
-            why = "in_order=False gives batches in any order"
-        else:
-            why = "it has a custom `__iter__`"
-        raise PrepareError(
-            f"exact=True has to know which samples are in a batch of this {type(base).__name__}, and {why}: use a "
-            "torch DataLoader with in_order=True"
-        )
+    if not is_native(base):
+        why = "it has a custom `__iter__`"
+    elif not base.in_order:
+        why = "in_order=False gives batches in any order"
+    else:
+        return
+    raise PrepareError(
+        f"exact=True has to know which samples are in a batch of this {type(base).__name__}, and {why}: use a "
+        "torch DataLoader with in_order=True"
+    )
 
 
 def _seed_sampler(base: Any) -> bool:
@@ -388,15 +373,12 @@ def _seed_sampler(base: Any) -> bool:
 
 def _synchronized_generator(base: Any, cut: ShardSplit) -> torch.Generator | None:
     """The generator of the loader's sampler or dataset, whose state all ranks must share; None where there is none."""
+    if cut.shards == 1:
+        return None
+    sampler = get_sampler(base)
     if is_iterable(base):
         sampler = base.dataset
-    else:
-        sampler = get_sampler(base)
     generator = getattr(sampler, "generator", None)
-    if (
-        cut.shards == 1
-        or isinstance(sampler, SeedableRandomSampler)
-        or not isinstance(generator, torch.Generator)
-    ):
+    if isinstance(sampler, SeedableRandomSampler) or not isinstance(generator, torch.Generator):
         return None
     return generator

@@ -56,7 +56,7 @@ class BatchSamplerShard(BatchSampler):
         self.exact = exact
         self.batch_size: Any = getattr(batch_sampler, "batch_size", None)
         self.drop_last: bool = bool(getattr(batch_sampler, "drop_last", False))
-        check_divisible(self.batch_size, num_processes, split_batches, exact, type(self).__name__)
+        check_divisible(self.batch_size, _cut_of(self), type(self).__name__)
 
     @property
     def total_length(self) -> int:
@@ -72,49 +72,49 @@ class BatchSamplerShard(BatchSampler):
 
     def plan(self) -> ReadPlan:
         """The order that these batches come from, and how it is split, according to the present attributes."""
-        cut = ShardSplit(
-            self.num_processes,
-            self.process_index,
-            self.split_batches,
-            self.even_batches,
-            self.exact,
-        )
-        return order_of(self.batch_sampler, cut)
+        return order_of(self.batch_sampler, _cut_of(self))
 
 
-def check_divisible(
-    batch_size: int | None, shards: int, split: bool, exact: bool, who: str
-) -> None:
-    """Raise PrepareError where batches of `batch_size` cannot be split into `shards` equal slices."""
-    if not split or shards == 1 or (exact and batch_size is None):
+def _cut_of(shard: BatchSamplerShard | IterableDatasetShard) -> ShardSplit:
+    return ShardSplit(
+        shard.num_processes,
+        shard.process_index,
+        shard.split_batches,
+        shard.even_batches,
+        shard.exact,
+    )
+
+
+def check_divisible(batch_size: int | None, cut: ShardSplit, who: str) -> None:
+    """Raise PrepareError where batches of `batch_size` cannot be split into equal slices, one for each shard."""
+    if not cut.split or cut.shards == 1:
         return
-    if batch_size is None:
+    if batch_size is None and not cut.exact:
         raise PrepareError(
-            f"{who}: split_batches=True splits each batch into {shards} slices, and this loader has no batch size. "
-            "Give the DataLoader a `batch_size`, its batch sampler a `batch_size`, or use split_batches=False."
+            f"{who}: split_batches=True splits each batch into {cut.shards} slices, and this loader has no batch "
+            "size. Give the DataLoader a `batch_size`, its batch sampler a `batch_size`, or use split_batches=False."
         )
-    if batch_size % shards:
+    if batch_size is not None and batch_size % cut.shards:
         raise PrepareError(
-            f"{who}: split_batches=True splits each batch into {shards} slices (one for each process), and the batch "
-            f"size {batch_size} is not a multiple of {shards}. Use one that is, another number of processes, or "
-            "split_batches=False."
+            f"{who}: split_batches=True splits each batch into {cut.shards} slices (one for each process), and the "
+            f"batch size {batch_size} is not a multiple of {cut.shards}. Use one that is, another number of "
+            "processes, or split_batches=False."
         )
 
 
 def order_of(batch_sampler: Any, cut: ShardSplit) -> ReadPlan:
     """The order behind a batch sampler: single samples for torch's `BatchSampler`, batches for any other."""
     if isinstance(batch_sampler, SkipBatchSampler):
-        inner = order_of(batch_sampler.batch_sampler, cut)
-        inner.skip += batch_sampler.skip_batches * (
-            inner.size if inner.of_samples and inner.size else 1
-        )
-        return inner
+        plan = order_of(batch_sampler.batch_sampler, cut)
+        batch = 1
+        if plan.of_samples and plan.size:
+            batch = plan.size
+        plan.skip += batch_sampler.skip_batches * batch
+        return plan
     size = getattr(batch_sampler, "batch_size", None)
     drop_last = bool(getattr(batch_sampler, "drop_last", False))
-    if (
-        isinstance(batch_sampler, BatchSampler)
-        and type(batch_sampler).__iter__ is BatchSampler.__iter__
-    ):
+    is_torch = getattr(type(batch_sampler), "__iter__", None) is BatchSampler.__iter__
+    if is_torch:
         return ReadPlan(batch_sampler.sampler, True, size, drop_last, cut)
     return ReadPlan(batch_sampler, False, size, drop_last, cut)
 
@@ -166,7 +166,6 @@ class IterableDatasetShard(IterableDataset[Any]):
         even_batches: bool = True,
         exact: bool = False,
     ) -> None:
-        check_divisible(batch_size, num_processes, split_batches, False, type(self).__name__)
         self.dataset = dataset
         self.batch_size = batch_size
         self.drop_last = drop_last
@@ -176,6 +175,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         self.even_batches = even_batches
         self.exact = exact
         self.epoch: int = 0
+        check_divisible(batch_size, _cut_of(self), type(self).__name__)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next pass."""
@@ -194,24 +194,14 @@ class IterableDatasetShard(IterableDataset[Any]):
 
     def plan(self) -> ReadPlan:
         """The dataset, and how it is split, according to the present attributes."""
-        cut = ShardSplit(
-            self.num_processes,
-            self.process_index,
-            self.split_batches,
-            self.even_batches,
-            self.exact,
-        )
-        return ReadPlan(self.dataset, True, self.batch_size, self.drop_last, cut)
+        return ReadPlan(self.dataset, True, self.batch_size, self.drop_last, _cut_of(self))
 
     def open(self) -> Iterator[Any]:
         """An iterator over the samples of one pass, of all processes."""
         # With `exact` the order is that of a plain run: all ranks share the generator's state and do not seed it.
         generator = getattr(self.dataset, "generator", None)
-        if (
-            isinstance(generator, torch.Generator)
-            and not hasattr(self.dataset, "set_epoch")
-            and not self.exact
-        ):
+        seeds = not self.exact and not hasattr(self.dataset, "set_epoch")
+        if seeds and isinstance(generator, torch.Generator):
             generator.manual_seed(self.epoch)
         return iter(self.dataset)
 

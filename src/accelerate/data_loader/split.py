@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import sys
 from collections.abc import Callable, Iterator
@@ -45,7 +46,10 @@ def is_split(dataset: Any) -> bool:
 
 def check_split(dataset: Any, shards: int) -> None:
     """Raise PrepareError where `dataset` is split between all processes, and only some of them read different data."""
-    if _splits_by_rank(dataset) and (world := PartialState().num_processes) != shards:
+    if not _splits_by_rank(dataset):
+        return
+    world = PartialState().num_processes
+    if world != shards:
         raise PrepareError(
             f"this {type(dataset).__name__} gives each of {world} processes its own samples, and in this layout the "
             f"data has {shards} shard(s): use a dataset that does not split itself, which rank 0 reads for all ranks"
@@ -54,12 +58,11 @@ def check_split(dataset: Any, shards: int) -> None:
 
 def _splits_by_rank(dataset: Any) -> bool:
     """Whether `dataset` reads the samples of its rank, in a run of several processes."""
-    found = (
-        kind(module, dataset)
-        for name, kind in _BY_RANK.items()
-        if (module := sys.modules.get(name)) is not None
-    )
-    return any(found) and PartialState().num_processes > 1
+    for name, splits in _BY_RANK.items():
+        module = sys.modules.get(name)
+        if module is not None and splits(module, dataset):
+            return PartialState().num_processes > 1
+    return False
 
 
 # Packages whose datasets split themselves by rank, and which of their datasets do.
@@ -106,7 +109,7 @@ class SplitLoader(DataLoaderShard):
         super()._configure(*args, **options)
         # The dataset of all processes; None where the user has split it.
         self.unsplit = unsplit
-        self.cut: ShardSplit = ShardSplit() if cut is None else cut
+        self.cut: ShardSplit = cut or ShardSplit()
 
     def options(self) -> dict[str, Any]:
         """The arguments with which `around` makes another loader like this one."""
@@ -120,22 +123,22 @@ class SplitLoader(DataLoaderShard):
         plan.cut = dataclasses.replace(self.cut, even=False)
         return plan
 
-    def _check_split(self, place: StreamPosition) -> None:
-        if place.split == self._progress(place.split.read if place.split else 0):
+    def _check_split(self, stream: StreamPosition) -> None:
+        if stream.split == self._progress(_read_of(stream)):
             return
         if self.unsplit is None:
             raise CheckpointError(
                 "the position was saved with another number of processes or workers, and this dataset splits itself "
                 "(split_dataset_by_node, webdataset's split_by_node): use the same numbers for this epoch"
             )
-        super()._check_split(place)
+        super()._check_split(stream)
 
     def _progress(self, read: int) -> SplitProgress:
         return SplitProgress(self.cut.shards, read, self._source.workers)
 
     def _open(self, plan: ReadPlan, order: Order, start: StreamPosition) -> Iterator[ShardStep]:
         shards = self.cut.shards
-        read = start.split.read if start.split else 0
+        read = _read_of(start)
         if start.consumed and start.split != self._progress(read):
             # The rest of an epoch that was read in another way.
             base = self.base_dataloader
@@ -149,15 +152,13 @@ class SplitLoader(DataLoaderShard):
             )
             return self._open_unsplit(altered(base, dataset=shard), order, start)
         read = max(read, plan.skip // shards)
-        own = dataclasses.replace(plan, cut=ShardSplit(), skip=read)
-        steps = self._source.open(own, order, StreamPosition())
+        shard_plan = dataclasses.replace(plan, cut=ShardSplit(), skip=read)
+        steps = self._source.open(shard_plan, order, StreamPosition())
         if is_distributed() and (self.cut.even or plan.drop_last):
-            steps = equalized(
-                steps,
-                self.cut,
-                plan.drop_last,
-                (lambda: self._first_step(own, order)) if read else None,
-            )
+            first = None
+            if read:
+                first = functools.partial(self._first_step, shard_plan, order)
+            steps = equalized(steps, self.cut, plan.drop_last, first)
         return self._placed(steps, read, plan.size or 1)
 
     def _placed(self, steps: Iterator[ShardStep], read: int, size: int) -> Iterator[ShardStep]:
@@ -165,6 +166,13 @@ class SplitLoader(DataLoaderShard):
             read += size
             step.position = StreamPosition(self.cut.shards * read, split=self._progress(read))
             yield step
+
+
+def _read_of(stream: StreamPosition) -> int:
+    """The samples that were read of each shard."""
+    if stream.split is None:
+        return 0
+    return stream.split.read
 
 
 def equalized(
@@ -193,30 +201,37 @@ def equalized(
         except Exception:
             _exchanged(_FAILED, True, cut, group)
             raise
-        count = _ENDED if step is None else _count(step)
-        found = _exchanged(count, step is None or step.last, cut, group)
-        counts = [max(0, count) for count, _ in found]
-        ended = [index for index, (count, _) in enumerate(found) if count == _ENDED]
+        is_last = True
+        count = _ENDED
+        if step is not None:
+            is_last = step.last
+            count = _count(step)
+        counts, last = _exchanged(count, is_last, cut, group)
+        ended = [shard for shard, samples in enumerate(counts) if samples == _ENDED]
         if len(ended) == cut.shards or (ended and drop_last):
             return
-        if ended and number == 0 and first is None:
-            raise PrepareError(
-                f"the dataset's shard for process {ended[0]} of {cut.shards} has no samples. Let rank 0 read for all "
-                "processes (dispatch_batches=True), or distribute the samples evenly over the dataset's shards."
-            )
-        if number == 0 and first is None and step is not None:
+        if number == 0 and first is None:
+            if ended:
+                raise PrepareError(
+                    f"the dataset's shard for process {ended[0]} of {cut.shards} has no samples. Let rank 0 read for "
+                    "all processes (dispatch_batches=True), or distribute the samples evenly over the dataset's "
+                    "shards."
+                )
+            assert step is not None
             head = dataclasses.replace(step)
         if step is None or count < max(counts):
             if head is None and first is not None:
                 head = first()
             assert head is not None
             step = _filled(step, max(counts), head)
+        step.counts = None
         # 0 stands for a batch whose rows cannot be counted.
-        if any(count == 0 for count, _ in found):
-            step.counts = None
+        if 0 not in counts:
+            step.counts = tuple(max(0, samples) for samples in counts)
+        if drop_last:
+            step.last = any(last)
         else:
-            step.counts = tuple(counts)
-        step.last = (any if drop_last else all)(last for _, last in found)
+            step.last = all(last)
         yield step
         if step.last:
             return
@@ -229,29 +244,30 @@ def _count(step: ShardStep) -> int:
     return count_rows(step.data) or 0
 
 
-def _exchanged(count: int, last: bool, cut: ShardSplit, group: Any) -> list[tuple[int, bool]]:
-    """The number of samples of each shard in this step, and whether it is the last one of that shard."""
-    rows = transport.all_gather_numbers(
-        [cut.index, count, last], group, signature(_NEXT.operation), _NEXT
-    )
-    if count != _FAILED and (
-        failed := [rank for rank, row in enumerate(rows) if row[1] == _FAILED]
-    ):
+def _exchanged(count: int, last: bool, cut: ShardSplit, group: Any) -> tuple[list[int], list[bool]]:
+    """The number of samples of each shard in this step, and for each shard whether the step is its last one."""
+    message = [cut.index, count, last]
+    rows = transport.all_gather_numbers(message, group, signature(_NEXT.operation), _NEXT)
+    failed = [rank for rank, row in enumerate(rows) if row[1] == _FAILED]
+    if failed and count != _FAILED:
         raise RuntimeError(
             f"rank {failed[0]} failed to read its shard of the dataset: see its traceback"
         )
-    found = {index: (samples, bool(ended)) for index, samples, ended in rows}
-    return [found[index] for index in range(cut.shards)]
+    counts = [0] * cut.shards
+    ends = [False] * cut.shards
+    for shard, samples, is_last in rows:
+        counts[shard] = samples
+        ends[shard] = bool(is_last)
+    return counts, ends
 
 
 def _filled(step: ShardStep | None, size: int, head: ShardStep) -> ShardStep:
     """`step` with `size` rows: the missing ones are those of `head`, the first step of the shard."""
     length = _count(head)
     if step is None:
-        if length in (0, size):
-            data = head.data
-        else:
-            data = repeat_rows(head.data, length, size)
+        data = head.data
+        if length not in (0, size):
+            data = repeat_rows(data, length, size)
         return ShardStep(data, None, 0)
     rows = _count(step)
     if rows and length:

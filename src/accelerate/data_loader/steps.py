@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import collections
 import inspect
 import itertools
 from collections.abc import Iterable, Iterator
@@ -86,19 +87,24 @@ class ReadPlan:
         return "batches"
 
     @property
+    def _batches_in_step(self) -> int:
+        if self.cut.split:
+            return 1
+        return self.cut.shards
+
+    @property
     def stride(self) -> int:
         """How much of the stream one full global step reads."""
-        groups = 1 if self.cut.split else self.cut.shards
         if self.of_samples and self.size is not None:
-            return groups * self.size
-        return groups
+            return self._batches_in_step * self.size
+        return self._batches_in_step
 
     @property
     def global_batch(self) -> int | None:
         """Samples in a full global step; None where that is not a fixed number."""
         if self.size is None:
             return None
-        return self.size * (1 if self.cut.split else self.cut.shards)
+        return self._batches_in_step * self.size
 
     def open(self) -> Iterator[Any]:
         """An iterator over the stream. Batches of indices are copied, since some are read before one is used."""
@@ -125,8 +131,7 @@ class ReadPlan:
             return single_steps(stream, start, self.counted)
         if self.cut.split:
             return split_steps(stream, self.size, self.cut, self.drop_last, start)
-        size = self.size if self.counted else None
-        return batch_steps(stream, size, self.cut, self.drop_last, start, self.counted)
+        return batch_steps(stream, self, start)
 
     def total(self) -> int:
         """The length of the stream. Raises TypeError where it has none."""
@@ -134,12 +139,12 @@ class ReadPlan:
 
     def __len__(self) -> int:
         """The steps of this shard in one epoch. Raises TypeError where the stream has no length."""
-        rest = max(0, self.total() - self.skip)
-        steps, left = divmod(rest, self.stride)
-        if left and not self.drop_last:
+        length = max(0, self.total() - self.skip)
+        steps, incomplete = divmod(length, self.stride)
+        if incomplete and not self.drop_last:
             cut = self.cut
-            part = self.stride // cut.shards
-            steps += cut.even or cut.exact or left > part * cut.index
+            begin = self.stride // cut.shards * cut.index
+            steps += cut.even or cut.exact or incomplete > begin
         return steps
 
     def last_size(self, start: int = 0) -> int:
@@ -194,71 +199,79 @@ def sample_steps(
     low = part * cut.index
     high = low + part
     full = (part,) * cut.shards
-    repeats = cut.repeats
-    # The last step is filled from the start of the epoch, also after a resume in its middle.
-    if repeats:
-        head = list(itertools.islice(stream, min(start, size)))
-    else:
-        head = []
-    _discard(stream, start - len(head))
+    filling = size if cut.repeats else 0
+    head = _read_up_to(stream, start, filling)
     position = start
-    while len(group := list(itertools.islice(stream, size))) == size:
-        if repeats and len(head) < size:
-            head = (head + group)[:size]
+    while True:
+        group = list(itertools.islice(stream, size))
+        if len(group) < size:
+            break
+        if len(head) < filling:
+            head = (head + group)[:filling]
         position += size
         yield ShardStep(group[low:high], full, position)
     if not group or drop_last:
         return
     position += len(group)
     counts = real_counts(len(group), part, cut.shards)
-    if repeats:
+    if cut.repeats:
         group = completed(group, size, (head + group)[:size])
-    mine = group[low:high]
-    if mine:
-        yield ShardStep(mine, counts, position)
+    yield from _shard_of(group[low:high], group, counts, position, cut)
+
+
+def _read_up_to(stream: Iterator[Any], start: int, filling: int) -> list[Any]:
+    """Skip the elements before `start`, but for the first ones of the epoch, which fill its last step."""
+    head = list(itertools.islice(stream, min(start, filling)))
+    discard(stream, start - len(head))
+    return head
+
+
+def _shard_of(
+    batch: Any, first: Any, counts: tuple[int, ...] | None, position: int, cut: ShardSplit
+) -> Iterator[ShardStep]:
+    """The step of a shard that has `batch`; without samples and with `exact`, one of `first` as a placeholder."""
+    if len(batch):
+        yield ShardStep(batch, counts, position)
     elif cut.exact:
-        yield ShardStep(group[:1], counts, position)
+        yield ShardStep(first[:1], counts, position)
 
 
 def single_steps(stream: Iterator[Any], start: int, counted: bool = True) -> Iterator[ShardStep]:
     """The steps of a single shard: every batch unchanged."""
-    _discard(stream, start)
+    discard(stream, start)
+    counts = None
     for position, batch in enumerate(stream, start + 1):
-        yield ShardStep(batch, (len(batch),) if counted else None, position)
+        if counted:
+            counts = (len(batch),)
+        yield ShardStep(batch, counts, position)
 
 
-def batch_steps(
-    stream: Iterator[Any],
-    size: int | None,
-    cut: ShardSplit,
-    drop_last: bool,
-    start: int,
-    counted: bool = True,
-) -> Iterator[ShardStep]:
+def batch_steps(stream: Iterator[Any], plan: ReadPlan, start: int) -> Iterator[ShardStep]:
     """Steps of one batch for each shard, from consecutive batches, which may differ in length."""
-    shards, index = cut.shards, cut.index
-    if cut.repeats:
-        head = list(itertools.islice(stream, min(start, shards)))
-    else:
-        head = []
-    _discard(stream, start - len(head))
+    cut = plan.cut
+    shards = cut.shards
+    size = plan.size if plan.counted else None
+    filling = shards if cut.repeats else 0
+    head = _read_up_to(stream, start, filling)
     position = start
+    counts = None
     group = list(itertools.islice(stream, shards))
     while group:
-        if len(group) == shards:
-            following = list(itertools.islice(stream, shards))
-        else:
-            following = []
-        if len(head) < shards and cut.repeats:
-            head = (head + group)[:shards]
-        position += len(group)
-        if len(group) < shards and drop_last:
+        is_full = len(group) == shards
+        if plan.drop_last and not is_full:
             return
-        counts = lengths_of(group, shards) if counted else None
-        if not following and cut.repeats and not drop_last:
+        following = []
+        if is_full:
+            following = list(itertools.islice(stream, shards))
+        if len(head) < filling:
+            head = (head + group)[:filling]
+        position += len(group)
+        if plan.counted:
+            counts = lengths_of(group, shards)
+        if not following and cut.repeats and not plan.drop_last:
             group = completed_batches(group, shards, size, head)
-        if index < len(group):
-            yield ShardStep(group[index], counts, position)
+        if cut.index < len(group):
+            yield ShardStep(group[cut.index], counts, position)
         elif cut.exact:
             yield ShardStep(group[0][:1], counts, position)
         group = following
@@ -268,25 +281,19 @@ def split_steps(
     stream: Iterator[Any], size: int | None, cut: ShardSplit, drop_last: bool, start: int
 ) -> Iterator[ShardStep]:
     """Steps of one batch, split into slices of the same length, which grow with a batch longer than `size`."""
-    shards, index = cut.shards, cut.index
-    head = next(stream, None) if start and cut.repeats else None
-    _discard(stream, start - (head is not None))
-    position = start
-    for batch in stream:
-        position += 1
-        head = batch if head is None else head
-        length = len(batch) if size is None else max(size, len(batch))
-        part = -(-length // shards)
-        if drop_last and size is not None and len(batch) < size:
+    head = _read_up_to(stream, start, int(cut.repeats))
+    for position, batch in enumerate(stream, start + 1):
+        if cut.repeats and not head:
+            head = [batch]
+        length = len(batch)
+        if drop_last and length < (size or 0):
             continue
-        counts = real_counts(len(batch), part, shards)
-        if cut.repeats and len(batch) < part * shards:
-            batch = completed(list(batch), part * shards, list(head))
-        mine = batch[part * index : part * (index + 1)]
-        if len(mine):
-            yield ShardStep(mine, counts, position)
-        elif cut.exact:
-            yield ShardStep(batch[:1], counts, position)
+        part = -(-max(size or 0, length) // cut.shards)
+        counts = real_counts(length, part, cut.shards)
+        if cut.repeats and length < part * cut.shards:
+            batch = completed(list(batch), part * cut.shards, list(head[0]))
+        low = part * cut.index
+        yield from _shard_of(batch[low : low + part], batch, counts, position, cut)
 
 
 def lengths_of(group: list[Any], shards: int) -> tuple[int, ...] | None:
@@ -302,14 +309,15 @@ def completed_batches(
     """A last step with a batch for every shard, filled with samples or batches from the start of the epoch."""
     if size is None:
         return completed(group, shards, head)
-    start = list(itertools.chain.from_iterable(head))
-    following = itertools.cycle(start)
+    samples = itertools.cycle(itertools.chain.from_iterable(head))
     filled = [list(batch) for batch in group]
     # Only the last batch of a sampler is incomplete; shorter ones before it are intended.
-    filled[-1] += itertools.islice(following, max(0, size - len(filled[-1])))
-    return filled + [list(itertools.islice(following, size)) for _ in range(shards - len(filled))]
+    filled[-1] += itertools.islice(samples, max(0, size - len(filled[-1])))
+    while len(filled) < shards:
+        filled.append(list(itertools.islice(samples, size)))
+    return filled
 
 
-def _discard(stream: Iterator[Any], count: int) -> None:
-    """Skip `count` elements."""
-    next(itertools.islice(stream, count, count), None)
+def discard(stream: Iterator[Any], count: int | None = None) -> None:
+    """Skip `count` elements, or all of them."""
+    collections.deque(itertools.islice(stream, count), maxlen=0)
