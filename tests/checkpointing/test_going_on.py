@@ -13,7 +13,7 @@ from states import reset_states
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator
-from accelerate.checkpointing.manifest import read_manifest
+from accelerate.checkpointing.layout import read_manifest
 from accelerate.core.errors import ConfigurationError
 from accelerate.tracking import GeneralTracker
 from accelerate.utils import ProjectConfiguration, set_seed

@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.checkpointing import CheckpointMismatch, Options, kinds, load_run, save_run
 from accelerate.checkpointing.kinds import StateKind, Written
-from accelerate.checkpointing.manifest import CorruptCheckpoint
+from accelerate.checkpointing.layout import CorruptCheckpoint
 from accelerate.core.errors import CheckpointError
 
 

@@ -18,7 +18,7 @@ from accelerate.checkpointing import (
     verify,
 )
 from accelerate.checkpointing import commit as committing
-from accelerate.checkpointing.manifest import MANIFEST
+from accelerate.checkpointing.layout import MANIFEST
 
 
 def checkpoints(directory, *numbers):
@@ -89,7 +89,7 @@ def test_a_replacement_cut_off_at_each_step_loses_nothing(
 
     with monkeypatch.context() as patch:
         patch.setattr(committing, "drop_temporary", lambda temporary: None)
-        patch.setattr("accelerate.checkpointing.opening.drop_temporary", lambda temporary: None)
+        patch.setattr("accelerate.checkpointing.saving.drop_temporary", lambda temporary: None)
         patch.setattr(os, "rename", counted(os.rename))
         patch.setattr(committing.shutil, "rmtree", counted(committing.shutil.rmtree))
         patch.setattr(committing, "fsync_path", counted(committing.fsync_path))

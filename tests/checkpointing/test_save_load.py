@@ -33,8 +33,8 @@ from accelerate.checkpointing import (
     save_run,
     verify,
 )
-from accelerate.checkpointing.blocks import BlockIO
-from accelerate.checkpointing.manifest import MANIFEST
+from accelerate.checkpointing.files import BlockIO
+from accelerate.checkpointing.layout import MANIFEST
 from accelerate.core.errors import CheckpointError, ConfigurationError
 
 

@@ -11,7 +11,7 @@ import torch
 
 from accelerate import Accelerator, load_checkpoint_in_model
 from accelerate.checkpointing import Options, load_run, save_run
-from accelerate.checkpointing.manifest import MANIFEST
+from accelerate.checkpointing.layout import MANIFEST
 from accelerate.core.errors import CheckpointError
 from accelerate.placement.offload import OffloadedWeightsLoader, offload_state_dict
 

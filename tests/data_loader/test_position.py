@@ -30,7 +30,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from accelerate.checkpointing.codec import TensorSink, decode, encode
+from accelerate.checkpointing.documents import TensorSink, decode, encode
 from accelerate.core.errors import CheckpointError
 from accelerate.data_loader import prepare_data_loader, skip_first_batches
 

@@ -19,7 +19,7 @@ from rank_pool import on_ranks
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.checkpointing import RunState, save_run, verify
-from accelerate.checkpointing.blocks import BlockIO
+from accelerate.checkpointing.files import BlockIO
 from accelerate.checkpointing.layout import newest_valid
 from accelerate.collectives import gather_object
 from accelerate.collectives import verify as debug

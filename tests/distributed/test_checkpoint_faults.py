@@ -36,10 +36,10 @@ from accelerate.checkpointing import (
     load_newest,
     load_run,
     merge_fsdp_weights,
-    opening,
     save_fsdp_model,
     save_fsdp_optimizer,
     save_run,
+    saving,
     verify,
 )
 from accelerate.core.errors import CheckpointError
@@ -123,7 +123,7 @@ def test_machines_with_their_own_disks(tmp_path):
     os.chdir(mine)
     model = linear(3)
     run = RunState(models=[PreparedModel(model)], progress={"step": 1})
-    opening._VISIBLE = 0.5
+    saving._VISIBLE = 0.5
     with pytest.raises(CheckpointError, match="save_on_each_node=True") as caught:
         save_run(run, "out/checkpoint_0", process=state)
     assert "rank 1" in str(caught.value)

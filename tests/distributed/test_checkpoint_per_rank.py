@@ -8,7 +8,7 @@ import torch
 from rank_pool import on_ranks
 
 from accelerate import Accelerator
-from accelerate.checkpointing.manifest import read_manifest
+from accelerate.checkpointing.layout import read_manifest
 from accelerate.core.errors import CheckpointError
 
 

@@ -14,22 +14,24 @@ calls them; they agree through the process group's store, so a rank that does no
 from ..core.lazy import attach
 
 EXPORTS = {
-    "checkpointing.gradients": ["PendingGradients"],
     "checkpointing.layout": [
+        "CorruptCheckpoint",
+        "Manifest",
         "checkpoint_folder",
         "checkpoints_dir",
         "list_checkpoints",
         "newest_valid",
+        "read_manifest",
         "rotate",
+        "verify",
     ],
     "checkpointing.loading": ["LoadReport", "load_newest", "load_run", "resume"],
-    "checkpointing.manifest": ["CorruptCheckpoint", "Manifest", "read_manifest", "verify"],
     "checkpointing.matching": ["CheckpointMismatch"],
     "checkpointing.merging": ["merge_fsdp_weights"],
-    "checkpointing.opening": ["Options"],
     "checkpointing.preemption": ["PreemptionWatch"],
-    "checkpointing.saving": ["save_run"],
+    "checkpointing.rank_state": ["PendingGradients"],
     "checkpointing.run_state": ["RunState", "check_custom"],
+    "checkpointing.saving": ["Options", "save_run"],
     "checkpointing.sharded": ["ShardedState"],
     "checkpointing.sharded_api": [
         "load_fsdp_model",

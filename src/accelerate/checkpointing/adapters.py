@@ -34,15 +34,13 @@ from ..parallel.prepared import GroupShapes, PreparedModel, PreparedOptimizer
 from ..parallel.sharded import ShardedModel
 from ..parallel.unwrap import is_peft_model
 from ..state import PartialState
-from .blocks import Segment, host_view
 from .checksums import checksums, differing
-from .gathering import gather_on_host
+from .files import Segment, host_view, segments
+from .gathering import PlacesByRank, gather_on_host
 from .layout import numbered
 from .matching import CheckpointMismatch
-from .places import PlacesByRank
 from .run_state import RunState
 from .source import CheckpointReader, ModelWeights, weights_file
-from .tensorfile import segments
 
 
 @dataclass

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..placement.subclasses import inner_tensors
-from .places import local_blocks
+from .gathering import local_blocks
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _BLOCK = 1 << 22  # elements whose products are in memory at a time

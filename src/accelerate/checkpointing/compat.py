@@ -24,9 +24,8 @@ from ..core.errors import CheckpointError
 from ..core.files import require_regular
 from ..core.torch_files import READ_ERRORS
 from .documents import damage
-from .generators import accelerators, check_generators
-from .layout import numbered
-from .manifest import LOADER_NAME
+from .layout import LOADER_NAME, numbered
+from .rank_state import accelerators, check_generators
 from .run_state import StateDict
 
 # What a pickled numpy array names. These build arrays and nothing else.

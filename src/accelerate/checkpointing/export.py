@@ -33,8 +33,7 @@ from ..precision.base import Precision
 from ..state import PartialState
 from ..torch_internals.module_copies import unsharded_copy
 from .adapters import AdapterModel, save_adapters
-from .blocks import host_view
-from .tensorfile import file_head, widest_first
+from .files import file_head, host_view, widest_first
 from .weights import file_names, plan_shards, remove_stale, write_index
 
 logger: logging.Logger = logging.getLogger(__name__)

@@ -26,16 +26,14 @@ from ..parallel.adapters import adapter_folder, base_name
 from ..parallel.materialize import complete
 from ..parallel.unwrap import canonical_name
 from ..placement.sizes import convert_file_size_to_int
-from .blocks import BlockIO
 from .checksums import checksums, differing
 from .compat import load_pickled
 from .documents import damage
 from .export import Piece, export, write_weights
-from .layout import checkpoints_dir, list_checkpoints
-from .manifest import MANIFEST, check_files, read_manifest
+from .files import BlockIO, only_tensors, without_aliases
+from .layout import MANIFEST, check_files, checkpoints_dir, list_checkpoints, read_manifest
 from .matching import CheckpointMismatch, compare_names
 from .merging import WINDOW, read_tensors, shard_tensors
-from .tensorfile import only_tensors, without_aliases
 from .weights import plan_shards
 
 # The files and folders of models in a checkpoint, with their numbers. The main one has none in the names of files.

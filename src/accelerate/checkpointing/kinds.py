@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,11 +30,12 @@ from ..core.errors import CheckpointError
 from ..core.json_text import JSONObject
 from ..core.trees import children, leaves, map_leaves, with_children
 from . import compat
-from .generators import GlobalGenerators
-from .gradients import is_empty as is_empty_rank_state
-from .layout import numbered, registered_file
-from .manifest import LOADER_NAME
-from .matching import check_optimizer, check_own, check_scaler, check_scheduler, scheduler_of
+from .documents import TensorSink, encode
+from .files import host_view
+from .layout import LOADER_NAME, numbered, registered_file
+from .matching import check_optimizer, check_own, check_scaler, check_scheduler
+from .rank_state import GlobalGenerators
+from .rank_state import is_empty as is_empty_rank_state
 from .run_state import HasState, RunState
 
 if TYPE_CHECKING:
@@ -321,7 +324,7 @@ def collect(run: RunState, written: Written) -> dict[str, object]:
     """The content of the document of ONCE or RANK states."""
     document: dict[str, object] = {}
     if written is Written.ONCE:
-        names = [type(scheduler_of(item)).__qualname__ for item in run.schedulers]
+        names = [type(getattr(item, "scheduler", item)).__qualname__ for item in run.schedulers]
         document["progress"] = {**run.progress, CLASSES: {"schedulers": names}}
     for kind in kinds(written):
         states = kind.collect(run)
@@ -389,3 +392,100 @@ def compat_files(
         if kind.compat is None and present:
             lost.append(kind.label)
     return files, lost
+
+
+SESSION_RANK = "session_rank_"
+
+
+def session_rank_name(rank: int) -> str:
+    """The document of what a rank has different from the others."""
+    return f"{SESSION_RANK}{rank}"
+
+
+def session_rank_names(files: Iterable[str]) -> list[str]:
+    """The documents of this kind among the files of a checkpoint, by rank."""
+    names = [
+        name.removesuffix(".json")
+        for name in files
+        if name.startswith(SESSION_RANK) and name.endswith(".json")
+    ]
+    return sorted(names, key=lambda name: (len(name), name))
+
+
+def rank_entries(run: RunState, shared: Mapping[str, object]) -> list[ObjectState]:
+    """The entries of the shared document of this rank that may differ between ranks."""
+    return [
+        ObjectState(kind, index, item, state)
+        for kind in kinds(Written.ONCE)
+        if not kind.of_first
+        for index, (item, state) in enumerate(
+            zip(kind.objects(run), kind.states(shared), strict=False)
+        )
+    ]
+
+
+def entry_digests(rows: Sequence[ObjectState], strict: bool) -> dict[str, str]:
+    """{entry: digest of its state}. Raises CheckpointError for a state that cannot be saved, when `strict`."""
+    by_entry = {}
+    for row in rows:
+        try:
+            by_entry[row.key] = state_digest(row.state, row.key)
+        except CheckpointError:
+            if strict:
+                raise
+            by_entry[row.key] = ""
+    return by_entry
+
+
+def state_digest(state: object, path: str) -> str:
+    """A digest of a state's structure and of the values of its tensors."""
+    sink = TensorSink()
+    text = json.dumps(encode(state, sink, path), sort_keys=True)
+    hashed = hashlib.blake2b(text.encode(), digest_size=16)
+    for name, tensor in sink.tensors.items():
+        hashed.update(f"{name}:{tensor.dtype}:{list(tensor.shape)}".encode())
+        here = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
+        if here.numel():
+            hashed.update(host_view(here))
+    return hashed.hexdigest()
+
+
+def check_same_entries(rows: Sequence[Mapping[str, str] | None]) -> None:
+    """Raise CheckpointError unless all ranks that could read their state have objects for the same entries."""
+    names = {rank: sorted(row) for rank, row in enumerate(rows) if row is not None}
+    if len(set(map(tuple, names.values()))) <= 1:
+        return
+    counts = {
+        f"{kind.label}s": {
+            rank: sum(key.startswith(f"{kind.name}[") for key in keys)
+            for rank, keys in names.items()
+        }
+        for kind in kinds(Written.ONCE)
+    }
+    uneven = {label: row for label, row in counts.items() if len(set(row.values())) > 1}
+    text = "; ".join(
+        f"rank {rank}: " + ", ".join(f"{row[rank]} {label}" for label, row in uneven.items())
+        for rank in names
+    )
+    raise CheckpointError(
+        f"the ranks have different objects to save: {text}. Prepare and register the same objects on every rank."
+    )
+
+
+def with_rank_entries(
+    shared: Mapping[str, object], own: Mapping[str, Mapping[int, object]]
+) -> JSONObject:
+    """The shared document with a rank's own entries in place. Raises ValueError for an entry that has no place."""
+    merged: JSONObject = dict(shared)
+    known = {kind.name: kind for kind in kinds(Written.ONCE)}
+    for name, rows in own.items():
+        if name in known:
+            states = list(known[name].states(shared))
+        else:
+            states = []
+        for index, state in rows.items():
+            if type(index) is not int or not 0 <= index < len(states):
+                raise ValueError(f"{name}[{index}] is in none of the shared lists")
+            states[index] = state
+        merged[name] = states[0] if known[name].single else states
+    return merged

@@ -16,14 +16,14 @@ from ..core.trees import map_leaves
 from ..parallel.prepared import PreparedModel
 from ..runtime.agreement import Agreement, Process, Reduce, first
 from ..runtime.calls import values_in_words
-from .commit import restore
+from .commit import FolderInUse, RunLocks, restore
 from .kinds import CLASSES, ObjectState, Written, kinds, loading
-from .layout import candidates
-from .manifest import (
+from .layout import (
     ATTEMPTS,
     CorruptCheckpoint,
     Manifest,
     always_replaced,
+    candidates,
     check_sizes,
     fingerprint,
     is_shared,
@@ -31,7 +31,6 @@ from .manifest import (
 )
 from .matching import CheckpointMismatch
 from .ranks import error_text
-from .run_lock import FolderInUse, RunLocks
 from .run_state import HasState, RunState
 from .source import CheckpointReader, ModelWeights, open_checkpoint
 

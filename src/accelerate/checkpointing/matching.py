@@ -13,8 +13,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..core.errors import CheckpointError
 from ..core.json_text import JSONObject
 from ..parallel.prepared import PreparedOptimizer
+from .files import memory_of
 from .run_state import HasState
-from .tensorfile import memory_of
 
 _SHOWN = 20  # entries of a list in a message
 
@@ -127,7 +127,7 @@ def check_scheduler(item: object, state: object, saved_class: str | None) -> lis
         state: the saved state.
         saved_class: the class that it was saved by; None if it is not known.
     """
-    scheduler = scheduler_of(item)
+    scheduler = getattr(item, "scheduler", item)  # without the wrapper of `prepare`
     if not isinstance(scheduler, LRScheduler):
         return []
     if not isinstance(state, Mapping):
@@ -150,11 +150,6 @@ def check_scheduler(item: object, state: object, saved_class: str | None) -> lis
     if saved_class not in (None, name):
         return [f"was saved by {saved_class}, and is a {name} here: it continues from that state"]
     return []
-
-
-def scheduler_of(item: object) -> object:
-    """The scheduler without the wrapper that `prepare` put around it."""
-    return getattr(item, "scheduler", item)
 
 
 def _entries(state: Mapping[str, object]) -> set[str]:

@@ -21,12 +21,10 @@ from ..core.errors import CheckpointError, ConfigurationError
 from ..core.files import atomic_write
 from ..core.torch_files import write_atomically
 from ..state import PartialState
-from .blocks import BlockIO, host_view
 from .documents import damage
-from .layout import numbered
-from .manifest import MANIFEST, check_files, read_manifest
+from .files import BlockIO, file_head, host_view, widest_first
+from .layout import MANIFEST, check_files, numbered, read_manifest
 from .sharded import FILES, load_entries, shard_entries
-from .tensorfile import file_head, widest_first
 from .weights import plan_shards
 
 logger: logging.Logger = logging.getLogger(__name__)

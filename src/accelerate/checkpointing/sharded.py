@@ -49,14 +49,12 @@ from ..parallel.fsdp.state import (
     unwrapped,
 )
 from ..parallel.prepared import PreparedModel, PreparedOptimizer
-from .codec import TensorSink, decode, encode
-from .dcp_legacy import PlainPlanner, PlainReader
-from .documents import damage
+from .documents import TensorSink, damage, decode, encode
+from .files import memory_of, only_tensors
 from .layout import model_shards, optimizer_shards
 from .matching import CheckpointMismatch, compare_names
 from .ranks import error_text
 from .run_state import StateDict
-from .tensorfile import memory_of, only_tensors
 
 _OPTIONS = "options.json"
 # the names of the files of shards: a part of them does not tell that there were more
@@ -514,6 +512,8 @@ def read_options(folder: Path) -> dict[str, object]:
             return options
     if any(folder.glob("*.safetensors")) or not folder.is_dir():
         return {}
+    from .torch_shards import PlainPlanner  # for folders of that format only
+
     prefix = _prefix(folder)
     with shards_damage(folder):
         entries = _reader(folder).read_metadata().state_dict_metadata
@@ -534,6 +534,8 @@ def _reader(folder: Path) -> dcp.StorageReader:
             require_regular(path)
     if files:
         return dcp.HuggingFaceStorageReader(str(folder))
+    from .torch_shards import PlainReader  # for folders of that format only
+
     return PlainReader(folder)
 
 

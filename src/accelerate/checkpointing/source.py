@@ -21,20 +21,34 @@ from ..core.safetensors_header import read_header
 from ..parallel.prepared import PreparedModel, PreparedOptimizer
 from ..parallel.unwrap import canonical_name
 from ..runtime.agreement import Process
-from . import compat, per_rank
-from .blocks import BlockIO
+from . import compat
 from .documents import damage, read_document, read_document_into
-from .generators import seeded
-from .kinds import SESSION, StateKind, Written, kinds, no_generators, unknown_keys
-from .layout import RANK_DOCUMENT, model_shards, numbered, rank_document_name
-from .manifest import (
+from .files import BlockIO
+from .kinds import (
+    SESSION,
+    SESSION_RANK,
+    StateKind,
+    Written,
+    kinds,
+    no_generators,
+    session_rank_name,
+    session_rank_names,
+    unknown_keys,
+    with_rank_entries,
+)
+from .layout import (
     MANIFEST,
+    RANK_DOCUMENT,
     CorruptCheckpoint,
     Manifest,
     check_files,
+    model_shards,
+    numbered,
+    rank_document_name,
     read_manifest,
 )
 from .matching import CheckpointMismatch, Differences, compare_names
+from .rank_state import seeded
 from .run_state import RunState, StateDict
 
 T = TypeVar("T")
@@ -215,7 +229,7 @@ class NativeReader(CheckpointReader):
     def _documents(self) -> re.Pattern[str]:
         files = "|".join(kind.file for kind in kinds(Written.FILE))
         return re.compile(
-            rf"({SESSION}|{per_rank.PREFIX}\d+|{RNG_STATE_NAME}_\d+|({files})(_\d+)?)\.(json|safetensors)"
+            rf"({SESSION}|{SESSION_RANK}\d+|{RNG_STATE_NAME}_\d+|({files})(_\d+)?)\.(json|safetensors)"
         )
 
     def counts(self) -> dict[str, int]:
@@ -313,9 +327,9 @@ class NativeReader(CheckpointReader):
 
     def _session_of_rank(self, notes: list[str]) -> JSONObject:
         """What is written once, as this rank had it."""
-        names = per_rank.document_names(self.manifest.files)
+        names = session_rank_names(self.manifest.files)
         if self._is_same_size:
-            names = [name for name in names if name == per_rank.document_name(self.rank)]
+            names = [name for name in names if name == session_rank_name(self.rank)]
         keys: dict[str, None] = {}
         session = self._session
         for name in names:
@@ -325,7 +339,7 @@ class NativeReader(CheckpointReader):
                     {f"{kind}[{index}]": None for kind, rows in own.items() for index in rows}
                 )
                 if self._is_same_size:
-                    session = per_rank.overlay(session, own)
+                    session = with_rank_entries(session, own)
         if keys and not self._is_same_size:
             notes.append(
                 f"{', '.join(keys)} differed between the {self.manifest.world_size} processes that saved: with "

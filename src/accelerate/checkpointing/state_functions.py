@@ -19,11 +19,11 @@ from ..core.torch_files import write_atomically
 from ..parallel.prepared import PreparedModel, PreparedOptimizer
 from ..state import PartialState
 from .compat import load_pickled
+from .files import with_own_storages
 from .kinds import compat_files
 from .layout import numbered, registered_file
 from .loading import load_options, load_run
 from .run_state import HasState, RunState, StateDict
-from .tensorfile import with_own_storages
 from .weights import save
 
 

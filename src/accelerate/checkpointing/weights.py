@@ -28,9 +28,8 @@ from ..core.messages import warn
 from ..core.torch_files import write_atomically, write_file
 from ..placement.sizes import convert_file_size_to_int
 from ..state import PartialState
-from .blocks import BlockIO
 from .compat import load_pickled
-from .tensorfile import only_tensors, segments, with_own_storages, without_aliases
+from .files import BlockIO, only_tensors, segments, with_own_storages, without_aliases
 
 logger: logging.Logger = logging.getLogger(__name__)
 

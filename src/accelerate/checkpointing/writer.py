@@ -17,10 +17,9 @@ import torch
 from ..core.devices import kind_of
 from ..core.errors import CheckpointError
 from ..core.trees import map_leaves
-from .blocks import BlockIO, Segment, host_view, is_host, nbytes
-from .opening import PendingCheckpoint
+from .files import BlockIO, Segment, host_view, is_host, nbytes
 from .ranks import SaveRanks
-from .saving import complete
+from .saving import PendingCheckpoint, complete
 
 logger: logging.Logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from ..core.objects import size_of
 from .parser import Parser, exit_on, print_error
 
 if TYPE_CHECKING:
-    from ..checkpointing.manifest import Manifest
+    from ..checkpointing.layout import Manifest
 
 
 def parser() -> Parser:
@@ -80,7 +80,7 @@ def _folders(path: Path) -> tuple[list[Path], list[Path]]:
 
 
 def _verified(folder: Path) -> bool:
-    from ..checkpointing.manifest import verify
+    from ..checkpointing.layout import verify
 
     start = time.perf_counter()
     try:
@@ -94,8 +94,7 @@ def _verified(folder: Path) -> bool:
 
 
 def _listed(folder: Path) -> bool:
-    from ..checkpointing.layout import unfit
-    from ..checkpointing.manifest import read_manifest
+    from ..checkpointing.layout import read_manifest, unfit
 
     why = unfit(folder)
     print(f"BAD  {why}" if why else f"ok   {folder}: {_about(read_manifest(folder))}")

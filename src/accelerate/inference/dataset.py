@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from ..checkpointing.run_lock import FolderInUse, RunLocks
+from ..checkpointing.commit import FolderInUse, RunLocks
 from ..core import json_text
 from ..core.errors import ConfigurationError, PrepareError
 from ..core.files import atomic_write, user_path

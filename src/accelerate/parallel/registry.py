@@ -37,6 +37,15 @@ def strategy_class(name: str) -> type[Strategy]:
     return found
 
 
+def strategy_key(strategy: Strategy) -> str:
+    """What identifies a strategy in files: its name in `STRATEGIES`, or its class where that is not one of ours."""
+    kind = type(strategy)
+    for name, location in STRATEGIES.items():
+        if location == (kind.__module__, kind.__qualname__):
+            return name
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
 def transform_class(name: str) -> type[Transform]:
     """The class of one of ours, or of one that an installed package registers (`accelerate.transforms`)."""
     if name not in TRANSFORMS:

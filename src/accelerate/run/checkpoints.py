@@ -17,16 +17,14 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.hooks import RemovableHandle
 
 from ..checkpointing import layout
-from ..checkpointing.commit import can_restore
-from ..checkpointing.gradients import PendingGradients, RankState
+from ..checkpointing.commit import RunLocks, can_restore
 from ..checkpointing.loading import LoadReport, load_newest, load_options, load_run
 from ..checkpointing.loading import resume as resume_run
-from ..checkpointing.opening import DamagedCheckpoint, Options
 from ..checkpointing.preemption import DEFAULT_SIGNALS
+from ..checkpointing.rank_state import PendingGradients, RankState, is_same_layout
 from ..checkpointing.resume_controller import ResumeController
-from ..checkpointing.run_lock import RunLocks
 from ..checkpointing.run_state import RunState
-from ..checkpointing.saving import save_run
+from ..checkpointing.saving import DamagedCheckpoint, Options, save_run
 from ..checkpointing.writer import Writer
 from ..config.training import ProjectConfiguration
 from ..core.errors import ConfigurationError, MissingCheckpointError
@@ -36,6 +34,7 @@ from ..optimizer import AcceleratedOptimizer
 from ..parallel.base import Strategy
 from ..parallel.items import ItemWindow
 from ..parallel.prepared import PreparedModel, PreparedOptimizer
+from ..parallel.registry import strategy_key
 from ..parallel.unwrap import extract_model_from_parallel, is_peft_model
 from ..precision.base import Precision
 from ..state import AcceleratorState, PartialState
@@ -89,6 +88,7 @@ class RunCheckpoints:
         self._adapters: weakref.WeakKeyDictionary[PreparedModel, AdapterLayout] = (
             weakref.WeakKeyDictionary()
         )
+        self._strategy_key = strategy_key(self.strategy)
         self._steps_before = 0  # optimizer steps of the run before the checkpoint that was loaded
 
     # -- save and load
@@ -129,7 +129,7 @@ class RunCheckpoints:
         else:
             self._writer = self._writer or Writer()
         writer = None if blocking else self._writer
-        with self._run_state() as run:
+        with self._run_state(is_saved=True) as run:
             if run.entire is not None and (layout == "compat" or run.save_hooks):
                 run = run.entire
             saved = save_run(run, folder, process=PartialState(), options=options, writer=writer)
@@ -170,7 +170,7 @@ class RunCheckpoints:
         begin = time.perf_counter()
         self._before_load()
         options = {**load_options(load_kwargs), **options}
-        with self._run_state() as run:
+        with self._run_state(is_saved=False) as run:
             if input_dir is None:
                 report = load_newest(
                     run, self._checkpoints_dir("load_state()"), process=PartialState(), **options
@@ -203,7 +203,7 @@ class RunCheckpoints:
         begin = time.perf_counter()
         self._before_load()
         directory = self._checkpoints_dir("resume()")
-        with self._run_state() as run:
+        with self._run_state(is_saved=False) as run:
             report = resume_run(
                 run, directory, process=PartialState(), locks=self._locks, arrival_timeout=60.0
             )
@@ -225,14 +225,18 @@ class RunCheckpoints:
         # Saved under another layout, each rank has loaded a generator state that its neighbours need not share.
         self.strategy.sync_rng_state()
         saved = report.progress
-        window, layout = saved.get("window"), saved.get("window_layout", self._window_layout())
+        window = saved.get("window")
         if window is None:
             steps = int(
                 saved.get("accumulation_steps") or self.accumulation.gradient_state.num_steps
             )
             window = {"step": int(saved.get("accumulation_step", 0)) % steps, "steps": steps}
         # The gradients of another layout or number of processes have no place here: a window begins.
-        self.accumulation.load_state_dict(window if layout == self._window_layout() else {})
+        present_layout = self._window_layout()
+        if is_same_layout(saved.get("window_layout", present_layout), present_layout):
+            self.accumulation.load_state_dict(window)
+        else:
+            self.accumulation.load_state_dict({})
         self.controller.set_main_loader(report.progress.get("training_loader"))
         samples, samples_here = saved.get("step_samples"), self._step_sizes()["step_samples"]
         if samples and samples_here and samples != samples_here:
@@ -346,13 +350,19 @@ class RunCheckpoints:
     # -- contents
 
     @contextlib.contextmanager
-    def _run_state(self) -> Iterator[RunState]:
+    def _run_state(self, *, is_saved: bool) -> Iterator[RunState]:
         """The run as a checkpoint has it: with master weights instead of parameters that were cast."""
         objects = self.objects
         gradients = self._pending_gradients()
-        rank_state = RankState(
-            self.strategy.name, objects.models, self._mesh_sizes(), gradients, self.items
-        )
+        if is_saved:
+            progress = self._progress(gradients is not None)
+        else:
+            progress = {}
+        layout: dict[str, str | int] = {
+            "strategy": self._strategy_key,
+            **self._mesh_sizes(),
+        }
+        rank_state = RankState(layout, objects.models, gradients, self.items)
         models = [prepared.module for prepared in objects.models]
         optimizers = [optimizer.optimizer for optimizer in objects.optimizers]
         contexts = [prepared.swappable() for prepared in objects.models]
@@ -366,7 +376,7 @@ class RunCheckpoints:
                 scaler=self.precision.scaler,
                 custom=list(objects.custom),
                 averages=list(objects.averages),
-                progress=self._progress(gradients is not None),
+                progress=progress,
                 mesh=self._mesh_sizes(),
                 rank_state=rank_state,
                 save_hooks=list(self.save_hooks.values()),
@@ -401,7 +411,7 @@ class RunCheckpoints:
     def _window_layout(self) -> dict[str, Any]:
         """Under what a window can be continued."""
         return {
-            "strategy": self.strategy.name,
+            "strategy": self._strategy_key,
             "processes": PartialState().num_processes,
             **self._mesh_sizes(),
         }

@@ -19,7 +19,7 @@ from ..core.errors import CheckpointError
 from ..core.files import read_regular, require_regular
 from ..core.torch_files import READ_ERRORS
 from .compat import load_pickled
-from .manifest import reason
+from .layout import reason
 
 # The index names classes that hold places and shapes, and nothing that acts.
 _MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")

@@ -9,9 +9,14 @@ import pytest
 import safetensors.torch
 import torch
 
-from accelerate.checkpointing import blocks
-from accelerate.checkpointing.blocks import BlockIO
-from accelerate.checkpointing.tensorfile import read_into, read_tensors, segments, without_aliases
+from accelerate.checkpointing import files
+from accelerate.checkpointing.files import (
+    BlockIO,
+    read_into,
+    read_tensors,
+    segments,
+    without_aliases,
+)
 from accelerate.core.errors import CheckpointError
 from accelerate.core.safetensors_header import CorruptFile, read_header
 
@@ -41,8 +46,8 @@ def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 @pytest.fixture
 def small_blocks(monkeypatch):
     # Blocks that end inside tensors and inside elements, and calls of few pieces.
-    monkeypatch.setattr(blocks, "BLOCK", 1000)
-    monkeypatch.setattr(blocks, "_IOV_MAX", 3)
+    monkeypatch.setattr(files, "BLOCK", 1000)
+    monkeypatch.setattr(files, "_IOV_MAX", 3)
 
 
 @pytest.mark.usefixtures("small_blocks")

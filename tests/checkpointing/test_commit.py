@@ -16,7 +16,7 @@ from ranks import Script
 
 from accelerate import Accelerator
 from accelerate.checkpointing import RunState, list_checkpoints, save_run, verify
-from accelerate.checkpointing.run_lock import FolderInUse, RunLocks, lock_path
+from accelerate.checkpointing.commit import FolderInUse, RunLocks, lock_path
 from accelerate.core.errors import CheckpointError
 from accelerate.utils import ProjectConfiguration
 
@@ -153,7 +153,7 @@ def test_a_process_takes_the_place_of_the_one_that_started_it(tmp_path, process)
     locks = RunLocks()
     locks.acquire(tmp_path / "c")
     code = (
-        "import sys; from pathlib import Path; from accelerate.checkpointing.run_lock import RunLocks; "
+        "import sys; from pathlib import Path; from accelerate.checkpointing.commit import RunLocks; "
         "RunLocks().acquire(Path(sys.argv[1])); print('taken')"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "c")]
@@ -211,7 +211,7 @@ def test_a_lock_file_that_was_deleted_is_made_again(tmp_path):
 CONTEND = """
 import sys, time
 from pathlib import Path
-from accelerate.checkpointing.run_lock import FolderInUse, RunLocks
+from accelerate.checkpointing.commit import FolderInUse, RunLocks
 print("ready", flush=True)
 time.sleep(float(sys.stdin.readline()) - time.time())
 try:

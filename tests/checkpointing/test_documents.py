@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from accelerate.checkpointing.codec import TensorSink, decode, encode
+from accelerate.checkpointing.documents import TensorSink, decode, encode
 from accelerate.core.errors import CheckpointError
 
 

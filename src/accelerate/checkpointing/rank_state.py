@@ -1,16 +1,98 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State of a single rank: the gradients of an unfinished accumulation window, and what its layout keeps."""
+"""State of a single rank: its random number generators, an unfinished accumulation window, what its layout keeps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import hashlib
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 
+from ..core.devices import accelerator_type, module_of
 from ..core.errors import CheckpointError
 from ..parallel.prepared import PreparedModel
 from .run_state import HasState, StateDict
+
+_HOST = ("python", "numpy", "torch")
+
+
+class GlobalGenerators:
+    """The generators of this process, as an object with a state."""
+
+    def state_dict(self) -> StateDict:
+        """Return the states by generator; a list with one state per device for an accelerator."""
+        state: StateDict = {
+            "python": random.getstate(),
+            "numpy": np.random.get_state(),
+            "torch": torch.get_rng_state(),
+        }
+        kind = accelerator_type()
+        if kind is not None:
+            module = module_of(kind)
+            if hasattr(module, "get_rng_state_all"):
+                state[kind] = list(module.get_rng_state_all())
+            elif hasattr(module, "get_rng_state"):
+                state[kind] = [module.get_rng_state()]
+        return state
+
+    def load_state_dict(self, state: StateDict) -> list[str]:
+        """Restore the generators. Returns a note for each kind of generator that this machine does not have."""
+        if "seed" in state:
+            random.seed(state["seed"])
+            np.random.seed(state["seed"])
+            torch.manual_seed(state["seed"])  # on all devices
+            return []
+        random.setstate(_python_state(state["python"]))
+        np.random.set_state(state["numpy"])
+        torch.set_rng_state(state["torch"].cpu())
+        kind = accelerator_type()
+        notes = []
+        for name in accelerators(state):
+            if name != kind:
+                notes.append(
+                    f"the state of the {name} generators was not used: this machine has no {name} device"
+                )
+                continue
+            module = module_of(name)
+            if hasattr(module, "set_rng_state_all"):
+                # As many as are here: the saving process may have seen more devices than this one.
+                present = int(torch.accelerator.device_count())
+                module.set_rng_state_all(state[name][:present])
+            else:
+                module.set_rng_state(state[name][0])
+        return notes
+
+
+def seeded(state: StateDict, rank: int) -> StateDict:
+    """A state for a rank whose own was not saved: a seed made from the number of the rank and from that of rank 0."""
+    digest = hashlib.blake2b(
+        state["torch"].cpu().numpy().tobytes() + rank.to_bytes(4, "little"), digest_size=4
+    )
+    return {"seed": int.from_bytes(digest.digest(), "little")}
+
+
+def accelerators(state: Mapping[str, object]) -> list[str]:
+    """The device types whose generators are in a state."""
+    return [name for name in state if name not in _HOST]
+
+
+def check_generators(state: StateDict) -> None:
+    """Try the saved states on new generators, and raise their errors. The generators of the process are unchanged."""
+    random.Random().setstate(_python_state(state["python"]))
+    np.random.RandomState().set_state(state["numpy"])
+    torch.Generator().set_state(state["torch"].cpu())
+    for name in accelerators(state):
+        if not isinstance(state[name], list) or not all(
+            isinstance(one, torch.Tensor) for one in state[name]
+        ):
+            raise ValueError(f"rng.{name} is not a list of tensors")
+
+
+def _python_state(state: Sequence[Iterable[object]]) -> tuple[object, ...]:
+    return (state[0], tuple(state[1]), state[2])
 
 
 class ModelGradients(HasState, Protocol):
@@ -30,16 +112,15 @@ class RankState:
 
     def __init__(
         self,
-        layout: str,
+        layout: dict[str, str | int],
         models: Sequence[PreparedModel],
-        mesh: dict[str, int],
         gradients: PendingGradients | None,
         items: HasState,
     ) -> None:
         self.models: list[PreparedModel] = list(models)
         self.gradients = gradients
         self.items = items
-        self.layout: dict[str, str | int] = {"strategy": layout, **mesh}
+        self.layout = layout
 
     def state_dict(self) -> StateDict:
         """Return the state of this rank as plain data."""
@@ -55,7 +136,7 @@ class RankState:
 
     def check_state_dict(self, state: StateDict) -> None:
         """Raise CheckpointError for a state that `load_state_dict` cannot take. Every rank calls it."""
-        if state["layout"] != self.layout:
+        if not is_same_layout(state["layout"], self.layout):
             return
         window = state["window"]
         if window is not None and self.gradients is not None:
@@ -70,7 +151,7 @@ class RankState:
     def load_state_dict(self, state: StateDict) -> list[str]:
         """Restore the state. Returns notes on what could not be restored."""
         window = state["window"]
-        if state["layout"] != self.layout:
+        if not is_same_layout(state["layout"], self.layout):
             if window is not None and window["gradients"]:
                 lost = "unfinished gradients, "
             else:
@@ -92,6 +173,27 @@ def is_empty(state: StateDict) -> bool:
     """Whether a state of a `RankState` has neither gradients nor states of models."""
     window = state.get("window")
     return "layout" in state and not state["strategy"] and not (window and window["gradients"])
+
+
+# What earlier versions stored of a strategy: its name in messages.
+_FORMER_NAMES = {
+    "single process": "single",
+    "DistributedDataParallel": "ddp",
+    "DistributedDataParallel on XLA": "xla",
+    "FSDP1": "fsdp1",
+    "FSDP2": "fsdp2",
+    "pipeline parallel": "pipeline",
+    "DeepSpeed": "deepspeed",
+    "tensor parallel": "tensor",
+}
+
+
+def is_same_layout(saved: Mapping[str, object], present: Mapping[str, object]) -> bool:
+    """Whether an unfinished window of one layout can be continued in the other."""
+    strategy = saved.get("strategy")
+    if isinstance(strategy, str):
+        strategy = _FORMER_NAMES.get(strategy, strategy)
+    return {**saved, "strategy": strategy} == present
 
 
 def _layout_text(layout: Mapping[str, str | int]) -> str:
