@@ -38,10 +38,9 @@ from .logging import MultiProcessAdapter, get_logger, print_or_log
 from .optimizer import AcceleratedOptimizer
 from .parallel.base import Bundle, Strategy
 from .parallel.ddp.strategy import sync_in_backward
-from .parallel.items import ItemWindow, global_loss
+from .parallel.items import ItemWindow
 from .parallel.methods import check_names
-from .parallel.optimizer_offload import offload_state
-from .parallel.optimizer_scope import is_elementwise
+from .parallel.optimizer_step import build_step
 from .parallel.placeholders import refuse_placeholder
 from .parallel.unwrap import extract_model_from_parallel
 from .placement.align import get_state_dict_offloaded_model, has_offloaded_params
@@ -525,19 +524,12 @@ class Accelerator(RunInterface):
             )
         if self._guard is not None:
             check_optimizer(optimizer)
-        self.precision.attach_master_weights(optimizer)
         offload = self.plan.handlers.optimizer_offload
+        offload_chunk = None
         if offload is not None and self.device.type != "cpu":
-            offload_state(optimizer, offload.chunk_size)
-        # Others may decide by the loss, as a line search does: all ranks have to make the same decision.
-        if is_elementwise(optimizer):
-            average_loss = None
-        else:
-            average_loss = functools.partial(global_loss, self.strategy)
+            offload_chunk = offload.chunk_size
         placement = self._place(device_placement)
-        prepared = AcceleratedOptimizer(
-            optimizer, placement, self.scaler, average_loss=average_loss
-        )
+        prepared = build_step(optimizer, self.strategy, placement, offload_chunk)
         self._observe(prepared)
         return prepared
 
@@ -1564,7 +1556,7 @@ def _without_replica(model: torch.nn.Module) -> torch.nn.Module:
 
 def _repoint(optimizers: list[torch.optim.Optimizer], pairs: Any) -> None:
     # Only a conversion of layers needs it, and it imports all of torch's distributed tensors.
-    from .parallel.remap import repoint_all
+    from .parallel.sharded_optimizer import repoint_all
 
     repoint_all(optimizers, pairs)
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from accelerate import Accelerator
 from accelerate.core.errors import ConfigurationError, PrepareError
 from accelerate.parallel.activation import ActivationOffload, SavedInHostMemory, _InHostMemory
-from accelerate.parallel.optimizer_offload import StreamedState, offload_state
+from accelerate.parallel.optimizer_step import StreamedState, offload_state
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import (
     FullyShardedDataParallelPlugin,
@@ -172,7 +172,7 @@ class OnCpu(StreamedState):
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RAdam])
 def test_a_step_in_chunks_is_the_step(kind, monkeypatch):
-    monkeypatch.setattr("accelerate.parallel.optimizer_offload.StreamedState", OnCpu)
+    monkeypatch.setattr("accelerate.parallel.optimizer_step.StreamedState", OnCpu)
     found = []
     for chunk in (None, 1, 5000):
         model = build()

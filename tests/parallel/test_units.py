@@ -18,7 +18,7 @@ from accelerate.parallel.fsdp.by_hand import (
 )
 from accelerate.parallel.fsdp.units import find_modules, get_parameters_from_modules, select_units
 from accelerate.parallel.gradients import clip_values, gradients_of
-from accelerate.parallel.remap import ParameterPlaces, Replacements
+from accelerate.parallel.sharded_optimizer import ParameterPlaces, Replacements
 
 
 class Block(nn.Module):

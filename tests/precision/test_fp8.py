@@ -11,7 +11,7 @@ from accelerate.config.fp8 import AORecipeKwargs, MSAMPRecipeKwargs
 from accelerate.core.enums import FP8BackendType
 from accelerate.core.errors import ConfigurationError, PrepareError
 from accelerate.core.imports import is_available
-from accelerate.parallel.remap import repoint_all
+from accelerate.parallel.sharded_optimizer import repoint_all
 from accelerate.precision.fp8 import Float8Precision, make_fp8
 from accelerate.run.resolve import Handlers, _fp8_backend
 from accelerate.state import PartialState

@@ -56,6 +56,7 @@ class Strategy:
 
     Fields:
         name: as `explain` prints it.
+        shards_parameters: whether optimizers step shards of parameters (DTensors).
         divides_loss: whether the caller divides a loss by the steps of its accumulation window before `backward`.
         gradient_group: the ranks that average gradients with each other; None for all.
         data_group: the ranks that read the other shards of the data, at this rank's place in all other dimensions of
@@ -64,6 +65,7 @@ class Strategy:
     """
 
     name = "single process"
+    shards_parameters = False
     divides_loss = True
     gradient_group: dist.ProcessGroup | None = None
     data_group: dist.ProcessGroup | None = None
@@ -103,14 +105,14 @@ class Strategy:
 
     def prepare(self, bundle: Bundle) -> list[PreparedModel]:
         """Lay out each model of the bundle. The optimizers' parameters stay the same objects."""
-        found = []
-        for model, place in zip(bundle.models, bundle.place, strict=True):
-            if place:
+        prepared_models = []
+        for model, moves in zip(bundle.models, bundle.place, strict=True):
+            if moves:
                 self._check_storage(model)
                 model = move_module(model, self.device)
-            found.append(self.compose(model, bundle.evaluation))
-        self.prepared.add(found)
-        return found
+            prepared_models.append(self.prepare_model(model, bundle.evaluation))
+        self.prepared.add(prepared_models)
+        return prepared_models
 
     def _check_storage(self, model: torch.nn.Module) -> None:
         tensors = itertools.chain(model.named_parameters(), model.named_buffers())
@@ -123,39 +125,27 @@ class Strategy:
                 "models"
             )
 
-    def compose(self, model: torch.nn.Module, evaluation: bool = False) -> PreparedModel:
-        """Everything that is done to one model, in its order; for every layout.
+    def prepare_model(self, model: torch.nn.Module, evaluation: bool = False) -> PreparedModel:
+        """Everything that is done to one model, in its order. A layout has its own version of this method.
 
-        What a layout itself consists of (tensor parallelism, activation checkpointing, sharding) is in its `lay_out`.
+        Args:
+            model: the user's model.
+            evaluation: no gradients will be taken.
         """
-        model = self._transform(self.wrap_forward(model), before_layout=True)
-        if evaluation:
-            prepared = self.as_prepared(model)
-        else:
-            prepared = self.lay_out(model)
-        self.precision.after_layout(prepared.module)
+        model = self.precision.wrap_forward(model)
+        model = self.apply_transforms(model, before_layout=True)
+        if not evaluation:
+            self.precision.cast_parameters(model)
+        self.precision.after_layout(model)
         # Compilation is the last of these.
-        prepared.module = self._transform(prepared.module, before_layout=False)
-        return prepared
+        model = self.apply_transforms(model, before_layout=False)
+        return self.as_prepared(model)
 
-    def wrap_forward(self, model: torch.nn.Module) -> torch.nn.Module:
-        """The model, computing in the run's precision."""
-        return self.precision.wrap_forward(model)
-
-    def _transform(self, model: torch.nn.Module, before_layout: bool) -> torch.nn.Module:
+    def apply_transforms(self, model: torch.nn.Module, before_layout: bool) -> torch.nn.Module:
         """Apply the transforms that come before the layout, or after it."""
         for transform in self.transforms:
             if getattr(transform, "before_layout", False) is before_layout:
                 model = transform.apply(model)
-        return model
-
-    def lay_out(self, model: torch.nn.Module) -> PreparedModel:
-        """Lay out one model for training."""
-        return self.as_prepared(self.wrap_model(model))
-
-    def wrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
-        """The module that trains. A strategy that keeps nothing for a model overrides only this."""
-        self.precision.cast_parameters(model)
         return model
 
     def as_prepared(self, module: torch.nn.Module) -> PreparedModel:

@@ -124,12 +124,23 @@ class Weights:
         is_sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
         self.are_everywhere: bool = not any(meta) and (not from_first or is_sharded)
         self.are_nowhere: bool = meta[0]
+        self._are_equal = False
         self._full: dict[str, torch.Tensor] = {}
         if not self.are_everywhere:
             if dist.get_rank(ranks) == 0 and not self.are_nowhere:
                 self._full = dict(named_tensors(model))
             # What is shared between modules stays shared.
             replace_tensors(model, lambda tensor: tensor.to("meta"))
+
+    def make_all_equal(self, model: nn.Module) -> None:
+        """Give every rank the first one's values of a model, if every rank has weights."""
+        self.make_equal(tensor for _, tensor in named_tensors(model))
+        self._are_equal = True
+
+    def make_equal(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Give every rank the first one's values, if every rank has weights and they are not equal yet."""
+        if self.are_everywhere and not self._are_equal:
+            make_equal(tensors, self.device, self.ranks)
 
     def fill(
         self,

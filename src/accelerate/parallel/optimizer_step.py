@@ -1,238 +1,332 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The step of an optimizer of DTensors: equal to that of a single process.
+"""How the step of an optimizer is built, in one place, and what the step of one element depends on.
 
-Elementwise optimizers step on the local tensors. DTensor would propagate the layout at each of a dozen operations on
-each parameter, and torch has foreach and fused kernels for plain tensors only. Others may need entire tensors, as
-Adafactor, Muon and LBFGS do: they step on unsharded copies, the same on every rank, at the price of their memory.
-Between two steps parameters, gradients and state are DTensors.
+The latter decides whether an optimizer may be given shards of tensors, and whether its step may be divided, so that
+its state is in host memory between steps and is streamed through the device during a step.
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import enum
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
+from ..core.errors import PrepareError
 from ..core.messages import warn
-from ..torch_internals.dtensor import as_dtensor
-from ..torch_internals.optimizer_step import replace_step_below_hooks
-from .materialize import local_shard
-from .optimizer_scope import OPT_OUT, Scope, find_scope, is_elementwise
+from ..optimizer import AcceleratedOptimizer
+from ..torch_internals.optimizer_step import replace_step
+from .items import global_loss
 
-# State of torch's elementwise optimizers that is about a parameter, and not of its shape.
-_NUMBERS = frozenset({"eta", "mu", "mu_product", "step"})
-_LOCAL, _UNSHARDED = "_steps_locally", "_steps_unsharded"
+if TYPE_CHECKING:
+    from .base import Strategy
 
-Step = Callable[..., object]
-Closure = Callable[[], object]
+# Adafactor, Muon and LBFGS use entire tensors.
+ELEMENTWISE = frozenset(
+    getattr(torch.optim, name)
+    for name in (
+        "ASGD",
+        "Adadelta",
+        "Adagrad",
+        "Adam",
+        "AdamW",
+        "Adamax",
+        "NAdam",
+        "RAdam",
+        "RMSprop",
+        "Rprop",
+        "SGD",
+    )
+)
+# Packages whose optimizers take shards themselves, apart from these classes. Their step is not replaced.
+_TAKE_SHARDS: dict[str, frozenset[str]] = {
+    "bitsandbytes": frozenset(
+        {"LAMB", "LAMB8bit", "LAMB32bit", "LARS", "LARS8bit", "LARS32bit", "PytorchLARS"}
+    ),
+    "deepspeed": frozenset({"FusedLamb", "OnebitLamb", "MuonWithAuxAdam"}),
+    "lion_pytorch": frozenset(),
+    "torchao": frozenset(),
+}
+# An optimizer that supports shards itself sets this attribute, on its class or on the object.
+OPT_OUT = "supports_sharded_parameters"
+
+# Bytes of the state that is on the device at a time, of which there are three: coming, in use and leaving.
+CHUNK = 64 * 2**20
 
 
-def lay_out_step(optimizer: torch.optim.Optimizer) -> None:
-    """Make the step of an optimizer of DTensors equal to that of a single process."""
-    if is_elementwise(optimizer):
-        step_locally(optimizer)
-        return
-    scope = find_scope(optimizer)
-    if scope is Scope.UNKNOWN and not steps_unsharded(optimizer):
-        name = type(optimizer).__name__
+def build_step(
+    optimizer: torch.optim.Optimizer,
+    strategy: Strategy,
+    device_placement: bool = True,
+    offload_chunk: int | None = None,
+) -> AcceleratedOptimizer:
+    """Build the step of an optimizer whose parameters are laid out, from the inside to the outside.
+
+    Nothing else replaces or wraps a step.
+
+    Args:
+        optimizer: changed in place, once.
+        strategy: the run's.
+        device_placement: move the state to the devices of the parameters.
+        offload_chunk: keep the state in host memory, and stream this many bytes at a time; None: do not.
+    """
+    # 1. The step of shards is that of a single process, and uses no stale unsharded parameters.
+    if strategy.shards_parameters:
+        # Imports DTensor.
+        from .sharded_optimizer import lay_out_step, reshard_before_step
+
+        lay_out_step(optimizer)
+        reshard_before_step(optimizer, strategy.prepared)
+    # 2. It updates fp32 master weights, which are rounded into the parameters.
+    strategy.precision.attach_master_weights(optimizer)
+    # 3. It is divided, and its state is on the device for that time only.
+    if offload_chunk is not None:
+        offload_state(optimizer, offload_chunk)
+    # 4. It is taken at the end of an accumulation window, through the scaler. Optimizers that decide by the loss, as a
+    # line search does, have to make the same decision on all ranks.
+    average_loss = None
+    if not is_elementwise(optimizer):
+        average_loss = functools.partial(global_loss, strategy)
+    return AcceleratedOptimizer(
+        optimizer, device_placement, strategy.precision.scaler, average_loss=average_loss
+    )
+
+
+class Scope(enum.Enum):
+    """What the step of one element depends on, apart from hyperparameters and counters."""
+
+    ELEMENT = "its own gradient and state"
+    PARAMETER = "the entire parameter"
+    MODEL = "all parameters of the optimizer"
+    UNKNOWN = "unknown"
+
+
+def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the step is that of one of torch's optimizers whose step of an element needs no other element."""
+    step = inspect.unwrap(type(optimizer).step)
+    return any(
+        isinstance(optimizer, kind) and inspect.unwrap(kind.step) is step for kind in ELEMENTWISE
+    )
+
+
+def find_scope(optimizer: torch.optim.Optimizer) -> Scope:
+    """The scope of an optimizer's step: known by its class, or declared by `supports_sharded_parameters`."""
+    kind = type(optimizer)
+    package = kind.__module__.partition(".")[0]
+    takes_shards = package in _TAKE_SHARDS and kind.__name__ not in _TAKE_SHARDS[package]
+    if getattr(optimizer, OPT_OUT, False) or takes_shards or is_elementwise(optimizer):
+        return Scope.ELEMENT
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return Scope.MODEL
+    if package in _TAKE_SHARDS or isinstance(optimizer, torch.optim.Adafactor | torch.optim.Muon):
+        return Scope.PARAMETER
+    if (package, kind.__name__) == ("transformers", "Adafactor") or isinstance(
+        optimizer, torch.optim.SparseAdam
+    ):
+        return Scope.PARAMETER
+    return Scope.UNKNOWN
+
+
+def refuse_flat_shards(optimizer: torch.optim.Optimizer, layout: str, remedy: str) -> None:
+    """Raise PrepareError for an optimizer that needs entire tensors, where `layout` gives it flat shards."""
+    scope, name = find_scope(optimizer), type(optimizer).__name__
+    if scope is Scope.UNKNOWN:
         warn(
-            f"{name} is not known to update each element independently: its step gathers entire parameters, gradients "
-            f"and states on every rank. If it supports DTensors, set {name}.{OPT_OUT} = True"
+            f"{name} is not known to update each element independently, and {layout} gives it flat shards of the "
+            f"parameters. If it uses shapes or norms of entire tensors, {remedy}; if not, set "
+            f"{name}.{OPT_OUT} = True"
         )
-    if scope is not Scope.ELEMENT:
-        step_unsharded(optimizer)
+    elif scope is not Scope.ELEMENT:
+        raise PrepareError(
+            f"{name} needs entire tensors (the step of an element depends on {scope.value}), and {layout} gives it "
+            "flat shards of the parameters: its results would differ from those of a single process. "
+            f"{remedy[0].upper()}{remedy[1:]}, or use an optimizer that updates each element independently (AdamW, "
+            f"SGD, ...). An optimizer that supports such shards declares {OPT_OUT} = True"
+        )
 
 
-def step_locally(optimizer: torch.optim.Optimizer) -> None:
-    """Make an elementwise optimizer step on local tensors from now on."""
-    if _LOCAL in optimizer.__dict__ or optimizer.defaults.get("differentiable"):
+def refuse_model_scope(optimizer: torch.optim.Optimizer, layout: str, remedy: str) -> None:
+    """Raise PrepareError for an optimizer that needs all parameters at once, where each rank has only some."""
+    if find_scope(optimizer) is Scope.MODEL:
+        raise PrepareError(
+            f"{type(optimizer).__name__} combines values of all its parameters in each step, and with {layout} a rank "
+            f"has only some of them: {remedy}"
+        )
+
+
+def offload_state(optimizer: torch.optim.Optimizer, chunk: int = CHUNK) -> None:
+    """Make an optimizer of parameters on an accelerator keep its state in pinned host memory from now on.
+
+    Its step updates a chunk of parameters at a time. While it does, the state of the next chunk is copied to the
+    device and that of the last one back, on streams of their own.
+
+    Args:
+        optimizer: one of torch's elementwise optimizers, of plain parameters.
+        chunk: the most bytes of state in a chunk; a larger parameter is a separate chunk.
+
+    Raises:
+        PrepareError: the step of this optimizer cannot be divided, or its parameters are sharded.
+    """
+    kind = type(optimizer)
+    if not is_elementwise(optimizer):
+        known = ", ".join(sorted(found.__name__ for found in ELEMENTWISE))
+        raise PrepareError(
+            f"OptimizerOffloadKwargs: the step of {kind.__name__} is not known to update each parameter by itself. "
+            f"Use one of {known}, or leave OptimizerOffloadKwargs out"
+        )
+    if any(
+        hasattr(parameter, "device_mesh")
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    ):
+        raise PrepareError(
+            "OptimizerOffloadKwargs: the parameters are sharded (DTensors). Set cpu_offload=True in the fsdp_plugin, "
+            "which keeps parameters, gradients and states in host memory"
+        )
+    if "_streamed_state" in optimizer.__dict__:
         return
+    streamed, reference = StreamedState(chunk), weakref.ref(optimizer)
 
-    def run(present: torch.optim.Optimizer, step: Step, closure: Closure | None) -> object:
+    def step(
+        own: torch.optim.Optimizer,
+        former: Callable[..., object],
+        closure: Callable[[], object] | None,
+    ) -> object:
         loss = None
         if closure is not None:
-            # All of these optimizers call it once, before anything else.
             with torch.enable_grad():
                 loss = closure()
-        with _local_tensors(present):
-            step()
+        streamed.step(own, former)
         return loss
 
-    replace_step_below_hooks(optimizer, run)
-    optimizer.__dict__[_LOCAL] = True
+    def load_state_dict(state_dict: Mapping[str, Any]) -> None:
+        own = reference()
+        assert own is not None
+        kind.load_state_dict(own, dict(state_dict))
+        streamed.leave(own)
+
+    replace_step(optimizer, step)
+    optimizer.__dict__.update(_streamed_state=streamed, load_state_dict=load_state_dict)
 
 
-@contextmanager
-def _local_tensors(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """A block in which the optimizer has the local tensors, with their gradients and their state."""
-    state = optimizer.state
-    groups = [(group, group["params"]) for group in optimizer.param_groups]
-    shards: list[tuple[DTensor, torch.Tensor, dict[str, object]]] = []
-    try:
-        # Without gradients `to_local` returns the local tensor itself.
-        with torch.no_grad():
-            for group, parameters in groups:
-                group["params"] = listed = list(parameters)
-                for position, parameter in enumerate(parameters):
-                    if not isinstance(parameter, DTensor) or parameter.grad is None:
-                        continue
-                    listed[position] = leaf = parameter.to_local().detach()
-                    leaf.grad = _local(parameter.grad, parameter)  # type: ignore[assignment]
-                    local_state: dict[str, object] = {}
-                    if parameter in state:
-                        local_state = {
-                            name: _local(value, parameter)
-                            for name, value in state[parameter].items()
-                        }
-                        state[leaf] = dict(local_state)
-                    shards.append((parameter, leaf, local_state))
-        yield
-    finally:
-        for group, parameters in groups:
-            group["params"] = parameters
-        for parameter, leaf, local_state in shards:
-            leaf.grad = None
-            for name, value in state.pop(leaf, {}).items():
-                if name not in local_state or local_state[name] is not value:
-                    # What the step did not change in place.
-                    has_layout = isinstance(value, torch.Tensor) and value.shape == leaf.shape
-                    if has_layout and name not in _NUMBERS:
-                        state[parameter][name] = as_dtensor(value, parameter)
-                    else:
-                        state[parameter][name] = value
+class StreamedState:
+    """The state of one optimizer, in host memory between steps."""
 
+    def __init__(self, chunk: int) -> None:
+        self.chunk = chunk
+        self._streams: tuple[torch.Stream, torch.Stream] | None = None
 
-def _local(value: object, parameter: DTensor) -> object:
-    """The local tensor of a DTensor, in the parameter's layout; numbers and plain tensors as they are."""
-    if not isinstance(value, DTensor):
-        return value
-    if value.placements != parameter.placements:
-        value = value.redistribute(placements=parameter.placements)
-    return value.to_local()
-
-
-def step_unsharded(optimizer: torch.optim.Optimizer) -> None:
-    """Make an optimizer step on unsharded parameters, gradients and state from now on."""
-    if not steps_unsharded(optimizer):
-        replace_step_below_hooks(optimizer, _run_unsharded)
-        optimizer.__dict__[_UNSHARDED] = True
-
-
-def steps_unsharded(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `step_unsharded` was applied to this optimizer."""
-    return _UNSHARDED in optimizer.__dict__
-
-
-def _run_unsharded(optimizer: torch.optim.Optimizer, step: Step, closure: Closure | None) -> object:
-    tensors = _Unsharded(optimizer)
-    tensors.enter()
-    try:
-        if closure is None:
-            return step()
-
-        def evaluate() -> object:
-            # The closure computes with the model, whose parameters are sharded.
-            tensors.leave()
-            try:
-                return closure()
-            finally:
-                tensors.enter()
-
-        return step(evaluate)
-    finally:
-        tensors.leave()
-
-
-class _Unsharded:
-    """An optimizer's sharded parameters, and the unsharded copies that it steps."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-        self.sharded = [
-            parameter
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if isinstance(parameter, DTensor)
-        ]
-        # The same objects in all evaluations of one step: optimizers may keep references to parameters.
-        self.full = [
-            torch.nn.Parameter(
-                torch.empty(p.shape, dtype=p.dtype, device=p.device_mesh.device_type),
-                requires_grad=p.requires_grad,
-            )
-            for p in self.sharded
-        ]
-
-    @torch.no_grad()
-    def enter(self) -> None:
-        """Gather parameters, gradients and state, and give the optimizer the copies."""
-        state = self.optimizer.state
-        values: list[DTensor] = list(self.sharded)
-        values += [p.grad for p in self.sharded if isinstance(p.grad, DTensor)]
-        # In the order of the parameters, which is the same on each rank.
-        known = [state.get(p, {}) for p in self.sharded]
-        values += [
-            value for entry in known for value in entry.values() if isinstance(value, DTensor)
-        ]
-        found = dict(zip(map(id, values), _gather(values), strict=True))
-        for parameter, full, entry in zip(self.sharded, self.full, known, strict=True):
-            full.copy_(found[id(parameter)])
-            if parameter.grad is None:
-                full.grad = None
+    def step(self, optimizer: torch.optim.Optimizer, call: Callable[[], object]) -> None:
+        """Update all parameters that have gradients, by one `call` for each chunk of them."""
+        groups = [(group, group["params"]) for group in optimizer.param_groups]
+        chunks = self._chunks(optimizer)
+        for group, _ in groups:
+            group["params"] = []
+        try:
+            if chunks:
+                arriving = self.to_device(optimizer, chunks[0][1])
             else:
-                full.grad = found.get(id(parameter.grad), parameter.grad)
-            if parameter in state:
-                # The entry itself is kept: only its tensors are others.
-                for name, value in entry.items():
-                    entry[name] = found.get(id(value), value)
-        self._replace(self.sharded, self.full)
+                arriving = None
+            for number, (group, parameters) in enumerate(chunks):
+                present = arriving
+                if number + 1 < len(chunks):
+                    arriving = self.to_device(optimizer, chunks[number + 1][1])
+                else:
+                    arriving = None
+                self.wait(present)
+                group["params"] = parameters
+                call()
+                group["params"] = []
+                self.to_host(optimizer, parameters)
+        finally:
+            for group, parameters in groups:
+                group["params"] = parameters
+            self.finish()
 
-    @torch.no_grad()
-    def leave(self) -> None:
-        """Keep this rank's shards of the results, and give the optimizer the sharded parameters."""
-        state = self.optimizer.state
-        for parameter, full in zip(self.sharded, self.full, strict=True):
-            local = parameter.to_local()
-            local.copy_(local_shard(full, parameter))
-            full.grad = None
-            entry = state.get(full, {})
-            for name, value in entry.items():
-                if (
-                    isinstance(value, torch.Tensor)
-                    and value.ndim
-                    and value.shape == parameter.shape
-                ):
-                    entry[name] = as_dtensor(
-                        local_shard(value, parameter).to(local.device, copy=True), parameter
-                    )
-        self._replace(self.full, self.sharded)
+    def leave(self, optimizer: torch.optim.Optimizer) -> None:
+        """Move a state that was loaded to the host."""
+        for group in optimizer.param_groups:
+            self.to_host(optimizer, group["params"])
+        self.finish()
 
-    def _replace(self, former: Sequence[torch.Tensor], present: Sequence[torch.Tensor]) -> None:
-        """Replace the parameters in groups and state, in their places and order."""
-        other = {id(old): new for old, new in zip(former, present, strict=True)}
-        for group in self.optimizer.param_groups:
-            # The list itself is kept: LBFGS has a reference to it.
-            group["params"][:] = [
-                other.get(id(parameter), parameter) for parameter in group["params"]
-            ]
-        state = self.optimizer.state
-        entries = [(other.get(id(key), key), entry) for key, entry in state.items()]
-        if any(map(operator.is_not, (key for key, _ in entries), state)):
-            state.clear()
-            state.update(entries)
+    def _chunks(
+        self, optimizer: torch.optim.Optimizer
+    ) -> list[tuple[dict[str, Any], list[torch.Tensor]]]:
+        """(group, parameters) of each call; the parameters of a call are of one group."""
+        found: list[tuple[dict[str, Any], list[torch.Tensor]]] = []
+        for group in optimizer.param_groups:
+            left = 0
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                # Adam's two moments; before the first step the size is not known.
+                size = 2 * parameter.nbytes
+                if size > left or not found or found[-1][0] is not group:
+                    found.append((group, []))
+                    left = self.chunk
+                found[-1][1].append(parameter)
+                left -= size
+        return found
+
+    def to_device(
+        self, optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]
+    ) -> torch.Event:
+        """Start to copy the state of parameters to the device; returns the event behind the copies."""
+        stream = self._stream(parameters[0].device, 0)
+        with stream:
+            for parameter in parameters:
+                state = optimizer.state.get(parameter, {})
+                for name, value in state.items():
+                    if _is_streamed(value) and value.device.type == "cpu":
+                        state[name] = value.to(parameter.device, non_blocking=True)
+            return stream.record_event()
+
+    def wait(self, arrived: torch.Event | None) -> None:
+        """Make the stream of the step wait for the copies of a chunk."""
+        torch.accelerator.current_stream().wait_event(arrived)  # type: ignore[arg-type]
+
+    def to_host(self, optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> None:
+        """Start to copy the state of parameters to the host, behind their step."""
+        streamed = [
+            (state, name, value)
+            for parameter in parameters
+            for state in (optimizer.state.get(parameter, {}),)
+            for name, value in state.items()
+            if _is_streamed(value) and value.device.type != "cpu"
+        ]
+        if not streamed:
+            return
+        device = streamed[0][2].device
+        stream = self._stream(device, 1)
+        used_in = torch.accelerator.current_stream(device)
+        stream.wait_stream(used_in)
+        with stream:
+            for state, name, value in streamed:
+                host = torch.empty_like(value, device="cpu", pin_memory=True)
+                host.copy_(value, non_blocking=True)
+                # It was allocated on the stream that brought it: the memory is used on both others.
+                value.record_stream(used_in)
+                value.record_stream(stream)
+                state[name] = host
+
+    def finish(self) -> None:
+        """Wait until the states are in host memory, where others may read them."""
+        if self._streams is not None:
+            self._streams[1].synchronize()
+
+    def _stream(self, device: torch.device, number: int) -> torch.Stream:
+        if self._streams is None:
+            self._streams = torch.Stream(device=device), torch.Stream(device=device)
+        return self._streams[number]
+
+    def __reduce__(self) -> tuple[type[StreamedState], tuple[int]]:
+        return StreamedState, (self.chunk,)
 
 
-def _gather(values: list[DTensor]) -> list[torch.Tensor]:
-    """The unsharded values, on the device of their mesh."""
-    found = []
-    for value in values:
-        mesh, local = value.device_mesh, value.to_local()
-        if local.device.type != mesh.device_type:
-            # Shards that are kept in host memory.
-            value = as_dtensor(local.to(mesh.device_type), value)
-        # One after another: torch 2.13 frees the padded input of a message on gloo that is still under way.
-        found.append(value.full_tensor())
-    return found
+def _is_streamed(value: object) -> bool:
+    """Whether a value of the state is as large as its parameter; counters stay where they are."""
+    return isinstance(value, torch.Tensor) and value.dim() > 0

@@ -4,10 +4,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import logging
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -34,9 +32,8 @@ from .context.region import ContextParallel
 from .fsdp import state as fsdp_state
 from .fsdp.units import reshard
 from .gradients import AgreeingScaler, GradientReducer
-from .optimizer_step import lay_out_step
 from .prepared import PreparedModel
-from .remap import ParameterPlaces, Replacements, check_trains
+from .sharded_optimizer import ParameterPlaces, Replacements, check_trains
 from .unwrap import require_state_dict
 
 logger: MultiProcessAdapter = get_logger(__name__)
@@ -142,11 +139,11 @@ class ShardedModel(PreparedModel):
         self.reshard()
         return AccumulatedGradients(self.inner)
 
-    # -- the report
-
 
 class ShardedStrategy(Strategy):
     """Parameters become DTensors on one mesh; optimizers made before that are re-pointed by identity."""
+
+    shards_parameters = True
 
     def __init__(
         self, device: torch.device, precision: Precision, layout: ParallelismConfig | None = None
@@ -190,40 +187,21 @@ class ShardedStrategy(Strategy):
 
     def prepare(self, bundle: Bundle) -> list[PreparedModel]:
         """Lay out each model and re-point the optimizers. Models for evaluation are only placed."""
-        for model in bundle.models if self.sequence is not None else ():
-            self.sequence.check(model)  # type: ignore[union-attr]
         if bundle.evaluation:
-            found = super().prepare(bundle)
-        else:
-            found = self._prepare_training(bundle)
-        for prepared in found if self.sequence is not None else ():
-            self.sequence.watch(prepared.module)  # type: ignore[union-attr]
-        return found
-
-    def _prepare_training(self, bundle: Bundle) -> list[PreparedModel]:
-        found = []
+            return super().prepare(bundle)
+        prepared_models = []
         for model in bundle.models:
             places = ParameterPlaces(model)
-            prepared = self.compose(model)
+            prepared = self.prepare_model(model)
             self.replacements.add(places.replaced())
             require_state_dict(prepared.module)
-            found.append(prepared)
+            prepared_models.append(prepared)
             self.prepared.add([prepared])
+        trained = {id(p) for prepared in prepared_models for p in prepared.module.parameters()}
         for optimizer in bundle.optimizers:
             self.replacements.repoint(optimizer)
-            check_trains(
-                optimizer, {id(p) for prepared in found for p in prepared.module.parameters()}
-            )
-            lay_out_step(optimizer)
-        units: list[weakref.ref[FSDPModule]] = [
-            weakref.ref(module)
-            for prepared in self.prepared
-            for module in prepared.inner.modules()
-            if isinstance(module, FSDPModule)
-        ]
-        for optimizer in bundle.optimizers if units else ():
-            optimizer.register_step_pre_hook(functools.partial(_reshard_before_step, units))
-        return found
+            check_trains(optimizer, trained)
+        return prepared_models
 
     def join(
         self, joinables: Sequence[object], loaders: Sequence[object], even_batches: bool | None
@@ -293,11 +271,3 @@ def _mixed_loss() -> PrepareError:
         "the loss is a DTensor: it adds terms of sharded parameters to a plain tensor, which differs on each rank. "
         "Gather each term: sum(p.square().sum().full_tensor() for p in model.parameters())"
     )
-
-
-def _reshard_before_step(units: Sequence[weakref.ref[FSDPModule]], *_: object) -> None:
-    """Reshard what a forward between the backward and the step has gathered: its values would be stale."""
-    for reference in units:
-        module = reference()
-        if module is not None:
-            module.reshard()

@@ -276,7 +276,7 @@ def adopt(
     from ..parallel.adopted.strategy import Adopted
     from ..parallel.fsdp import requirements
     from ..parallel.fsdp.strategy import FullyShardedDataParallel
-    from ..parallel.optimizer_step import lay_out_step
+    from ..parallel.sharded_optimizer import lay_out_step
     from ..parallel.tensor.strategy import TensorParallel
 
     state, former = resolved.state, resolved.strategy

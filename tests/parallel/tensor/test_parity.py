@@ -170,7 +170,7 @@ def options(**given):
 
 
 def split(model, **given):
-    return options(**given).lay_out(model).module
+    return options(**given).prepare_model(model).module
 
 
 @on_ranks(4, thorough=[2])

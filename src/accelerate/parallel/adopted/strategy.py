@@ -24,6 +24,7 @@ from ...torch_internals.fsdp2 import shard_groups
 from .. import materialize
 from ..base import Bundle
 from ..fsdp.strategy import Fsdp2Model
+from ..gradients import GradientReducer
 from ..prepared import PreparedModel
 from ..sharded import ShardedStrategy
 from ..tensor import plan as tensor_plan
@@ -98,17 +99,40 @@ class Adopted(ShardedStrategy):
         bundle.place = [False] * len(bundle.models)
         return super().prepare(bundle)
 
-    def wrap_forward(self, model: nn.Module) -> nn.Module:
-        """Autocast, unless a policy of the model's FSDP2 units casts already."""
+    def prepare_model(self, model: nn.Module, evaluation: bool = False) -> AdoptedModel:
+        """Everything that is done to one model, in its order; its shards stay as they are."""
+        if not self._casts_already(model):
+            model = self.precision.wrap_forward(model)
+        model = self.apply_transforms(model, before_layout=True)
+        reducers: list[GradientReducer] = []
+        replicated: frozenset[int] = frozenset()
+        if not evaluation:
+            self.cast_parameters(model)
+            _sum_once(model)
+            # What the model's own backward leaves unreduced.
+            reducers = reducers_of(model, self._averages, self.data_group)
+            # Where all ranks read the same samples, no reducer has them.
+            plain = (p for p in model.parameters() if not isinstance(p, DTensor))
+            replicated = frozenset(map(id, plain))
+        self.precision.after_layout(model)
+        # Compilation is the last of these.
+        model = self.apply_transforms(model, before_layout=False)
+        prepared = self.as_prepared(model)
+        prepared.reducers = reducers
+        prepared.replicated = replicated
+        return prepared
+
+    def _casts_already(self, model: nn.Module) -> bool:
+        """Whether a policy of the model's FSDP2 units casts as autocast would."""
         dtypes, requested = computes_in(model), getattr(self.precision, "dtype", None)
         if not dtypes or requested is None:
-            return super().wrap_forward(model)
+            return False
         if dtypes != {requested}:
             raise PrepareError(
                 f"mixed_precision={self.precision.name!r}, and the units of {class_name(model)} have a "
                 f"MixedPrecisionPolicy with param_dtype={', '.join(sorted(map(str, dtypes)))}: give both one dtype"
             )
-        return model
+        return True
 
     def as_prepared(self, module: nn.Module) -> AdoptedModel:
         """A prepared model that saves shards where FSDP2 shards it."""
@@ -118,18 +142,6 @@ class Adopted(ShardedStrategy):
             dtensor.is_packed(parameter) for parameter in module.parameters()
         )
         return AdoptedModel(module, self.precision, self.device, saves_shards=saves_shards)
-
-    def lay_out(self, model: nn.Module) -> AdoptedModel:
-        """Find what the model's own backward leaves unreduced."""
-        self.cast_parameters(model)
-        _sum_once(model)
-        prepared = self.as_prepared(model)
-        prepared.reducers = reducers_of(model, self._averages, self.data_group)
-        # Where all ranks read the same samples, no reducer has them.
-        prepared.replicated = frozenset(
-            id(p) for p in model.parameters() if not isinstance(p, DTensor)
-        )
-        return prepared
 
 
 def _sum_once(model: nn.Module) -> None:

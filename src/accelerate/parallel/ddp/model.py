@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Collection
 
 import torch
 import torch.distributed as dist
@@ -53,6 +54,22 @@ class ReplicatedModel(PreparedModel):
             map(id, self.reduced.values())
         )
 
+    def watch(self) -> None:
+        """Note which parameters DDP reduces, and whether a forward expects a backward."""
+        replica = replica_of(self.module)
+        ignored: Collection[str] = ()
+        if replica is not None:
+            ignored = replica.parameters_to_ignore
+            replica.expects_backward = replica.syncs_late = False  # type: ignore[assignment]
+            replica.register_forward_hook(_expect_backward)
+        for name, parameter in self.inner.named_parameters():
+            if name in ignored:
+                continue
+            if parameter.requires_grad:
+                self.reduced[name] = parameter
+            else:
+                self.frozen[name] = parameter
+
     def _trained(self) -> dict[nn.Parameter, str]:
         """The trainable parameters that DDP does not ignore."""
         replica = replica_of(self.module)
@@ -83,6 +100,12 @@ class ReplicatedModel(PreparedModel):
         if replica is None or (replica.static_graph and not self.has_run):
             return contextlib.nullcontext()
         return replica.no_sync()
+
+
+def _expect_backward(replica: nn.Module, *_: object) -> None:
+    """A forward hook of DDP: it reduces the gradients of the backward that comes next."""
+    if replica.require_backward_grad_sync and torch.is_grad_enabled():
+        replica.expects_backward = True  # type: ignore[assignment]
 
 
 def replica_of(model: object) -> DistributedDataParallel | None:

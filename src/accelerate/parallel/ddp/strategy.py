@@ -20,7 +20,6 @@ from ...core.messages import warn
 from ...placement.subclasses import is_quantized_tensor
 from ...precision.base import Precision
 from ..base import Strategy, one_shard_each
-from ..prepared import PreparedModel
 from . import requirements
 from .model import ReplicatedModel, replica_of
 
@@ -40,12 +39,26 @@ class DataParallel(Strategy):
         super().__init__(device, precision)
         self.options: DistributedDataParallelKwargs = options or DistributedDataParallelKwargs()
 
-    def wrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
-        """The model inside of DDP, with the communication hook and equal master weights."""
-        self.precision.cast_parameters(model)
-        if not any(parameter.requires_grad for parameter in model.parameters()):
+    def prepare_model(self, model: torch.nn.Module, evaluation: bool = False) -> ReplicatedModel:
+        """Everything that is done to one model, in its order."""
+        model = self.precision.wrap_forward(model)
+        model = self.apply_transforms(model, before_layout=True)
+        if evaluation or not dist.is_initialized():
+            prepared = self.as_prepared(model)
+        else:
+            self.precision.cast_parameters(model)
             # DDP raises an error for a model without anything to train.
-            return model
+            if any(parameter.requires_grad for parameter in model.parameters()):
+                model = self.replicate(model)
+            prepared = self.as_prepared(model)
+            prepared.watch()
+        self.precision.after_layout(prepared.module)
+        # Compilation is the last of these.
+        prepared.module = self.apply_transforms(prepared.module, before_layout=False)
+        return prepared
+
+    def replicate(self, model: torch.nn.Module) -> DistributedDataParallel:
+        """The model inside of DDP, with the communication hook and equal master weights."""
         requirements.check_device(model)
         arguments = self.arguments(model)
         if any(is_quantized_tensor(parameter) for parameter in model.parameters()):
@@ -55,36 +68,20 @@ class DataParallel(Strategy):
             # DDP flattens what it broadcasts, for which torchao's tensors have no operation.
             make_equal((*model.parameters(), *model.buffers()), self.device, None)
             arguments["init_sync"] = False
-        wrapped = DistributedDataParallel(model, **arguments)
-        self.options.register_comm_hook(wrapped)
+        replica = DistributedDataParallel(model, **arguments)
+        self.options.register_comm_hook(replica)
         for master in self.precision.master_weights(model):
             # DDP broadcasts the parameters of rank 0, but not these.
             dist.broadcast(master.data, src=0)
-        return wrapped
+        return replica
 
     def as_prepared(self, module: torch.nn.Module) -> ReplicatedModel:
         """A prepared model with the element size of the communication hook."""
-        halves = self.options.comm_hook in (
-            DDPCommunicationHookType.FP16,
-            DDPCommunicationHookType.BF16,
-        )
-        return ReplicatedModel(module, self.precision, 2 if halves else None)
-
-    def lay_out(self, model: torch.nn.Module) -> PreparedModel:
-        """Wrap one model, and watch its forwards."""
-        prepared = super().lay_out(model)
-        if isinstance(prepared, ReplicatedModel) and dist.is_initialized():
-            replica = replica_of(prepared.module)
-            if replica is not None:
-                replica.expects_backward = replica.syncs_late = False  # type: ignore[assignment]
-                replica.register_forward_hook(_expect_backward)
-            skipped = () if replica is None else replica.parameters_to_ignore
-            for name, parameter in prepared.inner.named_parameters():
-                if name not in skipped:
-                    (prepared.reduced if parameter.requires_grad else prepared.frozen)[name] = (
-                        parameter
-                    )
-        return prepared
+        halves = (DDPCommunicationHookType.FP16, DDPCommunicationHookType.BF16)
+        element_size = None
+        if self.options.comm_hook in halves:
+            element_size = 2
+        return ReplicatedModel(module, self.precision, element_size)
 
     def backward(self, loss: torch.Tensor, **kwargs: object) -> None:
         """The backward. DDP reduces the gradients of one backward for each forward; a second one is an error."""
@@ -159,12 +156,6 @@ class DataParallel(Strategy):
             yield
 
 
-def _expect_backward(replica: torch.nn.Module, *_: object) -> None:
-    """A forward hook of DDP: it reduces the gradients of the backward that comes next."""
-    if replica.require_backward_grad_sync and torch.is_grad_enabled():
-        replica.expects_backward = True  # type: ignore[assignment]
-
-
 def _reach(
     replica: DistributedDataParallel, reached: list[DistributedDataParallel], _: torch.Tensor
 ) -> None:
@@ -234,12 +225,6 @@ class XlaDataParallel(DataParallel):
         if dist.is_initialized():
             return one_shard_each(self)
         return (0, 1)
-
-    def wrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
-        """The model inside of DDP if there is a process group."""
-        if dist.is_initialized():
-            return super().wrap_model(model)
-        return model
 
     def arguments(self, model: torch.nn.Module) -> dict[str, Any]:
         """The arguments of DDP besides the model."""

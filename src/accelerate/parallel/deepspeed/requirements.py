@@ -14,7 +14,7 @@ from torch import nn
 from ...config.deepspeed import DeepSpeedPlugin
 from ...core.errors import ConfigurationError, PrepareError
 from ...state import GradientState
-from ..optimizer_scope import refuse_flat_shards
+from ..optimizer_step import refuse_flat_shards
 from ..placeholders import DummyOptim, DummyScheduler
 from .engine import DeepSpeedOptimizerWrapper, is_engine
 

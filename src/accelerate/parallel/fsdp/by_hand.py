@@ -18,7 +18,7 @@ from ...core.errors import PrepareError
 from ...runtime import mesh
 from .. import materialize
 from ..activation import checkpoint_activations
-from ..remap import ParameterPlaces, lay_out_state
+from ..sharded_optimizer import ParameterPlaces, lay_out_state
 from . import state as fsdp_state
 from .strategy import shard_model
 from .units import select_units

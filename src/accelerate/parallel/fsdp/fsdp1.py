@@ -32,7 +32,7 @@ from ...torch_internals.fsdp1 import reshard
 from .. import gradients, materialize, norms
 from ..activation import checkpoint_activations
 from ..base import Bundle, Strategy, one_shard_each
-from ..optimizer_scope import refuse_flat_shards
+from ..optimizer_step import refuse_flat_shards
 from ..prepared import GroupShapes, PreparedModel
 from ..unwrap import require_state_dict
 from . import fsdp1_state, requirements
@@ -206,7 +206,7 @@ class FullyShardedDataParallel1(Strategy):
                 refuse_flat_shards(optimizer, "FSDP1", "set fsdp_version=2 (FSDP_VERSION=2)")
         found: list[PreparedModel] = []
         for model in bundle.models:
-            prepared = self.compose(model)
+            prepared = self.prepare_model(model)
             if self.sharding is not ShardingStrategy.NO_SHARD:
                 require_state_dict(prepared.module)
             found.append(prepared)
@@ -226,42 +226,50 @@ class FullyShardedDataParallel1(Strategy):
         for prepared in self.prepared:
             gradients.finish(prepared.reducers)
 
-    def lay_out(self, model: nn.Module) -> Fsdp1Model:
-        """Shard one model, and record its names and shapes."""
-        if isinstance(model, FullyShardedDataParallel):
+    def prepare_model(self, model: nn.Module, evaluation: bool = False) -> Fsdp1Model:
+        """Everything that is done to one model, in its order."""
+        model = self.precision.wrap_forward(model)
+        model = self.apply_transforms(model, before_layout=True)
+        plain: PlainModel | None = None
+        ignored: list[nn.Module] = []
+        if evaluation:
+            pass
+        elif isinstance(model, FullyShardedDataParallel):
+            # Its user has sharded it.
             plain = PlainModel(model)
             plain.attach(model)
-            return self._with_reducers(self.as_prepared(model, plain), [])
-        if self.transforms and not self.plugin.use_orig_params:
-            raise ConfigurationError(
-                "torch.compile works on FSDP1 with use_orig_params=True (FSDP_USE_ORIG_PARAMS=true)"
+        else:
+            if self.transforms and not self.plugin.use_orig_params:
+                raise ConfigurationError(
+                    "torch.compile works on FSDP1 with use_orig_params=True (FSDP_USE_ORIG_PARAMS=true)"
+                )
+            flattened = [part for other in self._plain_models() for part in other.parts()]
+            requirements.check(
+                model, self.name, self.plugin.ignored_modules, self.prepared, flattened
             )
-        taken = [part for plain in self._plain_models() for part in plain.parts()]
-        requirements.check(model, self.name, self.plugin.ignored_modules, self.prepared, taken)
-        keep_unpacked(model)
-        if materialize.where_meta(model) is None and not moves_in_place(model, self.device):
-            # torch would move each unit by an assignment to `data`.
-            move_module(model, self.device)
-        plain = PlainModel(model)
-        upcast(model, self.plugin)
-        ignored = find_modules(model, self.plugin.ignored_modules)
-        sharded = _shard(model, self.plugin, self.sharding, self.shards, self.device, ignored)
-        if self.plugin.activation_checkpointing:
-            units = [
-                unit.module
-                for unit in FullyShardedDataParallel.fsdp_modules(sharded)
-                if unit is not sharded
+            keep_unpacked(model)
+            if materialize.where_meta(model) is None and not moves_in_place(model, self.device):
+                # torch would move each unit by an assignment to `data`.
+                move_module(model, self.device)
+            # The names and shapes before flattening.
+            plain = PlainModel(model)
+            upcast(model, self.plugin)
+            ignored = find_modules(model, self.plugin.ignored_modules)
+            model = _shard(model, self.plugin, self.sharding, self.shards, self.device, ignored)
+            if self.plugin.activation_checkpointing:
+                wrappers = FullyShardedDataParallel.fsdp_modules(model)
+                units = [wrapper.module for wrapper in wrappers if wrapper is not model]
+                checkpoint_activations(model, units, self.device)
+            plain.attach(model)
+        self.precision.after_layout(model)
+        # Compilation is the last of these.
+        prepared = self.as_prepared(self.apply_transforms(model, before_layout=False), plain)
+        if not evaluation:
+            # In an order that is the same on all ranks.
+            unsharded = {id(p): p for module in ignored for p in module.parameters()}
+            prepared.reducers = [
+                gradients.UnreducedGradients(self.gradient_group, unsharded.values())
             ]
-            checkpoint_activations(sharded, units, self.device)
-        plain.attach(sharded)
-        return self._with_reducers(self.as_prepared(sharded, plain), ignored)
-
-    def _with_reducers(self, prepared: Fsdp1Model, ignored: list[nn.Module]) -> Fsdp1Model:
-        # In an order that is the same on all ranks.
-        unsharded = {
-            id(parameter): parameter for module in ignored for parameter in module.parameters()
-        }
-        prepared.reducers = [gradients.UnreducedGradients(self.gradient_group, unsharded.values())]
         return prepared
 
     def clip_grad_norm(

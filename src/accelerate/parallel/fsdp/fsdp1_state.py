@@ -17,7 +17,7 @@ from ...core.errors import CheckpointError, PrepareError
 from ...torch_internals.fsdp1 import FlatUnit, flat_units
 from .. import materialize
 from ..materialize import complete, skeleton, without_storage
-from ..remap import check_trains
+from ..sharded_optimizer import check_trains
 from . import state as fsdp_state
 
 

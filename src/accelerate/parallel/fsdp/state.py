@@ -26,8 +26,7 @@ from ...core.trees import map_leaves
 from ...torch_internals import dtensor
 from ...torch_internals.fsdp1 import flat_units
 from .. import materialize
-from ..optimizer_step import steps_unsharded
-from ..remap import lay_out_state
+from ..sharded_optimizer import lay_out_state, steps_unsharded
 
 
 def full_options(model: nn.Module) -> StateDictOptions:

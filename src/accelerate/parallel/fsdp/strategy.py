@@ -4,11 +4,9 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TypeVar
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -20,7 +18,6 @@ from ...collectives import transport
 from ...config.fsdp import FullyShardedDataParallelPlugin
 from ...core.devices import kind_of
 from ...core.errors import ConfigurationError, PrepareError
-from ...core.modules import replace_data
 from ...parallelism_config import ParallelismConfig
 from ...placement.subclasses import is_quantized_layer
 from ...precision.base import Precision
@@ -28,24 +25,13 @@ from ...precision.modules import find_regions
 from ...runtime import group, mesh
 from ...runtime.channel import backends_of
 from .. import materialize
-from ..activation import checkpoint_activations
 from ..adopted.layout import find_layout, reducers_of
-from ..gradients import UnreducedGradients
+from ..gradients import GradientReducer, UnreducedGradients
 from ..methods import running
 from ..sharded import ShardedModel, ShardedStrategy
 from ..tensor import strategy as tensor
 from . import requirements
-from .units import (
-    fill_policy,
-    find_modules,
-    keep_unpacked,
-    select_units,
-    units_of_rare_dtypes,
-    upcast,
-    with_regions,
-)
-
-T = TypeVar("T")
+from .units import Units, fill_policy, keep_unpacked, plan_units
 
 
 class Fsdp2Model(ShardedModel):
@@ -115,42 +101,66 @@ class FullyShardedDataParallel(ShardedStrategy):
         self.shards: dist.DeviceMesh = mesh.fsdp_mesh(self.layout, self.mesh, device)
         self.gradient_group: dist.ProcessGroup | None = mesh.group_of(self.mesh, "dp_cp")
 
+    def prepare_model(self, model: nn.Module, evaluation: bool = False) -> Fsdp2Model:
+        """Everything that is done to one model, in its order."""
+        if self.sequence is not None:
+            self.sequence.check(model)
+
+        # Precision.
+        model = self.precision.wrap_forward(model)
+        model = self.apply_transforms(model, before_layout=True)
+        reducers: list[GradientReducer] = []
+        if evaluation:
+            pass
+        elif isinstance(model, FSDPModule):
+            # Its user has sharded it.
+            _, averages = find_layout([model])
+            self.cast_parameters(model)
+            reducers = reducers_of(model, averages, self.gradient_group)
+        else:
+            plugin = self.plugin
+            requirements.check(model, self.name, plugin.ignored_modules, self.prepared)
+            keep_unpacked(model)
+            regions = find_regions(model, self.precision.modules)
+            units = plan_units(model, plugin, regions=regions)
+            # From here on the model may have no values.
+            weights = take_weights(model, plugin, self.device)
+
+            # Tensor parallelism.
+            if self.tensor_group is not None and self.mesh is not None:
+                # Ranks cut their shards out of equal weights.
+                weights.make_all_equal(model)
+                tensor.split_model(model, self.mesh["tp"], self.layout.tp_handler)
+                units.find_again()
+
+            # Activation checkpointing.
+            if plugin.activation_checkpointing:
+                units.recompute(self.device, bool(plugin.activation_checkpointing_offload))
+
+            # Sharding, and values.
+            shard_units(units, weights, plugin, self.shards, self.full_outputs)
+
+            # Master weights; gradients that FSDP2 does not reduce.
+            self.cast_parameters(model)
+            plain = [p for p in model.parameters() if not isinstance(p, DTensor)]
+            if plain:
+                reducers.append(UnreducedGradients(self.gradient_group, plain))
+        self.precision.after_layout(model)
+
+        # Compilation.
+        model = self.apply_transforms(model, before_layout=False)
+        if self.sequence is not None:
+            self.sequence.watch(model)
+        prepared = self.as_prepared(model)
+        prepared.reducers = reducers
+        return prepared
+
     def as_prepared(self, module: nn.Module) -> Fsdp2Model:
         """A prepared model with the plugin's kind of checkpoint."""
         return Fsdp2Model(
             module, self.precision, self.device, self.sequence,
             saves_shards=self.plugin.state_dict_type.name == "SHARDED_STATE_DICT",  # type: ignore[union-attr]
         )  # fmt: skip
-
-    def lay_out(self, model: nn.Module) -> Fsdp2Model:
-        """Shard one model in place; one that is sharded already is only cast."""
-        prepared = self.as_prepared(model)
-        if isinstance(model, FSDPModule):
-            _, averages = find_layout([model])
-            self.cast_parameters(model)
-            prepared.reducers = reducers_of(model, averages, self.gradient_group)
-            return prepared
-        requirements.check(model, self.name, self.plugin.ignored_modules, self.prepared)
-        keep_unpacked(model)
-        split = None
-        if self.tensor_group is not None and self.mesh is not None:
-            split = functools.partial(
-                tensor.split_model, ranks=self.mesh["tp"], options=self.layout.tp_handler
-            )
-        shard_model(
-            model,
-            self.plugin,
-            self.shards,
-            self.device,
-            split=split,
-            full_outputs=self.full_outputs,
-            regions=find_regions(model, self.precision.modules),
-        )
-        self.cast_parameters(model)
-        rest = [parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)]
-        if rest:
-            prepared.reducers.append(UnreducedGradients(self.gradient_group, rest))
-        return prepared
 
 
 def shard_model(
@@ -159,115 +169,78 @@ def shard_model(
     shards: dist.DeviceMesh,
     device: torch.device,
     ranks: dist.ProcessGroup | None = None,
-    split: Callable[[nn.Module], object] | None = None,
     full_outputs: bool = False,
     unsharded: Iterable[nn.Parameter] = (),
-    regions: Mapping[nn.Module, torch.dtype] | None = None,
 ) -> nn.Module:
-    """Shard a model in place over `shards`: one dimension, or (copies, shards).
-
-    The order is: tensor parallelism (`split`), activation checkpointing, sharding.
+    """Shard a model, or a stage of a pipeline, in place over `shards`: one dimension, or (copies, shards).
 
     Args:
         model: changed in place.
         plugin: the units, mixed precision, offload.
         shards: the mesh of the shards.
         device: that of the run.
-        ranks: those with the same model before this (None: all). They get the weights of the first of them: if only
-            that one has any (`cpu_ram_efficient_loading`, or the others built the model without storage) one tensor
-            at a time; if none has, each module is initialized alone.
-        split: applied first.
+        ranks: those with the same model before this (None: all); see `materialize.Weights`.
         full_outputs: convert what the model returns to fp32.
         unsharded: parameters that stay unsharded, in addition to those of `plugin.ignored_modules`.
-        regions: modules that compute in a dtype of their own. They are units too; `split` is then None.
     """
-    # The units, by the plugin's policy.
-    options = copy.copy(plugin)
-    options.set_auto_wrap_policy(model)
-    ignored = {
-        p for module in find_modules(model, plugin.ignored_modules) for p in module.parameters()
-    }
-    ignored.update(unsharded)
-    # `fully_shard` refuses the former, and its reduction of gradients the latter. They stay replicas.
-    ignored.update(p for p in model.parameters() if p.ndim == 0 or p.numel() == 0)
-    units = select_units(model, options.auto_wrap_policy, ignored)  # type: ignore[arg-type]
-    units, added = with_regions(model, units, ignored, regions or {})
-    dtype_of = {
-        id(module): dtype
-        for region, dtype in (regions or {}).items()
-        for module in region.modules()
-    }
-    upcast(model, plugin)
-    for parameter in model.parameters():
-        if (
-            parameter not in ignored
-            and not isinstance(parameter, DTensor)
-            and not parameter.is_contiguous()
-        ):
-            # `fully_shard` refuses another layout in memory, as of a transposed weight.
-            replace_data(parameter, parameter.detach().contiguous())
-    rare_units = units_of_rare_dtypes(model, units, ignored)
-
-    # Their values, where only some ranks have them. Parameters and layers that follow are other objects.
-    ids = {id(parameter) for parameter in ignored}
-    ignored_names = {name for name, tensor in materialize.named_tensors(model) if id(tensor) in ids}
-    names = {id(module): name for name, module in model.named_modules()}
-    # A quantized layer keeps scales beside its weight: it is complete on each rank, or on none.
-    from_first = bool(plugin.cpu_ram_efficient_loading) and not any(
-        map(is_quantized_layer, model.modules())
-    )
-    weights = materialize.Weights(model, device, ranks, from_first)
-
-    if split is not None:
-        if weights.are_everywhere:
-            # Tensor parallelism slices the weights, which must be equal before.
-            materialize.make_equal(_not_sharded_yet(model), device, ranks)
-        split(model)
-        present = dict(model.named_modules())
-        rare_units, units = (
-            [present[names[id(unit)]] for unit in listed] for listed in (rare_units, units)
-        )
-
+    units = plan_units(model, plugin, unsharded)
+    weights = take_weights(model, plugin, device, ranks)
     if plugin.activation_checkpointing:
-        blocks = [unit for unit in units if unit not in added]
-        offload = bool(plugin.activation_checkpointing_offload)
-        wrappers = dict(
-            zip(blocks, checkpoint_activations(model, blocks, device, offload), strict=True)
-        )
-        dtype_of |= {
-            id(wrappers[block]): dtype_of[id(block)] for block in blocks if id(block) in dtype_of
-        }
-        units = [wrappers.get(unit, unit) for unit in units]
+        units.recompute(device, bool(plugin.activation_checkpointing_offload))
+    shard_units(units, weights, plugin, shards, full_outputs)
+    return model
 
+
+def take_weights(
+    model: nn.Module,
+    plugin: FullyShardedDataParallelPlugin,
+    device: torch.device,
+    ranks: dist.ProcessGroup | None = None,
+) -> materialize.Weights:
+    """The values of a model, which has no storage until it is sharded if only some ranks have them."""
+    # A quantized layer keeps scales beside its weight: it is complete on each rank, or on none.
+    is_quantized = any(is_quantized_layer(module) for module in model.modules())
+    from_first = bool(plugin.cpu_ram_efficient_loading) and not is_quantized
+    return materialize.Weights(model, device, ranks, from_first)
+
+
+def shard_units(
+    units: Units,
+    weights: materialize.Weights,
+    plugin: FullyShardedDataParallelPlugin,
+    shards: dist.DeviceMesh,
+    full_outputs: bool,
+) -> None:
+    """Shard the units of a model in place, children before parents, and give it its values."""
+    model = units.model
     policy = plugin.mixed_precision_policy or MixedPrecisionPolicy()
-    for unit in [*rare_units, *units, model]:
-        if weights.are_everywhere and split is None:
-            materialize.make_equal(_not_sharded_yet(unit), device, ranks)
-        reshard = plugin.reshard_after_forward
-        if unit is model and full_outputs:
-            policy = dataclasses.replace(policy, output_dtype=torch.float32)  # type: ignore[type-var]
-        if unit is model and reshard:
-            # The backward needs the root's parameters first: torch keeps them by default.
-            reshard = None
-        named = materialize.named_parameters(model) if ignored_names else ()
-        dtype = dtype_of.get(id(unit))
+    ignored = {p for name, p in materialize.named_parameters(model) if name in units.ignored}
+    for unit in [*units.rare, *units.modules, model]:
+        weights.make_equal(_not_sharded_yet(unit))
+        unit_policy, reshard = policy, plugin.reshard_after_forward
+        if unit is model:
+            if full_outputs:
+                unit_policy = dataclasses.replace(policy, output_dtype=torch.float32)  # type: ignore[type-var]
+            if reshard:
+                # The backward needs the root's parameters first: torch keeps them by default.
+                reshard = None
+        if id(unit) in units.dtypes:
+            dtype = units.dtypes[id(unit)]
+            unit_policy = MixedPrecisionPolicy(dtype, dtype)
         fully_shard(
             unit,
             mesh=shards,
             reshard_after_forward=reshard,  # type: ignore[arg-type]
-            mp_policy=policy if dtype is None else MixedPrecisionPolicy(dtype, dtype),  # type: ignore[arg-type]
+            mp_policy=unit_policy,  # type: ignore[arg-type]
             offload_policy=plugin.cpu_offload,  # type: ignore[arg-type]
-            ignored_params={parameter for name, parameter in named if name in ignored_names},
+            ignored_params=ignored,
         )
-
+    home = weights.device
     if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
         home = torch.device("cpu")
-    else:
-        home = device
     weights.fill(model, home, plugin.param_init_fn)
     if plugin.reshard_after_forward:
         model.register_forward_hook(_reshard_after_evaluation)
-    return model
 
 
 def _reshard_after_evaluation(model: nn.Module, *_: object) -> None:

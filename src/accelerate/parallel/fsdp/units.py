@@ -6,18 +6,23 @@ These are the units, chosen by a wrap policy.
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from ...config.fsdp import FullyShardedDataParallelPlugin
 from ...core.errors import ConfigurationError, PrepareError
 from ...core.modules import move_module, replace_data
 from ...core.objects import flat_list
 from ...precision.base import Precision
+from ..activation import checkpoint_activations
+from ..materialize import named_tensors
 
 Policy = Callable[..., bool]
 
@@ -58,6 +63,86 @@ def upcast(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> None:
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
             replace_data(parameter, parameter.detach().to(torch.float32))
+
+
+@dataclass
+class Units:
+    """What FSDP2 gathers as one in a model, children before parents. The outermost unit is the model itself.
+
+    Fields:
+        model: the model.
+        modules: those that the plugin's policy chooses, and `added`.
+        rare: modules with trainable parameters of another dtype than most around them.
+        added: modules that compute in a dtype of their own, and that the policy does not choose.
+        dtypes: module id -> the dtype of its own that it computes in.
+        ignored: the names of the tensors that stay unsharded.
+    """
+
+    model: nn.Module
+    modules: list[nn.Module]
+    rare: list[nn.Module]
+    added: list[nn.Module]
+    dtypes: dict[int, torch.dtype]
+    ignored: set[str]
+
+    def __post_init__(self) -> None:
+        """Record the names of the modules."""
+        self._names = {id(module): name for name, module in self.model.named_modules()}
+
+    def find_again(self) -> None:
+        """Find the units by their names, after tensor parallelism has replaced layers."""
+        present = dict(self.model.named_modules())
+        self.modules = [present[self._names[id(module)]] for module in self.modules]
+        self.rare = [present[self._names[id(module)]] for module in self.rare]
+
+    def recompute(self, device: torch.device, offload: bool) -> None:
+        """Recompute the activations of the policy's units in the backward."""
+        blocks = [module for module in self.modules if module not in self.added]
+        wrapped = checkpoint_activations(self.model, blocks, device, offload)
+        wrappers = dict(zip(blocks, wrapped, strict=True))
+        for block, wrapper in wrappers.items():
+            if id(block) in self.dtypes:
+                self.dtypes[id(wrapper)] = self.dtypes[id(block)]
+        self.modules = [wrappers.get(module, module) for module in self.modules]
+
+
+def plan_units(
+    model: nn.Module,
+    plugin: FullyShardedDataParallelPlugin,
+    unsharded: Iterable[nn.Parameter] = (),
+    regions: Mapping[nn.Module, torch.dtype] | None = None,
+) -> Units:
+    """The units of a model by the plugin's policy. Parameters are prepared for `fully_shard`: upcast and contiguous.
+
+    Args:
+        model: the model.
+        plugin: the policy, modules to ignore, mixed precision.
+        unsharded: parameters that stay unsharded, in addition to those of `plugin.ignored_modules`.
+        regions: modules that compute in a dtype of their own. They are units too.
+    """
+    options = copy.copy(plugin)
+    options.set_auto_wrap_policy(model)
+    ignored = set(unsharded)
+    for module in find_modules(model, plugin.ignored_modules):
+        ignored.update(module.parameters())
+    # `fully_shard` refuses the former, and its reduction of gradients the latter. They stay replicas.
+    ignored.update(p for p in model.parameters() if p.ndim == 0 or p.numel() == 0)
+    modules = select_units(model, options.auto_wrap_policy, ignored)  # type: ignore[arg-type]
+    modules, added = with_regions(model, modules, ignored, regions or {})
+    dtypes = {}
+    for region, dtype in (regions or {}).items():
+        for module in region.modules():
+            dtypes[id(module)] = dtype
+    upcast(model, plugin)
+    for parameter in model.parameters():
+        if parameter in ignored or isinstance(parameter, DTensor) or parameter.is_contiguous():
+            continue
+        # `fully_shard` refuses another layout in memory, as of a transposed weight.
+        replace_data(parameter, parameter.detach().contiguous())
+    rare = units_of_rare_dtypes(model, modules, ignored)
+    ignored_ids = {id(parameter) for parameter in ignored}
+    names = {name for name, tensor in named_tensors(model) if id(tensor) in ignored_ids}
+    return Units(model, modules, rare, added, dtypes, names)
 
 
 def select_units(

@@ -15,7 +15,7 @@ from ...runtime import mesh
 from .. import materialize
 from ..fsdp.strategy import shard_model
 from ..fsdp.units import find_modules
-from ..remap import ParameterPlaces
+from ..sharded_optimizer import ParameterPlaces
 from .microbatch import Stage
 from .model import TiedParameters
 from .p2p import P2PChannel

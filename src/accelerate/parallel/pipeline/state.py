@@ -16,7 +16,7 @@ from ...core import trees
 from ...core.errors import CheckpointError, PrepareError
 from .. import materialize
 from ..fsdp.state import broadcast_state, full_on_host
-from ..remap import lay_out_state
+from ..sharded_optimizer import lay_out_state
 from .p2p import P2PChannel, TensorSpec
 
 

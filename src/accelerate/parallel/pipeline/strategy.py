@@ -23,11 +23,10 @@ from ..accumulated import AccumulatedGradients
 from ..base import Bundle
 from ..compile import Compile
 from ..fsdp.units import reshard
-from ..optimizer_scope import refuse_model_scope
-from ..optimizer_step import lay_out_step
+from ..optimizer_step import refuse_model_scope
 from ..prepared import PreparedModel
-from ..remap import ParameterPlaces, trains_nothing
 from ..sharded import ShardedModel, ShardedStrategy
+from ..sharded_optimizer import ParameterPlaces, trains_nothing
 from ..tensor import strategy as tensor
 from ..unwrap import require_state_dict
 from . import requirements, state
@@ -57,6 +56,7 @@ class PipelineParallel(ShardedStrategy):
         assert self.mesh is not None
         self.options: PipelineParallelConfig = parallelism.pp_handler or PipelineParallelConfig()
         self.plugin = plugin
+        self.shards_parameters: bool = plugin is not None or parallelism.tp_enabled
         if plugin is not None and precision.native_amp:
             plugin.set_mixed_precision(precision.name)
         self.channel: P2PChannel = P2PChannel(self.mesh["pp"].get_group(), device)
@@ -84,7 +84,10 @@ class PipelineParallel(ShardedStrategy):
         """A prepared model of a module without stages, which does not train."""
         return ShardedModel(module, self.precision, self.device, self.sequence, self.saves_shards)
 
-    def _prepare_training(self, bundle: Bundle) -> list[PreparedModel]:
+    def prepare(self, bundle: Bundle) -> list[PreparedModel]:
+        """Lay out each model and re-point the optimizers. Models for evaluation are only placed."""
+        if bundle.evaluation:
+            return super().prepare(bundle)
         prepared_models: list[PreparedModel] = []
         for model in bundle.models:
             names = WeakTensorKeyDictionary(
@@ -92,7 +95,7 @@ class PipelineParallel(ShardedStrategy):
             )
             places = ParameterPlaces(model)
             before = list(model.parameters())
-            prepared = self.compose(model)
+            prepared = self.prepare_model(model)
             assert isinstance(prepared, PipelinedModel)
             for name, parameter in materialize.named_parameters(prepared.module):
                 names[parameter] = name
@@ -112,12 +115,15 @@ class PipelineParallel(ShardedStrategy):
                 optimizer, "pp_size", "use fsdp_version=2 or tp_size without pp_size"
             )
             self._repoint(optimizer)
-            if self.plugin is not None or self.layout.tp_enabled:
-                lay_out_step(optimizer)
         return prepared_models
 
-    def lay_out(self, model: nn.Module) -> PipelinedModel:
-        """Cut the model into stages, and keep the weights of this rank's stages."""
+    def prepare_model(self, model: nn.Module, evaluation: bool = False) -> ShardedModel:
+        """Everything that is done to one model, in its order: it is cut into stages, each of which is laid out."""
+        model = self.precision.wrap_forward(model)
+        model = self.apply_transforms(model, before_layout=True)
+        if evaluation:
+            self.precision.after_layout(model)
+            return self.as_prepared(self.apply_transforms(model, before_layout=False))
         options, count = self.options, self.options.num_microbatches or self.channel.size
         requirements.check(model, options, count)
         disable_caches(model)
@@ -207,9 +213,12 @@ class PipelineParallel(ShardedStrategy):
             model, self.precision, self.device, self.sequence, self.saves_shards, stages=piped
         )
         prepared.reducers.append(piped)
+        self.precision.after_layout(model)
+        prepared.module = self.apply_transforms(model, before_layout=False)
         return prepared
 
-    def _transform(self, model: nn.Module, before_layout: bool) -> nn.Module:
+    def apply_transforms(self, model: nn.Module, before_layout: bool) -> nn.Module:
+        """Apply the transforms that come before the layout, or after it. `_compile` compiles the stages."""
         for transform in self.transforms:
             if getattr(transform, "before_layout", False) is before_layout and not isinstance(
                 transform, Compile

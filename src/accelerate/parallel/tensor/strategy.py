@@ -19,10 +19,10 @@ from ...precision.base import Precision
 from ...runtime import mesh
 from .. import materialize
 from ..gradients import GradientReducer, all_reduce
-from ..remap import ParameterPlaces
 from ..report.memory import local_bytes
 from ..report.volume import CommunicationVolume
 from ..sharded import ShardedModel, ShardedStrategy
+from ..sharded_optimizer import ParameterPlaces
 from . import plan as tensor_plan
 from . import requirements
 
@@ -42,19 +42,24 @@ class TensorParallel(ShardedStrategy):
                 "need FSDP2, and for it an fsdp_plugin"
             )
 
-    def lay_out(self, model: nn.Module) -> ShardedModel:
-        """Split the layers of the model over the ranks."""
-        ranks = self.mesh["tp"]  # type: ignore[index]
-        weights = materialize.Weights(model, self.device)
-        if weights.are_everywhere:
-            materialize.make_equal(
-                (tensor for _, tensor in materialize.named_tensors(model)), self.device, None
-            )
-        split_model(model, ranks, self.layout.tp_handler)
-        weights.fill(model)
-        self.cast_parameters(model)
+    def prepare_model(self, model: nn.Module, evaluation: bool = False) -> ShardedModel:
+        """Everything that is done to one model, in its order."""
+        model = self.precision.wrap_forward(model)
+        model = self.apply_transforms(model, before_layout=True)
+        reducers: list[GradientReducer] = []
+        if not evaluation:
+            weights = materialize.Weights(model, self.device)
+            # Ranks cut their shards out of equal weights.
+            weights.make_all_equal(model)
+            split_model(model, self.mesh["tp"], self.layout.tp_handler)  # type: ignore[index]
+            weights.fill(model)
+            self.cast_parameters(model)
+            reducers.append(PartialSums(model.parameters()))
+        self.precision.after_layout(model)
+        # Compilation is the last of these.
+        model = self.apply_transforms(model, before_layout=False)
         prepared = self.as_prepared(model)
-        prepared.reducers.append(PartialSums(model.parameters()))
+        prepared.reducers = reducers
         return prepared
 
 
