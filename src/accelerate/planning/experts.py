@@ -39,8 +39,6 @@ def has_experts(model: nn.Module) -> bool:
 def shard_as_loaded(model: nn.Module, sizes: Mapping[str, int], routing: Routing) -> nn.Module:
     """Shard a model on fake tensors as `from_pretrained(distributed_config=DistributedConfig(**sizes))` does.
 
-    Ranks learn of each other's shards without messages from now on: a process that traces does nothing else.
-
     Args:
         model: on fake tensors.
         sizes: of `DistributedConfig`, for the number of processes of the fake group.
@@ -82,30 +80,23 @@ def shard_as_loaded(model: nn.Module, sizes: Mapping[str, int], routing: Routing
         )
     of_transformers: Any = type(model)
     sharded: nn.Module = of_transformers.maybe_distribute_model(model, config, meshes)
-    _describe_all_ranks()
     return sharded
 
 
-def _describe_all_ranks() -> None:
-    """Answer the exchange of `find_layout`: the other ranks share parameters as the first one does."""
-
-    def gather(found: list[Any], value: Any, **_: Any) -> None:
-        found[:] = [_description_of(rank, value) for rank in range(len(found))]
-
-    vars(dist)["all_gather_object"] = gather
+def describe_all_ranks(first: sharing.Description) -> list[sharing.Description]:
+    """What each rank would describe, without messages: it shares parameters as the first rank does."""
+    return [_description_of(rank, first) for rank in range(dist.get_world_size())]
 
 
 def _description_of(rank: int, first: sharing.Description) -> sharing.Description:
-    """What a rank would describe, from what the first rank does."""
-
-    def moved(groups: tuple[sharing.Ranks, ...]) -> tuple[sharing.Ranks, ...]:
+    def groups_of_rank(groups: tuple[sharing.Ranks, ...]) -> tuple[sharing.Ranks, ...]:
         return tuple(_group_of(rank, ranks) for ranks in groups)
 
-    sharings = tuple(
-        (name, one._replace(averaged=moved(one.averaged), split=moved(one.split)))
-        for name, one in first.sharings
-    )
-    return replace(first, sharings=sharings, same_batch=moved(first.same_batch))
+    sharings = []
+    for name, shared in first.sharings:
+        averaged, split = groups_of_rank(shared.averaged), groups_of_rank(shared.split)
+        sharings.append((name, shared._replace(averaged=averaged, split=split)))
+    return replace(first, sharings=tuple(sharings), same_batch=groups_of_rank(first.same_batch))
 
 
 def _group_of(rank: int, first: sharing.Ranks) -> sharing.Ranks:
@@ -114,4 +105,4 @@ def _group_of(rank: int, first: sharing.Ranks) -> sharing.Ranks:
         return (rank,)
     step = first[1] - first[0]
     start = rank - rank // step % len(first) * step
-    return tuple(start + step * place for place in range(len(first)))
+    return tuple(start + step * number for number in range(len(first)))

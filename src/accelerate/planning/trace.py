@@ -26,9 +26,12 @@ from ..config.launch_settings import resolve_settings
 from ..core import env
 from ..core.errors import AccelerateError
 from ..launchers.variables import variables
-from ..parallel.context.attention import ShardRandom
+from ..parallel.adopted.strategy import Adopted
+from ..parallel.base import Strategy
+from ..precision.base import Precision
 from ..run.first_step import FirstStepCheck
-from ..torch_internals import tracing
+from ..torch_internals import pipelining, tracing
+from .experts import UNEVEN, Routing, describe_all_ranks, shard_as_loaded
 from .layouts import PlannedLayout
 from .ledger import GRADIENTS, KINDS, MESSAGES, OPTIMIZER, WEIGHTS, Ledger, Work, fake_copy
 from .model import BatchShape, fake_batch, loss_of
@@ -217,59 +220,73 @@ def trace_step(
         # It sends nothing.
         rank = stage * (layout.ranks // layout.pipeline_ranks)
         dist.init_process_group("fake", rank=rank, world_size=layout.ranks)
-    if layout.pipeline_ranks > 1:
-        from .stages import StageObjects, prepare_stage
-
-        objects = StageObjects(path, stage, layout.pipeline_ranks)
-        prepare_stage(objects, training.model, layout.schedule != "gpipe")
-    # The step of a replica is that of a single process, with the messages that DDP adds.
-    accelerator = Accelerator(cpu=True, device_placement=False)
-    FirstStepCheck.close_all()  # values that they look at do not exist here
-    ledger, found = Ledger(fake=True), list[tuple[dict[str, int], list[Work]]]()
-    # Random states have no values here.
-    ShardRandom.seeded = lambda self: contextlib.nullcontext()  # type: ignore
-    with tracing.fake_mode(), ledger:
+    mode, ledger, routing = tracing.fake_mode(), Ledger(fake=True), Routing()
+    with mode, ledger:
         model = fake_copy(training.model).train()
-        # The tokens of this rank's experts, as a multiple of those of other ranks; the first step is not measured.
-        loads: list[float] = [1.0, 1.0]
         if layout.loading:
-            from .experts import UNEVEN, Routing, shard_as_loaded
-
-            routing = Routing()
-            loads.append(UNEVEN)
             model = shard_as_loaded(model, dict(layout.loading), routing)
-        kind, options = OPTIMIZERS[training.optimizer]
+    accelerator = _accelerator_of(training, layout, model, path)
+    blocks = contextlib.ExitStack()
+    if layout.pipeline_ranks > 1 and layout.schedule != "gpipe":
+        blocks.enter_context(pipelining.static_shapes())
+    # The tokens of this rank's experts, as a multiple of those of other ranks; the first step is not measured.
+    loads = [1.0, 1.0]
+    if layout.loading:
+        loads.append(UNEVEN)
+    # An allocator rounds blocks up to so many bytes.
+    granularity = 64 if training.device == "cpu" else 512
+    peaks, works = list[dict[str, int]](), list[Work]()
+    with blocks, mode, ledger:
+        optimizer_class, options = OPTIMIZERS[training.optimizer]
         # torch's default is one operation for all parameters on an accelerator, with its temporary tensors.
-        optimizer = kind(model.parameters(), lr=1e-3, foreach=training.device != "cpu", **options)
+        options = {"foreach": training.device != "cpu", **options}
+        optimizer = optimizer_class(model.parameters(), lr=1e-3, **options)
         model, optimizer = accelerator.prepare(model, optimizer)
         ledger.label([*model.parameters(), *model.buffers()], WEIGHTS)
-        if layout.replicated:
-            buckets = sum(
-                p.numel() * p.element_size() for p in model.parameters() if p.requires_grad
-            )
         for load in loads:
-            if layout.loading:
-                routing.load = load
-            start, works = ledger.mark(), list[Work]()
+            routing.load = load
+            start = ledger.mark()
             for _ in range(micro):
                 with ledger.fresh_work() as work:
                     _batch(accelerator, model, optimizer, fake_batch(model, batch), ledger)
                     works.append(work)
-            found.append(
-                (ledger.peak(start, granularity=512 if training.device != "cpu" else 64), works)
-            )
-    (memory, works), (most, _) = found[1], found[-1]
-    even, uneven = sum(memory.values()), sum(most.values())
+            peaks.append(ledger.peak(start, granularity))
+    memory = peaks[1]
+    first, last = works[micro], works[2 * micro - 1]
+    even, uneven = sum(memory.values()), sum(peaks[-1].values())
     if layout.replicated:
+        buckets = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
         memory[MESSAGES] += buckets
-        works[-1].send(
-            "all-reduce", layout.ranks, min(_BUCKET, buckets), max(1, round(buckets / _BUCKET))
-        )
+        messages = max(1, round(buckets / _BUCKET))
+        last.send("all-reduce", layout.ranks, min(_BUCKET, buckets), messages)
     if uneven > even:
-        memory = {kind: (size + most[kind]) // 2 for kind, size in memory.items()}
-    else:
-        memory = memory
-    return Step(memory, (works[0], works[-1]), uneven=max(0.0, (uneven - even) / (uneven + even)))
+        memory = {kind: (size + peaks[-1][kind]) // 2 for kind, size in memory.items()}
+    return Step(memory, (first, last), uneven=max(0.0, (uneven - even) / (uneven + even)))
+
+
+def _accelerator_of(
+    training: PlannedTraining, layout: PlannedLayout, model: nn.Module, path: str
+) -> Accelerator:
+    """The accelerator of a trace, whose ranks know of each other without messages.
+
+    The step of a replica is that of a single process, with the messages that DDP adds.
+    """
+
+    def adopt(device: torch.device, precision: Precision) -> Strategy:
+        return Adopted(device, precision, [model], describe_all_ranks)
+
+    strategy = adopt if layout.loading else None
+    accelerator = Accelerator(cpu=True, device_placement=False, strategy=strategy)
+    # They look at values, which do not exist here.
+    FirstStepCheck.close_all()
+    if layout.pipeline_ranks > 1:
+        from .stages import trace_as_stage
+
+        trace_as_stage(accelerator.strategy, training.model, path)
+    if accelerator.strategy.sequence is not None:
+        # The states of random generators have no values either: none is seeded.
+        accelerator.strategy.sequence.random.kinds = ()
+    return accelerator
 
 
 def launch_variables(configuration: Mapping[str, Any]) -> dict[str, Any]:

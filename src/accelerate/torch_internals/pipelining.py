@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any
+from unittest import mock
 
 from ..core.imports import is_torch_version
 from . import Internal
@@ -21,16 +23,18 @@ STATIC_SHAPES = Internal(
 )
 
 
-def skip_vote() -> None:
-    """Have all stages that are made in this process take the shapes that they were given. It cannot be undone."""
+@contextlib.contextmanager
+def static_shapes() -> Iterator[None]:
+    """A block in which all stages take the shapes that they were given."""
+    if not STATIC_SHAPES.is_on or is_torch_version("<", "2.13") or is_torch_version(">=", "2.14.1"):
+        yield
+        return
     # It takes long to import.
     from torch.distributed.pipelining import schedules, stage
-
-    if not STATIC_SHAPES.is_on or is_torch_version("<", "2.13") or is_torch_version(">=", "2.14.1"):
-        return
 
     def without_vote(self: Any, stages: Iterable[Any], *_: Any) -> None:
         for each in stages:
             each._inference_mode = stage.InferenceMode.STATIC
 
-    schedules._PipelineSchedule._warmup_p2p = without_vote  # type: ignore[assignment, method-assign]
+    with mock.patch.object(schedules._PipelineSchedule, "_warmup_p2p", without_vote):
+        yield

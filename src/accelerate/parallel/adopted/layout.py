@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 from torch import nn
@@ -31,12 +31,17 @@ from .sharing import (
 Averages = dict[Sharing, tuple[Ranks, ...]]
 
 
-def find_layout(models: Sequence[nn.Module], same_batch: Ranks = ()) -> tuple[Layout, Averages]:
+def find_layout(
+    models: Sequence[nn.Module],
+    same_batch: Ranks = (),
+    gather: Callable[[Description], list[Description]] = from_all,
+) -> tuple[Layout, Averages]:
     """The layout of models, of which some are sharded. Every rank calls it.
 
     Args:
         models: the models.
         same_batch: ranks that are known to read the same samples as this one.
+        gather: returns the description of each rank.
 
     Raises:
         PrepareError: a model cannot be taken as it is.
@@ -56,7 +61,7 @@ def find_layout(models: Sequence[nn.Module], same_batch: Ranks = ()) -> tuple[La
     description = Description(
         tuple((name, sharing) for sharing, name in first.items()), tuple(readers)
     )
-    layout = derive(from_all(description))
+    layout = derive(gather(description))
     for model in models:
         size = declared(model, "dp_size")
         if size is not None and size != len(layout.shards):

@@ -30,7 +30,7 @@ from ..sharded import ShardedStrategy
 from ..tensor import plan as tensor_plan
 from . import requirements
 from .layout import Averages, find_layout, reducers_of
-from .sharing import Ranks, tensor_parallel_mesh
+from .sharing import Description, Ranks, tensor_parallel_mesh
 
 
 class AdoptedModel(Fsdp2Model):
@@ -56,12 +56,18 @@ class Adopted(ShardedStrategy):
         device: that of the run.
         precision: that of the run.
         models: the first models of the run that are sharded. Every rank makes this object.
+        gather: returns what each rank knows of its models, from what this one does.
     """
 
     def __init__(
-        self, device: torch.device, precision: Precision, models: Sequence[nn.Module]
+        self,
+        device: torch.device,
+        precision: Precision,
+        models: Sequence[nn.Module],
+        gather: Callable[[Description], list[Description]] = materialize.from_all,
     ) -> None:
-        layout, self._averages = find_layout(models)
+        self._gather = gather
+        layout, self._averages = find_layout(models, gather=gather)
         self.shards: tuple[Ranks, ...] = layout.shards
         sizes = ParallelismConfig(
             dp_replicate_size=1, dp_shard_size=len(self.shards), tp_size=len(self.shards[0]),
@@ -84,7 +90,8 @@ class Adopted(ShardedStrategy):
         """Take sharded models as they are. Plain tensors are replicated: they become equal on all ranks."""
         if bundle.models:
             # They have to read the data as the models before them.
-            layout, self._averages = find_layout(bundle.models, self.shards[self.data_shard[0]])
+            same_batch = self.shards[self.data_shard[0]]
+            layout, self._averages = find_layout(bundle.models, same_batch, self._gather)
             if layout.shards != self.shards:
                 raise PrepareError(
                     f"with {class_name(bundle.models[0])} the ranks that read the same samples are "

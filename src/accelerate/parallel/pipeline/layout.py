@@ -58,7 +58,7 @@ def tied_parameters(
             who = sharing.get(materialize.canonical_name(f"{prefix}.{name}" if prefix else name))
             if who is not None:
                 places.setdefault(who.number, (module, name, who))
-    tied = TiedParameters(channel.group)
+    tied = TiedParameters(channel)
     for _, (module, name, who) in sorted(places.items(), key=lambda item: item[0]):
         tied.add(module, name, who.ranks, who.maybe_unused)
     return tied

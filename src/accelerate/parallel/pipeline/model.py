@@ -24,6 +24,7 @@ from ..prepared import GroupShapes
 from ..sharded import ShardedModel
 from . import state
 from .microbatch import Stage
+from .p2p import P2PChannel
 from .schedules import ScheduleRunner
 
 
@@ -205,9 +206,10 @@ class _TiedParameter:
 class TiedParameters:
     """Parameters on stages of several ranks, each gradient the sum over them. The first rank counts it in norms."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-        self.rank: int = dist.get_rank(group)
+    def __init__(self, channel: P2PChannel) -> None:
+        self.group: dist.ProcessGroup = channel.group
+        self.rank: int = channel.rank
+        self.has_values: bool = channel.has_values
         self._tied: list[_TiedParameter] = []
 
     def add(
@@ -236,9 +238,10 @@ class TiedParameters:
         """Sum the gradients of each tied parameter over its ranks."""
         for tied in self._tied:
             parameter = tied.parameter
-            if not parameter.requires_grad or (
-                tied.maybe_unused and not self._any_used(parameter, tied.ranks)
-            ):
+            if not parameter.requires_grad:
+                continue
+            asks = tied.maybe_unused and self.has_values
+            if asks and not self._any_used(parameter, tied.ranks):
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -282,14 +285,18 @@ class StageRandom:
     `calls` is how often the model was called for training. The caller counts.
     """
 
-    def __init__(self, device: torch.device, model: int, stage: int, shard: int) -> None:
-        self.device = device
-        self.offset: int = model * _MIX[3] + stage * _MIX[1] + shard * _MIX[2]
+    def __init__(self, channel: P2PChannel, model: int, shard: int) -> None:
+        self.device: torch.device = channel.device
+        self.has_values: bool = channel.has_values
+        self.offset: int = model * _MIX[3] + channel.rank * _MIX[1] + shard * _MIX[2]
         self.calls = 0
 
     @contextlib.contextmanager
     def seeded(self) -> Iterator[None]:
         """A block that draws from the stream of this call."""
+        if not self.has_values:
+            yield
+            return
         generator, kind = torch.default_generator, self.device.type
         seed = (generator.initial_seed() + self.offset + self.calls * _MIX[0]) % (1 << 63)
         # Without a list of devices those of all kinds would be initialised.

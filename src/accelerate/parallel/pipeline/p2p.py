@@ -6,7 +6,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from ...core import trees
 from ...core.errors import PrepareError
+from .. import materialize
+
+T = TypeVar("T")
 
 # Dtypes that every backend sends; other tensors are sent as bytes.
 _SENT = frozenset(
@@ -107,7 +110,12 @@ class P2PChannel:
 
     Messages between two ranks arrive in the order in which they were sent, so both sides only have to agree on that
     order. A send does not wait for the peer, so two ranks that send to each other cannot deadlock.
+
+    Fields:
+        has_values: whether tensors have values. In a trace of `accelerate plan` they have shapes only.
     """
+
+    has_values: ClassVar[bool] = True
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group = group
@@ -168,6 +176,14 @@ class P2PChannel:
         message = [value]
         dist.broadcast_object_list(message, group=self.group, group_src=source, device=self.device)
         return message[0]
+
+    def from_first(self, value: T) -> T:
+        """Return the object of the run's first rank, on all ranks of the run."""
+        return materialize.from_first(value, self.device)
+
+    def from_all(self, value: T) -> list[T]:
+        """Return the object of each rank of the group."""
+        return materialize.from_all(value, self.group)
 
 
 class PendingReceive(NamedTuple):

@@ -8,7 +8,7 @@ functions on them compute shapes on the meta device and return remote tensors. W
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -44,6 +44,9 @@ class RemoteTensor(torch.Tensor):
     ) -> RemoteTensor:
         """Create a remote tensor."""
         plain = torch.zeros((), dtype=dtype, device=device).expand(tuple(shape))
+        if type(plain) is not torch.Tensor:
+            # In a trace: a fake tensor has no values either, and cannot be of another class.
+            return cast(RemoteTensor, plain)
         remote = plain.as_subclass(cls)
         remote.plain, remote.origin = plain, origin
         return remote

@@ -193,7 +193,8 @@ class ScheduleRunner:
         gradient = None if index is None else grads[index]
         if gradient is None:
             return
-        multiply(list(running.gradients.values()), gradient / running.seed)
+        if self.runner.channel.has_values:
+            multiply(list(running.gradients.values()), gradient / running.seed)
         self.accumulated.add(running.gradients)
         running.gradients = {}
 

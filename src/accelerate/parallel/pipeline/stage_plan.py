@@ -16,6 +16,7 @@ from ...config.parallel import PipelineParallelConfig
 from ...core.errors import PrepareError
 from .. import materialize
 from .observe import Observation, observe
+from .p2p import P2PChannel
 from .split import (
     StageSplit,
     Unit,
@@ -64,12 +65,16 @@ class StagePlan:
 
 
 def plan_stages(
-    model: nn.Module, options: PipelineParallelConfig, stages: int, device: torch.device
+    model: nn.Module,
+    options: PipelineParallelConfig,
+    stages: int,
+    channel: P2PChannel,
+    observed: Observation | None = None,
 ) -> StagePlan:
     """Decide how a model is cut into `stages`, on all ranks together. All ranks call it.
 
     Rank 0 runs the forward on example inputs, or on the ones that transformers makes for its models, to observe the
-    order in which units compute and what they use of each other.
+    order in which units compute and what they use of each other, unless it is `observed` already.
 
     Raises:
         PrepareError: for options that do not fit the model.
@@ -77,18 +82,22 @@ def plan_stages(
     units = computing_units(model)
     names = [unit.name for unit in units]
     inputs = options.example_inputs or {}
-    seen: Observation | None = None
-    if options.example_inputs is not None:
-        seen = _on_rank_0(model, lambda: observe(model, names, (), inputs), device)
-    elif all(hasattr(model, name) for name in ("dummy_inputs", "config", "main_input_name")):
-        seen = _on_rank_0(model, lambda: observe_dummies(model, names), device)
+    seen = observed
+    if seen is None and options.example_inputs is not None:
+        seen = _on_rank_0(model, lambda: observe(model, names, (), inputs), channel)
+    elif seen is None and _has_dummies(model):
+        seen = _on_rank_0(model, lambda: observe_dummies(model, names), channel)
 
     def seconds(units: list[Unit]) -> list[float]:
-        return _on_rank_0(model, lambda: measure(model, units, inputs), device)
+        return _on_rank_0(model, lambda: measure(model, units, inputs), channel)
 
     return cut_along(
         model, options, stages, units, seen, seconds if options.balance == "time" else None
     )
+
+
+def _has_dummies(model: nn.Module) -> bool:
+    return all(hasattr(model, name) for name in ("dummy_inputs", "config", "main_input_name"))
 
 
 def observe_dummies(model: Any, names: list[str]) -> Observation | None:
@@ -119,7 +128,7 @@ def observe_dummies(model: Any, names: list[str]) -> Observation | None:
     return None
 
 
-def _on_rank_0(model: nn.Module, find: Callable[[], T], device: torch.device) -> T:
+def _on_rank_0(model: nn.Module, find: Callable[[], T], channel: P2PChannel) -> T:
     """What `find()` returns on rank 0, on all ranks."""
     results: list[T] = []
     cause: Exception | None = None
@@ -130,7 +139,7 @@ def _on_rank_0(model: nn.Module, find: Callable[[], T], device: torch.device) ->
         except Exception as error:
             # The others wait for a message.
             cause, reason = error, f"{type(error).__name__}: {error}"
-    results, reason = materialize.from_first((results, reason), device)
+    results, reason = channel.from_first((results, reason))
     if reason:
         raise PrepareError(
             f"could not run {type(model).__name__} with example_inputs: {reason}"

@@ -181,19 +181,20 @@ def load_full_optimizer_state(
 
 @torch.no_grad()
 def distribute(
-    model: nn.Module, own: Collection[int], foreign: Sequence[nn.Module], device: torch.device
+    model: nn.Module, own: Collection[int], foreign: Sequence[nn.Module], channel: P2PChannel
 ) -> bool:
     """Give the parameters with ids in `own`, and the buffers of all but the foreign modules, rank 0's values.
 
-    They are moved to `device`; all other tensors lose their memory. Every rank calls it with a model of the same
-    structure.
+    They are moved to the channel's device; all other tensors lose their memory. Every rank calls it with a model of
+    the same structure.
 
     Returns:
         Whether rank 0 has weights. If not (they are on meta), those of the own stages are yet to be initialised.
     """
     listed = list(materialize.named_tensors(model))
     shapes = [(name, tuple(tensor.shape)) for name, tensor in listed]
-    first = materialize.from_first(shapes, device)
+    is_meta = any(tensor.is_meta for _, tensor in listed)
+    first, from_meta = channel.from_first((shapes, is_meta))
     if first != shapes:
         different = next(
             (a[0] for a, b in zip(first, shapes, strict=False) if a != b), "the number of tensors"
@@ -201,9 +202,6 @@ def distribute(
         raise PrepareError(
             f"this rank's model differs from rank 0's ({different}): build the same on all ranks"
         )
-    from_meta = materialize.gather_flags(any(tensor.is_meta for _, tensor in listed), device, None)[
-        0
-    ]
     dropped = {id(buffer) for module in foreign for buffer in module.buffers()}
     kept = {
         id(t)
@@ -212,7 +210,7 @@ def distribute(
     }
     values: dict[int, torch.Tensor] = {}
     for _, tensor in () if from_meta else listed:
-        value = materialize.broadcast_tensor(tensor, tensor.shape, tensor.dtype, device)
+        value = materialize.broadcast_tensor(tensor, tensor.shape, tensor.dtype, channel.device)
         if id(tensor) in kept:
             values[id(tensor)] = value
 

@@ -33,6 +33,7 @@ from . import requirements, state
 from .layout import fill_or_shard, ranks_of_parameters, shared_parameters, tied_parameters
 from .microbatch import BatchSplitter, Stage, disable_caches
 from .model import PipelinedModel, StageRandom, Stages
+from .observe import Observation
 from .p2p import P2PChannel
 from .runner import Runner
 from .schedules import ScheduleRunner, reduction_of
@@ -68,6 +69,8 @@ class PipelineParallel(ShardedStrategy):
         self.ranks: list[int] = list(ranks) * (self.options.stages_per_rank or 1)
         if self.options.schedule_row.v_shaped:
             self.ranks = [*ranks, *reversed(ranks)]
+        # The forward of the model that is prepared, where it was observed before.
+        self.observed: Observation | None = None
         self._model_numbers = itertools.count()
         # Parameters, as the user had them, that other ranks have now.
         self._foreign = WeakTensorKeyDictionary()
@@ -130,7 +133,7 @@ class PipelineParallel(ShardedStrategy):
         splitter = BatchSplitter(model.forward, options.whole_inputs, count)
 
         # Where each stage begins, and which parameters it needs.
-        plan = plan_stages(model, options, len(self.ranks), self.device)
+        plan = plan_stages(model, options, len(self.ranks), self.channel, self.observed)
         cut, locations = plan.cut, plan.locations(model)
         numbers = [stage for stage, rank in enumerate(self.ranks) if rank == self.channel.rank]
         own_units = [
@@ -154,7 +157,7 @@ class PipelineParallel(ShardedStrategy):
         ]
         several = ranks_of_parameters(model, plan, locations, self.ranks)
         unsharded = shared_parameters(model, plan, locations, self.ranks)
-        has_weights = state.distribute(model, own, foreign, self.device)
+        has_weights = state.distribute(model, own, foreign, self.channel)
         if self.layout.tp_enabled and self.mesh is not None:
             # The plan is that of the complete model: modules of other stages are split too, without memory.
             tensor.split_model(model, self.mesh["tp"], self.layout.tp_handler)
@@ -194,9 +197,7 @@ class PipelineParallel(ShardedStrategy):
         piped = Stages(
             ScheduleRunner(runner, options, self.precision, accumulated),
             tied_parameters(model, several, self.channel),
-            StageRandom(
-                self.device, next(self._model_numbers), self.channel.rank, self.data_shard[0]
-            ),
+            StageRandom(self.channel, next(self._model_numbers), self.data_shard[0]),
             shapes,
             template,
             self.gradient_group,
@@ -238,9 +239,7 @@ class PipelineParallel(ShardedStrategy):
         trained = [
             prepared.stages for prepared in self.prepared if isinstance(prepared, PipelinedModel)
         ]
-        of_ranks = materialize.from_all(
-            [stages.names_in(optimizer) for stages in trained], self.channel.group
-        )
+        of_ranks = self.channel.from_all([stages.names_in(optimizer) for stages in trained])
         by_model = zip(*of_ranks, strict=True)
         named = [
             (stages, stages.merge_names(names))
