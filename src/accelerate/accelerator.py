@@ -49,17 +49,18 @@ from .placement.subclasses import refuse_lost_gradients
 from .precision.modules import check_matches
 from .run.accumulation import AccumulatedBatch, Accumulation
 from .run.averages import AveragedWeights
-from .run.checkpoints import RunCheckpoints, RunSteps, register_hook
+from .run.checkpoints import RunCheckpoints, register_hook
 from .run.first_step import FirstStepCheck
 from .run.interface import RunInterface
+from .run.loop import MainLoop
 from .run.non_finite import NonFiniteGuard, check_optimizer
 from .run.objects import PreparedModules, RunObjects, check_preparable
-from .run.observers import RunObservers
 from .run.out_of_memory import OutOfMemory
 from .run.out_of_memory import watch as watch_memory
 from .run.planned import PlannedRun
 from .run.resolve import Plan, Request, Resolved, adopt, resolve
 from .runtime.communication import raise_lost
+from .runtime.step_exchange import StepExchange
 from .scheduler import AcceleratedScheduler
 from .state import AcceleratorState, GradientState, PartialState
 from .telemetry.profile import profile
@@ -241,19 +242,18 @@ class Accelerator(RunInterface):
         if project_dir is not None and project.project_dir is None:
             project.set_directories(project_dir)
         self._compose(project, TrackerGroup(log_with, project.logging_dir))
-        self._observers.add(RunSteps(self._checkpoints))
-        self._observers.add(FirstStepCheck(self._checkpoints))
+        self._loop.add(FirstStepCheck(self._checkpoints))
         plan_file = env.get("ACCELERATE_PLAN_FILE")
         if plan_file:
-            self._observers.add(PlannedRun(plan_file, self.state.device))
+            self._loop.add(PlannedRun(plan_file, self.state.device))
         self._recorder = start_recorder(telemetry, project, self.strategy.data_shard[1])
         if self._recorder is not None:
-            self._observers.add(self._recorder)
+            self._loop.add(self._recorder)
         profile = start_profile(project, self._recorder)
         if profile is not None:
-            self._observers.add(profile)
-        self._observers.add(OutOfMemory(self._objects, self._recorder))
-        watch_memory(self._observers)
+            self._loop.add(profile)
+        self._loop.add(OutOfMemory(self._objects, self._recorder))
+        watch_memory(self._loop)
         if resume is not None:
             if resume != "auto":
                 raise ConfigurationError(
@@ -269,13 +269,15 @@ class Accelerator(RunInterface):
         self._accumulation = Accumulation(self.gradient_state, self._exact)
         # The context of `accumulate()` without models, created once: it is entered for each batch.
         self._batch = AccumulatedBatch(self._accumulation, ())
-        self._items = ItemWindow(self.strategy)
         self._objects = RunObjects()
-        self._observers = RunObservers()
-        self._guard: NonFiniteGuard | None = None
+        self._exchange = StepExchange(self.state)
+        self._items = ItemWindow(self.strategy, self._exchange)
+        guard = None
         if self._non_finite_limit is not None:
-            self._guard = NonFiniteGuard(self._objects, self.state.device, self._non_finite_limit)
-            self._observers.add(self._guard)
+            guard = NonFiniteGuard(
+                self._objects, self.state.device, self._non_finite_limit, self._exchange
+            )
+        self._has_guard = guard is not None
         self._trackers = trackers
         self._checkpoints = RunCheckpoints(
             self._objects,
@@ -286,8 +288,13 @@ class Accelerator(RunInterface):
             self._items,
             project,
             self._trackers,
-            self._observers,
+            self._exchange,
         )
+        controller = self._checkpoints.controller
+        self._loop: MainLoop = MainLoop(
+            self._objects, self.strategy, self._items, guard, controller
+        )
+        self._checkpoints.loop = self._loop
 
     # -- prepare
 
@@ -442,7 +449,7 @@ class Accelerator(RunInterface):
                 prepared.module.register_forward_pre_hook(move, prepend=True, with_kwargs=True)
             if not evaluation:
                 prepared.add_forward_methods(methods)
-            for observer in () if evaluation else self._observers.active:
+            for observer in () if evaluation else self._loop.active:
                 observer.after_prepare(prepared)
         self._objects.models += fresh
         modules = iter(prepared.module for prepared in fresh)
@@ -467,7 +474,7 @@ class Accelerator(RunInterface):
                 "prepare"
             )
         self.plan, self.strategy = resolved.plan, strategy
-        self._items.strategy = self._checkpoints.strategy = strategy
+        self._items.strategy = self._checkpoints.strategy = self._loop.strategy = strategy
         for optimizer in self._objects.optimizers:
             optimizer.scaler = self.scaler
 
@@ -522,7 +529,7 @@ class Accelerator(RunInterface):
             raise PrepareError(
                 f"prepare_optimizer takes a torch.optim.Optimizer, not {type(optimizer).__name__}"
             )
-        if self._guard is not None:
+        if self._has_guard:
             check_optimizer(optimizer)
         offload = self.plan.handlers.optimizer_offload
         offload_chunk = None
@@ -535,10 +542,8 @@ class Accelerator(RunInterface):
 
     def _observe(self, optimizer: AcceleratedOptimizer) -> None:
         self._objects.optimizers.append(optimizer)
-        optimizer.observers = self._observers
-        if self._guard is not None:
-            optimizer.leaves_out = self._guard.leaves_out
-        for observer in self._observers.active:
+        optimizer.loop = self._loop
+        for observer in self._loop.active:
             observer.after_prepare(optimizer)
 
     def prepare_scheduler(
@@ -623,7 +628,7 @@ class Accelerator(RunInterface):
         )
         self._objects.dataloaders.append(prepared)
         self._checkpoints.controller.add_loader(prepared)
-        prepared.observers = self._observers
+        prepared.loop = self._loop
         return prepared
 
     def skip_first_batches(
@@ -675,7 +680,6 @@ class Accelerator(RunInterface):
             )
         average = AveragedWeights(prepared, self._objects, self.precision, decay)
         self._objects.averages.append(average)
-        self._observers.add(average)
         return average
 
     # -- the step
@@ -752,8 +756,7 @@ class Accelerator(RunInterface):
             accelerator.backward(loss)
             optimizer.step()
         """
-        for observer in self._observers.active:
-            observer.before_backward(loss)
+        self._loop.before_backward(loss)
         if self._exact:
             loader = self.gradient_state.active_dataloader
         else:
@@ -762,8 +765,7 @@ class Accelerator(RunInterface):
         if num_items is not None and weight == 0.0:
             num_items = 0  # those of a placeholder
         self._compute_gradients(loss, num_items, weight, kwargs)
-        for observer in self._observers.active:
-            observer.after_backward(loss, num_items)
+        self._loop.after_backward(loss, num_items)
 
     def _compute_gradients(
         self,
@@ -781,7 +783,6 @@ class Accelerator(RunInterface):
             steps, factor = self.gradient_state.num_steps, 1.0
         try:
             if num_items is not None:
-                self._observers.add(self._items)
                 sync, models = self.gradient_state.sync_gradients, self._window_models()
                 self._items.backward(loss, num_items, sync, models, **kwargs)
                 return
@@ -817,12 +818,11 @@ class Accelerator(RunInterface):
         fused = self._lomo_optimizers()
         if not fused:
             raise ValueError("lomo_backward needs a prepared LOMO optimizer (package lomo_optim)")
-        for observer in self._observers.active:
-            observer.before_backward(loss)
+        self._loop.before_backward(loss)
         for optimizer in fused:
             optimizer.optimizer.fused_backward(loss, learning_rate)
-        for observer in self._observers.active:
-            observer.after_backward(loss, None)
+        self._loop.after_backward(loss, None)
+        self._loop.count_step()
 
     @property
     def has_lomo_optimizer(self) -> bool:
@@ -928,7 +928,7 @@ class Accelerator(RunInterface):
         except RuntimeError as error:
             raise_lost(error, "`accelerator.clip_grad_norm_`")
             raise
-        for observer in self._observers.active:
+        for observer in self._loop.active:
             observer.after_clip(norm, perf_counter() - begin)
         return norm
 
@@ -956,12 +956,16 @@ class Accelerator(RunInterface):
         Returns:
             A context manager.
         """
-        if self._guard is not None:
-            raise ConfigurationError(
-                "join_uneven_inputs does not work with non_finite: a process without batches takes no part in the "
-                "decision about a step. Leave one out"
-            )
-        return self.strategy.join(joinables, self._objects.dataloaders, even_batches)
+        block = self.strategy.join(joinables, self._objects.dataloaders, even_batches)
+        if not self.strategy.joins:
+            return block
+        return self._joined(block)
+
+    @contextlib.contextmanager
+    def _joined(self, block: contextlib.AbstractContextManager[None]) -> Iterator[None]:
+        with self._exchange.uneven(block):
+            yield
+        self._items.share_reference()
 
     def maybe_context_parallel(
         self,
@@ -1130,9 +1134,11 @@ class Accelerator(RunInterface):
         """
         released = memory.release_memory(*objects)
         self.strategy.release()
+        for average in self._objects.averages:
+            average.release()
         self._objects.clear()
         self._checkpoints.controller.clear()
-        for observer in self._observers.active:
+        for observer in self._loop.active:
             observer.released()
         self.step = 0
         return released
@@ -1524,7 +1530,7 @@ class Accelerator(RunInterface):
 
     def __getstate__(self) -> dict[str, Any]:
         # Another process is told which one this is, and its options. What was prepared, and the group, stay here.
-        parts = "strategy _accumulation _batch _items _objects _observers _guard _trackers _recorder _checkpoints"
+        parts = "strategy _accumulation _batch _items _objects _exchange _loop _trackers _recorder _checkpoints"
         options = {
             name: value for name, value in self.__dict__.items() if name not in parts.split()
         }

@@ -43,10 +43,7 @@ class LocalSGD:
         if local_sgd_steps < 1:
             raise ValueError(f"local_sgd_steps={local_sgd_steps} must be at least 1")
         self.enabled: bool = enabled and accelerator.use_distributed
-        if self.enabled and accelerator.strategy.name not in (
-            "single process",
-            "DistributedDataParallel",
-        ):
+        if self.enabled and not accelerator.strategy.has_replicas:
             raise NotImplementedError(
                 f"LocalSGD averages full replicas of the model, and {accelerator.strategy.name} keeps none on a "
                 "process: use DDP, or train without LocalSGD"

@@ -12,8 +12,8 @@ import torch
 
 from .core.lazy import public_names
 from .core.objects import forwarded
+from .core.observers import NO_LOOP, RunLoop
 from .core.trees import send_to_device
-from .run.observers import NO_OBSERVERS, RunObservers
 from .state import AcceleratorState, GradientState
 
 
@@ -35,10 +35,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     _is_accelerate_prepared = True
 
-    # Those of the run that has prepared this optimizer.
-    observers: RunObservers = NO_OBSERVERS
-    # Whether a step is left out, decided on all ranks alike, where `Accelerator(non_finite=...)` asks for it.
-    leaves_out: Callable[[AcceleratedOptimizer], bool] | None = None
+    # That of the run that has prepared this optimizer.
+    loop: RunLoop = NO_LOOP
     left_out: int = 0  # steps in a row
 
     def __init__(
@@ -141,12 +139,11 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """
         if not self.gradient_state.sync_gradients:
             return None
-        for observer in self.observers.active:
-            observer.before_step(self, closure)
+        self.loop.before_step(self, closure)
         self.has_new_groups = False
         if closure is not None and self.average_loss is not None:
             closure = partial(_averaged, self.average_loss, closure)
-        if self.leaves_out is not None and self.leaves_out(self):
+        if self.loop.leaves_out(self):
             result, self._is_overflow = None, True
             if self.scaler is not None:
                 # This step ends for the scaler too.
@@ -162,8 +159,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         else:
             result = self._scaled_step(closure)
         self.steps_made += 1
-        for observer in self.observers.active:
-            observer.after_step(self)
+        self.loop.after_step(self)
         return result
 
     def _scaled_step(self, closure: Callable[[], Any] | None) -> Any:
@@ -198,8 +194,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__ | {"average_loss": None}
-        state.pop("observers", None)
-        state.pop("leaves_out", None)
+        state.pop("loop", None)
         state.pop("step", None)  # there if a learning-rate scheduler has replaced it
         return state
 

@@ -42,9 +42,7 @@ def nothing_is_left(accelerator, *modules):
     hooks = [hook for module in modules for hook in module._forward_pre_hooks.values()]
     return (
         FirstStepCheck._hook is None
-        and not any(
-            isinstance(observer, FirstStepCheck) for observer in accelerator._observers.active
-        )
+        and not any(isinstance(observer, FirstStepCheck) for observer in accelerator._loop.active)
         and not any(hook.__module__ == FirstStepCheck.__module__ for hook in hooks)
     )
 

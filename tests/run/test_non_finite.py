@@ -273,14 +273,14 @@ def test_what_cannot_leave_a_step_out_is_refused():
     accelerator, model, optimizer = build(non_finite="skip")
     with pytest.raises(PrepareError, match="closure"):
         optimizer.step(lambda: model(ONES).sum())
-    with pytest.raises(ConfigurationError, match="join_uneven_inputs"):
-        accelerator.join_uneven_inputs([model])
     fused = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
     fused.fused_backward = None
     with pytest.raises(PrepareError, match="non_finite: SGD"):
         accelerator.prepare(fused)
     # Another process has the options.
-    assert pickle.loads(pickle.dumps(accelerator)).prepare(optimizer.optimizer).leaves_out
+    copied = pickle.loads(pickle.dumps(accelerator))
+    with pytest.raises(PrepareError, match="closure"):
+        copied.prepare(optimizer.optimizer).step(lambda: model(ONES).sum())
 
 
 @pytest.mark.skipif(not is_available("deepspeed"), reason="deepspeed is not installed")

@@ -124,7 +124,7 @@ def test_chosen_steps_are_profiled(tmp_path, monkeypatch, capsys):
     assert "steps 2 to 3 of rank 0" in capsys.readouterr().err
     monkeypatch.setenv("ACCELERATE_PROFILE", "2:3:1")
     assert not any(
-        isinstance(observer, StepProfile) for observer in Accelerator(cpu=True)._observers.active
+        isinstance(observer, StepProfile) for observer in Accelerator(cpu=True)._loop.active
     )
     monkeypatch.setenv("ACCELERATE_PROFILE", "3:2")
     with pytest.raises(ConfigurationError, match="first and the last step"):

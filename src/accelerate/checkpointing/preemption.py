@@ -10,7 +10,8 @@ from types import FrameType
 from typing import Any
 
 from ..core.errors import ConfigurationError
-from ..runtime.agreement import Agreement, Process
+from ..runtime.agreement import Process
+from ..runtime.step_exchange import INTERVAL, StepExchange
 
 DEFAULT_SIGNALS = ("SIGTERM", "SIGUSR1")
 
@@ -18,9 +19,15 @@ DEFAULT_SIGNALS = ("SIGTERM", "SIGUSR1")
 class PreemptionWatch:
     """Records signals. All ranks learn at the same step that one of them has received one.
 
-    Call `requested` once a step on every rank. The ranks exchange what they received every `interval` calls (one small
-    message through the store, about 0.2 ms), so a signal takes effect at most that many steps later. `close` restores
-    the former signal handlers, which are not called while the watch is on.
+    Call `requested` after each optimizer step on every rank. The ranks exchange what they received every few steps
+    (one small message through the store, about 0.2 ms), so a signal takes effect at most `interval` steps later.
+    `close` restores the former signal handlers, which are not called while the watch is on.
+
+    Args:
+        process: who this process is.
+        signals: the names of the signals.
+        interval: the largest number of steps between two exchanges.
+        exchange: that of the run, if there is one.
 
     Example:
         watch = PreemptionWatch(state)
@@ -32,7 +39,11 @@ class PreemptionWatch:
     """
 
     def __init__(
-        self, process: Process, signals: Sequence[str] = DEFAULT_SIGNALS, interval: int = 8
+        self,
+        process: Process,
+        signals: Sequence[str] = DEFAULT_SIGNALS,
+        interval: int = INTERVAL,
+        exchange: StepExchange | None = None,
     ) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise ConfigurationError(
@@ -42,12 +53,10 @@ class PreemptionWatch:
             raise ConfigurationError(
                 f"interval={interval}: the number of steps between two checks must be at least 1"
             )
-        self.process = process
-        self.interval = interval
-        self.received: str | None = None
-        self._agreed: str | None = None
-        self._calls = 0
-        self._agreement: Agreement | None = None
+        if exchange is None:
+            exchange = StepExchange(process, interval)
+        self._exchange = exchange
+        self._exchange.is_watching = True
         self._former: dict[signal.Signals, Any] = {}
         for name in signals:
             number = getattr(signal, name, None)
@@ -56,31 +65,29 @@ class PreemptionWatch:
             self._former[number] = signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.received = signal.Signals(number).name
+        self._exchange.received = signal.Signals(number).name
 
-    def requested(self, timeout: float = 1800.0) -> bool:
+    @property
+    def received(self) -> str | None:
+        """The name of the signal that the ranks have agreed on, or that this rank has received."""
+        return self._exchange.agreed or self._exchange.received
+
+    def requested(self) -> bool:
         """Whether a rank has received a signal: the same result on all ranks, and True from then on.
 
         `received` is then the signal's name, on all ranks.
         """
-        if self.process.num_processes == 1:
-            return self.received is not None
-        self._calls += 1
-        if self._agreed is not None or self._calls % self.interval:
-            return self._agreed is not None
-        if self._agreement is None:
-            self._agreement = Agreement(self.process, "preemption")
-        self._agreed = self._agreement.exchange(
-            "preemption check",
-            self.received,
-            timeout,
-            reduce=lambda names: next(filter(None, names.values()), None),
-        )
-        self.received = self._agreed or self.received
-        return self._agreed is not None
+        self._exchange.step()
+        return self.is_agreed
+
+    @property
+    def is_agreed(self) -> bool:
+        """Whether the ranks have agreed to stop. It exchanges nothing. One process agrees with itself at once."""
+        return self._exchange.is_agreed
 
     def close(self) -> None:
         """Restore the former signal handlers."""
+        self._exchange.is_watching = False
         for number, handler in self._former.items():
             signal.signal(number, handler)
         self._former.clear()

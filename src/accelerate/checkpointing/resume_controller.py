@@ -10,6 +10,7 @@ from typing import Any
 
 from ..data_loader.loader import PreparedLoader
 from ..runtime.agreement import Process
+from ..runtime.step_exchange import StepExchange
 from ..state import GradientState
 from .loading import LoadReport
 from .preemption import PreemptionWatch
@@ -21,24 +22,23 @@ class ResumeController:
     Args:
         load: bound method that loads the newest checkpoint and returns None where there is none.
         leave: bound method that saves the run and ends this process; its argument is the reason.
-        is_training: bound method: whether some model of the run is in training mode.
+        exchange: by which the ranks agree on the step after which they stop.
 
     References to the methods and the loaders are weak, so that a run is freed with its last reference.
 
-    A run stops between batches of the loaders that it trains on, so that an evaluation is never cut in two: those
-    that were read at an optimizer's step; or any, while models are in training mode, where no step is visible
-    (an engine that steps in its backward).
+    A run stops between two batches of the loaders that it trains on, so that an evaluation is never cut in two: those
+    that were read at an optimizer's step.
     """
 
     def __init__(
         self,
         load: Callable[[], LoadReport | None],
         leave: Callable[[str], None],
-        is_training: Callable[[], bool],
+        exchange: StepExchange,
     ) -> None:
         self._load = weakref.WeakMethod(load)
         self._leave = weakref.WeakMethod(leave)
-        self._is_training = weakref.WeakMethod(is_training)
+        self._exchange = exchange
         self._report: LoadReport | None = None
         # Whether to resume when a loader is first read, or the report is first requested: all objects are known then.
         self.is_pending: bool = False
@@ -75,8 +75,11 @@ class ResumeController:
     def record_step(self) -> None:
         """An optimizer steps: the loader that is being read is trained on."""
         loader = getattr(GradientState().active_dataloader, "origin", None)
-        if loader is not None and not any(loader is known for known in _alive(self._trained)):
+        if loader is not None and not self._is_trained(loader):
             self._trained.append(weakref.ref(loader))
+
+    def _is_trained(self, loader: object) -> bool:
+        return any(loader is trained for trained in _alive(self._trained))
 
     @property
     def main_loader(self) -> PreparedLoader | None:
@@ -86,11 +89,12 @@ class ResumeController:
     @property
     def main_index(self) -> int | None:
         """Its place among the loaders, where the run has trained."""
-        trained = _alive(self._trained)
-        return next(
-            (i for i, one in enumerate(_alive(self._loaders)) if trained and one is trained[0]),
-            None,
-        )
+        for trained in _alive(self._trained):
+            for i, loader in enumerate(_alive(self._loaders)):
+                if loader is trained:
+                    return i
+            break
+        return None
 
     def set_main_loader(self, index: int | None) -> None:
         """The main loader of the run that was loaded, until this one has stepped."""
@@ -112,7 +116,7 @@ class ResumeController:
             or threading.current_thread() is not threading.main_thread()
         ):
             return self._watch is not None
-        self._watch = PreemptionWatch(process, signals)
+        self._watch = PreemptionWatch(process, signals, exchange=self._exchange)
         return True
 
     @property
@@ -120,22 +124,20 @@ class ResumeController:
         """Whether signals stop the run."""
         return self._watch is not None
 
+    def count_step(self) -> None:
+        """An optimizer has stepped: exchange signals with the other ranks, every few steps."""
+        self.record_step()
+        self._exchange.step()
+
     def stop_if_requested(self, loader: object) -> None:
-        """Stop the run between two batches of a loader, if a signal requests that."""
+        """Stop the run between two batches of a loader, if the ranks have agreed to."""
         watch = self._watch
-        if watch is None:
+        if watch is None or not watch.is_agreed:
             return
+        leave = self._leave()
         # The rest of an epoch (`skip_first_batches`) is read for the loader that the user prepared.
-        loader = getattr(loader, "origin", loader)
-        trained = _alive(self._trained)
-        is_training, leave = self._is_training(), self._leave()
-        if is_training is None or leave is None:
-            return  # the run was freed, and one of its loaders is still being read
-        if trained:
-            here = any(loader is one for one in trained)
-        else:
-            here = is_training()
-        if here and watch.requested():
+        # Where `leave` is None the run was freed, and one of its loaders is still being read.
+        if leave is not None and self._is_trained(getattr(loader, "origin", loader)):
             assert watch.received is not None
             leave(watch.received)
 
@@ -147,5 +149,5 @@ class ResumeController:
 
 
 def _alive(references: list[weakref.ref[PreparedLoader]]) -> list[PreparedLoader]:
-    found = (reference() for reference in references)
-    return [one for one in found if one is not None]
+    loaders = [reference() for reference in references]
+    return [loader for loader in loaders if loader is not None]

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from ..core.errors import ConfigurationError
 from ..core.imports import is_available
-from ..run.observers import NO_OBSERVERS, RunObservers
+from ..core.observers import NO_LOOP, RunLoop
 from ..state import GradientState
 
 
@@ -30,8 +30,8 @@ class DataLoaderStateMixin:
     remainder: int = -1
     batch_counts: tuple[int, ...] | None = None
     batch_weight: float = 1.0
-    # Those of the run that has prepared this loader.
-    observers: RunObservers = NO_OBSERVERS
+    # That of the run that has prepared this loader.
+    loop: RunLoop = NO_LOOP
     _open_passes = 0
 
     def reset(self) -> None:

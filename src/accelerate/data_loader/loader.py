@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, SequentialSampler
 
 from ..collectives.rng import synchronize_rng_states
 from ..core.errors import CheckpointError
-from ..run.observers import RunObservers
+from ..core.observers import RunLoop
 from ..runtime import marks
 from ..state import GradientState
 from .base import DataLoaderAdapter, DataLoaderStateMixin
@@ -67,7 +67,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     remainder: int
     batch_counts: tuple[int, ...] | None
     batch_weight: float
-    observers: RunObservers
+    loop: RunLoop
     _is_accelerate_prepared = True
 
     def __init__(
@@ -171,8 +171,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     # -- one pass
 
     def __iter__(self) -> Iterator[Any]:
-        for observer in self.observers.active:
-            observer.before_pass(self)
+        self.loop.before_pass(self)
         resumed = self._pending
         self._pending = None
         self._successor = None
@@ -263,9 +262,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         cut = plan.cut
         keeps_last = not (plan.drop_last or self._drop_last)
         marks.begin_pass(self)
-        observers = self.observers
-        for observer in observers.active:
-            observer.begin_pass(self)
+        loop = self.loop
+        loop.begin_pass(self)
         try:
             if not self._drop_last:
                 self.remainder = plan.last_size(start.consumed)
@@ -284,12 +282,10 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
                 # The next batch is read without this one in memory, unless the loop keeps it.
                 batch = step.data
                 step.data = None
-                for observer in observers.active:
-                    observer.batch(self, batch)
+                loop.batch(self, batch)
                 yield batch
                 del batch
-                for observer in observers.active:
-                    observer.end_batch(self)
+                loop.end_batch(self)
             self._order = None
             self._yielded = 0
             complete = True
@@ -298,8 +294,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             # At the end of the interpreter, the globals of modules are gone.
             if not sys.is_finalizing():
                 marks.end_pass(self, self.iteration - complete, complete)
-                for observer in observers.active:
-                    observer.end_pass(self)
+                loop.end_pass(self)
                 self.end()
 
     @property
@@ -481,7 +476,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             continues: whether some of its batches are left out. If none are and the loaded epoch has ended, this
                 loader reads the next one.
         """
-        self.observers = origin.observers
+        self.loop = origin.loop
         self._pending = origin._pending
         origin._pending = None
         if self._pending is not None and self._pending.ended:

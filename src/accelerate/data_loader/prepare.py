@@ -205,8 +205,7 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
         if is_iterable(dataloader):
             return SkipDataLoader.around(dataloader, skip_batches=num_batches)
         return _without_first(dataloader, num_batches)
-    for observer in dataloader.observers.active:
-        observer.before_pass(dataloader)
+    dataloader.loop.before_pass(dataloader)
     options = dataloader.options()
     base = dataloader.base_dataloader
     if is_iterable(base) or kind is not DataLoaderShard:

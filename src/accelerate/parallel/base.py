@@ -58,6 +58,8 @@ class Strategy:
         name: as `explain` prints it.
         shards_parameters: whether optimizers step shards of parameters (DTensors).
         divides_loss: whether the caller divides a loss by the steps of its accumulation window before `backward`.
+        joins: whether `join` lets processes run out of batches at different times.
+        has_replicas: whether each of several processes has a whole model, which it can train without the others.
         gradient_group: the ranks that average gradients with each other; None for all.
         data_group: the ranks that read the other shards of the data, at this rank's place in all other dimensions of
             the mesh; None for all.
@@ -67,6 +69,8 @@ class Strategy:
     name = "single process"
     shards_parameters = False
     divides_loss = True
+    joins = False
+    has_replicas = False
     gradient_group: dist.ProcessGroup | None = None
     data_group: dist.ProcessGroup | None = None
     sequence: ContextParallel | None = None

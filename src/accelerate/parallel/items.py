@@ -4,18 +4,18 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..core.errors import AccelerateError
-from ..run.observers import RunObserver
+from ..runtime.step_exchange import StepExchange
 from .base import Strategy
 
 
-class ItemWindow(RunObserver):
+class ItemWindow:
     """Weighs each backward of an accumulation window by its items (tokens, samples).
 
     A loss that is a mean over n items is multiplied by n, so that gradients accumulate sums. At the step that
@@ -25,13 +25,19 @@ class ItemWindow(RunObserver):
 
     Counts are divided by a reference (the first batch's mean count over those ranks), which keeps the gradients in the
     range that they have without counts: fp16 scaling and compressed reductions depend on it.
+
+    Args:
+        strategy: the layout, which averages the gradients.
+        exchange: sums the counts of the ranks.
     """
 
-    def __init__(self, strategy: Strategy) -> None:
+    def __init__(self, strategy: Strategy, exchange: StepExchange) -> None:
         self.strategy = strategy
+        self.exchange = exchange
         self.reference: torch.Tensor | None = None
         self.count: torch.Tensor | None = None
         self.spent: bool = False
+        exchange.register("reference", _first)
 
     def backward(
         self,
@@ -55,12 +61,11 @@ class ItemWindow(RunObserver):
         if not sync:
             self.strategy.backward_items(weighted, **kwargs)
             return
-        total, reference = self.count.clone(), self.reference
-        pending = self._sum(total)
+        reference = self.reference
+        wait_for_total = self._sum(self.count)
 
         def factor() -> torch.Tensor:
-            if pending is not None:
-                pending.wait()
+            total = wait_for_total()
             # A window without items has no gradient; what it accumulated is zero.
             return torch.where(total > 0, reference * self.strategy.gradient_ranks / total, 0.0)
 
@@ -69,33 +74,34 @@ class ItemWindow(RunObserver):
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The open window's count of this rank, and the reference that the run's gradients are divided by."""
-        known = {"count": self.count, "reference": self.reference}
-        return {name: value for name, value in known.items() if value is not None}
+        window = {"count": self.count, "reference": self.reference}
+        return {name: value for name, value in window.items() if value is not None}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Restore what `state_dict` returned."""
         self.count, self.reference = state.get("count"), state.get("reference")
         self.spent = False
 
-    def after_step(self, optimizer: Any) -> None:
+    def end(self) -> None:
         """The gradients have been used: a new window begins."""
         self.spent = False
 
-    def _sum(self, count: torch.Tensor) -> dist.Work | None:
-        """Sum `count` in place over the ranks that average gradients; the handle to wait on, or None."""
+    def share_reference(self) -> None:
+        """Have the reference of the other ranks after a loop in which this one may have had no batch."""
+        reference = None if self.reference is None else float(self.reference)
+        shared = self.exchange.collect("reference", reference)
+        if self.reference is None and shared is not None:
+            self.reference = self._as_count(shared, self.strategy.device)
+
+    def _sum(self, count: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begin to sum `count` over the ranks that average gradients. Returns a function that waits for the sum."""
         if self.strategy.gradient_ranks == 1:
-            return None
-        work: dist.Work | None = dist.all_reduce(
-            count, group=self.strategy.gradient_group, async_op=True
-        )
-        return work
+            return lambda: count
+        return self.exchange.sum_items(count, self.strategy.gradient_group)
 
     def _agree(self, items: torch.Tensor) -> torch.Tensor:
-        total = items.clone()
-        pending = self._sum(total)
-        if pending is not None:
-            pending.wait()
-        return (total / self.strategy.gradient_ranks).clamp_(min=1.0)
+        total = self._sum(items)()
+        return (total / self.strategy.gradient_ranks).clamp(min=1.0)
 
     @staticmethod
     def _as_count(num_items: int | float | torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -114,6 +120,13 @@ class ItemWindow(RunObserver):
         if num_items < 0:
             raise ValueError(f"num_items={num_items} must not be negative")
         return torch.tensor(float(num_items), device=device, dtype=dtype)
+
+
+def _first(references: Mapping[int, float | None]) -> float | None:
+    for reference in references.values():
+        if reference is not None:
+            return reference
+    return None
 
 
 def global_loss(

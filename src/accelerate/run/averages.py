@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,10 +18,9 @@ from ..parallel.gradients import local
 from ..parallel.prepared import PreparedModel
 from ..precision.base import Precision
 from .objects import RunObjects
-from .observers import RunObserver
 
 
-class AveragedWeights(RunObserver):
+class AveragedWeights:
     """The average of the weights that train in a prepared model; of a sharded weight, this rank's shard of it.
 
     `Accelerator.track_average` makes it. It follows each step of the model's optimizers, is part of checkpoints, and
@@ -28,7 +28,7 @@ class AveragedWeights(RunObserver):
 
     Args:
         prepared: the model.
-        objects: those of the run, with the optimizers.
+        objects: those of the run, with the optimizers. The reference is weak.
         precision: the run's precision.
         decay: the weight of the former average in an exponential average (EMA); None for the mean (SWA).
 
@@ -52,13 +52,19 @@ class AveragedWeights(RunObserver):
                 f"decay={decay}: it is at least 0 and less than 1, or None for the mean (SWA)"
             )
         self.updates: int = 0
-        self._prepared, self._objects, self._precision = prepared, objects, precision
+        self._model: PreparedModel | None = prepared  # None once it is released
+        self._objects = weakref.ref(objects)
+        self._precision = precision
         self._combine: Callable[[Any, Any, Any], None] = (
             get_swa_multi_avg_fn() if decay is None else get_ema_multi_avg_fn(decay)
         )
-        self._is_trained_by: dict[AcceleratedOptimizer, bool] = {}
+        self._is_trained_by: weakref.WeakKeyDictionary[AcceleratedOptimizer, bool] = (
+            weakref.WeakKeyDictionary()
+        )
         # By optimizer, since the last update: whether its step was not skipped.
-        self._has_stepped: dict[AcceleratedOptimizer, bool] = {}
+        self._has_stepped: weakref.WeakKeyDictionary[AcceleratedOptimizer, bool] = (
+            weakref.WeakKeyDictionary()
+        )
         self._is_applied = False
         with self._shards():
             self._names = prepared.trained_names()
@@ -77,54 +83,43 @@ class AveragedWeights(RunObserver):
                     "MasterWeightsKwargs"
                 )
 
-    # -- events of the run
+    @property
+    def _prepared(self) -> PreparedModel:
+        if self._model is None:
+            raise PrepareError("free_memory has released the model of this average")
+        return self._model
 
-    def before_step(
-        self, optimizer: AcceleratedOptimizer, closure: Callable[[], Any] | None
-    ) -> None:
-        """Refuse a step of the averages."""
+    # -- what the run does
+
+    def check_not_applied(self) -> None:
+        """Raise PrepareError for what would use the averages as the weights that train: a step, a save, a load."""
         if self._is_applied:
             raise PrepareError(
-                "optimizer.step() inside of average.applied(): train after the block"
+                "inside of average.applied() the model has the averages: call optimizer.step, save_state and "
+                "load_state after the block. save_model saves the averages alone"
             )
 
     def after_step(self, optimizer: AcceleratedOptimizer) -> None:
         """Update when all optimizers of the model have stepped, unless all of these steps were skipped."""
-        for known in self._objects.optimizers:
-            if known not in self._is_trained_by:
-                self._is_trained_by[known] = self._prepared.trains_with(known.optimizer)
+        objects = self._objects()
+        if objects is None:
+            return
+        for trainer in objects.optimizers:
+            if trainer not in self._is_trained_by:
+                self._is_trained_by[trainer] = self._prepared.trains_with(trainer.optimizer)
         if not self._is_trained_by.get(optimizer):
             return
         self._has_stepped[optimizer] = not optimizer.step_was_skipped
-        if all(
-            known in self._has_stepped
-            for known, is_trainer in self._is_trained_by.items()
-            if is_trainer
-        ):
+        trainers = [trainer for trainer, trains in self._is_trained_by.items() if trains]
+        if all(trainer in self._has_stepped for trainer in trainers):
             if any(self._has_stepped.values()):
                 self.update()
             self._has_stepped.clear()
 
-    def before_save(self) -> None:
-        """Refuse a checkpoint of the averages."""
-        if self._is_applied:
-            raise CheckpointError(
-                "save_state inside of average.applied() would save the averages as the weights that train. Call it "
-                "after the block, which saves both; save_model saves the averages alone"
-            )
-
-    def before_load(self) -> None:
-        """Refuse a load whose weights the block would replace."""
-        if self._is_applied:
-            raise CheckpointError(
-                "load_state inside of average.applied(): at its end the model gets its former weights"
-            )
-
-    def released(self) -> None:
-        """Free the averages."""
+    def release(self) -> None:
+        """Forget the model, and free the averages."""
+        self._model = None
         self._weights, self._averages = [], []
-        self._is_trained_by.clear()
-        self._has_stepped.clear()
 
     # -- the average
 

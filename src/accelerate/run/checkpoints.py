@@ -29,19 +29,19 @@ from ..checkpointing.writer import Writer
 from ..config.training import ProjectConfiguration
 from ..core.errors import ConfigurationError, MissingCheckpointError
 from ..core.files import user_path
+from ..core.observers import RunLoop
 from ..logging import MultiProcessAdapter, get_logger, print_or_log
-from ..optimizer import AcceleratedOptimizer
 from ..parallel.base import Strategy
 from ..parallel.items import ItemWindow
 from ..parallel.prepared import PreparedModel, PreparedOptimizer
 from ..parallel.registry import strategy_key
 from ..parallel.unwrap import extract_model_from_parallel, is_peft_model
 from ..precision.base import Precision
+from ..runtime.step_exchange import StepExchange
 from ..state import AcceleratorState, PartialState
 from ..tracking.group import TrackerGroup
 from .accumulation import Accumulation
 from .objects import RunObjects
-from .observers import RunObserver, RunObservers
 
 if TYPE_CHECKING:
     from ..checkpointing.adapters import AdapterLayout
@@ -58,7 +58,7 @@ class RunCheckpoints:
         objects: the prepared objects. strategy, precision, state: what `resolve` decided.
         accumulation, items: the unfinished accumulation window.
         project: folders and automatic naming. trackers: whose run keys are saved.
-        observers: are told of saves and loads.
+        exchange: by which the ranks agree to stop.
     """
 
     objects: RunObjects
@@ -69,14 +69,16 @@ class RunCheckpoints:
     items: ItemWindow
     project: ProjectConfiguration
     trackers: TrackerGroup
-    observers: RunObservers
+    exchange: StepExchange
 
     def __post_init__(self) -> None:
         self.save_hooks: OrderedDict[int, Callable[..., None]] = OrderedDict()
         self.load_hooks: OrderedDict[int, Callable[..., None]] = OrderedDict()
         self.controller: ResumeController = ResumeController(
-            self._load_newest_if_any, self._save_and_exit, self._in_training_mode
+            self._load_newest_if_any, self._save_and_exit, self.exchange
         )
+        # Its observers are told of saves and loads. `Accelerator` makes it, after this.
+        self.loop: RunLoop = RunLoop()
         # of a run that a signal has stopped; None: 128 plus its number
         self._exit_code: int | None = None
         self._writer: Writer | None = None
@@ -122,7 +124,9 @@ class RunCheckpoints:
             damaged=self._damaged if rotation is not None else (),
         )
         begin = time.perf_counter()
-        for observer in self.observers.active:
+        for average in self.objects.averages:
+            average.check_not_applied()
+        for observer in self.loop.active:
             observer.before_save()
         if blocking:
             self._wait_for_writer()
@@ -140,7 +144,7 @@ class RunCheckpoints:
         print_or_log(
             logger, f"{done} {saved}: epoch {run.progress['epoch']}, step {run.progress['step']}"
         )
-        for observer in self.observers.active:
+        for observer in self.loop.active:
             observer.saved(str(saved), run.progress["step"], time.perf_counter() - begin)
         return str(saved)
 
@@ -187,7 +191,9 @@ class RunCheckpoints:
         return report
 
     def _before_load(self) -> None:
-        for observer in self.observers.active:
+        for average in self.objects.averages:
+            average.check_not_applied()
+        for observer in self.loop.active:
             observer.before_load()
         self._wait_for_writer()
 
@@ -249,7 +255,7 @@ class RunCheckpoints:
         self._steps_before = report.step
         for optimizer in self.objects.optimizers:
             optimizer.steps_made = 0
-        for observer in self.observers.active:
+        for observer in self.loop.active:
             observer.loaded(str(report.folder), report.step, time.perf_counter() - begin)
         if "iteration" in report.progress and self.project.automatic_checkpoint_naming:
             self.project.iteration = int(report.progress["iteration"]) + 1
@@ -289,9 +295,6 @@ class RunCheckpoints:
             )
         self.controller.watch_signals(PartialState(), signals)
 
-    def _in_training_mode(self) -> bool:
-        return any(prepared.module.training for prepared in self.objects.models)
-
     def _save_and_exit(self, name: str) -> None:
         folder = self.save()
         logger.warning(f"stop requested ({name}): saved {folder}")
@@ -304,7 +307,7 @@ class RunCheckpoints:
     def end_training(self) -> None:
         """Finish what runs in the background, close observers and trackers, leave the process group."""
         # A profile that ends is an event of the recorder, which was added before it.
-        for observer in reversed(self.observers.active):
+        for observer in reversed(self.loop.active):
             observer.close()
         if self._writer is not None:
             self._writer.release()
@@ -474,53 +477,3 @@ def register_hook(
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook
     return handle
-
-
-class RunSteps(RunObserver):
-    """What a run does before passes, between batches and around steps: it resumes and stops, and refuses wrong steps.
-
-    Args:
-        checkpoints: of the run. The reference is weak, since optimizers refer to their observers.
-    """
-
-    def __init__(self, checkpoints: RunCheckpoints) -> None:
-        self._checkpoints = weakref.ref(checkpoints)
-
-    def before_pass(self, loader: Any) -> None:
-        """Do a pending resume."""
-        checkpoints = self._checkpoints()
-        if checkpoints is not None:
-            checkpoints.controller.resume_if_pending()
-
-    def end_batch(self, loader: Any) -> None:
-        """Stop the run where a signal requests it."""
-        checkpoints = self._checkpoints()
-        if checkpoints is not None and checkpoints.controller.is_watching:
-            checkpoints.controller.stop_if_requested(loader)
-
-    def before_step(
-        self, optimizer: AcceleratedOptimizer, closure: Callable[[], Any] | None
-    ) -> None:
-        """Raise ConfigurationError before a pending resume was done, PrepareError for parameters added to a model."""
-        checkpoints = self._checkpoints()
-        if checkpoints is None:
-            return
-        if optimizer.has_new_groups:
-            checkpoints.objects.refuse_new_parameters(optimizer)
-        if optimizer.steps_made == 0:
-            if checkpoints.controller.is_pending:
-                raise ConfigurationError(
-                    "resume='auto' loads when a prepared loader is first read, and an optimizer steps before any was: "
-                    "read `accelerator.resumed` before the loop"
-                )
-            checkpoints.controller.record_step()
-
-    def after_step(self, optimizer: AcceleratedOptimizer) -> None:
-        """Do what the layout does after a step. Where signals stop the run, record which loader is trained on."""
-        checkpoints = self._checkpoints()
-        if checkpoints is None:
-            return
-        for call in checkpoints.strategy.after_step:
-            call()
-        if checkpoints.controller.is_watching:
-            checkpoints.controller.record_step()

@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from ..core.errors import PrepareError
+from ..core.observers import RunObserver
 from ..core.stacks import user_line
 from ..core.trees import leaves
 from ..logging import MultiProcessAdapter, get_logger
@@ -28,7 +29,6 @@ from ..optimizer import AcceleratedOptimizer
 from ..runtime import marks
 from ..torch_internals.compiled import has_compiled_regions
 from .checkpoints import RunCheckpoints
-from .observers import RunObserver
 
 logger: MultiProcessAdapter = get_logger(__name__)
 
@@ -177,7 +177,7 @@ class FirstStepCheck(RunObserver):
         self._end_batches()
         run = self._run()
         if run is not None:
-            run.observers.remove(self)
+            run.loop.remove(self)
         if not self._running and FirstStepCheck._hook is not None:
             FirstStepCheck._hook.remove()
             FirstStepCheck._hook = None

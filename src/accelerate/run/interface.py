@@ -19,13 +19,13 @@ from ..config.training import (
 )
 from ..core.enums import DistributedType, FP8BackendType
 from ..core.objects import forwarded
+from ..core.observers import RunLoop
 from ..data_loader.metrics import gather_for_metrics
 from ..parallel.base import Strategy
 from ..parallel.ddp.strategy import DataParallel
 from ..precision.base import Precision
 from ..state import AcceleratorState, GradientState, ProcessView
 from .objects import RunObjects
-from .observers import RunObservers
 from .resolve import Plan
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def observed(
     def call(self: RunInterface, /, *args: P.args, **kwargs: P.kwargs) -> T:
         begin = perf_counter()
         result = collective(self, *args, **kwargs)
-        for observer in self._observers.active:
+        for observer in self._loop.active:
             observer.after_collective(perf_counter() - begin)
         return result
 
@@ -76,7 +76,7 @@ class RunInterface(ProcessView):
     project_configuration: ProjectConfiguration
     flag_tensor: torch.Tensor | None
     _objects: RunObjects
-    _observers: RunObservers
+    _loop: RunLoop
 
     # -- identity of the process
 

@@ -4,13 +4,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from ..collectives import gather_object
 from ..core.errors import NonFiniteError, PrepareError
 from ..logging import MultiProcessAdapter, get_logger
 from ..optimizer import AcceleratedOptimizer
@@ -18,13 +16,13 @@ from ..parallel.gradients import gradients_of, local, not_finite
 from ..parallel.unwrap import canonical_name
 from ..runtime import marks
 from ..runtime.calls import ranks_in_words
+from ..runtime.step_exchange import StepExchange
 from .objects import RunObjects
-from .observers import RunObserver
 
 logger: MultiProcessAdapter = get_logger(__name__)
 
 
-class NonFiniteGuard(RunObserver):
+class NonFiniteGuard:
     """Decides before each step of a prepared optimizer, on all ranks alike, whether it is left out.
 
     A rank looks at the losses of its backwards since the last step, and at its gradients of the optimizer's
@@ -34,16 +32,21 @@ class NonFiniteGuard(RunObserver):
         objects: the prepared objects of the run. The reference is weak, since optimizers refer to the guard.
         device: of the run.
         limit: the run ends at so many steps in a row that are left out.
+        exchange: by which the ranks decide.
     """
 
-    def __init__(self, objects: RunObjects, device: torch.device, limit: int) -> None:
+    def __init__(
+        self, objects: RunObjects, device: torch.device, limit: int, exchange: StepExchange
+    ) -> None:
         self._objects = weakref.ref(objects)
         self._device = device
         self._limit = limit
         self._loss: torch.Tensor | None = None  # the sum, which is finite if all are
         self._has_stepped = False  # since the last backward
+        self._exchange = exchange
+        exchange.register("cause", _cause)
 
-    def after_backward(self, loss: Any, num_items: Any) -> None:
+    def add_loss(self, loss: Any, num_items: Any) -> None:
         """Add a loss. A mean over no items is not finite, and has no weight."""
         if self._has_stepped:
             self._loss, self._has_stepped = None, False
@@ -53,9 +56,7 @@ class NonFiniteGuard(RunObserver):
                 value = torch.where(torch.as_tensor(num_items, device=value.device) > 0, value, 0.0)
             self._loss = value if self._loss is None else self._loss + value
 
-    def before_step(
-        self, optimizer: AcceleratedOptimizer, closure: Callable[[], Any] | None
-    ) -> None:
+    def check_closure(self, closure: Callable[[], Any] | None) -> None:
         """Raise PrepareError for a closure, which computes its losses inside of the step."""
         if closure is not None:
             raise PrepareError(
@@ -73,66 +74,70 @@ class NonFiniteGuard(RunObserver):
         flag = not_finite(gradients_of(_checked(optimizer)), self._device)
         if self._loss is not None:
             flag += (~torch.isfinite(self._loss)).to(self._device)
-        if dist.is_initialized():
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        if not flag.item():
+        if not self._exchange.any_rank(flag):
             optimizer.left_out = 0
             return False
         optimizer.left_out += 1
-        cause, place = self._explain(optimizer), marks.own_place()
-        at = f" in {place}" if place else ""
+        cause = self._exchange.collect("cause", self._cause_here(optimizer))
+        position = marks.own_place()
+        if position:
+            position = f" in {position}"
         if optimizer.left_out < self._limit:
-            logger.warning(f"an optimizer step is left out{at}: {cause}")
+            logger.warning(f"an optimizer step is left out{position}: {cause}")
             return True
         if self._limit > 1:
             in_a_row = f", for the step and the {self._limit - 1} before it"
         else:
             in_a_row = ""
         raise NonFiniteError(
-            f"{cause}{at}{in_a_row}. Nothing was updated by it. Look for values in the data that are not finite, a "
-            "division by zero in the loss, or a learning rate that is too high; "
+            f"{cause}{position}{in_a_row}. Nothing was updated by it. Look for values in the data that are not "
+            "finite, a division by zero in the loss, or a learning rate that is too high; "
             "torch.autograd.detect_anomaly() shows the operation"
         )
 
-    def _explain(self, optimizer: AcceleratedOptimizer) -> str:
-        """What is not finite on which ranks. Every rank calls it."""
-        if self._loss is None or torch.isfinite(self._loss):
-            loss = None
-        else:
-            loss = self._loss.item()
+    def _cause_here(self, optimizer: AcceleratedOptimizer) -> dict[str, Any]:
+        """What is not finite on this rank. One name is enough: the message has to be short on many ranks."""
+        loss = None
+        if self._loss is not None and not torch.isfinite(self._loss):
+            loss = str(self._loss.item())
+        names: dict[int, str] = {}
         objects = self._objects()
-        named: dict[int, str] = {}
-        for model in () if objects is None else objects.models:
-            model.reshard()
-            named |= {
-                id(parameter): canonical_name(name)
-                for name, parameter in model.inner.named_parameters()
-            }
-        names = [
-            named.get(id(parameter), "a parameter")
+        if objects is not None:
+            for model in objects.models:
+                model.reshard()
+                for name, parameter in model.inner.named_parameters():
+                    names[id(parameter)] = canonical_name(name)
+        affected = [
+            parameter
             for parameter in _checked(optimizer)
             if not_finite(gradients_of(parameter), self._device)
         ]
-        # One name of each rank: the message has to be short on many ranks.
-        ranks = gather_object([(loss, names[:1], len(names))])
+        first = None
+        if affected:
+            first = names.get(id(affected[0]), "a parameter")
+        return {"loss": loss, "parameter": first, "parameters": len(affected)}
 
-        def on(affected: Iterable[int]) -> str:
-            if len(ranks) > 1:
-                return f" on {ranks_in_words(affected)}"
-            return ""
 
-        words = []
-        losses = {rank: loss for rank, (loss, _, _) in enumerate(ranks) if loss is not None}
-        if losses:
-            words.append(f"the loss is {next(iter(losses.values()))}{on(losses)}")
-        gradients = {rank: names[0] for rank, (_, names, _) in enumerate(ranks) if names}
-        if gradients:
-            more = max(count for _, _, count in ranks) - 1
-            first = next(iter(gradients.values())) + (
-                f" and of {more} other parameters" if more else ""
-            )
-            words.append(f"the gradient of {first} is not finite{on(gradients)}")
-        return "; ".join(words)
+def _cause(rows: Mapping[int, dict[str, Any]]) -> str:
+    """What is not finite, in words with the ranks."""
+
+    def on(ranks: Iterable[int]) -> str:
+        if len(rows) > 1:
+            return f" on {ranks_in_words(ranks)}"
+        return ""
+
+    words = []
+    losses = {rank: row["loss"] for rank, row in rows.items() if row["loss"] is not None}
+    if losses:
+        words.append(f"the loss is {next(iter(losses.values()))}{on(losses)}")
+    parameters = {rank: row["parameter"] for rank, row in rows.items() if row["parameter"]}
+    if parameters:
+        which = next(iter(parameters.values()))
+        others = max(row["parameters"] for row in rows.values()) - 1
+        if others:
+            which += f" and of {others} other parameters"
+        words.append(f"the gradient of {which} is not finite{on(parameters)}")
+    return "; ".join(words)
 
 
 def _checked(optimizer: AcceleratedOptimizer) -> list[torch.Tensor]:

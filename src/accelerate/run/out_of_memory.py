@@ -24,12 +24,12 @@ import torch
 from ..core import devices, memory, messages
 from ..core.files import atomic_write
 from ..core.objects import size_of
+from ..core.observers import RunLoop, RunObserver
 from ..state import PartialState
 from ..telemetry.recorder import RunRecorder
 from .objects import RunObjects
-from .observers import RunObserver, RunObservers
 
-_watched: weakref.WeakSet[RunObservers] = weakref.WeakSet()
+_watched: weakref.WeakSet[RunLoop] = weakref.WeakSet()
 _VIEWER = "https://docs.pytorch.org/memory_viz"
 
 
@@ -79,17 +79,17 @@ class OutOfMemory(RunObserver):
             self._recorder.event("out_of_memory", message=message, **fields)
 
 
-def watch(observers: RunObservers) -> None:
+def watch(loop: RunLoop) -> None:
     """Tell the observers of a run when memory runs out in this process."""
     if _notify not in memory.exhausted_hooks:
         memory.exhausted_hooks.append(_notify)
         sys.excepthook = functools.partial(_report_uncaught, sys.excepthook)
-    _watched.add(observers)
+    _watched.add(loop)
 
 
 def _notify(error: BaseException) -> None:
-    for observers in list(_watched):
-        for observer in observers.active:
+    for loop in list(_watched):
+        for observer in loop.active:
             observer.error(error)
 
 

@@ -18,9 +18,9 @@ from ..core import devices, json_text, messages
 from ..core.errors import ConfigurationError
 from ..core.files import atomic_write
 from ..core.objects import size_of
+from ..core.observers import RunObserver
 from ..state import PartialState
 from ..telemetry.recorder import device_memory
-from .observers import RunObserver
 
 # Optimizer steps before the timing starts, and timed ones.
 WARMUP, TIMED = 2, 4

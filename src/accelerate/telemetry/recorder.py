@@ -14,8 +14,8 @@ import psutil
 import torch
 
 from ..core import devices
+from ..core.observers import RunObserver
 from ..core.trees import first_leaf
-from ..run.observers import RunObserver
 from .device_values import DeviceValues, mean, scalar
 from .records import FLAG_FIRST, FLAG_SKIPPED
 from .status import EVALUATING, SAVING, STARTING, TRAINING, StatusFile

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..run.observers import RunObserver
+from ..core.observers import RunObserver
 
 
 class StepProfile(RunObserver):

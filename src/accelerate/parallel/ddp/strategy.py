@@ -28,6 +28,8 @@ class DataParallel(Strategy):
     """Each process has a replica of the model and reads its shard of the data; the backward averages gradients."""
 
     name = "DistributedDataParallel"
+    joins = True
+    has_replicas = True
     data_shard = property(one_shard_each)
 
     def __init__(
@@ -207,6 +209,7 @@ class XlaDataParallel(DataParallel):
     """Operations on these devices are traced lazily; after each optimizer step the trace is executed."""
 
     name = "DistributedDataParallel on XLA"
+    has_replicas = False
 
     def __init__(
         self,

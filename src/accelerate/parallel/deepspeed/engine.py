@@ -146,8 +146,7 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
             )
         if self.gradient_state.sync_gradients:
             self.steps_made += 1
-            for observer in self.observers.active:
-                observer.after_step(self)
+            self.loop.after_step(self)
 
     @property
     def step_was_skipped(self) -> bool:

@@ -26,12 +26,14 @@ class Sharding:
         layout: the name of the version.
         unsharded: the ids of the parameters that stay as they are.
         taken: the ids of the parameters, and of layers with flattened ones, of models that were prepared before.
+        is_flat: whether parameters are sharded as parts of flat ones, which FSDP1 does.
     """
 
     model: nn.Module
     layout: str
     unsharded: frozenset[int]
     taken: frozenset[int]
+    is_flat: bool
 
     def modules(self) -> Iterator[tuple[str, nn.Module]]:
         """(description, module) of the modules with parameters that will be sharded."""
@@ -95,7 +97,7 @@ def _shared(sharding: Sharding) -> Iterator[str]:
 
 
 def _compiled(sharding: Sharding) -> Iterator[str]:
-    if sharding.layout == "FSDP1" and is_compiled_module(sharding.model):
+    if sharding.is_flat and is_compiled_module(sharding.model):
         yield (
             f"{sharding.layout} cannot shard a model that torch.compile has wrapped: its state dict would have flat "
             "shards. Give prepare the plain model and the Accelerator dynamo_plugin=TorchDynamoPlugin(...), or set "
@@ -104,7 +106,7 @@ def _compiled(sharding: Sharding) -> Iterator[str]:
 
 
 def _whole_numbers(sharding: Sharding) -> Iterator[str]:
-    flat = sharding.layout == "FSDP1"
+    flat = sharding.is_flat
     # Before torch 2.12 a shard of FSDP2 requires gradients when it is created, and whole numbers cannot have any.
     if flat or is_torch_version("<", "2.12"):
         for name, parameter in sharding.model.named_parameters():
@@ -130,7 +132,7 @@ def check(
     layout: str,
     ignored: Iterable[nn.Module] | str | None,
     others: Iterable[PreparedModel] = (),
-    flattened: Iterable[object] = (),
+    flattened: Iterable[object] | None = None,
 ) -> None:
     """Raise PrepareError for a model that `layout` does not shard.
 
@@ -139,15 +141,15 @@ def check(
         layout: the name of the version.
         ignored: modules that it leaves alone.
         others: the models that were prepared before.
-        flattened: their layers and parameters that FSDP1 has flattened.
+        flattened: their layers and parameters that FSDP1 has flattened; None for FSDP2.
     """
     unsharded = frozenset(
         id(p) for module in find_modules(model, ignored) for p in module.parameters()
     )
-    taken = frozenset(map(id, flattened)).union(
+    taken = frozenset(map(id, flattened or ())).union(
         id(p) for other in others for p in other.trained_parameters()
     )
-    sharding = Sharding(model, layout, unsharded, taken - unsharded)
+    sharding = Sharding(model, layout, unsharded, taken - unsharded, flattened is not None)
     for requirement in REQUIREMENTS:
         for message in requirement(sharding):
             raise PrepareError(message)

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`RunObserver`, the one interface of everything that watches a run; `RunObservers` are those of one `Accelerator`.
-
-Nothing here imports the rest of the package: loaders, optimizers and the packages with observers all import this.
-"""
+"""`RunObserver`, the interface of what watches a run, and `RunLoop`, which loaders and optimizers report to."""
 
 from __future__ import annotations
 
@@ -74,14 +71,15 @@ class RunObserver:
         """The run has ended."""
 
 
-class RunObservers:
-    """The observers of one run, shared by the accelerator and what it has prepared.
+class RunLoop:
+    """What loaders and optimizers call at the events of their loop. It tells the observers of the run.
+
+    This class is the loop of objects that no accelerator has prepared. `accelerate.run.loop.MainLoop` adds what a run
+    itself does at these events.
 
     Attributes:
-        active: those that are told. A step of a run without any costs one test of this tuple.
+        active: the observers that are told. An event of a run without any costs one test of this tuple.
     """
-
-    __slots__ = ("__weakref__", "active")
 
     def __init__(self) -> None:
         self.active: tuple[RunObserver, ...] = ()
@@ -95,6 +93,45 @@ class RunObservers:
         """Tell an observer nothing more. It may call this itself, in an event."""
         self.active = tuple(other for other in self.active if other is not observer)
 
+    def before_pass(self, loader: Any) -> None:
+        """A pass over a loader is set up."""
+        for observer in self.active:
+            observer.before_pass(loader)
 
-# Those of a loader or optimizer that no accelerator has prepared.
-NO_OBSERVERS: RunObservers = RunObservers()
+    def begin_pass(self, loader: Any) -> None:
+        """A pass over a loader begins."""
+        for observer in self.active:
+            observer.begin_pass(loader)
+
+    def batch(self, loader: Any, data: Any) -> None:
+        """A loader is about to yield a batch."""
+        for observer in self.active:
+            observer.batch(loader, data)
+
+    def end_batch(self, loader: Any) -> None:
+        """The loop has used a batch."""
+        for observer in self.active:
+            observer.end_batch(loader)
+
+    def end_pass(self, loader: Any) -> None:
+        """A pass over a loader has ended."""
+        for observer in self.active:
+            observer.end_pass(loader)
+
+    def before_step(self, optimizer: Any, closure: Callable[[], Any] | None) -> None:
+        """An optimizer is about to step."""
+        for observer in self.active:
+            observer.before_step(optimizer, closure)
+
+    def leaves_out(self, optimizer: Any) -> bool:
+        """Whether the step of an optimizer is left out, decided on all ranks alike."""
+        return False
+
+    def after_step(self, optimizer: Any) -> None:
+        """An optimizer has stepped."""
+        for observer in self.active:
+            observer.after_step(optimizer)
+
+
+# That of a loader or optimizer that no accelerator has prepared.
+NO_LOOP: RunLoop = RunLoop()

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`MainLoop`: what a run itself does at each event of its loop, in order. Observers are told after that."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..checkpointing.resume_controller import ResumeController
+from ..core.errors import ConfigurationError
+from ..core.observers import RunLoop
+from ..optimizer import AcceleratedOptimizer
+from ..parallel.base import Strategy
+from ..parallel.items import ItemWindow
+from .non_finite import NonFiniteGuard
+from .objects import RunObjects
+
+
+class MainLoop(RunLoop):
+    """The loop of one run. It resumes and stops the run, refuses wrong steps, and moves what follows the steps.
+
+    Loaders and optimizers refer to it, so its reference to the prepared objects is weak.
+
+    Args:
+        objects: the prepared objects.
+        strategy: the layout.
+        items: the accumulation window of backwards with `num_items`.
+        guard: leaves steps out, with `Accelerator(non_finite=...)`.
+        controller: resumes and stops the run.
+    """
+
+    def __init__(
+        self,
+        objects: RunObjects,
+        strategy: Strategy,
+        items: ItemWindow,
+        guard: NonFiniteGuard | None,
+        controller: ResumeController,
+    ) -> None:
+        super().__init__()
+        self._objects = weakref.ref(objects)
+        self.strategy = strategy
+        self._items = items
+        self._guard = guard
+        self._controller = controller
+
+    # -- passes over a loader
+
+    def before_pass(self, loader: Any) -> None:
+        """Do a pending resume."""
+        self._controller.resume_if_pending()
+        super().before_pass(loader)
+
+    def end_batch(self, loader: Any) -> None:
+        """Stop the run where a signal requests it."""
+        if self._controller.is_watching:
+            self._controller.stop_if_requested(loader)
+        super().end_batch(loader)
+
+    # -- the step
+
+    def before_backward(self, loss: Any) -> None:
+        """`accelerator.backward` was called."""
+        for observer in self.active:
+            observer.before_backward(loss)
+
+    def after_backward(self, loss: torch.Tensor, num_items: Any) -> None:
+        """Add the loss to those that decide about the next step."""
+        if self._guard is not None:
+            self._guard.add_loss(loss, num_items)
+        for observer in self.active:
+            observer.after_backward(loss, num_items)
+
+    def before_step(
+        self, optimizer: AcceleratedOptimizer, closure: Callable[[], Any] | None
+    ) -> None:
+        """Raise for a step that would train wrongly.
+
+        Raises:
+            ConfigurationError: a pending resume was not done.
+            PrepareError: of parameters added to a model, of a closure with `non_finite`, of averages.
+        """
+        objects = self._objects()
+        if objects is not None:
+            if optimizer.has_new_groups:
+                objects.refuse_new_parameters(optimizer)
+            for average in objects.averages:
+                average.check_not_applied()
+        if self._guard is not None:
+            self._guard.check_closure(closure)
+        if optimizer.steps_made == 0:
+            if self._controller.is_pending:
+                raise ConfigurationError(
+                    "resume='auto' loads when a prepared loader is first read, and an optimizer steps before any was: "
+                    "read `accelerator.resumed` before the loop"
+                )
+            self._controller.record_step()
+        super().before_step(optimizer, closure)
+
+    def leaves_out(self, optimizer: AcceleratedOptimizer) -> bool:
+        """Ask the guard."""
+        return self._guard is not None and self._guard.leaves_out(optimizer)
+
+    def after_step(self, optimizer: AcceleratedOptimizer) -> None:
+        """Do what the layout does after a step, end the window of items, update averages, exchange signals."""
+        for call in self.strategy.after_step:
+            call()
+        self._items.end()
+        objects = self._objects()
+        if objects is not None:
+            for average in objects.averages:
+                average.after_step(optimizer)
+        # A fused optimizer was counted in its backward.
+        if not hasattr(optimizer.optimizer, "fused_backward"):
+            self.count_step()
+        super().after_step(optimizer)
+
+    def count_step(self) -> None:
+        """A step was made: where signals stop the run, the ranks exchange them."""
+        if self._controller.is_watching:
+            self._controller.count_step()

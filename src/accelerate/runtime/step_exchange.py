@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`StepExchange`, the one way in which ranks tell each other something inside of a training loop.
+
+It is counted in optimizer steps that synchronize gradients, which all ranks make together, never in local batches.
+Three parts of a run use it:
+
+- `items`: at the end of an accumulation window with `num_items`, the sum of the counts.
+- `step`: before a step with `non_finite`, whether a rank has a value that is not finite. Where signals stop the run,
+  the message has the signal that a rank has received too. Without `non_finite`, signals are exchanged after every few
+  steps.
+- `cause`: when a step is left out, what is not finite on which ranks.
+
+As long as all ranks make the same steps, what a step waits for is one collective, and the rest goes through the store.
+Inside of a block in which ranks run out of batches (`join_uneven_inputs`), everything goes through the store: a
+collective would meet those by which torch's `Join` answers for a rank that has left. A rank announces that it leaves,
+and the others do not wait for it any more. What each rank sends does not grow with the number of ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..core.errors import CommunicationError
+from .agreement import Process, Round, StoreLostError, default_connection
+
+logger: logging.Logger = logging.getLogger(__name__)
+
+# Steps between two exchanges of signals, at most, and the seconds that these steps should take.
+INTERVAL, _SECONDS = 8, 0.25
+# Seconds that a rank waits for the signals of the others. If one does not come, the next exchange decides.
+_PATIENCE = 60.0
+# Seconds that a rank waits for a value that its step needs.
+_LIMIT = 1800.0
+
+# The rounds in the store while all ranks make the same steps. A block in which ranks leave has rounds of its own.
+_NAME = "step"
+
+Reduce = Callable[[dict[int, Any]], Any]
+
+
+class StepExchange:
+    """What the ranks of a run exchange in its loops. All ranks make the same calls in the same order.
+
+    Args:
+        process: who this process is.
+        interval: the largest number of steps between two exchanges of signals.
+
+    Attributes:
+        received: the name of a signal that this rank has received.
+        agreed: the name of a signal that some rank has received; all ranks know it since the same step.
+        is_watching: whether `step` exchanges signals.
+    """
+
+    def __init__(self, process: Process, interval: int = INTERVAL) -> None:
+        self.received: str | None = None
+        self.agreed: str | None = None
+        self.is_watching: bool = False
+        self._world = process.num_processes
+        self._interval = interval
+        self._reductions: dict[str, Reduce] = {"items": _total, "step": _step}
+        # Signals were exchanged with the decision about a step.
+        self._has_exchanged = False
+        self._steps_left = self._steps_between = 1  # exchanges of signals
+        self._last_exchange: float | None = None
+        # Where ranks may leave: how many have, before the present round.
+        self._is_uneven = False
+        self._absent = 0
+        self._name = _NAME
+
+    def register(self, subject: str, reduce: Reduce) -> None:
+        """Add a subject for `collect`. Every rank does it, also one that never has a value of it."""
+        self._reductions[subject] = reduce
+
+    # -- what a step waits for
+
+    def sum_items(
+        self, count: torch.Tensor, group: dist.ProcessGroup | None
+    ) -> Callable[[], torch.Tensor]:
+        """Begin to sum a count over the ranks of a group. Returns a function that waits for the sum."""
+        if self._is_uneven:
+            return lambda: torch.full_like(count, self._meet("items", float(count)))
+        total = count.clone()
+        work = dist.all_reduce(total, group=group, async_op=True)
+
+        def wait() -> torch.Tensor:
+            if work is not None:
+                work.wait()
+            return total
+
+        return wait
+
+    def any_rank(self, flag: torch.Tensor) -> bool:
+        """Whether the number of some rank is more than 0. The message has the signals too."""
+        if self._world == 1:
+            return bool(flag.item())
+        number = _number(self.received)
+        if self._is_uneven:
+            largest, number, _ = self._meet("step", [float(flag), number, 1])
+        elif self.is_watching:
+            message = torch.stack((flag, torch.full_like(flag, number)))
+            dist.all_reduce(message, op=dist.ReduceOp.MAX)
+            largest, number = message.tolist()
+        else:
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+            largest = flag.item()
+        self._has_exchanged = True
+        self._agree(int(number))
+        return bool(largest)
+
+    def collect(self, subject: str, value: object) -> Any:
+        """What the registered reduction makes of {rank: value} on one rank. The values are plain JSON data."""
+        if self._world == 1:
+            return self._reductions[subject]({0: value})
+        return self._meet(subject, value)
+
+    # -- signals
+
+    @property
+    def is_agreed(self) -> bool:
+        """Whether all ranks know of a signal. One process knows it at once."""
+        if self._world == 1:
+            self.agreed = self.received
+        return self.agreed is not None
+
+    def step(self) -> None:
+        """Count a step. Every few steps the ranks exchange which of them have received a signal."""
+        if self.is_agreed or self._world == 1:
+            return
+        if self._has_exchanged:
+            self._has_exchanged = False
+            return
+        self._steps_left -= 1
+        if self._steps_left:
+            return
+        now = time.perf_counter()
+        interval = 1
+        if self._last_exchange is not None:
+            seconds = (now - self._last_exchange) / self._steps_between
+            interval = max(1, min(self._interval, int(_SECONDS / seconds)))
+        result = self._meet("step", [0, _number(self.received), interval], _PATIENCE)
+        if result is None:
+            interval = self._interval
+        else:
+            _, number, interval = result
+            self._agree(number)
+        self._last_exchange = now
+        self._steps_left = self._steps_between = interval
+
+    def _agree(self, number: int) -> None:
+        # A rank that has left the loop cannot stop at this step.
+        if number and not self._absent:
+            self.agreed = signal.Signals(number).name
+
+    # -- unequal numbers of batches
+
+    @contextlib.contextmanager
+    def uneven(self, joined: contextlib.AbstractContextManager[None]) -> Iterator[None]:
+        """A block that ranks end at different steps.
+
+        Args:
+            joined: entered around the block. Its end waits for all ranks.
+        """
+        if self._world == 1:
+            with joined:
+                yield
+            return
+        rounds = default_connection().rounds
+        block = rounds.get("uneven", 0)
+        rounds["uneven"] = block + 1
+        self._begin(f"uneven{block}")
+        try:
+            with joined:
+                yield
+                self._leave()
+        finally:
+            self._begin(_NAME)
+
+    def _begin(self, name: str) -> None:
+        self._name = name
+        self._is_uneven = name != _NAME
+        self._absent = 0
+        self._has_exchanged = False
+        self._steps_left, self._last_exchange = 1, None
+
+    def _leave(self) -> None:
+        """Announce that this rank does not come to the next round, nor to any later one of the block."""
+        meeting = Round(self._name)
+        absent = self._absent + int(meeting.store.add(meeting.key("left"), 1))
+        came = int(meeting.store.add(meeting.key("came"), 0))
+        if came and came + absent == self._world:
+            self._conclude(meeting, absent)
+
+    # -- a round through the store
+
+    def _meet(self, subject: str, value: object, limit: float = _LIMIT) -> Any:
+        """Give a value, and wait until all ranks have come that have not left. Returns the reduction of the values.
+
+        None if a rank has not come within the limit of an exchange of signals.
+        """
+        meeting = Round(self._name)
+        try:
+            came, absent = meeting.put([subject, value]), self._absent
+            if self._is_uneven:
+                absent += int(meeting.store.add(meeting.key("left"), 0))
+            if came + absent == self._world:
+                # Nobody comes after this rank. If another one leaves at this moment, both conclude, with one result.
+                self._conclude(meeting, absent)
+            else:
+                for _ in meeting.waits(f"the exchange of {subject}", limit):
+                    pass
+            outcome = meeting.outcome()
+        except (RuntimeError, ConnectionError) as error:
+            raise StoreLostError(str(error)) from error
+        if outcome.refused is not None:
+            raise CommunicationError(outcome.refused)
+        if outcome.result is None:
+            missing = outcome.absent or "a rank"
+            if limit != _PATIENCE:
+                raise CommunicationError(
+                    f"{missing} did not come to the exchange of {subject} in an optimizer step"
+                )
+            logger.warning(
+                "%s did not come to the exchange of signals within %.0f s: the next one decides",
+                missing,
+                outcome.waited,
+            )
+            return None
+        result, self._absent = outcome.result
+        return result
+
+    def _conclude(self, meeting: Round, absent: int) -> None:
+        """Write what the values of all ranks come to that have not left."""
+        ranks = meeting.ranks
+        if absent:
+            left = set(meeting.absent())
+            ranks = [rank for rank in ranks if rank not in left]
+        rows = meeting.values(ranks)
+        subjects = sorted({row[0] for row in rows.values()})
+        if len(subjects) == 1:
+            result = self._reductions[subjects[0]]({rank: row[1] for rank, row in rows.items()})
+            meeting.settle({"result": [result, absent]})
+        else:
+            meeting.settle(
+                {"refused": f"the ranks exchange {' and '.join(subjects)} in the same step"}
+            )
+        if meeting.number:
+            # All ranks that have not left are in this round, so none looks at the one before.
+            for name in ("outcome", "came", "left"):
+                meeting.store.delete_key(meeting.key(name, back=1))
+
+
+def _number(name: str | None) -> int:
+    if name is None:
+        return 0
+    return int(signal.Signals[name])
+
+
+def _total(counts: Mapping[int, float]) -> float:
+    return sum(counts.values())
+
+
+def _step(rows: Mapping[int, list[Any]]) -> list[Any]:
+    flags, numbers, intervals = zip(*rows.values(), strict=True)
+    return [max(flags), max(numbers), min(intervals)]

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the ranks exchange in a loop, where they have different numbers of batches, against a plain loop."""
+
+import math
+import os
+import signal
+
+import pytest
+import torch
+from rank_pool import on_ranks
+from torch.utils.data import DataLoader, TensorDataset
+
+from accelerate import Accelerator
+from accelerate.runtime.step_exchange import StepExchange
+from accelerate.state import PartialState
+from accelerate.utils import ProjectConfiguration
+
+SIZE, BATCH, RATE = 15, 1, 0.05  # 8 batches for rank 0, 7 for rank 1
+# In whose batch a value is not finite: one that both ranks read, and the last one, which only rank 0 has.
+BAD = {"non_finite": (2, 14), "all": (3,)}
+
+
+def data(bad=()):
+    x = torch.linspace(-1, 1, 2 * SIZE, dtype=torch.float64).reshape(SIZE, 2)
+    y = x.sum(1, keepdim=True).sin()
+    for index in bad:
+        y[index] = math.nan
+    return x, y
+
+
+def items_of(x):
+    # Not the same on the two ranks.
+    return 1 + int(4 * (x[0, 0] + 1))
+
+
+def make():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 1, dtype=torch.float64)
+    return model, torch.optim.SGD(model.parameters(), lr=RATE)
+
+
+def plain_run(features, epochs):
+    """Each step has the batches that the ranks read at the same time. A rank without one counts in the mean."""
+    model, optimizer = make()
+    x, y = data(BAD.get(features, ()))
+    for _ in range(epochs):
+        for start in range(0, SIZE, 2):
+            rows = range(start, min(start + 2, SIZE))
+            losses = [
+                torch.nn.functional.mse_loss(model(x[row : row + 1]), y[row : row + 1])
+                for row in rows
+            ]
+            if features in ("items", "all"):
+                counts = [items_of(x[row : row + 1]) for row in rows]
+                loss = sum(loss * count for loss, count in zip(losses, counts, strict=True)) / sum(
+                    counts
+                )
+            else:
+                loss = sum(losses) / 2
+            loss.backward()
+            if features == "preemption" or bool(torch.isfinite(loss)):
+                optimizer.step()
+            optimizer.zero_grad()
+    return model.state_dict()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("features", ["preemption", "items", "non_finite", "all"])
+def test_ranks_that_run_out_of_batches(features, tmp_path):
+    project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
+    guard = {"non_finite": "skip"} if features in ("non_finite", "all") else {}
+    accelerator = Accelerator(cpu=True, project_config=project, **guard)
+    model, optimizer = make()
+    loader = DataLoader(TensorDataset(*data(BAD.get(features, ()))), batch_size=BATCH)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    if features in ("preemption", "all"):
+        assert accelerator.resume() is None
+    batches = 0
+    for _ in range(3):
+        with accelerator.join_uneven_inputs([model], even_batches=False):
+            for x, y in loader:
+                items = {"num_items": items_of(x)} if features in ("items", "all") else {}
+                accelerator.backward(torch.nn.functional.mse_loss(model(x), y), **items)
+                optimizer.step()
+                optimizer.zero_grad()
+                batches += 1
+    assert batches == 3 * (8 - accelerator.process_index)
+    values = accelerator.unwrap_model(model).state_dict()
+    for name, expected in plain_run(features, 3).items():
+        torch.testing.assert_close(values[name], expected, rtol=0, atol=1e-12)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("guard", [{}, {"non_finite": "raise"}])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_among_unequal_numbers_of_batches(guard, rank, tmp_path):
+    """A rank that is alone in the loop goes on: the run stops at a step that both ranks make."""
+    project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
+    accelerator = Accelerator(cpu=True, project_config=project, **guard)
+    model, optimizer = make()
+    loader = DataLoader(TensorDataset(*data()), batch_size=BATCH)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    accelerator.resume()
+    steps = 0
+    with pytest.raises(SystemExit) as stop:
+        for _ in range(3):
+            with accelerator.join_uneven_inputs([model], even_batches=False):
+                for x, y in loader:
+                    if accelerator.process_index == rank and steps == (7 if rank == 0 else 6):
+                        os.kill(os.getpid(), signal.SIGUSR1)
+                    accelerator.backward(torch.nn.functional.mse_loss(model(x), y))
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    steps += 1
+    assert stop.value.code == 128 + signal.SIGUSR1
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 1
+
+
+@on_ranks(2)
+def test_a_first_pass_without_steps(tmp_path):
+    """Batches that are read in training mode without a step exchange nothing."""
+    project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
+    accelerator = Accelerator(cpu=True, project_config=project)
+    model, optimizer = make()
+    rank = accelerator.process_index
+    x, y = data()
+    loader = DataLoader(TensorDataset(x, y), batch_size=BATCH)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    accelerator.resume()
+    total = 0.0
+    for number, (inputs, _) in enumerate(loader):
+        total += float(inputs.sum())
+        if rank and number == 6:
+            break
+    accelerator.gather(torch.tensor([total]))
+    for inputs, targets in loader:
+        accelerator.backward(torch.nn.functional.mse_loss(model(inputs), targets))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert optimizer.steps_made == 8
+
+
+@on_ranks(2)
+def test_a_rank_without_any_batch_has_the_reference_of_the_others():
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = make()
+    model, optimizer = accelerator.prepare(model, optimizer)
+    x, y = data()
+    with accelerator.join_uneven_inputs([model]):
+        if accelerator.is_main_process:
+            loss = torch.nn.functional.mse_loss(model(x[:1]), y[:1])
+            accelerator.backward(loss, num_items=3)
+            optimizer.step()
+            optimizer.zero_grad()
+    row = 1 + accelerator.process_index
+    loss = torch.nn.functional.mse_loss(model(x[row : row + 1]), y[row : row + 1])
+    accelerator.backward(loss, num_items=1)
+    optimizer.step()
+    plain, stepper = make()
+    for rows in ([0], [1, 2]):
+        torch.nn.functional.mse_loss(plain(x[rows]), y[rows]).backward()
+        stepper.step()
+        stepper.zero_grad()
+    values = accelerator.unwrap_model(model).state_dict()
+    for name, expected in plain.state_dict().items():
+        torch.testing.assert_close(values[name], expected, rtol=0, atol=1e-12)
+
+
+@on_ranks(2)
+def test_steps_that_take_long_exchange_each_time():
+    exchange = StepExchange(PartialState(cpu=True))
+    exchange.is_watching = True
+    exchange._last_exchange = -1e6
+    exchange.step()
+    if PartialState().process_index:
+        exchange.received = "SIGTERM"
+    exchange.step()
+    assert exchange.agreed == "SIGTERM"
