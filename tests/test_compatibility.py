@@ -3,12 +3,10 @@
 
 import importlib
 import inspect
-import json
 import os
 import pickle
 import socket
 import unittest
-from pathlib import Path
 
 import pytest
 import torch
@@ -270,57 +268,13 @@ def test_names_that_packages_import_from_the_utilities():
     assert Owner().shared == {"a": 1}
 
 
-@pytest.mark.parametrize(
-    ("argument", "use"),
-    [
-        ("fp16", 'mixed_precision="fp16"'),
-        ("logging_dir", "project_dir"),
-        ("dispatch_batches", "dataloader_config"),
-    ],
-)
-def test_retired_arguments_name_the_present_ones(argument, use):
-    with pytest.raises(TypeError, match=rf"Accelerator no longer takes {argument}=: use {use}"):
-        Accelerator(**{argument: True})
-
-
-def test_unknown_arguments_and_names_name_the_nearest_and_the_version_of_the_api():
-    with pytest.raises(
-        TypeError,
-        match=r"argument 'mixed_precison' .*version 1\.15 of the API; did you mean mixed_pre",
-    ):
-        Accelerator(mixed_precison="no")
+def test_unknown_names_name_the_nearest_and_the_version_of_the_api():
     with pytest.raises(
         AttributeError,
         match=r"'gathr_object' .*version 1\.15 of the API; did you mean gather_object",
     ):
         accelerate.utils.gathr_object  # noqa: B018
     assert not hasattr(importlib.import_module("accelerate.state"), "PartialStat")
-
-
-def test_an_argument_of_a_newer_version_is_explained_by_whatever_takes_options():
-    names = json.loads((Path(__file__).parent / "data" / "api-1.15.json").read_text())["modules"]
-    endings = ("Plugin", "Kwargs", "Config", "Configuration")
-    takes_options = {
-        name for module in ("accelerate", "accelerate.utils") for name in names[module]
-    }
-    found = [(accelerate.utils, name) for name in sorted(takes_options) if name.endswith(endings)]
-    found = [
-        (module, name) for module, name in found if isinstance(getattr(module, name, None), type)
-    ]
-    assert len(found) > 15
-    found += [
-        (accelerate, name)
-        for name in ("dispatch_model", "infer_auto_device_map", "notebook_launcher")
-    ]
-    found += [(accelerate.data_loader, "prepare_data_loader"), (accelerate.utils, "set_seed")]
-    for module, name in found:
-        with pytest.raises(
-            TypeError,
-            match=rf"{name} got an unexpected keyword argument 'newer' .*version 1\.15 of",
-        ):
-            getattr(module, name)(newer=1)
-    with pytest.raises(TypeError, match=r"did you mean even_batches=\?"):
-        accelerate.utils.DataLoaderConfiguration(even_batch=True)
 
 
 def test_names_that_are_public_without_documentation():
@@ -365,11 +319,6 @@ def test_adapters_have_the_state_of_a_stateful_loader():
     assert [batch.tolist() for batch in second.base_dataloader] == [[2, 3], [4, 5]]
     with pytest.raises(AttributeError, match="'DataLoader' object has no attribute 'state_dict'"):
         adapter(range(6)).state_dict()
-
-
-def test_retired_attributes_name_the_present_ones():
-    with pytest.raises(AttributeError, match='use mixed_precision == "fp16"'):
-        _ = Accelerator(cpu=True).state.use_fp16
 
 
 def test_steps_of_megatron_models_are_refused():

@@ -31,7 +31,6 @@ from .core.errors import ConfigurationError, PrepareError
 from .core.lazy import public_names
 from .core.modules import class_name, model_has_dtensor, require_module
 from .core.objects import forwarded
-from .core.retired import ACCELERATOR_ARGUMENTS, explain_arguments
 from .core.trees import send_to_device
 from .data_loader import prepare_data_loader, skip_first_batches
 from .logging import MultiProcessAdapter, get_logger, print_or_log
@@ -144,7 +143,6 @@ class Accelerator(RunInterface):
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     """
 
-    @explain_arguments(ACCELERATOR_ARGUMENTS)
     def __init__(
         self,
         device_placement: bool = True,

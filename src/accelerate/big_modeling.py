@@ -17,7 +17,6 @@ from .core import env
 from .core.lazy import public_names
 from .core.modules import class_names, require_module
 from .core.objects import flat_list
-from .core.retired import explained
 from .hooks import (
     AlignDevicesHook,
     CpuOffload,
@@ -98,7 +97,6 @@ def _registering(method: str, device: Place) -> Iterator[None]:
         setattr(nn.Module, method, former)
 
 
-@explained
 def cpu_offload(
     model: nn.Module,
     execution_device: Place | None = None,
@@ -131,7 +129,6 @@ def cpu_offload(
     )
 
 
-@explained
 def disk_offload(
     model: nn.Module,
     offload_dir: str | os.PathLike[str],
@@ -201,7 +198,6 @@ def _offload_all(
     return model
 
 
-@explained
 def cpu_offload_with_hook(
     model: nn.Module,
     execution_device: Place | None = None,
@@ -222,7 +218,6 @@ def cpu_offload_with_hook(
     return model, UserCpuOffloadHook(model, hook)
 
 
-@explained
 def dispatch_model(
     model: nn.Module,
     device_map: Mapping[str, Any],
@@ -278,7 +273,6 @@ def dispatch_model(
     return model
 
 
-@explained
 def load_checkpoint_and_dispatch(
     model: nn.Module,
     checkpoint: str | os.PathLike[str],

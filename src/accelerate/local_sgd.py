@@ -9,10 +9,8 @@ import torch
 
 from . import collectives
 from .core.lazy import public_names
-from .core.retired import explained
 
 
-@explained
 class LocalSGD:
     """A context in which gradients are not synchronized. Parameters are averaged every `local_sgd_steps` steps.
 

@@ -19,7 +19,6 @@ from .core import env
 from .core.errors import ConfigurationError
 from .core.messages import warn
 from .core.options import options
-from .core.retired import explained
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,7 +43,6 @@ def _enabled(name: str) -> Any:
     return property(is_enabled, doc=f"Whether `{name}_size` is greater than 1.")
 
 
-@explained
 @dataclass(repr=False)
 class ParallelismConfig:
     """Sizes of the dimensions of parallelism; their product is the number of processes.

@@ -17,7 +17,6 @@ from .core import devices, env, extensions
 from .core.enums import DistributedType, DynamoBackend, PrecisionType
 from .core.errors import ConfigurationError
 from .core.lazy import public_names
-from .core.retired import STATE_ATTRIBUTES
 from .core.topology import Topology
 from .gradient_state import GradientState as GradientState
 from .runtime import channel, deepspeed_comm, group, process, smddp, xla
@@ -532,10 +531,6 @@ class AcceleratorState(ProcessView):
             raise AttributeError(
                 f"`AcceleratorState` object has no attribute `{name}`: the state was reset. "
                 "Make a new `Accelerator()` first."
-            )
-        if name in STATE_ATTRIBUTES:
-            raise AttributeError(
-                f"`AcceleratorState` has no `{name}` any more: use {STATE_ATTRIBUTES[name]}"
             )
         raise AttributeError(f"'AcceleratorState' object has no attribute '{name}'")
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch.distributed as dist
 
 from ..core.memory import clear_device_cache, report_exhausted, should_reduce_batch_size
-from ..core.retired import explained
 from ..runtime import group
 from ..runtime.agreement import Round
 from ..torch_internals.flight_recorder import newest, recorded
@@ -29,7 +28,6 @@ FITS, MEMORY, BROKEN = "fits", "memory", "broken"
 RESTART, CONTINUE = "restart", "continue"
 
 
-@explained
 def find_executable_batch_size(
     function: Callable[..., Any] | None = None,
     starting_batch_size: int = 128,

@@ -15,13 +15,11 @@ import torch.distributed as dist
 from ..core import devices
 from ..core.enums import RNGType
 from ..core.errors import ConfigurationError
-from ..core.retired import explained
 from ..runtime.mesh import data_shard
 from ..state import AcceleratorState, PartialState
 from . import tensors
 
 
-@explained
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
     """Seed the generators of `random`, `numpy` and `torch`, on every device.
 

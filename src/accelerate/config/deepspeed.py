@@ -13,7 +13,6 @@ from ..core import env
 from ..core.errors import ConfigurationError
 from ..core.imports import is_available
 from ..core.messages import warn
-from ..core.retired import explained
 from . import checks
 from .deepspeed_file import HfDeepSpeedConfig, check_stage
 
@@ -48,7 +47,6 @@ _VARIABLES: dict[str, tuple[str, Any]] = {
 _DECIDED_BY_FILE = (*_KEYS, "mixed_precision")
 
 
-@explained
 @dataclass
 class DeepSpeedPlugin:
     """How a DeepSpeed engine trains the model. A field that is None takes its variable, else the default.

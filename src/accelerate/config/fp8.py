@@ -12,7 +12,6 @@ from ..core import env
 from ..core.errors import ConfigurationError
 from ..core.imports import is_available
 from ..core.messages import warn
-from ..core.retired import explained
 from . import checks
 from .base import KwargsHandler
 
@@ -44,7 +43,6 @@ class _Recipe(KwargsHandler):
         return {name: values[name] for name in names if values[name] != getattr(plain, name)}
 
 
-@explained
 @dataclass
 class AORecipeKwargs(_Recipe):
     """How torchao converts linear layers to float8. A field that is None takes its ACCELERATE_FP8_* variable.
@@ -87,7 +85,6 @@ class AORecipeKwargs(_Recipe):
         )
 
 
-@explained
 @dataclass
 class TERecipeKwargs(_Recipe):
     """How TransformerEngine scales its float8 layers. A field that is None takes its ACCELERATE_FP8_* variable.
@@ -128,7 +125,6 @@ class TERecipeKwargs(_Recipe):
             self.override_linear_precision = (forward, inputs, weights)
 
 
-@explained
 @dataclass
 class MSAMPRecipeKwargs(_Recipe):
     """How far MS-AMP goes: `opt_level` O1 (gradients and weights) or O2 (optimizer state too)."""
@@ -141,7 +137,6 @@ class MSAMPRecipeKwargs(_Recipe):
         self.opt_level = checks.word("opt_level", self.opt_level, ("O1", "O2"))
 
 
-@explained
 @dataclass
 class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
     """The API's older object for either of two backends. Use `TERecipeKwargs` or `MSAMPRecipeKwargs` in new code."""

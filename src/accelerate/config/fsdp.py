@@ -13,7 +13,6 @@ from ..core.constants import FSDP2_STATE_DICT_TYPE, FSDP_AUTO_WRAP_POLICY, FSDP_
 from ..core.errors import ConfigurationError
 from ..core.messages import warn
 from ..core.objects import flat_list
-from ..core.retired import explained
 from . import checks, fsdp_words
 
 if TYPE_CHECKING:
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 EFFICIENT_LOADING = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 
 
-@explained
 @dataclass
 class FullyShardedDataParallelPlugin:
     """How parameters, gradients and optimizer state are sharded over the data-parallel ranks.

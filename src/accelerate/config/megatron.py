@@ -10,7 +10,6 @@ from typing import Any
 from ..core import env
 from ..core.errors import ConfigurationError
 from ..core.messages import warn
-from ..core.retired import explained
 
 # Fields that Megatron-LM knows under another name.
 _ARGUMENTS = {
@@ -71,7 +70,6 @@ def _from_variable(default: Any) -> Any:
     return field(default=None, metadata={"default": default})
 
 
-@explained
 @dataclass
 class MegatronLMPlugin:
     """A run described in Megatron-LM's words. A field that is None takes MEGATRON_LM_<FIELD>, else the default.

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from ..core import env
 from ..core.errors import ConfigurationError
 from ..core.pipeline_schedules import PIPELINE_SCHEDULES, PipelineSchedule
-from ..core.retired import explained
 from ..core.strategy_options import SP_ATTENTION
 from . import checks
 
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-@explained
 @dataclass
 class TorchTensorParallelPlugin:
     """The API's older form of tensor parallelism: `tp_size` ranks, on the user's mesh if given.
@@ -43,7 +41,6 @@ class TorchTensorParallelPlugin:
             )
 
 
-@explained
 @dataclass
 class TorchTensorParallelConfig:
     """Options of tensor parallelism.
@@ -74,7 +71,6 @@ class TorchTensorParallelConfig:
             )
 
 
-@explained
 @dataclass
 class TorchContextParallelConfig:
     """How context-parallel ranks exchange keys and values: `cp_comm_strategy` is allgather or alltoall.
@@ -92,7 +88,6 @@ class TorchContextParallelConfig:
         )
 
 
-@explained
 @dataclass
 class DeepSpeedSequenceParallelConfig:
     """Options of Ulysses sequence parallelism. If one is None, the variable PARALLELISM_CONFIG_SP_* sets it.
@@ -134,7 +129,6 @@ class DeepSpeedSequenceParallelConfig:
             )
 
 
-@explained
 @dataclass
 class PipelineParallelConfig:
     """Options of pipeline parallelism (`pp_handler`): where the model is split, and in which order its stages compute.

@@ -5,12 +5,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..core.retired import explained
 from . import checks
 from .base import KwargsHandler
 
 
-@explained
 @dataclass
 class AutocastKwargs(KwargsHandler):
     """Options of `torch.autocast`, in which the forward of a prepared model runs.
@@ -31,7 +29,6 @@ class AutocastKwargs(KwargsHandler):
         checks.fields_of(self)
 
 
-@explained
 @dataclass
 class GradScalerKwargs(KwargsHandler):
     """Options of `torch.amp.GradScaler`, which scales the loss with `mixed_precision="fp16"`.
@@ -57,7 +54,6 @@ class GradScalerKwargs(KwargsHandler):
         checks.fields_of(self)
 
 
-@explained
 @dataclass
 class MasterWeightsKwargs(KwargsHandler):
     """bf16 parameters and gradients, and an fp32 master of each parameter, which the optimizers step.

@@ -9,11 +9,9 @@ from typing import Any
 from ..core.enums import CustomDtype
 from ..core.errors import ConfigurationError
 from ..core.messages import warn
-from ..core.retired import explained
 from . import checks
 
 
-@explained
 @dataclass
 class BnbQuantizationConfig:
     """Options of `load_and_quantize_model`. Set exactly one of `load_in_8bit` and `load_in_4bit`.

@@ -15,12 +15,10 @@ from ..core.errors import ConfigurationError
 from ..core.files import path_text
 from ..core.messages import warn
 from ..core.options import DYNAMO_MODES
-from ..core.retired import explained
 from . import checks
 from .base import KwargsHandler
 
 
-@explained
 @dataclass
 class DataLoaderConfiguration:
     """How prepared data loaders share a dataset between processes.
@@ -61,7 +59,6 @@ class DataLoaderConfiguration:
             )
 
 
-@explained
 @dataclass
 class GradientAccumulationPlugin(KwargsHandler):
     """How gradients accumulate over batches.
@@ -84,7 +81,6 @@ class GradientAccumulationPlugin(KwargsHandler):
             checks.integer("GradientAccumulationPlugin.num_steps", self.num_steps)
 
 
-@explained
 @dataclass
 class ProjectConfiguration:
     """Where a run keeps what it writes.
@@ -122,7 +118,6 @@ class ProjectConfiguration:
             self.logging_dir = self.project_dir
 
 
-@explained
 @dataclass
 class DistributedDataParallelKwargs(KwargsHandler):
     """Options of `torch.nn.parallel.DistributedDataParallel` and of its communication hook.
@@ -190,7 +185,6 @@ class DistributedDataParallelKwargs(KwargsHandler):
         register(model, self.comm_hook, self.comm_wrapper, self.comm_state_option)
 
 
-@explained
 @dataclass
 class InitProcessGroupKwargs(KwargsHandler):
     """Arguments of `torch.distributed.init_process_group`.
@@ -210,7 +204,6 @@ class InitProcessGroupKwargs(KwargsHandler):
     timeout: timedelta | None = None
 
 
-@explained
 @dataclass
 class ProfileKwargs(KwargsHandler):
     """Options of `torch.profiler.profile`.
@@ -286,7 +279,6 @@ class ProfileKwargs(KwargsHandler):
         )
 
 
-@explained
 @dataclass
 class OptimizerOffloadKwargs(KwargsHandler):
     """Optimizer states are in host memory between steps; a step streams them through the device in chunks.
@@ -307,7 +299,6 @@ class OptimizerOffloadKwargs(KwargsHandler):
         checks.integer("OptimizerOffloadKwargs.chunk_size", self.chunk_size)
 
 
-@explained
 @dataclass
 class TorchDynamoPlugin(KwargsHandler):
     """Arguments of `torch.compile`. If one is None, the variable ACCELERATE_DYNAMO_* of its name sets it.

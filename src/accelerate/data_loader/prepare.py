@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader
 from ..core.errors import PrepareError
 from ..core.imports import is_available
 from ..core.messages import warn
-from ..core.retired import explained
 from .base import check_loader, loader_class
 from .batch_source import altered, is_iterable, is_native, plan_for
 from .dispatch import DataLoaderDispatcher, data_shards
@@ -46,7 +45,6 @@ _LOADER_ARGUMENTS = (
 )
 
 
-@explained
 def prepare_data_loader(
     dataloader: DataLoader[Any],
     device: torch.device | None = None,
@@ -166,7 +164,6 @@ def prepare_data_loader(
     return loader
 
 
-@explained
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
     """Make a loader that skips the first `num_batches` of every pass, to continue in the middle of an epoch.
 

@@ -16,7 +16,6 @@ from torch import nn
 from ..core import trees
 from ..core.errors import PrepareError
 from ..core.modules import class_names, replace_data, require_module
-from ..core.retired import explained
 from ..parallel.pipeline.microbatch import BatchSplitter, Stage, disable_caches
 from ..parallel.pipeline.observe import observe
 from ..parallel.pipeline.p2p import P2PChannel
@@ -36,7 +35,6 @@ from ..parallel.pipeline.stage_plan import order_conflict
 from ..state import PartialState
 
 
-@explained
 def prepare_pippy(
     model: nn.Module,
     split_points: str | Sequence[str] = "auto",

@@ -14,7 +14,6 @@ from ..core import env, messages, system
 from ..core.availability import is_torch_xla_available
 from ..core.enums import PrecisionType
 from ..core.errors import ConfigurationError, LaunchError
-from ..core.retired import explained
 from .functions import run_functions
 from .plan import shortage_of_cpus
 from .ports import ReservedPort, is_port_in_use
@@ -51,7 +50,6 @@ class PrepareForLaunch:
         return self.launcher(*args)
 
 
-@explained
 def notebook_launcher(
     function: Callable[..., Any],
     args: Sequence[Any] = (),
@@ -205,7 +203,6 @@ def _mark(variables: Mapping[str, str | None], template: str | None) -> str:
     return string.Template(template).safe_substitute(words)
 
 
-@explained
 def debug_launcher(
     function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2
 ) -> None:

@@ -13,7 +13,6 @@ from torch import nn
 from ..core.errors import ConfigurationError
 from ..core.messages import warn
 from ..core.modules import class_names, require_module
-from ..core.retired import explained
 from ..logging import rank_0_logger
 from .memory import get_balanced_memory, get_max_memory
 from .names import DeviceMap, complete_device_map, entry_for, is_within
@@ -159,7 +158,6 @@ def _check_no_disk(
     )
 
 
-@explained
 def infer_auto_device_map(
     model: nn.Module,
     max_memory: MutableMapping[int | str, int | str] | None = None,

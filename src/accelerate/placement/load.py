@@ -17,7 +17,6 @@ from torch.nn.parameter import is_lazy
 from ..core.errors import CheckpointError, ConfigurationError, WeightFileError
 from ..core.modules import model_has_dtensor, require_module
 from ..core.objects import size_of
-from ..core.retired import explained
 from ..logging import rank_0_logger
 from .names import DeviceMap, Place, complete_device_map, device_for, entry_for, tensor_at
 from .offload import check_folder, load_offloaded_weight, offload_weight, save_offload_index
@@ -72,7 +71,6 @@ def load_state_dict(
     return state
 
 
-@explained
 def load_checkpoint_in_model(
     model: nn.Module,
     checkpoint: str | os.PathLike[str],

@@ -14,7 +14,6 @@ from ..core import devices
 from ..core.errors import ConfigurationError
 from ..core.modules import require_module
 from ..core.objects import flat_list
-from ..core.retired import explained
 from .sizes import Dtype, compute_module_sizes, convert_file_size_to_int
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -101,7 +100,6 @@ def _free_memory() -> MaxMemory:
     return {**free, "cpu": main}
 
 
-@explained
 def get_balanced_memory(
     model: nn.Module,
     max_memory: MutableMapping[int | str, int | str] | None = None,

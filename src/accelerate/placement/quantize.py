@@ -15,7 +15,6 @@ from ..config.quantization import BnbQuantizationConfig
 from ..core.availability import is_4bit_bnb_available, is_8bit_bnb_available
 from ..core.errors import ConfigurationError
 from ..core.modules import require_module
-from ..core.retired import explained
 from ..logging import rank_0_logger
 from .device_map import check_device_map, plan_device_map
 from .dispatch import dispatch
@@ -196,7 +195,6 @@ def _mentions(name: str, fragments: Sequence[str]) -> bool:
     return any(part in name for part in fragments)
 
 
-@explained
 def load_and_quantize_model(
     model: nn.Module,
     bnb_quantization_config: BnbQuantizationConfig | AOBaseConfig,
