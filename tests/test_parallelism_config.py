@@ -94,7 +94,6 @@ def test_fp8_recipes(monkeypatch):
 def test_megatron_words_map_to_our_layout(monkeypatch):
     monkeypatch.setenv("MEGATRON_LM_PP_DEGREE", "2")
     plugin = MegatronLMPlugin(tp_degree=2, use_distributed_optimizer=True)
-    assert plugin.megatron_lm_default_args["pipeline_model_parallel_size"] == 2
     assert plugin.parallelism(8) == {"tp_size": 2, "pp_size": 2, "cp_size": 1, "dp_shard_size": 2}
     with pytest.raises(ValueError, match="does not divide the 6 processes"):
         plugin.parallelism(6)
@@ -102,18 +101,9 @@ def test_megatron_words_map_to_our_layout(monkeypatch):
         MegatronLMPlugin(expert_model_parallel_size=2).parallelism(8)
 
 
-def test_megatron_optimizer_and_schedule():
-    import torch
-
+def test_arguments_of_megatron_are_refused():
     plugin = MegatronLMPlugin(num_micro_batches=2)
-    plugin.set_training_args(4, 2)
-    assert plugin.megatron_lm_default_args["global_batch_size"] == 16
-    plugin.set_optimizer_type(
-        torch.optim.AdamW([torch.zeros(1, requires_grad=True)], lr=0.1, weight_decay=0.02)
-    )
-    assert (
-        plugin.megatron_lm_default_args["adam_beta2"] == 0.999
-        and plugin.megatron_lm_default_args["lr"] == 0.1
-    )
-    with pytest.raises(ValueError, match="adagrad"):
-        plugin.set_optimizer_type(torch.optim.Adagrad([torch.zeros(1, requires_grad=True)]))
+    with pytest.raises(ValueError, match="the optimizer that prepare is given"):
+        plugin.set_optimizer_type(None)
+    with pytest.raises(ValueError, match="the batch size of the loader"):
+        plugin.set_training_args(4, 2)

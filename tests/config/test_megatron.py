@@ -38,10 +38,6 @@ def test_fields_without_counterpart_are_named() -> None:
     assert sorted(plugin.without_counterpart()) == ["lr_decay_style", "recompute_activations"]
 
 
-def test_consumed_samples_has_training_validation_and_test() -> None:
-    assert MegatronLMPlugin(consumed_samples=[7]).consumed_samples == [7, 0, 0]
-
-
 def test_two_layouts_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="megatron_lm_plugin and parallelism_config"):
         _native_layout(MegatronLMPlugin(), {"parallelism_config": ParallelismConfig()}, 1)

@@ -1,23 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options in Megatron-LM's words: the layout among them maps to this library's own parallelism."""
+"""Options in Megatron-LM's words: the layout among them maps to this library's own parallelism.
+
+No code of Megatron-LM runs. What replaces its other options:
+
+- precision: `mixed_precision` of the Accelerator; recomputation: `activation_checkpointing`.
+- learning rates and weight decay: the optimizer and the scheduler that `prepare` is given.
+- batch sizes, sequence lengths and samples: the loader that `prepare` is given.
+- gradient clipping: `accelerator.clip_grad_norm_`; the loss and its mean: the training loop.
+- dropout, positions and attention: the model's own configuration.
+- logging: `log_with` of the Accelerator; checkpoints: `save_state` and `load_state`.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NoReturn
 
 from ..core import env
 from ..core.errors import ConfigurationError
-from ..core.messages import warn
 
-# Fields that Megatron-LM knows under another name.
-_ARGUMENTS = {
-    "tp_degree": "tensor_model_parallel_size",
-    "pp_degree": "pipeline_model_parallel_size",
-    "sequence_parallelism": "sequence_parallel",
-    "gradient_clipping": "clip_grad",
-}
 # Fields that the native layout takes over.
 _NATIVE = {
     "tp_degree",
@@ -30,39 +33,6 @@ _NATIVE = {
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
 }
-_SCHEDULE = (
-    "lr_decay_style",
-    "lr_decay_iters",
-    "lr_decay_samples",
-    "lr_warmup_fraction",
-    "weight_decay_incr_style",
-    "start_weight_decay",
-    "end_weight_decay",
-    "min_lr",
-    "train_samples",
-)
-# Fields that are passed on, besides those with a variable.
-_PASSED_ON = (
-    "pipeline_model_parallel_split_rank",
-    "num_layers_per_virtual_pipeline_stage",
-    "consumed_samples",
-    "no_wd_decay_cond",
-    "scale_lr_cond",
-    "lr_mult",
-    "megatron_dataset_flag",
-    "eval_iters",
-    "eval_interval",
-)
-# The sizes of a model in the words of its configuration: type -> Megatron-LM's name of the type.
-_MODEL_TYPES = {"megatron-bert": "bert", "gpt2": "gpt", "llama": "gpt", "t5": "t5"}
-_TOKENIZERS = {"gpt2": "GPT2BPETokenizer", "llama": "Llama2Tokenizer"}
-_SIZES = {
-    "num_layers": ("num_hidden_layers", "n_layer", "num_layers"),
-    "hidden_size": ("hidden_size", "n_embd", "d_model"),
-    "num_attention_heads": ("num_attention_heads", "n_head", "num_heads"),
-    "max_position_embeddings": ("max_position_embeddings", "n_positions"),
-    "orig_vocab_size": ("vocab_size",),
-}
 
 
 def _from_variable(default: Any) -> Any:
@@ -74,8 +44,8 @@ def _from_variable(default: Any) -> Any:
 class MegatronLMPlugin:
     """A run described in Megatron-LM's words. A field that is None takes MEGATRON_LM_<FIELD>, else the default.
 
-    `megatron_lm_default_args` holds the same as Megatron-LM's arguments. `parallelism()` gives the layout in this
-    library's words, which is what runs: tensor, pipeline and context parallelism of PyTorch's own pieces.
+    `parallelism()` gives the layout in this library's words, which is what runs: tensor, pipeline and context
+    parallelism of PyTorch's own pieces. A run names the other fields that differ from their defaults.
     """
 
     tp_degree: int | None = _from_variable(1)
@@ -143,29 +113,10 @@ class MegatronLMPlugin:
     other_megatron_args: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        defaults = self._defaults()
-        for name, default in defaults.items():
+        for name, default in self._defaults().items():
             if getattr(self, name) is None:
-                found = env.value(f"MEGATRON_LM_{name.upper()}")
-                setattr(self, name, default if found is None else found)
-        for name in ("tp_degree", "pp_degree", "num_micro_batches", "context_parallel_size"):
-            if getattr(self, name) < 1:
-                raise ConfigurationError(
-                    f"MegatronLMPlugin.{name}={getattr(self, name)} must be at least 1"
-                )
-        if self.consumed_samples is not None:  # training, validation, test
-            self.consumed_samples = [*self.consumed_samples, 0, 0, 0][
-                : max(3, len(self.consumed_samples))
-            ]
-        self.DDP_impl: str = "torch"
-        self.megatron_lm_default_args: dict[str, Any] = {
-            _ARGUMENTS.get(name, name): getattr(self, name) for name in (*defaults, *_PASSED_ON)
-        } | {"DDP_impl": self.DDP_impl}
-        if self.tensorboard_dir is not None:
-            self.megatron_lm_default_args["tensorboard_dir"] = self.tensorboard_dir
-            if self.set_all_logging_options:
-                self.set_tensorboard_logging_options()
-        self.megatron_lm_default_args.update(self.other_megatron_args or {})
+                value = env.value(f"MEGATRON_LM_{name.upper()}")
+                setattr(self, name, default if value is None else value)
 
     @classmethod
     def _defaults(cls) -> dict[str, Any]:
@@ -177,30 +128,30 @@ class MegatronLMPlugin:
     def parallelism(self, world_size: int) -> dict[str, int]:
         """The layout as `ParallelismConfig` sizes for `world_size` processes; the ranks left over are data parallel.
 
-        Expert parallelism has no counterpart. Raises ConfigurationError for it, and for a layout that does not
-        divide the processes. `use_custom_fsdp` and `use_distributed_optimizer` shard over the data-parallel ranks.
+        `use_custom_fsdp` and `use_distributed_optimizer` shard over the data-parallel ranks. Raises
+        ConfigurationError for expert parallelism, which has no counterpart, and for a layout that does not divide
+        the processes.
         """
         for name in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
             if getattr(self, name) > 1:
                 raise ConfigurationError(
                     f"MegatronLMPlugin.{name}={getattr(self, name)}: experts are not split here; use 1"
                 )
-        sizes = {
-            "tp_size": self.tp_degree,
-            "pp_size": self.pp_degree,
-            "cp_size": self.context_parallel_size,
+        sizes: dict[str, int] = {
+            "tp_size": self.tp_degree,  # type: ignore[dict-item]
+            "pp_size": self.pp_degree,  # type: ignore[dict-item]
+            "cp_size": self.context_parallel_size,  # type: ignore[dict-item]
         }
-        inner = self.tp_degree * self.pp_degree * self.context_parallel_size  # type: ignore[operator]
-        if world_size % inner:
+        inner = math.prod(sizes.values())
+        if inner < 1 or world_size % inner:
             raise ConfigurationError(
                 f"MegatronLMPlugin: tp_degree={self.tp_degree} x pp_degree={self.pp_degree} x context_parallel_size="
                 f"{self.context_parallel_size} = {inner} does not divide the {world_size} processes"
             )
+        data = "dp_replicate_size"
         if self.use_custom_fsdp or self.use_distributed_optimizer:
             data = "dp_shard_size"
-        else:
-            data = "dp_replicate_size"
-        return sizes | {data: world_size // inner}  # type: ignore[return-value]
+        return {**sizes, data: world_size // inner}
 
     def without_counterpart(self) -> list[str]:
         """The fields that differ from their default, and that the native layout does not have."""
@@ -211,105 +162,36 @@ class MegatronLMPlugin:
             if name not in _NATIVE and getattr(self, name) != default
         ]
 
-    def set_mixed_precision(self, mixed_precision: str) -> None:
-        """Write the run's precision into Megatron-LM's arguments."""
-        if mixed_precision in ("fp16", "bf16"):
-            self.megatron_lm_default_args[mixed_precision] = True
-        if mixed_precision == "bf16":
-            self.DDP_impl = self.megatron_lm_default_args["DDP_impl"] = "local"
+    # -- Megatron-LM's own arguments, which nothing here takes
 
-    def set_training_args(self, micro_batch_size: int, dp_degree: int) -> None:
-        """Write the batch sizes: samples of a micro-batch, and of all micro-batches of all data-parallel ranks."""
-        self.data_parallel_size = dp_degree
-        self.micro_batch_size = micro_batch_size
-        self.global_batch_size: int = dp_degree * micro_batch_size * self.num_micro_batches  # type: ignore[operator]
-        self.megatron_lm_default_args.update(
-            data_parallel_size=self.data_parallel_size,
-            micro_batch_size=self.micro_batch_size,
-            global_batch_size=self.global_batch_size,
-        )
+    def set_mixed_precision(self, mixed_precision: str) -> NoReturn:
+        """Refused: give `mixed_precision` to the Accelerator."""
+        raise _no_arguments("mixed_precision of the Accelerator")
 
-    def set_optimizer_type(self, optimizer: Any) -> None:
-        """Write an optimizer's settings. Raises ValueError for one that is neither of the Adam kind nor SGD."""
-        name = type(optimizer).__name__.lower()
-        settings: dict[str, Any]
-        if "adam" in name:
-            beta1, beta2 = optimizer.defaults["betas"]
-            settings = {"optimizer": "adam", "adam_beta1": beta1, "adam_beta2": beta2}
-            settings["adam_eps"] = optimizer.defaults["eps"]
-        elif "sgd" in name:
-            settings = {"optimizer": "sgd", "sgd_momentum": optimizer.defaults["momentum"]}
-        else:
-            raise ConfigurationError(
-                f"Optimizer {name} is not supported by Megatron-LM: use Adam, AdamW or SGD"
-            )
-        settings |= {
-            "lr": optimizer.defaults["lr"],
-            "weight_decay": optimizer.defaults["weight_decay"],
-        }
-        self.megatron_lm_default_args.update(settings)
+    def set_training_args(self, micro_batch_size: int, dp_degree: int) -> NoReturn:
+        """Refused: the loader has the batch size."""
+        raise _no_arguments("the batch size of the loader that prepare is given")
 
-    def set_scheduler_args(self, scheduler: Any) -> None:
-        """Write a DummyScheduler's steps (of one process and micro-batch) as Megatron-LM's iterations."""
-        per_iteration = self.num_micro_batches * self.megatron_lm_default_args["data_parallel_size"]
-        args = self.megatron_lm_default_args
-        if self.train_iters is None:
-            self.train_iters = scheduler.total_num_steps // per_iteration
-            if self.train_samples is not None:
-                self.train_samples = None
-                warn(
-                    "`train_samples` gives way to `train_iters`, which the scheduler's steps decide."
-                )
-        if self.lr_warmup_iters is None:
-            self.lr_warmup_iters = scheduler.warmup_num_steps // per_iteration
-            self.lr_warmup_samples = 0
-        args.update({name: getattr(self, name) for name in _SCHEDULE})
-        args.update(
-            train_iters=self.train_iters,
-            lr_warmup_iters=self.lr_warmup_iters,
-            lr_warmup_samples=self.lr_warmup_samples,
-        )
+    def set_optimizer_type(self, optimizer: Any) -> NoReturn:
+        """Refused: the optimizer that is prepared has its settings."""
+        raise _no_arguments("the optimizer that prepare is given")
 
-    def set_network_size_args(self, model: Any, batch_data: dict[str, Any] | None = None) -> None:
-        """Write a model's sizes, read from its configuration. Raises ValueError for a type that is not known."""
-        kind = getattr(model.config, "model_type", None)
-        if kind not in _MODEL_TYPES:
-            raise ConfigurationError(
-                f"MegatronLMPlugin knows the sizes of {list(_MODEL_TYPES)} models, not of {kind!r}"
-            )
-        sizes = {"model_type_name": _MODEL_TYPES[kind], "pretraining_flag": kind != "megatron-bert"}
-        for name, words in _SIZES.items():
-            sizes[name] = next(
-                (getattr(model.config, word) for word in words if hasattr(model.config, word)), None
-            )
-        if kind in _TOKENIZERS:
-            sizes |= {"tokenizer_type": _TOKENIZERS[kind], "return_logits": self.return_logits}
-        longest = sizes["max_position_embeddings"]
-        if kind == "t5":
-            source, target = self.encoder_seq_length, self.decoder_seq_length
-            if batch_data is not None:
-                source = source or batch_data["input_ids"].shape[1]
-                target = target or batch_data["labels"].shape[1]
-            sizes |= {
-                "encoder_seq_length": source or longest,
-                "decoder_seq_length": target or longest,
-            }
-        else:
-            if batch_data is not None:
-                given = batch_data["input_ids"].shape[1]
-            else:
-                given = None
-            sizes["seq_length"] = self.seq_length or given or longest
-        self.megatron_lm_default_args.update(sizes)
+    def set_scheduler_args(self, scheduler: Any) -> NoReturn:
+        """Refused: the scheduler that is prepared has its settings."""
+        raise _no_arguments("the scheduler that prepare is given")
 
-    def set_tensorboard_logging_options(self) -> None:
-        """Turn on all that Megatron-LM can log. Raises ImportError where Megatron-LM is not installed."""
-        from argparse import ArgumentParser
+    def set_network_size_args(
+        self, model: Any, batch_data: dict[str, Any] | None = None
+    ) -> NoReturn:
+        """Refused: models keep their classes and sizes."""
+        raise _no_arguments("the model that prepare is given")
 
-        from megatron.training.arguments import add_megatron_arguments
+    def set_tensorboard_logging_options(self) -> NoReturn:
+        """Refused: trackers log what the loop gives them."""
+        raise _no_arguments("log_with of the Accelerator and accelerator.log")
 
-        for name, value in vars(add_megatron_arguments(ArgumentParser()).parse_args([])).items():
-            if name.startswith("log_"):
-                self.megatron_lm_default_args[name] = True
-            elif name.startswith(("tensorboard_", "timing_", "wandb_")):
-                self.megatron_lm_default_args.setdefault(name, value)
+
+def _no_arguments(replacement: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"Megatron-LM does not run here, and nothing reads its arguments: use {replacement}"
+    )

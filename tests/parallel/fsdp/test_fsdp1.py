@@ -9,7 +9,11 @@ from rank_pool import on_ranks
 from safetensors.torch import load_file
 from states import reset_states
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+)
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils.data import DataLoader, TensorDataset
 from windows import ACCUMULATION, CLIP, squared_error, train_by_hand
@@ -242,3 +246,36 @@ def test_low_precision(name):
         losses.append(loss.item())
     assert losses[-1] < 0.9 * losses[0], losses
     assert all(parameter.dtype is torch.float32 for parameter in model.parameters())
+
+
+def full_states(where):
+    """What each rank gets of a model and its optimizer, with state dict configs of their own."""
+    reset_states()
+    plugin = Plugin(
+        fsdp_version=1,
+        **ORIGINAL,
+        state_dict_type="FULL_STATE_DICT",
+        state_dict_config=FullStateDictConfig(**where),
+        optim_state_dict_config=FullOptimStateDictConfig(**where),
+    )
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    model = make_model()
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    model, optimizer = accelerator.prepare(model, torch.optim.Adam(model.parameters()))
+    state = accelerator.get_state_dict(model)
+    for name, value in state.items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=0)
+    accelerator.backward(model(torch.ones(2, 5)).square().sum())
+    optimizer.step()
+    (prepared,) = accelerator._objects.models
+    moments = prepared.optimizer_state_dict(optimizer.optimizer)
+    return len(expected), len(state), len(moments.get("state", {}))
+
+
+@pytest.mark.parametrize("rank0_only", [True, False])
+def test_state_dict_configs_say_which_ranks_get_the_full_state(rank0_only, ranks):
+    where = {"offload_to_cpu": True, "rank0_only": rank0_only}
+    first, second = ranks(2).run(full_states, where)
+    count, moments = first[0], first[2]
+    assert first == (count, count, moments) and moments > 0
+    assert second == ((count, 0, 0) if rank0_only else first)

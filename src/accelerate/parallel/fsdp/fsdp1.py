@@ -50,6 +50,7 @@ class Fsdp1Model(PreparedModel):
     Fields:
         plain: what the model was before.
         device: that of the run.
+        plugin: says which state a checkpoint stores, and where a full one is.
         saves_shards: whether a checkpoint stores shards (`state_dict_type`).
     """
 
@@ -60,12 +61,14 @@ class Fsdp1Model(PreparedModel):
         module: nn.Module,
         precision: Precision,
         device: torch.device,
-        saves_shards: bool,
+        plugin: FullyShardedDataParallelPlugin,
         plain: PlainModel | None,
     ) -> None:
         super().__init__(module, precision)
         self.device = device
-        self.saves_shards = saves_shards
+        self.plugin = plugin
+        # LOCAL_STATE_DICT's are stored as shards too, so that any layout can load them.
+        self.saves_shards = plugin.state_dict_type.name != "FULL_STATE_DICT"  # type: ignore[union-attr]
         self._plain = plain
 
     @property
@@ -138,7 +141,7 @@ class Fsdp1Model(PreparedModel):
 
     def state_dict(self) -> dict[str, Any]:
         """The full state under the user's names: on the host of rank 0, empty on the other ranks."""
-        return fsdp1_state.full_model_state(self.inner)
+        return fsdp1_state.full_model_state(self.inner, self.plugin.state_dict_config)
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Load a full state, which only rank 0 needs to have; every rank calls it."""
@@ -146,7 +149,8 @@ class Fsdp1Model(PreparedModel):
 
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The full state as that of a single process: on rank 0, empty on the other ranks."""
-        return fsdp_state.full_optimizer_state(self.inner, optimizer, self.plain.groups(optimizer))
+        groups, config = self.plain.groups(optimizer), self.plugin.optim_state_dict_config
+        return fsdp_state.full_optimizer_state(self.inner, optimizer, groups, config)
 
     def load_optimizer_state_dict(
         self, optimizer: torch.optim.Optimizer, state: Mapping[str, object]
@@ -192,9 +196,7 @@ class FullyShardedDataParallel1(Strategy):
 
     def as_prepared(self, module: nn.Module, plain: PlainModel | None = None) -> Fsdp1Model:
         """A prepared model with the plugin's kind of checkpoint."""
-        # LOCAL_STATE_DICT's are stored as shards too, so that any layout can load them.
-        saves_shards = self.plugin.state_dict_type.name != "FULL_STATE_DICT"  # type: ignore[union-attr]
-        return Fsdp1Model(module, self.precision, self.device, saves_shards, plain)
+        return Fsdp1Model(module, self.precision, self.device, self.plugin, plain)
 
     def prepare(self, bundle: Bundle) -> list[PreparedModel]:
         """Shard each model, and re-point optimizers that were made before."""

@@ -11,7 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType
+from torch.distributed.fsdp import (
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+    StateDictConfig,
+    StateDictType,
+)
 
 from ...core.errors import CheckpointError, PrepareError
 from ...torch_internals.fsdp1 import FlatUnit, flat_units
@@ -129,12 +134,17 @@ def repoint(optimizer: torch.optim.Optimizer, models: Sequence[PlainModel]) -> N
     check_trains(optimizer, {key for model in models for key in model.names})
 
 
-def full_model_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The full state under plain names, on the host of rank 0; empty on the others. Every rank calls it."""
-    state = get_model_state_dict(model, options=fsdp_state.full_options(model))
-    if dist.get_rank() == 0:
-        return fsdp_state.detached(state)
-    return {}
+def full_model_state(
+    model: nn.Module, config: StateDictConfig | None = None
+) -> dict[str, torch.Tensor]:
+    """The full state under plain names, on the host of rank 0; empty on the others. Every rank calls it.
+
+    `config` may request it on all ranks (`rank0_only=False`), or on their devices (`offload_to_cpu=False`).
+    """
+    state = get_model_state_dict(model, options=fsdp_state.full_options(model, config))
+    if dist.get_rank() != 0 and fsdp_state.is_rank0_only(config):
+        return {}
+    return fsdp_state.detached(state, fsdp_state.is_on_host(config))
 
 
 def load_full_model_state(

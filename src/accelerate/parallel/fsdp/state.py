@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictConfig
 from torch.distributed.tensor import DTensor
 
 from ...core.errors import CheckpointError
@@ -29,11 +29,26 @@ from .. import materialize
 from ..sharded_optimizer import lay_out_state, steps_unsharded
 
 
-def full_options(model: nn.Module) -> StateDictOptions:
-    """How a full state is gathered: to the host of rank 0. FSDP1 on the CPU gives every rank a copy."""
+def full_options(model: nn.Module, config: StateDictConfig | None = None) -> StateDictOptions:
+    """How a full state is gathered: to the host of rank 0. FSDP1 on the CPU gives every rank a copy.
+
+    `config` may request it on all ranks, or on their devices: torch then gives each rank a copy on its device.
+    """
+    if not (is_rank0_only(config) and is_on_host(config)):
+        return StateDictOptions(full_state_dict=True)
     # torch 2.13: FSDP1 that copies to the host what is there already reads freed memory.
     on_host = next((parameter.device.type == "cpu" for parameter in model.parameters()), False)
     return StateDictOptions(full_state_dict=True, cpu_offload=not (on_host and is_fsdp1(model)))
+
+
+def is_rank0_only(config: StateDictConfig | None) -> bool:
+    """Whether only rank 0 gets the full state; True by default."""
+    return bool(getattr(config, "rank0_only", True))
+
+
+def is_on_host(config: StateDictConfig | None) -> bool:
+    """Whether the full state is copied to host memory; True by default."""
+    return config is None or config.offload_to_cpu
 
 
 def is_fsdp1(model: nn.Module) -> bool:
@@ -89,23 +104,27 @@ def full_optimizer_state(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     groups: Sequence[Sequence[str]] | None = None,
+    config: StateDictConfig | None = None,
 ) -> dict[str, Any]:
     """The full state in the form of a plain run's `optimizer.state_dict()`; empty on all ranks but 0.
 
-    Copied to host memory. Every rank calls it. `groups` are the plain names in each of the optimizer's groups; None to
-    read them from the model.
+    Copied to host memory, unless `config` requests otherwise. Every rank calls it. `groups` are the plain names in
+    each of the optimizer's groups; None to read them from the model.
     """
+    is_kept = dist.get_rank() == 0 or not is_rank0_only(config)
     if steps_unsharded(optimizer):
         # Its state may have any form: torch's functions expect tensors of the parameter's shape, and a step without a
         # closure. Every rank takes part in gathering, and rank 0 keeps the result.
         gathered: dict[str, Any] = map_leaves(full_on_host, optimizer.state_dict())
-        if dist.get_rank() == 0:
+        if is_kept:
             return gathered
         return {}
     # torch's result aliases the optimizer's counters, which its next step would change.
-    named = copy.deepcopy(optimizer_state(model, optimizer, full_options(model)))
-    if dist.get_rank() != 0:
+    named = copy.deepcopy(optimizer_state(model, optimizer, full_options(model, config)))
+    if not is_kept:
         return {}
+    if is_on_host(config):
+        named = map_leaves(torch.Tensor.cpu, named)
     names = [name for group in groups or _groups(model, optimizer) for name in group]
     positions = {name: position for position, name in enumerate(names)}
     in_order = sorted(
@@ -353,10 +372,14 @@ def unwrapped(value: torch.Tensor) -> torch.Tensor:
     return inner
 
 
-def detached(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state that shares no memory with the model; names of one tied tensor share theirs with each other."""
+def detached(state: Mapping[str, Any], on_host: bool = False) -> dict[str, Any]:
+    """A state that shares no memory with the model; names of one tied tensor share theirs with each other.
+
+    `on_host`: it is in host memory.
+    """
     copies: dict[int, torch.Tensor] = {}
     for value in state.values():
         if isinstance(value, torch.Tensor) and id(value) not in copies:
-            copies[id(value)] = unwrapped(value).detach().clone()
+            copy_ = unwrapped(value).detach().clone()
+            copies[id(value)] = copy_.cpu() if on_host else copy_
     return {name: copies.get(id(value), value) for name, value in state.items()}
