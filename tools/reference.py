@@ -59,7 +59,7 @@ SUBJECTS = {
     "Environment variables and processors": ("core.env", "runtime.hardware"),
     "Installed packages and devices": ("core.availability", "core.imports"),
     "Errors": ("core.errors",),
-    "Other names": ("core.objects", "telemetry.progress"),
+    "Other names": ("core.objects", "telemetry.display"),
     "Constants": ("core.constants",),
 }
 # Modules whose public names have a page.

@@ -62,8 +62,8 @@ from .runtime.communication import raise_lost
 from .runtime.step_exchange import StepExchange
 from .scheduler import AcceleratedScheduler
 from .state import AcceleratorState, GradientState, PartialState
+from .telemetry.display import show_report
 from .telemetry.profile import profile
-from .telemetry.show import show_report
 from .telemetry.start import declared_work, start_profile, start_recorder
 from .torch_internals.compiled import uncompiled
 from .tracking.group import TrackerGroup

@@ -49,7 +49,7 @@ def test_unknown_names_and_broken_homes_fail_as_python_fails(wing: ModuleType) -
 def test_the_function_tqdm_is_not_hidden_by_its_module() -> None:
     import accelerate.utils
     import accelerate.utils.tqdm as module
-    from accelerate.telemetry.progress import tqdm
+    from accelerate.telemetry.display import tqdm
 
     assert accelerate.utils.tqdm is tqdm
     assert sys.modules["accelerate.utils.tqdm"].tqdm is tqdm

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator
 from accelerate.core.errors import ConfigurationError
-from accelerate.telemetry.progress import tqdm
-from accelerate.telemetry.step_profile import StepProfile
+from accelerate.telemetry.display import tqdm
+from accelerate.telemetry.profile import StepProfile
 from accelerate.utils import FullyShardedDataParallelPlugin, ProjectConfiguration
 
 

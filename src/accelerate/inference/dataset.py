@@ -27,7 +27,7 @@ from ..core.trees import children, map_leaves, send_to_device
 from ..runtime.agreement import Agreement, default_connection, first, pauses
 from ..runtime.calls import values_in_words
 from ..state import PartialState
-from ..telemetry.progress import tqdm
+from ..telemetry.display import tqdm
 
 PLAN = "plan.json"
 _START = 600.0  # seconds within which every rank must have called `map_dataset`

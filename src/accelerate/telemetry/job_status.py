@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import ssl
 import sys
@@ -53,17 +54,13 @@ class JobStatus(StatusFile):
             main.join(_INTERVAL)
             running = main.is_alive()
             newest = self._newest
-            if (
-                newest is None
-                or newest is reported
-                or any(name in sys.modules for name in _OTHER_REPORTERS)
-            ):
+            is_reported_elsewhere = any(name in sys.modules for name in _OTHER_REPORTERS)
+            if newest is None or newest is reported or is_reported_elsewhere:
                 continue
             first = first or newest
+            status = trainer_status(newest, reported or first, first)
             try:
-                data = json.dumps(
-                    {"trainerStatus": trainer_status(newest, reported or first, first)}
-                ).encode()
+                data = json.dumps({"trainerStatus": status}).encode()
                 # Kubernetes replaces the token and the certificate while the run goes on.
                 token = Path(env.get("KUBEFLOW_TRAINER_SERVER_TOKEN") or "").read_text().strip()
                 headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
@@ -92,24 +89,28 @@ def trainer_status(newest: Status, reported: Status, first: Status) -> dict[str,
         first: the one that was reported first.
     """
     metrics = {"step": newest.step, "epoch": newest.epoch, "loss": newest.loss}
+    seconds = newest.time - reported.time
     if newest.step > reported.step:
-        metrics["step_seconds"] = (newest.time - reported.time) / (newest.step - reported.step)
-    status: dict[str, Any] = {
-        "lastUpdatedTime": datetime.fromtimestamp(newest.time, UTC).isoformat(timespec="seconds"),
-        "metrics": [
-            {"name": name, "value": f"{value:.6g}"}
-            for name, value in metrics.items()
-            if value == value
-        ],
-    }
-    if newest.batches:
-        epochs = env.get_int("ACCELERATE_TRAINJOB_EPOCHS")
-        total = newest.batches * (epochs or 1)
-        left = max(0, newest.batches * ((epochs - newest.epoch) if epochs else 1) - newest.batch)
-        status["progressPercentage"] = 100 * (total - left) // total
-        batches_timed = newest.batches * (newest.epoch - first.epoch) + newest.batch - first.batch
-        if batches_timed > 0:
-            status["estimatedRemainingSeconds"] = round(
-                left * (newest.time - first.time) / batches_timed
-            )
+        metrics["step_seconds"] = seconds / (newest.step - reported.step)
+    rows = [
+        {"name": name, "value": f"{value:.6g}"}
+        for name, value in metrics.items()
+        if not math.isnan(value)
+    ]
+    updated = datetime.fromtimestamp(newest.time, UTC).isoformat(timespec="seconds")
+    status: dict[str, Any] = {"lastUpdatedTime": updated, "metrics": rows}
+    if not newest.batches:
+        return status
+    total = newest.batches
+    done = newest.batch
+    epochs = env.get_int("ACCELERATE_TRAINJOB_EPOCHS")
+    if epochs:
+        total *= epochs
+        done += newest.batches * newest.epoch
+    left = max(0, total - done)
+    status["progressPercentage"] = 100 * (total - left) // total
+    batches_timed = newest.batches * (newest.epoch - first.epoch) + newest.batch - first.batch
+    if batches_timed > 0:
+        seconds_each = (newest.time - first.time) / batches_timed
+        status["estimatedRemainingSeconds"] = round(left * seconds_each)
     return status

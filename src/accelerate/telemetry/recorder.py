@@ -16,10 +16,9 @@ import torch
 from ..core import devices
 from ..core.observers import RunObserver
 from ..core.trees import first_leaf
-from .device_values import DeviceValues, mean, scalar
 from .records import FLAG_FIRST, FLAG_SKIPPED
 from .status import EVALUATING, SAVING, STARTING, TRAINING, StatusFile
-from .writer import TelemetryWriter
+from .writer import DeviceValues, TelemetryWriter
 
 _NAN = math.nan
 # Seconds between two looks at the memory.
@@ -51,13 +50,14 @@ class RunRecorder(RunObserver):
         writer: TelemetryWriter | None,
         status: StatusFile | None,
     ) -> None:
-        self.folder: Path | None = None if writer is None else writer.folder
+        self.folder: Path | None = None
         self._device = device
         self._share = share
         self._writer = writer
         self._status = status
         self._release: Callable[[], Any] = lambda: None
         if writer is not None:
+            self.folder = writer.folder
             finalizer = weakref.finalize(self, writer.release)
             finalizer.atexit = False  # the writer closes itself
             self._release = finalizer
@@ -119,14 +119,8 @@ class RunRecorder(RunObserver):
         self._transfer += copied
         self._data += now - self._requested - copied
         counts = loader.batch_counts
-        if counts is None:
-            size = _batch_size(data)
-        else:
-            size = counts[current.index]
-        if self._samples is None:
-            self._samples = size
-        else:
-            self._samples = self._samples + size
+        size = _batch_size(data) if counts is None else counts[current.index]
+        self._samples = (self._samples or 0.0) + size
 
     def end_batch(self, loader: Any) -> None:
         """The wait for the next batch begins. The pass is an evaluation if nothing was trained with this one."""
@@ -155,7 +149,10 @@ class RunRecorder(RunObserver):
         newest = self._passes[-1]
         if newest.loader is loader:
             return newest
-        return next(one for one in self._passes if one.loader is loader)
+        for current in self._passes:
+            if current.loader is loader:
+                return current
+        raise KeyError(loader)
 
     # -- the step
 
@@ -169,11 +166,9 @@ class RunRecorder(RunObserver):
         """Take in the backward, the loss and the tokens."""
         now = perf_counter()
         self._backward += now - self._mark
-        self._losses.append(scalar(loss))
+        self._losses.append(_scalar(loss))
         if num_items is not None:
-            items = scalar(num_items)
-            # The host does not wait for a number on a device.
-            self._tokens = (self._tokens or 0.0) + (items if isinstance(items, float) else _NAN)
+            self._tokens = (self._tokens or 0.0) + _on_host(_scalar(num_items))
         for current in self._passes:
             current.trains = True
         self._mark = perf_counter()
@@ -183,7 +178,7 @@ class RunRecorder(RunObserver):
         self._optimizer += seconds
         self._mark += seconds
         # A tensor that is kept splits the memory that gradients are freed to: on the host only the number is kept.
-        self._norm = scalar(norm)
+        self._norm = _scalar(norm)
 
     def after_collective(self, seconds: float) -> None:
         """Take in communication."""
@@ -210,21 +205,21 @@ class RunRecorder(RunObserver):
         if now - self._memory_time > _MEMORY_INTERVAL:
             self._memory_time = now
             self._memory = (device_memory(self._device), float(self._host_memory().rss))
-        loss, norm = mean(self._losses), self._norm
+        loss, norm = _mean(self._losses), self._norm
         copies = None
         if isinstance(loss, torch.Tensor) or isinstance(norm, torch.Tensor):
             if self._writer is not None or self._device_loss is None:
                 copies = DeviceValues(self._device, loss, norm)
             loss, norm = self._newest_loss(copies), _NAN
-        self._loss = loss = _NAN if loss is None else loss
+        self._loss = _on_host(loss)
         if self._writer is not None:
             seconds = now - self._begin
-            rate = scalar(optimizer.param_groups[0]["lr"])
+            rate = _scalar(optimizer.param_groups[0]["lr"])
             record = [
                 time(), step, 1, self._epoch, flags, seconds, self._data, self._transfer, self._forward,
                 self._backward, self._communication, self._optimizer, self._checkpoint, seconds,
-                _NAN if self._samples is None else self._samples, _NAN if self._tokens is None else self._tokens,
-                loss, _NAN if norm is None else norm, rate if isinstance(rate, float) else _NAN, *self._memory,
+                _on_host(self._samples), _on_host(self._tokens), self._loss, _on_host(norm), _on_host(rate),
+                *self._memory,
             ]  # fmt: skip
             self._writer.append(record, copies)
         if self._status is not None:
@@ -245,11 +240,9 @@ class RunRecorder(RunObserver):
 
     def _publish(self, state: int) -> None:
         if self._status is not None:
-            shown = self._shown
-            if shown is None:
-                batch, batches = (0, 0)
-            else:
-                batch, batches = (shown.loader.batches_read, shown.batches)
+            batch = batches = 0
+            if self._shown is not None:
+                batch, batches = self._shown.loader.batches_read, self._shown.batches
             share, memory = self._share, self._memory[0]
             self._status.write(
                 state, self._step, time(), self._epoch, batch, batches, self._loss, self._read_samples * share,
@@ -330,6 +323,31 @@ def device_memory(device: torch.device) -> float:
     return float(read(device))
 
 
+def _scalar(value: Any) -> float | torch.Tensor | None:
+    """A number as a float, if it is on the host; a tensor on a device as it is; None where there is no such value."""
+    if type(value) is torch.Tensor:
+        if value.numel() != 1 or value.is_meta:
+            return None
+        if value.is_cpu:
+            return float(value.item())
+        return value.detach().reshape(())
+    if isinstance(value, (int, float)):
+        return float(value)
+    return None
+
+
+def _mean(values: list[float | torch.Tensor | None]) -> float | torch.Tensor | None:
+    """The mean of the losses of a step; None where one is not known."""
+    if not values:
+        return None
+    total: float | torch.Tensor = 0.0
+    for value in values:
+        if value is None:
+            return None
+        total = total + (value.float() if isinstance(value, torch.Tensor) else value)
+    return total / len(values)
+
+
 def _batch_size(data: Any) -> float:
     """The length of the first tensor of a batch; NaN where it has none."""
     first = first_leaf(data)
@@ -337,6 +355,13 @@ def _batch_size(data: Any) -> float:
     if first is None or not first.dim():
         return _NAN
     return float(first.size(0))
+
+
+def _on_host(value: float | torch.Tensor | None) -> float:
+    """The number, for which the host does not wait; NaN where there is none, or it is on a device."""
+    if isinstance(value, (int, float)):
+        return value
+    return _NAN
 
 
 def _added(total: float, counted: float | None) -> float:

@@ -24,7 +24,6 @@ HEADER_SIZE = 4096
 # One record of a file of steps. A record covers one optimizer step, or, in the older part of a long run, several
 # neighbouring ones. Durations are seconds for each of these steps (their mean), samples and tokens those of this rank
 # in all of them, and the other values those of the last of them. A value that is not known is NaN.
-# seconds of the longest step of this record; steps timed together count with their mean
 STEP = np.dtype(
     [
         ("time", "<f8"),  # seconds since 1970 at the end of the step
@@ -40,10 +39,7 @@ STEP = np.dtype(
         ("communication", "<f4"),  # in collectives that the backward does not hide
         ("optimizer", "<f4"),
         ("checkpoint", "<f4"),
-        (
-            "longest",
-            "<f4",
-        ),
+        ("longest", "<f4"),  # seconds of the longest of these steps
         ("samples", "<f4"),
         ("tokens", "<f4"),
         ("loss", "<f4"),
@@ -53,6 +49,10 @@ STEP = np.dtype(
         ("host_memory", "<f4"),  # bytes resident
     ]
 )
+# What every version has.
+_REQUIRED = ("time", "step", "steps", "flags", "seconds")
+# What reading a damaged header raises.
+_DAMAGED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 FLAG_SKIPPED = 1  # the optimizer skipped the step: fp16 gradients overflowed
 FLAG_FIRST = 2  # the first step of a process: its durations include warm-up
 # The durations of a step that add up to at most `seconds`, in the order in which charts stack them.
@@ -88,7 +88,7 @@ def events_file(folder: Path, rank: int) -> Path:
 def header_bytes(rank: int, world_size: int, **details: Any) -> bytes:
     """The header of a file of steps. `details` has at least host, device and started."""
     fields = [[name, STEP[name].str] for name in STEP.names or ()]
-    found = {
+    header = {
         "format": FORMAT,
         "version": VERSION,
         "fields": fields,
@@ -96,7 +96,7 @@ def header_bytes(rank: int, world_size: int, **details: Any) -> bytes:
         "world_size": world_size,
         **details,
     }
-    text = json.dumps(found).encode()
+    text = json.dumps(header).encode()
     if len(text) >= HEADER_SIZE:
         raise ConfigurationError(
             f"the header of a telemetry file has {len(text)} bytes, of at most {HEADER_SIZE - 1}"
@@ -117,37 +117,28 @@ def read_header(path: Path) -> tuple[StepsHeader, np.dtype[Any]]:
         text = file.read(HEADER_SIZE)
     version: Any = VERSION
     try:
-        found = json.loads(text)
-        if found["format"] != FORMAT:
+        fields = json.loads(text)
+        if fields["format"] != FORMAT:
             raise KeyError("format")
-        version = found.get("version", VERSION)
-        record = np.dtype([(str(name), str(kind)) for name, kind in found["fields"]])
-        names = record.names or ()
-        missing = [
-            name for name in ("time", "step", "steps", "flags", "seconds") if name not in names
-        ]
-        other = [
-            name for name in names if name in (STEP.names or ()) and record[name] != STEP[name]
-        ]
-        if missing or other or record.hasobject or len(text) != HEADER_SIZE:
-            raise KeyError(*missing, *other)
+        version = fields.get("version", VERSION)
+        record = np.dtype([(str(name), str(kind)) for name, kind in fields["fields"]])
+        for name in _REQUIRED:
+            record[name]
+        for name in record.names or ():
+            if name in (STEP.names or ()) and record[name] != STEP[name]:
+                raise KeyError(name)
+        if record.hasobject or len(text) != HEADER_SIZE:
+            raise ValueError(path)
         header = StepsHeader(
-            int(found["rank"]),
-            int(found["world_size"]),
-            str(found.get("host", "")),
-            str(found.get("device", "")),
-            float(found.get("started", math.nan)),
+            int(fields["rank"]),
+            int(fields["world_size"]),
+            str(fields.get("host", "")),
+            str(fields.get("device", "")),
+            float(fields.get("started", math.nan)),
             int(version),
-            found,
+            fields,
         )
-    except (
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        OverflowError,
-        RecursionError,
-    ) as error:
+    except _DAMAGED as error:
         if isinstance(version, int) and version > VERSION:
             raise ConfigurationError(
                 f"{path} was written by a newer version of accelerate (format {version}, this one reads up to "

@@ -22,9 +22,9 @@ from ..core.files import user_path
 from ..core.option import parse_bool
 from ..runtime.agreement import Agreement, first
 from ..state import PartialState
+from .profile import StepProfile
 from .recorder import RunRecorder
 from .status import open_status
-from .step_profile import StepProfile
 from .writer import TelemetryWriter
 
 # Seconds in which every rank must have made its Accelerator.
@@ -44,7 +44,8 @@ def start_recorder(
     state = PartialState()
     rank = state.process_index
     status = open_status(env.get("ACCELERATE_STATUS_DIR"), rank)
-    if rank == 0 and (url := env.get("KUBEFLOW_TRAINER_SERVER_URL")):
+    url = env.get("KUBEFLOW_TRAINER_SERVER_URL")
+    if rank == 0 and url:
         from .job_status import JobStatus
 
         status = JobStatus(url, status)
@@ -71,17 +72,17 @@ def declared_work(
     """The fields of the event that states what training computes; see `Accelerator.record_work`."""
     if (per_token is None) == (per_sample is None):
         raise ConfigurationError("record_work takes one of flops_per_token and flops_per_sample")
-    if per_sample is None:
-        unit, flops = ("token", per_token)
-    else:
-        unit, flops = ("sample", per_sample)
+    unit, flops = "token", per_token
+    if flops is None:
+        unit, flops = "sample", per_sample
     for name, value in ((f"flops_per_{unit}", flops), ("peak", peak)):
         if value is not None and not (isinstance(value, int | float) and 0 < value < math.inf):
             raise ConfigurationError(f"record_work({name}={value!r}): it is a positive number")
-    if peak is None:
-        names = getattr(devices.module_of(device), "get_device_name", None)
-        known = None if names is None else known_name(names(device))
-        peak = None if known is None else PUBLISHED[known].tflops * 1e12
+    read_name = getattr(devices.module_of(device), "get_device_name", None)
+    if peak is None and read_name is not None:
+        speeds = PUBLISHED.get(known_name(read_name(device)) or "")
+        if speeds is not None:
+            peak = speeds.tflops * 1e12
     return {"unit": unit, "flops": flops, "peak": peak}
 
 
@@ -91,17 +92,17 @@ def run_folder(
     """The folder of the run; None where it is not recorded."""
     if telemetry is None:
         telemetry = env.get("ACCELERATE_TELEMETRY") or False
-        with contextlib.suppress(ConfigurationError):  # a folder of any name that is no truth value
-            if isinstance(telemetry, str):
+        if isinstance(telemetry, str):
+            with contextlib.suppress(
+                ConfigurationError
+            ):  # a folder of any name that is no truth value
                 telemetry = parse_bool(telemetry)
-            else:
-                telemetry = telemetry
     if isinstance(telemetry, bool):
         if not telemetry:
             return None
-        known = project.logging_dir or project.project_dir
-        if known:
-            return user_path(known, "project_dir")
+        project_folder = project.logging_dir or project.project_dir
+        if project_folder:
+            return user_path(project_folder, "project_dir")
         return _folder_of_start()
     if not isinstance(telemetry, (str, os.PathLike)) or not os.fspath(telemetry):
         raise ConfigurationError(f"telemetry={telemetry!r}: give True, False or a folder")
@@ -115,21 +116,21 @@ def start_profile(
     text = env.get("ACCELERATE_PROFILE")
     if not text:
         return None
-    # Every rank takes part in the choice of the folder.
-    folder = (None if recorder is None else recorder.folder) or run_folder(True, project)
+    folder = None if recorder is None else recorder.folder
+    if folder is None:
+        # Every rank takes part in the choice.
+        folder = run_folder(True, project)
     assert folder is not None
     state = PartialState()
     rank = state.process_index
     first, last, *ranks = text.split(":")
+    chosen = [rank]
     if ranks:
-        chosen = {int(one) for one in ranks[0].split(",")}
-    else:
-        chosen = {rank}
-    absent = sorted(one for one in chosen if one >= state.num_processes)
+        chosen = [int(number) for number in ranks[0].split(",")]
+    absent = sorted({number for number in chosen if number >= state.num_processes})
     if absent and state.is_main_process:
-        if state.num_processes == 1:
-            processes = "1 process"
-        else:
+        processes = "1 process"
+        if state.num_processes > 1:
             processes = f"{state.num_processes} processes"
         messages.show(
             f"--profile={text}: there is no rank {', '.join(map(str, absent))} in this run of {processes}"
@@ -138,24 +139,25 @@ def start_profile(
         return None
 
     def ended(step: int, path: Path | None) -> None:
+        fields = {}
         if path is None:
             message = f"nothing is profiled on rank {rank}: the run has ended after {step} steps, before step {first}"
         else:
             message = f"steps {first} to {step} of rank {rank} are profiled in {path}"
+            fields["path"] = str(path)
         if recorder is not None:
-            recorder.event(
-                "profile", message=message, **({} if path is None else {"path": str(path)})
-            )
+            recorder.event("profile", message=message, **fields)
         messages.show(message)
 
-    return StepProfile(
-        folder.absolute() / "profile" / f"rank_{rank:05d}.json", int(first), int(last), ended
-    )
+    trace = folder.absolute() / "profile" / f"rank_{rank:05d}.json"
+    return StepProfile(trace, int(first), int(last), ended)
 
 
 def _folder_of_start() -> Path:
     """`runs/<script>-<time>`, the same on all ranks, and the same after a restart by one launcher."""
-    script = Path(sys.argv[0] if sys.argv and sys.argv[0] else "python").stem.strip("-") or "python"
+    script = "python"
+    if sys.argv:
+        script = Path(sys.argv[0]).stem.strip("-") or script
     started = env.get("ACCELERATE_LAUNCH_TIME") or time.strftime("%Y%m%d-%H%M%S")
     name = f"{script}-{started}"
     state = PartialState()

@@ -84,11 +84,11 @@ def new_folder() -> str | None:
 
         return tempfile.mkdtemp(prefix="accelerate-")
     for root in ("/dev/shm", "/tmp"):
-        for left in Path(root).glob("accelerate-launch-*"):
+        for former in Path(root).glob("accelerate-launch-*"):
             with contextlib.suppress(OSError):
-                descriptor = _locked(left)
+                descriptor = _locked(former)
                 if os.fstat(descriptor).st_uid == os.geteuid():
-                    shutil.rmtree(left)
+                    shutil.rmtree(former)
                 os.close(descriptor)
         path = f"{root}/accelerate-launch-{os.getpid()}-{time.monotonic_ns():x}"
         with contextlib.suppress(OSError):
@@ -149,6 +149,6 @@ def read_status(path: Path) -> Status | None:
 def statuses(folder: Path) -> Iterator[tuple[int, Status]]:
     """The rank and the status of each rank that has begun, in order."""
     for path in sorted(folder.glob("rank_*.status")):
-        found = read_status(path)
-        if found is not None:
-            yield int(path.stem.removeprefix("rank_")), found
+        status = read_status(path)
+        if status is not None:
+            yield int(path.stem.removeprefix("rank_")), status

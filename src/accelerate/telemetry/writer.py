@@ -7,6 +7,7 @@ import atexit
 import contextlib
 import json
 import logging
+import math
 import os
 import struct
 import threading
@@ -17,13 +18,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
 
-from ..core import env
+from ..core import devices, env
 from ..core.errors import ConfigurationError
 from ..runtime import hang_watch, marks
-from .device_values import DeviceValues
 from .records import (
     HEADER_SIZE,
+    PHASES,
     STEP,
     events_file,
     header_bytes,
@@ -41,6 +43,38 @@ _MOST_WAITING = 1 << 16
 _ROW = struct.Struct("<d4I16f")
 assert _ROW.size == STEP.itemsize
 _LOSS, _NORM = (list(STEP.fields or ()).index(name) for name in ("loss", "gradient_norm"))
+
+
+class DeviceValues:
+    """Copies numbers of a step from a device to the host without waiting for them.
+
+    Args:
+        device: of the run. If it has no streams, its numbers are not known: to read them would wait.
+        values: numbers, and tensors of one element.
+    """
+
+    def __init__(self, device: torch.device, *values: float | torch.Tensor | None) -> None:
+        module: Any = devices.module_of(device)
+        has_streams = hasattr(module, "current_stream")
+        self._values: list[float | torch.Tensor | None] = []
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                # Such a copy goes to pinned memory.
+                value = value.to("cpu", non_blocking=True) if has_streams else None
+            self._values.append(value)
+        self._done: Any = None
+        if has_streams:
+            self._done = module.current_stream(device).record_event()
+
+    def is_ready(self) -> bool:
+        """Whether all are on the host."""
+        return self._done is None or bool(self._done.query())
+
+    def read(self) -> list[float]:
+        """The numbers, after waiting for them; NaN for None."""
+        if self._done is not None:
+            self._done.synchronize()
+        return [math.nan if value is None else float(value) for value in self._values]
 
 
 class TelemetryWriter:
@@ -74,11 +108,12 @@ class TelemetryWriter:
     def shared(cls, folder: Path, rank: int, **options: Any) -> TelemetryWriter:
         """The writer of this process for a folder: objects that record into one folder share it."""
         key = steps_file(folder.absolute(), rank)
-        found = cls._open.get(key)
-        if found is None or found._pid != os.getpid() or found.closed:
-            found = cls._open[key] = cls(folder.absolute(), rank, **options)
-        found._users += 1
-        return found
+        writer = cls._open.get(key)
+        if writer is None or writer._pid != os.getpid() or writer.closed:
+            writer = cls(folder.absolute(), rank, **options)
+            cls._open[key] = writer
+        writer._users += 1
+        return writer
 
     @property
     def closed(self) -> bool:
@@ -114,12 +149,15 @@ class TelemetryWriter:
         self._stop.set()
         self.flush(wait=True)
         with self._lock:
-            for descriptor in (self._steps, self._events_fd):
-                if descriptor >= 0:
-                    os.close(descriptor)
-            self._steps = self._events_fd = -1
-        for key in [key for key, writer in self._open.items() if writer is self]:
-            del self._open[key]
+            self._close_files()
+        if self._open.get(self._steps_path) is self:
+            del self._open[self._steps_path]
+
+    def _close_files(self) -> None:
+        for descriptor in (self._steps, self._events_fd):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._steps = self._events_fd = -1
 
     def flush(self, wait: bool = False) -> None:
         """Write what was recorded. `wait`: also records whose values a device still computes."""
@@ -169,9 +207,9 @@ class TelemetryWriter:
         if not size:
             _append(self._steps, self._header)
             size = HEADER_SIZE
-        self._count, rest = divmod(size - HEADER_SIZE, STEP.itemsize)
-        if rest:
-            os.ftruncate(self._steps, size - rest)
+        self._count, incomplete = divmod(size - HEADER_SIZE, STEP.itemsize)
+        if incomplete:
+            os.ftruncate(self._steps, size - incomplete)
 
     def _run(self) -> None:
         while not self._stop.wait(INTERVAL):
@@ -221,10 +259,7 @@ class TelemetryWriter:
         self._stop.set()
         self._records.clear()
         self._events.clear()
-        for descriptor in (self._steps, self._events_fd):
-            if descriptor >= 0:
-                os.close(descriptor)
-        self._steps = self._events_fd = -1
+        self._close_files()
         atexit.unregister(self.close)
         if marks.is_first(f"telemetry/{self.folder}"):
             logger.warning(
@@ -243,26 +278,17 @@ def merged(rows: np.ndarray[Any, np.dtype[Any]]) -> np.ndarray[Any, np.dtype[Any
     both = last.copy()
     both["steps"] = first["steps"] + last["steps"]
     both["flags"] = first["flags"] | last["flags"]
-    for name in (
-        "seconds",
-        "data",
-        "transfer",
-        "forward",
-        "backward",
-        "communication",
-        "optimizer",
-        "checkpoint",
-    ):
-        total = first[name].astype("f8") * first["steps"] + last[name].astype("f8") * last["steps"]
-        both[name] = total / both["steps"]
+    for name in ("seconds", *PHASES):
+        first_total = first[name].astype("f8") * first["steps"]
+        last_total = last[name].astype("f8") * last["steps"]
+        both[name] = (first_total + last_total) / both["steps"]
     both["longest"] = np.fmax(first["longest"], last["longest"])
     for name in ("samples", "tokens"):
         both[name] = first[name] + last[name]
     fits = last["step"] > first["step"]
-    if fits.all():
-        pieces = [both]
-    else:
-        pieces = [both[i : i + 1] if good else paired[i] for i, good in enumerate(fits)]
+    pieces = [both]
+    if not fits.all():
+        pieces = [both[i : i + 1] if ascends else paired[i] for i, ascends in enumerate(fits)]
     return np.concatenate([*pieces, rows[len(paired) * 2 :]])
 
 

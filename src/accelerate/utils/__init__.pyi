@@ -317,7 +317,7 @@ from ..runtime.hardware import get_gpu_info as get_gpu_info
 from ..runtime.hardware import override_numa_affinity as override_numa_affinity
 from ..runtime.hardware import set_numa_affinity as set_numa_affinity
 from ..state import wait_for_everyone as wait_for_everyone
-from ..telemetry.progress import tqdm as tqdm
+from ..telemetry.display import tqdm as tqdm
 from ..torch_internals.compiled import has_compiled_regions as has_compiled_regions
 from ..torch_internals.compiled import is_compiled_module as is_compiled_module
 

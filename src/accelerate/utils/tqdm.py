@@ -4,7 +4,7 @@
 from ..core.lazy import attach
 
 EXPORTS = {
-    "telemetry.progress": ["tqdm"],
+    "telemetry.display": ["tqdm"],
 }
 
 __getattr__, __dir__, __all__ = attach(__name__, EXPORTS)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Written by tools/stubs.py from the table of accelerate.utils.tqdm. Change the table, then run the script.
 
-from ..telemetry.progress import tqdm as tqdm
+from ..telemetry.display import tqdm as tqdm
 
 EXPORTS: dict[str, list[str]]

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A progress bar that only one process of a machine shows."""
+"""What one process shows: a progress bar, and a report as a table, with styles or as plain text."""
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from typing import Any, Protocol
 
 from ..data_loader.loader import PreparedLoader
 from ..state import PartialState
@@ -35,8 +36,32 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
     # By `type`: a prepared loader is an instance of its torch class to `isinstance`.
     if issubclass(type(iterable), PreparedLoader):
         size = iterable.plan().global_batch
-    else:
-        size = None
-    if size is not None:
-        kwargs = {"unit": " samples", "unit_scale": size, **kwargs}
+        if size is not None:
+            kwargs = {"unit": " samples", "unit_scale": size, **kwargs}
     return bar(*args, **kwargs)
+
+
+class Showable(Protocol):
+    """What `show_report` shows."""
+
+    def to_html(self) -> str:
+        """The report as HTML."""
+
+    def __rich__(self) -> Any: ...
+
+
+def show_report(report: Showable) -> None:
+    """Show a report once, in the form that fits the standard output."""
+    ipython = sys.modules.get("IPython")
+    # Hosted notebooks derive shells of their own from Jupyter's.
+    shells = [] if ipython is None else type(ipython.get_ipython()).__mro__
+    if any(shell.__name__ == "ZMQInteractiveShell" for shell in shells):
+        from IPython.display import HTML, display
+
+        display(HTML(report.to_html()))
+    elif sys.stdout.isatty():
+        from rich.console import Console
+
+        Console(highlight=False, soft_wrap=True).print(report)
+    else:
+        print(report)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from accelerate.state import PartialState
-from accelerate.telemetry.progress import tqdm
+from accelerate.telemetry.display import tqdm
 
 
 def test_only_the_local_main_process_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
