@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from ..core.objects import flat_list
 from ..core.trees import find_device, send_to_device
 from .module_hooks import (
     ModelHook,
-    SequentialHook,
     add_hook_to_module,
     has_forward,
     remove_hook_from_module,
@@ -106,28 +104,25 @@ class AlignDevicesHook(ModelHook):
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Offload the module's weights, or move them to the execution device."""
-        if self.execution_device is not None and as_device(self.execution_device).type == "meta":
+        device = self.execution_device
+        if device is not None and as_device(device).type == "meta":
             # Nothing that runs there has data to share.
             self.tied_params_map = None
-        if not self.offload:
-            if self.execution_device is not None:
-                for name, _ in list(named_module_tensors(module, recurse=self.place_submodules)):
-                    if name not in self.resident:
-                        self._put(module, name, self.execution_device)
-            return module
-        tensors = list(named_module_tensors(module, recurse=self.place_submodules))
-        self.original_devices = {name: tensor.device for name, tensor in tensors}
-        if self.weights_map is None:
-            self.weights_map = {name: tensor.to("cpu") for name, tensor in self.offloaded(module)}
-        offloaded = [name for name, _ in self.offloaded(module)]
+        tensors = dict(named_module_tensors(module, recurse=self.place_submodules))
+        offloaded: dict[str, torch.Tensor] = {}
+        if self.offload:
+            offloaded = dict(self.offloaded(module))
+            self.original_devices = {name: tensor.device for name, tensor in tensors.items()}
+            if self.weights_map is None:
+                self.weights_map = {name: tensor.to("cpu") for name, tensor in offloaded.items()}
         for name in offloaded:
             set_module_tensor_to_device(module, name, "meta", clear_cache=False)
             owner, leaf = owner_of(module, name)
             setattr(owner, leaf, placeholder(getattr(owner, leaf), self, name))
-        if self.execution_device is not None:
-            stay = set(self.original_devices).difference(offloaded, self.resident)
-            for name in (name for name, _ in tensors if name in stay):
-                self._put(module, name, self.execution_device)
+        if device is not None:
+            for name in tensors:
+                if name not in offloaded and name not in self.resident:
+                    self._put(module, name, device)
         return module
 
     def pre_forward(
@@ -194,37 +189,37 @@ class AlignDevicesHook(ModelHook):
         if self._stream is None or self.execution_device is None:
             return {}
         device = as_device(self.execution_device)
-        streamed = self._streamed.get(device)
-        if streamed is None:
+        request = self._streamed.get(device)
+        if request is None:
             source: Any = self.weights_map
             tied = self.tied_params_map or {}
-            # bitsandbytes quantises weights from main memory on their way to the device.
-            tensors = {
-                name: stored_bytes(tensor)
-                for name, tensor in offloaded
-                if type(tensor).__name__ not in QUANTIZED and source.can_stream(name, device, tied)
-            }
-            streamed = self._streamed[device] = FetchRequest(
-                id(self), source, tuple(tensors), sum(tensors.values()), device
-            )
-        return self._stream.fetch(streamed)
+            sizes = {}
+            for name, tensor in offloaded:
+                # bitsandbytes quantises weights from main memory on their way to the device.
+                if type(tensor).__name__ not in QUANTIZED and source.can_stream(name, device, tied):
+                    sizes[name] = stored_bytes(tensor)
+            size = sum(sizes.values())
+            request = FetchRequest(id(self), source, tuple(sizes), size, device)
+            self._streamed[device] = request
+        return self._stream.fetch(request)
 
     def _release(self, module: nn.Module) -> None:
         """Leave the offloaded weights, and the copies of tied ones that this hook brought."""
         for name, _ in self.offloaded(module):
-            placeholder = self._placeholders.get(name)
-            if placeholder is None:
+            former = self._placeholders.get(name)
+            if former is None:
                 set_module_tensor_to_device(module, name, "meta", clear_cache=False)
             else:
-                setattr(*owner_of(module, name), placeholder)
+                owner, leaf = owner_of(module, name)
+                setattr(owner, leaf, former)
         if type(module).__name__ == "Linear8bitLt":
             # It keeps a second reference to the weights that it computed with.
             state: Any = module.state
-            state.SCB = state.CB = None
+            state.SCB = None
+            state.CB = None
+        tied = self.tied_params_map or {}
         for address, device in self._borrowed:
-            copies = (self.tied_params_map or {}).get(address)
-            if copies is not None:
-                copies.pop(device, None)
+            tied.get(address, {}).pop(device, None)
         self._borrowed = []
 
     def _put(self, module: nn.Module, name: str, device: Place) -> None:
@@ -233,10 +228,9 @@ class AlignDevicesHook(ModelHook):
         )
 
     def _value(self, name: str) -> torch.Tensor | None:
-        weights = self.weights_map
-        if weights is not None and name in weights:
-            return weights[name]
-        return None
+        if self.weights_map is None:
+            return None
+        return self.weights_map.get(name)
 
     def scales(self, name: str) -> torch.Tensor | None:
         """The row scales that go with an 8-bit weight, where the weights have any."""
@@ -249,22 +243,24 @@ class AlignDevicesHook(ModelHook):
         assert self.weights_map is not None
         if value is None:
             value = self.weights_map[name]
-        if self.execution_device is None:
-            device = value.device
-        else:
+        device = value.device
+        if self.execution_device is not None:
             device = as_device(self.execution_device)
         tied = self.tied_params_map
         if tied:
             # A tied weight that is not there yet is this hook's to take away; one that is serves as it is.
-            copies = tied.get(data_address(value))
-            if copies is not None and device not in copies:
-                self._borrowed.append((data_address(value), device))
+            address = data_address(value)
+            if device not in tied.get(address, (device,)):
+                self._borrowed.append((address, device))
+        scales = None
+        if value.dtype == torch.int8:
+            scales = self.scales(name)
         set_module_tensor_to_device(
             module,
             name,
             device,
             value=value,
-            fp16_statistics=self.scales(name) if value.dtype == torch.int8 else None,
+            fp16_statistics=scales,
             tied_params_map=tied,
             clear_cache=False,
         )
@@ -287,10 +283,8 @@ def attach_execution_device_hook(
     Below a module of `preload_module_classes` (class names) none is attached.
     """
     require_module(module, "attach_execution_device_hook")
-    holds = any(
-        True for _ in named_module_tensors(module, recurse=True, remove_non_persistent=True)
-    )
-    if holds and not hasattr(module, "_hf_hook"):
+    tensors = named_module_tensors(module, recurse=True, remove_non_persistent=True)
+    if next(tensors, None) is not None and not hasattr(module, "_hf_hook"):
         hook = AlignDevicesHook(
             execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map
         )
@@ -324,11 +318,10 @@ def attach_align_device_hook(
     holds = place_all or next(named_module_tensors(module), None) is not None
     # A module that is in several others gets one hook.
     if holds and not (offload and offloading_hook(module) is not None):
-        prefix = f"{module_name}." if module_name else ""
         hook = AlignDevicesHook(
             execution_device,
             offload=offload,
-            weights_map=None if weights_map is None else PrefixedDataset(weights_map, prefix),
+            weights_map=_weights_of(module_name, weights_map),
             offload_buffers=offload_buffers,
             place_submodules=place_all,
             skip_keys=skip_keys,
@@ -351,6 +344,13 @@ def attach_align_device_hook(
         )
 
 
+def _weights_of(module_name: str, weights: Weights | None) -> Weights | None:
+    """The weights of one module, by their names in it."""
+    if weights is None:
+        return None
+    return PrefixedDataset(weights, f"{module_name}." if module_name else "")
+
+
 def attach_align_device_hook_on_blocks(
     module: nn.Module,
     execution_device: Place | Mapping[str, Place] | None = None,
@@ -368,112 +368,102 @@ def attach_align_device_hook_on_blocks(
     weights are offloaded. A single value applies to all names of the other mapping, or to `module`.
     """
     require_module(module, "attach_align_device_hook_on_blocks")
-    named = next(
-        (given for given in (execution_device, offload) if isinstance(given, Mapping)),
-        (module_name,),
-    )
-    blocks = _Blocks(
-        execution_device
-        if isinstance(execution_device, Mapping)
-        else dict.fromkeys(named, execution_device),
-        offload if isinstance(offload, Mapping) else dict.fromkeys(named, offload),
-        weights_map,
-        offload_buffers,
-        preload_module_classes,
-        {"skip_keys": skip_keys, "tied_params_map": tied_params_map},
-    )
+    names: Iterable[str] = (module_name,)
+    for argument in (offload, execution_device):
+        if isinstance(argument, Mapping):
+            names = argument
+    devices: Mapping[str, Any]
+    if isinstance(execution_device, Mapping):
+        devices = execution_device
+    else:
+        devices = dict.fromkeys(names, execution_device)
+    if isinstance(offload, Mapping):
+        offloads = offload
+    else:
+        offloads = dict.fromkeys(names, offload)
+    common: dict[str, Any] = {"skip_keys": skip_keys, "tied_params_map": tied_params_map}
     # A module with several names comes once, under the first.
     for name, block in module.named_modules(prefix=module_name):
-        blocks.attach(block, name, outermost=block is module)
-
-
-@dataclass
-class _Blocks:
-    """Hooks for the blocks of a model, each on its own device."""
-
-    execution_device: Mapping[str, Any]
-    offload: Mapping[str, bool]
-    weights_map: Weights | None
-    offload_buffers: bool
-    preload: Sequence[str] | None
-    common: dict[str, Any]
-
-    def attach(self, module: nn.Module, name: str, outermost: bool) -> None:
-        device: Any = self.execution_device.get(name)
-        if name in self.execution_device and name in self.offload:
-            if self.offload[name]:
-                self._attach_offloaded(module, name, device, outermost)
-            else:
-                hook = AlignDevicesHook(
-                    device,
-                    offload_buffers=self.offload_buffers,
-                    io_same_device=outermost,
-                    place_submodules=True,
-                    **self.common,
-                )
-                add_hook_to_module(module, hook)
-                attach_execution_device_hook(
-                    module, device, preload_module_classes=self.preload, **self.common
-                )
-        elif not self._attach_to_tensors(module, name, outermost) and outermost:
-            add_hook_to_module(
-                module, AlignDevicesHook(device, io_same_device=True, **self.common), append=True
+        device: Any = devices.get(name)
+        outermost = block is module
+        if name not in devices or name not in offloads:
+            hook = _hook_for_tensors(block, name, devices, offloads, weights_map, common)
+            if hook is not None:
+                hook.offload_buffers = offload_buffers
+                hook.io_same_device = outermost
+                add_hook_to_module(block, hook, append=True)
+            elif outermost:
+                hook = AlignDevicesHook(device, io_same_device=True, **common)
+                add_hook_to_module(block, hook, append=True)
+            continue
+        if offloads[name]:
+            attach_align_device_hook(
+                block,
+                device,
+                offload=True,
+                weights_map=weights_map,
+                offload_buffers=offload_buffers,
+                module_name=name,
+                preload_module_classes=preload_module_classes,
+                **common,
             )
-
-    def _attach_to_tensors(self, module: nn.Module, name: str, outermost: bool) -> bool:
-        """Attach a hook to a module whose own tensors are named one by one; False where none is."""
-        own = [tensor_name for tensor_name, _ in named_module_tensors(module)]
-        named = [
-            leaf
-            for leaf in own
-            if join(name, leaf) in self.execution_device and join(name, leaf) in self.offload
-        ]
-        if not named:
-            return False
-        offloaded = [leaf for leaf in named if self.offload[join(name, leaf)]]
-        placed = [leaf for leaf in named if leaf not in offloaded]
-        hook = AlignDevicesHook(
-            self.execution_device[join(name, (placed or offloaded)[0])],
-            offload=bool(offloaded),
-            io_same_device=outermost,
-            weights_map=None
-            if self.weights_map is None
-            else PrefixedDataset(self.weights_map, f"{name}." * bool(name)),
-            offload_buffers=self.offload_buffers,
-            **self.common,
-        )
-        for leaf in placed:
-            hook._put(module, leaf, self.execution_device[join(name, leaf)])
-        hook.resident = set(own).difference(offloaded)
-        add_hook_to_module(module, hook, append=True)
-        return True
-
-    def _attach_offloaded(self, module: nn.Module, name: str, device: Any, outermost: bool) -> None:
-        attach_align_device_hook(
-            module,
-            device,
-            offload=True,
-            weights_map=self.weights_map,
-            offload_buffers=self.offload_buffers,
-            module_name=name,
-            preload_module_classes=self.preload,
-            **self.common,
-        )
-        if not hasattr(module, "_hf_hook"):
-            add_hook_to_module(
-                module, AlignDevicesHook(device, io_same_device=outermost, **self.common)
+            if not hasattr(block, "_hf_hook"):
+                hook = AlignDevicesHook(device, io_same_device=outermost, **common)
+                add_hook_to_module(block, hook)
+        else:
+            hook = AlignDevicesHook(
+                device,
+                offload_buffers=offload_buffers,
+                io_same_device=outermost,
+                place_submodules=True,
+                **common,
             )
+            add_hook_to_module(block, hook)
         attach_execution_device_hook(
-            module, device, preload_module_classes=self.preload, **self.common
+            block, device, preload_module_classes=preload_module_classes, **common
         )
+
+
+def _hook_for_tensors(
+    module: nn.Module,
+    name: str,
+    devices: Mapping[str, Any],
+    offloads: Mapping[str, bool],
+    weights_map: Weights | None,
+    common: dict[str, Any],
+) -> AlignDevicesHook | None:
+    """The hook of a module whose tensors are named one by one; None where none is."""
+    leaves = [leaf for leaf, _ in named_module_tensors(module)]
+    placed = {}
+    offloaded = {}
+    for leaf in leaves:
+        full_name = join(name, leaf)
+        if full_name not in devices or full_name not in offloads:
+            continue
+        if offloads[full_name]:
+            offloaded[leaf] = devices[full_name]
+        else:
+            placed[leaf] = devices[full_name]
+    if not placed and not offloaded:
+        return None
+    hook = AlignDevicesHook(
+        next(iter([*placed.values(), *offloaded.values()])),
+        offload=bool(offloaded),
+        weights_map=_weights_of(name, weights_map),
+        **common,
+    )
+    for leaf, device in placed.items():
+        hook._put(module, leaf, device)
+    hook.resident = set(leaves).difference(offloaded)
+    return hook
 
 
 def offloading_hook(module: nn.Module) -> AlignDevicesHook | None:
     """The hook that brings the weights of `module` for its forward, where it has one."""
     hook = getattr(module, "_hf_hook", None)
-    for found in hook.hooks if isinstance(hook, SequentialHook) else (hook,):
-        if isinstance(found, AlignDevicesHook) and found.offload:
-            return found
+    for single in getattr(hook, "hooks", (hook,)):
+        if isinstance(single, AlignDevicesHook) and single.offload:
+            return single
     return None
 
 
@@ -494,11 +484,11 @@ def restore_offloaded(model: nn.Module) -> None:
                     module, name, "cpu", value=value, fp16_statistics=hook.scales(name)
                 )
         hook.original_devices = {}
-        present: Any = module._hf_hook
-        others = [other for other in getattr(present, "hooks", ()) if other is not hook]
+        hooks = getattr(module._hf_hook, "hooks", ())
         remove_hook_from_module(module)
-        for other in others:
-            add_hook_to_module(module, other, append=True)
+        for other in hooks:
+            if other is not hook:
+                add_hook_to_module(module, other, append=True)
     retie_parameters(model, tied)
 
 
@@ -560,12 +550,13 @@ def get_state_dict_from_offload(
     """
     require_module(module, "get_state_dict_from_offload")
     prefix = module_name.rpartition(".")[0]
-    with align_module_device(
-        module, device_to_put_offload if has_offloaded_params(module) else None
-    ):
+    device = None
+    if has_offloaded_params(module):
+        device = device_to_put_offload
+    with align_module_device(module, device):
         for name, value in module.state_dict().items():
             full_name = join(prefix, name)
-            if full_name in state_dict and not (isinstance(value, torch.Tensor) and value.is_meta):
+            if full_name in state_dict and not getattr(value, "is_meta", False):
                 state_dict[full_name] = value
     return state_dict
 
@@ -576,15 +567,16 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
     Weights on disk are read when they are used, so that the model need not fit in memory.
     """
     require_module(model, "get_state_dict_offloaded_model")
-    offloaded: dict[str, Any] = {}
+    state = dict(model.state_dict())
     for name, module in model.named_modules():
         hook = offloading_hook(module)
-        if hook is not None and hook.weights_map is not None:
-            for tensor_name, _ in hook.offloaded(module):
-                offloaded[join(name, tensor_name)] = hook.weights_map[tensor_name]
-    # In the model's order, with what is not offloaded.
-    full = {name: offloaded.get(name, value) for name, value in model.state_dict().items()}
-    return {
-        name: value.to("cpu") if isinstance(value, torch.Tensor) else value
-        for name, value in full.items()
-    }
+        if hook is None or hook.weights_map is None:
+            continue
+        for leaf, _ in hook.offloaded(module):
+            full_name = join(name, leaf)
+            if full_name in state:
+                state[full_name] = hook.weights_map[leaf]
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor):
+            state[name] = value.to("cpu")
+    return state

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import math
+from collections import Counter, defaultdict
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -40,30 +41,26 @@ def clean_device_map(device_map: dict[str, Any], module_name: str = "") -> dict[
 
     Changes the map in place and returns it. `module_name` is the module to start from.
     """
-    inside: dict[str, set[Any]] = {}  # the devices of what is in each module
+    devices: dict[str, set[Any]] = defaultdict(set)  # of what is in each module
     entries: Counter[str] = Counter()
-    lines = {
-        name: _ancestors(name, module_name) for name in device_map if is_within(name, module_name)
-    }
-    for name, line in lines.items():
-        for ancestor in line:
-            inside.setdefault(ancestor, set()).add(device_map[name])
-            entries[ancestor] += 1
-    for name, line in lines.items():
-        outermost = next((ancestor for ancestor in line if len(inside[ancestor]) == 1), name)
-        if entries[outermost] > 1:
-            device = device_map.pop(name)
-            device_map[outermost] = device
+    paths = {name: _path(name, module_name) for name in device_map if is_within(name, module_name)}
+    for name, path in paths.items():
+        entries.update(path)
+        for ancestor in path:
+            devices[ancestor].add(device_map[name])
+    for name, path in paths.items():
+        uniform = [ancestor for ancestor in path if len(devices[ancestor]) == 1]
+        if uniform and entries[uniform[0]] > 1:
+            device_map[uniform[0]] = device_map.pop(name)
     return device_map
 
 
-def _ancestors(name: str, start: str) -> list[str]:
+def _path(name: str, start: str) -> list[str]:
     """The names of the modules from `start` down to `name`, both included."""
-    names = name.split(".")
-    first = len(start.split(".")) if start else 0
-    if name:
-        return [".".join(names[:length]) for length in range(first, len(names) + 1)]
-    return [""]
+    path = [name]
+    while path[0] != start:
+        path.insert(0, path[0].rpartition(".")[0])
+    return path
 
 
 def check_device_map(model: nn.Module, device_map: DeviceMap) -> None:
@@ -80,10 +77,10 @@ def check_device_map(model: nn.Module, device_map: DeviceMap) -> None:
         )
     completed = complete_device_map(model, device_map)
     missing = [name for name in model.state_dict() if entry_for(name, completed) is None]
-    known = {name for name, _ in model.named_modules(remove_duplicate=False)}
-    for kind in (model.named_parameters, model.named_buffers):
-        known.update(name for name, _ in kind(remove_duplicate=False))
-    unknown = [name for name in device_map if name not in known]
+    names: set[str] = set()
+    for members in (model.named_modules, model.named_parameters, model.named_buffers):
+        names.update(name for name, _ in members(remove_duplicate=False))
+    unknown = [name for name in device_map if name not in names]
     if unknown:
         warn(f"The following device_map keys do not match any submodules in the model: {unknown}")
     for name, place in device_map.items():
@@ -147,14 +144,13 @@ def _check_no_disk(
         return
     modules = [(name, part) for name, part in members_of("", model) if isinstance(part, nn.Module)]
     largest, layers = get_max_layer_size(modules, sizes, no_split_module_classes)
-    limits = ", ".join(
-        f"{limit:,.0f} on {place}" for place, limit in get_max_memory(max_memory).items()
-    )
+    block = layers[0] if layers else "none"
+    limits = [f"{limit:,.0f} on {place}" for place, limit in get_max_memory(max_memory).items()]
     raise ValueError(
         "At least one of the model submodule will be offloaded to disk, please pass along an `offload_folder`. "
-        f"The model has {sizes['']:,} bytes, and {sum(missing.values()):,} of them do not fit. Allowed are {limits}; "
-        f"memory for the largest block ({layers[0] if layers else 'none'}, {largest:,} bytes) stays free where "
-        f"offloaded weights would run. Without the disk, allow {sizes[''] + largest:,} bytes of `max_memory` in total"
+        f"The model has {sizes['']:,} bytes, and {sum(missing.values()):,} of them do not fit. Allowed are "
+        f"{', '.join(limits)}; memory for the largest block ({block}, {largest:,} bytes) stays free where offloaded "
+        f"weights would run. Without the disk, allow {sizes[''] + largest:,} bytes of `max_memory` in total"
     )
 
 
@@ -207,7 +203,7 @@ def infer_auto_device_map(
         measured,
         tied,
         fallback_allocation,
-        print if verbose else lambda text: None,
+        verbose,
     )
     device_map = complete_device_map(model, planner.run())
     if not offload_buffers:
@@ -230,34 +226,36 @@ class _Planner:
         measured: Measured,
         tied: list[list[str]],
         fallback: bool,
-        log: Any,
+        verbose: bool,
     ) -> None:
         self.unsplittable = unsplittable
         self.sizes = measured.sizes
         self.tied = tied
         self.layers = measured.layers
         self.fallback = fallback
-        self.log = log
+        self.verbose = verbose
         self.limits = max_memory
-        if "disk" in max_memory:
-            self.devices = [*max_memory]
-        else:
-            self.devices = [*max_memory, "disk"]
-        accelerators = [device for device in self.devices if device not in ("cpu", "disk")]
-        self.accelerators = accelerators
+        self.devices = [*max_memory]
+        if "disk" not in max_memory:
+            self.devices.append("disk")
+        self.accelerators = [device for device in self.devices if device not in ("cpu", "disk")]
         # Offloaded layers are moved to these devices to run: the largest of them must fit there.
-        if "mps" in accelerators:
+        self.landing = [*self.accelerators[:1], "cpu"]
+        if "mps" in self.accelerators:
             self.landing = ["mps"]
-        else:
-            self.landing = [*accelerators[:1], "cpu"]
         self.ahead: list[NamedPart] = members_of("", model)
         self.used: dict[Any, Any] = dict.fromkeys(self.devices, 0)
         self.needed: dict[Any, Any] = {}
         self.device_map: dict[str, Any] = {}
-        self.at = 0
+        self.current = 0  # the index of the device that is being filled
         self.largest: Any = 0
         self.largest_names: set[str] = set()  # what is ahead with a layer of that size
         self._measure_largest()
+
+    def log(self, text: str) -> None:
+        """Print a step of a verbose plan."""
+        if self.verbose:
+            print(text)
 
     # --- planning
 
@@ -273,12 +271,12 @@ class _Planner:
 
     def _assign(self, name: str, part: nn.Module | torch.Tensor) -> None:
         """Put a part on the current device, or split it or what it is tied to, or advance to the next device."""
-        device = self.devices[self.at]
+        device = self.devices[self.current]
         free = self._free_bytes(device)
         partners = self._partners(name)
         together = self.sizes[name] + sum(self.sizes[partner] for partner, _ in partners)
-        if free is None or together <= free:
-            self._put(name, partners, device, together, free)
+        if together <= free:
+            self._put(name, [partner for partner, _ in partners], device, together, free)
             return
         if partners and self.sizes[name] <= free:
             # This part fits and what it is tied to does not: split that, or place all of it on a later device.
@@ -297,46 +295,43 @@ class _Planner:
         self.log("This module cannot be split, going to the next device.")
         self._leave(device, name, part, together)
 
-    def _put(self, name: str, partners: list[NamedPart], device: Any, size: Any, free: Any) -> None:
-        names = [partner for partner, _ in partners]
-        tied = f" and {names}" if names else ""
-        left = "" if free is None else f" (available={free})"
-        self.log(f"Putting {name}{tied} (size={size}){left} on {device}.")
+    def _put(self, name: str, partners: list[str], device: Any, size: Any, free: Any) -> None:
+        names = [name, *partners]
+        self.log(f"Putting {' and '.join(names)} (size={size}, available={free}) on {device}.")
         self.used[device] += size
-        for placed in (name, *names):
-            self.device_map[placed] = device
-        if names:
-            self.ahead = [entry for entry in self.ahead if entry[0] not in names]
+        self.device_map.update(dict.fromkeys(names, device))
+        self.ahead = [entry for entry in self.ahead if entry[0] not in partners]
 
     def _leave(self, device: Any, name: str, part: nn.Module | torch.Tensor, size: Any) -> None:
         """Advance to the next device with this part, unless a later part fits on this one and fallback is enabled."""
-        reserved = self.largest if device in self.landing else 0
+        reserved = self._reserved_bytes(device)
         self.ahead.insert(0, (name, part))
-        if self.used[device] == 0 and device != "disk":
+        if self.used[device] == 0:
             if self.fallback and self._bring_forward(device):
                 return
             self.needed[device] = size + reserved
         self.used[device] += reserved
-        self.at += 1
+        self.current += 1
 
     # --- sizes
 
     def _free_bytes(self, device: Any) -> Any:
-        """The free bytes of a device, less those reserved for the largest layer ahead; None for the disk: no limit."""
+        """The free bytes of a device, less those reserved for the largest layer ahead. The disk has no limit."""
         if device == "disk":
-            return None
-        return (
-            self.limits[device]
-            - self.used[device]
-            - (self.largest if device in self.landing else 0)
-        )
+            return math.inf
+        return self.limits[device] - self.used[device] - self._reserved_bytes(device)
+
+    def _reserved_bytes(self, device: Any) -> Any:
+        if device in self.landing:
+            return self.largest
+        return 0
 
     def _measure_largest(self) -> None:
-        found = {
+        layers = {
             name: self.layers[name] for name, part in self.ahead if isinstance(part, nn.Module)
         }
-        self.largest = max(found.values(), default=0)
-        self.largest_names = {name for name, size in found.items() if size == self.largest}
+        self.largest = max(layers.values(), default=0)
+        self.largest_names = {name for name, size in layers.items() if size == self.largest}
 
     def _inside(self, name: str, part: nn.Module | torch.Tensor) -> list[NamedPart]:
         """What a part splits into; empty if it has no submodules or must not be split."""
@@ -348,15 +343,16 @@ class _Planner:
 
     def _partners(self, name: str) -> list[NamedPart]:
         """What is ahead with a parameter that is tied to one of the part `name`."""
-        found: dict[str, NamedPart] = {}
+        partners: dict[str, NamedPart] = {}
         for group in self.tied:
             outside = [tied for tied in group if not is_within(tied, name)]
-            if outside and len(outside) < len(group):
-                for tied in outside:
-                    entry = next((entry for entry in self.ahead if is_within(tied, entry[0])), None)
-                    if entry is not None:
-                        found.setdefault(entry[0], entry)
-        return list(found.values())
+            if len(outside) == len(group):
+                continue
+            for tied in outside:
+                holders = [entry for entry in self.ahead if is_within(tied, entry[0])]
+                if holders:
+                    partners.setdefault(holders[0][0], holders[0])
+        return list(partners.values())
 
     def _split_partner(
         self, name: str, part: nn.Module | torch.Tensor, partners: list[NamedPart]
@@ -370,12 +366,15 @@ class _Planner:
             if not inside:
                 continue
             self.log(f"Splitting {partner}.")
-            at = next(i for i, (found, _) in enumerate(self.ahead) if found == partner)
-            self.ahead[at : at + 1] = inside
+            self._split_ahead(partner, inside)
             self.ahead.insert(0, (name, part))
             self._measure_largest()
             return True
         return False
+
+    def _split_ahead(self, name: str, inside: list[NamedPart]) -> None:
+        index = [ahead for ahead, _ in self.ahead].index(name)
+        self.ahead[index : index + 1] = inside
 
     # --- fallback
 
@@ -383,38 +382,33 @@ class _Planner:
         """Move the first part ahead that fits on an empty device to the front, at any depth. False if none does."""
         self._measure_largest()
         free = self._free_bytes(device)
-        candidates: list[tuple[NamedPart, tuple[NamedPart, ...]]] = [
-            (entry, ()) for entry in reversed(self.ahead)
-        ]
+        # With each part those that it is in.
+        candidates: list[list[NamedPart]] = [[entry] for entry in reversed(self.ahead)]
         while candidates:
-            (name, part), parents = candidates.pop()
+            *parents, (name, part) = candidates.pop()
             partners = [
                 partner for partner, _ in self._partners(name) if not is_within(name, partner)
             ]
+            left = free - sum(self.sizes[partner] for partner in partners)
             # A part without tensors fits anywhere and would not use the device.
-            if 0 < self.sizes[name] <= free - sum(self.sizes[partner] for partner in partners):
+            if 0 < self.sizes[name] <= left:
                 for parent, module in parents:
-                    at = next(i for i, (found, _) in enumerate(self.ahead) if found == parent)
-                    self.ahead[at : at + 1] = self._inside(parent, module)
-                self.ahead = [(name, part), *(entry for entry in self.ahead if entry[0] != name)]
+                    self._split_ahead(parent, self._inside(parent, module))
+                others = [entry for entry in self.ahead if entry[0] != name]
+                self.ahead = [(name, part), *others]
                 return True
-            candidates.extend(
-                (entry, (*parents, (name, part))) for entry in reversed(self._inside(name, part))
-            )
+            for entry in reversed(self._inside(name, part)):
+                candidates.append([*parents, (name, part), entry])
         return False
 
     # --- warnings
 
     def warn_of_buffers(self, sizes: Mapping[str, int]) -> None:
         """Warn if the buffers of offloaded modules, which stay on an accelerator, fit on none."""
-        stay = sum(
-            sizes[name] for name, device in self.device_map.items() if device in ("cpu", "disk")
-        )
-        if (
-            stay
-            and self.accelerators
-            and all(self.limits[d] < stay + self.used[d] for d in self.accelerators)
-        ):
+        offloaded = [name for name, device in self.device_map.items() if device in ("cpu", "disk")]
+        stay = sum(sizes[name] for name in offloaded)
+        left = [self.limits[device] - self.used[device] for device in self.accelerators]
+        if left and stay > max(0, *left):
             warn(
                 f"Current model requires {stay} bytes of buffer for offloaded layers, which does not seem to fit any "
                 "GPU's remaining memory. If memory runs out later, use offload_buffers=True."

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -54,36 +55,36 @@ def dispatch(
         # It was dispatched before: start again from the complete model.
         restore_offloaded(model)
     if main_device is None:
-        main_device = next(
-            (place for place in completed.values() if place not in ("cpu", "disk")), "cpu"
-        )
-    kinds = set(places.values())
-    if not (len(kinds) > 1 or "disk" in kinds or force_hooks or _is_quantized(model)):
-        for place in kinds:
+        accelerators = [place for place in completed.values() if place not in ("cpu", "disk")]
+        main_device = accelerators[0] if accelerators else "cpu"
+    devices = set(places.values())
+    needs_hooks = len(devices) > 1 or "disk" in devices or force_hooks
+    if not needs_hooks and not _is_quantized(model):
+        for place in devices:
             _move(model, as_device(place))
         model.hf_device_map = dict(device_map)  # type: ignore[assignment]
         return
     # Main memory is no device apart from the CPU, and from the GPU of a machine where both share it.
-    offloaded = ("disk",) if main_device in ("cpu", "mps") else ("cpu", "disk")
+    offloaded: tuple[str, ...] = ("cpu", "disk")
+    if main_device in ("cpu", "mps"):
+        offloaded = ("disk",)
     tied = find_tied_parameters(model)
     weights = _offloaded_weights(model, places, offloaded, state_dict, offload_dir, offload_index)
     if weights is not None:
         _name_tied(weights, model, tied)
         _keep_unlisted(weights, model, places, offloaded)
-        for name in (name for group in tied for name in group):
+        for name in itertools.chain.from_iterable(tied):
             # A checkpoint has one name of a tied weight, which may be on the disk while this one stays in memory.
             place = device_for(name, places)
             if place not in offloaded and name in weights and tensor_at(model, name).is_meta:
                 set_module_tensor_to_device(model, name, place, value=weights[name])
+    execution_devices: dict[str, Any] = {"": main_device, **places}
+    for name, place in places.items():
+        if place in ("cpu", "disk"):
+            execution_devices[name] = main_device
     attach_align_device_hook_on_blocks(
         model,
-        execution_device={
-            "": main_device,
-            **{
-                name: main_device if place in ("cpu", "disk") else place
-                for name, place in places.items()
-            },
-        },
+        execution_device=execution_devices,
         offload={name: place in offloaded for name, place in places.items()},
         weights_map=weights,
         offload_buffers=offload_buffers,
@@ -91,11 +92,11 @@ def dispatch(
         preload_module_classes=preload,
         tied_params_map=_tied_copies(model, tied, weights),
     )
-    offloaded_to = [place for place in offloaded if place in places.values()]
+    offloaded_to = [place for place in reversed(offloaded) if place in devices]
     if offloaded_to:
-        where = " and ".join(reversed(offloaded_to))
         _logger.info(
-            f"Some parameters are on the meta device because they were offloaded to the {where}."
+            "Some parameters are on the meta device because they were offloaded to the "
+            f"{' and '.join(offloaded_to)}."
         )
     _retie_by_device(model, tied)
     guard_moves(model)
@@ -106,9 +107,8 @@ def _move(model: nn.Module, device: torch.device) -> None:
     empty = [name for name, tensor in named_module_tensors(model, recurse=True) if tensor.is_meta]
     if empty and device.type != "meta":
         raise CheckpointError(
-            f"{', '.join(empty[:5])} of {type(model).__name__} "
-            f"{'is' if len(empty) == 1 else 'are'} on the meta device and cannot be moved to {device}: load a "
-            "checkpoint first (load_checkpoint_and_dispatch does both)"
+            f"the tensors {', '.join(empty[:5])} of {type(model).__name__} are on the meta device and cannot be moved "
+            f"to {device}: load a checkpoint first (load_checkpoint_and_dispatch does both)"
         )
     move_module(model, device)
 
@@ -117,40 +117,34 @@ def check_complete(
     model: nn.Module, weights: Mapping[str, torch.Tensor], offload_buffers: bool
 ) -> None:
     """Raise CheckpointError where a weight of the model that would be offloaded has no values in `weights`."""
-    if offload_buffers:
-        stay = set()
-    else:
-        stay = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    kind = type(model).__name__
+    folder = getattr(weights, "save_folder", None)
+    index = getattr(weights, "index", {})
+    stay: set[str] = set()
+    if not offload_buffers:
+        stay.update(name for name, _ in model.named_buffers(remove_duplicate=False))
     for name, tensor in model.state_dict(keep_vars=True).items():
         if name in stay or not isinstance(tensor, torch.Tensor):
             continue
-        folder = getattr(weights, "save_folder", None)
-        if folder is None:
-            origin = "the state dict"
-        else:
-            origin = f"the offload folder {folder}"
         if name not in weights:
-            raise CheckpointError(
-                f"{origin} lacks {name} of {type(model).__name__}: "
-                + (
-                    "give the complete state_dict"
-                    if folder is None
-                    else "it is of another model; give an empty one"
+            if folder is None:
+                raise CheckpointError(
+                    f"the state dict lacks {name} of {kind}: give the complete state_dict"
                 )
+            raise CheckpointError(
+                f"the offload folder {folder} lacks {name} of {kind}: it is of another model; give an empty one"
             )
         if folder is None and weights[name].is_meta:
             raise CheckpointError(
-                f"{name} of {type(model).__name__} is on the meta device and has no values to offload: load a "
-                "checkpoint first (load_checkpoint_and_dispatch does both), or give a state_dict"
+                f"{name} of {kind} is on the meta device and has no values to offload: load a checkpoint first "
+                "(load_checkpoint_and_dispatch does both), or give a state_dict"
             )
-        shape = getattr(weights, "index", {}).get(name, {}).get("shape")
-        if (
-            shape is not None
-            and type(tensor).__name__ not in QUANTIZED
-            and tuple(shape) != tensor.shape
-        ):
+        shape = index.get(name, {}).get("shape")
+        if shape is None or type(tensor).__name__ in QUANTIZED:
+            continue
+        if tuple(shape) != tensor.shape:
             raise CheckpointError(
-                f"{origin} has {name} of the shape {tuple(shape)}, and that of {type(model).__name__} is "
+                f"the offload folder {folder} has {name} of the shape {tuple(shape)}, and that of {kind} is "
                 f"{tuple(tensor.shape)}: it is of another model; give an empty folder"
             )
 
@@ -166,11 +160,10 @@ def _apart(model: nn.Module, places: Mapping[str, Any]) -> dict[str, Any]:
     for name, module in model.named_modules(remove_duplicate=False):
         if name in split:
             names = [join(name, leaf) for leaf, _ in named_module_tensors(module)]
+        elif not name or name.rpartition(".")[0] in split:
+            names = [name]
         else:
-            if not name or name.rpartition(".")[0] in split:
-                names = [name]
-            else:
-                names = []
+            continue
         for part in names:
             entry = entry_for(part, places)
             if entry is not None:
@@ -192,41 +185,44 @@ def check_quantized(model: nn.Module, device: torch.device, training: bool) -> b
     if not any(getattr(model, mark, False) for mark in _QUANTIZED_MARKS):
         return False
     if training:
-        _check_trainable(model, set((getattr(model, "hf_device_map", None) or {}).values()), device)
+        device_map = getattr(model, "hf_device_map", None) or {}
+        _check_trainable(type(model).__name__, set(device_map.values()), device)
     return True
 
 
-def _check_trainable(model: nn.Module, places: set[Any], device: torch.device) -> None:
-    # bitsandbytes trains on the CPU too, if the entire run is there.
-    offloaded = places & (
-        {"disk"} if device.type == "cpu" and is_available("bitsandbytes") else {"cpu", "disk"}
-    )
+def _check_trainable(kind: str, places: set[Any], device: torch.device) -> None:
+    offloaded = places & {"cpu", "disk"}
+    if device.type == "cpu" and is_available("bitsandbytes"):
+        # bitsandbytes trains on the CPU too, if the entire run is there.
+        offloaded.discard("cpu")
     if offloaded:
         raise PrepareError(
-            f"{type(model).__name__} has 8- or 4-bit weights, and its hf_device_map offloads modules to "
+            f"{kind} has 8- or 4-bit weights, and its hf_device_map offloads modules to "
             f"{' and '.join(sorted(offloaded))}: such a model cannot be trained. Load it with "
             f"device_map={{'': {str(device)!r}}}"
         )
-    if len(places) == 1 and _is_elsewhere(place := next(iter(places)), device):
-        raise PrepareError(
-            f"{type(model).__name__} has 8- or 4-bit weights on device {place}, this process trains on {device}: "
-            "they cannot be moved. Load it with device_map={'': Accelerator().local_process_index}"
-        )
-
-
-def _is_elsewhere(place: Any, device: torch.device) -> bool:
+    if len(places) != 1:
+        return
+    (place,) = places
     if isinstance(place, torch.device):
-        return place.type != device.type
-    # A number is the index of an accelerator; on a run on the CPU it has no meaning.
-    return isinstance(place, int) and device.type != "cpu" and place != (device.index or 0)
+        is_elsewhere = place.type != device.type
+    elif isinstance(place, int) and device.type != "cpu":
+        # The index of an accelerator; in a run on the CPU it has no meaning.
+        is_elsewhere = place != (device.index or 0)
+    else:
+        is_elsewhere = False
+    if is_elsewhere:
+        raise PrepareError(
+            f"{kind} has 8- or 4-bit weights on device {place}, this process trains on {device}: they cannot be "
+            "moved. Load it with device_map={'': Accelerator().local_process_index}"
+        )
 
 
 def _is_quantized(model: nn.Module) -> bool:
     """Whether the model is quantized with bitsandbytes: such weights are only moved by hooks."""
-    method = getattr(model, "quantization_method", "bitsandbytes")
-    return method == "bitsandbytes" and any(
-        getattr(model, mark, False) for mark in ("is_quantized", *_QUANTIZED_MARKS)
-    )
+    if getattr(model, "quantization_method", "bitsandbytes") != "bitsandbytes":
+        return False
+    return any(getattr(model, mark, False) for mark in ("is_quantized", *_QUANTIZED_MARKS))
 
 
 def _offloaded_weights(
@@ -238,24 +234,25 @@ def _offloaded_weights(
     offload_index: Mapping[str, Any] | None,
 ) -> OffloadedWeightsLoader | None:
     """The mapping from which offloaded weights are read; None if there are none."""
-    on_cpu = [name for name, place in places.items() if place == "cpu" and "cpu" in offloaded]
+    on_cpu = [name for name, place in places.items() if place == "cpu"]
     on_disk = [name for name, place in places.items() if place == "disk"]
-    if on_cpu and state_dict is None:
-        kept = extract_submodules_state_dict(model.state_dict(), on_cpu)
-        state_dict = {
-            name: value.to("cpu") for name, value in kept.items() if isinstance(value, torch.Tensor)
-        }
-    if on_disk and offload_dir is None and offload_index is None:
-        raise ValueError(
-            "We need an `offload_dir` to dispatch this model according to this `device_map`, the following submodules "
-            f"need to be offloaded: {', '.join(name or 'the entire model' for name in on_disk)}."
-        )
-    folder = offload_dir if on_disk else None
-    if (
-        folder is not None
-        and offload_index is None
-        and not os.path.isfile(os.path.join(folder, INDEX_NAME))
-    ):
+    if on_cpu and "cpu" in offloaded and state_dict is None:
+        entries = extract_submodules_state_dict(model.state_dict(), on_cpu)
+        state_dict = {}
+        for name, value in entries.items():
+            if isinstance(value, torch.Tensor):
+                state_dict[name] = value.to("cpu")
+    folder = None
+    if on_disk:
+        folder = offload_dir
+        if offload_dir is None and offload_index is None:
+            modules = ", ".join(name or "the entire model" for name in on_disk)
+            raise ValueError(
+                "We need an `offload_dir` to dispatch this model according to this `device_map`, the following "
+                f"submodules need to be offloaded: {modules}."
+            )
+    is_new = folder is not None and not os.path.isfile(os.path.join(folder, INDEX_NAME))
+    if folder is not None and is_new and offload_index is None:
         weights = extract_submodules_state_dict(model.state_dict(), on_disk)
         if weights:
             offload_state_dict(folder, weights)
@@ -269,18 +266,16 @@ def _offloaded_weights(
 def _name_tied(weights: OffloadedWeightsLoader, model: nn.Module, tied: list[list[str]]) -> None:
     """Let each tied weight be found under all its names: what is stored or in memory may know one of them only."""
     for group in tied:
-        stored = next((name for name in group if name in weights), None)
-        present = next(
-            (tensor for tensor in (tensor_at(model, name) for name in group) if not tensor.is_meta),
-            None,
-        )
+        stored = [name for name in group if name in weights]
+        tensors = [tensor_at(model, name) for name in group]
+        with_data = [tensor for tensor in tensors if not tensor.is_meta]
         for name in group:
-            if name in weights:
+            if name in stored:
                 continue
-            if stored is not None:
-                weights.aliases[name] = stored
-            elif present is not None:
-                weights.state_dict = {**weights.state_dict, name: present.detach()}
+            if stored:
+                weights.aliases[name] = stored[0]
+            elif with_data:
+                weights.state_dict = {**weights.state_dict, name: with_data[0].detach()}
 
 
 def _keep_unlisted(
@@ -290,23 +285,25 @@ def _keep_unlisted(
     offloaded: Sequence[str],
 ) -> None:
     """Keep in memory the weights that are to be offloaded and are stored nowhere, such as those of a new head."""
-    unlisted = {
-        name: parameter.detach().to("cpu")
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if name not in weights and not parameter.is_meta and device_for(name, places) in offloaded
-    }
-    if unlisted:
-        weights.state_dict = {**weights.state_dict, **unlisted}
+    unlisted = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name in weights or parameter.is_meta:
+            continue
+        if device_for(name, places) in offloaded:
+            unlisted[name] = parameter.detach().to("cpu")
+    weights.state_dict = {**weights.state_dict, **unlisted}
 
 
 def _tied_copies(
     model: nn.Module, tied: list[list[str]], weights: OffloadedWeightsLoader | None
 ) -> TiedCopies:
     """An empty entry for each tied parameter, by the addresses under which hooks may meet it."""
-    kept = {} if weights is None else weights.state_dict
+    in_memory: Mapping[str, torch.Tensor] = {}
+    if weights is not None:
+        in_memory = weights.state_dict
     copies: TiedCopies = {}
-    for name in (name for group in tied for name in group):
-        for tensor in (tensor_at(model, name), kept.get(name)):
+    for name in itertools.chain.from_iterable(tied):
+        for tensor in (tensor_at(model, name), in_memory.get(name)):
             if tensor is not None and tensor.device.type != "meta":
                 copies[data_address(tensor)] = {}
     return copies
@@ -318,19 +315,18 @@ def _retie_by_device(model: nn.Module, tied: list[list[str]]) -> None:
     One that is offloaded stays with its twin for good where that is on the device on which it would be brought; those
     that are offloaded together share what the modules hold meanwhile, so that it can be seen that they are one.
     """
+    meta = torch.device("meta")
     for group in tied:
         by_device: dict[torch.device, list[str]] = {}
         for name in group:
             by_device.setdefault(tensor_at(model, name).device, []).append(name)
-        meta = torch.device("meta")
         for name in list(by_device.get(meta, [])):
             owner, leaf = owner_of(model, name)
             hook = offloading_hook(owner)
             if hook is None or hook.execution_device is None:
-                device = None
-            else:
-                device = as_device(hook.execution_device)
-            if hook is not None and device in by_device and device != meta:
+                continue
+            device = as_device(hook.execution_device)
+            if device in by_device and device != meta:
                 hook.resident.add(leaf)
                 by_device[meta].remove(name)
                 by_device[device].append(name)

@@ -18,8 +18,14 @@ from ..core.errors import CheckpointError, ConfigurationError, WeightFileError
 from ..core.modules import model_has_dtensor, require_module
 from ..core.objects import size_of
 from ..logging import rank_0_logger
-from .names import DeviceMap, Place, complete_device_map, device_for, entry_for, tensor_at
-from .offload import check_folder, load_offloaded_weight, offload_weight, save_offload_index
+from .names import DeviceMap, Place, complete_device_map, device_for, entry_for, join, tensor_at
+from .offload import (
+    check_folder,
+    index_entry,
+    load_offloaded_weight,
+    offload_weight,
+    save_offload_index,
+)
 from .sizes import as_dtype
 from .tensors import (
     PACKED,
@@ -52,22 +58,14 @@ def load_state_dict(
 
     Each tensor is on the device that `device_map` gives it; on the CPU where that is `"disk"` or nothing.
     """
+    places = device_map or {}
     state: dict[str, Any] = {}
     with open_weights(checkpoint_file, mapped=False) as weights:
         for name in weights:
-            if device_map is None:
-                entry = None
-            else:
-                entry = entry_for(name, device_map)
-            if entry is None or device_map is None:
-                place = "cpu"
-            else:
-                place = device_map[entry]
-            tensor = weights[name]
-            if place in ("cpu", "disk"):
-                state[name] = tensor
-            else:
-                state[name] = tensor.to(as_device(place))
+            state[name] = weights[name]
+            entry = entry_for(name, places)
+            if entry is not None and places[entry] != "disk":
+                state[name] = state[name].to(as_device(places[entry]))
     return state
 
 
@@ -173,27 +171,25 @@ class _Result:
 
     def find_missing(self, model: nn.Module, tied: list[list[str]]) -> None:
         """Compare with the names of the model. A name that is tied to a loaded one is not missing."""
-        present = self.loaded.union(*(group for group in tied if self.loaded.intersection(group)))
-        self.missing = {
-            name
-            for name in model.state_dict()
-            if name not in present and not name.endswith("_extra_state")
-        }
+        present = set(self.loaded)
+        for group in tied:
+            if self.loaded.intersection(group):
+                present.update(group)
+        missing = set(model.state_dict()) - present
+        self.missing = {name for name in missing if not name.endswith("_extra_state")}
 
     def check_strict(self, model: nn.Module, checkpoint: Any, strict: bool) -> None:
         """Raise CheckpointError for any difference where `strict`."""
-        if strict and (self.unexpected or self.missing):
-            differences = [
-                f"{title}: {', '.join(sorted(names))}"
-                for title, names in (
-                    ("unknown to the model", self.unexpected),
-                    ("not in the checkpoint", self.missing),
-                )
-                if names
-            ]
-            kind = type(model).__name__
+        if not strict:
+            return
+        differences = []
+        if self.unexpected:
+            differences.append(f"unknown to the model: {', '.join(sorted(self.unexpected))}")
+        if self.missing:
+            differences.append(f"not in the checkpoint: {', '.join(sorted(self.missing))}")
+        if differences:
             raise CheckpointError(
-                f"{checkpoint} does not fit {kind} (strict=True): {'; '.join(differences)}"
+                f"{checkpoint} does not fit {type(model).__name__} (strict=True): {'; '.join(differences)}"
             )
 
     def check_fits(self, model: nn.Module, checkpoint: Any, fill_meta: bool) -> None:
@@ -203,18 +199,16 @@ class _Result:
         weight would get no values.
         """
         kind = type(model).__name__
-        absent = {
-            name: file for name, file in indexed_files(checkpoint).items() if name in self.missing
-        }
+        indexed = indexed_files(checkpoint)
+        absent = [name for name in indexed if name in self.missing]
         if absent:
-            name, file = next(iter(absent.items()))
+            name = absent[0]
+            others = ""
             if len(absent) > 1:
                 others = f" ({len(absent) - 1} more weights are missing in the same way)"
-            else:
-                others = ""
             raise CheckpointError(
-                f"the index of {checkpoint} names {file} for {name}, and that file does not have it{others}. The "
-                "files are not of one checkpoint: download or save it again"
+                f"the index of {checkpoint} names {indexed[name]} for {name}, and that file does not have it{others}. "
+                "The files are not of one checkpoint: download or save it again"
             )
         if self.unexpected and self.missing and not self.loaded:
             raise CheckpointError(
@@ -222,10 +216,9 @@ class _Result:
                 f"{_some(self.missing)}. It is of another architecture, or its names have another prefix. Nothing was "
                 "loaded."
             )
-        if fill_meta:
-            empty = {name for name in self.missing if tensor_at(model, name).is_meta}
-        else:
-            empty = set()
+        if not fill_meta:
+            return
+        empty = {name for name in self.missing if tensor_at(model, name).is_meta}
         if empty:
             raise CheckpointError(
                 f"{checkpoint} does not have {_some(empty)} of {kind}, which is on the meta device and would have no "
@@ -247,9 +240,10 @@ class _Result:
 
 def _some(names: set[str]) -> str:
     """The first names."""
-    return ", ".join(name[:100] for name in sorted(names)[:5]) + (
-        f" and {len(names) - 5} more" if len(names) > 5 else ""
-    )
+    text = ", ".join(name[:100] for name in sorted(names)[:5])
+    if len(names) > 5:
+        text += f" and {len(names) - 5} more"
+    return text
 
 
 def _survey(files: list[str]) -> dict[str, tuple[int, ...] | None]:
@@ -275,8 +269,7 @@ class _Casts:
         """The dtype for a tensor, or None where it takes that of the model."""
         if self.dtype is None or not tensor.is_floating_point():
             return None
-        kept = any(name == part or f"{part}." in name for part in self.keep)
-        if kept:
+        if any(name == part or f"{part}." in name for part in self.keep):
             return torch.float32
         return self.dtype
 
@@ -297,14 +290,12 @@ def _load_unsharded(model: nn.Module, checkpoint: Any, tied: list[list[str]]) ->
     files = checkpoint_files(checkpoint)
     result = _Result(missing=set(model.state_dict()))
     for name in result.missing.intersection(_survey(files)):
-        if not name.endswith("_extra_state"):
-            tensor = tensor_at(model, name)
-        else:
-            tensor = None
-        if tensor is not None and tensor.is_meta and not is_lazy(tensor):
-            set_module_tensor_to_device(
-                model, name, "cpu", value=torch.empty_like(tensor, device="cpu")
-            )
+        if name.endswith("_extra_state"):
+            continue
+        tensor = tensor_at(model, name)
+        if tensor.is_meta and not is_lazy(tensor):
+            empty = torch.empty_like(tensor, device="cpu")
+            set_module_tensor_to_device(model, name, "cpu", value=empty)
             retie_parameters(model, [group for group in tied if name in group])
     for file in files:
         with open_weights(file) as weights:
@@ -347,13 +338,12 @@ def _load_distributed(
             raise CheckpointError(f"rank 0 found no checkpoint to send: {error}")
         for file in files:
             with ExitStack() as stack:
+                state: dict[str, Any] = {}
                 if dist.get_rank() == 0:
-                    weights = stack.enter_context(open_weights(file))
-                else:
-                    weights = {}
-                names = [list(weights)]
+                    state = dict(stack.enter_context(open_weights(file)))
+                names = [list(state)]
                 dist.broadcast_object_list(names, src=0)
-                set_model_state_dict(model, dict(weights), options=options)
+                set_model_state_dict(model, state, options=options)
             result.loaded.update(names[0])
         result.unexpected = result.loaded - set(model.state_dict())
     result.loaded -= result.unexpected
@@ -365,16 +355,17 @@ def _files_of_rank_0(checkpoint: Any) -> tuple[list[str], str | None]:
     """On every rank: the files that rank 0 has found and can read, or why not. The other ranks may not see them."""
     import torch.distributed as dist
 
-    answer: list[tuple[list[str], str | None]] = [([], None)]
+    files: list[str] = []
+    reason = None
     if dist.get_rank() == 0:
         try:
             files = checkpoint_files(checkpoint)
             _survey(files)
-            answer = [(files, None)]
         except (CheckpointError, OSError) as error:
-            answer = [([], str(error))]
+            reason = str(error)
+    answer = [files, reason]
     dist.broadcast_object_list(answer, src=0)
-    return answer[0]
+    return answer[0], answer[1]  # type: ignore[return-value]
 
 
 @dataclass
@@ -395,17 +386,18 @@ class _Placement:
     def __post_init__(self) -> None:
         self.device_map = complete_device_map(self.model, self.device_map)
         parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
-        self.known = parameters.union(
-            name for name, _ in self.model.named_buffers(remove_duplicate=False)
-        )
-        self.to_disk = self.known if self.offload_buffers else parameters
+        buffers = {name for name, _ in self.model.named_buffers(remove_duplicate=False)}
+        self.names = parameters | buffers
+        self.to_disk = parameters
+        if self.offload_buffers:
+            self.to_disk = self.names
 
     def check(self, checkpoint: Any, files: list[str]) -> _Result:
         """Compare what the files hold with the model and the device map, before a tensor is read."""
         result = _Result()
         for name, shape in _survey(files).items():
-            if name not in self.known:
-                if not _belongs_to_8bit(name, self.known):
+            if name not in self.names:
+                if not _belongs_to_8bit(name, self.names):
                     result.unexpected.add(name)
                 continue
             result.loaded.add(name)
@@ -426,14 +418,13 @@ class _Placement:
 
     def load(self, files: list[str], spill: bool) -> None:
         with ExitStack() as stack:
+            spill_folder = None
             if spill:
                 spill_folder = stack.enter_context(tempfile.TemporaryDirectory())
-            else:
-                spill_folder = None
             for file in files:
                 with open_weights(file) as weights:
                     for name in weights:
-                        if name in self.known:
+                        if name in self.names:
                             self._place(name, weights, spill_folder)
             if self.folder is not None:
                 os.makedirs(self.folder, exist_ok=True)
@@ -450,38 +441,39 @@ class _Placement:
         place = device_for(name, self.device_map)
         tensor = weights[name]
         wanted = self.casts.wanted(name, tensor)
+        is_offloaded = place in ("cpu", "disk")
+        statistics = None
         if tensor.dtype == torch.int8:
             statistics = weights.get(statistics_name(name))
-        else:
-            statistics = None
-        keeps_precision = (
-            not self.offload_8bit or type(tensor_at(self.model, name)).__name__ != "Int8Params"
-        )
-        if place in ("cpu", "disk") and tensor.is_floating_point() and not keeps_precision:
+        is_8bit = type(tensor_at(self.model, name)).__name__ == "Int8Params"
+        if is_8bit and self.offload_8bit and is_offloaded and tensor.is_floating_point():
             tensor, statistics = quantize_8bit(tensor)
             wanted = None
         quantized = self.quantizer is not None and name in self.quantizer
         if quantized:
             tensor = self._quantize(name, tensor, wanted, place)
             wanted = tensor.dtype
+        is_mapped = isinstance(weights, SafetensorsFile)
         if place == "disk" and name in self.to_disk:
             as_it_is = not quantized and statistics is None and wanted in (None, tensor.dtype)
             if as_it_is and isinstance(weights, SafetensorsFile):
                 self._refer(name, tensor, weights.path)
                 return
-            self.copied += 0 if quantized else tensor.nbytes
+            if not quantized:
+                self.copied += tensor.nbytes
             self._offload(name, tensor, wanted, statistics, self.folder, self.index)
-        elif place in ("cpu", "disk") and spill_folder is not None:
+        elif is_offloaded and spill_folder is not None:
             self._offload(name, tensor, wanted, statistics, spill_folder, self.spilled)
         else:
-            # A buffer that is not offloaded runs with its module: it waits on the CPU until the model is dispatched.
-            device: Place = "cpu" if place == "disk" else place
-            if device == "cpu" and not quantized and not isinstance(weights, SafetensorsFile):
+            if place == "disk":
+                # A buffer that is not offloaded runs with its module: it waits on the CPU for the dispatch.
+                place = "cpu"
+            if place == "cpu" and not quantized and not is_mapped:
                 tensor = tensor.clone()
             set_module_tensor_to_device(
                 self.model,
                 name,
-                device,
+                place,
                 value=tensor,
                 dtype=wanted,
                 fp16_statistics=statistics,
@@ -493,18 +485,12 @@ class _Placement:
     ) -> torch.Tensor:
         """A weight quantized on the device where it runs, then on the CPU if it is kept there or on disk."""
         assert self.quantizer is not None
-        if place in ("cpu", "disk"):
-            device = main_device()
-        else:
-            device = as_device(place)
         if dtype is None:
             dtype = tensor_at(self.model, name).dtype
-        else:
-            dtype = dtype
-        result = self.quantizer(name, tensor.to(device=device, dtype=dtype))
         if place in ("cpu", "disk"):
-            return result.to("cpu")
-        return result
+            weight = tensor.to(device=main_device(), dtype=dtype)
+            return self.quantizer(name, weight).to("cpu")
+        return self.quantizer(name, tensor.to(device=as_device(place), dtype=dtype))
 
     def _refer(self, name: str, tensor: torch.Tensor, path: str) -> None:
         """Offload a weight without a copy: it is read from the checkpoint."""
@@ -512,8 +498,7 @@ class _Placement:
         self.index[name] = {
             "safetensors_file": os.path.abspath(path),
             "weight_name": name,
-            "dtype": str(tensor.dtype).removeprefix("torch."),
-            "shape": list(tensor.shape),
+            **index_entry(tensor),
         }
 
     def _offload(
@@ -526,7 +511,9 @@ class _Placement:
         index: dict[str, Any],
     ) -> None:
         set_module_tensor_to_device(self.model, name, "meta", dtype=wanted, clear_cache=False)
-        offload_weight(tensor if wanted is None else tensor.to(wanted), name, folder, index)
+        if wanted is not None:
+            tensor = tensor.to(wanted)
+        offload_weight(tensor, name, folder, index)
         if statistics is not None:
             offload_weight(statistics, statistics_name(name), folder, index)
 
@@ -538,25 +525,28 @@ def statistics_name(weight_name: str) -> str:
     return f"{weight_name}.SCB"
 
 
-def _belongs_to_8bit(name: str, known: set[str]) -> bool:
+def _belongs_to_8bit(name: str, names: set[str]) -> bool:
     """Whether an entry belongs to an 8-bit weight: its scales, or its memory format."""
     stem, _, leaf = name.rpartition(".")
-    return leaf in ("SCB", "weight_format") and (f"{stem}.weight" if stem else "weight") in known
+    return leaf in ("SCB", "weight_format") and join(stem, "weight") in names
 
 
 def load_offloaded_weights(
     model: nn.Module, index: Mapping[str, Any] | None, offload_folder: str | os.PathLike[str]
 ) -> None:
     """Bring the weights of an index of `offload_weight` back into `model`, on the CPU; the folder may go then."""
-    for name, entry in (index or {}).items():
+    entries = index or {}
+
+    def read(name: str) -> torch.Tensor:
+        path = os.path.join(offload_folder, f"{name}.dat")
+        return load_offloaded_weight(path, entries[name]).clone()
+
+    for name in entries:
         if name.endswith("SCB"):
             continue
-        path = os.path.join(offload_folder, f"{name}.dat")
-        scales = statistics_name(name)
         statistics = None
-        if index and scales in index:
-            statistics = load_offloaded_weight(
-                os.path.join(offload_folder, f"{scales}.dat"), index[scales]
-            ).clone()
-        weight = load_offloaded_weight(path, entry).clone()
-        set_module_tensor_to_device(model, name, "cpu", value=weight, fp16_statistics=statistics)
+        if statistics_name(name) in entries:
+            statistics = read(statistics_name(name))
+        set_module_tensor_to_device(
+            model, name, "cpu", value=read(name), fp16_statistics=statistics
+        )

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -14,9 +13,10 @@ from ..core import devices
 from ..core.errors import ConfigurationError
 from ..core.modules import require_module
 from ..core.objects import flat_list
+from ..logging import rank_0_logger
 from .sizes import Dtype, compute_module_sizes, convert_file_size_to_int
 
-logger: logging.Logger = logging.getLogger(__name__)
+_logger = rank_0_logger(__name__)
 
 MaxMemory = dict[Any, Any]
 
@@ -46,30 +46,34 @@ def get_max_memory(max_memory: MutableMapping[int | str, int | str] | None = Non
     for device, size in max_memory.items():
         if isinstance(size, str):
             max_memory[device] = convert_file_size_to_int(size)
-    sizes = {device: convert_file_size_to_int(size) for device, size in max_memory.items()}
-    for device in sizes:
-        if not (device in _NAMED or (isinstance(device, int) and not isinstance(device, bool))):
+    present = range(devices.device_count())
+    indices: list[int] = []
+    for device in max_memory:
+        if device in _NAMED:
+            continue
+        if not isinstance(device, int) or isinstance(device, bool):
             raise ConfigurationError(
                 f"Device {device} is not recognized, available devices are integers(for GPU/XPU), 'mps', 'cpu' and "
                 "'disk'"
             )
-    indices = sorted(device for device in sizes if isinstance(device, int))
-    present = range(devices.device_count())
-    for index in indices:
-        if index not in present:
-            logger.warning(
-                f"Device {index} is not available, available devices are {list(present)}"
+        indices.append(device)
+        if device not in present:
+            _logger.warning(
+                f"Device {device} is not available, available devices are {list(present)}"
             )
-    return {device: sizes[device] for device in (*indices, *_NAMED) if device in sizes}
+    ordered: list[int | str] = [*sorted(indices), *_NAMED]
+    return {
+        device: convert_file_size_to_int(max_memory[device])
+        for device in ordered
+        if device in max_memory
+    }
 
 
 def _is_integrated(kind: str | None, index: int) -> bool:
     """Whether a device has no own memory and uses the main memory."""
-    return (
-        kind == "cuda"
-        and torch.cuda.is_available()
-        and bool(torch.cuda.get_device_properties(index).is_integrated)
-    )
+    if kind != "cuda" or not torch.cuda.is_available():
+        return False
+    return bool(torch.cuda.get_device_properties(index).is_integrated)
 
 
 def _free_memory() -> MaxMemory:
@@ -90,7 +94,7 @@ def _free_memory() -> MaxMemory:
             free[index] = devices.memory_info(device)[0]
             shared = shared or _is_integrated(kind, index)
         except RuntimeError as error:
-            logger.warning(
+            _logger.warning(
                 f"Device {kind}:{index} is left out, as its free memory is not known: {error}. "
                 "Give max_memory to use it"
             )
@@ -130,23 +134,24 @@ def get_balanced_memory(
         low_zero = False
         if max_memory is None:
             limits[shared[0]] *= _SHARE_OF_ONE
-            logger.info(
+            _logger.info(
                 f"The plan may fill {_SHARE_OF_ONE:.0%} of the memory that is free on device {shared[0]}; the rest is "
                 "left for what a forward pass needs. Give `max_memory` to fill more, at your own risk."
             )
     sizes = compute_module_sizes(model, dtype=dtype, special_dtypes=special_dtypes)
     total = sizes[""]
-    share = total // (len(shared) - 1 if low_zero else len(shared))
-    share += int(
-        _SLACK * max(_largest_block(model, sizes, no_split_module_classes), _mean_layer(sizes))
-    )
+    sharing = len(shared)
+    if low_zero:
+        sharing -= 1
+    block = _largest_block(model, sizes, no_split_module_classes)
+    share = total // sharing + int(_SLACK * max(block, _mean_layer(sizes)))
     indices = sorted(device for device in shared if isinstance(device, int))
     for index in indices[:-1]:
-        limits[index] = min(limits[0] if low_zero and index == 0 else share, limits[index])
+        if index or not low_zero:
+            limits[index] = min(share, limits[index])
     if low_zero:
-        limits[0] = min(
-            max(0, total - sum(limits[index] for index in range(1, len(shared)))), limits[0]
-        )
+        others = sum(limits[index] for index in range(1, len(shared)))
+        limits[0] = min(max(0, total - others), limits[0])
     return limits
 
 
@@ -158,10 +163,8 @@ def _largest_block(
     All of them count, not the first of each class: in a mixture of experts a dense first block is much the smallest.
     """
     names = set(flat_list(classes))
-    return max(
-        (sizes[name] for name, module in model.named_modules() if type(module).__name__ in names),
-        default=0,
-    )
+    blocks = [name for name, module in model.named_modules() if type(module).__name__ in names]
+    return max((sizes[name] for name in blocks), default=0)
 
 
 def _mean_layer(sizes: Mapping[str, int]) -> int:

@@ -40,11 +40,9 @@ def owner_of(module: nn.Module, tensor_name: str) -> tuple[nn.Module, str]:
         raise ValueError(
             f"{type(module).__name__} has no submodule {path!r} to hold {tensor_name!r}: {error}"
         ) from None
-    value = getattr(owner, leaf, None)
-    if not isinstance(value, torch.Tensor):
-        tensors = dict(
-            [*owner.named_parameters(recurse=False), *owner.named_buffers(recurse=False)]
-        )
+    if not isinstance(getattr(owner, leaf, None), torch.Tensor):
+        parameters = dict(owner.named_parameters(recurse=False))
+        tensors = {**parameters, **dict(owner.named_buffers(recurse=False))}
         raise ValueError(
             f"{type(owner).__name__} does not have a parameter or a buffer named {leaf}{suggestion(leaf, tensors)}"
         )
@@ -80,25 +78,26 @@ def device_for(name: str, device_map: DeviceMap) -> Any:
 
 def complete_device_map(model: nn.Module, device_map: DeviceMap) -> dict[str, Any]:
     """The map with all names of modules that have several, placed as the first one. The CPU is the text `"cpu"`."""
-    completed = {
-        name: "cpu" if isinstance(place, torch.device) and place.type == "cpu" else place
-        for name, place in device_map.items()
-    }
+    completed = dict(device_map)
+    for name, place in device_map.items():
+        if isinstance(place, torch.device) and place.type == "cpu":
+            completed[name] = "cpu"
     first_names: dict[int, str] = {}
     further_names: set[str] = set()
-    for name, module in model.named_modules(remove_duplicate=False):
-        source, target = first_names.setdefault(id(module), name), name
-        if source != target:
-            further_names.add(target)
-        if source == target or target.rpartition(".")[0] in further_names:
+    for target, module in model.named_modules(remove_duplicate=False):
+        source = first_names.setdefault(id(module), target)
+        if source == target:
+            continue
+        further_names.add(target)
+        if target.rpartition(".")[0] in further_names:
             continue
         if entry_for(source, completed) is None:
             source, target = target, source
-        entry = entry_for(source, completed)
         inside = {key: place for key, place in completed.items() if is_within(key, source)}
-        for key, place in (
-            inside or ({source: completed[entry]} if entry is not None else {})
-        ).items():
+        entry = entry_for(source, completed)
+        if entry is not None and not inside:
+            inside = {source: completed[entry]}
+        for key, place in inside.items():
             name = target + key[len(source) :]
             entry = entry_for(name, completed)
             if entry is None or completed[entry] != place:

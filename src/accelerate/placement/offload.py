@@ -55,11 +55,13 @@ def offload_weight(
     with open(path, "wb") as file:
         file.write(data.reshape(-1).view(torch.uint8).numpy().data)
     if index is not None:
-        index[weight_name] = {
-            "dtype": str(weight.dtype).removeprefix("torch."),
-            "shape": list(weight.shape),
-        }
+        index[weight_name] = index_entry(weight)
     return index
+
+
+def index_entry(weight: torch.Tensor) -> dict[str, Any]:
+    """The dtype and the shape of a weight for an index."""
+    return {"dtype": str(weight.dtype).removeprefix("torch."), "shape": list(weight.shape)}
 
 
 def _offload_quantized(
@@ -67,21 +69,18 @@ def _offload_quantized(
 ) -> Index | None:
     """Write the plain tensors of a quantized weight like weights; its entry has theirs."""
     try:
-        entry: dict[str, Any] = {"subclass": describe(weight)}
+        description = describe(weight)
     except TypeError as error:
         raise TypeError(
             f"{name} is a {type(weight).__name__} that cannot be offloaded to disk: {error}"
         ) from None
-    inner: Index = {}
+    tensors: Index = {}
     for attribute, tensor in inner_tensors(weight).items():
+        inner: Index = {}
         offload_weight(tensor, f"{name}.{attribute}", folder, inner)
-    entry["tensors"] = {key.removeprefix(f"{name}."): value for key, value in inner.items()}
+        tensors[attribute] = inner[f"{name}.{attribute}"]
     if index is not None:
-        index[name] = {
-            "dtype": str(weight.dtype).removeprefix("torch."),
-            "shape": list(weight.shape),
-            **entry,
-        }
+        index[name] = {**index_entry(weight), "subclass": description, "tensors": tensors}
     return index
 
 
@@ -97,13 +96,15 @@ def load_offloaded_weight(
         dtype = as_dtype(weight_info["dtype"])
         empty = torch.empty(tuple(weight_info["shape"]), dtype=dtype, device="meta")
         if "subclass" in weight_info:
-            stem, tensors = os.fspath(weight_file).removesuffix(".dat"), weight_info["tensors"]
+            stem = os.fspath(weight_file).removesuffix(".dat")
             inner = {
                 name: load_offloaded_weight(f"{stem}.{name}.dat", info)
-                for name, info in tensors.items()
+                for name, info in weight_info["tensors"].items()
             }
             return rebuild(weight_info["subclass"], inner, empty)
-        size = require_regular(weight_file) if empty.numel() else 0
+        if not empty.numel():
+            return torch.empty_like(empty, device="cpu")
+        size = require_regular(weight_file)
     except FileNotFoundError as error:
         raise CheckpointError(
             f"the offloaded weight {weight_file} cannot be read: {error}"
@@ -126,8 +127,6 @@ def load_offloaded_weight(
         raise CheckpointError(
             f"the offloaded weight {weight_file} cannot be read: it has {size} bytes, its index names {empty.nbytes}"
         )
-    if not empty.numel():
-        return torch.empty_like(empty, device="cpu")
     try:
         flat = torch.from_file(
             os.fspath(weight_file), shared=False, size=empty.numel(), dtype=dtype
@@ -146,9 +145,11 @@ def save_offload_index(
     if not index:
         return
     path = Path(offload_folder, INDEX_NAME)
-    known = _read_index(offload_folder) if path.is_file() else {}
+    entries: dict[str, Any] = {}
+    if path.is_file():
+        entries = _read_index(offload_folder)
     with atomic_write(path, "w") as file:
-        json.dump({**known, **index}, file, indent=2)
+        json.dump({**entries, **index}, file, indent=2)
 
 
 def check_folder(folder: str | os.PathLike[str]) -> None:
@@ -186,12 +187,10 @@ def extract_submodules_state_dict(
     Returns:
         The entries, under their full names.
     """
-    names = list(submodule_names)
-    return {
-        key: value
-        for key, value in state_dict.items()
-        if any(is_within(key, name) for name in names)
-    }
+    entries: dict[str, torch.Tensor] = {}
+    for name in submodule_names:
+        entries.update((key, value) for key, value in state_dict.items() if is_within(key, name))
+    return entries
 
 
 class PrefixedDataset(Mapping[str, torch.Tensor]):
@@ -248,21 +247,21 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
             raise ValueError(
                 "Need either a `state_dict`, a `save_folder` or an `index` containing offloaded weights."
             )
-        self.state_dict: Mapping[str, torch.Tensor] = {} if state_dict is None else state_dict
-        self.save_folder = save_folder
         if index is None and save_folder is not None:
             index = _read_index(save_folder)
-        self.index: Mapping[str, Any] = {} if index is None else index
+        self.state_dict: Mapping[str, torch.Tensor] = state_dict or {}
+        self.save_folder = save_folder
+        self.index: Mapping[str, Any] = index or {}
         self.all_keys: list[str] = list(dict.fromkeys([*self.state_dict, *self.index]))
         self.device = device
         # Further names of a weight, for parameters that are tied and were stored under one name.
         self.aliases: dict[str, str] = {}
         self.stream: WeightStream = WeightStream()
         self._files = SafetensorsFiles()
-        for path in {entry.get("safetensors_file") for entry in self.index.values()} - {None}:
+        for entry in self.index.values():
             # One that cannot be read yet fails where it is needed.
-            with contextlib.suppress(CheckpointError, OSError):
-                self._files.open(path)
+            with contextlib.suppress(KeyError, CheckpointError, OSError):
+                self._files.open(entry["safetensors_file"])
 
     def can_stream(self, key: str, device: torch.device, tied: TiedCopies) -> bool:
         """Return whether a weight may be fetched before the module that needs it runs on `device`.
@@ -271,7 +270,9 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         original in `tied`.
         """
         value = self.state_dict.get(self.aliases.get(key, key))
-        return value is None or (device.type != "cpu" and data_address(value) not in tied)
+        if value is None:
+            return True
+        return device.type != "cpu" and data_address(value) not in tied
 
     def __getitem__(self, key: str) -> torch.Tensor:
         key = self.aliases.get(key, key)
@@ -285,8 +286,9 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
                 )
             return load_offloaded_weight(os.path.join(self.save_folder, f"{key}.dat"), entry)
         tensor = self._files.tensor(entry["safetensors_file"], entry.get("weight_name", key))
-        device = None if self.device is None else as_device(self.device)
-        return tensor.to(device=device, dtype=as_dtype(entry.get("dtype")))
+        if self.device is not None:
+            tensor = tensor.to(as_device(self.device))
+        return tensor.to(dtype=as_dtype(entry.get("dtype")))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.all_keys)
@@ -301,13 +303,13 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
 def _read_index(folder: str | os.PathLike[str]) -> dict[str, Any]:
     path = Path(folder, INDEX_NAME)
     try:
-        found = json_text.read(path)
+        index = json_text.read(path)
     except FileNotFoundError:
         raise FileNotFoundError(
             f"{folder} has no {INDEX_NAME}: no weights were offloaded to it"
         ) from None
     except (OSError, json_text.JSONTextError) as error:
         raise CheckpointError(f"the index {path} cannot be read: {error}") from error
-    if not isinstance(found, dict) or not all(isinstance(entry, dict) for entry in found.values()):
+    if not isinstance(index, dict) or not all(isinstance(entry, dict) for entry in index.values()):
         raise CheckpointError(f"the index {path} does not map names of weights to their entries")
-    return found
+    return index

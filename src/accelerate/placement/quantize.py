@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -14,19 +15,19 @@ from torch import nn
 from ..config.quantization import BnbQuantizationConfig
 from ..core.availability import is_4bit_bnb_available, is_8bit_bnb_available
 from ..core.errors import ConfigurationError
+from ..core.imports import is_available
 from ..core.modules import require_module
 from ..logging import rank_0_logger
 from .device_map import check_device_map, plan_device_map
 from .dispatch import dispatch
 from .load import load_checkpoint_in_model
-from .names import is_within
+from .names import is_within, join
 from .sizes import Dtype, named_module_tensors
 from .tensors import QUANTIZED, main_device, set_module_tensor_to_device
 from .tied import find_tied_parameters
 
 if TYPE_CHECKING:
     from torchao.core.config import AOBaseConfig
-from ..core.imports import is_available
 
 _logger = rank_0_logger(__name__)
 
@@ -36,9 +37,9 @@ def has_4bit_bnb_layers(model: nn.Module) -> bool:
     require_module(model, "has_4bit_bnb_layers")
     # If the package is not loaded, no module is an instance of its classes.
     layers = sys.modules.get("bitsandbytes.nn")
-    return layers is not None and any(
-        isinstance(module, layers.Linear4bit) for module in model.modules()
-    )
+    if layers is None:
+        return False
+    return any(isinstance(module, layers.Linear4bit) for module in model.modules())
 
 
 def require_bitsandbytes(config: BnbQuantizationConfig) -> None:
@@ -55,7 +56,8 @@ def require_bitsandbytes(config: BnbQuantizationConfig) -> None:
 
 def tied_modules(model: nn.Module) -> set[str]:
     """The modules that share a parameter with another one."""
-    return {name.rpartition(".")[0] for group in find_tied_parameters(model) for name in group}
+    names = itertools.chain.from_iterable(find_tied_parameters(model))
+    return {name.rpartition(".")[0] for name in names}
 
 
 def get_keys_to_not_convert(model: nn.Module) -> list[str]:
@@ -71,6 +73,19 @@ def get_keys_to_not_convert(model: nn.Module) -> list[str]:
     return sorted({*children[-1:], *tied})
 
 
+def linear_layers(model: nn.Module, skip: Sequence[str]) -> dict[str, nn.Linear]:
+    """The linear layers of `model` that can be quantized, by name, but for those within `skip`."""
+    layers: dict[str, nn.Linear] = {}
+    for name, module in model.named_modules():
+        # The attention of torch reads the weight of this one past its forward.
+        if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+            continue
+        skipped = any(is_within(name, part) or f".{part}." in f".{name}." for part in skip if part)
+        if isinstance(module, nn.Linear) and not skipped:
+            layers[name] = module
+    return layers
+
+
 def replace_linear_layers(
     model: nn.Module, config: BnbQuantizationConfig, skip: Sequence[str]
 ) -> int:
@@ -78,22 +93,15 @@ def replace_linear_layers(
 
     The weights are taken over as they are: they are quantised when they reach the device they run on.
     """
-    replaced = 0
-    for name, module in list(model.named_modules()):
-        # The attention of torch reads this one's weight past its forward.
-        if not isinstance(module, nn.Linear) or isinstance(
-            module, nn.modules.linear.NonDynamicallyQuantizableLinear
-        ):
-            continue
-        if not name or any(is_within(name, part) or f".{part}." in f".{name}." for part in skip):
-            continue
-        model.set_submodule(name, _quantizing(module, config))
-        replaced += 1
-    if not replaced:
+    layers = linear_layers(model, skip)
+    layers.pop("", None)
+    for name, layer in layers.items():
+        model.set_submodule(name, _quantizing(layer, config))
+    if not layers:
         _logger.warning(
             "No linear modules were found to quantize. GPT-2, for example, has Conv1D layers instead."
         )
-    return replaced
+    return len(layers)
 
 
 def replace_with_bnb_layers(
@@ -164,12 +172,12 @@ def quantized_device_map(
         device_map = {"": main_device()}
         _logger.info(f"The device_map was not initialized. Setting device_map to {device_map}.")
     if isinstance(device_map, str):
-        names = [name for name, _ in model.named_parameters()]
-        special: dict[str, Dtype] = {
-            name: config.torch_dtype for name in names if _mentions(name, skip)
-        }
-        full = config.keep_in_fp32_modules or []
-        special.update({name: torch.float32 for name in names if _mentions(name, full)})
+        special: dict[str, Dtype] = {}
+        for name, _ in model.named_parameters():
+            if _mentions(name, config.keep_in_fp32_modules or []):
+                special[name] = torch.float32
+            elif _mentions(name, skip):
+                special[name] = config.torch_dtype
         device_map = plan_device_map(
             model, device_map, max_memory, no_split_module_classes, config.target_dtype, special
         )
@@ -230,9 +238,8 @@ def load_and_quantize_model(
                 "such as torchao.quantization.Int8WeightOnlyConfig()"
             )
         _require_weights(model, weights_location)
-        if skip_modules is None:
-            left_out = get_keys_to_not_convert(model)
-        else:
+        left_out = get_keys_to_not_convert(model)
+        if skip_modules is not None:
             left_out = [*skip_modules, *tied_modules(model)]
         return load_quantized(
             model,
@@ -250,9 +257,9 @@ def load_and_quantize_model(
             "skip_modules goes with torchao: give BnbQuantizationConfig(skip_modules=...)"
         )
     require_bitsandbytes(config)
-    skip = list(
-        get_keys_to_not_convert(model) if config.skip_modules is None else config.skip_modules
-    )
+    skip = get_keys_to_not_convert(model)
+    if config.skip_modules is not None:
+        skip = list(config.skip_modules)
     skip += config.keep_in_fp32_modules or []
     if config.load_in_4bit and isinstance(device_map, Mapping) and len(device_map) > 1:
         skip += [name for name, place in device_map.items() if place in offloaded_places()]
@@ -266,6 +273,7 @@ def load_and_quantize_model(
         model, config, skip, device_map, max_memory, no_split_module_classes
     )
     assert weights_location is not None
+    is_offloaded = any(place in offloaded_places() for place in places.values())
     load_checkpoint_in_model(
         model,
         weights_location,
@@ -274,8 +282,7 @@ def load_and_quantize_model(
         offload_folder=offload_folder,
         offload_state_dict=offload_state_dict,
         keep_in_fp32_modules=config.keep_in_fp32_modules,
-        offload_8bit_bnb=config.load_in_8bit
-        and any(place in offloaded_places() for place in places.values()),
+        offload_8bit_bnb=config.load_in_8bit and is_offloaded,
     )
     check_device_map(model, places)
     dispatch(model, places, offload_dir=offload_folder)
@@ -301,8 +308,9 @@ def _quantize_in_place(model: nn.Module, config: BnbQuantizationConfig) -> nn.Mo
     full = config.keep_in_fp32_modules or []
     for name, tensor in list(named_module_tensors(model, recurse=True)):
         if tensor.is_floating_point() and type(tensor).__name__ not in QUANTIZED:
-            kept = any(f"{part}." in name for part in full)
-            dtype = torch.float32 if kept else config.torch_dtype
+            dtype = config.torch_dtype
+            if any(f"{part}." in name for part in full):
+                dtype = torch.float32
             set_module_tensor_to_device(model, name, tensor.device, dtype=dtype)
     return model.to(main_device())
 
@@ -321,16 +329,7 @@ class WeightQuantizer:
 
     def __init__(self, model: nn.Module, config: Any, skip: Sequence[str]) -> None:
         self.config = config
-        self.names: set[str] = {
-            f"{name}.weight" if name else "weight"
-            for name, module in model.named_modules()
-            # The attention of torch reads the weight of a NonDynamicallyQuantizableLinear past its forward.
-            if isinstance(module, nn.Linear)
-            and not isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
-            and not any(
-                is_within(name, part) or f".{part}." in f".{name}." for part in skip if part
-            )
-        }
+        self.names: set[str] = {join(name, "weight") for name in linear_layers(model, skip)}
         if not self.names:
             raise ConfigurationError(
                 f"{type(model).__name__} has no linear layer to quantize with {type(config).__name__}: all are in "

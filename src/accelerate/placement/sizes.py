@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +18,7 @@ from ..core.enums import CustomDtype
 from ..core.modules import require_module
 from ..core.objects import flat_list
 from ..torch_internals.buffers import non_persistent
-from .names import join
+from .names import is_within, join
 from .subclasses import is_quantized_tensor, stored_bytes
 
 Dtype = str | torch.dtype | CustomDtype
@@ -37,12 +39,12 @@ def as_dtype(dtype: Dtype | None) -> Any:
     """
     if not isinstance(dtype, str):
         return dtype
-    found = getattr(torch, dtype.removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype):
+    value = getattr(torch, dtype.removeprefix("torch."), None)
+    if not isinstance(value, torch.dtype):
         raise ValueError(
             f"{dtype!r} is not a dtype of torch: give one such as 'float16' or torch.float16"
         )
-    return found
+    return value
 
 
 # The API's name.
@@ -76,14 +78,14 @@ def convert_file_size_to_int(size: int | str) -> int:
     """
     if isinstance(size, (int, float)) and not isinstance(size, bool) and size >= 0:
         return int(size)
-    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([kmg]i?b)\s*", str(size), re.IGNORECASE)
-    if found is None:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([kmg]i?b)\s*", str(size), re.IGNORECASE)
+    if match is None:
         raise ValueError(
             f"`size` {size} is not in a valid format. Use an integer for bytes, or a string with an unit "
             "(like '5.0GB')."
         )
-    unit = found[2]
-    count = int(float(found[1]) * _UNITS[unit.upper()])
+    number, unit = match.groups()
+    count = int(float(number) * _UNITS[unit.upper()])
     if unit in ("Kb", "Mb", "Gb"):
         return count // 8
     return count
@@ -103,10 +105,9 @@ def named_module_tensors(
     yield from module.named_parameters(recurse=recurse)
     if not include_buffers:
         return
+    hidden: set[str] = set()
     if remove_non_persistent:
         hidden = get_non_persistent_buffers(module, recurse, fqns=True)
-    else:
-        hidden = set()
     for name, buffer in module.named_buffers(recurse=recurse):
         if name not in hidden:
             yield name, buffer
@@ -133,15 +134,13 @@ def get_module_size_with_ties(
         module_sizes: the bytes of each module and parameter by name.
         modules_to_treat: the other modules, with their names.
     """
-    tied = {
-        name: part
-        for name, part in modules_to_treat
-        if any(f"{p}.".startswith(f"{name}.") for p in tied_params)
-    }
-    extra = sum(module_sizes[name] for name in tied) - sum(
-        module_sizes[name] for name in tied_params
-    )
-    return module_size + extra, list(tied), list(tied.values())
+    tied = {}
+    for name, part in modules_to_treat:
+        if any(is_within(tied_name, name) for tied_name in tied_params):
+            tied[name] = part
+    size = module_size + sum(module_sizes[name] for name in tied)
+    shared = sum(module_sizes[name] for name in tied_params)
+    return size - shared, list(tied), list(tied.values())
 
 
 def get_non_persistent_buffers(
@@ -155,12 +154,15 @@ def get_non_persistent_buffers(
         fqns: return dotted names, from `module` on, instead of the buffers' own.
     """
     require_module(module, "get_non_persistent_buffers")
-    owners = module.named_modules() if recurse else [("", module)]
-    return {
-        f"{prefix}.{name}" if prefix and fqns else name
-        for prefix, owner in owners
-        for name in non_persistent(owner)
-    }
+    owners: Iterable[tuple[str, nn.Module]] = [("", module)]
+    if recurse:
+        owners = module.named_modules()
+    names: set[str] = set()
+    for prefix, owner in owners:
+        if not fqns:
+            prefix = ""
+        names.update(join(prefix, name) for name in non_persistent(owner))
+    return names
 
 
 def compute_module_sizes(
@@ -219,7 +221,9 @@ def measure(
         special_dtypes: as in `compute_module_sizes`.
         unsplittable: names of the classes whose modules are one layer.
     """
-    wanted = None if dtype is None else dtype_byte_size(dtype)
+    wanted: float = math.inf
+    if dtype is not None:
+        wanted = dtype_byte_size(dtype)
     special = {name: dtype_byte_size(kind) for name, kind in (special_dtypes or {}).items()}
     sizes: dict[str, Any] = defaultdict(int)
     buffers: dict[str, Any] = defaultdict(int)
@@ -227,51 +231,55 @@ def measure(
     counted: set[int] = set()
     modules = list(model.named_modules(remove_duplicate=False))
     for path, module in modules:
-        for tensors in (module.named_parameters, module.named_buffers):
-            for leaf, tensor in tensors(recurse=False, remove_duplicate=False):
-                name = join(path, leaf)
-                if id(tensor) in counted:
-                    continue
-                counted.add(id(tensor))
-                if is_quantized_tensor(tensor):
-                    size: Any = stored_bytes(tensor)
-                else:
-                    size = tensor.numel() * special.get(name, _stored_width(tensor.dtype, wanted))
-                sizes[name] = size
-                sizes[path] += size
-                if not isinstance(tensor, nn.Parameter):
-                    buffers[name] = size
-                    buffers[path] += size
+        parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+        own_buffers = module.named_buffers(recurse=False, remove_duplicate=False)
+        for leaf, tensor in itertools.chain(parameters, own_buffers):
+            if id(tensor) in counted:
+                continue
+            counted.add(id(tensor))
+            name = join(path, leaf)
+            size: Any
+            if is_quantized_tensor(tensor):
+                size = stored_bytes(tensor)
+            elif name in special:
+                size = tensor.numel() * special[name]
+            else:
+                size = tensor.numel() * _stored_width(tensor.dtype, wanted)
+            sizes[name] = size
+            sizes[path] += size
+            if not isinstance(tensor, nn.Parameter):
+                buffers[name] = size
+                buffers[path] += size
     # From the innermost modules outwards: what is in a module follows it.
     for path, module in reversed(modules):
         if path not in layers or type(module).__name__ in unsplittable:
             layers[path] = sizes.get(path, 0)
-        if path:
-            parent = path.rpartition(".")[0]
-            layers[parent] = max(layers.get(parent, 0), layers[path])
-            for table in (sizes, buffers):
-                if path in table:
-                    table[parent] += table[path]
+        if not path:
+            continue
+        parent = path.rpartition(".")[0]
+        layers[parent] = max(layers.get(parent, 0), layers[path])
+        for table in (sizes, buffers):
+            if path in table:
+                table[parent] += table[path]
     return Measured(sizes, buffers, layers)
 
 
-def _stored_width(dtype: torch.dtype, wanted: float | None) -> int | float:
+def _stored_width(dtype: torch.dtype, wanted: float) -> float:
     """Bytes of a value of `dtype` where floating point values take `wanted` at most."""
     width = dtype_byte_size(dtype)
-    is_integer = not (dtype.is_floating_point or dtype.is_complex)
-    if wanted is None or is_integer:
-        return width
-    return min(wanted, width)
+    if dtype.is_floating_point or dtype.is_complex:
+        return min(wanted, width)
+    return width
 
 
 def members_of(name: str, module: nn.Module) -> list[NamedPart]:
     """The parameters, submodules and buffers of a module itself, by full name."""
-    groups = (
+    members: Iterable[tuple[str, Any]] = itertools.chain(
         module.named_parameters(recurse=False),
         module.named_children(),
         module.named_buffers(recurse=False),
     )
-    return [(join(name, own), part) for group in groups for own, part in group]
+    return [(join(name, leaf), part) for leaf, part in members]
 
 
 def children_of(
@@ -326,6 +334,5 @@ def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]
     """
     require_module(model, "calculate_maximum_sizes")
     sizes = compute_module_sizes(model)
-    return sizes[""], get_max_layer_size(
-        members_of("", model), sizes, getattr(model, "_no_split_modules", None)
-    )
+    classes = getattr(model, "_no_split_modules", None)
+    return sizes[""], get_max_layer_size(members_of("", model), sizes, classes)

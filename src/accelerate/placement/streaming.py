@@ -93,11 +93,12 @@ class WeightStream:
         self._last = (self._last[1], module)
         present = self.ahead.pop(module, None)
         expected = self._expected(self._last)
-        for other in [number for number in self.ahead if number not in expected]:
-            self.ahead.pop(other).cancel()
+        for number in self.ahead.keys() - expected:
+            self.ahead.pop(number).cancel()
         for number in expected:
             if number not in self.ahead:
-                self._executor = self._executor or ThreadPoolExecutor(1, "weights")
+                if self._executor is None:
+                    self._executor = ThreadPoolExecutor(1, "weights")
                 self.ahead[number] = self._executor.submit(self._fetch, self._requests[number])
         if present is None:
             return {}
@@ -105,15 +106,18 @@ class WeightStream:
 
     def _expected(self, last: tuple[int, int]) -> list[int]:
         """The modules that should run after the `last` two, as many as may be fetched ahead."""
-        found: list[int] = []
-        running, left = last[1], self._largest
-        while (number := self._next.get(last)) is not None and number not in (*found, running):
+        modules: list[int] = []
+        running = last[1]
+        left = self._largest
+        while True:
+            number = self._next.get(last)
+            if number is None or number == running or number in modules:
+                return modules
             left -= self._requests[number].size
-            if left < 0 and found:
-                break
-            found.append(number)
+            if left < 0 and modules:
+                return modules
+            modules.append(number)
             last = (last[1], number)
-        return found
 
     def _fetch(self, request: FetchRequest) -> _Fetched:
         device = request.device
@@ -124,17 +128,16 @@ class WeightStream:
                     # A touch of a page of a mapped file reads it, and Linux maps the 16 pages around it.
                     tensor.detach().reshape(-1).view(torch.uint8)[:: 16 * mmap.PAGESIZE].sum()
             return _Fetched(values)
-        stream = self._copies.get(device)
-        if stream is None:
-            stream = self._copies[device] = torch.Stream(device=device)
-        with stream:
+        if device not in self._copies:
+            self._copies[device] = torch.Stream(device=device)
+        stream = self._copies[device]
+
+        def copied(inner: torch.Tensor) -> torch.Tensor:
             # The allocator of pinned memory keeps a block until the copies from it are done.
-            copies = {
-                name: convert_inner(
-                    value, lambda inner: inner.pin_memory().to(device, non_blocking=True)
-                )
-                for name, value in values.items()
-            }
+            return inner.pin_memory().to(device, non_blocking=True)
+
+        with stream:
+            copies = {name: convert_inner(value, copied) for name, value in values.items()}
             return _Fetched(copies, stream.record_event())
 
 

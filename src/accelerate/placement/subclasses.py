@@ -8,7 +8,7 @@ import enum
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -56,14 +56,14 @@ def is_quantized_layer(module: nn.Module) -> bool:
     """Whether a layer has weights that torchao or bitsandbytes has quantized."""
     # By the class of the layer: under FSDP2 its weight is a DTensor.
     layers = sys.modules.get("bitsandbytes.nn")
-    names = ("Linear4bit", "Linear8bitLt", "Embedding4bit", "Embedding8bit")
-    if isinstance(module, tuple(getattr(layers, name) for name in names) if layers else ()):
-        return True
+    for name in ("Linear4bit", "Linear8bitLt", "Embedding4bit", "Embedding8bit"):
+        if isinstance(module, getattr(layers, name, ())):
+            return True
     # A layer that computes in float8 has a weight of full precision, in a wrapper.
     float8 = getattr(sys.modules.get("torchao.float8.float8_linear"), "Float8Linear", ())
-    return not isinstance(module, float8) and any(
-        map(is_quantized_tensor, module.parameters(recurse=False))
-    )
+    if isinstance(module, float8):
+        return False
+    return any(map(is_quantized_tensor, module.parameters(recurse=False)))
 
 
 def refuse_lost_gradients(model: nn.Module) -> None:
@@ -73,12 +73,13 @@ def refuse_lost_gradients(model: nn.Module) -> None:
     their gradients only.
     """
     for name, module in model.named_modules():
-        if any(is_quantized_tensor(parameter) for parameter in module.parameters(recurse=False)):
+        if any(map(is_quantized_tensor, module.parameters(recurse=False))):
             module.register_forward_hook(functools.partial(_check_gradient, name))
 
 
 def _check_gradient(name: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-    if torch.is_grad_enabled() and inputs and inputs[0].requires_grad and not output.requires_grad:
+    loses_gradient = inputs and inputs[0].requires_grad and not output.requires_grad
+    if loses_gradient and torch.is_grad_enabled():
         raise PrepareError(
             f"{name}.weight is a {type(module.weight).__name__} whose kernel on {output.device} has no backward: what "
             "comes before this layer would train without its gradient. Quantize the base with a configuration for "
@@ -98,7 +99,9 @@ def data_address(tensor: torch.Tensor) -> int:
     """
     inner = next(iter(inner_tensors(tensor).values()))
     storage = inner.untyped_storage()
-    return StorageWeakRef(storage).cdata if storage.device.type == "meta" else inner.data_ptr()
+    if storage.device.type == "meta":
+        return int(StorageWeakRef(storage).cdata)
+    return inner.data_ptr()
 
 
 def describe(tensor: torch.Tensor) -> dict[str, Any]:
@@ -117,11 +120,9 @@ def rebuild(
 
     Raises TypeError for a description that names anything but a class of torchao's.
     """
-    kind = _find(description["class"])
-    if not issubclass(kind, torch.Tensor):
-        raise TypeError(f"{description['class']} is not a class of tensors")
+    kind: Any = _find(description["class"], torch.Tensor)
     context = _decode(description["context"])
-    made: torch.Tensor = kind.__tensor_unflatten__(dict(inner), context, like.shape, like.stride())  # type: ignore[attr-defined]
+    made: torch.Tensor = kind.__tensor_unflatten__(dict(inner), context, like.shape, like.stride())
     return made
 
 
@@ -129,50 +130,67 @@ def _path(kind: type) -> str:
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
-def _find(path: str) -> type:
-    """The class at `module:name` in a package that is known."""
+def _find(path: str, base: type) -> Any:
+    """The subclass of `base` at `module:name` in a package that is known."""
     module, _, name = path.partition(":")
-    if module.partition(".")[0] not in _PACKAGES:
-        raise TypeError(f"{path} is not a class of {' or '.join(_PACKAGES)}")
-    found: Any = importlib.import_module(module)
-    for part in name.split("."):
-        found = getattr(found, part)
-    if not isinstance(found, type) or not _is_known(found):
-        raise TypeError(f"{path} is not a class of {' or '.join(_PACKAGES)}")
-    return found
+    target: Any = None
+    if module.partition(".")[0] in _PACKAGES:
+        target = importlib.import_module(module)
+        for part in name.split("."):
+            target = getattr(target, part)
+    if not isinstance(target, type) or not _is_known(target) or not issubclass(target, base):
+        raise TypeError(
+            f"{path} is not a class of {' or '.join(_PACKAGES)} derived from {base.__name__}"
+        )
+    return target
 
 
 def _encode(value: Any) -> Any:
     """A value as JSON: numbers, text and lists as they are, everything else as `{kind: content}`."""
-    if isinstance(value, enum.Enum) and _is_known(type(value)):
-        return {"enum": [_path(type(value)), value.name]}
-    if value is None or type(value) in (bool, int, float, str):
-        return value
-    if isinstance(value, torch.dtype):
-        return {"dtype": str(value).removeprefix("torch.")}
-    if isinstance(value, torch.device):
-        return {"device": str(value)}
-    if type(value) is list:
-        return [_encode(item) for item in value]
-    if type(value) in (tuple, torch.Size):
-        return {"tuple": [_encode(item) for item in value]}
-    if type(value) is dict and all(isinstance(key, str) for key in value):
-        return {"dict": {key: _encode(item) for key, item in value.items()}}
-    fields = _fields(value)
-    if fields is None or not _is_known(type(value)):
-        raise TypeError(f"{value!r} of type {type(value).__name__} cannot be written to an index")
-    return {
-        "object": [_path(type(value)), {name: _encode(getattr(value, name)) for name in fields}]
-    }
+    kind = type(value)
+    if kind in _ENCODINGS:
+        return _ENCODINGS[kind](value)
+    if _is_known(kind) and isinstance(value, enum.Enum):
+        return {"enum": [_path(kind), value.name]}
+    names = _field_names(kind)
+    if names is None or not _is_known(kind):
+        raise TypeError(f"{value!r} of type {kind.__name__} cannot be written to an index")
+    fields = {name: _encode(getattr(value, name)) for name in names}
+    return {"object": [_path(kind), fields]}
 
 
-def _fields(value: Any) -> list[str] | None:
-    """The names of what a dataclass or a named tuple holds; None for another object."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [field.name for field in dataclasses.fields(value) if field.init]
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return list(value._fields)
+def _field_names(kind: Any) -> list[str] | None:
+    """The names of what a dataclass or a named tuple holds; None for another class."""
+    if dataclasses.is_dataclass(kind):
+        return [field.name for field in dataclasses.fields(kind) if field.init]
+    if issubclass(kind, tuple) and hasattr(kind, "_fields"):
+        return list(kind._fields)
     return None
+
+
+def _encode_items(values: Iterable[Any]) -> list[Any]:
+    return [_encode(value) for value in values]
+
+
+def _encode_dict(value: dict[Any, Any]) -> dict[str, Any]:
+    if not all(isinstance(key, str) for key in value):
+        raise TypeError(f"{value!r} has keys that are no text and cannot be written to an index")
+    return {"dict": {key: _encode(item) for key, item in value.items()}}
+
+
+def _as_is(value: Any) -> Any:
+    return value
+
+
+_ENCODINGS: dict[type, Callable[[Any], Any]] = {
+    **dict.fromkeys((type(None), bool, int, float, str), _as_is),
+    torch.dtype: lambda dtype: {"dtype": str(dtype).removeprefix("torch.")},
+    torch.device: lambda device: {"device": str(device)},
+    list: _encode_items,
+    tuple: lambda values: {"tuple": _encode_items(values)},
+    torch.Size: lambda values: {"tuple": _encode_items(values)},
+    dict: _encode_dict,
+}
 
 
 def _decode(value: Any) -> Any:
@@ -187,20 +205,14 @@ def _decode(value: Any) -> Any:
         case "device":
             return torch.device(content)
         case "tuple":
-            return tuple(_decode(item) for item in content)
+            return tuple(_decode(content))
         case "dict":
             return {key: _decode(item) for key, item in content.items()}
         case "enum":
-            found: Any = _find(content[0])
-            if not issubclass(found, enum.Enum):
-                raise TypeError(f"{content[0]} is not an enumeration")
-            return found[content[1]]
+            return _find(content[0], enum.Enum)[content[1]]
         case "object":
-            made: Any = _find(content[0])
-            if not (
-                dataclasses.is_dataclass(made)
-                or (issubclass(made, tuple) and hasattr(made, "_fields"))
-            ):
+            target = _find(content[0], object)
+            if _field_names(target) is None:
                 raise TypeError(f"{content[0]} holds no fields")
-            return made(**{name: _decode(item) for name, item in content[1].items()})
+            return target(**{name: _decode(item) for name, item in content[1].items()})
     raise TypeError(f"{kind!r} is not a kind of value in an index")

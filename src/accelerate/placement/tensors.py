@@ -46,9 +46,12 @@ class OffloadedParameter(nn.Parameter):
         """Call `func` with the values, on the device of its other arguments."""
         if func in _WITHOUT_DATA:
             return _on_meta(args[0])
+        device = None
         operands = [args, kwargs or {}]
-        others = (value for value in leaves(operands) if not isinstance(value, cls) and value.dim())
-        device = next((value.device for value in others), None)
+        for value in leaves(operands):
+            if not isinstance(value, cls) and value.dim():
+                device = value.device
+                break
         args, kwargs = map_leaves(
             lambda value: value._read(device), operands, lambda value: isinstance(value, cls)
         )
@@ -113,16 +116,14 @@ def as_device(device: Place) -> torch.device:
             )
         return torch.device(kind, device)
     try:
-        found = torch.device(device)
+        named = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ConfigurationError(
             f"{device!r} is not a device: use the number of an accelerator, 'cpu', 'disk' or a name such as 'cuda:0'"
         ) from error
-    if found.index is not None or found.type in ("cpu", "meta"):
-        return found
-    if found.type == devices.accelerator_type():
-        return torch.device(found.type, torch.accelerator.current_device_index())
-    return found
+    if named.index is None and named.type == devices.accelerator_type():
+        return torch.device(named.type, torch.accelerator.current_device_index())
+    return named
 
 
 def check_devices(device_map: Mapping[str, Any]) -> None:
@@ -136,12 +137,12 @@ def check_devices(device_map: Mapping[str, Any]) -> None:
         device = as_device(place)
         if device.type in ("cpu", "meta"):
             continue
-        count = devices.device_count(kind) if device.type == kind else 0
+        count = 0
+        has = f"no {device.type} device"
+        if device.type == kind:
+            count = devices.device_count(kind)
+            has = f"{count} {kind} devices"
         if (device.index or 0) >= count:
-            if count:
-                has = f"{count} {kind} devices"
-            else:
-                has = f"no {device.type} device"
             raise ConfigurationError(
                 f"the device map puts {name or 'the entire model'} on {place!r}, and this machine has {has}"
             )
@@ -180,10 +181,12 @@ def set_module_tensor_to_device(
     owner, leaf = owner_of(module, tensor_name)
     old = getattr(owner, leaf)
     target = as_device(device)
-    source = value if value is not None else old
+    source = old
+    if value is not None:
+        source = value
     copies = _copies_of(source, tied_params_map)
     # One look: the forward of a module that is tied to this one may end in another thread and remove the copy.
-    present = None if copies is None else copies.get(target)
+    present = copies.get(target)
     if present is not None:
         setattr(owner, leaf, present)
         return
@@ -192,38 +195,35 @@ def set_module_tensor_to_device(
             f"{tensor_name} is on the meta device, we need a `value` to put in on {device}."
         )
     wanted = as_dtype(dtype)
+    new = old
     with torch.no_grad():
         if value is not None:
             new = _with_value(
                 old, tensor_name, value, target, wanted, fp16_statistics, non_blocking
             )
-        elif old.device == target and wanted in (None, old.dtype):
-            new = old
-        else:
-            new = _moved(old, target, wanted if old.is_floating_point() else None, non_blocking)
+        elif old.device != target or wanted not in (None, old.dtype):
+            new = _moved(old, target, wanted, non_blocking)
     if new is not old:
         setattr(owner, leaf, new)
-    if copies is not None and target.type != "meta":
+    if target.type != "meta":
         copies[target] = new
-    if (
-        clear_cache
-        and value is None
-        and old.device.type not in ("cpu", "meta")
-        and new.device != old.device
-    ):
+    is_moved = value is None and new.device != old.device
+    if clear_cache and is_moved and old.device.type not in ("cpu", "meta"):
         devices.empty_cache()
 
 
-def _copies_of(source: Any, tied: TiedCopies | None) -> dict[torch.device, torch.Tensor] | None:
-    """The entry of a tied tensor in the map of tied copies, or None for one that is not tied."""
+def _copies_of(source: Any, tied: TiedCopies | None) -> dict[torch.device, torch.Tensor]:
+    """The entry of a tied tensor in the map of tied copies; an empty one for a tensor that is not tied."""
     if not tied or not isinstance(source, torch.Tensor) or source.device.type == "meta":
-        return None
-    return tied.get(data_address(source))
+        return {}
+    return tied.get(data_address(source), {})
 
 
 def _moved(
     old: torch.Tensor, target: torch.device, dtype: torch.dtype | None, non_blocking: bool
 ) -> torch.Tensor:
+    if not old.is_floating_point():
+        dtype = None
     data = old.to(device=target, dtype=dtype, non_blocking=non_blocking)
     if not isinstance(old, nn.Parameter) or type(old).__name__ in QUANTIZED:
         # A quantised parameter moves as one, with what it needs to be read.
@@ -248,42 +248,34 @@ def _with_value(
             f'Trying to set a tensor of shape {value.shape} in "{name}" (which has shape {old.shape}), this looks '
             "incorrect."
         )
-    is_integer = not (value.is_floating_point() or value.is_complex())
-    if kind in QUANTIZED:
-        return _quantized_parameter(
-            old, value if is_integer or dtype is None else value.to(dtype), target, statistics
-        )
-    if dtype is None:
-        wanted = old.dtype
-    elif is_integer:
+    if value.is_floating_point() or value.is_complex():
+        wanted = dtype
+    elif dtype is not None:
         wanted = value.dtype
     else:
-        wanted = dtype
-    data = value.to(device=target, dtype=wanted, non_blocking=non_blocking)
-    return _parameter_like(old, data) if isinstance(old, nn.Parameter) else data
+        wanted = None
+    if kind in QUANTIZED:
+        return _quantized_parameter(old, value.to(dtype=wanted), target, statistics)
+    data = value.to(device=target, dtype=wanted or old.dtype, non_blocking=non_blocking)
+    if isinstance(old, nn.Parameter):
+        return _parameter_like(old, data)
+    return data
 
 
 def _parameter_like(old: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
     """A parameter that holds `data`, of the class of `old` and with the attributes that were set on it."""
     trained = old.requires_grad and (data.is_floating_point() or data.is_complex())
     data = data.detach()
-    if isinstance(old, OffloadedParameter):
-        kind = nn.Parameter
+    kind = type(old)
+    new: Any
+    if kind in (nn.Parameter, OffloadedParameter) or not issubclass(kind, nn.Parameter):
+        new = nn.Parameter(data, requires_grad=trained)
     else:
-        kind = type(old)
-    if not issubclass(kind, nn.Parameter):
-        # A tensor subclass (a sharded or quantised weight) is a parameter without being of a class derived from it,
-        # and its attributes are its data.
-        return nn.Parameter(data, requires_grad=trained)
-    # Without the constructor of a derived class, which may require more than the data.
-    new: Any = (
-        nn.Parameter(data, trained)
-        if kind is nn.Parameter
-        else data.as_subclass(kind).requires_grad_(trained)
-    )
-    attributes = vars(old)
-    if attributes:
-        vars(new).update(attributes)
+        # Without the constructor of a derived class, which may require more than the data.
+        new = data.as_subclass(kind).requires_grad_(trained)
+    if issubclass(kind, nn.Parameter):
+        # The attributes of any other tensor subclass (a sharded or quantised weight) are its data.
+        vars(new).update(vars(old))
     return new  # type: ignore[no-any-return]
 
 

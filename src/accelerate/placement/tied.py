@@ -40,10 +40,11 @@ def retie_parameters(model: nn.Module, tied_params: Iterable[Sequence[str]]) -> 
         tensors = [tensor_at(model, name) for name in group]
         if not tensors:
             continue
-        kept = next((tensor for tensor in tensors if tensor.device.type != "meta"), tensors[0])
+        with_data = [tensor for tensor in tensors if tensor.device.type != "meta"]
+        shared = (with_data or tensors)[0]
         for name in group:
             owner, leaf = owner_of(model, name)
-            setattr(owner, leaf, kept)
+            setattr(owner, leaf, shared)
 
 
 def check_tied_parameters_in_config(model: nn.Module) -> bool:
@@ -53,19 +54,16 @@ def check_tied_parameters_in_config(model: nn.Module) -> bool:
         return False
     if any(hasattr(module, "_tie_weights") for module in model.modules()):
         return True
-    if getattr(config, "is_encoder_decoder", False) and getattr(
-        config, "tie_encoder_decoder", False
-    ):
+    is_encoder_decoder = getattr(config, "is_encoder_decoder", False)
+    if is_encoder_decoder and getattr(config, "tie_encoder_decoder", False):
         return True
+    configs = [config]
     if hasattr(config, "get_text_config"):
-        text = config.get_text_config(decoder=True)
-    else:
-        text = config
-    tied = getattr(config, "tie_word_embeddings", False) or getattr(
-        text, "tie_word_embeddings", False
-    )
-    output: Any = getattr(model, "get_output_embeddings", None)
-    return bool(tied and output is not None and output() is not None)
+        configs.append(config.get_text_config(decoder=True))
+    if not any(getattr(part, "tie_word_embeddings", False) for part in configs):
+        return False
+    output: Any = getattr(model, "get_output_embeddings", lambda: None)
+    return output() is not None
 
 
 def check_tied_parameters_on_same_device(
@@ -94,7 +92,9 @@ def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
 
     Tensors that share memory share it, also where they are different views of it.
     """
-    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    local = tensor
+    if hasattr(tensor, "to_local"):
+        local = tensor.to_local()
     if local.device.type == "xla":
         from safetensors.torch import storage_ptr, storage_size
 
@@ -102,10 +102,8 @@ def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
     storage = local.untyped_storage()
     # Neither the meta device nor a fake tensor has addresses; the identity of the storage object is used instead.
     if storage.device.type == "meta":
-        where = StorageWeakRef(storage).cdata
-    else:
-        where = storage.data_ptr()
-    return local.device, where, storage.nbytes()
+        return local.device, StorageWeakRef(storage).cdata, storage.nbytes()
+    return local.device, storage.data_ptr(), storage.nbytes()
 
 
 def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -129,10 +127,10 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str,
             f"Removed shared tensor {set(dropped)} while saving. This should be OK, but check by verifying that you "
             "don't receive any warning while reloading"
         )
-    return {
-        name: value.contiguous() if isinstance(value, torch.Tensor) else value
-        for name, value in cleaned.items()
-    }
+    for name, value in cleaned.items():
+        if isinstance(value, torch.Tensor):
+            cleaned[name] = value.contiguous()
+    return cleaned
 
 
 def _separate(state: dict[str, Any], group: list[str]) -> list[str]:

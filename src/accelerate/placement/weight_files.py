@@ -63,10 +63,8 @@ def _unpickled(path: str, mapped: bool) -> Mapping[str, Any]:
     except READ_ERRORS as error:
         reason = str(error)[:500] or "it is empty or incomplete"
         raise CheckpointError(f"{path} cannot be read as a state dict: {reason}") from error
-    if not isinstance(state, Mapping):
-        raise CheckpointError(f"{path} holds a {type(state).__name__}, not a state dict")
-    if not all(isinstance(name, str) for name in state):
-        raise CheckpointError(f"{path} is not a state dict: one of its names is not text")
+    if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
+        raise CheckpointError(f"{path} holds a {type(state).__name__} that is no state dict")
     return state
 
 
@@ -132,10 +130,12 @@ def shapes_in(weights: Mapping[str, Any]) -> dict[str, tuple[int, ...] | None]:
     """{name: shape} of an open file, without reading a tensor of a safetensors file; None for what is no tensor."""
     if isinstance(weights, SafetensorsFile):
         return {name: weights.shape(name) for name in weights}
-    return {
-        name: tuple(value.shape) if isinstance(value, torch.Tensor) else None
-        for name, value in weights.items()
-    }
+    shapes: dict[str, tuple[int, ...] | None] = {}
+    for name, value in weights.items():
+        shapes[name] = None
+        if isinstance(value, torch.Tensor):
+            shapes[name] = tuple(value.shape)
+    return shapes
 
 
 def checkpoint_files(checkpoint: str | os.PathLike[str]) -> list[str]:
@@ -167,31 +167,27 @@ def _is_index(path: str) -> bool:
 
 def _file_or_index(checkpoint: str | os.PathLike[str]) -> str:
     path = os.fspath(checkpoint)
-    if os.path.isdir(path):
-        indices = [name for name in os.listdir(path) if _is_index(name)]
-        single = [
-            name
-            for name in (SAFE_WEIGHTS_NAME, WEIGHTS_NAME)
-            if os.path.isfile(os.path.join(path, name))
-        ]
-        if single:
-            return os.path.join(path, single[0])
-        if not indices:
-            raise WeightFileError(
-                f"{path} is not a folder containing a `.index.json` file or a {WEIGHTS_NAME} or a {SAFE_WEIGHTS_NAME} "
-                "file"
-            )
-        if len(indices) > 1:
-            raise WeightFileError(
-                f"{path} containing more than one `.index.json` file, delete the irrelevant ones."
-            )
-        path = os.path.join(path, indices[0])
-    elif not os.path.isfile(path):
+    if os.path.isfile(path):
+        return path
+    if not os.path.isdir(path):
         raise WeightFileError(
             "`checkpoint` should be the path to a file containing a full state dict, or the index of a sharded "
             f"checkpoint, or a folder containing a sharded checkpoint or the full state dict, but got {path}."
         )
-    return path
+    for name in (SAFE_WEIGHTS_NAME, WEIGHTS_NAME):
+        single = os.path.join(path, name)
+        if os.path.isfile(single):
+            return single
+    indices = [name for name in os.listdir(path) if _is_index(name)]
+    if not indices:
+        raise WeightFileError(
+            f"{path} is not a folder containing a `.index.json` file or a {WEIGHTS_NAME} or a {SAFE_WEIGHTS_NAME} file"
+        )
+    if len(indices) > 1:
+        raise WeightFileError(
+            f"{path} containing more than one `.index.json` file, delete the irrelevant ones."
+        )
+    return os.path.join(path, indices[0])
 
 
 def _indexed(index_file: str) -> dict[str, str]:
@@ -199,21 +195,24 @@ def _indexed(index_file: str) -> dict[str, str]:
         index = json_text.read(index_file, numbers=True)
     except (OSError, json_text.JSONTextError) as error:
         raise CheckpointError(f"the index {index_file} cannot be read: {_reason(error)}") from error
+    weight_map: Any = None
     if isinstance(index, dict):
-        places = index.get("weight_map", index)
-    else:
-        places = None
-    if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
-        raise CheckpointError(
-            f"the index {index_file} does not map names of weights to names of files"
-        )
-    for name in places.values():
+        weight_map = index.get("weight_map", index)
+    if not isinstance(weight_map, dict):
+        raise CheckpointError(f"the index {index_file} has no `weight_map`")
+    folder = os.path.dirname(index_file)
+    files: dict[str, str] = {}
+    for weight, name in weight_map.items():
+        if not isinstance(name, str):
+            raise CheckpointError(
+                f"the index {index_file} does not map names of weights to names of files"
+            )
         if not name or "\0" in name or os.path.isabs(name) or ".." in name.split("/"):
             raise CheckpointError(
                 f"the index {index_file} names a file outside of its folder: {name[:200]!r}"
             )
-    folder = os.path.dirname(index_file)
-    return {weight: os.path.join(folder, name) for weight, name in places.items()}
+        files[weight] = os.path.join(folder, name)
+    return files
 
 
 class SafetensorsFiles:
