@@ -60,12 +60,11 @@ def load_state_dict(
     """
     places = device_map or {}
     state: dict[str, Any] = {}
-    with open_weights(checkpoint_file, mapped=False) as weights:
-        for name in weights:
-            state[name] = weights[name]
-            entry = entry_for(name, places)
-            if entry is not None and places[entry] != "disk":
-                state[name] = state[name].to(as_device(places[entry]))
+    for name, tensor in open_weights(checkpoint_file, mapped=False).items():
+        state[name] = tensor
+        entry = entry_for(name, places)
+        if entry is not None and places[entry] != "disk":
+            state[name] = tensor.to(as_device(places[entry]))
     return state
 
 
@@ -253,8 +252,7 @@ def _survey(files: list[str]) -> dict[str, tuple[int, ...] | None]:
     """
     shapes: dict[str, tuple[int, ...] | None] = {}
     for file in files:
-        with open_weights(file) as weights:
-            shapes.update(shapes_in(weights))
+        shapes.update(shapes_in(open_weights(file)))
     return shapes
 
 
@@ -298,11 +296,11 @@ def _load_unsharded(model: nn.Module, checkpoint: Any, tied: list[list[str]]) ->
             set_module_tensor_to_device(model, name, "cpu", value=empty)
             retie_parameters(model, [group for group in tied if name in group])
     for file in files:
-        with open_weights(file) as weights:
-            answer = model.load_state_dict(dict(weights), strict=False)
-            result.unexpected.update(answer.unexpected_keys)
-            result.missing.intersection_update(answer.missing_keys)
-            result.loaded.update(weights.keys() - answer.unexpected_keys)
+        weights = dict(open_weights(file))
+        answer = model.load_state_dict(weights, strict=False)
+        result.unexpected.update(answer.unexpected_keys)
+        result.missing.intersection_update(answer.missing_keys)
+        result.loaded.update(weights.keys() - answer.unexpected_keys)
     for group in tied:
         if result.loaded.intersection(group):
             result.missing.difference_update(group)
@@ -328,22 +326,21 @@ def _load_distributed(
         files = checkpoint_files(checkpoint)
         _survey(files)
         for file in files:
-            with open_weights(file) as weights:
-                answer = set_model_state_dict(model, dict(weights), options=options)
-                result.unexpected.update(answer.unexpected_keys)
-                result.loaded |= set(weights)
+            state = dict(open_weights(file))
+            answer = set_model_state_dict(model, state, options=options)
+            result.unexpected.update(answer.unexpected_keys)
+            result.loaded.update(state)
     else:
         files, error = _files_of_rank_0(checkpoint)
         if error is not None:
             raise CheckpointError(f"rank 0 found no checkpoint to send: {error}")
         for file in files:
-            with ExitStack() as stack:
-                state: dict[str, Any] = {}
-                if dist.get_rank() == 0:
-                    state = dict(stack.enter_context(open_weights(file)))
-                names = [list(state)]
-                dist.broadcast_object_list(names, src=0)
-                set_model_state_dict(model, state, options=options)
+            state = {}
+            if dist.get_rank() == 0:
+                state = dict(open_weights(file))
+            names = [list(state)]
+            dist.broadcast_object_list(names, src=0)
+            set_model_state_dict(model, state, options=options)
             result.loaded.update(names[0])
         result.unexpected = result.loaded - set(model.state_dict())
     result.loaded -= result.unexpected
@@ -422,10 +419,10 @@ class _Placement:
             if spill:
                 spill_folder = stack.enter_context(tempfile.TemporaryDirectory())
             for file in files:
-                with open_weights(file) as weights:
-                    for name in weights:
-                        if name in self.names:
-                            self._place(name, weights, spill_folder)
+                weights = open_weights(file)
+                for name in weights:
+                    if name in self.names:
+                        self._place(name, weights, spill_folder)
             if self.folder is not None:
                 os.makedirs(self.folder, exist_ok=True)
                 save_offload_index(self.index, self.folder)

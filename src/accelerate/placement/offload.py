@@ -17,10 +17,11 @@ from ..core import json_text
 from ..core.errors import CheckpointError, ConfigurationError
 from ..core.files import atomic_write, require_regular
 from ..core.modules import is_wrapper_subclass
+from ..core.torch_files import READ_ERRORS
 from .names import Place, is_within
 from .sizes import as_dtype
 from .streaming import WeightStream
-from .subclasses import data_address, describe, inner_tensors, is_quantized_tensor, rebuild
+from .subclasses import convert_inner, data_address, is_quantized_tensor
 from .tensors import TiedCopies, as_device
 from .weight_files import SafetensorsFiles
 
@@ -34,11 +35,10 @@ def offload_weight(
     """Write one weight to `offload_folder/<weight_name>.dat`, its bytes and nothing else, and enter it in `index`.
 
     Returns the index. A tensor that is mapped to an earlier file of that name keeps its values. A weight that torchao
-    has quantized is a file for each plain tensor in it, `<weight_name>.<attribute>.dat`.
+    has quantized is a file of `torch.save`.
     """
-    if is_quantized_tensor(weight):
-        return _offload_quantized(weight, weight_name, offload_folder, index)
-    if is_wrapper_subclass(weight):
+    is_quantized = is_quantized_tensor(weight)
+    if is_wrapper_subclass(weight) and not is_quantized:
         raise TypeError(
             f"{weight_name} is a {type(weight).__name__}, which holds more than its numbers: only plain tensors and "
             "those of torchao can be written to an offload folder"
@@ -47,41 +47,27 @@ def offload_weight(
         raise ValueError(
             f"{weight_name} is on the meta device: it has no data to write to {offload_folder}"
         )
-    data = weight.detach().as_subclass(torch.Tensor).to("cpu").contiguous()
     path = Path(offload_folder, f"{weight_name}.dat")
     path.parent.mkdir(parents=True, exist_ok=True)
     # A new file, never an old one cut short: weights that were read from that are mapped to it.
     path.unlink(missing_ok=True)
-    with open(path, "wb") as file:
-        file.write(data.reshape(-1).view(torch.uint8).numpy().data)
+    if is_quantized:
+        # A clone, since `torch.save` writes all that a view is a part of.
+        torch.save(convert_inner(weight.detach(), lambda inner: inner.to("cpu").clone()), path)
+    else:
+        data = weight.detach().as_subclass(torch.Tensor).to("cpu").contiguous()
+        path.write_bytes(data.reshape(-1).view(torch.uint8).numpy().data)
     if index is not None:
         index[weight_name] = index_entry(weight)
     return index
 
 
 def index_entry(weight: torch.Tensor) -> dict[str, Any]:
-    """The dtype and the shape of a weight for an index."""
-    return {"dtype": str(weight.dtype).removeprefix("torch."), "shape": list(weight.shape)}
-
-
-def _offload_quantized(
-    weight: torch.Tensor, name: str, folder: Any, index: Index | None
-) -> Index | None:
-    """Write the plain tensors of a quantized weight like weights; its entry has theirs."""
-    try:
-        description = describe(weight)
-    except TypeError as error:
-        raise TypeError(
-            f"{name} is a {type(weight).__name__} that cannot be offloaded to disk: {error}"
-        ) from None
-    tensors: Index = {}
-    for attribute, tensor in inner_tensors(weight).items():
-        inner: Index = {}
-        offload_weight(tensor, f"{name}.{attribute}", folder, inner)
-        tensors[attribute] = inner[f"{name}.{attribute}"]
-    if index is not None:
-        index[name] = {**index_entry(weight), "subclass": description, "tensors": tensors}
-    return index
+    """The dtype and the shape of a weight for an index, and whether it is a quantized one of torchao's."""
+    entry = {"dtype": str(weight.dtype).removeprefix("torch."), "shape": list(weight.shape)}
+    if is_quantized_tensor(weight):
+        entry["subclass"] = "torchao"
+    return entry
 
 
 def load_offloaded_weight(
@@ -96,12 +82,11 @@ def load_offloaded_weight(
         dtype = as_dtype(weight_info["dtype"])
         empty = torch.empty(tuple(weight_info["shape"]), dtype=dtype, device="meta")
         if "subclass" in weight_info:
-            stem = os.fspath(weight_file).removesuffix(".dat")
-            inner = {
-                name: load_offloaded_weight(f"{stem}.{name}.dat", info)
-                for name, info in weight_info["tensors"].items()
-            }
-            return rebuild(weight_info["subclass"], inner, empty)
+            # It tells torch which classes a file of plain data may contain.
+            import torchao.quantization  # noqa: F401
+
+            weight: torch.Tensor = torch.load(weight_file, mmap=True, weights_only=True)
+            return weight
         if not empty.numel():
             return torch.empty_like(empty, device="cpu")
         size = require_regular(weight_file)
@@ -109,17 +94,7 @@ def load_offloaded_weight(
         raise CheckpointError(
             f"the offloaded weight {weight_file} cannot be read: {error}"
         ) from None
-    except CheckpointError:
-        raise
-    except (
-        LookupError,
-        TypeError,
-        ValueError,
-        RuntimeError,
-        AttributeError,
-        OSError,
-        ImportError,
-    ) as error:
+    except READ_ERRORS as error:
         raise CheckpointError(
             f"the index entry of {weight_file} does not describe it: {error!r}"
         ) from error

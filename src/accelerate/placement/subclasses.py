@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that are tensor subclasses around plain tensors, such as torchao's: these tensors, and the rest as JSON."""
+"""Weights that are tensor subclasses around plain tensors, such as torchao's."""
 
 from __future__ import annotations
 
-import dataclasses
-import enum
 import functools
-import importlib
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -102,117 +99,3 @@ def data_address(tensor: torch.Tensor) -> int:
     if storage.device.type == "meta":
         return int(StorageWeakRef(storage).cdata)
     return inner.data_ptr()
-
-
-def describe(tensor: torch.Tensor) -> dict[str, Any]:
-    """The class of a quantized tensor and what is in it besides plain tensors, as JSON.
-
-    Raises TypeError where something in it has no form in JSON.
-    """
-    _, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-    return {"class": _path(type(tensor)), "context": _encode(context)}
-
-
-def rebuild(
-    description: Mapping[str, Any], inner: Mapping[str, torch.Tensor], like: torch.Tensor
-) -> torch.Tensor:
-    """The tensor of a description of `describe` around plain tensors, with the shape of `like`.
-
-    Raises TypeError for a description that names anything but a class of torchao's.
-    """
-    kind: Any = _find(description["class"], torch.Tensor)
-    context = _decode(description["context"])
-    made: torch.Tensor = kind.__tensor_unflatten__(dict(inner), context, like.shape, like.stride())
-    return made
-
-
-def _path(kind: type) -> str:
-    return f"{kind.__module__}:{kind.__qualname__}"
-
-
-def _find(path: str, base: type) -> Any:
-    """The subclass of `base` at `module:name` in a package that is known."""
-    module, _, name = path.partition(":")
-    target: Any = None
-    if module.partition(".")[0] in _PACKAGES:
-        target = importlib.import_module(module)
-        for part in name.split("."):
-            target = getattr(target, part)
-    if not isinstance(target, type) or not _is_known(target) or not issubclass(target, base):
-        raise TypeError(
-            f"{path} is not a class of {' or '.join(_PACKAGES)} derived from {base.__name__}"
-        )
-    return target
-
-
-def _encode(value: Any) -> Any:
-    """A value as JSON: numbers, text and lists as they are, everything else as `{kind: content}`."""
-    kind = type(value)
-    if kind in _ENCODINGS:
-        return _ENCODINGS[kind](value)
-    if _is_known(kind) and isinstance(value, enum.Enum):
-        return {"enum": [_path(kind), value.name]}
-    names = _field_names(kind)
-    if names is None or not _is_known(kind):
-        raise TypeError(f"{value!r} of type {kind.__name__} cannot be written to an index")
-    fields = {name: _encode(getattr(value, name)) for name in names}
-    return {"object": [_path(kind), fields]}
-
-
-def _field_names(kind: Any) -> list[str] | None:
-    """The names of what a dataclass or a named tuple holds; None for another class."""
-    if dataclasses.is_dataclass(kind):
-        return [field.name for field in dataclasses.fields(kind) if field.init]
-    if issubclass(kind, tuple) and hasattr(kind, "_fields"):
-        return list(kind._fields)
-    return None
-
-
-def _encode_items(values: Iterable[Any]) -> list[Any]:
-    return [_encode(value) for value in values]
-
-
-def _encode_dict(value: dict[Any, Any]) -> dict[str, Any]:
-    if not all(isinstance(key, str) for key in value):
-        raise TypeError(f"{value!r} has keys that are no text and cannot be written to an index")
-    return {"dict": {key: _encode(item) for key, item in value.items()}}
-
-
-def _as_is(value: Any) -> Any:
-    return value
-
-
-_ENCODINGS: dict[type, Callable[[Any], Any]] = {
-    **dict.fromkeys((type(None), bool, int, float, str), _as_is),
-    torch.dtype: lambda dtype: {"dtype": str(dtype).removeprefix("torch.")},
-    torch.device: lambda device: {"device": str(device)},
-    list: _encode_items,
-    tuple: lambda values: {"tuple": _encode_items(values)},
-    torch.Size: lambda values: {"tuple": _encode_items(values)},
-    dict: _encode_dict,
-}
-
-
-def _decode(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_decode(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    ((kind, content),) = value.items()
-    match kind:
-        case "dtype":
-            return getattr(torch, content)
-        case "device":
-            return torch.device(content)
-        case "tuple":
-            return tuple(_decode(content))
-        case "dict":
-            return {key: _decode(item) for key, item in content.items()}
-        case "enum":
-            return _find(content[0], enum.Enum)[content[1]]
-        case "object":
-            target = _find(content[0], object)
-            if _field_names(target) is None:
-                raise TypeError(f"{content[0]} holds no fields")
-            return target(**{name: _decode(item) for name, item in content[1].items()})
-    raise TypeError(f"{kind!r} is not a kind of value in an index")

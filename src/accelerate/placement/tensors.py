@@ -256,7 +256,7 @@ def _with_value(
         wanted = None
     if kind in QUANTIZED:
         return _quantized_parameter(old, value.to(dtype=wanted), target, statistics)
-    data = value.to(device=target, dtype=wanted or old.dtype, non_blocking=non_blocking)
+    data: torch.Tensor = value.to(target, wanted or old.dtype, non_blocking=non_blocking)
     if isinstance(old, nn.Parameter):
         return _parameter_like(old, data)
     return data

@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import zipfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,10 +26,7 @@ _logger = rank_0_logger(__name__)
 _MAPPED = 64 * 2**20
 
 
-@contextmanager
-def open_weights(
-    checkpoint_file: str | os.PathLike[str], mapped: bool = True
-) -> Iterator[Mapping[str, Any]]:
+def open_weights(checkpoint_file: str | os.PathLike[str], mapped: bool = True) -> Mapping[str, Any]:
     """The tensors in a file by name, each read on access.
 
     The memory of a tensor is the file's. safetensors writes a new file where it saves over one that is read;
@@ -40,19 +37,26 @@ def open_weights(
     path = os.fspath(checkpoint_file)
     if not os.path.lexists(path):
         raise FileNotFoundError(f"the checkpoint file {path} does not exist")
+    if path.endswith(".safetensors"):
+        weights = SafetensorsFile(path, _MAPPED)
+        written_by = weights.header.metadata.get("format")
+        if written_by is None:
+            _logger.warning(
+                f"The safetensors archive passed at {path} does not contain metadata. "
+                "Make sure to save your model with the `save_pretrained` method. Defaulting to 'pt' metadata."
+            )
+        elif written_by != "pt":
+            raise WeightFileError(
+                f"The checkpoint passed was saved with {written_by[:80]}, the format pt is needed: {path}"
+            )
+        return weights
     try:
         require_regular(path)
-    except FileNotFoundError:
-        raise
     except OSError as error:
         raise CheckpointError(
             f"the checkpoint file {path} cannot be read: {_reason(error)}"
         ) from error
-    if path.endswith(".safetensors"):
-        with SafetensorsFile(path) as weights:
-            yield weights
-    else:
-        yield _unpickled(path, mapped)
+    return _unpickled(path, mapped)
 
 
 def _unpickled(path: str, mapped: bool) -> Mapping[str, Any]:
@@ -69,67 +73,72 @@ def _unpickled(path: str, mapped: bool) -> Mapping[str, Any]:
 
 
 class SafetensorsFile(Mapping[str, torch.Tensor]):
-    """The tensors of a safetensors file, in the order in which they lie in it."""
+    """A private mapping of a safetensors file: its pages are the file's until they are written to.
 
-    def __init__(self, path: str) -> None:
+    Args:
+        path: the file.
+        limit: how many bytes are touched before the file is mapped anew, so that its pages do not add up.
+
+    Raises:
+        CheckpointError: the file is gone, broken or changed.
+    """
+
+    def __init__(self, path: str, limit: float = math.inf) -> None:
         self.path = path
-        self._touched = 0
-        self._handle: Any = None
-
-    def __enter__(self) -> SafetensorsFile:
-        self._reopen()
-        written_by = (self._handle.metadata() or {}).get("format")
-        if written_by is None:
-            _logger.warning(
-                f"The safetensors archive passed at {self.path} does not contain metadata. "
-                "Make sure to save your model with the `save_pretrained` method. Defaulting to 'pt' metadata."
-            )
-        elif written_by != "pt":
-            raise WeightFileError(
-                f"The checkpoint passed was saved with {written_by[:80]}, the format pt is needed: {self.path}"
-            )
-        self._names = list(getattr(self._handle, "offset_keys", self._handle.keys)())
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._handle = None
-
-    def _reopen(self) -> None:
-        from safetensors import SafetensorError, safe_open
-
-        self._touched = 0
+        self.limit = limit
         try:
-            self._handle = safe_open(self.path, framework="pt", device="cpu")
-        except (SafetensorError, OSError, ValueError) as error:
+            require_regular(path)
+            self.state = os.stat(path)
+            self.header: Header = read_header(path)
+        except FileNotFoundError:
             raise CheckpointError(
-                f"{self.path} is not a complete safetensors file: {error}"
-            ) from error
+                f"{path}, where offloaded weights are kept, does not exist any more"
+            ) from None
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {_reason(error)}") from error
+        except CorruptFile as error:
+            raise CheckpointError(f"{path} is not a complete safetensors file: {error}") from error
+        self._map()
+
+    def _map(self) -> None:
+        self.storage: Any = torch.UntypedStorage.from_file(self.path, False, self.state.st_size)
+        self._touched = 0
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        if self._touched > _MAPPED:
-            self._reopen()
-        try:
-            tensor: torch.Tensor = self._handle.get_tensor(name)
-        except READ_ERRORS as error:
-            raise CheckpointError(f"{name} in {self.path} cannot be read: {error}") from error
-        self._touched += tensor.nbytes
+        entry = self.header.entries[name]
+        with contextlib.suppress(FileNotFoundError):
+            now = os.stat(self.path)
+            if now.st_ino == self.state.st_ino and now.st_mtime_ns != self.state.st_mtime_ns:
+                raise CheckpointError(
+                    f"{self.path} was changed after its weights had been offloaded from it: load the model again"
+                )
+        if entry.start == entry.end:
+            return torch.empty(entry.shape, dtype=entry.dtype)
+        if self._touched > self.limit:
+            self._map()
+        self._touched += entry.end - entry.start
+        start = self.header.offset + entry.start
+        stop = self.header.offset + entry.end
+        # Only a slice of the mapping: saving the tensor would otherwise save the entire file.
+        storage = self.storage[start:stop]
+        if start % entry.dtype.itemsize:
+            # Only writers that do not pad the header make such files.
+            storage = storage.clone()
+        tensor: torch.Tensor = torch.empty(0, dtype=entry.dtype).set_(storage, 0, entry.shape)  # type: ignore[call-overload]
         return tensor
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor, which is not read."""
-        return tuple(self._handle.get_slice(name).get_shape())
-
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+        # In the order in which they lie in the file.
+        return iter(sorted(self.header.entries, key=lambda name: self.header.entries[name].start))
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self.header.entries)
 
 
 def shapes_in(weights: Mapping[str, Any]) -> dict[str, tuple[int, ...] | None]:
     """{name: shape} of an open file, without reading a tensor of a safetensors file; None for what is no tensor."""
     if isinstance(weights, SafetensorsFile):
-        return {name: weights.shape(name) for name in weights}
+        return {name: entry.shape for name, entry in weights.header.entries.items()}
     shapes: dict[str, tuple[int, ...] | None] = {}
     for name, value in weights.items():
         shapes[name] = None
@@ -223,18 +232,21 @@ class SafetensorsFiles:
     """
 
     def __init__(self) -> None:
-        self._files: dict[str, _MappedFile] = {}
+        self._files: dict[str, SafetensorsFile] = {}
 
-    def open(self, path: str | os.PathLike[str]) -> _MappedFile:
+    def open(self, path: str | os.PathLike[str]) -> SafetensorsFile:
         """Map a file, unless it is. Raises CheckpointError where it is gone or broken."""
         file = os.fspath(path)
         if file not in self._files:
-            self._files[file] = _MappedFile(file)
+            self._files[file] = SafetensorsFile(file)
         return self._files[file]
 
     def tensor(self, path: str | os.PathLike[str], name: str) -> torch.Tensor:
         """Raises CheckpointError where the file is gone, broken or changed, or does not hold the tensor."""
-        return self.open(path).tensor(name)
+        file = self.open(path)
+        if name not in file:
+            raise CheckpointError(f"{file.path} has no tensor {name}")
+        return file[name]
 
     def __deepcopy__(self, memo: Any) -> SafetensorsFiles:
         return self
@@ -242,49 +254,6 @@ class SafetensorsFiles:
     def __reduce__(self) -> Any:
         # A model that is sent to another process opens its files there.
         return SafetensorsFiles, ()
-
-
-class _MappedFile:
-    """A private mapping of a safetensors file: its pages are the file's until they are written to."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        try:
-            require_regular(path)
-            self.state = os.stat(path)
-        except FileNotFoundError:
-            raise CheckpointError(
-                f"{path}, where offloaded weights are kept, does not exist any more"
-            ) from None
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {_reason(error)}") from error
-        try:
-            self.header: Header = read_header(path)
-        except CorruptFile as error:
-            raise CheckpointError(f"{path} is not a complete safetensors file: {error}") from error
-        self.storage: Any = torch.UntypedStorage.from_file(path, False, self.state.st_size)
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """A tensor in the mapping."""
-        with contextlib.suppress(FileNotFoundError):
-            now = os.stat(self.path)
-            if now.st_ino == self.state.st_ino and now.st_mtime_ns != self.state.st_mtime_ns:
-                raise CheckpointError(
-                    f"{self.path} was changed after its weights had been offloaded from it: load the model again"
-                )
-        entry = self.header.entries.get(name)
-        if entry is None:
-            raise CheckpointError(f"{self.path} has no tensor {name}")
-        if entry.start == entry.end:
-            return torch.empty(entry.shape, dtype=entry.dtype)
-        start, stop = self.header.offset + entry.start, self.header.offset + entry.end
-        # Only a slice of the mapping: saving the tensor would otherwise save the entire file.
-        storage = self.storage[start:stop]
-        if start % entry.dtype.itemsize:
-            # Only writers that do not pad the header make such files.
-            storage = storage.clone()
-        tensor: torch.Tensor = torch.empty(0, dtype=entry.dtype).set_(storage, 0, entry.shape)  # type: ignore[call-overload]
-        return tensor
 
 
 def _reason(error: BaseException) -> str:
