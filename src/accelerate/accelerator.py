@@ -176,19 +176,17 @@ class Accelerator(RunInterface):
         non_finite_limit: int = 10,
         precision_policy: Mapping[str, torch.dtype] | None = None,
     ) -> None:
-        device_placement = checks.truth("device_placement", device_placement)
         if non_finite is None:
             non_finite = env.get("ACCELERATE_NON_FINITE", "ignore")
         non_finite = checks.word("non_finite", non_finite, ("skip", "raise", "ignore"))
         non_finite_limit = checks.integer("non_finite_limit", non_finite_limit)
-        step_scheduler_with_optimizer = checks.truth(
-            "step_scheduler_with_optimizer", step_scheduler_with_optimizer
-        )
-        kinds = [RNGType.GENERATOR] if rng_types is None else checks.texts("rng_types", rng_types)
-        self.rng_types: list[str] = [
-            str(checks.member("rng_types", kind, RNGType)) for kind in kinds
-        ]
-        if deepspeed_plugin is not None and deepspeed_plugins is not None:
+        self.rng_types: list[str] = ["generator"]
+        if rng_types is not None:
+            kinds = checks.texts("rng_types", rng_types)
+            self.rng_types = [str(checks.member("rng_types", kind, RNGType)) for kind in kinds]
+        if deepspeed_plugin is None:
+            deepspeed_plugin = deepspeed_plugins
+        elif deepspeed_plugins is not None:
             raise ConfigurationError(
                 "deepspeed_plugin and deepspeed_plugins are both given, and they are the same argument: give one"
             )
@@ -205,9 +203,7 @@ class Accelerator(RunInterface):
                 gradient_accumulation_steps=gradient_accumulation_steps,
                 gradient_accumulation_plugin=gradient_accumulation_plugin,
                 dynamo_plugin=dynamo_plugin,
-                deepspeed_plugin=deepspeed_plugins
-                if deepspeed_plugin is None
-                else deepspeed_plugin,
+                deepspeed_plugin=deepspeed_plugin,
                 fsdp_plugin=fsdp_plugin,
                 megatron_lm_plugin=megatron_lm_plugin,
                 torch_tp_plugin=torch_tp_plugin,
@@ -225,13 +221,15 @@ class Accelerator(RunInterface):
         self.precision: Precision = resolved.precision
         self.strategy: Strategy = resolved.strategy
         self.gradient_state: GradientState = GradientState(resolved.plan.accumulation)
-        self.device_placement = device_placement
+        self.device_placement = checks.truth("device_placement", device_placement)
         self.dataloader_config: DataLoaderConfiguration = (
             dataloader_config or DataLoaderConfiguration()
         )
         if split_batches is not _NOT_GIVEN:
             self.dataloader_config.split_batches = checks.truth("split_batches", split_batches)
-        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
+        self.step_scheduler_with_optimizer = checks.truth(
+            "step_scheduler_with_optimizer", step_scheduler_with_optimizer
+        )
         self.flag_tensor: torch.Tensor | None = None
 
         self._exact = resolved.plan.exact
@@ -347,7 +345,7 @@ class Accelerator(RunInterface):
         prepared = self._prepare_models(
             [args[i] for i in models],
             raw,
-            [self._place(device_placement[i]) for i in models],
+            [self._is_placed(device_placement[i]) for i in models],
             methods=methods,
         )
         for i, model in zip(models, prepared, strict=True):
@@ -365,7 +363,7 @@ class Accelerator(RunInterface):
             return result[0]
         return tuple(result)
 
-    def _place(self, requested: bool | None) -> bool:
+    def _is_placed(self, requested: bool | None) -> bool:
         if requested is None:
             return self.device_placement
         return requested
@@ -391,9 +389,10 @@ class Accelerator(RunInterface):
         """
         if not isinstance(model, torch.nn.Module):
             raise PrepareError(f"prepare_model takes a torch.nn.Module, not {type(model).__name__}")
-        return self._prepare_models([model], [], [self._place(device_placement)], evaluation_mode)[
-            0
-        ]
+        (prepared,) = self._prepare_models(
+            [model], [], [self._is_placed(device_placement)], evaluation_mode
+        )
+        return prepared
 
     def _prepare_models(
         self,
@@ -403,19 +402,17 @@ class Accelerator(RunInterface):
         evaluation: bool = False,
         methods: Sequence[str] = (),
     ) -> list[torch.nn.Module]:
-        known = [self._prepared_twin(model, evaluation) for model in models]
+        twins = [self._prepared_twin(model, evaluation) for model in models]
         bundle = Bundle(
-            models=[
-                _without_replica(model)
-                for model, twin in zip(models, known, strict=True)
-                if twin is None
-            ],
+            models=[],
             optimizers=[getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers],
-            place=[
-                flag for flag, model, twin in zip(place, models, known, strict=True) if twin is None
-            ],
+            place=[],
             evaluation=evaluation,
         )
+        for model, twin, is_placed in zip(models, twins, place, strict=True):
+            if twin is None:
+                bundle.models.append(_without_replica(model))
+                bundle.place.append(is_placed)
         for i, model in enumerate(bundle.models):
             quantized = check_quantized(model, self.device, training=not evaluation)
             if bundle.place[i] and self.verify_device_map(model):
@@ -447,11 +444,11 @@ class Accelerator(RunInterface):
                 prepared.module.register_forward_pre_hook(move, prepend=True, with_kwargs=True)
             if not evaluation:
                 prepared.add_forward_methods(methods)
-            for observer in () if evaluation else self._loop.active:
-                observer.after_prepare(prepared)
+                for observer in self._loop.active:
+                    observer.after_prepare(prepared)
         self._objects.models += fresh
         modules = iter(prepared.module for prepared in fresh)
-        return [next(modules) if twin is None else twin for twin in known]
+        return [next(modules) if twin is None else twin for twin in twins]
 
     def _adopt(self, models: list[torch.nn.Module]) -> None:
         """Train in the layout of models that are sharded already."""
@@ -461,10 +458,8 @@ class Accelerator(RunInterface):
         strategy = resolved.strategy
         if strategy is former:
             return
-        earlier = [
-            *self._objects.dataloaders,
-            *(prepared.inner for prepared in self._objects.models),
-        ]
+        earlier = list(self._objects.dataloaders)
+        earlier += [prepared.inner for prepared in self._objects.models]
         if earlier and strategy.data_shard != former.data_shard:
             raise PrepareError(
                 f"a {type(earlier[0]).__name__} was prepared for {former.data_shard[1]} data shards, and "
@@ -478,8 +473,8 @@ class Accelerator(RunInterface):
 
     def _prepared_twin(self, model: torch.nn.Module, evaluation: bool) -> torch.nn.Module | None:
         """The prepared form of a model that was prepared before; None for others, and where other parameters train."""
-        known = [prepared.module for prepared in self._objects.models]
-        if isinstance(model, torch.nn.parallel.DistributedDataParallel) and model not in known:
+        modules = [prepared.module for prepared in self._objects.models]
+        if isinstance(model, torch.nn.parallel.DistributedDataParallel) and model not in modules:
             raise PrepareError(
                 f"the {type(model.module).__name__} given to prepare is already wrapped in DistributedDataParallel: "
                 "pass the plain model, prepare wraps it"
@@ -487,10 +482,8 @@ class Accelerator(RunInterface):
         plain = extract_model_from_parallel(model, keep_torch_compile=False)
         for prepared in self._objects.models:
             module = prepared.module
-            if (
-                module is not model
-                and extract_model_from_parallel(module, keep_torch_compile=False) is not plain
-            ):
+            inner = extract_model_from_parallel(module, keep_torch_compile=False)
+            if module is not model and inner is not plain:
                 continue
             if not evaluation and prepared.is_outgrown:
                 self._objects.models.remove(prepared)
@@ -533,7 +526,7 @@ class Accelerator(RunInterface):
         offload_chunk = None
         if offload is not None and self.device.type != "cpu":
             offload_chunk = offload.chunk_size
-        placement = self._place(device_placement)
+        placement = self._is_placed(device_placement)
         prepared = build_step(optimizer, self.strategy, placement, offload_chunk)
         self._observe(prepared)
         return prepared
@@ -567,12 +560,15 @@ class Accelerator(RunInterface):
             raise PrepareError(
                 f"prepare_scheduler takes a learning-rate scheduler, not {type(scheduler).__name__}"
             )
-        own = getattr(scheduler, "optimizer", None)
-        known = self._objects.optimizers
-        optimizers = [found for found in known if own in (found, found.optimizer)] or known
+        stepped = getattr(scheduler, "optimizer", None)
+        optimizers = [
+            optimizer
+            for optimizer in self._objects.optimizers
+            if stepped in (optimizer, optimizer.optimizer)
+        ]
         prepared = AcceleratedScheduler(
             scheduler,
-            list(optimizers),
+            optimizers or list(self._objects.optimizers),
             step_with_optimizer=self.step_scheduler_with_optimizer,
             split_batches=self.split_batches,
         )
@@ -697,13 +693,7 @@ class Accelerator(RunInterface):
         """
         if not models:
             return self._batch
-        # Called for each batch: the usual case avoids a generator.
-        prepared = (
-            (self.prepared_model(models[0]),)
-            if len(models) == 1
-            else tuple(map(self.prepared_model, models))
-        )
-        return AccumulatedBatch(self._accumulation, prepared)
+        return AccumulatedBatch(self._accumulation, tuple(map(self.prepared_model, models)))
 
     @contextlib.contextmanager
     def no_sync(self, model: torch.nn.Module) -> Iterator[None]:
@@ -755,11 +745,11 @@ class Accelerator(RunInterface):
             optimizer.step()
         """
         self._loop.before_backward(loss)
+        weight = 1.0
         if self._exact:
             loader = self.gradient_state.active_dataloader
-        else:
-            loader = None
-        weight = 1.0 if loader is None else loader.batch_weight
+            if loader is not None:
+                weight = loader.batch_weight
         if num_items is not None and weight == 0.0:
             num_items = 0  # those of a placeholder
         self._compute_gradients(loss, num_items, weight, kwargs)
@@ -774,27 +764,26 @@ class Accelerator(RunInterface):
     ) -> None:
         window, strategy = self._accumulation, self.strategy
         window.has_backward = True
+        steps = self.gradient_state.num_steps
+        factor = 1.0
         if window.is_open:
-            steps, factor = window.steps, 1.0 if num_items is not None else window.factor
+            steps = window.steps
+            factor = window.factor
             weight *= window.scale
-        else:
-            steps, factor = self.gradient_state.num_steps, 1.0
         try:
             if num_items is not None:
-                sync, models = self.gradient_state.sync_gradients, self._window_models()
-                self._items.backward(loss, num_items, sync, models, **kwargs)
+                sync = self.gradient_state.sync_gradients
+                self._items.backward(loss, num_items, sync, self._window_models(), **kwargs)
                 return
             if weight != 1.0:
                 loss = loss * weight
-            if factor != 1.0:
-                factors = torch.tensor(window.take_factor(), dtype=torch.float64)
-                strategy.backward_items(
-                    loss / steps, lambda: factors, self._window_models(), **kwargs
-                )
-                return
-            if steps != 1 and strategy.divides_loss:
+            if steps != 1 and (strategy.divides_loss or factor != 1.0):
                 loss = loss / steps
-            strategy.backward(loss, **kwargs)
+            if factor == 1.0:
+                strategy.backward(loss, **kwargs)
+            else:
+                factors = torch.tensor(window.take_factor(), dtype=torch.float64)
+                strategy.backward_items(loss, lambda: factors, self._window_models(), **kwargs)
         except RuntimeError as error:
             memory.report_exhausted(error)
             raise_lost(error, "`accelerator.backward`")
@@ -828,11 +817,8 @@ class Accelerator(RunInterface):
         return bool(self._lomo_optimizers())
 
     def _lomo_optimizers(self) -> list[Any]:
-        return [
-            found
-            for found in self._objects.optimizers
-            if hasattr(found.optimizer, "fused_backward")
-        ]
+        optimizers = self._objects.optimizers
+        return [each for each in optimizers if hasattr(each.optimizer, "fused_backward")]
 
     def autocast(
         self, autocast_handler: AutocastKwargs | None = None
@@ -862,16 +848,13 @@ class Accelerator(RunInterface):
         """
         if self.scaler is None:
             return
-        known = self._objects.optimizers
-        optimizers = (
-            known
-            if optimizer is None
-            else optimizer
-            if isinstance(optimizer, (list, tuple))
-            else [optimizer]
-        )
-        for requested in optimizers:
-            prepared = next((other for other in known if other.optimizer is requested), requested)
+        if optimizer is None:
+            optimizer = self._objects.optimizers
+        elif not isinstance(optimizer, (list, tuple)):
+            optimizer = [optimizer]
+        wrappers = {id(wrapper.optimizer): wrapper for wrapper in self._objects.optimizers}
+        for requested in optimizer:
+            prepared = wrappers.get(id(requested), requested)
             if not isinstance(prepared, AcceleratedOptimizer):
                 raise PrepareError("unscale_gradients takes an optimizer that prepare returned")
             prepared.unscale()
@@ -886,14 +869,11 @@ class Accelerator(RunInterface):
             parameters = list(parameters)
         if self.scaler is None:
             return parameters
-        wanted = {id(parameter) for parameter in parameters}
+        requested = {id(parameter) for parameter in parameters}
         for optimizer in self._objects.optimizers:
-            if any(
-                id(parameter) in wanted
-                for group in optimizer.param_groups
-                for parameter in group["params"]
-            ):
-                optimizer.unscale()
+            for group in optimizer.param_groups:
+                if not requested.isdisjoint(map(id, group["params"])):
+                    optimizer.unscale()
         return parameters
 
     def clip_grad_norm_(
@@ -1058,12 +1038,14 @@ class Accelerator(RunInterface):
         Raises:
             TypeError: `model` is not a module.
         """
-        found = self._objects.find_model(model)
-        if found is None and not isinstance(model, torch.nn.Module):
+        prepared = self._objects.find_model(model)
+        if prepared is not None:
+            return prepared
+        if not isinstance(model, torch.nn.Module):
             raise TypeError(
                 f"the model must be a torch.nn.Module, not an object of type {type(model).__name__}"
             )
-        return found or self.strategy.as_prepared(model)
+        return self.strategy.as_prepared(model)
 
     def unwrap_model(
         self,
@@ -1487,8 +1469,8 @@ class Accelerator(RunInterface):
 
     def _prepare_deepspeed(self, *args: Any) -> tuple[Any, ...]:
         """What `prepare` returns, as a tuple also for one object."""
-        found = self.prepare(*args)
-        return found if len(args) > 1 else (found,)
+        prepared = self.prepare(*args)
+        return prepared if len(args) > 1 else (prepared,)
 
     def _prepare_cp(self, *args: Any) -> tuple[Any, ...]:
         """The objects to prepare under context parallelism. Some packages replace it."""
@@ -1496,30 +1478,31 @@ class Accelerator(RunInterface):
 
     def _get_named_parameters(self, *args: Any) -> dict[str, torch.nn.Parameter]:
         """The parameters of the models among `args`, by the names of the user's model."""
-        models = [
-            extract_model_from_parallel(one) for one in args if isinstance(one, torch.nn.Module)
-        ]
-        return {name: parameter for model in models for name, parameter in model.named_parameters()}
+        parameters: dict[str, torch.nn.Parameter] = {}
+        for model in args:
+            if isinstance(model, torch.nn.Module):
+                parameters.update(extract_model_from_parallel(model).named_parameters())
+        return parameters
 
     def __repr__(self) -> str:
         count = self.num_processes
+        words = []
         if count > 1:
-            words = [f"rank {self.process_index} of {count}"]
-        else:
-            words = []
+            words.append(f"rank {self.process_index} of {count}")
         words += [self.strategy.name, str(self.device)]
         if self.mixed_precision != "no":
             words.append(self.mixed_precision)
         if self.gradient_accumulation_steps != 1:
             words.append(f"{self.gradient_accumulation_steps} accumulation steps")
         prepared = self._objects
-        kinds = (
-            (prepared.models, "model"),
-            (prepared.optimizers, "optimizer"),
-            (prepared.dataloaders, "loader"),
-        )
-        counts = [(len(objects), kind) for objects, kind in kinds if objects]
-        words += [f"{count} {kind}{'s' * (count > 1)}" for count, kind in counts]
+        kinds: dict[str, list[Any]] = {
+            "model": prepared.models,
+            "optimizer": prepared.optimizers,
+            "loader": prepared.dataloaders,
+        }
+        for kind, objects in kinds.items():
+            if objects:
+                words.append(f"{len(objects)} {kind}{'s' * (len(objects) > 1)}")
         return f"<Accelerator: {', '.join(words)}>"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
@@ -1551,9 +1534,7 @@ def _move_inputs(
 
 def _without_replica(model: torch.nn.Module) -> torch.nn.Module:
     """The model inside a DDP wrapper, which is wrapped again; any other as it is."""
-    inner = uncompiled(model)
-    wrapped = isinstance(inner, torch.nn.parallel.DistributedDataParallel)
-    if wrapped:
+    if isinstance(uncompiled(model), torch.nn.parallel.DistributedDataParallel):
         return extract_model_from_parallel(model, keep_torch_compile=False)
     return model
 

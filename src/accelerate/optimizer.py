@@ -66,11 +66,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             if not isinstance(parameter, torch.Tensor):
                 continue
             for name, value in state.items():
-                if (
-                    isinstance(value, torch.Tensor)
-                    and value.dim() > 0
-                    and value.device != parameter.device
-                ):
+                has_elements = isinstance(value, torch.Tensor) and value.dim() > 0
+                if has_elements and value.device != parameter.device:
                     state[name] = send_to_device(value, parameter.device)
 
     @property
@@ -203,6 +200,14 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return f"AcceleratedOptimizer({self.optimizer!r})"
+
+
+def parameters_of(optimizer: Any) -> list[torch.Tensor]:
+    """The parameters of all groups of an optimizer, prepared or not."""
+    parameters: list[torch.Tensor] = []
+    for group in optimizer.param_groups:
+        parameters += group["params"]
+    return parameters
 
 
 def _averaged(average: Callable[[Any], Any], closure: Callable[[], Any]) -> Any:

@@ -70,11 +70,8 @@ class Accumulation:
         state = self.gradient_state
         options = state.plugin_kwargs
         loader = state.active_dataloader
-        if (
-            self.has_backward is False
-            and 0 < self.step < self.steps
-            and getattr(loader, "batches_read", 0) == 1
-        ):
+        begins_pass = getattr(loader, "batches_read", 0) == 1
+        if begins_pass and self.has_backward is False and 0 < self.step < self.steps:
             # The loop of the pass before was left between the start of a batch and its backward.
             self.step -= 1
         if not 0 < self.step < self.steps:
@@ -82,11 +79,8 @@ class Accumulation:
             self.samples = self.first_samples = 0
         self.step += 1
         sync = self.step == self.steps
-        if (
-            loader is not None
-            and loader.end_of_dataloader
-            and options.get("sync_with_dataloader", True)
-        ):
+        ends_pass = loader is not None and loader.end_of_dataloader
+        if ends_pass and options.get("sync_with_dataloader", True):
             self.step, sync = 0, True
         state.sync_gradients = sync
         if self.exact and loader is not None and loader.batch_counts:
@@ -94,10 +88,9 @@ class Accumulation:
             self.first_samples = self.first_samples or samples
             self.samples += samples
             self.scale = samples / self.first_samples
+            self.factor = 1.0
             if sync:
                 self.factor = self.first_samples * self.steps / self.samples
-            else:
-                self.factor = 1.0
         if self.has_backward:
             self.has_backward = False
         return sync

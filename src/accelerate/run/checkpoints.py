@@ -221,10 +221,9 @@ class RunCheckpoints:
 
     def _apply(self, report: LoadReport, done: str, begin: float) -> None:
         """Continue where the loaded run was."""
+        skipped = ""
         if report.skipped:
             skipped = f", skipped {len(report.skipped)} damaged"
-        else:
-            skipped = ""
         print_or_log(
             logger, f"{done} {report.folder}: epoch {report.epoch}, step {report.step}{skipped}"
         )

@@ -25,8 +25,9 @@ from ..core.observers import RunObserver
 from ..core.stacks import user_line
 from ..core.trees import leaves
 from ..logging import MultiProcessAdapter, get_logger
-from ..optimizer import AcceleratedOptimizer
+from ..optimizer import AcceleratedOptimizer, parameters_of
 from ..runtime import marks
+from ..state import GradientState
 from ..torch_internals.compiled import has_compiled_regions
 from .checkpoints import RunCheckpoints
 
@@ -70,9 +71,8 @@ class FirstStepCheck(RunObserver):
         # by the last backward
         self._reached: weakref.WeakSet[AcceleratedOptimizer] = weakref.WeakSet()
         self._backwards = 0
-        self._is_in_backward = self._stepped_too_early = self._is_in_step = (
-            self._has_infinite_loss
-        ) = False
+        self._is_in_backward = self._is_in_step = False
+        self._stepped_too_early = self._has_infinite_loss = False
         self._batch: int | None = None
         self._forward_hooks: list[RemovableHandle] = []
         self._running.add(self)
@@ -86,11 +86,10 @@ class FirstStepCheck(RunObserver):
         if isinstance(prepared, AcceleratedOptimizer):
             self._prepared[prepared.optimizer] = self._prepared.get(prepared.optimizer, 0) + 1
             return
+        is_compiled = prepared.uncompiled is not prepared.module
+        is_compiled = is_compiled or has_compiled_regions(nn.ModuleList([prepared.module]))
         # A hook on a compiled model would have it compiled again without the hook.
-        compiled = prepared.uncompiled is not prepared.module or has_compiled_regions(
-            nn.ModuleList([prepared.module])
-        )
-        if self._count_shards() > 1 and not compiled:
+        if self._count_shards() > 1 and not is_compiled:
             handle = prepared.module.register_forward_pre_hook(_before_forward, with_kwargs=True)
             self._forward_hooks.append(handle)
 
@@ -98,11 +97,7 @@ class FirstStepCheck(RunObserver):
         """Count the backwards, and compare what was trained on in the first of them."""
         self._backwards += 1
         self._is_in_backward, self._stepped_too_early = True, False
-        run = self._run()
-        if run is None:
-            loader = None
-        else:
-            loader = run.accumulation.gradient_state.active_dataloader
+        loader = GradientState().active_dataloader
         if self._backwards == 1 and loader is not None:
             # What the models were called with before, as with dummies, was not the batch.
             self._batch = None
@@ -141,7 +136,7 @@ class FirstStepCheck(RunObserver):
             )
         self._reached.clear()
         for optimizer in run.objects.optimizers:
-            if any(parameter.grad is not None for parameter in _parameters(optimizer)):
+            if any(parameter.grad is not None for parameter in parameters_of(optimizer)):
                 self._reached.add(optimizer)
 
     def before_step(
@@ -150,14 +145,12 @@ class FirstStepCheck(RunObserver):
         """Check the first step of a prepared optimizer."""
         self._is_in_step = True
         run = self._run()
-        if run is not None and not self._steps.get(optimizer, 0):
-            self._note_step_in_backward(optimizer, run)
-            if (
-                not self._check_parameters(optimizer, run)
-                and closure is None
-                and not _keeps_gradients(optimizer, run)
-            ):
-                self._check_gradients(optimizer, run)
+        if run is None or self._steps.get(optimizer):
+            return
+        self._note_step_in_backward(optimizer, run)
+        has_note = self._check_parameters(optimizer, run)
+        if not has_note and closure is None and not _keeps_gradients(optimizer, run):
+            self._check_gradients(optimizer, run)
 
     def after_step(self, optimizer: AcceleratedOptimizer) -> None:
         """End the checks when each prepared optimizer has made two steps."""
@@ -195,11 +188,11 @@ class FirstStepCheck(RunObserver):
             return
         self._note_step_in_backward(optimizer, run)
         # A step with learning rate 0 trains nothing: torch makes one to create the state that it loads.
-        if self._steps.get(optimizer) or not any(
-            group.get("lr", 1) for group in optimizer.param_groups
-        ):
+        trains = any(group.get("lr", 1) for group in optimizer.param_groups)
+        if self._steps.get(optimizer) or not trains:
             return
-        name, optimizers = f"{user_line()}: this {type(optimizer).__name__}", run.objects.optimizers
+        name = f"{user_line()}: this {type(optimizer).__name__}"
+        optimizers = run.objects.optimizers
         if any(optimizer is prepared.optimizer for prepared in optimizers):
             if self._prepared[optimizer] == 1 and not _keeps_gradients(optimizer, run):
                 self._log(
@@ -218,24 +211,27 @@ class FirstStepCheck(RunObserver):
     def before_forward(self, inputs: Iterable[Any]) -> None:
         """Add to the checksum of what the models get, unless a prepared loader gave it."""
         run = self._run()
-        if run is not None and run.accumulation.gradient_state.active_dataloader is None:
+        if run is not None and GradientState().active_dataloader is None:
             self._batch = _checksum(inputs, self._batch)
 
     # -- what is checked on one rank
 
     def _check_parameters(self, optimizer: AcceleratedOptimizer, run: RunCheckpoints) -> bool:
         """Log and return whether a prepared model has gradients that this optimizer should step, and does not."""
-        trained, stepped = _trained(run), _identities(*run.objects.optimizers)
+        trained = _trained(run)
         stale = [
             parameter
-            for parameter in _parameters(optimizer)
-            if id(parameter) not in trained
-            and isinstance(parameter, nn.Parameter)
+            for parameter in parameters_of(optimizer)
+            if isinstance(parameter, nn.Parameter)
             and parameter.grad is None
+            and id(parameter) not in trained
         ]
-        for model in run.objects.models if stale else ():
+        if not stale:
+            return False
+        not_stepped = trained - _identities(*run.objects.optimizers)
+        for model in run.objects.models:
             for name, parameter in model.inner.named_parameters():
-                if parameter.grad is not None and id(parameter) in trained - stepped:
+                if parameter.grad is not None and id(parameter) in not_stepped:
                     self._log(
                         f"{user_line()}: no prepared optimizer steps {name}, which has a gradient, and the "
                         f"{type(optimizer.optimizer).__name__} has {len(stale)} parameters without a gradient that "
@@ -248,7 +244,7 @@ class FirstStepCheck(RunObserver):
     def _check_gradients(self, optimizer: AcceleratedOptimizer, run: RunCheckpoints) -> None:
         """Log a step without gradients."""
         # A rank may hold no element of a sharded model.
-        parameters = [parameter for parameter in _parameters(optimizer) if parameter.numel()]
+        parameters = [parameter for parameter in parameters_of(optimizer) if parameter.numel()]
         if not parameters or any(parameter.grad is not None for parameter in parameters):
             return
         if not self._backwards:
@@ -279,11 +275,10 @@ class FirstStepCheck(RunObserver):
         """
         if self._is_in_backward and self._count_shards() > 1:
             stepped = _identities(optimizer)
-            self._stepped_too_early |= any(
-                hasattr(model.uncompiled, "require_backward_grad_sync")
-                and any(id(parameter) in stepped for parameter in model.trained_parameters())
-                for model in run.objects.models
-            )
+            for model in run.objects.models:
+                is_replica = hasattr(model.uncompiled, "require_backward_grad_sync")
+                if is_replica and not stepped.isdisjoint(map(id, model.trained_parameters())):
+                    self._stepped_too_early = True
 
     # -- what is compared between the ranks
 
@@ -356,38 +351,32 @@ def _keeps_gradients(optimizer: Any, run: RunCheckpoints) -> bool:
     )
 
 
-def _parameters(optimizer: Any) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
 def _identities(*optimizers: Any) -> set[int]:
-    return {id(parameter) for optimizer in optimizers for parameter in _parameters(optimizer)}
+    identities: set[int] = set()
+    for optimizer in optimizers:
+        identities.update(map(id, parameters_of(optimizer)))
+    return identities
 
 
 def _trained(run: RunCheckpoints) -> set[int]:
     """The identities of the parameters of all prepared models."""
-    return {
-        id(parameter) for model in run.objects.models for parameter in model.trained_parameters()
-    }
+    identities: set[int] = set()
+    for model in run.objects.models:
+        identities.update(map(id, model.trained_parameters()))
+    return identities
 
 
 def _checksum(data: Iterable[Any], start: int | None) -> int | None:
     """A checksum of the first elements of all plain tensors in `data`; `start` where there is none."""
     for tensor in leaves(data):
-        if type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_meta:
-            try:
-                elements = (
-                    tensor.detach()
-                    .flatten()[:_ELEMENTS]
-                    .cpu()
-                    .contiguous()
-                    .view(torch.uint8)
-                    .numpy()
-                )
-            except RuntimeError:
-                # Inside of a transform of torch.func a tensor has no storage.
-                continue
-            start = zlib.crc32(
-                elements.tobytes(), zlib.crc32(f"{tensor.shape}{tensor.dtype}".encode(), start or 0)
-            )
+        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_meta:
+            continue
+        try:
+            elements = tensor.detach().flatten()[:_ELEMENTS].cpu().contiguous()
+            values = elements.view(torch.uint8).numpy().tobytes()
+        except RuntimeError:
+            # Inside of a transform of torch.func a tensor has no storage.
+            continue
+        kind = f"{tensor.shape}{tensor.dtype}"
+        start = zlib.crc32(values, zlib.crc32(kind.encode(), start or 0))
     return start

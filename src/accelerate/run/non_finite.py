@@ -11,7 +11,7 @@ import torch
 
 from ..core.errors import NonFiniteError, PrepareError
 from ..logging import MultiProcessAdapter, get_logger
-from ..optimizer import AcceleratedOptimizer
+from ..optimizer import AcceleratedOptimizer, parameters_of
 from ..parallel.gradients import gradients_of, local, not_finite
 from ..parallel.unwrap import canonical_name
 from ..runtime import marks
@@ -142,8 +142,9 @@ def _cause(rows: Mapping[int, dict[str, Any]]) -> str:
 
 def _checked(optimizer: AcceleratedOptimizer) -> list[torch.Tensor]:
     """The parameters whose gradients are looked at."""
-    groups = [] if optimizer.scaler else optimizer.param_groups
-    return [parameter for group in groups for parameter in group["params"]]
+    if optimizer.scaler:
+        return []
+    return parameters_of(optimizer)
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:

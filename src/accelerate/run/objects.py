@@ -11,7 +11,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..core.errors import PrepareError
-from ..optimizer import AcceleratedOptimizer
+from ..optimizer import AcceleratedOptimizer, parameters_of
 from ..parallel.placeholders import Placeholder, refuse_placeholder
 from ..parallel.prepared import PreparedModel, PreparedOptimizer
 from ..scheduler import AcceleratedScheduler
@@ -31,10 +31,9 @@ class PreparedModules(MutableSequence[torch.nn.Module]):
         return len(self._prepared)
 
     def __getitem__(self, index: Any) -> Any:
-        found = self._prepared[index]
-        if isinstance(found, list):
-            return [one.module for one in found]
-        return found.module
+        if isinstance(index, slice):
+            return [prepared.module for prepared in self._prepared[index]]
+        return self._prepared[index].module
 
     def __setitem__(self, index: Any, value: Any) -> None:
         if isinstance(index, slice):
@@ -50,7 +49,7 @@ class PreparedModules(MutableSequence[torch.nn.Module]):
         self._prepared.insert(index, self._of([value])[0])
 
     def __eq__(self, other: object) -> bool:
-        return list(self) == (list(other) if isinstance(other, Iterable) else other)
+        return isinstance(other, Iterable) and list(self) == list(other)
 
     __hash__: ClassVar[None]  # type: ignore[assignment]
 
@@ -58,8 +57,8 @@ class PreparedModules(MutableSequence[torch.nn.Module]):
         return repr(list(self))
 
     def _of(self, modules: Iterable[torch.nn.Module]) -> list[PreparedModel]:
-        known = {id(one.module): one for one in self._prepared}
-        return [known.get(id(module)) or PreparedModel(module) for module in modules]
+        prepared = {id(model.module): model for model in self._prepared}
+        return [prepared.get(id(module)) or PreparedModel(module) for module in modules]
 
 
 @dataclass
@@ -89,38 +88,37 @@ class RunObjects:
 
     def find_trained(self, optimizer: AcceleratedOptimizer) -> PreparedModel | None:
         """The prepared model whose parameters an optimizer steps; None where it is no prepared model."""
-        return next(
-            (model for model in self.models if model.trains_with(optimizer.optimizer)), None
-        )
+        for model in self.models:
+            if model.trains_with(optimizer.optimizer):
+                return model
+        return None
 
     def refuse_new_parameters(self, optimizer: AcceleratedOptimizer) -> None:
         """Raise PrepareError for a parameter of an optimizer that a model has only since `prepare`.
 
         That is, where the model's layout would not average its gradients, and no other prepared model does.
         """
-        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        stepped = {id(parameter) for parameter in parameters_of(optimizer)}
         for model in self.models:
             for name, parameter in model.new_parameters().items():
-                if id(parameter) in own and not any(
-                    _trains(other, parameter) for other in self.models
-                ):
+                if id(parameter) not in stepped:
+                    continue
+                if not any(_trains(other, parameter) for other in self.models):
                     raise model.added_parameter(name)
 
     def clear(self) -> None:
         """Forget what was prepared; what was registered stays."""
-        for listed in (
-            self.models,
-            self.optimizers,
-            self.schedulers,
-            self.dataloaders,
-            self.averages,
-        ):
-            listed.clear()
+        self.models.clear()
+        self.optimizers.clear()
+        self.schedulers.clear()
+        self.dataloaders.clear()
+        self.averages.clear()
 
 
 def _trains(model: PreparedModel, parameter: torch.Tensor) -> bool:
-    new = {id(p) for p in model.new_parameters().values()}
-    return id(parameter) not in new and any(p is parameter for p in model.module.parameters())
+    if any(new is parameter for new in model.new_parameters().values()):
+        return False
+    return any(trained is parameter for trained in model.module.parameters())
 
 
 def check_preparable(objects: Sequence[Any]) -> None:
@@ -133,13 +131,11 @@ def check_preparable(objects: Sequence[Any]) -> None:
     for obj in objects:
         if isinstance(obj, Placeholder):
             refuse_placeholder(obj)
-        items = (
-            obj.values()
-            if isinstance(obj, dict)
-            else obj
-            if isinstance(obj, (list, tuple, set))
-            else ()
-        )
+        items: Iterable[Any] = ()
+        if isinstance(obj, dict):
+            items = obj.values()
+        elif isinstance(obj, (list, tuple, set)):
+            items = obj
         names = ", ".join(type(item).__name__ for item in items if isinstance(item, _PREPARABLE))
         if names:
             raise PrepareError(

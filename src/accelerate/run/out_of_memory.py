@@ -55,9 +55,8 @@ class OutOfMemory(RunObserver):
         message = (str(error).splitlines() or [type(error).__name__])[0][:500]
         rank, device = PartialState().process_index, PartialState().device
         self._record(message)
-        if self._recorder is None:
-            folder = None
-        else:
+        folder = None
+        if self._recorder is not None:
             folder = self._recorder.folder
         lines = [f"out of memory on rank {rank}: {message}"]
         try:
@@ -114,12 +113,11 @@ def _by_kind(objects: RunObjects, device: torch.device) -> str:
     listed = [f"{kind} {size_of(size)}" for kind, size in usage.items() if size]
     allocated = getattr(devices.module_of(device), "memory_allocated", None)
     if device.type == "cpu" or allocated is None:
-        used, remainder = (
-            psutil.Process().memory_info().rss,
-            "activations, libraries and the rest of the process",
-        )
+        used = psutil.Process().memory_info().rss
+        remainder = "activations, libraries and the rest of the process"
     else:
-        used, remainder = int(allocated(device)), "activations and other tensors"
+        used = int(allocated(device))
+        remainder = "activations and other tensors"
     listed.append(f"{remainder} {size_of(max(0, used - sum(usage.values())))}")
     if device.type != "cpu":
         with contextlib.suppress(RuntimeError):
@@ -149,13 +147,12 @@ def write_allocator_state(device: torch.device, folder: Path | None, rank: int) 
     if not contents:
         return {}
     if folder is None:
-        target = Path(tempfile.mkdtemp(prefix="accelerate-"))
-    else:
-        target = folder / "memory"
-    target.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix="accelerate-"))
+    folder /= "memory"
+    folder.mkdir(parents=True, exist_ok=True)
     files = {}
     for name, (suffix, data) in contents.items():
-        files[name] = target / f"rank_{rank:05d}{suffix}"
+        files[name] = folder / f"rank_{rank:05d}{suffix}"
         with atomic_write(files[name]) as file:
             file.write(data)
     return files

@@ -61,23 +61,21 @@ class PlannedRun(RunObserver):
         ends = self._times[WARMUP:]
         seconds = min(after - before for before, after in itertools.pairwise(ends))
         allocated = device_memory(self._device)
+        kind = meaning = "tensors"
         if math.isnan(allocated):
-            used, of, place = (
-                _largest_process() - self._before,
-                "process",
-                "growth of the process, with its libraries",
-            )
+            kind, meaning = "process", "growth of the process, with its libraries"
+            used = _largest_process() - self._before
         else:
-            used, of, place = int(allocated), "tensors", "tensors"
+            used = int(allocated)
         (low, high), (fast, slow) = self._planned
         if PartialState().is_main_process:
             messages.show(
-                f"plan {self._plan['layout']}: memory {size_of(used)} ({place}), planned {size_of(low)} to "
+                f"plan {self._plan['layout']}: memory {size_of(used)} ({meaning}), planned {size_of(low)} to "
                 f"{size_of(high)}; step {seconds:.4g} s, planned {fast:.4g} to {slow:.4g} s"
             )
             self._plan["measured"] = {
                 "memory_bytes": used,
-                "memory_of": of,
+                "memory_of": kind,
                 "step_seconds": seconds,
             }
             with atomic_write(self._path, "w") as file:

@@ -121,10 +121,11 @@ class Plan:
             "dynamo_backend": self.dynamo.backend.value,
             "exact": self.exact,
         }
-        others = {name: "given" for name, origin in self.origins.items() if origin != "default"}
-        return {
-            name: (value, self.origins.get(name, "")) for name, value in (others | decided).items()
+        values: dict[str, Any] = {
+            name: "given" for name, origin in self.origins.items() if origin != "default"
         }
+        values |= decided
+        return {name: (value, self.origins.get(name, "")) for name, value in values.items()}
 
 
 @dataclass(frozen=True)
@@ -156,27 +157,24 @@ def resolve(request: Request) -> Resolved:
 
     _start_process(request, handlers, plugins)
     requested = env.get("MIXED_PRECISION", "no")
-    if (
-        origins["mixed_precision"] == "default"
-        and requested in PrecisionType.list()
-        and requested != "no"
-    ):
+    is_precision = requested != "no" and requested in PrecisionType.list()
+    if is_precision and origins["mixed_precision"] == "default":
         get_logger(__name__).warning(
             f"the variable MIXED_PRECISION={requested} has no effect: set ACCELERATE_MIXED_PRECISION={requested}"
         )
     state, plugins = _shared_state(request, dynamo, plugins)
     name, arguments = _choose_strategy(request, state, plugins, handlers, origins)
     transforms = _transforms(request, origins)
-    origins |= {
-        kind: "argument"
-        for kind in ("master_weights", "optimizer_offload")
-        if getattr(handlers, kind)
-    }
+    for kind in ("master_weights", "optimizer_offload"):
+        if getattr(handlers, kind):
+            origins[kind] = "argument"
     check_combination(name, state, handlers, transforms, origins, request)
     precision = _precision(state, handlers, origins, gathers=name == "fsdp2")
     if request.precision_policy:
         precision.modules = check_policy(request.precision_policy, state.mixed_precision)
-    make = name if callable(name) else strategy_class(name)
+    make = name
+    if not callable(make):
+        make = strategy_class(name)
     strategy: Strategy = make(state.device, precision, **arguments)
     strategy.transforms = (*transforms, *strategy.transforms)
     if dynamo.backend is not DynamoBackend.NO:
@@ -192,7 +190,7 @@ def resolve(request: Request) -> Resolved:
 
 def _start_process(request: Request, handlers: Handlers, plugins: dict[str, Any]) -> None:
     """Start the process group, unless it runs. An FSDP plugin with nothing to do on one process leaves `plugins`."""
-    init = {} if handlers.init is None else handlers.init.to_kwargs()
+    init = (handlers.init or InitProcessGroupKwargs()).to_kwargs()
     fsdp = plugins.get("fsdp_plugin")
     if fsdp is not None and fsdp.offloads_shards:
         init["_host_tensors"] = True
@@ -202,12 +200,9 @@ def _start_process(request: Request, handlers: Handlers, plugins: dict[str, Any]
             "this process has left the group of its run, by end_training() or destroy_process_group(): make every "
             "Accelerator of a process before that, and call end_training() once, after the last one"
         )
-    if (
-        fsdp is None
-        or fsdp.offloads_shards
-        or fsdp.activation_checkpointing
-        or "parallelism_config" in plugins
-    ):
+    if fsdp is None or "parallelism_config" in plugins:
+        return
+    if fsdp.offloads_shards or fsdp.activation_checkpointing:
         return
     if not group.is_running() and Topology.from_environment().launcher == "none":
         get_logger(__name__).warning(
@@ -325,23 +320,21 @@ def adopt(
     return Resolved(plan, state, resolved.precision, strategy)
 
 
-def sort_handlers(given: list[KwargsHandler] | None) -> Handlers:
+def sort_handlers(objects: list[KwargsHandler] | None) -> Handlers:
     """The handlers by kind. Raises ConfigurationError for a foreign object, or a kind that is given twice."""
     handlers = Handlers()
-    for handler in given or ():
-        name = next(
-            (name for kind, name in _HANDLER_FIELDS.items() if isinstance(handler, kind)), None
-        )
-        if name is None:
+    for handler in objects or ():
+        names = [name for kind, name in _HANDLER_FIELDS.items() if isinstance(handler, kind)]
+        if not names:
             kinds = ", ".join(kind.__name__ for kind in _HANDLER_FIELDS)
             raise ConfigurationError(
                 f"kwargs_handlers holds {handler!r}: it takes objects of {kinds}"
             )
-        if getattr(handlers, name) is not None:
+        if getattr(handlers, names[0]) is not None:
             raise ConfigurationError(
                 f"kwargs_handlers holds two {type(handler).__name__}: give one"
             )
-        setattr(handlers, name, handler)
+        setattr(handlers, names[0], handler)
     return handlers
 
 
@@ -360,16 +353,13 @@ def _origin(argument: object, variable: str, default: str | None = None) -> str:
 def _accumulation(request: Request, origins: dict[str, str]) -> GradientAccumulationPlugin:
     """The API's precedence: the plugin or the argument, else the variable of the launcher."""
     name, variable = "gradient_accumulation_steps", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
-    plugin, steps = (
-        request.gradient_accumulation_plugin,
-        checks.integer(name, request.gradient_accumulation_steps),
-    )
-    if plugin is not None:
-        if steps != 1:
+    plugin = request.gradient_accumulation_plugin
+    steps = checks.integer(name, request.gradient_accumulation_steps)
+    if steps != 1:
+        if plugin is not None:
             raise ConfigurationError(
                 f"{name}={steps} and gradient_accumulation_plugin are both given: set num_steps in the plugin"
             )
-    elif steps != 1:
         plugin = GradientAccumulationPlugin(num_steps=steps)
     origins[name] = _origin(plugin, variable)
     plugin = plugin or GradientAccumulationPlugin()
@@ -391,7 +381,10 @@ def _strategy_plugins(request: Request, origins: dict[str, str]) -> dict[str, An
         if plugin is not None or env.get_flag(variable):
             origins[name] = _origin(plugin, variable)
             make = public_name(__name__, kind)
-            plugins[name] = _of_kind(name, make() if plugin is None else plugin, make)
+            if plugin is None:
+                plugin = make()
+            _check_kind(name, plugin, make)
+            plugins[name] = plugin
     if "fsdp_plugin" in plugins:
         # Each Accelerator fills in what its own precision decides.
         plugins["fsdp_plugin"] = copy.copy(plugins["fsdp_plugin"])
@@ -400,28 +393,23 @@ def _strategy_plugins(request: Request, origins: dict[str, str]) -> dict[str, An
             request.torch_tp_plugin, plugins.get("parallelism_config")
         )
         origins["parallelism_config"] = "argument"
-    rivals = [
-        name
-        for name in ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin")
-        if name in plugins
-    ]
+    engines = ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin")
+    rivals = [f"{name} ({origins[name]})" for name in engines if name in plugins]
     if len(rivals) > 1:
-        raise ConfigurationError(
-            "only one of "
-            + " and ".join(f"{name} ({origins[name]})" for name in rivals)
-            + " can lay out the model"
-        )
+        raise ConfigurationError(f"only one of {' and '.join(rivals)} can lay out the model")
     return plugins
 
 
-def _of_kind(name: str, given: Any, kind: type) -> Any:
-    """A plugin, if it is one. Of DeepSpeed's several may be given, in a dict."""
-    for plugin in given.values() if given and isinstance(given, dict) else (given,):
+def _check_kind(name: str, requested: Any, kind: type) -> None:
+    """Raise ConfigurationError for what is no plugin. Of DeepSpeed's several may be given, in a dict."""
+    plugins = [requested]
+    if requested and isinstance(requested, dict):
+        plugins = list(requested.values())
+    for plugin in plugins:
         if not isinstance(plugin, kind):
             raise ConfigurationError(
-                f"{name}={given!r}: it takes a {kind.__name__}, not {type(plugin).__name__}"
+                f"{name}={requested!r}: it takes a {kind.__name__}, not {type(plugin).__name__}"
             )
-    return given
 
 
 def _with_tensor_plugin(
@@ -430,8 +418,6 @@ def _with_tensor_plugin(
     """The layout of the API's older plugin: every process is a tensor-parallel rank."""
     if layout is None:
         layout = ParallelismConfig(tp_size=plugin.tp_size)
-    else:
-        layout = layout
     has_mesh = plugin.torch_device_mesh is not None
     if layout.tp_size != plugin.tp_size or (has_mesh and layout.total_size != plugin.tp_size):
         raise ConfigurationError(
@@ -462,13 +448,15 @@ def _native_layout(
     if sizes["pp_size"] > 1:
         handlers["pp_handler"] = PipelineParallelConfig(num_microbatches=plugin.num_micro_batches)
     layout = ", ".join(f"{name}={size}" for name, size in sizes.items())
-    left = plugin.without_counterpart()
-    get_logger(__name__).warning(
+    note = (
         f"megatron_lm_plugin: PyTorch runs its layout, ParallelismConfig({layout}). The loop is as with "
         "any other: model, optimizer and scheduler are yours, a loader's batch is divided into the micro-batches, and "
         "gradients are clipped by accelerator.clip_grad_norm_"
-        + (f". These fields have no counterpart and do nothing: {', '.join(left)}" if left else "")
     )
+    ignored = ", ".join(plugin.without_counterpart())
+    if ignored:
+        note += f". These fields have no counterpart and do nothing: {ignored}"
+    get_logger(__name__).warning(note)
     return ParallelismConfig(**sizes, **handlers)
 
 
@@ -492,17 +480,16 @@ def _precision(
     if name == "no":
         return Precision()
     if name == "bf16":
-        kind = MixedPrecision if handlers.master_weights is None else MasterPrecision
+        kind: type[MixedPrecision | MasterPrecision] = MixedPrecision
+        if handlers.master_weights is not None:
+            kind = MasterPrecision
         return kind("bf16", torch.bfloat16, device, handlers.autocast)
     if name == "fp16":
         scaler = None
         if state.distributed_type is DistributedType.FSDP and not state.is_fsdp2:
             # FSDP1 shows a rank its slice of a gradient: the ranks must agree on whether all is finite.
-            if handlers.scaler is None:
-                kwargs = {}
-            else:
-                kwargs = handlers.scaler.to_kwargs()
-            scaler = get_grad_scaler(DistributedType.FSDP, **kwargs)
+            options = handlers.scaler or GradScalerKwargs()
+            scaler = get_grad_scaler(DistributedType.FSDP, **options.to_kwargs())
         return ScaledPrecision(device, handlers.autocast, handlers.scaler, scaler)
     if name not in PrecisionType.list():
         added: Precision = extensions.load("precision", name)(state.device)
@@ -521,11 +508,9 @@ def check_combination(
     """Raise ConfigurationError for options that do not go together."""
     precision, device = state.mixed_precision, state.device.type
     of_precision = f"mixed_precision={precision!r} ({origins['mixed_precision']})"
-    recipe, master, offload = (
-        handlers.fp8_recipe,
-        handlers.master_weights,
-        handlers.optimizer_offload,
-    )
+    recipe = handlers.fp8_recipe
+    master = handlers.master_weights
+    offload = handlers.optimizer_offload
     masters = "kwargs_handlers holds MasterWeightsKwargs"
     offloads = "kwargs_handlers holds OptimizerOffloadKwargs"
     splits = state.parallelism_config is not None and state.parallelism_config.tp_enabled
@@ -571,18 +556,16 @@ def check_combination(
         ),
     ]
     backend = state.dynamo_plugin.backend
-    requested = {
-        "pipeline": "pp_size" if strategy == "pipeline" else None,
-        "compile": None if backend is DynamoBackend.NO else f"dynamo_backend={backend.value!r}",
-    }
-    refused += [
-        (
-            requested.get(kind),
-            f"{type(transform).__name__} does not work with {requested.get(kind)}: leave one out",
-        )
-        for transform in transforms
-        for kind in getattr(transform, "excludes", ())
-    ]
+    requested = {}
+    if strategy == "pipeline":
+        requested["pipeline"] = "pp_size"
+    if backend is not DynamoBackend.NO:
+        requested["compile"] = f"dynamo_backend={backend.value!r}"
+    for transform in transforms:
+        for kind in getattr(transform, "excludes", ()):
+            option = requested.get(kind)
+            message = f"{type(transform).__name__} does not work with {option}: leave one out"
+            refused.append((option, message))
     for applies, message in refused:
         if applies:
             raise ConfigurationError(message)
@@ -649,8 +632,9 @@ def _choose_strategy(
 
 
 def _transforms(request: Request, origins: dict[str, str]) -> tuple[Any, ...]:
-    requested: Sequence[Any] = request.transforms if request.transforms is not None else ()
-    if request.transforms is None and (text := env.get("ACCELERATE_TRANSFORMS")):
+    requested = request.transforms
+    if requested is None:
+        text = env.get("ACCELERATE_TRANSFORMS") or ""
         requested = [name.strip() for name in text.split(",") if name.strip()]
     origins["transforms"] = _origin(request.transforms, "ACCELERATE_TRANSFORMS")
     return tuple(transform_class(item)() if isinstance(item, str) else item for item in requested)
