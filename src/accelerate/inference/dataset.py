@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
@@ -101,7 +102,8 @@ def map_dataset(
         )
         queue = _Queue(process.num_processes)
         with _progress(plan["samples"]) as bar:
-            queue.count(sum(done.values()) if process.is_main_process else 0)
+            if process.is_main_process:
+                queue.count(sum(done.values()))
             for number, samples in _take_parts(dataset, plan, done, queue):
                 rows: list[Any] = [None] * len(samples)
                 for positions, results in compute(samples, number * part_size):
@@ -113,10 +115,9 @@ def map_dataset(
                 "the end", None, timeout, "It may still compute: raise the timeout of map_dataset."
             )
             bar.update(queue.count(0) - bar.n)
+        numbers: Any = None
         if process.is_main_process:
             numbers = _numbers(folder, file_format)
-        else:
-            numbers = None
         numbers = agreement.exchange("files", numbers, _START, reduce=first)
     finally:
         locks.release()
@@ -127,12 +128,14 @@ def map_dataset(
 
 
 def _check_arguments(dataset: Any, batch_size: int, part_size: int, file_format: str) -> None:
-    if isinstance(dataset, DataLoader | Mapping):
-        if isinstance(dataset, DataLoader):
-            kind = "its dataset, and batch_size"
-        else:
-            kind = "one of its datasets"
-        raise ConfigurationError(f"map_dataset: dataset is a {type(dataset).__name__}: give {kind}")
+    if isinstance(dataset, DataLoader):
+        raise ConfigurationError(
+            "map_dataset: dataset is a DataLoader: give its dataset, and batch_size"
+        )
+    if isinstance(dataset, Mapping):
+        raise ConfigurationError(
+            f"map_dataset: dataset is a {type(dataset).__name__}: give one of its datasets"
+        )
     if min(batch_size, part_size) < 1:
         raise ConfigurationError(f"map_dataset: {batch_size=} and {part_size=} must be at least 1")
     if file_format not in ("jsonl", "parquet"):
@@ -151,37 +154,37 @@ def _name(number: int, file_format: str) -> str:
 
 def _numbers(folder: Path, file_format: str) -> list[int]:
     """Return the numbers of the complete parts in a folder."""
-    found = (
-        re.fullmatch(rf"part-(\d{{5,}})\.{file_format}", path.name) for path in folder.iterdir()
-    )
-    return sorted(int(match[1]) for match in found if match)
+    pattern = re.compile(rf"part-(\d{{5,}})\.{file_format}")
+    matches = map(pattern.fullmatch, [path.name for path in folder.iterdir()])
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def _origin(function: Any, dataset: Any, samples: int | None) -> dict[str, int]:
     """Checksums of the first sample and of the first numbers of each of a model's weights."""
-    found = {}
+    origin = {}
     if samples:
-        found["first sample"] = _checksum(dataset[0])
+        origin["first sample"] = _checksum(dataset[0])
     if isinstance(function, nn.Module):
-        heads = [
-            p.detach().flatten()[:8]
-            for p in function.parameters()
-            if not p.is_meta and type(p) is nn.Parameter
-        ]
-        found["model"] = _checksum([type(function).__qualname__, *heads])
-    return found
+        content: list[Any] = [type(function).__qualname__]
+        for parameter in function.parameters():
+            if not parameter.is_meta and type(parameter) is nn.Parameter:
+                content.append(parameter.detach().flatten()[:8])
+        origin["model"] = _checksum(content)
+    return origin
 
 
 def _checksum(value: Any) -> int:
     """A checksum of nested data, the same in every process; of other objects only the type is compared."""
 
     def plain(leaf: Any) -> Any:
-        leaf = leaf.tolist() if hasattr(leaf, "tolist") else leaf
+        if hasattr(leaf, "tolist"):
+            leaf = leaf.tolist()
         if isinstance(leaf, (str, bytes, int, float, list)):
             return leaf
         return type(leaf).__qualname__
 
-    return zlib.crc32(repr(map_leaves(plain, value, lambda leaf: children(leaf) is None)).encode())
+    text = repr(map_leaves(plain, value, lambda leaf: children(leaf) is None))
+    return zlib.crc32(text.encode())
 
 
 def _open_folder(
@@ -217,11 +220,12 @@ def _open_folder(
                 f"map_dataset: rank {process.process_index} does not see the files of rank 0 in {folder}: choose a "
                 "folder that all processes share"
             )
-    size, samples = plan["part_size"], plan["samples"]
-    return {
-        number: size if samples is None else min(size, samples - number * size)
-        for number in answer["done"]
-    }
+    size = plan["part_size"]
+    parts = dict.fromkeys(answer["done"], size)
+    if plan["samples"] is not None:
+        for number in parts:
+            parts[number] = min(size, plan["samples"] - number * size)
+    return parts
 
 
 def _claim(
@@ -235,7 +239,7 @@ def _claim(
     locks.acquire(folder.resolve())
     present = _numbers(folder, "(?:jsonl|parquet)")
     try:
-        known = json_text.read(folder / PLAN)
+        former = json_text.read(folder / PLAN)
     except FileNotFoundError:
         if present:
             raise ConfigurationError(
@@ -246,21 +250,18 @@ def _claim(
     except json_text.JSONTextError as error:
         raise ConfigurationError(f"{folder / PLAN} cannot be read: {error}") from None
     else:
-        if isinstance(known, dict):
-            former = known.pop("origin", {})
-        else:
-            former = {}
-        if known != plan:
+        former_origin: Any = {}
+        if isinstance(former, dict):
+            former_origin = former.pop("origin", {})
+        if former != plan:
             raise ConfigurationError(
-                f"{folder} was written with {known}, now it is {plan}: choose another folder"
+                f"{folder} was written with {former}, now it is {plan}: choose another folder"
             )
-        others = [
-            what for what, checksum in origin.items() if former.get(what, checksum) != checksum
-        ]
-        if others and present:
+        changed = [what for what in origin if former_origin.get(what, origin[what]) != origin[what]]
+        if changed and present:
             warn(
                 f"map_dataset: {folder} has {len(present)} complete parts of a run with another "
-                f"{' and '.join(others)}. They are kept: choose another folder to compute them again"
+                f"{' and '.join(changed)}. They are kept: choose another folder to compute them again"
             )
     for leftover in folder.glob(".part-*.tmp"):
         leftover.unlink(missing_ok=True)
@@ -272,15 +273,15 @@ def _write_part(path: Path, rows: list[Any], first: int) -> None:
     with atomic_write(path) as file:
         if path.suffix == ".parquet":
             _write_parquet(file, records, first)
-        else:
-            for number, record in enumerate(records, first):
-                try:
-                    line = _json(record).encode()
-                except (TypeError, ValueError, RecursionError) as error:
-                    raise PrepareError(
-                        f"map_dataset: the row of sample {number} cannot be written: {error}"
-                    ) from error
-                file.write(line + b"\n")
+            return
+        for number, record in enumerate(records, first):
+            try:
+                line = _json(record).encode()
+            except (TypeError, ValueError, RecursionError) as error:
+                raise PrepareError(
+                    f"map_dataset: the row of sample {number} cannot be written: {error}"
+                ) from error
+            file.write(line + b"\n")
 
 
 def _json(record: dict[str, Any]) -> str:
@@ -290,14 +291,14 @@ def _json(record: dict[str, Any]) -> str:
     except ValueError:
         constants: list[str] = []
         # Raises the same error where it was about something else.
-        found = json.loads(json.dumps(record, default=_plain), parse_constant=constants.append)
+        with_null = json.loads(json.dumps(record, default=_plain), parse_constant=constants.append)
         if set(constants) - {"NaN"}:
             warn(
                 "map_dataset: infinite numbers are written as null, because JSON does not have them: "
                 "file_format='parquet' keeps them",
                 every_rank=True,
             )
-        text = json.dumps(found, ensure_ascii=False)
+        text = json.dumps(with_null, ensure_ascii=False)
     return text.translate(_LINE_ENDS)
 
 
@@ -305,10 +306,12 @@ def _write_parquet(file: IO[bytes], records: list[dict[str, Any]], first: int) -
     import pyarrow
     import pyarrow.parquet
 
+    for record in records:
+        for name, value in record.items():
+            if hasattr(value, "tolist"):
+                record[name] = value.tolist()
     try:
-        plain = [{name: _plain(value) if hasattr(value, "tolist") else value for name, value in record.items()}
-                 for record in records]  # fmt: skip
-        table = pyarrow.Table.from_pylist(plain)
+        table = pyarrow.Table.from_pylist(records)
     except (pyarrow.ArrowException, TypeError) as error:
         raise PrepareError(
             f"map_dataset: the rows from sample {first} on cannot be written: {error}"
@@ -330,11 +333,10 @@ def _plain(value: Any) -> Any:
 
 def _samples_in(dataset: Any) -> int | None:
     """The number of samples; None for an iterable dataset."""
-    if isinstance(dataset, IterableDataset) or not (
-        hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-    ):
-        return None
-    return len(dataset)
+    has_items = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    if has_items and not isinstance(dataset, IterableDataset):
+        return len(dataset)
+    return None
 
 
 class _Queue:
@@ -342,14 +344,13 @@ class _Queue:
 
     def __init__(self, processes: int) -> None:
         self._name = f"accelerate/map_dataset/{next(_calls)}"
-        self._store = default_connection().store if processes > 1 else None
-        self._own = {"part": 0, "samples": 0}
+        # One process counts in a store of its own.
+        self._store: Any = dist.HashStore()
+        if processes > 1:
+            self._store = default_connection().store
 
     def _add(self, what: str, number: int) -> int:
-        if self._store is not None:
-            return int(self._store.add(f"{self._name}/{what}", number))
-        self._own[what] += number
-        return self._own[what]
+        return int(self._store.add(f"{self._name}/{what}", number))
 
     def next(self) -> int:
         """Return the number of the next part."""
@@ -364,24 +365,24 @@ def _take_parts(
     dataset: Any, plan: Mapping[str, Any], done: Mapping[int, int], queue: _Queue
 ) -> Iterator[tuple[int, list[Any]]]:
     """The parts that this process computes: number and samples."""
-    size, total = plan["part_size"], plan["samples"]
-    stream, at = (iter(dataset), 0) if total is None else (None, 0)
+    size = plan["part_size"]
+    total = plan["samples"]
+    stream = None
+    position = 0
+    if total is None:
+        stream = iter(dataset)
     while True:
         number = queue.next()
-        if stream is None and number * size >= total:
+        begin = number * size
+        if stream is None and begin >= total:
             return
         if number in done:
             continue
         if stream is None:
-            yield (
-                number,
-                [dataset[index] for index in range(number * size, min(total, (number + 1) * size))],
-            )
+            yield number, [dataset[index] for index in range(begin, min(total, begin + size))]
             continue
-        for _ in itertools.islice(stream, number * size - at):
-            pass
-        samples = list(itertools.islice(stream, size))
-        at = (number + 1) * size
+        samples = list(itertools.islice(stream, begin - position, begin - position + size))
+        position = begin + size
         if not samples:
             return
         yield number, samples
@@ -389,14 +390,12 @@ def _take_parts(
 
 def _length(sample: Any) -> int:
     if isinstance(sample, Mapping):
-        found = sample.get("input_ids")
-    elif isinstance(sample, str):
-        found = sample
-    else:
-        found = None
-    if found is None:
+        sample = sample.get("input_ids")
+    elif not isinstance(sample, str):
         return 0
-    return len(found)
+    if sample is None:
+        return 0
+    return len(sample)
 
 
 # --- computing ----------------------------------------------------------------------------------------------------
@@ -438,39 +437,36 @@ class _Compute:
                 result = self._call([samples[position] for position in positions])
                 yield positions, _rows(result, len(positions))
             except Exception as error:
-                numbers = ", ".join(str(first + position) for position in positions[:8])
-                error.add_note(
-                    f"map_dataset: in the batch of samples {numbers}{', ...' * (len(positions) > 8)}"
-                )
+                numbers = [str(first + position) for position in positions[:8]]
+                if len(positions) > 8:
+                    numbers.append("...")
+                error.add_note(f"map_dataset: in the batch of samples {', '.join(numbers)}")
                 raise
 
 
 def _rows(result: Any, count: int, name: str = "") -> list[Any]:
     """The rows of a result, one for each of `count` samples. Tensors are moved to the CPU at once."""
     if isinstance(result, Mapping):
-        columns = {
-            name: _rows(value, count, f" as {name!r}")
-            for name, value in result.items()
-            if value is not None
-        }
-        return [{name: column[row] for name, column in columns.items()} for row in range(count)]
+        columns = {}
+        for key, value in result.items():
+            if value is not None:
+                columns[key] = _rows(value, count, f" as {key!r}")
+        return [{key: column[row] for key, column in columns.items()} for row in range(count)]
     if isinstance(result, torch.Tensor):
         result = result.detach().cpu()
-    shape = getattr(result, "shape", None)
-    if shape:
-        rows = shape[0]
-    elif isinstance(result, Sequence) and not isinstance(result, str):
-        rows = len(result)
-    else:
-        rows = None
-    if rows != count:
-        what = f"an object of type {type(result).__name__}" + (
-            "" if rows is None else f" with {rows} rows"
-        )
+    returned = f"an object of type {type(result).__name__}"
+    if getattr(result, "shape", None):
+        result = result.tolist()
+    if not isinstance(result, Sequence) or isinstance(result, str):
         raise PrepareError(
-            f"map_dataset: the function returned {what}{name} for {count} samples: return a row for each"
+            f"map_dataset: the function returned {returned}{name} for {count} samples: return a row for each"
         )
-    return result.tolist() if shape else list(result)
+    if len(result) != count:
+        raise PrepareError(
+            f"map_dataset: the function returned {returned} with {len(result)} rows{name} for {count} samples: return "
+            "a row for each"
+        )
+    return list(result)
 
 
 def _progress(samples: int | None) -> Any:

@@ -83,9 +83,18 @@ def prepare_pippy(
     full_forward = model.forward
     start, stop = cut.bounds[state.process_index : state.process_index + 2]
     units = [model.get_submodule(name) for name in cut.units]
-    kept = {id(parameter) for name, parameter in model.named_parameters() if name in reads}
+    shared_parameters = {
+        id(parameter) for name, parameter in model.named_parameters() if name in reads
+    }
     staged = StagedModel(
-        model, cut.units, range(start, stop), state.device, None, carried, cut.bounds, kept
+        model,
+        cut.units,
+        range(start, stop),
+        state.device,
+        None,
+        carried,
+        cut.bounds,
+        shared_parameters,
     )
     staged.watch(units[start:stop])
     for tensor in (*model.parameters(), *model.buffers()):
@@ -122,12 +131,9 @@ def _cut(
     else:
         points = list(requested)
     check_names(model, points)
+    found_units = find_units(model, no_split, nested=not points)
     # What has no parameters computes on each stage.
-    units = [
-        unit
-        for unit in _refined(model, find_units(model, no_split, nested=not points), points)
-        if unit.size
-    ]
+    units = [unit for unit in _refined(model, found_units, points) if unit.size]
     seen = observe(model, [unit.name for unit in units], *example)
     order = tuple(dict.fromkeys(seen.calls))
     if requested == "auto":
@@ -136,17 +142,16 @@ def _cut(
         raise PrepareError(
             f"{len(points)} split points make {len(points) + 1} stages; there are {stages} processes"
         )
-    begins = [
-        next((at for at, name in enumerate(order) if is_inside(name, point)), None)
-        for point in points
-    ]
-    strange = [point for point, begin in zip(points, begins, strict=True) if begin is None]
-    if strange:
-        raise PrepareError(
-            f"split_points names {', '.join(strange)}, where {type(model).__name__} computes nothing with parameters: "
-            f"it can be cut at {', '.join(order)}"
-        )
-    bounds = tuple(begin for begin in (0, *begins, len(order)) if begin is not None)
+    begins = [0]
+    for point in points:
+        inside = [index for index, name in enumerate(order) if is_inside(name, point)]
+        if not inside:
+            raise PrepareError(
+                f"split_points names {point}, where {type(model).__name__} computes nothing with parameters: it can "
+                f"be cut at {', '.join(order)}"
+            )
+        begins.append(inside[0])
+    bounds = (*begins, len(order))
     if sorted(set(bounds)) != list(bounds):
         raise PrepareError(
             f"split_points {', '.join(points)} are not in the order in which {type(model).__name__} computes, or "
@@ -164,17 +169,16 @@ def _cut(
 
 def _refined(model: nn.Module, units: Sequence[Unit], points: Sequence[str]) -> list[Unit]:
     """The units, with a unit that contains a split point replaced by its children."""
-    found = []
+    refined = []
     for unit in units:
-        if any(point != unit.name and is_inside(point, unit.name) for point in points):
-            children = model.get_submodule(unit.name).named_children()
-            children_units = [
-                Unit(f"{unit.name}.{name}", module_bytes(child)) for name, child in children
-            ]
-            found += _refined(model, children_units, points)
-        else:
-            found.append(unit)
-    return found
+        if not any(point != unit.name and is_inside(point, unit.name) for point in points):
+            refined.append(unit)
+            continue
+        children = []
+        for name, child in model.get_submodule(unit.name).named_children():
+            children.append(Unit(f"{unit.name}.{name}", module_bytes(child)))
+        refined += _refined(model, children, points)
+    return refined
 
 
 def _balanced(units: Sequence[Unit], order: Sequence[str], stages: int) -> list[str]:
@@ -184,4 +188,5 @@ def _balanced(units: Sequence[Unit], order: Sequence[str], stages: int) -> list[
             "start fewer processes"
         )
     sizes = {unit.name: unit.size for unit in units}
-    return [order[place] for place in balance([sizes[name] for name in order], stages)]
+    begins = balance([sizes[name] for name in order], stages)
+    return [order[index] for index in begins]
