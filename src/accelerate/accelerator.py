@@ -1003,14 +1003,12 @@ class Accelerator(RunInterface):
         models = self._objects.models
         optimizers = [optimizer.optimizer for optimizer in self._objects.optimizers]
         steps = self.gradient_accumulation_steps
-        decided = self.plan.values()
-        if steps != decided["gradient_accumulation_steps"][0]:
-            # The attribute may be set, and a DeepSpeed configuration may decide.
-            decided["gradient_accumulation_steps"] = (steps, "set after the plan")
-        requested = [
-            Row(name, str(got), "" if origin == "default" else origin)
-            for name, (got, origin) in decided.items()
-        ]
+        requested = []
+        for name, (value, origin) in self.plan.values().items():
+            if name == "gradient_accumulation_steps" and value != steps:
+                # The attribute may be set, and a DeepSpeed configuration may decide.
+                value, origin = steps, "set after the plan"
+            requested.append(Row(name, str(value), "" if origin == "default" else origin))
         # An engine that manages accumulation windows itself decides when it reduces.
         each = self.gradient_state.sync_each_batch and self.strategy.divides_loss
         usage = None

@@ -81,9 +81,8 @@ class LocalSGD:
             accelerator.precision.swap_in_master_weights([self.model], [], contexts),
         ):
             parameters = [p for p in self.model.parameters() if p.requires_grad]
-            for parameter, mean in zip(
-                parameters, collectives.reduce([p.data for p in parameters], "mean"), strict=True
-            ):
+            means = collectives.reduce([p.data for p in parameters], "mean")
+            for parameter, mean in zip(parameters, means, strict=True):
                 parameter.data.copy_(mean)
 
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 from .core import env, messages
@@ -27,11 +27,14 @@ logging.getLogger(__package__).addHandler(_HANDLER)
 
 def _is_configured(logger: logging.Logger | None) -> bool:
     """Whether a handler of the script gets the records of a logger."""
+    return any(handler is not _HANDLER for handler in _handlers(logger))
+
+
+def _handlers(logger: logging.Logger | None) -> Iterator[logging.Handler]:
+    """The handlers that get the records of a logger."""
     while logger is not None:
-        if any(handler is not _HANDLER for handler in logger.handlers):
-            return True
+        yield from logger.handlers
         logger = logger.parent if logger.propagate else None
-    return False
 
 
 class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
@@ -107,27 +110,22 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
 
     def _is_shown(self, level: int) -> bool:
         """Whether a handler of this logger, or of one to which it passes its records, accepts the level."""
-        logger: logging.Logger | None = self.logger
-        ignored = (
-            (logging.NullHandler, _DefaultHandler)
-            if _is_configured(logger)
-            else logging.NullHandler
+        logger = self.logger
+        ignored: tuple[type[logging.Handler], ...] = (logging.NullHandler,)
+        if _is_configured(logger):
+            ignored = (logging.NullHandler, _DefaultHandler)
+        return any(
+            level >= handler.level and not isinstance(handler, ignored)
+            for handler in _handlers(logger)
         )
-        while logger is not None:
-            if any(level >= one.level and not isinstance(one, ignored) for one in logger.handlers):
-                return True
-            logger = logger.parent if logger.propagate else None
-        return False
 
     def process(
         self, msg: Any, kwargs: MutableMapping[str, Any]
     ) -> tuple[Any, MutableMapping[str, Any]]:
         """Add the rank to the message of a script."""
-        if self.logger.name.startswith(_PACKAGE):
-            text = msg
-        else:
-            text = f"[RANK {PartialState().process_index}] {msg}"
-        return text, dict(kwargs)
+        if not self.logger.name.startswith(_PACKAGE):
+            msg = f"[RANK {PartialState().process_index}] {msg}"
+        return msg, dict(kwargs)
 
     def warning_once(self, *args: Any, **kwargs: Any) -> None:
         """Log a warning, once for the same arguments."""

@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from .config.parallel import (
@@ -90,11 +89,9 @@ class ParallelismConfig:
                 "Context Parallelism (CP) and Sequence Parallelism (SP) are mutually exclusive. Got "
                 f"cp_size={self.cp_size} and sp_size={self.sp_size}. Please set either cp_size=1 or sp_size=1."
             )
-        sequence = self.sp_handler
-        if sequence is None or sequence.sp_seq_length_is_variable:
-            length = None
-        else:
-            length = sequence.sp_seq_length
+        length = None
+        if self.sp_handler is not None and not self.sp_handler.sp_seq_length_is_variable:
+            length = self.sp_handler.sp_seq_length
         if self.sp_enabled and length and length % self.sizes["sp"]:
             raise ConfigurationError(
                 f"sp_seq_length={length} with sp_size={self.sp_size}: each rank holds an equal part of a sequence, so "
@@ -119,9 +116,10 @@ class ParallelismConfig:
         origin = attribute
         if size is None:
             origin = f"PARALLELISM_CONFIG_{name.upper()}_SIZE"
-            found = env.get_int(origin)
-            size = 1 if found is None else found
-            if found is not None:
+            size = env.get_int(origin)
+            if size is None:
+                size = 1
+            else:
                 self._variables[name] = origin
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ConfigurationError(
@@ -132,39 +130,24 @@ class ParallelismConfig:
     def _read_backend(self, name: str) -> None:
         attribute = f"{name}_backend"
         row = options()[f"parallelism_config_{attribute}"]
-        found = getattr(self, attribute)
-        if found is None:
-            found = env.get(row.variable, row.default)
-        if found not in row.choices:
+        backend = getattr(self, attribute)
+        if backend is None:
+            backend = env.get(row.variable, row.default)
+        if backend not in row.choices:
             raise ConfigurationError(
-                f"{attribute} must be one of {list(row.choices)}, but got {found}"
+                f"{attribute} must be one of {list(row.choices)}, but got {backend}"
             )
-        setattr(self, attribute, found)
+        setattr(self, attribute, backend)
 
     def __repr__(self) -> str:
-        values = {f"{name}_size": size for name, size in self.sizes.items()} | {
-            "total_size": self.total_size
-        }
-        values |= {
-            name: getattr(self, name)
-            for name in ("tp_handler", "cp_handler", "sp_handler", "pp_handler")
-        }
-        return (
-            "ParallelismConfig("
-            + ", ".join(f"{name}={value}" for name, value in values.items())
-            + ")"
-        )
+        fields = [f"{name}_size={size}" for name, size in self.sizes.items()]
+        fields.append(f"total_size={self.total_size}")
+        fields += [f"{name}_handler={getattr(self, f'{name}_handler')}" for name in _HANDLERS]
+        return f"ParallelismConfig({', '.join(fields)})"
 
     def to_json(self) -> dict[str, Any]:
         """The configuration as plain values, for a log or a file."""
-        values = {name: copy.deepcopy(getattr(self, name)) for name in self.__dataclass_fields__}
-        plain = {}
-        for name, value in values.items():
-            if is_dataclass(value) and not isinstance(value, type):
-                plain[name] = asdict(value)
-            else:
-                plain[name] = value
-        return json.loads(json.dumps(plain, default=str))  # type: ignore[no-any-return]
+        return json.loads(json.dumps(asdict(self), default=str))  # type: ignore[no-any-return]
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -237,13 +220,12 @@ class ParallelismConfig:
         """
         if self.total_size != world_size:
             origins = {name: f" ({variable})" for name, variable in self._variables.items()}
-            active = {name: size for name, size in self.sizes.items() if size > 1}
-            product = (
-                " x ".join(
-                    f"{name}_size={size}{origins.get(name, '')}" for name, size in active.items()
-                )
-                or "1"
-            )
+            factors = [
+                f"{name}_size={size}{origins.get(name, '')}"
+                for name, size in self.sizes.items()
+                if size > 1
+            ]
+            product = " x ".join(factors) or "1"
             raise ConfigurationError(
                 f"ParallelismConfig requests {product} = {self.total_size} processes, but {world_size} were started. "
                 f"Start {self.total_size}, or change one of the sizes."

@@ -47,16 +47,15 @@ class AcceleratedScheduler:
         split_batches: bool = False,
     ) -> None:
         self.scheduler = scheduler
-        self.optimizers: Sequence[Any] = (
-            optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
-        )
+        if not isinstance(optimizers, (list, tuple)):
+            optimizers = [optimizers]
+        self.optimizers: Sequence[Any] = optimizers
         self.step_with_optimizer = step_with_optimizer
         self.split_batches = split_batches
         self.gradient_state: GradientState = GradientState()
         state = AcceleratorState()
-        if split_batches:
-            self._steps_per_call = 1
-        else:
+        self._steps_per_call = 1
+        if not split_batches:
             self._steps_per_call = count_data_shards(state.parallelism_config, state.num_processes)
         # that count towards the end of a schedule (`adjust_scheduler`)
         self._batches_without_step = 0
@@ -80,12 +79,11 @@ class AcceleratedScheduler:
         for optimizer in self.optimizers:
             if optimizer.step_was_skipped:
                 return
-        has_value = (args or kwargs) and any(
-            value is not None for value in (*args, *kwargs.values())
-        )
-        if not has_value:
+        steps = 1
+        if all(value is None for value in (*args, *kwargs.values())):
             self._report_early_end()
-        for _ in range(1 if has_value else self._steps_per_call):
+            steps = self._steps_per_call
+        for _ in range(steps):
             # A schedule with an end (OneCycleLR) raises beyond it, and the last global step may go past it.
             total = getattr(self.scheduler, "total_steps", None)
             if total is None or self.scheduler.last_epoch + self._batches_without_step < total:
@@ -99,11 +97,8 @@ class AcceleratedScheduler:
         elif self._steps_per_call > 1 and isinstance(schedule, lr_scheduler.CosineAnnealingLR):
             end = schedule.T_max
         elif self._steps_per_call > 1 and isinstance(schedule, lr_scheduler.LinearLR):
-            # not a warm-up
-            if schedule.end_factor < schedule.start_factor:
-                end = schedule.total_iters
-            else:
-                end = None
+            is_warm_up = schedule.end_factor >= schedule.start_factor
+            end = None if is_warm_up else schedule.total_iters
         self._calls += 1
         if end is None or schedule.last_epoch < end:
             return

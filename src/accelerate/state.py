@@ -252,9 +252,8 @@ class PartialState(ProcessView):
         distributed_type, used_backend = DistributedType.NO, None
         if topology.world_size > 1:
             # "nccl" is the API's word for the device's own backend.
-            if backend in (None, "nccl"):
-                wanted = kind.backend
-            else:
+            wanted = kind.backend
+            if backend not in (None, "nccl"):
                 wanted = str(backend)
             if _use_sagemaker_dp or smddp.is_requested():
                 wanted = smddp.BACKEND
@@ -346,13 +345,10 @@ def _present_topology() -> Topology:
     if topology.world_size == world_size and topology.rank == rank:
         return topology
     # The user created the group with other ranks; only the place on the machine is taken from the environment.
-    known = topology.launcher != "none"
+    if topology.launcher == "none":
+        return Topology(rank, world_size, rank, world_size, launcher="user")
     return Topology(
-        rank=rank,
-        world_size=world_size,
-        local_rank=topology.local_rank if known else rank,
-        local_world_size=topology.local_world_size if known else world_size,
-        launcher="user",
+        rank, world_size, topology.local_rank, topology.local_world_size, launcher="user"
     )
 
 
@@ -394,9 +390,8 @@ class AcceleratorState(ProcessView):
         self.__dict__ = self._shared_state
         if not PartialState._shared_state:
             PartialState(cpu, **kwargs)
-        self.__dict__.update(
-            PartialState._shared_state if "_mixed_precision" not in self.__dict__ else {}
-        )
+        if "_mixed_precision" not in self.__dict__:
+            self.__dict__.update(PartialState._shared_state)
         if self.initialized:
             self._check_unchanged(mixed_precision, cpu)
             return
@@ -414,12 +409,12 @@ class AcceleratorState(ProcessView):
         if deepspeed_plugin is not None:
             self.deepspeed_plugins = deepspeed_plugin
             if isinstance(deepspeed_plugin, dict):
-                plugins = deepspeed_plugin
+                plugins = list(deepspeed_plugin.values())
             else:
-                plugins = {"": deepspeed_plugin}
-            for plugin in plugins.values():
+                plugins = [deepspeed_plugin]
+            for plugin in plugins:
                 plugin.set_mixed_precision(precision)
-            next(iter(plugins.values())).select(_from_accelerator_state=True)
+            plugins[0].select(_from_accelerator_state=True)
             self.distributed_type = DistributedType.DEEPSPEED
         elif megatron_lm_plugin is not None:
             self.__dict__["megatron_lm_plugin"] = megatron_lm_plugin
@@ -524,10 +519,8 @@ class AcceleratorState(ProcessView):
         return {**self.__dict__, "device_mesh": None}
 
     def __getattr__(self, name: str) -> Any:
-        if (
-            name in (*self._known_attributes, "mixed_precision")
-            and "_mixed_precision" not in self.__dict__
-        ):
+        is_reset = "_mixed_precision" not in self.__dict__
+        if is_reset and name in (*self._known_attributes, "mixed_precision"):
             raise AttributeError(
                 f"`AcceleratorState` object has no attribute `{name}`: the state was reset. "
                 "Make a new `Accelerator()` first."
@@ -541,7 +534,10 @@ def _parse_precision(requested: str | None) -> str:
         requested = env.get("ACCELERATE_MIXED_PRECISION", "no")
         origin = "ACCELERATE_MIXED_PRECISION"
     text = str(getattr(requested, "value", requested)).lower()
-    if text not in PrecisionType.list() and text not in (added := extensions.names("precision")):
+    if text in PrecisionType.list():
+        return text
+    added = extensions.names("precision")
+    if text not in added:
         choices = ", ".join([*PrecisionType.list(), *added])
         raise ConfigurationError(f"{origin}={requested!r} is unknown: use one of {choices}")
     return text
