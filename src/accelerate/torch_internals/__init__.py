@@ -1,9 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What reaches below the public API of torch and other libraries: one module for each subject, with its row.
+"""What reaches below the public API of torch and other libraries: one module for each subject, with its rows.
 
-The rest of the package uses public names only; `tools/budgets.py` checks that. A module here declares one `Internal`
-for each thing that it does, and asks it whether it is on. The rows are written to docs/reference/torch_internals.md.
-A row that no example, client or documented feature needs is deleted.
+The rest of the package uses public names only, and has no workaround for the behaviour of one version of torch;
+`tools/budgets.py` checks the names. The rows are written to docs/reference/torch_internals.md. A row that no example,
+client or documented feature needs is deleted.
+
+To add a row:
+
+1. Declare an `Internal` in the module of its subject, above the functions that ask whether it `is_on`. If it is off,
+   they do what the public API can do, or raise an error that names the row.
+2. Write its test: `tests/torch_internals/test_<module>.py`, on one process and within a second. It fails if the row is
+   off; tests/torch_internals/test_rows.py runs it so.
+3. Write its reproduction, `tests/torch_internals/upstream/<name>.py`: at most 25 lines of torch without this package,
+   ready to be reported. Where torch lacks what the row does, or does it wrong, it ends with
+   `raise SystemExit("what is wrong")`. If only some versions do, it has a line `# torch: >=2.13,<2.14.1`.
+4. Run `python tools/reference.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +29,7 @@ from ..core.errors import ConfigurationError, suggestion
 
 @dataclass(frozen=True)
 class Internal:
-    """One reading or repair of something that is not public.
+    """One reading or repair of something that is not public, or that one version of a library does wrong.
 
     Fields:
         name: the name by which `ACCELERATE_TORCH_INTERNALS_OFF` turns it off.
