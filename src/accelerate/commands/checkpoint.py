@@ -70,10 +70,8 @@ def _folders(path: Path) -> tuple[list[Path], list[Path]]:
         return [], []
     for directory in (path, checkpoints_dir(path)):
         if directory.is_dir():
-            found, damaged = (
-                [folder for _, folder in list_checkpoints(directory)],
-                list_damaged(directory),
-            )
+            found = [folder for _, folder in list_checkpoints(directory)]
+            damaged = list_damaged(directory)
             if found or damaged:
                 return found, damaged
     return [path], []

@@ -53,7 +53,8 @@ def main(*command: str) -> None:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(usage())
         sys.exit(0 if arguments else 2)
-    name, rest = arguments[0], arguments[1:]
+    name = arguments[0]
+    rest = arguments[1:]
     if name in ("-v", "--version", "version"):
         from ..core.installation import IMPLEMENTATION
         from ..core.version import __version__

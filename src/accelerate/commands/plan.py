@@ -153,7 +153,8 @@ def _run(args: argparse.Namespace) -> int:
     training = trace.PlannedTraining(
         module, batch, args.mixed_precision, args.optimizer, here.device, here.machines
     )
-    rows, interrupted = list["Estimate"](), False
+    rows = list["Estimate"]()
+    interrupted = False
     with _progress(rows, len(chosen)) as show:
         try:
             rows = estimate.plan(

@@ -13,11 +13,9 @@ from ..core.errors import ConfigurationError
 from ..core.files import check_writable
 from .parser import command_parser, exit_on
 
-STRATEGY, RESHARD, STATES = (
-    "fsdp_sharding_strategy",
-    "fsdp_reshard_after_forward",
-    "fsdp_state_dict_type",
-)
+STRATEGY = "fsdp_sharding_strategy"
+RESHARD = "fsdp_reshard_after_forward"
+STATES = "fsdp_state_dict_type"
 # Whether a strategy of version 1 frees the gathered parameters after the forward pass.
 RESHARDS = {
     "FULL_SHARD": True,
@@ -95,7 +93,8 @@ def _sharding(new: dict[str, Any], options: dict[str, Any], changes: list[str]) 
 
 def _hybrid(new: dict[str, Any], changes: list[str]) -> None:
     """Version 1 shards within a machine and replicates over machines; version 2 takes that from the layout."""
-    machines, processes = new.get("num_machines") or 1, new.get("num_processes")
+    machines = new.get("num_machines") or 1
+    processes = new.get("num_processes")
     if new.get("parallelism_config"):
         changes.append(
             "note: parallelism_config decides hybrid sharding: check its dp_replicate_size"

@@ -77,7 +77,8 @@ def gcloud_commands(args: argparse.Namespace, wheel: str | None = None) -> list[
     Raises ConfigurationError for what is missing, with where it may be given.
     """
     kept = _from_file(args.config_file)
-    name, zone = args.tpu_name or kept.get("tpu_name"), args.tpu_zone or kept.get("tpu_zone")
+    name = args.tpu_name or kept.get("tpu_name")
+    zone = args.tpu_zone or kept.get("tpu_zone")
     for what, value in (("tpu_name", name), ("tpu_zone", zone)):
         if not value:
             raise ConfigurationError(
@@ -86,7 +87,8 @@ def gcloud_commands(args: argparse.Namespace, wheel: str | None = None) -> list[
         check_host(str(value), what)
     steps = [f"cd {FOLDER}", *_installation(args, wheel), *_commands(args, kept)]
     tpu = ["gcloud", *(["alpha"] if args.use_alpha else []), "compute", "tpus", "tpu-vm"]
-    where, everywhere = ["--zone", str(zone)], ["--worker", "all"]
+    where = ["--zone", str(zone)]
+    everywhere = ["--worker", "all"]
     commands = [[*tpu, "ssh", str(name), *where, "--command", "; ".join(steps), *everywhere]]
     if wheel is not None:
         commands.insert(0, [*tpu, "scp", wheel, f"{name}:{WHEEL_FOLDER}/", *where, *everywhere])
@@ -148,13 +150,15 @@ def build_wheel(folder: Path) -> Path:
 
 def _commands(args: argparse.Namespace, kept: dict[str, Any]) -> list[str]:
     """The commands of a file, or those given; the configuration file's where neither was given."""
-    file, given = args.command_file, args.command
+    file = args.command_file
+    given = args.command
     if file and given:
         raise ConfigurationError(
             "--command_file and --command contradict each other: give only one of them"
         )
     if not file and not given:
-        file, given = kept.get("command_file"), [kept.get("commands") or []]
+        file = kept.get("command_file")
+        given = [kept.get("commands") or []]
     lines = [command for group in given or [] for command in group]
     if file:
         # A comment would swallow every command behind it: all of them become one line.

@@ -35,7 +35,8 @@ def fields_of(options: Any) -> None:
     A truth value that is given as a word becomes True or False: any text that is not empty is true in Python.
     """
     for field in dataclasses.fields(options):
-        kind, value = str(field.type).removesuffix(" | None"), getattr(options, field.name)
+        kind = str(field.type).removesuffix(" | None")
+        value = getattr(options, field.name)
         name = f"{type(options).__name__}.{field.name}"
         if value is None:
             continue

@@ -160,7 +160,8 @@ class DeepSpeedPlugin:
             )
         differing = []
         for name, key in _KEYS.items():
-            found, requested = config.get_value(key), given.get(name, "auto")
+            found = config.get_value(key)
+            requested = given.get(name, "auto")
             if found in (None, "auto") and requested not in ("auto", "none"):
                 found = requested
                 _set_value(config.config, key, requested)
@@ -293,7 +294,8 @@ class DeepSpeedPlugin:
         """
         if enable and not self.hf_ds_config.is_zero3():
             raise ConfigurationError("zero3_init_context_manager(enable=True) is for ZeRO stage 3")
-        former, registered = self.zero3_init_flag, getattr(self, "dschf", None)
+        former = self.zero3_init_flag
+        registered = getattr(self, "dschf", None)
         self.zero3_init_flag = enable
         try:
             if enable:

@@ -174,11 +174,9 @@ class FullyShardedDataParallelPlugin:
 
         if state_dict_type is not None:
             # A change of mind takes the configs of the new kind along.
-            self.state_dict_type, self.state_dict_config, self.optim_state_dict_config = (
-                state_dict_type,
-                None,
-                None,
-            )
+            self.state_dict_type = state_dict_type
+            self.state_dict_config = None
+            self.optim_state_dict_config = None
         if self.state_dict_type is None:
             if self.fsdp_version == 1:
                 default = "FULL_STATE_DICT"

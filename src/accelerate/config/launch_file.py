@@ -38,7 +38,8 @@ def default_folder() -> Path:
 def default_file() -> Path:
     """The configuration file used when none is named; it need not exist."""
     folder = default_folder()
-    yaml, plain = folder / "default_config.yaml", folder / "default_config.json"
+    yaml = folder / "default_config.yaml"
+    plain = folder / "default_config.json"
     if plain.is_file() and not yaml.is_file():
         return plain
     return yaml
@@ -116,7 +117,8 @@ def _lines(node: Any, path: Path, prefix: str = "") -> dict[str, int]:
     """Dotted key -> line, two levels deep. A key that stands twice is an error."""
     lines: dict[str, int] = {}
     for key, value in node.value:
-        name, line = f"{prefix}{key.value}", key.start_mark.line + 1
+        name = f"{prefix}{key.value}"
+        line = key.start_mark.line + 1
         if name in lines:
             raise ConfigurationError(
                 f"{path}:{line}: the key {name} is given twice, first on line {lines[name]}"

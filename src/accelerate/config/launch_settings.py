@@ -140,7 +140,8 @@ def _imply_layout(values: dict[str, Setting]) -> None:
 
 def _imply_processes(values: dict[str, Setting]) -> None:
     """The number of processes from the number on each machine, a flag that has no key in files."""
-    each, total = values["nproc_per_node"], values["num_processes"]
+    each = values["nproc_per_node"]
+    total = values["num_processes"]
     if each.value is None:
         return
     if _directness(total) == 2:
@@ -172,7 +173,8 @@ CONTRADICTIONS = (
 def _resolve_contradictions(values: dict[str, Setting]) -> None:
     """Of two settings that cannot both be on, the more direct one stays; equals are an error."""
     for first, second in CONTRADICTIONS:
-        one, other = values[first], values[second]
+        one = values[first]
+        other = values[second]
         if not (one.value and other.value):
             continue
         if _directness(one) == _directness(other):
@@ -180,9 +182,11 @@ def _resolve_contradictions(values: dict[str, Setting]) -> None:
                 f"{_named(first, one)} and {_named(second, other)} contradict each other: give only one of them"
             )
         if _directness(one) > _directness(other):
-            loser, winner = (second, one)
+            loser = second
+            winner = one
         else:
-            loser, winner = (first, other)
+            loser = first
+            winner = other
         values[loser] = Setting(False, f"switched off by {winner.origin}")
 
 

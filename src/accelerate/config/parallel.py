@@ -33,7 +33,8 @@ class TorchTensorParallelPlugin:
         mesh = self.torch_device_mesh
         if mesh is None:
             return
-        names, shape = getattr(mesh, "mesh_dim_names", None), getattr(mesh, "shape", None)
+        names = getattr(mesh, "mesh_dim_names", None)
+        shape = getattr(mesh, "shape", None)
         if names != ("tp",) or shape != (self.tp_size,):
             raise ConfigurationError(
                 f"torch_device_mesh={mesh!r} with tp_size={self.tp_size}: give a DeviceMesh of one dimension of that "

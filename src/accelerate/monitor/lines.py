@@ -46,7 +46,9 @@ class Tail:
                     identity != self._identity or status.st_size < self._position
                 )
                 if replaced:
-                    self.bad, self._position, self._rest = 0, 0, b""
+                    self.bad = 0
+                    self._position = 0
+                    self._rest = b""
                 self._identity = identity
                 file.seek(self._position)
                 data = file.read(MOST_BYTES)
@@ -57,8 +59,11 @@ class Tail:
             else:
                 self.error = error.strerror or str(error)
             # It is not there yet, was deleted, or cannot be read now.
-            was_there, self._identity = self._identity is not None, None
-            self.bad, self._position, self._rest = 0, 0, b""
+            was_there = self._identity is not None
+            self._identity = None
+            self.bad = 0
+            self._position = 0
+            self._rest = b""
             return [], was_there
         self._position += len(data)
         *lines, self._rest = (self._rest + data).split(b"\n")
@@ -110,10 +115,13 @@ class Series:
 
 def add_values(series: dict[str, Series], record: Mapping[str, Any], prefix: str = "") -> None:
     """Add the numbers of one line of `values.jsonl` to their series."""
-    values, step, time = record.get("values"), record.get("step"), record.get("time")
+    values = record.get("values")
+    step = record.get("step")
+    time = record.get("time")
     if not isinstance(values, dict):
         return
-    at, when = _float(step), _float(time)
+    at = _float(step)
+    when = _float(time)
     at = at if abs(at) < 2**53 else math.nan
     for name, value in values.items():
         number = _SPECIAL.get(value) if isinstance(value, str) else value

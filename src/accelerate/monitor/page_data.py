@@ -122,7 +122,8 @@ def packed(version: str, runs: Sequence[dict[str, Any]]) -> bytes:
         nonlocal position
         with np.errstate(over="ignore"):
             buffers.append(values.astype("<f4").tobytes())
-        at, position = position, position + values.size
+        at = position
+        position = position + values.size
         return {"at": at, "shape": values.shape}
 
     text = json.dumps(plain({"version": version, "runs": runs}, reference)).encode()

@@ -24,7 +24,8 @@ _EVENTS = re.compile(r"rank_(\d+)\.events\.jsonl")
 # Seconds between two searches for new files.
 _SEARCH = 1.0
 # Seconds in which the files of all ranks appear, and the largest number of ranks that is believed.
-_ARRIVAL, _MOST_RANKS = 30.0, 1 << 20
+_ARRIVAL = 30.0
+_MOST_RANKS = 1 << 20
 # Most events that are kept; the oldest are dropped.
 MOST_EVENTS = 20_000
 

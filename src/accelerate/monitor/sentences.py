@@ -180,7 +180,8 @@ def advice(summary: Summary) -> list[str]:
     """What to try, most useful first."""
     lines = []
     for group in sorted(_groups(summary.stragglers), key=len, reverse=True)[:3]:
-        phase, host = group[0].phase, group[0].host
+        phase = group[0].phase
+        host = group[0].host
         ranks = ranks_text([straggler.rank for straggler in group])
         if phase == "checkpoint":
             lines.append(
@@ -266,9 +267,11 @@ def _slow_sentence(group: Sequence[Straggler]) -> str:
     slow = group[0]
     host = f" on {slow.host}" if slow.host else ""
     if len(group) == 1:
-        were, them = ("was", "it")
+        were = "was"
+        them = "it"
     else:
-        were, them = ("were", "them")
+        were = "were"
+        them = "them"
     wait = f" The others wait {_ms(slow.waiting)} a step for {them}."
     return (
         f"{_capitalized(ranks_text([straggler.rank for straggler in group]))}{host} {were} slow in "

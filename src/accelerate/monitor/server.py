@@ -35,11 +35,15 @@ DEFAULT_PORT = 6606
 _PORTS = 100
 # Seconds for which what was read answers further requests, and for which a summary of a growing run is shown: at
 # least, and in times of what it took.
-_AGE, _SUMMARY_AGE, _SUMMARY_TIMES = 0.1, 2.0, 10
+_AGE = 0.1
+_SUMMARY_AGE = 2.0
+_SUMMARY_TIMES = 10
 _MOST_PIXELS = 4000
 # Connections at the same time, the seconds that a request may take to arrive, and those of a pause where the process
 # has no file descriptor left.
-MOST_CONNECTIONS, REQUEST_SECONDS, PAUSE = 64, 10.0, 1.0
+MOST_CONNECTIONS = 64
+REQUEST_SECONDS = 10.0
+PAUSE = 1.0
 _MOST_SUMMARIES = 64
 
 _PAGE_FILES = {

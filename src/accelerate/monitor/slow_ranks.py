@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -16,11 +15,15 @@ from .view import ALL_PHASES, EXCESS, WINDOW, View
 # A rank that is slow in a smaller share of the steps is named only for a time without interruption.
 LEAST_SHARE = 0.05
 # Windows of such a time, with few steps and with many, and its least length in windows of the straggler rule.
-_SHORT, _SHORT_WIDE, _WIDE = 3, 2, 64
+_SHORT = 3
+_SHORT_WIDE = 2
+_WIDE = 64
 # A rank that is slow in a smaller share than the second is named only if that took so many seconds.
-_LEAST_SECONDS, _CONSIDERABLE = 10.0, 0.3
+_LEAST_SECONDS = 10.0
+_CONSIDERABLE = 0.3
 # Most segments of the time in which a rank is slow, and the least mean of what it loses there, in standard errors.
-_MOST_SEGMENTS, _LEAST_ERRORS = 16, 4.0
+_MOST_SEGMENTS = 16
+_LEAST_ERRORS = 4.0
 
 
 @dataclass(frozen=True)
@@ -47,50 +50,57 @@ class Straggler:
 def slow_ranks(run: Run, shown: View) -> list[Straggler]:
     """The ranks that were slow in a considerable share of a view, those first that cost most."""
     slow = []
-    counts = shown.slow.sum(axis=1)
+    counts = np.sort(shown.slow.sum(axis=1))
+    usual = 0
     if len(counts):
-        usual = np.sort(counts)[(len(counts) - 1) // 2]
-    else:
-        usual = 0
+        usual = counts[(len(counts) - 1) // 2]
     # Ranks that are slow now and then, each about as often as the others, are a busy machine.
     often = 2 * usual + 4 * math.sqrt(usual)
-    for row, at in _rows(shown):
-        if len(at) < max(1, LEAST_SHARE * _windows(shown)):
+    windows = _windows(shown)
+    for row, buckets in _rows(shown):
+        count = len(buckets)
+        if count < max(1, LEAST_SHARE * windows):
             continue
-        is_long = (
-            len(at) >= _CONSIDERABLE * _windows(shown) or _seconds(shown, row, at) >= _LEAST_SECONDS
-        )
-        if is_long and (len(at) > often or _is_slow_between(shown, row, at)):
-            slow.append(_straggler(run, shown, row, at))
+        is_long = count >= _CONSIDERABLE * windows
+        if not is_long and _seconds(shown, row, buckets) < _LEAST_SECONDS:
+            continue
+        if count > often or _is_slow_between(shown, row, buckets):
+            slow.append(_straggler(run, shown, row, buckets))
     return sorted(slow, key=lambda straggler: -straggler.excess * straggler.share)
 
 
 def briefly_slow_ranks(run: Run, shown: View) -> list[Straggler]:
     """The ranks that were slow for a short time without interruption, in a view with narrow buckets."""
     if shown.width >= _WIDE:
-        need = _SHORT_WIDE
+        least = _SHORT_WIDE
     else:
-        need = max(_SHORT, math.ceil(_SHORT * WINDOW / shown.width))
-    longest = {
-        row: max(np.split(at, np.flatnonzero(np.diff(at) > 1) + 1), key=len)
-        for row, at in _rows(shown)
-    }
-    usual = sorted([*map(len, longest.values()), *[0] * len(shown.ranks)][: len(shown.ranks)])
-    often = 3 * usual[(len(usual) - 1) // 2] if usual else 0
+        least = max(_SHORT, math.ceil(_SHORT * WINDOW / shown.width))
+    longest = {}
+    for row, buckets in _rows(shown):
+        times = np.split(buckets, np.flatnonzero(np.diff(buckets) > 1) + 1)
+        longest[row] = max(times, key=len)
+    lengths = sorted(len(longest.get(row, ())) for row in range(len(shown.ranks)))
+    often = 0
+    if lengths:
+        often = 3 * lengths[(len(lengths) - 1) // 2]
     return [
-        _straggler(run, shown, row, at)
-        for row, at in longest.items()
-        if len(at) >= need
-        and len(at) > often
-        and _seconds(shown, row, at) >= _LEAST_SECONDS
-        and not _is_chance(shown, row, at)
+        _straggler(run, shown, row, buckets)
+        for row, buckets in longest.items()
+        if len(buckets) >= least
+        and len(buckets) > often
+        and _seconds(shown, row, buckets) >= _LEAST_SECONDS
+        and not _is_chance(shown, row, buckets)
     ]
 
 
 def _rows(shown: View) -> list[tuple[int, Array]]:
     """The rows of slow ranks, and the buckets in which they are slow."""
-    rows = [(row, np.flatnonzero(slow)) for row, slow in enumerate(shown.slow)]
-    return [(row, at) for row, at in rows if len(at) and not _is_chance(shown, row, at)]
+    rows = []
+    for row, slow in enumerate(shown.slow):
+        buckets = np.flatnonzero(slow)
+        if len(buckets) and not _is_chance(shown, row, buckets):
+            rows.append((row, buckets))
+    return rows
 
 
 def _windows(shown: View) -> int:
@@ -99,9 +109,9 @@ def _windows(shown: View) -> int:
     return max(1, int(((most > 0) & (np.cumsum(most) >= WINDOW)).sum()))
 
 
-def _seconds(shown: View, row: int, at: Array) -> float:
+def _seconds(shown: View, row: int, buckets: Array) -> float:
     """How long some steps took."""
-    return float(np.nansum(shown.seconds[row, at] * shown.weight[row, at]))
+    return float(np.nansum(shown.seconds[row, buckets] * shown.weight[row, buckets]))
 
 
 def _above(row: int, values: Array) -> Array:
@@ -110,64 +120,72 @@ def _above(row: int, values: Array) -> Array:
     return np.asarray(known[row] - np.sort(known, axis=0)[(len(known) - 1) // 2])
 
 
-def _is_chance(shown: View, row: int, at: Array) -> bool:
+def _is_chance(shown: View, row: int, buckets: Array) -> bool:
     """Whether a few long steps explain what a rank has lost: a first step, or noise with rare peaks.
 
     What a slow rank loses is spread over the time in which it is slow. So the mean of that over segments of it is
     several times its standard error.
     """
     # A window ends with its bucket: what it saw may be before the first.
-    around = np.arange(max(0, at[0] - math.ceil(WINDOW / shown.width) + 1), at[-1] + 1)
+    begin = max(0, buckets[0] - math.ceil(WINDOW / shown.width) + 1)
+    around = slice(begin, buckets[-1] + 1)
     weight = shown.weight[row, around]
-    around, weight = around[weight > 0], weight[weight > 0]
     lost = _above(row, shown.own[:, around]) * weight
-    segments = min(_MOST_SEGMENTS, len(around) // 2)
+    lost = lost[weight > 0]
+    segments = min(_MOST_SEGMENTS, len(lost) // 2)
     if segments < 2:
         return False
     means = np.array([segment.mean() for segment in np.array_split(lost, segments)])
-    return bool(means.mean() <= _LEAST_ERRORS * means.std(ddof=1) / math.sqrt(segments))
+    standard_error = means.std(ddof=1) / math.sqrt(segments)
+    return bool(means.mean() <= _LEAST_ERRORS * standard_error)
 
 
-def _is_slow_between(shown: View, row: int, at: Array) -> bool:
+def _is_slow_between(shown: View, row: int, buckets: Array) -> bool:
     """Whether a rank is slow on average from the first to the last of its slow windows."""
-    own, weight = (values[:, at[0] : at[-1] + 1] for values in (shown.own, shown.weight))
-    mean = np.nansum(own * weight, axis=1) / weight.sum(axis=1)
-    return bool(mean[row] > (1 + EXCESS) * np.sort(mean)[(len(mean) - 1) // 2])
+    between = slice(buckets[0], buckets[-1] + 1)
+    weight = shown.weight[:, between]
+    mean = np.nansum(shown.own[:, between] * weight, axis=1) / weight.sum(axis=1)
+    median = np.sort(mean)[(len(mean) - 1) // 2]
+    return bool(mean[row] > (1 + EXCESS) * median)
 
 
-def _straggler(run: Run, shown: View, row: int, at: Array) -> Straggler:
-    weight = shown.weight[row, at]
+def _straggler(run: Run, shown: View, row: int, buckets: Array) -> Straggler:
+    weight = shown.weight[row, buckets]
 
-    def over(values: Array) -> float:
-        return float(np.average(_above(row, values), weights=weight))
+    def excess_of(values: Array) -> float:
+        return float(np.average(_above(row, values[:, buckets]), weights=weight))
 
-    own = shown.own[:, at]
-    seconds: dict[str, Any] = {
-        phase: shown.phases[phase][:, at] for phase in ALL_PHASES if phase != "communication"
-    }
-    seconds["backward"] = (
-        seconds["backward"] - (shown.waits - np.nan_to_num(shown.phases["communication"]))[:, at]
-    )
-    above = {phase: over(values) for phase, values in seconds.items()}
-    phase = max(above, key=above.__getitem__)
-    excess = over(own)
-    others = np.delete(np.arange(len(own)), row)
+    excess = {phase: excess_of(shown.phases[phase]) for phase in ALL_PHASES}
+    communication = np.nan_to_num(shown.phases["communication"])
+    excess["backward"] = excess_of(shown.phases["backward"] - (shown.waits - communication))
+    del excess["communication"]
+    phase = max(excess, key=excess.__getitem__)
+    own_excess = excess_of(shown.own)
+    own = np.nan_to_num(shown.own[row, buckets])
+    usual = float(np.average(own, weights=weight)) - own_excess
+    ratio = math.inf
+    if usual > 0:
+        ratio = 1 + own_excess / usual
     # Ranks that are slow too wait less.
-    fast = others[~shown.slow[others][:, at].any(axis=1)]
-    waits = shown.waits[:, at][fast if len(fast) else others].mean(axis=0) - shown.waits[row, at]
-    usual = float(np.average(np.nan_to_num(own[row]), weights=weight)) - excess
+    is_other = ~shown.slow[:, buckets].any(axis=1)
+    if not is_other.any():
+        is_other = np.arange(len(shown.ranks)) != row
+    waits = shown.waits[:, buckets]
+    longer = waits[is_other].mean(axis=0) - waits[row]
     # The first window of the view ends behind its first step.
-    is_first = at[0] <= np.searchsorted(np.cumsum(shown.weight[row]), WINDOW)
+    first = buckets[0]
+    if first <= np.searchsorted(np.cumsum(shown.weight[row]), WINDOW):
+        first = 0
     rank = shown.ranks[row]
     return Straggler(
         rank,
         run.ranks[rank].header.host,
-        int(shown.first[0 if is_first else at[0]]),
-        int(shown.last[at[-1]]),
-        len(at) / _windows(shown),
-        excess,
-        1 + excess / usual if usual > 0 else math.inf,
+        int(shown.first[first]),
+        int(shown.last[buckets[-1]]),
+        len(buckets) / _windows(shown),
+        own_excess,
+        ratio,
         phase,
-        above[phase],
-        float(np.average(waits, weights=weight)),
+        excess[phase],
+        float(np.average(longer, weights=weight)),
     )

@@ -39,6 +39,8 @@ RESTARTS = 10_000
 MOST_AHEAD = 1 << 24
 
 Array = np.ndarray[Any, np.dtype[Any]]
+# What merges two values of each array of buckets.
+_MERGES = (np.fmin, np.fmax, np.add, np.add, np.fmax, np.add)
 
 
 @dataclass
@@ -65,13 +67,16 @@ class Buckets:
     def empty(cls, first: int, width: int, count: int) -> Buckets:
         """Buckets without a value."""
         shape = (count, len(COLUMNS))
-        nothing = (
-            np.full(shape, np.nan, "f4"),
-            np.full(shape, np.nan, "f4"),
-            np.zeros(shape),
-            np.zeros(shape),
+        return cls(
+            first,
+            width,
+            low=np.full(shape, np.nan, "f4"),
+            high=np.full(shape, np.nan, "f4"),
+            total=np.zeros(shape),
+            weight=np.zeros(shape),
+            time=np.full(count, np.nan),
+            skipped=np.zeros(count),
         )
-        return cls(first, width, *nothing, np.full(count, np.nan), np.zeros(count))
 
     def __len__(self) -> int:
         return len(self.time)
@@ -82,20 +87,15 @@ class Buckets:
 
     def mean(self, name: str) -> Array:
         """The mean over steps of a column; NaN where no step has a value."""
-        at = COLUMN[name]
+        column = COLUMN[name]
         with np.errstate(divide="ignore", invalid="ignore"):
-            return np.asarray(self.total[:, at] / self.weight[:, at])
+            return np.asarray(self.total[:, column] / self.weight[:, column])
 
-    def add(self, ids: Array, found: Buckets) -> None:
-        """Merge the buckets `found`, whose numbers are `ids`: ascending, without gaps in the arrays of `self`."""
-        at = ids - self.first
-        np.fmin(self.low[at], found.low, out=found.low)
-        np.fmax(self.high[at], found.high, out=found.high)
-        self.low[at], self.high[at] = found.low, found.high
-        self.total[at] += found.total
-        self.weight[at] += found.weight
-        self.time[at] = np.fmax(self.time[at], found.time)
-        self.skipped[at] += found.skipped
+    def add(self, ids: Array, others: Buckets) -> None:
+        """Merge the buckets `others`, whose numbers are `ids`: ascending, without gaps in the arrays of `self`."""
+        rows = ids - self.first
+        for merge, array, other in zip(_MERGES, self.arrays(), others.arrays(), strict=True):
+            array[rows] = merge(array[rows], other)
 
 
 @dataclass
@@ -167,7 +167,8 @@ class RankSteps:
             if self.count and self._mark != self._identify(file):
                 # The records were merged, or the file was replaced.
                 self._open_file()
-            before, self.note = self.count, None
+            before = self.count
+            self.note = None
             available = (os.fstat(file.fileno()).st_size - HEADER_SIZE) // self.record.itemsize
             # One buffer for all chunks: the kernel zeroes each page of a new one.
             buffer = bytearray(max(0, min(CHUNK, available - self.count)) * self.record.itemsize)
@@ -214,35 +215,37 @@ class RankSteps:
             raise ConfigurationError(
                 f"{self.path} is damaged: its steps go back {len(breaks)} times within {len(records)} records"
             )
-        for start, stop in zip([0, *breaks], [*breaks, len(records)], strict=True):
-            first = int(steps[start]) - int(records["steps"][start]) + 1
+        for part in np.split(records, breaks):
+            first = int(part["step"][0]) - int(part["steps"][0]) + 1
             if not self._segments or first <= self._segments[-1].last:
                 self._cut(file, first)
                 self._segments.append(Segment(self.count, self.count, first, first))
-            self._segments[-1].stop = self.count + int(stop - start)
-            self._segments[-1].last = int(steps[stop - 1])
-            self._add_blocks(records[start:stop], (steps[start:stop] - 1) // BLOCK)
-            self.count += int(stop - start)
+            self.count += len(part)
+            self._segments[-1].stop = self.count
+            self._segments[-1].last = int(part["step"][-1])
+            self._add_blocks(part)
         self.last = records[-1].copy()
 
     def _cut(self, file: IO[bytes], step: int) -> None:
         """Forget the records of `step` and of later ones: the run has resumed before it."""
         while self._segments and self._segments[-1].first >= step:
             self._segments.pop()
-        if self._segments:
-            last = self._segments[-1]
-            if last.last >= step:
-                last.stop, last.last = self._find(file, last, step), step - 1
         first = (step - 1) // BLOCK
         self._reset_blocks(first)
-        if self._segments:
-            records = self._records(file, first * BLOCK + 1, step - 1)
-            if len(records):
-                self._add_blocks(records, (records["step"].astype(np.int64) - 1) // BLOCK)
+        if not self._segments:
+            return
+        last = self._segments[-1]
+        if last.last >= step:
+            last.stop = self._find(file, last, step)
+            last.last = step - 1
+        records = self._records(file, first * BLOCK + 1, step - 1)
+        if len(records):
+            self._add_blocks(records)
 
     def _find(self, file: IO[bytes], segment: Segment, step: int) -> int:
         """The number of the first record of a segment whose step is at least `step`."""
-        low, high = segment.start, segment.stop
+        low = segment.start
+        high = segment.stop
         if high - low == segment.last - segment.first + 1:
             # A record for each step, the usual case.
             return min(max(low + step - segment.first, low), high)
@@ -256,30 +259,29 @@ class RankSteps:
 
     def _records(self, file: IO[bytes], start: int, stop: int) -> Array:
         """The valid records of the steps from `start` to `stop`."""
-        found = []
+        parts = []
         for segment in self._segments:
             if segment.first <= stop and segment.last >= start:
-                found.append(
-                    self._read(
-                        file, self._find(file, segment, start), self._find(file, segment, stop + 1)
-                    )
-                )
-        if found:
-            return np.concatenate(found)
+                first = self._find(file, segment, start)
+                parts.append(self._read(file, first, self._find(file, segment, stop + 1)))
+        if parts:
+            return np.concatenate(parts)
         return np.empty(0, self.record)
 
     def _reset_blocks(self, first: int) -> None:
         """Empty the blocks from number `first` on."""
-        at = first - self._blocks.first
-        if not self._size or at < 0:
-            self._blocks, self._size = Buckets.empty(first, BLOCK, 256), 0
-        elif at < self._size:
-            nothing = Buckets.empty(first, BLOCK, self._size - at)
+        size = first - self._blocks.first
+        if not self._size or size < 0:
+            self._blocks = Buckets.empty(first, BLOCK, 256)
+            self._size = 0
+        elif size < self._size:
+            nothing = Buckets.empty(first, BLOCK, self._size - size)
             for array, value in zip(self._blocks.arrays(), nothing.arrays(), strict=True):
-                array[at : self._size] = value
-            self._size = at
+                array[size : self._size] = value
+            self._size = size
 
-    def _add_blocks(self, records: Array, ids: Array) -> None:
+    def _add_blocks(self, records: Array) -> None:
+        ids = _buckets_of(records, BLOCK)
         blocks = self._blocks
         needed = int(ids[-1]) - blocks.first + 1
         if needed > len(blocks):
@@ -297,47 +299,39 @@ class RankSteps:
             stop: the last step, likewise.
             width: steps of a bucket, a power of 2.
         """
-        first, count = (start - 1) // width, (stop - 1) // width - (start - 1) // width + 1
-        found = Buckets.empty(first, width, count)
-        if width >= BLOCK:
-            ratio = width // BLOCK
-            low, high = max(first * ratio, self._blocks.first), self._blocks.first + self._size
-            high = min(high, (first + count) * ratio)
-            if low < high:
-                part = [
-                    array[low - self._blocks.first : high - self._blocks.first]
-                    for array in self._blocks.arrays()
-                ]
-                starts = (
-                    np.unique(
-                        np.maximum(np.arange(low // ratio, (high - 1) // ratio + 1) * ratio, low)
-                    )
-                    - low
-                )
-                ids = (starts + low) // ratio
-                kinds = (np.fmin, np.fmax, np.add, np.add, np.fmax, np.add)
-                arrays = [
-                    kind.reduceat(array, starts, axis=0)
-                    for kind, array in zip(kinds, part, strict=True)
-                ]
-                found.add(ids, Buckets(int(ids[0]), width, *arrays))
-            return found
-        with open(self.path, "rb", buffering=0) as file:
-            records = self._records(file, first * width + 1, (first + count) * width)
-        if len(records):
-            found.add(*reduced(records, (records["step"].astype(np.int64) - 1) // width))
-        return found
+        first = (start - 1) // width
+        end = (stop - 1) // width + 1
+        buckets = Buckets.empty(first, width, end - first)
+        if width < BLOCK:
+            with open(self.path, "rb", buffering=0) as file:
+                records = self._records(file, first * width + 1, end * width)
+            if len(records):
+                buckets.add(*reduced(records, _buckets_of(records, width)))
+            return buckets
+        blocks_of_bucket = width // BLOCK
+        blocks = self._blocks
+        low = max(first * blocks_of_bucket, blocks.first)
+        high = min(end * blocks_of_bucket, blocks.first + self._size)
+        if low < high:
+            ids, starts = np.unique(np.arange(low, high) // blocks_of_bucket, return_index=True)
+            shown = slice(low - blocks.first, high - blocks.first)
+            arrays = [
+                merge.reduceat(array[shown], starts, axis=0)
+                for merge, array in zip(_MERGES, blocks.arrays(), strict=True)
+            ]
+            buckets.add(ids, Buckets(int(ids[0]), width, *arrays))
+        return buckets
 
     def steps_per_record(self, start: int, stop: int) -> float:
         """How many of the steps from `start` to `stop` a record covers, on average."""
         records = steps = 0
         with open(self.path, "rb", buffering=0) as file:
             for segment in self._segments:
-                first, last = max(segment.first, start), min(segment.last, stop)
+                first = max(segment.first, start)
+                last = min(segment.last, stop)
                 if first <= last:
-                    records += self._find(file, segment, last + 1) - self._find(
-                        file, segment, first
-                    )
+                    records -= self._find(file, segment, first)
+                    records += self._find(file, segment, last + 1)
                     steps += last - first + 1
         if records:
             return steps / records
@@ -351,34 +345,37 @@ class RankSteps:
 
     def steps_at(self, times: Array) -> Array:
         """The steps that were reached at these times (seconds since 1970), about, as fractions."""
-        known = ~np.isnan(self._blocks.time[: self._size])
-        ends = self._blocks.time[: self._size][known]
-        steps = ((np.flatnonzero(known) + self._blocks.first + 1) * BLOCK).astype("f8")
-        if np.isfinite(self.header.started):
-            begin = self.header.started
-        else:
-            begin = ends[0]
+        block_times = self._blocks.time[: self._size]
+        blocks = np.flatnonzero(~np.isnan(block_times))
+        ends = block_times[blocks]
+        steps = ((blocks + self._blocks.first + 1) * BLOCK).astype("f8")
         steps[-1] = self.last_step
-        found: Array = np.interp(times, [min(begin, ends[0]), *ends], [self.first_step - 1, *steps])
-        return found
+        begin = np.fmin(self.header.started, ends[0])
+        if not np.isfinite(begin):
+            begin = ends[0]
+        reached: Array = np.interp(times, [begin, *ends], [self.first_step - 1, *steps])
+        return reached
 
 
 def _matrix(records: Array) -> Array:
     """The columns of records, of shape (records, columns); a view where the file has them side by side."""
     fields: Any = records.dtype.fields
     first = fields["seconds"][1]
-    if [fields[name][1] for name in COLUMNS if name in fields] == list(
-        range(first, first + 4 * len(COLUMNS), 4)
-    ):
+    offsets = [fields[name][1] for name in COLUMNS if name in fields]
+    if offsets == list(range(first, first + 4 * len(COLUMNS), 4)):
+        shape = (len(records), len(COLUMNS))
         strides = (records.dtype.itemsize, 4)
-        return np.ndarray(
-            (len(records), len(COLUMNS)), "<f4", records.data.cast("B"), first, strides
-        )
+        return np.ndarray(shape, "<f4", records.data.cast("B"), first, strides)
     matrix = np.full((len(records), len(COLUMNS)), np.nan, "f4")
     for column, name in enumerate(COLUMNS):
         if name in fields:
             matrix[:, column] = records[name]
     return matrix
+
+
+def _buckets_of(records: Array, width: int) -> Array:
+    """The number of the bucket of each record."""
+    return np.asarray((records["step"].astype(np.int64) - 1) // width)
 
 
 _PER_RECORD = [COLUMN[name] for name in SUMS]
@@ -391,27 +388,33 @@ def reduced(records: Array, ids: Array) -> tuple[Array, Buckets]:
     Returns:
         The different numbers, and their buckets.
     """
-    # Reductions along rows of a C-contiguous array are several times as fast as down its columns.
-    values, steps = np.ascontiguousarray(_matrix(records).T), records["steps"].astype("f4")
     starts = np.flatnonzero(np.diff(ids, prepend=ids[0] - 1))
-    low, high = (
-        np.fmin.reduceat(values, starts, axis=1).T,
-        np.fmax.reduceat(values, starts, axis=1).T,
-    )
+    # Reductions along rows of a C-contiguous array are several times as fast as down its columns.
+    values = np.ascontiguousarray(_matrix(records).T)
+    steps = records["steps"].astype("f4")
     weighted = values
     if (steps != 1).any():
         weighted = values * steps
         weighted[_PER_RECORD] = values[_PER_RECORD]
-    total = np.add.reduceat(weighted, starts, axis=1).T
-    weight = np.repeat(np.add.reduceat(steps, starts)[:, None], len(COLUMNS), axis=1)
-    for at in np.flatnonzero(np.isnan(total).any(axis=0)):
-        known = ~np.isnan(values[at])
-        total[:, at] = np.add.reduceat(np.where(known, weighted[at], 0), starts)
-        weight[:, at] = np.add.reduceat(np.where(known, steps, 0), starts)
-    time = np.fmax.reduceat(records["time"], starts)
-    skipped = np.add.reduceat((records["flags"] & FLAG_SKIPPED).astype("f8"), starts)
+    total = np.add.reduceat(weighted, starts, axis=1)
+    weight = np.tile(np.add.reduceat(steps, starts), (len(COLUMNS), 1))
+    for column in np.flatnonzero(np.isnan(total).any(axis=1)):
+        is_known = ~np.isnan(values[column])
+        total[column] = np.add.reduceat(np.where(is_known, weighted[column], 0), starts)
+        weight[column] = np.add.reduceat(np.where(is_known, steps, 0), starts)
+    skipped = (records["flags"] & FLAG_SKIPPED).astype("f8")
     numbers = ids[starts]
-    return numbers, Buckets(int(numbers[0]), 0, low, high, total, weight, time, skipped)
+    buckets = Buckets(
+        int(numbers[0]),
+        0,
+        low=np.fmin.reduceat(values, starts, axis=1).T,
+        high=np.fmax.reduceat(values, starts, axis=1).T,
+        total=total.T,
+        weight=weight.T,
+        time=np.fmax.reduceat(records["time"], starts),
+        skipped=np.add.reduceat(skipped, starts),
+    )
+    return numbers, buckets
 
 
 def _good(records: Array, last_step: int) -> int:
@@ -421,20 +424,21 @@ def _good(records: Array, last_step: int) -> int:
         records: of the file.
         last_step: the step of the record before them, 0 if there is none.
     """
+    steps = records["step"].astype(np.int64)
+    covered = records["steps"].astype(np.int64)
+    time = records["time"]
     with np.errstate(invalid="ignore"):
-        good = (
-            (records["steps"] > 0) & (records["steps"] <= records["step"]) & (records["time"] > 0)
-        )
-        good &= records["time"] < 1e12
+        is_good = (covered > 0) & (covered <= steps) & (time > 0) & (time < 1e12)
         for name in DURATIONS:
             if name in (records.dtype.names or ()):
                 # One that is not known is NaN.
-                good &= ~(np.abs(records[name]) >= LONGEST)
-    steps, ahead = records["step"].astype(np.int64), records["steps"].astype(np.int64)
-    # The first record of a run may have any step.
-    before = steps[:1] - ahead[:1] if not last_step else [last_step]
-    ahead = np.maximum(ahead, np.diff(steps, prepend=before))
-    good &= ahead <= MOST_AHEAD
-    if good.all():
-        return len(good)
-    return int(np.argmin(good))
+                is_good &= ~(np.abs(records[name]) >= LONGEST)
+    before: Any = last_step
+    if not last_step:
+        # The first record of a run may have any step.
+        before = steps[:1] - covered[:1]
+    ahead = np.maximum(covered, np.diff(steps, prepend=before))
+    is_good &= ahead <= MOST_AHEAD
+    if is_good.all():
+        return len(is_good)
+    return int(np.argmin(is_good))

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from textwrap import shorten
@@ -19,11 +19,14 @@ from .view import ALL_PHASES, WINDOW, View, view
 
 # Buckets of the range that is summarized, and most for what is short: of one rank, and of all together.
 _BUCKETS = 256
-_FINE_BUCKETS, _FINE_VALUES = 4096, 200_000
+_FINE_BUCKETS = 4096
+_FINE_VALUES = 200_000
 # Seconds that slow steps must have cost to be named, and those with which a process begins.
-_LEAST_LOST, _LEAST_WARM_UP = 5.0, 1.0
+_LEAST_LOST = 5.0
+_LEAST_WARM_UP = 1.0
 # The wait for others is read step by step, in samples of the range: most samples, and the steps of each.
-_MOST_SAMPLES, _SAMPLE_STEPS = 8, 64
+_MOST_SAMPLES = 8
+_SAMPLE_STEPS = 64
 
 
 @dataclass(frozen=True)
@@ -106,48 +109,43 @@ class Summary:
 
 def summarize(run: Run, start: int | None = None, stop: int | None = None) -> Summary:
     """Summarize a range of steps, by default all of them."""
+    is_end = stop is None or stop >= run.last_step
     with run.lock, warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore", RuntimeWarning)
-        return _summary(
-            run, view(run, start, stop, _BUCKETS), is_end=stop is None or stop >= run.last_step
-        )
+        return _summary(run, view(run, start, stop, _BUCKETS), is_end)
 
 
 def _summary(run: Run, shown: View, is_end: bool) -> Summary:
     weight = shown.weight
-    recorded = np.flatnonzero((weight > 0).any(axis=0))
+    recorded = np.flatnonzero(weight.any(axis=0))
     if not len(recorded):
         return Summary(incidents=_incidents(run, 0, math.inf))
-    first, last = int(shown.first[recorded[0]]), int(shown.last[recorded[-1]])
+    first = int(shown.first[recorded[0]])
+    last = int(shown.last[recorded[-1]])
     seconds = np.nan_to_num(shown.seconds) * weight
+    bucket_seconds = seconds.max(axis=0)
     duration = float(seconds.sum(axis=1).max())
-    stragglers = slow_ranks(run, shown)
-    if len(shown.ranks) > 1:
-        pixels = max(_BUCKETS, min(_FINE_BUCKETS, _FINE_VALUES // len(shown.ranks)))
-        if shown.width == 1:
-            fine = shown
-        else:
-            fine = view(run, first, last, pixels)
-        named = {straggler.rank for straggler in stragglers}
-        stragglers += [
-            straggler for straggler in briefly_slow_ranks(run, fine) if straggler.rank not in named
-        ]
-    period, is_usual = _period(run, shown, stragglers)
-    begin = float(shown.time[recorded[0]] - seconds[:, recorded[0]].max())
+    slow = _all_slow_ranks(run, shown, first, last)
+    period, is_usual = _period(run, shown, slow)
+    begin = float(shown.time[recorded[0]] - bucket_seconds[recorded[0]])
     end = float(shown.time[recorded[-1]])
     # What comes after the last step belongs to the newest steps.
-    evaluations, evaluating = _evaluations(run, begin, math.inf if is_end else end)
+    until = math.inf if is_end else end
+    evaluations = _evaluations(run, begin, until)
     restarts = _restarts(run, begin, end)
-    loss = shown.curves["loss"].mean
-    finite = loss[np.isfinite(loss)]
-    has_bad_loss = np.asarray(shown.bad_loss.any(axis=1))
-    throughput, lengths = shown.curves["throughput"].mean, seconds.max(axis=0)
-    has_rate = np.isfinite(throughput) & (lengths > 0)
-    if has_rate.any():
-        rate = float(np.average(throughput[has_rate], weights=lengths[has_rate]))
-    else:
+    restarting = 0.0
+    if restarts:
+        restarting = max(0.0, end - begin - duration - sum(_evaluations(run, begin, end)))
+    rate = _weighted_mean(shown.curves["throughput"].mean, bucket_seconds)
+    if math.isnan(rate):
         rate = 0.0
     flops, utilization = _utilization(run, rate, shown)
+    loss = shown.curves["loss"].mean
+    finite_loss = loss[np.isfinite(loss)]
+    loss_ends = (math.nan, math.nan)
+    if len(finite_loss):
+        loss_ends = (float(finite_loss[0]), float(finite_loss[-8:].mean()))
+    bad_loss_ranks = np.flatnonzero(shown.bad_loss.any(axis=1))
     return Summary(
         first=first,
         last=last,
@@ -163,16 +161,14 @@ def _summary(run: Run, shown: View, is_end: bool) -> Summary:
         waiting=_waiting(run, first, last),
         period=period,
         usual_shares=_shares(shown, is_usual),
-        evaluations=evaluations,
-        evaluating=evaluating,
+        evaluations=len(evaluations),
+        evaluating=sum(evaluations),
         restarts=restarts,
-        restarting=max(0.0, end - begin - duration - _evaluations(run, begin, end)[1])
-        if restarts
-        else 0.0,
-        loss=(float(finite[0]), float(finite[-8:].mean())) if len(finite) else (math.nan, math.nan),
+        restarting=restarting,
+        loss=loss_ends,
         lowest_loss=_lowest(shown),
-        bad_loss=_first_bad_step(run, shown) if has_bad_loss.any() else None,
-        bad_loss_ranks=tuple(itertools.compress(shown.ranks, has_bad_loss.tolist())),
+        bad_loss=_first_bad_step(run, shown) if len(bad_loss_ranks) else None,
+        bad_loss_ranks=tuple(shown.ranks[row] for row in bad_loss_ranks),
         skipped=int(np.nansum(shown.skipped)),
         memory={
             kind: float(np.nanmax(high))
@@ -180,9 +176,23 @@ def _summary(run: Run, shown: View, is_end: bool) -> Summary:
             if np.isfinite(high).any()
         },
         memory_growth=_growth(shown),
-        stragglers=tuple(stragglers),
-        incidents=_incidents(run, begin, math.inf if is_end else end),
+        stragglers=tuple(slow),
+        incidents=_incidents(run, begin, until),
     )
+
+
+def _all_slow_ranks(run: Run, shown: View, first: int, last: int) -> list[Straggler]:
+    """The ranks that were slow in many of the steps, then those that were slow for a short time."""
+    slow = slow_ranks(run, shown)
+    if len(shown.ranks) < 2:
+        return slow
+    fine = shown
+    if shown.width > 1:
+        buckets = max(_BUCKETS, min(_FINE_BUCKETS, _FINE_VALUES // len(shown.ranks)))
+        fine = view(run, first, last, buckets)
+    named = {straggler.rank for straggler in slow}
+    brief = briefly_slow_ranks(run, fine)
+    return slow + [straggler for straggler in brief if straggler.rank not in named]
 
 
 def _utilization(run: Run, rate: float, shown: View) -> tuple[float, float]:
@@ -194,45 +204,56 @@ def _utilization(run: Run, rate: float, shown: View) -> tuple[float, float]:
         shown: has the unit of `rate`.
     """
     work = run.work or {}
-    flops, peak = (
-        value if isinstance(value := work.get(name), int | float) else math.nan
-        for name in ("flops", "peak")
-    )
-    if f"{work.get('unit')}s" != shown.unit or not rate:
+    flops = work.get("flops")
+    if not isinstance(flops, int | float) or f"{work.get('unit')}s" != shown.unit or not rate:
         return math.nan, math.nan
-    of_device = flops * rate / len(shown.ranks)
-    return of_device, of_device / peak if peak > 0 else math.nan
+    flops_of_device = flops * rate / len(shown.ranks)
+    peak = work.get("peak")
+    if isinstance(peak, int | float) and peak > 0:
+        return flops_of_device, flops_of_device / peak
+    return flops_of_device, math.nan
 
 
 def _shares(shown: View, where: Array) -> dict[str, float]:
     """For each phase its share of the time in some buckets."""
     weight = shown.weight[:, where]
     total = np.nansum(shown.seconds[:, where] * weight)
+    if total == 0:
+        return dict.fromkeys(ALL_PHASES, 0.0)
     return {
         phase: float(np.nansum(shown.phases[phase][:, where] * weight) / total)
-        if total > 0
-        else 0.0
         for phase in ALL_PHASES
     }
 
 
+def _weighted_mean(values: Array, weight: Array) -> float:
+    """The mean of the values that are known, NaN if none has a weight."""
+    is_known = np.isfinite(values) & (weight > 0)
+    if is_known.any():
+        return float(np.average(values[is_known], weights=weight[is_known]))
+    return math.nan
+
+
 def _weighted_median(values: Array, weight: Array) -> float:
     is_known = np.isfinite(values) & (weight > 0)
-    values, weight = values[is_known], weight[is_known]
+    if not is_known.any():
+        return math.nan
+    values = values[is_known]
+    weight = weight[is_known]
     order = np.argsort(values)
     middle = np.searchsorted(np.cumsum(weight[order]), weight.sum() / 2)
-    if len(order):
-        return float(values[order][middle])
-    return math.nan
+    return float(values[order][middle])
 
 
 def _waiting(run: Run, first: int, last: int) -> float:
     """The share of the time in which ranks wait for slower ones, in a sample: a mean over steps does not show it."""
-    samples = max(1, min(_MOST_SAMPLES, _BUCKETS // max(1, len(run.ranks))))
+    if len(run.ranks) < 2:
+        return 0.0
+    samples = max(1, min(_MOST_SAMPLES, _BUCKETS // len(run.ranks)))
+    last_start = max(first, last - _SAMPLE_STEPS + 1)
+    starts = np.linspace(first, last_start, samples).astype(int)
     waited = total = 0.0
-    for start in np.unique(
-        np.linspace(first, max(first, last - _SAMPLE_STEPS + 1), samples).astype(int)
-    ).tolist():
+    for start in sorted(set(starts.tolist())):
         shown = view(run, start, min(last, start + _SAMPLE_STEPS - 1), _SAMPLE_STEPS)
         if len(shown.ranks) < 2:
             return 0.0
@@ -245,9 +266,9 @@ def _waiting(run: Run, first: int, last: int) -> float:
     return 0.0
 
 
-def _period(run: Run, shown: View, stragglers: Sequence[Straggler]) -> tuple[Period | None, Array]:
+def _period(run: Run, shown: View, slow_ranks: Sequence[Straggler]) -> tuple[Period | None, Array]:
     """The neighbouring steps that were slow on all ranks and cost most, if they stand out; and the buckets without."""
-    all_buckets = np.ones(len(shown.x), bool)
+    is_usual = np.ones(len(shown.x), bool)
     weight = shown.weight.max(axis=0)
     phases = {phase: np.nan_to_num(np.nanmean(shown.phases[phase], axis=0)) for phase in ALL_PHASES}
     # Waiting has the cause in another rank, and checkpoints come back at intervals.
@@ -257,66 +278,63 @@ def _period(run: Run, shown: View, stragglers: Sequence[Straggler]) -> tuple[Per
     usual = _weighted_median(seconds, weight)
     slow = np.flatnonzero((seconds > 1.4 * usual) & (weight > 0))
     if not len(slow):
-        return None, all_buckets
+        return None, is_usual
     losses = (seconds - usual) * weight
-    pieces = np.split(slow, np.flatnonzero(np.diff(slow) > 1) + 1)
-    buckets = max(pieces, key=lambda piece: float(losses[piece].sum()))
-    lost, first, last = (
-        float(losses[buckets].sum()),
-        int(shown.first[buckets[0]]),
-        int(shown.last[buckets[-1]]),
-    )
-    total = float(((seconds + checkpoint) * weight).sum())
+    periods = np.split(slow, np.flatnonzero(np.diff(slow) > 1) + 1)
+    buckets = max(periods, key=lambda period: float(losses[period].sum()))
+    lost = float(losses[buckets].sum())
+    first = int(shown.first[buckets[0]])
+    last = int(shown.last[buckets[-1]])
     is_first = any(run.ranks[rank].begins_between(first, last) for rank in shown.ranks[:4])
-    if (
-        lost
-        < max(0.05 * total, 0.5 * losses[slow].sum(), _LEAST_WARM_UP if is_first else _LEAST_LOST)
-        or weight[buckets].sum() > 0.5 * weight.sum()
-        # The sentences of slow ranks report it.
-        or any(
-            one.first - shown.width <= first and last <= one.last + WINDOW + shown.width
-            for one in stragglers
-        )
-    ):
-        return None, all_buckets
-    is_usual = all_buckets.copy()
+    least = _LEAST_WARM_UP if is_first else _LEAST_LOST
+    total = float(((seconds + checkpoint) * weight).sum())
+    if lost < max(0.05 * total, 0.5 * losses[slow].sum(), least):
+        return None, is_usual
+    if weight[buckets].sum() > 0.5 * weight.sum():
+        return None, is_usual
+    for straggler in slow_ranks:
+        begins_before = straggler.first - shown.width <= first
+        if begins_before and last <= straggler.last + WINDOW + shown.width:
+            # The sentences of slow ranks report it.
+            return None, is_usual
     is_usual[buckets] = False
-    otherwise = is_usual & (weight > 0)
+    usual_weight = np.where(is_usual, weight, 0)
 
     def excess(phase: str) -> float:
         inside = np.average(phases[phase][buckets], weights=weight[buckets])
-        return float(inside - np.average(phases[phase][otherwise], weights=weight[otherwise]))
+        return float(inside - np.average(phases[phase], weights=usual_weight))
 
     mean = float(np.average(seconds[buckets], weights=weight[buckets]))
-    return Period(first, last, mean, usual, lost, max(phases, key=excess), is_first), is_usual
+    slowest_phase = max(phases, key=excess)
+    return Period(first, last, mean, usual, lost, slowest_phase, is_first), is_usual
 
 
-def _evaluations(run: Run, begin: float, end: float) -> tuple[int, float]:
-    """The number of evaluations, and the seconds of the rank that evaluated longest."""
+def _evaluations(run: Run, begin: float, end: float) -> list[float]:
+    """The seconds of each evaluation, of the rank that evaluated longest."""
     seconds: dict[int, list[float]] = {}
     starts: dict[int, float] = {}
     for event in run.events:
-        rank, time = event["rank"], event["time"]
+        rank = event["rank"]
         if event["event"] == "evaluation_begin":
-            starts[rank] = time
-        elif (
-            event["event"] == "evaluation_end"
-            and begin <= (start := starts.pop(rank, -1.0)) <= time <= end
-        ):
-            seconds.setdefault(rank, []).append(time - start)
-    longest = max(seconds.values(), key=sum, default=[])
-    return len(longest), sum(longest)
+            starts[rank] = event["time"]
+        elif event["event"] == "evaluation_end":
+            start = starts.pop(rank, -1.0)
+            if begin <= start <= event["time"] <= end:
+                seconds.setdefault(rank, []).append(event["time"] - start)
+    return max(seconds.values(), key=sum, default=[])
 
 
 def _restarts(run: Run, begin: float, end: float) -> int:
     """How often a process has continued the run, at most on any rank."""
-    starts: dict[int, list[float]] = {}
+    has_started: set[int] = set()
+    restarts = Counter[int]()
     for event in run.events:
         if event["event"] == "start":
-            starts.setdefault(event["rank"], []).append(event["time"])
-    return max(
-        (sum(begin <= time <= end for time in times[1:]) for times in starts.values()), default=0
-    )
+            rank = event["rank"]
+            if rank in has_started and begin <= event["time"] <= end:
+                restarts[rank] += 1
+            has_started.add(rank)
+    return max(restarts.values(), default=0)
 
 
 def _incidents(run: Run, begin: float, end: float) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
@@ -324,22 +342,22 @@ def _incidents(run: Run, begin: float, end: float) -> tuple[tuple[str, str, tupl
     ranks: dict[tuple[str, str], set[int]] = {}
     for event in run.events:
         kind = event["event"]
-        is_incident = kind in ("out_of_memory", "hang") and event.get("path") is None
-        if is_incident and begin <= event["time"] <= end:
+        if kind not in ("out_of_memory", "hang") or event.get("path") is not None:
+            continue
+        if begin <= event["time"] <= end:
+            message = ""
             if kind == "hang":
                 message = shorten(str(event.get("message", "")), 600, placeholder=" […]")
-            else:
-                message = ""
             ranks.setdefault((kind, message), set()).add(event["rank"])
-    return tuple(
-        (kind, message, tuple(sorted(found))) for (kind, message), found in list(ranks.items())[-4:]
-    )
+    newest = list(ranks.items())[-4:]
+    return tuple((*incident, tuple(sorted(numbers))) for incident, numbers in newest)
 
 
 def _first_bad_step(run: Run, shown: View) -> int:
     """The first step whose loss is not finite."""
     bucket = int(np.flatnonzero(shown.bad_loss.any(axis=0))[0])
-    first, last = int(shown.first[bucket]), int(shown.last[bucket])
+    first = int(shown.first[bucket])
+    last = int(shown.last[bucket])
     steps = view(run, first, last, shown.width)
     is_bad = steps.bad_loss.any(axis=0)
     if is_bad.any():
@@ -350,13 +368,14 @@ def _first_bad_step(run: Run, shown: View) -> int:
 def _lowest(shown: View) -> tuple[float, int]:
     """The lowest mean of the loss over neighbouring buckets, and about the step of it."""
     loss = shown.curves["loss"].mean
-    buckets = np.flatnonzero(np.isfinite(loss))
-    if not len(buckets):
+    is_finite = np.isfinite(loss)
+    if not is_finite.any():
         return math.nan, 0
-    size = min(8, len(buckets))
-    means = np.convolve(loss[buckets], np.ones(size) / size, "valid")
+    loss = loss[is_finite]
+    size = min(8, len(loss))
+    means = np.convolve(loss, np.ones(size) / size, "valid")
     lowest = int(np.argmin(means))
-    return float(means[lowest]), int(shown.x[buckets[lowest + size // 2]])
+    return float(means[lowest]), int(shown.x[is_finite][lowest + size // 2])
 
 
 def _growth(shown: View) -> float:
@@ -364,10 +383,11 @@ def _growth(shown: View) -> float:
     memory = shown.curves["host_memory"].mean
     buckets = np.flatnonzero(np.isfinite(memory))
     buckets = buckets[len(buckets) // 2 :]
-    if len(buckets) < 16 or memory[buckets[-1]] < 1.05 * memory[buckets[0]]:
+    if len(buckets) < 16:
         return 0.0
-    means = [piece.mean() for piece in np.array_split(memory[buckets], 8)]
-    if any(later <= earlier for earlier, later in itertools.pairwise(means)):
+    first = buckets[0]
+    last = buckets[-1]
+    means = [part.mean() for part in np.array_split(memory[buckets], 8)]
+    if memory[last] < 1.05 * memory[first] or np.diff(means).min() <= 0:
         return 0.0
-    ends = buckets[[0, -1]]
-    return float(np.diff(memory[ends])[0] / np.diff(shown.x[ends])[0] * 1000)
+    return float((memory[last] - memory[first]) / (shown.x[last] - shown.x[first]) * 1000)

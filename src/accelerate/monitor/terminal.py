@@ -62,8 +62,10 @@ def picture(run: Run, width: int = 100) -> RenderableType:
         )
     with run.lock:
         # The bars of a chart are about a third of the terminal wide, those of the ranks nearly all of it.
-        wide, narrow = max(16, width - 26), max(16, (width - 12) // 3)
-        shown, summary = view(run, pixels=wide), summarize(run)
+        wide = max(16, width - 26)
+        narrow = max(16, (width - 12) // 3)
+        shown = view(run, pixels=wide)
+        summary = summarize(run)
         curves = view(run, pixels=narrow)
         # What stands out comes first: a small terminal shows no more than the upper part.
         lines = sentences(summary)
@@ -132,10 +134,8 @@ def bars(values: Array) -> str:
     if not len(known):
         return ""
     # What is equal but for rounding is flat.
-    low, span = (
-        known.min(),
-        max(float(known.max() - known.min()), 1e-4 * float(np.abs(known).max()), 1e-300),
-    )
+    low = known.min()
+    span = max(float(known.max() - known.min()), 1e-4 * float(np.abs(known).max()), 1e-300)
     return "".join(_BARS[int((v - low) / span * 7.999)] if np.isfinite(v) else " " for v in values)
 
 
@@ -153,7 +153,9 @@ def _ranks(shown: View, summary: Summary, width: int) -> RenderableType:
     if len(known):
         low, usual, high = np.quantile(known, (0.02, 0.9, 0.98)).tolist()
     else:
-        low, usual, high = (0.0, 0.0, 0.0)
+        low = 0.0
+        usual = 0.0
+        high = 0.0
     span = max(min(high, 1.5 * usual) - low, 0.25 * low, 1e-9)
     table = Table.grid(padding=(0, 1))
     order = sorted(range(len(rows)), key=lambda row: (-int(slow[row].sum()), row))[:_MOST_RANKS]
@@ -186,7 +188,8 @@ def _ranks(shown: View, summary: Summary, width: int) -> RenderableType:
 
 
 def _phases(summary: Summary, width: int) -> RenderableType:
-    bar, legend = Text(no_wrap=True, overflow="crop"), list[Text]()
+    bar = Text(no_wrap=True, overflow="crop")
+    legend = list[Text]()
     for phase in ALL_PHASES:
         share = summary.shares.get(phase, 0)
         if share > 0:

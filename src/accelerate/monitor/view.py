@@ -17,7 +17,8 @@ from .steps import COLUMN, Array, Buckets
 # The window of the straggler rule has at least as many steps.
 WINDOW = 10
 # A rank is slow if its own time exceeds the median of all ranks by this share, and by that share of the step.
-EXCESS, OF_STEP = 0.2, 0.02
+EXCESS = 0.2
+OF_STEP = 0.02
 # Rows of the heat map. With more ranks a row shows the slowest of neighbouring ones.
 MOST_ROWS = 256
 # The phases of a step in the order in which they are stacked; `other` is what no phase covers.
@@ -91,25 +92,35 @@ def view(run: Run, start: int | None = None, stop: int | None = None, pixels: in
         stop: the last step. Default: the newest.
         pixels: the most buckets, about.
     """
-    start = max(1, run.first_step if start is None else start)
-    stop = max(start, min(run.last_step, run.last_step if stop is None else stop))
+    run_first = run.first_step
+    run_last = run.last_step
+    if start is None:
+        start = run_first
+    if stop is None:
+        stop = run_last
+    start = max(1, start)
+    stop = max(start, min(run_last, stop))
     width = bucket_width(stop - start + 1, pixels)
     ranks = sorted(number for number, rank in run.ranks.items() if rank.count)
-    if ranks and (each := run.ranks[ranks[0]].steps_per_record(start, stop)) > 1.1:
+    files = [run.ranks[number] for number in ranks]
+    if files:
         # Records of ranks that cover several steps do not end with the same ones: wide buckets have some of each rank.
-        width = max(width, bucket_width(math.ceil(4 * each), 1))
-    ranks_buckets = [run.ranks[number].view(start, stop, width) for number in ranks]
+        steps_per_record = files[0].steps_per_record(start, stop)
+        if steps_per_record > 1.1:
+            width = max(width, bucket_width(math.ceil(4 * steps_per_record), 1))
+    ranks_buckets = [file.view(start, stop, width) for file in files]
+    shares = [data_share(file.header) for file in files]
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         # Means of buckets without a value.
         warnings.simplefilter("ignore", RuntimeWarning)
-        shares = [data_share(run.ranks[number].header) for number in ranks]
         shown = _reduced(ranks, ranks_buckets, shares, start, stop, width)
-        # Buckets are complete, except at the ends of the run.
-        shown.first = np.maximum(shown.first, min(start, run.first_step))
-        shown.last = np.minimum(shown.last, max(stop, run.last_step))
         shown.logged = _logged(run, start, stop, width)
-    if run.last_step - run.first_step + 1 < WINDOW:
-        shown.slow[:] = False  # too few steps to compare
+    # Buckets are complete, except at the ends of the run.
+    shown.first = np.maximum(shown.first, min(start, run_first))
+    shown.last = np.minimum(shown.last, max(stop, run_last))
+    if run_last - run_first + 1 < WINDOW:
+        # Too few steps to compare.
+        shown.slow[:] = False
     return shown
 
 
@@ -145,32 +156,29 @@ def _reduced(
     def highest(name: str) -> Array:
         return stacked([buckets.high[:, COLUMN[name]] for buckets in ranks_buckets])
 
+    def curve(mean: Array, low: Array, high: Array) -> Curve:
+        return Curve(_over(np.nanmean, mean), _over(np.nanmin, low), _over(np.nanmax, high))
+
     seconds = means("seconds")
     weight = stacked([buckets.weight[:, COLUMN["seconds"]] for buckets in ranks_buckets])
     phases = {name: means(name) for name in PHASES}
     waits = np.nan_to_num(phases["communication"]) + _waits_within(seconds, phases)
     own = seconds - waits
-    phases["other"] = np.maximum(
-        seconds - sum(np.nan_to_num(values) for values in phases.values()), 0
-    )
-    memory = {kind: highest(f"{kind}_memory") for kind in ("device", "host")}
-    unit, throughput = _throughput(ranks_buckets, shares, seconds, stacked)
+    covered = sum(np.nan_to_num(values) for values in phases.values())
+    phases["other"] = np.maximum(seconds - covered, 0)
     curves = {
-        name: Curve(
-            _over(np.nanmean, means(name)),
-            _over(np.nanmin, lowest(name)),
-            _over(np.nanmax, highest(name)),
-        )
+        name: curve(means(name), lowest(name), highest(name))
         for name in ("loss", "gradient_norm", "learning_rate")
     }
-    longest = np.fmax(highest("seconds"), highest("longest"))
+    unit, throughput = _throughput(ranks_buckets, shares, seconds, stacked)
     curves["throughput"] = Curve(throughput, throughput, throughput)
-    curves["seconds"] = Curve(
-        _over(np.nanmean, seconds), _over(np.nanmin, lowest("seconds")), _over(np.nanmax, longest)
-    )
-    for kind, high in memory.items():
-        mean = _over(np.nanmean, means(f"{kind}_memory"))
-        curves[f"{kind}_memory"] = Curve(mean, _over(np.nanmin, high), _over(np.nanmax, high))
+    longest = np.fmax(highest("seconds"), highest("longest"))
+    curves["seconds"] = curve(seconds, lowest("seconds"), longest)
+    memory = {}
+    for kind in ("device", "host"):
+        name = f"{kind}_memory"
+        memory[kind] = highest(name)
+        curves[name] = curve(means(name), memory[kind], memory[kind])
     return View(
         width=width,
         first=numbers * width + 1,
@@ -198,19 +206,25 @@ def _waits_within(seconds: Array, phases: dict[str, Array]) -> Array:
     optimizer. What these phases take longer than on the fastest rank is waiting, as far as another rank takes longer
     in the phases before it, in which no collective runs.
     """
+    longest_waits = np.zeros(seconds.shape)
     if len(seconds) < 2:
-        return np.zeros(seconds.shape)
+        return longest_waits
     durations = {name: np.nan_to_num(values) for name, values in phases.items()}
     outside = seconds - durations["communication"]
-    longest_waits = np.zeros(seconds.shape)
-    for names in (("backward",), ("forward", "backward", "optimizer")):
+
+    def waits_in(*names: str) -> tuple[Array, Array]:
+        """The waits in these phases, and the seconds before them."""
         inside = np.where(np.isnan(seconds), np.nan, sum(durations[name] for name in names))
         before = outside - inside
-        waits = np.clip(np.nanmax(before, axis=0) - before, 0, inside - np.nanmin(inside, axis=0))
-        if "forward" in names:
-            # Ranks that wait for each other in the forward end it at the same time.
-            ends = before + durations["forward"]
-            waits = np.where(_spread(ends) <= 0.5 * _spread(before), waits, 0)
+        excess = inside - np.nanmin(inside, axis=0)
+        return np.clip(np.nanmax(before, axis=0) - before, 0, excess), before
+
+    in_backward, _ = waits_in("backward")
+    in_all, before = waits_in("forward", "backward", "optimizer")
+    # Ranks that wait for each other in the forward end it at the same time.
+    ends = before + durations["forward"]
+    in_all = np.where(_spread(ends) <= 0.5 * _spread(before), in_all, 0)
+    for waits in (in_backward, in_all):
         longest_waits = np.fmax(longest_waits, np.nan_to_num(waits))
     return longest_waits
 
@@ -221,12 +235,11 @@ def _spread(values: Array) -> Array:
 
 def _bad_loss(buckets: Buckets) -> Array:
     """Where the loss is not finite: nowhere on ranks that know no loss at all."""
-    steps = buckets.weight[:, COLUMN["loss"]]
+    loss = COLUMN["loss"]
+    steps = buckets.weight[:, loss]
     # Steps that are not split into phases have no loss either.
     is_missing = buckets.weight[:, COLUMN["optimizer"]] > steps
-    is_infinite = np.isinf(buckets.low[:, COLUMN["loss"]]) | np.isinf(
-        buckets.high[:, COLUMN["loss"]]
-    )
+    is_infinite = np.isinf(buckets.low[:, loss]) | np.isinf(buckets.high[:, loss])
     return np.asarray((is_missing | is_infinite) & steps.any())
 
 
@@ -242,24 +255,22 @@ def _throughput(
     """The sum over ranks of what each processes in a second, what several process counted once."""
     for unit in ("tokens", "samples"):
         column = COLUMN[unit]
-        if any((buckets.weight[:, column] > 0).any() for buckets in ranks_buckets):
-            rates = stacked(
-                [
-                    share
-                    * np.where(buckets.weight[:, column] > 0, buckets.total[:, column], np.nan)
-                    / buckets.total[:, COLUMN["seconds"]]
-                    for share, buckets in zip(shares, ranks_buckets, strict=True)
-                ]
-            )
+        if any(buckets.weight[:, column].any() for buckets in ranks_buckets):
             break
     else:
         return "steps", _over(np.nanmean, 1 / seconds)
+    rank_rates = []
+    for share, buckets in zip(shares, ranks_buckets, strict=True):
+        is_recorded = buckets.weight[:, column] > 0
+        amounts = np.where(is_recorded, share * buckets.total[:, column], np.nan)
+        rank_rates.append(amounts / buckets.total[:, COLUMN["seconds"]])
+    rates = stacked(rank_rates)
     # At the newest steps some ranks are not written yet: the others stand for them.
     present = (~np.isnan(rates)).sum(axis=0)
     expected = present.copy()
     for back in (2, 1):
-        if len(present) > back:
-            expected[-back] = max(expected[-back], expected[-back - 1] if present[-back] else 0)
+        if len(present) > back and present[-back]:
+            expected[-back] = max(expected[-back], expected[-back - 1])
     total = np.nansum(rates, axis=0) * expected / present
     return unit, np.where(present > 0, total, np.nan)
 
@@ -279,27 +290,21 @@ def stragglers(own: Array, seconds: Array, weight: Array) -> Array:
     Returns:
         Booleans of the same shape.
     """
-    if len(own) < 2:
+    most = weight.max(axis=0, initial=0)
+    if len(own) < 2 or not most.any():
         return np.zeros(own.shape, bool)
-    most = weight.max(axis=0)
-    if (most > 0).any():
-        usual = float(np.median(most[most > 0]))
-    else:
-        usual = 1.0
-    buckets = max(1, math.ceil(WINDOW / usual))
-    mean, step = _moving(own, weight, buckets), _moving(seconds, weight, buckets)
+    usual_steps = float(np.median(most[most > 0]))
+    buckets = max(1, math.ceil(WINDOW / usual_steps))
+    mean = _moving(own, weight, buckets)
+    step = _moving(seconds, weight, buckets)
     # NaN is sorted to the end.
     present = (~np.isnan(mean)).sum(axis=0)
     middle = np.maximum((present - 1) // 2, 0)
     median = np.take_along_axis(np.sort(mean, axis=0), middle[None], axis=0)
-    enough = _summed(weight, buckets).max(axis=0) >= min(WINDOW, most.sum())
+    has_enough = _summed(weight, buckets).max(axis=0) >= min(WINDOW, most.sum())
     with np.errstate(invalid="ignore"):
-        return np.asarray(
-            (mean > median * (1 + EXCESS))
-            & (mean - median > OF_STEP * step)
-            & enough
-            & (weight > 0)
-        )
+        is_above = (mean > median * (1 + EXCESS)) & (mean - median > OF_STEP * step)
+    return np.asarray(is_above & has_enough & (weight > 0))
 
 
 def _moving(values: Array, weight: Array, buckets: int) -> Array:
@@ -318,32 +323,33 @@ def _summed(values: Array, buckets: int) -> Array:
 
 def _logged(run: Run, start: int, stop: int, width: int) -> dict[str, Curve]:
     """The logged values of a range, several in a bucket reduced to one point."""
-    reference = next(
-        (run.ranks[number] for number in sorted(run.ranks) if run.ranks[number].count), None
-    )
+    recorded = [rank for _, rank in sorted(run.ranks.items()) if rank.count]
     curves = {}
     for name, series in run.series.items():
         steps, times, values = series.points()
-        if reference is not None:
-            reached = reference.steps_at(times)
+        has_gaps = np.isnan(steps).any()
+        if recorded:
+            reached = recorded[0].steps_at(times)
             # A step that is no number of optimizer steps (an epoch, or batches) is placed by its time.
-            if np.isnan(steps).any() or not 0.5 <= (steps[-1] + 1) / (reached[-1] + 1) <= 2:
+            if has_gaps or not 0.5 <= (steps[-1] + 1) / (reached[-1] + 1) <= 2:
                 steps = reached
-        elif np.isnan(steps).any():
+        elif has_gaps:
             steps = np.arange(len(steps), dtype="f8")
-        order = np.argsort(steps, kind="stable")
-        order = order[(steps[order] >= start - 1) & (steps[order] <= stop + 1)]
-        steps, values = steps[order], values[order]
+        is_inside = (steps >= start - 1) & (steps <= stop + 1)
+        steps = steps[is_inside]
+        values = values[is_inside]
         if not len(steps):
             continue
+        order = np.argsort(steps, kind="stable")
+        steps = steps[order]
+        values = values[order]
         starts = np.flatnonzero(np.diff(steps // width, prepend=-1))
         counts = np.diff(starts, append=len(steps))
-        means, places = (
-            np.add.reduceat(values, starts) / counts,
-            np.add.reduceat(steps, starts) / counts,
-        )
         curves[name] = Curve(
-            means, np.fmin.reduceat(values, starts), np.fmax.reduceat(values, starts), places
+            mean=np.add.reduceat(values, starts) / counts,
+            low=np.fmin.reduceat(values, starts),
+            high=np.fmax.reduceat(values, starts),
+            x=np.add.reduceat(steps, starts) / counts,
         )
     return curves
 
@@ -351,12 +357,9 @@ def _logged(run: Run, start: int, stop: int, width: int) -> dict[str, Curve]:
 def heat_rows(shown: View) -> tuple[list[tuple[int, int]], Array, Array, Array]:
     """The rows of the heat map: (first rank, last rank) of each, their own time, step time, and where one is slow."""
     size = max(1, math.ceil(len(shown.ranks) / MOST_ROWS))
-    starts = np.arange(0, len(shown.ranks), size)
-    last = len(shown.ranks) - 1
-    rows = [
-        (shown.ranks[at], shown.ranks[min(int(at) + size - 1, last)])
-        for at in range(0, last + 1, size)
-    ]
+    starts = range(0, len(shown.ranks), size)
+    groups = [shown.ranks[start : start + size] for start in starts]
+    rows = [(group[0], group[-1]) for group in groups]
     if size == 1:
         return rows, shown.own, shown.seconds, shown.slow
     return (

@@ -135,9 +135,11 @@ def plan(
     A layout that does not fit is tried again with half the batch and twice the batches of a window, until it fits or
     has one sample. `on_estimate` is called with each row, and the number of layouts that are known so far.
     """
-    rows, waiting = list[Estimate](), list(layouts)
+    rows = list[Estimate]()
+    waiting = list(layouts)
     while waiting:
-        again, known = list[PlannedLayout](), len(rows) + len(waiting)
+        again = list[PlannedLayout]()
+        known = len(rows) + len(waiting)
         for layout, step in trace_all(training, waiting, processes):
             row = estimate(layout, step, machine)
             rows.append(row)

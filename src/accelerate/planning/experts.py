@@ -94,7 +94,8 @@ def _description_of(rank: int, first: sharing.Description) -> sharing.Descriptio
 
     sharings = []
     for name, shared in first.sharings:
-        averaged, split = groups_of_rank(shared.averaged), groups_of_rank(shared.split)
+        averaged = groups_of_rank(shared.averaged)
+        split = groups_of_rank(shared.split)
         sharings.append((name, shared._replace(averaged=averaged, split=split)))
     return replace(first, sharings=tuple(sharings), same_batch=groups_of_rank(first.same_batch))
 

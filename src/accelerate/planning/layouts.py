@@ -185,7 +185,8 @@ def expert_candidates(ranks: int) -> Iterator[PlannedLayout]:
         yield PlannedLayout(
             f"ep{size}+fsdp{ranks}", ranks, loading=(("fsdp_size", ranks), ("ep_size", size))
         )
-        name, loading = f"ep{size}+tp{size}", (("tp_size", size), ("ep_size", size))
+        name = f"ep{size}+tp{size}"
+        loading = (("tp_size", size), ("ep_size", size))
         if replicas == 1:
             yield PlannedLayout(name, ranks, loading=loading)
         else:
@@ -198,7 +199,8 @@ def _pipelines(ranks: int) -> Iterator[PlannedLayout]:
     for size in (2, 4, 8):
         if ranks % size:
             continue
-        stages, rest = PlannedLayout(f"pp{size}", ranks, (("pp", size),)), ranks // size
+        stages = PlannedLayout(f"pp{size}", ranks, (("pp", size),))
+        rest = ranks // size
         if rest == 1:
             yield from _scheduled(stages, PIPELINE_SCHEDULES)
             continue

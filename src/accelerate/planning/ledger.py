@@ -203,7 +203,8 @@ class Ledger(tracing.OperationMode):
         for event in sorted(changes):
             now += changes[event]
             if now > most:
-                most, top = now, event
+                most = now
+                top = event
         sizes = dict.fromkeys(KINDS, 0)
         for allocation in alive:
             if allocation.born <= top and (allocation.freed is None or allocation.freed > top):
@@ -214,7 +215,8 @@ class Ledger(tracing.OperationMode):
     @contextlib.contextmanager
     def fresh_work(self) -> Iterator[Work]:
         """A block whose work is counted by itself."""
-        before, self.work = self.work, Work()
+        before = self.work
+        self.work = Work()
         try:
             yield self.work
         finally:

@@ -87,7 +87,9 @@ def describe(
     )
     if not parts or int(parts[2]) < 1 or int(parts[1] or 1) < 1:
         raise ConfigurationError(f"--machine {text!r} is not understood: give {_FORM}")
-    machines, count, what = int(parts[1] or 1), int(parts[2]), parts[3]
+    machines = int(parts[1] or 1)
+    count = int(parts[2])
+    what = parts[3]
     size = re.fullmatch(r"([\d.]+)g(i?)b", what)
     if not size and what not in PUBLISHED:
         raise ConfigurationError(
@@ -196,8 +198,10 @@ def _measure(rank: int, ranks: int, port: int, threads: int, results: Any) -> No
     torch.set_num_threads(threads)
     store = dist.TCPStore("127.0.0.1", port, ranks, is_master=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-    a, b = torch.randn(512, 512), torch.randn(512, 512)
-    flat, small = torch.zeros(2 << 20), torch.zeros(8)
+    a = torch.randn(512, 512)
+    b = torch.randn(512, 512)
+    flat = torch.zeros(2 << 20)
+    small = torch.zeros(8)
     dist.barrier()
     seconds: dict[str, Any] = {
         "product": _best(lambda: a @ b, inner=5),
@@ -224,7 +228,9 @@ def _measure(rank: int, ranks: int, port: int, threads: int, results: Any) -> No
 def _collective(kind: str, size: int, ranks: int, rank: int) -> Callable[[], Any]:
     """One message of so many bytes, counted as `Work.messages` counts it: its largest tensor."""
     count = size // 4 // ranks * ranks
-    full, piece, other = torch.zeros(count), torch.zeros(count // ranks), torch.zeros(count)
+    full = torch.zeros(count)
+    piece = torch.zeros(count // ranks)
+    other = torch.zeros(count)
     match kind:
         case "all-reduce":
             return lambda: dist.all_reduce(full)

@@ -121,9 +121,11 @@ def _where(error: BaseException) -> str:
     lines = [
         one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith("<")
     ]
-    file, line = lines[-1].filename, lines[-1].lineno
+    file = lines[-1].filename
+    line = lines[-1].lineno
     if isinstance(error, SyntaxError) and error.filename:
-        file, line = error.filename, error.lineno
+        file = error.filename
+        line = error.lineno
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]} ({file}:{line})"
 
 

@@ -106,7 +106,8 @@ def place(
         cache = _cache_bytes(model, batch, cache_tokens, dtype)
     else:
         cache = 0
-    cached, offloaded = Counter[Any](), 0
+    cached = Counter[Any]()
+    offloaded = 0
     # What a device has to leave free depends on the map, and the map on what is free. The free memory only shrinks.
     while True:
         free = {
@@ -136,7 +137,8 @@ def place(
         arriving = _arriving(model, device_map, computing, unsplittable, dtype)
         if arriving <= offloaded and all(found[device] <= cached[device] for device in limits):
             break
-        cached, offloaded = cached | found, max(offloaded, arriving)
+        cached = cached | found
+        offloaded = max(offloaded, arriving)
     check_device_map(model, device_map)
     use = _use(model, device_map, limits, dtype)
     for device in computing:

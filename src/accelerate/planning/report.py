@@ -22,7 +22,8 @@ from .trace import PlannedTraining
 # The titles of the cells. "other" is messages and rounding.
 HEADERS = ("layout", "memory", "weights", "grads", "optim", "activ", "other", "sent", "step")
 # Half-widths with one measured run, and the least with several.
-_ONE_RUN, _LEAST = (0.05, 0.2), (0.02, 0.05)
+_ONE_RUN = (0.05, 0.2)
+_LEAST = (0.02, 0.05)
 
 
 class Unit(NamedTuple):
@@ -132,7 +133,8 @@ def calibrate(machine: Machine, paths: Sequence[str | Path]) -> Machine:
 
     Memory is calibrated by runs on accelerators only: on the CPU a run measures its process, not its tensors.
     """
-    memory, times = [], []
+    memory = []
+    times = []
     for path in paths:
         found = _measured(Path(path).expanduser())
         if (found["device"], found["ranks"]) != (machine.device, machine.ranks):

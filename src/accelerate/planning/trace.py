@@ -116,7 +116,8 @@ def trace_all(
     methods = multiprocessing.get_all_start_methods()
     context: Any = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
     context.set_forkserver_preload([__name__, type(training.model).__module__])
-    waiting, running = list(layouts), list[tuple[PlannedLayout, dict[Connection, Any]]]()
+    waiting = list(layouts)
+    running = list[tuple[PlannedLayout, dict[Connection, Any]]]()
     with tempfile.TemporaryDirectory() as folder:
         try:
             while waiting or running:
@@ -146,7 +147,8 @@ def trace_all(
 
 def _received_from_all(children: Mapping[Connection, Any], layout: PlannedLayout) -> Step:
     """The step of the rank that needs most; of a pipeline, with the work of the stage that computes most."""
-    steps, left = list[Step](), dict(children)
+    steps = list[Step]()
+    left = dict(children)
     while left:
         ready: Any = wait(list(left), _LIMIT)
         if not ready:
@@ -220,7 +222,9 @@ def trace_step(
         # It sends nothing.
         rank = stage * (layout.ranks // layout.pipeline_ranks)
         dist.init_process_group("fake", rank=rank, world_size=layout.ranks)
-    mode, ledger, routing = tracing.fake_mode(), Ledger(fake=True), Routing()
+    mode = tracing.fake_mode()
+    ledger = Ledger(fake=True)
+    routing = Routing()
     with mode, ledger:
         model = fake_copy(training.model).train()
         if layout.loading:
@@ -235,7 +239,8 @@ def trace_step(
         loads.append(UNEVEN)
     # An allocator rounds blocks up to so many bytes.
     granularity = 64 if training.device == "cpu" else 512
-    peaks, works = list[dict[str, int]](), list[Work]()
+    peaks = list[dict[str, int]]()
+    works = list[Work]()
     with blocks, mode, ledger:
         optimizer_class, options = OPTIMIZERS[training.optimizer]
         # torch's default is one operation for all parameters on an accelerator, with its temporary tensors.
@@ -252,8 +257,10 @@ def trace_step(
                     works.append(work)
             peaks.append(ledger.peak(start, granularity))
     memory = peaks[1]
-    first, last = works[micro], works[2 * micro - 1]
-    even, uneven = sum(memory.values()), sum(peaks[-1].values())
+    first = works[micro]
+    last = works[2 * micro - 1]
+    even = sum(memory.values())
+    uneven = sum(peaks[-1].values())
     if layout.replicated:
         buckets = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
         memory[MESSAGES] += buckets
@@ -327,14 +334,17 @@ def _batch(
 def _failed(error: BaseException) -> Step:
     """Where in the model a trace has ended, and why; a defect where the last line that is no operation is ours."""
     text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-    where, is_ours = "", True
+    where = ""
+    is_ours = True
     for frame, line in traceback.walk_tb(error.__traceback__):
-        module, name = frame.f_locals.get("self"), str(frame.f_globals.get("__name__"))
+        module = frame.f_locals.get("self")
+        name = str(frame.f_globals.get("__name__"))
         # The operations of the model pass through `tracing`.
         if name.startswith("accelerate.") and name != tracing.__name__:
             is_ours = True
         elif isinstance(module, nn.Module) and not name.startswith("torch."):
-            where, is_ours = f"{type(module).__name__} ({frame.f_code.co_filename}:{line})", False
+            where = f"{type(module).__name__} ({frame.f_code.co_filename}:{line})"
+            is_ours = False
         elif isinstance(module, nn.Module) and frame.f_code.co_name == "forward":
             is_ours = False
     if isinstance(error, tracing.NEEDS_VALUES) and where:

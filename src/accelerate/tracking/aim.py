@@ -77,6 +77,7 @@ class AimTracker(ClientTracker):
             if isinstance(value, tuple):
                 image, caption = value
             else:
-                image, caption = (value, "")
+                image = value
+                caption = ""
             shown = aim.Image(image, **{"caption": caption, **options.get("aim_image", {})})
             self.tracker.track(shown, name=key, step=step, **options.get("track", {}))

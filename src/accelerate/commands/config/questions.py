@@ -75,10 +75,8 @@ _HELP = {
     "_split": "Tensor, context, sequence and pipeline parallelism: for a model or sequences too large for one device "
     "even when sharded.",
 }
-_POLICY, _DEEPSPEED_FILE = (
-    "fsdp_config.fsdp_auto_wrap_policy",
-    "deepspeed_config.deepspeed_config_file",
-)
+_POLICY = "fsdp_config.fsdp_auto_wrap_policy"
+_DEEPSPEED_FILE = "deepspeed_config.deepspeed_config_file"
 YES_NO = ((False, "no"), (True, "yes"))
 
 
