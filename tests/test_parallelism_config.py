@@ -3,9 +3,9 @@
 
 import pytest
 
-from accelerate.config.fp8 import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from accelerate.config.megatron import MegatronLMPlugin
 from accelerate.config.parallel import DeepSpeedSequenceParallelConfig, TorchContextParallelConfig
+from accelerate.config.precision import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from accelerate.parallelism_config import ParallelismConfig
 
 
@@ -79,10 +79,10 @@ def test_fp8_recipes(monkeypatch):
     with pytest.raises(ValueError, match="O3"):
         MSAMPRecipeKwargs("O3")
     for kind, package in ((AORecipeKwargs, "torchao"), (TERecipeKwargs, "transformer_engine")):
-        monkeypatch.setattr("accelerate.config.fp8.is_available", lambda name: False)
+        monkeypatch.setattr("accelerate.config.precision.is_available", lambda name: False)
         with pytest.raises(ImportError, match=package):
             kind()
-    monkeypatch.setattr("accelerate.config.fp8.is_available", lambda name: True)
+    monkeypatch.setattr("accelerate.config.precision.is_available", lambda name: True)
     monkeypatch.setenv("ACCELERATE_FP8_MARGIN", "2")
     recipe = TERecipeKwargs(fp8_format="e4m3")
     assert (recipe.margin, recipe.fp8_format, recipe.amax_history_len) == (2, "E4M3", 1024)

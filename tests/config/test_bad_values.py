@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed import fsdp
 
 from accelerate.config.deepspeed import DeepSpeedPlugin
-from accelerate.config.fp8 import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.config.parallel import (
     DeepSpeedSequenceParallelConfig,
@@ -20,7 +19,13 @@ from accelerate.config.parallel import (
     TorchTensorParallelConfig,
     TorchTensorParallelPlugin,
 )
-from accelerate.config.precision import AutocastKwargs, GradScalerKwargs
+from accelerate.config.precision import (
+    AORecipeKwargs,
+    AutocastKwargs,
+    GradScalerKwargs,
+    MSAMPRecipeKwargs,
+    TERecipeKwargs,
+)
 from accelerate.config.training import (
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
@@ -120,7 +125,7 @@ REFUSED = [
 def no_variables(monkeypatch):
     monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")
     monkeypatch.delenv("FSDP_VERSION", raising=False)
-    monkeypatch.setattr("accelerate.config.fp8.is_available", lambda name: True)
+    monkeypatch.setattr("accelerate.config.precision.is_available", lambda name: True)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate.config.fp8 import AORecipeKwargs, MSAMPRecipeKwargs
+from accelerate.config.precision import AORecipeKwargs, MSAMPRecipeKwargs
 from accelerate.core.enums import FP8BackendType
 from accelerate.core.errors import ConfigurationError, PrepareError
 from accelerate.core.imports import is_available

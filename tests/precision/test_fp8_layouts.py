@@ -14,9 +14,9 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator
-from accelerate.config.fp8 import AORecipeKwargs
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.config.parallel import PipelineParallelConfig, TorchTensorParallelConfig
+from accelerate.config.precision import AORecipeKwargs
 from accelerate.config.training import TorchDynamoPlugin
 from accelerate.core.enums import FP8BackendType
 from accelerate.core.errors import PrepareError

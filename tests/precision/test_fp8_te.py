@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate.config.fp8 import TERecipeKwargs
+from accelerate.config.precision import TERecipeKwargs
 from accelerate.core import imports
 from accelerate.core.errors import ConfigurationError
 from accelerate.precision import fp8_te

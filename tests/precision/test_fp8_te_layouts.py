@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator
-from accelerate.config.fp8 import TERecipeKwargs
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.config.parallel import TorchTensorParallelConfig
+from accelerate.config.precision import TERecipeKwargs
 from accelerate.core.enums import FP8BackendType
 from accelerate.core.errors import PrepareError
 from accelerate.parallelism_config import ParallelismConfig

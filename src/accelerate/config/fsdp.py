@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from ..core import env
 from ..core.constants import FSDP2_STATE_DICT_TYPE, FSDP_AUTO_WRAP_POLICY, FSDP_STATE_DICT_TYPE
-from ..core.errors import ConfigurationError
+from ..core.errors import ConfigurationError, suggestion
 from ..core.messages import warn
 from ..core.objects import flat_list
-from . import checks, fsdp_words
+from . import checks
 
 if TYPE_CHECKING:
     import torch
@@ -112,7 +112,7 @@ class FullyShardedDataParallelPlugin:
             self.sharding_strategy = env.get("FSDP_SHARDING_STRATEGY", "FULL_SHARD")
         requested = self.reshard_after_forward
         if isinstance(requested, (str, int)) and not isinstance(requested, bool):
-            self.reshard_after_forward = fsdp_words.member(
+            self.reshard_after_forward = _member(
                 ShardingStrategy, requested, "reshard_after_forward"
             )
         if self.reshard_after_forward is not None and not isinstance(
@@ -125,7 +125,7 @@ class FullyShardedDataParallelPlugin:
         if self.sharding_strategy is None:
             self.sharding_strategy = self.reshard_after_forward
             return
-        self.sharding_strategy = fsdp_words.member(
+        self.sharding_strategy = _member(
             ShardingStrategy, self.sharding_strategy, "sharding_strategy"
         )
 
@@ -135,7 +135,7 @@ class FullyShardedDataParallelPlugin:
             for name in ("reshard_after_forward", "sharding_strategy")
             if getattr(self, name) is not None
         ]
-        meant = [fsdp_words.reshards(getattr(self, name), name) for name in given]
+        meant = [_reshards(getattr(self, name), name) for name in given]
         if len(given) == 2 and meant[0] != meant[1]:
             strategy = getattr(self.sharding_strategy, "name", self.sharding_strategy)
             raise ConfigurationError(
@@ -144,7 +144,7 @@ class FullyShardedDataParallelPlugin:
             )
         if not given:
             origin = "FSDP_RESHARD_AFTER_FORWARD"
-            meant = [fsdp_words.reshards(env.get(origin, "true"), origin)]
+            meant = [_reshards(env.get(origin, "true"), origin)]
         self.reshard_after_forward = meant[0]
         self.sharding_strategy = None
 
@@ -161,7 +161,7 @@ class FullyShardedDataParallelPlugin:
             return
         from torch.distributed.fsdp import BackwardPrefetch
 
-        self.backward_prefetch = fsdp_words.member(BackwardPrefetch, requested, "backward_prefetch")
+        self.backward_prefetch = _member(BackwardPrefetch, requested, "backward_prefetch")
         if self.fsdp_version == 2:
             warn(
                 "backward_prefetch is an option of FSDP1; FSDP2 always prefetches in the backward. It is ignored."
@@ -183,7 +183,7 @@ class FullyShardedDataParallelPlugin:
             else:
                 default = "SHARDED_STATE_DICT"
             self.state_dict_type = env.get("FSDP_STATE_DICT_TYPE", default)
-        kind = self.state_dict_type = fsdp_words.member(
+        kind = self.state_dict_type = _member(
             StateDictType, self.state_dict_type, "state_dict_type"
         )
         if self.fsdp_version == 2 and kind.name not in FSDP2_STATE_DICT_TYPE:
@@ -192,7 +192,7 @@ class FullyShardedDataParallelPlugin:
                 f"(of {FSDP_STATE_DICT_TYPE}); take one of these, or fsdp_version=1"
             )
         names = ("state_dict_config", "optim_state_dict_config")
-        for name, fitting in zip(names, fsdp_words.state_dict_configs(kind.name), strict=True):
+        for name, fitting in zip(names, _state_dict_configs(kind.name), strict=True):
             given = getattr(self, name)
             if given is None:
                 setattr(self, name, fitting)
@@ -216,7 +216,7 @@ class FullyShardedDataParallelPlugin:
             if word == "TRANSFORMER_BASED_WRAP":
                 policy = transformer_auto_wrap_policy
                 if self.transformer_cls_names_to_wrap is None:
-                    self.transformer_cls_names_to_wrap = fsdp_words.names(
+                    self.transformer_cls_names_to_wrap = _names(
                         env.get("FSDP_TRANSFORMER_CLS_TO_WRAP")
                     )
             elif word == "SIZE_BASED_WRAP":
@@ -226,9 +226,7 @@ class FullyShardedDataParallelPlugin:
         self.auto_wrap_policy = policy
         if self.transformer_cls_names_to_wrap is not None:
             names = flat_list(self.transformer_cls_names_to_wrap)
-            self.transformer_cls_names_to_wrap = flat_list(
-                [fsdp_words.names(name) for name in names]
-            )
+            self.transformer_cls_names_to_wrap = flat_list([_names(name) for name in names])
 
     def _resolve_flags(self) -> None:
         self._take_flag("activation_checkpointing")
@@ -415,3 +413,89 @@ def give_storage(module: torch.nn.Module) -> None:
     else:
         device = torch.device(kind, torch.accelerator.current_device_index())
     module.to_empty(device=device, recurse=False)
+
+
+# -- what words, numbers and objects mean to torch
+
+# What the words of FSDP1's sharding strategies mean to FSDP2, which knows one switch: reshard after the forward.
+_RESHARD_WORDS = {"FULL_SHARD": True, "SHARD_GRAD_OP": False}
+
+
+def _member(kind: Any, value: Any, field: str) -> Any:
+    """A member of a torch enum from itself, its name in any case, or its number (as text or not)."""
+    if isinstance(value, kind):
+        return value
+    if isinstance(value, str) and value.isdigit():
+        value = int(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        if value in [one.value for one in kind]:
+            return kind(value)
+    elif isinstance(value, str):
+        # torch's enum has _HYBRID_SHARD_ZERO2 for the API's HYBRID_SHARD_ZERO2.
+        for name in (value.upper(), f"_{value.upper()}"):
+            if name in kind.__members__:
+                return kind[name]
+    choices = [name.lstrip("_") for name in kind.__members__]
+    raise ConfigurationError(
+        f"{field}={value!r} is not one of {choices}{suggestion(str(value).upper(), choices)}"
+    )
+
+
+def _reshards(requested: Any, origin: str) -> bool | int:
+    """What a value means to FSDP2: True, False, or the size of the groups to reshard to."""
+    if origin == "sharding_strategy":
+        from torch.distributed.fsdp import ShardingStrategy
+
+        # Its numbers are FSDP1's, no sizes.
+        requested = _member(ShardingStrategy, requested, origin)
+    word = getattr(requested, "name", requested)
+    if isinstance(word, str) and word.isdigit() and int(word) > 1:
+        return int(word)
+    if isinstance(word, str):
+        if word.upper() == "NO_SHARD":
+            raise ConfigurationError(
+                f"{origin}={word}: FSDP2 always shards. For unsharded parameters on each rank (DDP) leave FSDP out."
+            )
+        if word.upper().startswith("HYBRID_SHARD"):
+            raise ConfigurationError(
+                f"{origin}={word}: FSDP2 takes hybrid sharding from the layout. Give the Accelerator "
+                "parallelism_config=ParallelismConfig(dp_replicate_size=..., dp_shard_size=...)."
+            )
+        found = _RESHARD_WORDS.get(word.upper())
+        if found is None:
+            requested = env.parse_bool(word, where=origin)
+        else:
+            requested = found
+    if not isinstance(requested, bool) and not (isinstance(requested, int) and requested > 1):
+        raise ConfigurationError(
+            f"{origin}={requested!r}: FSDP2 takes True, False or the size of the groups to reshard to (2 or more)"
+        )
+    return requested
+
+
+def _names(text: str | None) -> list[str] | None:
+    """Split a comma-separated list of names; None stays None."""
+    if text is None:
+        return None
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _state_dict_configs(kind: str) -> tuple[Any, Any]:
+    """Return torch's configurations of model and optimizer state for a kind of state dict; None for others."""
+    from torch.distributed.fsdp import (
+        FullOptimStateDictConfig,
+        FullStateDictConfig,
+        ShardedOptimStateDictConfig,
+        ShardedStateDictConfig,
+    )
+
+    if kind == "FULL_STATE_DICT":
+        return (
+            FullStateDictConfig(offload_to_cpu=True, rank0_only=True),
+            FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=True),
+        )
+    if kind == "SHARDED_STATE_DICT":
+        return ShardedStateDictConfig(offload_to_cpu=True), ShardedOptimStateDictConfig(
+            offload_to_cpu=True
+        )
+    return None, None

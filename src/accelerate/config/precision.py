@@ -1,12 +1,176 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of mixed precision: autocast and gradient scaling."""
+"""Options of mixed precision: autocast, gradient scaling, and the recipes of torchao, TransformerEngine, MS-AMP."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
 
+from ..core import env
+from ..core.errors import ConfigurationError
+from ..core.imports import is_available
+from ..core.messages import warn
 from . import checks
 from .base import KwargsHandler
+
+if TYPE_CHECKING:
+    import torch
+
+# Fields of Transformer Engine's recipe that have a variable, each with its default and what it may hold.
+_DELAYED_SCALING: dict[str, tuple[Any, Callable[[str, Any], Any]]] = {
+    "use_autocast_during_eval": (False, checks.truth),
+    "use_mxfp8_block_scaling": (False, checks.truth),
+    "margin": (0, functools.partial(checks.integer, least=0)),
+    "interval": (1, checks.integer),
+    "amax_history_len": (1024, checks.integer),
+    "fp8_format": ("HYBRID", functools.partial(checks.word, choices=("HYBRID", "E4M3", "E5M2"))),
+    "amax_compute_algo": (
+        "most_recent",
+        functools.partial(checks.word, choices=("max", "most_recent")),
+    ),
+}
+
+
+class _Recipe(KwargsHandler):
+    """A recipe's defaults come from variables: it is compared with a recipe of nothing but those."""
+
+    def to_kwargs(self) -> dict[str, Any]:
+        plain = type(self)()
+        values = self.to_dict()
+        names = [field.name for field in fields(self)]  # type: ignore[arg-type]
+        return {name: values[name] for name in names if values[name] != getattr(plain, name)}
+
+
+@dataclass
+class AORecipeKwargs(_Recipe):
+    """How torchao converts linear layers to float8. A field that is None takes its ACCELERATE_FP8_* variable.
+
+    Fields:
+        config: a `torchao.float8.Float8LinearConfig`; made from the two fields below where it is not given.
+        module_filter_func: (module, name) -> whether to convert it; None converts all but the first and last linear.
+        pad_inner_dim: pad matrices to the multiples of 16 that float8 kernels want.
+        enable_fsdp_float8_all_gather: FSDP2 gathers parameters in float8.
+
+    Raises ImportError where torchao is not installed.
+    """
+
+    config: Any = None
+    module_filter_func: Callable[[torch.nn.Module, str], bool] | None = None
+    pad_inner_dim: bool | None = None
+    enable_fsdp_float8_all_gather: bool | None = None
+
+    def __post_init__(self) -> None:
+        _require("torchao", "AORecipeKwargs")
+        from torchao.float8 import Float8LinearConfig
+
+        if self.config is not None:
+            given = [
+                n
+                for n in ("pad_inner_dim", "enable_fsdp_float8_all_gather")
+                if getattr(self, n) is not None
+            ]
+            if given:
+                raise ConfigurationError(
+                    f"{', '.join(given)} and `config` are both given: set it in the config alone"
+                )
+            return
+        for name in ("pad_inner_dim", "enable_fsdp_float8_all_gather"):
+            variable = f"ACCELERATE_FP8_{name.upper()}"
+            setattr(self, name, checks.truth_or(name, getattr(self, name), variable, True))
+        self.config = Float8LinearConfig(
+            pad_inner_dim=self.pad_inner_dim,
+            enable_fsdp_float8_all_gather=self.enable_fsdp_float8_all_gather,
+        )
+
+
+@dataclass
+class TERecipeKwargs(_Recipe):
+    """How TransformerEngine scales its float8 layers. A field that is None takes its ACCELERATE_FP8_* variable.
+
+    Fields:
+        use_autocast_during_eval: run evaluation in float8 too.
+        margin, interval, fp8_format (HYBRID, E4M3, E5M2), amax_history_len, amax_compute_algo (max, most_recent),
+        override_linear_precision (forward, input gradient, weight gradient): TransformerEngine's DelayedScaling.
+        use_mxfp8_block_scaling: its MXFP8BlockScaling recipe instead.
+
+    Raises ImportError where TransformerEngine is not installed, ValueError for an unknown word.
+    """
+
+    use_autocast_during_eval: bool | None = None
+    margin: int | None = None
+    interval: int | None = None
+    fp8_format: str | None = None
+    amax_history_len: int | None = None
+    amax_compute_algo: str | None = None
+    override_linear_precision: tuple[bool, bool, bool] | None = None
+    use_mxfp8_block_scaling: bool | None = None
+
+    def __post_init__(self) -> None:
+        _require("transformer_engine", "TERecipeKwargs")
+        self._read_variables()
+
+    def _read_variables(self) -> None:
+        for name, (default, check) in _DELAYED_SCALING.items():
+            given = getattr(self, name)
+            if given is None:
+                given = env.value(f"ACCELERATE_FP8_{name.removeprefix('fp8_').upper()}")
+            setattr(self, name, check(name, default if given is None else given))
+        if self.override_linear_precision is None:
+            forward, inputs, weights = (
+                env.get_flag(f"ACCELERATE_FP8_OVERRIDE_{name}")
+                for name in ("FPROP", "DGRAD", "WGRAD")
+            )
+            self.override_linear_precision = (forward, inputs, weights)
+
+
+@dataclass
+class MSAMPRecipeKwargs(_Recipe):
+    """How far MS-AMP goes: `opt_level` O1 (gradients and weights) or O2 (optimizer state too)."""
+
+    opt_level: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.opt_level is None:
+            self.opt_level = env.get("ACCELERATE_FP8_OPT_LEVEL", "O2")
+        self.opt_level = checks.word("opt_level", self.opt_level, ("O1", "O2"))
+
+
+@dataclass
+class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
+    """The API's older object for either of two backends. Use `TERecipeKwargs` or `MSAMPRecipeKwargs` in new code."""
+
+    backend: str | None = None
+
+    def __post_init__(self) -> None:
+        warn(
+            "FP8RecipeKwargs stands for two backends; use TERecipeKwargs or MSAMPRecipeKwargs, which name one.",
+            FutureWarning,
+        )
+        default = "MSAMP" if is_available("msamp") else "TE"
+        if self.backend is None:
+            requested = env.get("ACCELERATE_FP8_BACKEND", default)
+        else:
+            requested = self.backend
+        if isinstance(requested, str):
+            self.backend = requested.upper()
+        else:
+            self.backend = requested
+        if self.backend not in ("MSAMP", "TE"):
+            raise ConfigurationError(
+                f"backend={requested!r}: `backend` must be 'MSAMP' or 'TE' (TransformerEngine) for `FP8RecipeKwargs`."
+            )
+        if self.backend == "MSAMP":
+            MSAMPRecipeKwargs.__post_init__(self)
+            self._read_variables()
+        else:
+            TERecipeKwargs.__post_init__(self)
+
+
+def _require(package: str, what: str) -> None:
+    if not is_available(package):
+        raise ImportError(f"{what} needs the package {package}, which is not installed here")
 
 
 @dataclass

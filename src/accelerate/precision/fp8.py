@@ -22,8 +22,7 @@ from .base import Repoint
 if TYPE_CHECKING:
     from torchao.float8 import Float8LinearConfig
 
-    from ..config.fp8 import AORecipeKwargs, TERecipeKwargs
-    from ..config.precision import AutocastKwargs
+    from ..config.precision import AORecipeKwargs, AutocastKwargs, TERecipeKwargs
 
 logger: MultiProcessAdapter = get_logger(__name__)
 
@@ -178,7 +177,7 @@ def make_fp8(
     if backend is FP8BackendType.TE:
         return TransformerEnginePrecision(device_type, options, recipe)
     if backend is FP8BackendType.AO:
-        from ..config.fp8 import AORecipeKwargs
+        from ..config.precision import AORecipeKwargs
 
         return TorchaoPrecision(device_type, options, recipe or AORecipeKwargs(), gathers)
     raise ConfigurationError(

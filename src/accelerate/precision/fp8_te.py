@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..config.fp8 import TERecipeKwargs
+from ..config.precision import TERecipeKwargs
 from ..core.availability import is_transformer_engine_mxfp8_available
 from ..core.errors import ConfigurationError
 from ..core.imports import required

@@ -13,8 +13,15 @@ import torch
 
 from ..config import checks
 from ..config.base import KwargsHandler
-from ..config.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
-from ..config.precision import AutocastKwargs, GradScalerKwargs, MasterWeightsKwargs
+from ..config.precision import (
+    AORecipeKwargs,
+    AutocastKwargs,
+    FP8RecipeKwargs,
+    GradScalerKwargs,
+    MasterWeightsKwargs,
+    MSAMPRecipeKwargs,
+    TERecipeKwargs,
+)
 from ..config.training import (
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,

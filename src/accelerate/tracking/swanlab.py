@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from .runs import ImageRunTracker
+from .base import ImageRunTracker
 
 
 class SwanLabTracker(ImageRunTracker):

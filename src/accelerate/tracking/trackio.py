@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from .runs import RunTracker
+from .base import RunTracker
 
 
 class TrackioTracker(RunTracker):

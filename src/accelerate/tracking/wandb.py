@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .base import on_main_process
-from .runs import ImageRunTracker
+from .base import ImageRunTracker, on_main_process
 
 
 class WandBTracker(ImageRunTracker):

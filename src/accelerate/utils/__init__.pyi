@@ -41,10 +41,6 @@ from ..config.base import KwargsHandler as KwargsHandler
 from ..config.deepspeed import DeepSpeedPlugin as DeepSpeedPlugin
 from ..config.deepspeed import get_active_deepspeed_plugin as get_active_deepspeed_plugin
 from ..config.deepspeed_file import HfDeepSpeedConfig as HfDeepSpeedConfig
-from ..config.fp8 import AORecipeKwargs as AORecipeKwargs
-from ..config.fp8 import FP8RecipeKwargs as FP8RecipeKwargs
-from ..config.fp8 import MSAMPRecipeKwargs as MSAMPRecipeKwargs
-from ..config.fp8 import TERecipeKwargs as TERecipeKwargs
 from ..config.fsdp import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from ..config.megatron import MegatronLMPlugin as MegatronLMPlugin
 from ..config.parallel import DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig
@@ -52,9 +48,13 @@ from ..config.parallel import PipelineParallelConfig as PipelineParallelConfig
 from ..config.parallel import TorchContextParallelConfig as TorchContextParallelConfig
 from ..config.parallel import TorchTensorParallelConfig as TorchTensorParallelConfig
 from ..config.parallel import TorchTensorParallelPlugin as TorchTensorParallelPlugin
+from ..config.precision import AORecipeKwargs as AORecipeKwargs
 from ..config.precision import AutocastKwargs as AutocastKwargs
+from ..config.precision import FP8RecipeKwargs as FP8RecipeKwargs
 from ..config.precision import GradScalerKwargs as GradScalerKwargs
+from ..config.precision import MSAMPRecipeKwargs as MSAMPRecipeKwargs
 from ..config.precision import MasterWeightsKwargs as MasterWeightsKwargs
+from ..config.precision import TERecipeKwargs as TERecipeKwargs
 from ..config.quantization import BnbQuantizationConfig as BnbQuantizationConfig
 from ..config.training import DataLoaderConfiguration as DataLoaderConfiguration
 from ..config.training import DistributedDataParallelKwargs as DistributedDataParallelKwargs

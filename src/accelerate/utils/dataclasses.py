@@ -7,7 +7,6 @@ EXPORTS = {
     "collectives.tensors": ["TensorInformation"],
     "config.base": ["KwargsHandler"],
     "config.deepspeed": ["DeepSpeedPlugin"],
-    "config.fp8": ["AORecipeKwargs", "FP8RecipeKwargs", "MSAMPRecipeKwargs", "TERecipeKwargs"],
     "config.fsdp": ["FullyShardedDataParallelPlugin"],
     "config.megatron": ["MegatronLMPlugin"],
     "config.parallel": [
@@ -17,7 +16,15 @@ EXPORTS = {
         "TorchTensorParallelConfig",
         "TorchTensorParallelPlugin",
     ],
-    "config.precision": ["AutocastKwargs", "GradScalerKwargs", "MasterWeightsKwargs"],
+    "config.precision": [
+        "AORecipeKwargs",
+        "AutocastKwargs",
+        "FP8RecipeKwargs",
+        "GradScalerKwargs",
+        "MSAMPRecipeKwargs",
+        "MasterWeightsKwargs",
+        "TERecipeKwargs",
+    ],
     "config.quantization": ["BnbQuantizationConfig"],
     "config.training": [
         "DataLoaderConfiguration",

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import functools
 import math
+import select
+import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +16,14 @@ from typing import Any
 from ...config import launch_file
 from ...config.launch_schema import cluster_keys
 from ...core import system
+from ...core.errors import ConfigurationError
 from ...core.options import options
 from ..parser import listing
-from . import menu
 from .default import machine_defaults, run_kind
 
 Answers = dict[str, Any]
+# The answer that goes back to the question before.
+BACK = object()
 
 
 @dataclass(frozen=True)
@@ -51,12 +56,12 @@ class Question:
         if self.has_one_answer(answers):
             return choices[0][0]
         if choices:
-            return menu.choose(self.text, choices, default, self.help)
+            return choose(self.text, choices, default, self.help)
         option = cluster_keys().get(self.key)
         check: Callable[[str], Any] = str
         if option:
             check = functools.partial(option.convert, where=self.key)
-        return menu.line(self.text, default, check, self.help)
+        return line(self.text, default, check, self.help)
 
     @property
     def help(self) -> str:
@@ -271,7 +276,7 @@ def run(path: Path, questions: Sequence[Question] = QUESTIONS) -> Path:
                 at += 1
                 continue
             answer = question.prompt(answers)
-            if answer is not menu.BACK:
+            if answer is not BACK:
                 answers[question.key] = answer
                 # A question with one possible answer is skipped; going back must not stop there.
                 if not question.has_one_answer(answers):
@@ -281,9 +286,7 @@ def run(path: Path, questions: Sequence[Question] = QUESTIONS) -> Path:
         else:
             print("\n" + listing(to_file(answers)))
             if (
-                menu.choose(
-                    f"\nWrite this to {path}?", ((True, "yes"), (False, "no, go back")), True
-                )
+                choose(f"\nWrite this to {path}?", ((True, "yes"), (False, "no, go back")), True)
                 is True
             ):
                 return launch_file.write(path, to_file(answers))
@@ -323,3 +326,59 @@ def to_file(answers: Answers) -> dict[str, Any]:
         ]
         data["parallelism_config"] = sizes | ({remaining: left} if left > 1 else {})
     return data
+
+
+# -- prompts of a terminal
+
+
+def choose(title: str, options: Sequence[tuple[Any, str]], default: Any, help: str = "") -> Any:
+    """The value of the option chosen, or BACK. `options` are values with their words; `?` shows `help`."""
+    values = [value for value, _ in options]
+    print(title)
+    for number, (_, text) in enumerate(options):
+        print(f"  {number}: {text}")
+
+    def check(text: str) -> int:
+        if not text.isdigit() or int(text) >= len(options):
+            raise ValueError(
+                f"give a number from 0 to {len(options) - 1}, ? for help, or < to go back"
+            )
+        return int(text)
+
+    number = line("number", values.index(default) if default in values else 0, check, help)
+    if number is BACK:
+        return BACK
+    return values[number]
+
+
+def line(title: str, default: Any, check: Callable[[str], Any], help: str = "") -> Any:
+    """The value that `check` makes of a typed line, repeated until it accepts one; or BACK. Empty is the default.
+
+    `<` and `back` go back, and `?` shows `help`.
+    """
+    shown = f" [{default}]" if default not in (None, "") else ""
+    while True:
+        try:
+            print(f"{title}{shown}: ", end="", flush=True)
+            # `input` waits on when a Ctrl-C comes between its look at signals and its read of a terminal.
+            while sys.stdin.isatty() and not select.select([sys.stdin], [], [], 0.25)[0]:
+                pass
+            text = input().strip()
+        except EOFError:
+            if sys.stdin.isatty():  # Ctrl-D, the same wish as Ctrl-C
+                raise KeyboardInterrupt from None
+            raise ConfigurationError(
+                "the input ended before all questions were answered; `accelerate config default` has none"
+            ) from None
+        if text in ("<", "back"):
+            return BACK
+        if text == "?":
+            keys = "Enter takes the default, < or back returns to the question before, Ctrl-C ends without writing."
+            print(textwrap.indent(textwrap.fill(f"{help} {keys}".strip(), 90), "  "))
+            continue
+        if not text:
+            return default
+        try:
+            return check(text)
+        except (ConfigurationError, ValueError) as error:
+            print(f"  {error}")
