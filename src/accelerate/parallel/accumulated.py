@@ -17,7 +17,12 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from ..core.errors import CheckpointError
 from ..torch_internals import dtensor
-from ..torch_internals.fsdp2 import module_parameter, shards_of, unsharded_parameter
+from ..torch_internals.fsdp2 import (
+    module_parameter,
+    sharded_parameter,
+    shards_of,
+    unsharded_parameter,
+)
 from . import materialize
 
 # By the name of the place.
@@ -73,9 +78,8 @@ class AccumulatedGradients:
             (name, sharded, unsharded) for name, sharded, unsharded in both if unsharded is not None
         ]
         for name, sharded, unsharded in gathered:
-            found.append(
-                _Place(f"{name} (shard)", sharded.sharded_param, "grad", sharded.sharded_param)
-            )
+            shard = sharded_parameter(sharded)
+            found.append(_Place(f"{name} (shard)", shard, "grad", shard))
             found.append(_Place(f"{name} (unsharded)", unsharded, "grad", unsharded))
             found.append(_Place(f"{name} (sum)", sharded, "unsharded_accumulated_grad", unsharded))
         if len(gathered) == len(self._sharded):

@@ -17,6 +17,7 @@ from ..core.errors import PrepareError
 from ..core.modules import is_wrapper_subclass
 from ..state import PartialState
 from ..torch_internals import checkpoint_wrapper
+from ..torch_internals.tensor_memory import is_parameter_memory
 
 
 def checkpoint_activations(
@@ -145,7 +146,7 @@ class SavedInHostMemory:
         """Start the copy of a saved tensor to the host; the tensor itself if it stays on the device."""
         if tensor.device.type != self.device.type or tensor.nbytes < self.minimum:
             return tensor
-        if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
+        if is_parameter_memory(tensor):
             # The memory of a parameter, and of its views, stays on the device anyway.
             return tensor
         if is_wrapper_subclass(tensor):

@@ -7,8 +7,6 @@ A model of forty equal layers compiles in the time of one. Source: `torch.compil
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
@@ -22,6 +20,7 @@ from ..core.errors import PrepareError
 from ..core.imports import is_torch_version
 from ..core.modules import require_module
 from ..torch_internals.compiled import is_compiled_module, remember_uncompiled
+from ..torch_internals.module_copies import with_children
 
 
 class Compile:
@@ -82,18 +81,7 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
     if not has_repeated_blocks(module):
         return torch.compile(module, **compile_kwargs)  # type: ignore[return-value]
     # A copy of the outer module alone: the children are replaced, and the user's module must not see it.
-    outer = module.__class__.__new__(module.__class__)
-    for name, value in module.__dict__.items():
-        # A replaced `forward`, as one with hooks, is bound to the copy.
-        if isinstance(value, MethodType) and value.__self__ is module:
-            value = MethodType(value.__func__, outer)
-        elif isinstance(value, partial) and value.args[:1] == (module,):
-            value = partial(value.func, outer, *value.args[1:], **value.keywords)
-        outer.__dict__[name] = value
-    outer._modules = {
-        name: child if child is None else compile_regions(child, **compile_kwargs)
-        for name, child in module._modules.items()
-    }
+    outer = with_children(module, lambda child: compile_regions(child, **compile_kwargs))
     remember_uncompiled(outer, module)
     return outer
 

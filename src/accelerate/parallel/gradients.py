@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..torch_internals import foreach
+from ..torch_internals.grad_scaler import UnscalingScaler
 from .report.volume import CommunicationVolume
 
 _BUCKET = 25 * 1024 * 1024
@@ -169,7 +170,7 @@ def not_finite(gradients: Iterable[torch.Tensor], device: torch.device) -> torch
     return flag
 
 
-class AgreeingScaler(torch.amp.GradScaler):
+class AgreeingScaler(UnscalingScaler):
     """Unscales this rank's local gradients; an overflow on one rank is one on all.
 
     torch's scaler rejects a mixture of plain tensors and DTensors, and combines only the ranks of the first gradient.
@@ -179,13 +180,10 @@ class AgreeingScaler(torch.amp.GradScaler):
         self.__dict__.update(scaler.__dict__)
         self._home = device
 
-    def _unscale_grads_(
-        self,
-        optimizer: torch.optim.Optimizer,
-        inv_scale: torch.Tensor,
-        found_inf: torch.Tensor,
-        allow_fp16: bool,
+    def unscale_gradients(
+        self, optimizer: torch.optim.Optimizer, inverse_scale: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
+        """Multiply this rank's gradients in place; returns whether some on any rank are not finite."""
         parameters = [
             p for group in optimizer.param_groups for p in group["params"] if p.grad is not None
         ]
@@ -196,7 +194,7 @@ class AgreeingScaler(torch.amp.GradScaler):
         if not allow_fp16 and any(dtype is torch.float16 for _, dtype in grouped):
             raise ValueError("Attempting to unscale FP16 gradients.")
         for (device, _), listed in grouped.items():
-            foreach.mul_(listed, inv_scale.to(device))
+            foreach.mul_(listed, inverse_scale.to(device))
         flag = not_finite([p.grad for p in parameters], self._home)
         # A rank without gradients of this optimizer takes part as well.
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)

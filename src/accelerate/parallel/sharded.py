@@ -24,7 +24,13 @@ from ..logging import MultiProcessAdapter, get_logger
 from ..parallelism_config import ParallelismConfig
 from ..precision.base import Precision
 from ..runtime import group, mesh
-from ..torch_internals.fsdp2 import replaceable, shards_of, unsharded_parameter
+from ..torch_internals.fsdp2 import (
+    read_again,
+    replaceable,
+    sharded_parameter,
+    shards_of,
+    unsharded_parameter,
+)
 from . import gradients, methods, norms
 from .accumulated import AccumulatedGradients
 from .base import Bundle, Strategy
@@ -98,7 +104,8 @@ class ShardedModel(PreparedModel):
     def trained_parameters(self) -> Iterator[torch.Tensor]:
         """Those of the module, and the shards."""
         return itertools.chain(
-            self.module.parameters(), (shard.sharded_param for shard in shards_of(self.units()))
+            self.module.parameters(),
+            (sharded_parameter(shard) for shard in shards_of(self.units())),
         )
 
     def reshard(self) -> None:
@@ -230,7 +237,7 @@ class ShardedStrategy(Strategy):
                 if isinstance(prepared, ShardedModel)
                 for unit in prepared.units()
             ]
-            shards = {shard.sharded_param.device_mesh for shard in shards_of(units)}  # type: ignore[attr-defined]
+            shards = {sharded_parameter(shard).device_mesh for shard in shards_of(units)}  # type: ignore[attr-defined]
             if loss.device_mesh in shards:
                 raise _mixed_loss()
         try:
@@ -262,7 +269,7 @@ class ShardedStrategy(Strategy):
                     f"MasterWeightsKwargs: {class_name(model)} was sharded by hand and has run: its parameters "
                     "cannot be cast any more. Prepare it before its first forward"
                 )
-            shard.reset_sharded_param()
+            read_again(shard)
 
 
 def _mixed_loss() -> PrepareError:

@@ -17,6 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..core.errors import PrepareError
 from ..torch_internals import foreach
 from ..torch_internals.optimizer_step import replace_step
+from ..torch_internals.tensor_memory import version_of
 from .amp import MixedPrecision
 
 _CAST_FROM = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -202,7 +203,7 @@ class MasterStep:
         self._versions = self._versions_now()
 
     def _versions_now(self) -> list[int]:
-        return [parameter._version for parameter, _ in self._pairs]
+        return [version_of(parameter) for parameter, _ in self._pairs]
 
     def enter(self, optimizer: torch.optim.Optimizer) -> None:
         """Put the master weights into groups and state."""

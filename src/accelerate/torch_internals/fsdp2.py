@@ -64,6 +64,26 @@ def shards_of(modules: Iterable[nn.Module]) -> list[FSDPParam]:
     ]
 
 
+def group_parameters(group: FSDPParamGroup) -> list[FSDPParam]:
+    """FSDP2's object for each parameter that is gathered with the others of a group."""
+    return group.fsdp_params
+
+
+def reduces_gradients(model: nn.Module) -> bool:
+    """Whether backwards reduce the gradients of all units: not after `set_requires_gradient_sync(False)`."""
+    return all(group.reduce_grads for _, group, _ in shard_groups(model))
+
+
+def sharded_parameter(shard: FSDPParam) -> nn.Parameter:
+    """The DTensor that an optimizer steps, also while the module has an unsharded parameter."""
+    return shard.sharded_param
+
+
+def read_again(shard: FSDPParam) -> None:
+    """Make FSDP2 use the parameter that the module has now."""
+    shard.reset_sharded_param()
+
+
 def module_parameter(shard: FSDPParam) -> nn.Parameter:
     """The parameter in the module: FSDP2 notices only at the first forward that it was replaced."""
     parameter: nn.Parameter = getattr(shard._module_info.module, shard._module_info.param_name)

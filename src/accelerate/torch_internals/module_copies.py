@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules of a sharded model as they were before: unsharded, of the user's class, to be initialized."""
+"""Copies of modules: unsharded ones of the user's class, to be initialized, and ones with other children."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import MethodType
 
 import torch
 from torch import nn
@@ -56,5 +60,21 @@ def unsharded_copy(module: nn.Module, device: torch.device, fill: bool = False) 
     copied._modules = {
         name: None if child is None else unsharded_copy(child, device, fill=True)
         for name, child in module._modules.items()
+    }
+    return copied
+
+
+def with_children(module: nn.Module, change: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    """A copy of a module alone, which shares its parameters; its children are what `change` makes of them."""
+    copied = type(module).__new__(type(module))
+    for name, value in module.__dict__.items():
+        # A replaced `forward`, as one with hooks, is bound to the copy.
+        if isinstance(value, MethodType) and value.__self__ is module:
+            value = MethodType(value.__func__, copied)
+        elif isinstance(value, partial) and value.args[:1] == (module,):
+            value = partial(value.func, copied, *value.args[1:], **value.keywords)
+        copied.__dict__[name] = value
+    copied._modules = {
+        name: child if child is None else change(child) for name, child in module._modules.items()
     }
     return copied

@@ -14,7 +14,7 @@ from ...core.errors import PrepareError
 from ...core.imports import is_torch_version
 from ...core.modules import class_name
 from ...torch_internals import dtensor
-from ...torch_internals.fsdp2 import shard_groups
+from ...torch_internals.fsdp2 import group_parameters, shard_groups, sharded_parameter
 from .sharing import Ranks, declared, parameters_of, ranks_of
 
 
@@ -60,7 +60,7 @@ def _divided_twice(models: Sequence[nn.Module]) -> None:
             dtype = (
                 policy.reduce_dtype
                 or policy.param_dtype
-                or group.fsdp_params[0].sharded_param.dtype
+                or sharded_parameter(group_parameters(group)[0]).dtype
             )
             is_alone = getattr(group.mesh_info, "shard_mesh_size", 1) == 1
             if (

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ...core.errors import PrepareError
-from ...torch_internals.fsdp2 import module_parameter, shard_groups
+from ...torch_internals.fsdp2 import group_parameters, module_parameter, shard_groups
 
 # Global ranks of one dimension of a mesh, in ascending order.
 Ranks = tuple[int, ...]
@@ -166,7 +166,9 @@ def parameters_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Sharing
             ranks_of(info.mesh, dimension) for dimension in dimensions if dimension is not None
         ]
         entry = tuple(ranks for ranks in averaged if len(ranks) > 1), group.gradient_divide_factor
-        managed.update({id(module_parameter(parameter)): entry for parameter in group.fsdp_params})
+        managed.update(
+            {id(module_parameter(parameter)): entry for parameter in group_parameters(group)}
+        )
     for name, parameter in model.named_parameters():
         averaged_over, divisor = managed.get(id(parameter), ((), None))
         yield (

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...core.errors import PrepareError
 from ...precision.base import Precision
+from ...torch_internals import ddp
 from ...torch_internals.compiled import uncompiled
 from ..prepared import PreparedModel
 from . import requirements
@@ -102,9 +103,9 @@ class ReplicatedModel(PreparedModel):
         return replica.no_sync()
 
 
-def _expect_backward(replica: nn.Module, *_: object) -> None:
+def _expect_backward(replica: DistributedDataParallel, *_: object) -> None:
     """A forward hook of DDP: it reduces the gradients of the backward that comes next."""
-    if replica.require_backward_grad_sync and torch.is_grad_enabled():
+    if ddp.reduces(replica) and torch.is_grad_enabled():
         replica.expects_backward = True  # type: ignore[assignment]
 
 

@@ -19,6 +19,7 @@ from ...core.enums import DDPCommunicationHookType
 from ...core.messages import warn
 from ...placement.subclasses import is_quantized_tensor
 from ...precision.base import Precision
+from ...torch_internals import ddp
 from ..base import Strategy, one_shard_each
 from . import requirements
 from .model import ReplicatedModel, replica_of
@@ -95,7 +96,7 @@ class DataParallel(Strategy):
                 replica = replica_of(prepared.module)
                 if (
                     replica is not None
-                    and replica.require_backward_grad_sync
+                    and ddp.reduces(replica)
                     and hasattr(replica, "expects_backward")
                 ):
                     synced.append((prepared, replica))
@@ -111,7 +112,7 @@ class DataParallel(Strategy):
         with contextlib.ExitStack() as stack:
             for prepared, replica in synced:
                 if replica.syncs_late and replica.find_unused_parameters:
-                    replica.reducer.prepare_for_backward([loss])
+                    ddp.expect_backward(replica, [loss])
                 if len(synced) > 1 or not replica.expects_backward:
                     trained = [p for p in prepared.reduced.values() if p.requires_grad]
                     if not replica.expects_backward:
@@ -173,22 +174,18 @@ def sync_in_backward(model: torch.nn.Module) -> Iterator[None]:
     replica = replica_of(model)
     if replica is None:
         # Imports FSDP2.
-        from ...torch_internals.fsdp2 import shard_groups
+        from ...torch_internals.fsdp2 import reduces_gradients
 
-        if any(not group.reduce_grads for _, group, _ in shard_groups(model)):
+        if not reduces_gradients(model):
             raise requirements.late_sync()
         yield
         return
-    before = replica.require_backward_grad_sync, replica.require_forward_param_sync
-    replica.require_backward_grad_sync = replica.require_forward_param_sync = True
-    # The forward does this outside `no_sync`: it makes the reducer expect this backward's gradients.
-    replica.reducer.prepare_for_backward([])
-    replica.expects_backward = replica.syncs_late = True  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        replica.syncs_late = False  # type: ignore[assignment]
-        replica.require_backward_grad_sync, replica.require_forward_param_sync = before
+    with ddp.reducing(replica):
+        replica.expects_backward = replica.syncs_late = True  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            replica.syncs_late = False  # type: ignore[assignment]
 
 
 def _map_style_samplers(loaders: Sequence[object]) -> list[Any]:

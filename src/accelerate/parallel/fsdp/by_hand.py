@@ -97,9 +97,9 @@ def ensure_weights_retied(
 
     def init_and_tie(module: nn.Module) -> nn.Module:
         param_init_fn(module)
-        for name, parameter in list(module._parameters.items()):
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             number = ties.get((id(module), name))
-            if number is None or parameter is None:
+            if number is None:
                 continue
             if number not in made:
                 # Only what this call has given storage counts: a parameter left on meta is not it.
@@ -110,7 +110,7 @@ def ensure_weights_retied(
                         torch.empty_like(parameter, device=device),
                         requires_grad=parameter.requires_grad,
                     )
-            module._parameters[name] = made[number]
+            module.register_parameter(name, made[number])
         return module
 
     return init_and_tie

@@ -10,7 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...torch_internals.fsdp2 import module_parameter, shard_groups
+from ...torch_internals.fsdp2 import (
+    group_parameters,
+    module_parameter,
+    shard_groups,
+    sharded_parameter,
+)
 from ..tensor.layers import ColumnLinear, RowEmbedding, RowLinear
 from .memory import local_bytes
 from .volume import CommunicationVolume, VolumeCounter
@@ -28,10 +33,10 @@ def shard_volume(model: nn.Module, backwards: int) -> list[CommunicationVolume]:
         times: int = backwards * (1 + resharded)
         ranks: int = group.mesh_info.shard_mesh_size  # type: ignore[attr-defined]
         size = sum(
-            _unsharded_bytes(p, group.mp_policy.param_dtype, ranks) for p in group.fsdp_params
+            _unsharded_bytes(p, group.mp_policy.param_dtype, ranks) for p in group_parameters(group)
         )
         found.add(gather, times * size, times)
-        trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
+        trained = [p for p in group_parameters(group) if sharded_parameter(p).requires_grad]
         if not trained:
             is_bound = is_bound or resharded
             continue
@@ -48,10 +53,10 @@ def shard_gradients(model: nn.Module, roots: Iterable[nn.Module]) -> int:
     unsharded, inside = 0, set[int]()
     for _, group, _ in itertools.chain.from_iterable(map(shard_groups, roots)):
         policy, ranks = group.mp_policy, group.mesh_info.shard_mesh_size  # type: ignore[attr-defined]
-        for shard in group.fsdp_params:
+        for shard in group_parameters(group):
             # In a step, units have other parameters.
             inside.add(id(module_parameter(shard)))
-            if shard.sharded_param.requires_grad:
+            if sharded_parameter(shard).requires_grad:
                 unsharded += _unsharded_bytes(
                     shard, policy.reduce_dtype or policy.param_dtype, ranks
                 )
@@ -79,7 +84,7 @@ def dtype_name(dtype: torch.dtype | None) -> str:
 def _unsharded_bytes(parameter: Any, dtype: torch.dtype | None, ranks: int) -> int:
     """Bytes of a parameter that `ranks` ranks shard equally, with padding."""
     numel: int = parameter.padded_sharded_param_size.numel() * ranks
-    return numel * (dtype or parameter.sharded_param.dtype).itemsize
+    return numel * (dtype or sharded_parameter(parameter).dtype).itemsize
 
 
 def tensor_parallel_volume(model: nn.Module, backwards: int) -> list[CommunicationVolume]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from ...precision.fp8 import Float8Precision
-from ...torch_internals.fsdp2 import shards_of, unsharded_parameter
+from ...torch_internals.fsdp2 import sharded_parameter, shards_of, unsharded_parameter
 from ..adopted.sharing import parameters_of
 from ..adopted.strategy import AdoptedModel
 from ..ddp.model import ReplicatedModel, replica_of
@@ -58,7 +58,8 @@ def _model_memory(model: PreparedModel, windows: bool, seen: set[int]) -> dict[s
         return engine_bytes(model.module)
     # In a step, units show other parameters than they keep.
     shards = {
-        id(unsharded_parameter(shard)): shard.sharded_param for shard in shards_of(model.units())
+        id(unsharded_parameter(shard)): sharded_parameter(shard)
+        for shard in shards_of(model.units())
     }
     parameters = list(
         memory.unseen((shards.get(id(p), p) for p in model.module.parameters()), seen)

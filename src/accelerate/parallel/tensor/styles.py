@@ -3,25 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    RowwiseParallel,
-    SequenceParallel,
-)
 
 from ...core.errors import PrepareError
+from ...torch_internals.parallel_styles import ColumnStyle, NormStyle, RowStyle, SplitStyle
 from .layers import SEQUENCE, ColumnLinear, RowEmbedding, RowLinear, SharedInput, as_split
 from .loss import ShardedLoss
-
-Placements = Sequence[Placement]
 
 
 def _distribute(module: nn.Module, mesh: DeviceMesh, **placements: Placement) -> None:
@@ -35,7 +28,7 @@ def _distribute(module: nn.Module, mesh: DeviceMesh, **placements: Placement) ->
             )
 
 
-class Colwise(ColwiseParallel):
+class Colwise(ColumnStyle):
     """Each rank computes some of the outputs. Siblings that read the same tensor share its messages.
 
     With a `loss`, the logits of a language model.
@@ -46,36 +39,24 @@ class Colwise(ColwiseParallel):
         self.shared: SharedInput = SharedInput(1)
         self.loss = loss
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def split(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        """The module in its layout."""
         # Layers with another forward (quantized, fp8) keep it.
         if type(module) is not nn.Linear:
-            return super()._apply(module, device_mesh)
-        _distribute(module, device_mesh, weight=Shard(0), bias=Shard(0))
+            return super().split(module, mesh)
+        _distribute(module, mesh, weight=Shard(0), bias=Shard(0))
         gathered = self.output_layouts[0].is_replicate()
         return as_split(
             module,
             ColumnLinear,
-            ranks=device_mesh,
+            ranks=mesh,
             shared=self.shared,
             gathered=gathered,
             loss=self.loss,
         )
 
-    @staticmethod
-    def _prepare_input_fn(
-        layouts: Placements,
-        desired: Placements,
-        module: nn.Module,
-        inputs: tuple[torch.Tensor, ...],
-        mesh: DeviceMesh,
-    ) -> object:
-        """For layers with another forward: their input may be sharded along the sequence."""
-        if isinstance(inputs[0], DTensor):
-            return inputs[0].redistribute(placements=desired)
-        return ColwiseParallel._prepare_input_fn(layouts, desired, module, inputs, mesh)
 
-
-class Rowwise(RowwiseParallel):
+class Rowwise(RowStyle):
     """Each rank reads some of the inputs; outputs are summed, and with `along_sequence` sharded."""
 
     def __init__(self, full_input: bool = False, along_sequence: bool = False) -> None:
@@ -87,19 +68,18 @@ class Rowwise(RowwiseParallel):
         self.full_input = full_input
         self.along_sequence = along_sequence
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def split(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        """The module in its layout."""
         if type(module) is nn.Embedding:
-            _distribute(module, device_mesh, weight=Shard(0))
-            return as_split(module, RowEmbedding, ranks=device_mesh)
+            _distribute(module, mesh, weight=Shard(0))
+            return as_split(module, RowEmbedding, ranks=mesh)
         if type(module) is nn.Linear and not self.full_input:
-            _distribute(module, device_mesh, weight=Shard(1), bias=Replicate())
-            return as_split(
-                module, RowLinear, ranks=device_mesh, along_sequence=self.along_sequence
-            )
-        return super()._apply(module, device_mesh)
+            _distribute(module, mesh, weight=Shard(1), bias=Replicate())
+            return as_split(module, RowLinear, ranks=mesh, along_sequence=self.along_sequence)
+        return super().split(module, mesh)
 
 
-class SequenceNorm(SequenceParallel):
+class SequenceNorm(NormStyle):
     """A norm of a stream that is sharded along the sequence. Its parameters are replicated.
 
     With `gather` its output is gathered.
@@ -110,28 +90,26 @@ class SequenceNorm(SequenceParallel):
     ) -> None:
         super().__init__(sequence_dim=dimension, use_local_output=use_local_output)
         self.gather = gather
-        if gather:
-            self._prepare_output_fn = lambda use_local, module, outputs, mesh: _gathered(outputs)  # type: ignore[method-assign]
-        if not use_local_output:
-            self._prepare_input_fn = self._check_input  # type: ignore[method-assign]
+        self.along_sequence = not use_local_output
 
-    def _replicate_module_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
-        _distribute(
-            module,
-            device_mesh,
-            **{key: Replicate() for key, _ in module.named_parameters(recurse=False)},
-        )
+    def replicate(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        """Make replicated DTensors of the parameters."""
+        names = [name for name, _ in module.named_parameters(recurse=False)]
+        _distribute(module, mesh, **dict.fromkeys(names, Replicate()))
 
-    @staticmethod
-    def _check_input(
-        sharding: Placements, module: nn.Module, inputs: tuple[torch.Tensor, ...], mesh: DeviceMesh
-    ) -> object:
-        if not isinstance(inputs[0], DTensor):
+    def check_input(self, module: nn.Module, tensor: torch.Tensor) -> None:
+        """Raise PrepareError for an input that is not sharded along the sequence."""
+        if self.along_sequence and not isinstance(tensor, DTensor):
             raise PrepareError(
                 f"{type(module).__name__} is to compute along the sequence, but its input is not sharded: it is not "
                 "in the residual stream. Give a plan without it."
             )
-        return SequenceParallel._prepare_input_fn(sharding, module, inputs, mesh)
+
+    def change_output(self, output: object) -> object:
+        """The gathered output, with `gather`."""
+        if self.gather:
+            return _gathered(output)
+        return output
 
 
 class PerHead(SequenceNorm):
@@ -144,27 +122,26 @@ class PerHead(SequenceNorm):
         super().__init__(dimension=0, use_local_output=True)
 
 
-class Unsplit(ParallelStyle):
+class Unsplit(SplitStyle):
     """A module that is not split."""
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return module
 
-
-class SequenceEntry(ParallelStyle):
+class SequenceEntry(SplitStyle):
     """Shards the residual stream along the sequence before this module; with `gather` it is gathered after it."""
 
     def __init__(self, gather: bool = False) -> None:
         self.gather = gather
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def split(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        """The module in its layout."""
+
         def shard(
             inner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> tuple[tuple[object, ...], dict[str, object]]:
             if args:
-                return (_shard(args[0], device_mesh), *args[1:]), kwargs
+                return (_shard(args[0], mesh), *args[1:]), kwargs
             name = next(key for key, value in kwargs.items() if isinstance(value, torch.Tensor))
-            return args, {**kwargs, name: _shard(kwargs[name], device_mesh)}
+            return args, {**kwargs, name: _shard(kwargs[name], mesh)}
 
         # Before the hooks of other layouts, which read the inputs.
         module.register_forward_pre_hook(shard, with_kwargs=True, prepend=True)
@@ -173,10 +150,11 @@ class SequenceEntry(ParallelStyle):
         return module
 
 
-class SequenceExit(ParallelStyle):
+class SequenceExit(SplitStyle):
     """Gathers the residual stream after this module."""
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def split(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        """The module in its layout."""
         module.register_forward_hook(lambda inner, args, output: _mapped(output, _gathered))
         return module
 

@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A gradient scaler that unscales otherwise."""
+
+from __future__ import annotations
+
+import torch
+
+from accelerate.torch_internals.grad_scaler import UnscalingScaler
+
+
+def test_gradients_are_unscaled_by_the_subclass() -> None:
+    class Halving(UnscalingScaler):
+        def unscale_gradients(self, optimizer, inverse_scale, allow_fp16):
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad.mul_(inverse_scale)
+            return {torch.device("cpu"): torch.ones(())}
+
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    scaler = Halving("cpu", init_scale=2.0)
+    scaler.scale(parameter.sum()).backward()
+    scaler.step(optimizer)
+    # It reports an overflow: the step is skipped.
+    assert torch.equal(parameter.grad, torch.ones(2))
+    assert torch.equal(parameter.detach(), torch.ones(2))
