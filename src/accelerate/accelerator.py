@@ -55,7 +55,6 @@ from .run.loop import MainLoop
 from .run.non_finite import NonFiniteGuard, check_optimizer
 from .run.objects import PreparedModules, RunObjects, check_preparable
 from .run.out_of_memory import OutOfMemory
-from .run.out_of_memory import watch as watch_memory
 from .run.planned import PlannedRun
 from .run.resolve import Plan, Request, Resolved, adopt, resolve
 from .runtime.communication import raise_lost
@@ -248,8 +247,7 @@ class Accelerator(RunInterface):
         profile = start_profile(project, self._recorder)
         if profile is not None:
             self._loop.add(profile)
-        self._loop.add(OutOfMemory(self._objects, self._recorder))
-        watch_memory(self._loop)
+        self._out_of_memory = OutOfMemory(self._objects, self._recorder)
         if resume is not None:
             if resume != "auto":
                 raise ConfigurationError(
@@ -288,7 +286,7 @@ class Accelerator(RunInterface):
         )
         controller = self._checkpoints.controller
         self._loop: MainLoop = MainLoop(
-            self._objects, self.strategy, self._items, guard, controller
+            self._objects, self.strategy, self._items, guard, controller, self._exchange
         )
         self._checkpoints.loop = self._loop
 
@@ -867,7 +865,7 @@ class Accelerator(RunInterface):
             parameters = [parameters]
         else:
             parameters = list(parameters)
-        if self.scaler is None:
+        if self.precision.scaler is None:
             return parameters
         requested = {id(parameter) for parameter in parameters}
         for optimizer in self._objects.optimizers:
@@ -1509,7 +1507,10 @@ class Accelerator(RunInterface):
 
     def __getstate__(self) -> dict[str, Any]:
         # Another process is told which one this is, and its options. What was prepared, and the group, stay here.
-        parts = "strategy _accumulation _batch _items _objects _exchange _loop _trackers _recorder _checkpoints"
+        parts = (
+            "strategy _accumulation _batch _items _objects _exchange _loop _out_of_memory _trackers _recorder "
+            "_checkpoints"
+        )
         options = {
             name: value for name, value in self.__dict__.items() if name not in parts.split()
         }

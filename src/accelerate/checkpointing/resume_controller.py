@@ -119,16 +119,6 @@ class ResumeController:
         self._watch = PreemptionWatch(process, signals, exchange=self._exchange)
         return True
 
-    @property
-    def is_watching(self) -> bool:
-        """Whether signals stop the run."""
-        return self._watch is not None
-
-    def count_step(self) -> None:
-        """An optimizer has stepped: exchange signals with the other ranks, every few steps."""
-        self.record_step()
-        self._exchange.step()
-
     def stop_if_requested(self, loader: object) -> None:
         """Stop the run between two batches of a loader, if the ranks have agreed to."""
         watch = self._watch

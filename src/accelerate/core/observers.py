@@ -64,9 +64,6 @@ class RunObserver:
     def released(self) -> None:
         """`free_memory` has released what was prepared."""
 
-    def error(self, error: BaseException) -> None:
-        """Memory has run out: in a backward, in a trial of a batch size, or in what ends the process."""
-
     def close(self) -> None:
         """The run has ended."""
 

@@ -15,6 +15,7 @@ from ..core.observers import RunLoop
 from ..optimizer import AcceleratedOptimizer
 from ..parallel.base import Strategy
 from ..parallel.items import ItemWindow
+from ..runtime.step_exchange import StepExchange
 from .non_finite import NonFiniteGuard
 from .objects import RunObjects
 
@@ -30,6 +31,7 @@ class MainLoop(RunLoop):
         items: the accumulation window of backwards with `num_items`.
         guard: leaves steps out, with `Accelerator(non_finite=...)`.
         controller: resumes and stops the run.
+        exchange: by which the ranks agree on the step after which they stop.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class MainLoop(RunLoop):
         items: ItemWindow,
         guard: NonFiniteGuard | None,
         controller: ResumeController,
+        exchange: StepExchange,
     ) -> None:
         super().__init__()
         self._objects = weakref.ref(objects)
@@ -46,19 +49,22 @@ class MainLoop(RunLoop):
         self._items = items
         self._guard = guard
         self._controller = controller
+        self._exchange = exchange
 
     # -- passes over a loader
 
     def before_pass(self, loader: Any) -> None:
         """Do a pending resume."""
         self._controller.resume_if_pending()
-        super().before_pass(loader)
+        for observer in self.active:
+            observer.before_pass(loader)
 
     def end_batch(self, loader: Any) -> None:
         """Stop the run where a signal requests it."""
-        if self._controller.is_watching:
+        if self._exchange.is_watching:
             self._controller.stop_if_requested(loader)
-        super().end_batch(loader)
+        for observer in self.active:
+            observer.end_batch(loader)
 
     # -- the step
 
@@ -98,7 +104,8 @@ class MainLoop(RunLoop):
                     "read `accelerator.resumed` before the loop"
                 )
             self._controller.record_step()
-        super().before_step(optimizer, closure)
+        for observer in self.active:
+            observer.before_step(optimizer, closure)
 
     def leaves_out(self, optimizer: AcceleratedOptimizer) -> bool:
         """Ask the guard."""
@@ -116,9 +123,11 @@ class MainLoop(RunLoop):
         # A fused optimizer was counted in its backward.
         if not hasattr(optimizer.optimizer, "fused_backward"):
             self.count_step()
-        super().after_step(optimizer)
+        for observer in self.active:
+            observer.after_step(optimizer)
 
     def count_step(self) -> None:
         """A step was made: where signals stop the run, the ranks exchange them."""
-        if self._controller.is_watching:
-            self._controller.count_step()
+        if self._exchange.is_watching:
+            self._controller.record_step()
+            self._exchange.step()

@@ -24,16 +24,15 @@ import torch
 from ..core import devices, memory, messages
 from ..core.files import atomic_write
 from ..core.objects import size_of
-from ..core.observers import RunLoop, RunObserver
 from ..state import PartialState
 from ..telemetry.recorder import RunRecorder
 from .objects import RunObjects
 
-_watched: weakref.WeakSet[RunLoop] = weakref.WeakSet()
+_watching: weakref.WeakSet[OutOfMemory] = weakref.WeakSet()
 _VIEWER = "https://docs.pytorch.org/memory_viz"
 
 
-class OutOfMemory(RunObserver):
+class OutOfMemory:
     """Reports the first out-of-memory error of a run.
 
     Args:
@@ -45,8 +44,12 @@ class OutOfMemory(RunObserver):
         self._objects = weakref.ref(objects)
         self._recorder = recorder
         self._has_reported = False
+        if _notify not in memory.exhausted_hooks:
+            memory.exhausted_hooks.append(_notify)
+            sys.excepthook = functools.partial(_report_uncaught, sys.excepthook)
+        _watching.add(self)
 
-    def error(self, error: BaseException) -> None:
+    def report(self, error: BaseException) -> None:
         """Print and record the error, once a run."""
         objects = self._objects()
         if self._has_reported or objects is None or not objects.models:
@@ -78,18 +81,9 @@ class OutOfMemory(RunObserver):
             self._recorder.event("out_of_memory", message=message, **fields)
 
 
-def watch(loop: RunLoop) -> None:
-    """Tell the observers of a run when memory runs out in this process."""
-    if _notify not in memory.exhausted_hooks:
-        memory.exhausted_hooks.append(_notify)
-        sys.excepthook = functools.partial(_report_uncaught, sys.excepthook)
-    _watched.add(loop)
-
-
 def _notify(error: BaseException) -> None:
-    for loop in list(_watched):
-        for observer in loop.active:
-            observer.error(error)
+    for run in list(_watching):
+        run.report(error)
 
 
 def _report_uncaught(
