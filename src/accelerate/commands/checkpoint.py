@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 def parser() -> Parser:
     """Return the parser of `accelerate checkpoint`."""
-    found = Parser(
+    made = Parser(
         prog="accelerate checkpoint", description="List checkpoints, or verify their checksums."
     )
-    actions = found.add_subparsers(dest="action", required=True, metavar="verify | list")
+    actions = made.add_subparsers(dest="action", required=True, metavar="verify | list")
     for name, what in (
         (
             "verify",
@@ -37,7 +37,7 @@ def parser() -> Parser:
         action.add_argument(
             "path", help="a checkpoint, a folder of checkpoints, or the folder of a project"
         )
-    return found
+    return made
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -70,10 +70,10 @@ def _folders(path: Path) -> tuple[list[Path], list[Path]]:
         return [], []
     for directory in (path, checkpoints_dir(path)):
         if directory.is_dir():
-            found = [folder for _, folder in list_checkpoints(directory)]
+            folders = [folder for _, folder in list_checkpoints(directory)]
             damaged = list_damaged(directory)
-            if found or damaged:
-                return found, damaged
+            if folders or damaged:
+                return folders, damaged
     return [path], []
 
 

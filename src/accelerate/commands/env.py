@@ -38,7 +38,7 @@ def gather(config_file: str | None = None) -> dict[str, Any]:
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             packages[name] = importlib.metadata.version(name)
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "accelerate": __version__,
         "implementation": installation.IMPLEMENTATION,
         "folder": str(installation.FOLDER),
@@ -54,12 +54,12 @@ def gather(config_file: str | None = None) -> dict[str, Any]:
     }
     path = launch_file.default_file() if config_file is None else config_file
     try:
-        found["config"] = masked(launch_file.read(path).data)
-        found["config_file"] = str(path)
+        facts["config"] = masked(launch_file.read(path).data)
+        facts["config_file"] = str(path)
     except ConfigurationError as error:
         is_absent = config_file is None and not launch_file.default_file().exists()
-        found["config"], found["config_file"] = None, None if is_absent else str(error)
-    return found
+        facts["config"], facts["config_file"] = None, None if is_absent else str(error)
+    return facts
 
 
 def _devices() -> list[str]:
@@ -92,5 +92,5 @@ def parser() -> Parser:
 def main(argv: list[str] | None = None) -> None:
     """Run `accelerate env`."""
     args = parser().parse_args(argv)
-    found = gather(args.config_file)
-    print(json.dumps(found, indent=2) if args.json else listing(found))
+    facts = gather(args.config_file)
+    print(json.dumps(facts, indent=2) if args.json else listing(facts))

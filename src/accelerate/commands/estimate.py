@@ -381,10 +381,10 @@ def gather_data(args: argparse.Namespace) -> list[list[Any]]:
     """
     model = create_empty_model(args.model_name, args.library_name, args.trust_remote_code)
     unquantized = footprint(model, "float32").total
-    found = [footprint(model, dtype) for dtype in args.dtypes]
+    footprints = [footprint(model, dtype) for dtype in args.dtypes]
     return [
         [row.dtype, row.largest, row.total, estimate_training_usage(unquantized, row.dtype)]
-        for row in found
+        for row in footprints
     ]
 
 

@@ -99,10 +99,10 @@ def launch_command_parser(
         "training_script",
         help="The script to start (or module, or program), then its own arguments.",
     )
-    rest = parser.add_argument(
+    script_args = parser.add_argument(
         "training_script_args", nargs=argparse.REMAINDER, help=argparse.SUPPRESS
     )
-    rest.required = False  # else an absent script is reported with this one
+    script_args.required = False  # else an absent script is reported with this one
     return parser
 
 

@@ -48,7 +48,7 @@ def text(parser: argparse.ArgumentParser, topic: str | None) -> str:
         if rows:
             return _options([Group(f"a part of {name_of(group)}", "", rows)])
     names = [name_of(group) for group in GROUPS]
-    known = [
+    options_of_command = [
         *names,
         *(
             flag.lstrip("-")
@@ -57,7 +57,7 @@ def text(parser: argparse.ArgumentParser, topic: str | None) -> str:
             for flag in option.spellings
         ),
     ]
-    meant = suggestion(word, names) or suggestion(word, known)
+    meant = suggestion(word, names) or suggestion(word, options_of_command)
     raise ConfigurationError(
         f"no topic or option {topic!r}{meant}; the topics are {', '.join(names)}, all"
     )

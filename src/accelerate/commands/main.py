@@ -54,7 +54,7 @@ def main(*command: str) -> None:
         print(usage())
         sys.exit(0 if arguments else 2)
     name = arguments[0]
-    rest = arguments[1:]
+    words = arguments[1:]
     if name in ("-v", "--version", "version"):
         from ..core.installation import IMPLEMENTATION
         from ..core.version import __version__
@@ -71,7 +71,7 @@ def main(*command: str) -> None:
         sys.exit(2)
     try:
         try:
-            _command(COMMANDS[name][0]).main(rest)
+            _command(COMMANDS[name][0]).main(words)
         finally:
             if not _runs_a_script():
                 sys.stdout.flush()

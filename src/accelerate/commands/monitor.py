@@ -14,32 +14,32 @@ from .parser import Parser, exit_on
 
 def parser() -> Parser:
     """Return the parser of `accelerate monitor`."""
-    found = Parser(
+    made = Parser(
         prog="accelerate monitor",
         description="Show recorded runs on a local web page: curves, the step time of each rank, phases, memory and "
         "events. The page is updated while a run trains.",
     )
-    found.add_argument(
+    made.add_argument(
         "runs", nargs="+", metavar="RUN", help="Folder of a run. Several folders are compared."
     )
-    found.add_argument(
+    made.add_argument(
         "--port", type=int, help="Port of the page. Default: the first free port from 6606 on."
     )
-    found.add_argument(
+    made.add_argument(
         "--host",
         help="Address to listen on, such as 0.0.0.0 for all addresses of this machine. The URL then contains a "
         "secret token. Default: 127.0.0.1, which can be reached from this machine only.",
     )
-    found.add_argument("--tui", action="store_true", help="Show the run in the terminal instead.")
-    found.add_argument(
+    made.add_argument("--tui", action="store_true", help="Show the run in the terminal instead.")
+    made.add_argument(
         "--json",
         action="store_true",
         help="Print the state of the run as an object of JSON instead, in a line for each change until it ends.",
     )
-    found.add_argument(
+    made.add_argument(
         "--once", action="store_true", help="With --json: print the present state, and end."
     )
-    return found
+    return made
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -213,14 +213,14 @@ def _layouts(args: argparse.Namespace, here: Machine, module: nn.Module) -> list
     chosen = layouts.candidates(here.ranks, here.machines, here.device)
     if experts.has_experts(module):
         chosen += layouts.expert_candidates(here.ranks)
-    known = [layout.name for layout in chosen]
+    names = [layout.name for layout in chosen]
     for name in args.layout or ():
-        if name not in known:
+        if name not in names:
             raise ConfigurationError(
                 f"--layout {name}: no such layout on {here.ranks} rank{'s' * (here.ranks > 1)}"
-                + (suggestion(name, known) or f"; there are {', '.join(known)}")
+                + (suggestion(name, names) or f"; there are {', '.join(names)}")
             )
-    chosen = [layout for layout in chosen if layout.name in (args.layout or known)]
+    chosen = [layout for layout in chosen if layout.name in (args.layout or names)]
     if args.write and all(layout.loading for layout in chosen):
         raise ConfigurationError(
             f"--layout {chosen[0].name}: no configuration file selects it. Start a script that loads its model with "

@@ -16,21 +16,21 @@ FORMATS = {".html": "html", ".htm": "html", ".md": "md", ".json": "json"}
 
 def parser() -> Parser:
     """Return the parser of `accelerate report`."""
-    found = Parser(
+    made = Parser(
         prog="accelerate report",
         description="Summarize a recorded run in one file: where the time went, which ranks were slow, and what to "
         "try. An HTML report is the page of `accelerate monitor` with its data inside.",
     )
-    found.add_argument("run", metavar="RUN", help="Folder of a run.")
-    found.add_argument(
+    made.add_argument("run", metavar="RUN", help="Folder of a run.")
+    made.add_argument(
         "-o", "--output", metavar="FILE", help="File to write. Default: print the report."
     )
-    found.add_argument(
+    made.add_argument(
         "--format",
         choices=("html", "md", "json"),
         help="Format of the report. Default: by the ending of FILE, or md.",
     )
-    return found
+    return made
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -175,12 +175,12 @@ def to_fsdp2_command(args: argparse.Namespace) -> None:
     source = Path(args.config_file).expanduser()
     with exit_on(ConfigurationError, OSError):
         target = _target(source, args.output_file, args.overwrite)
-        found = launch_file.read(source)
+        file = launch_file.read(source)
         try:
-            data, changes = convert(found.data)
+            data, changes = convert(file.data)
         except ConfigurationError as error:
             raise ConfigurationError(f"{source}: {error}") from None
         launch_file.write(target, data)
-    for line in [*found.notes, *changes] or [f"{source} is for FSDP2 already: nothing changes"]:
+    for line in [*file.notes, *changes] or [f"{source} is for FSDP2 already: nothing changes"]:
         print(line)
     messages.show(f"wrote {target}")

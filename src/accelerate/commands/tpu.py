@@ -76,16 +76,16 @@ def gcloud_commands(args: argparse.Namespace, wheel: str | None = None) -> list[
 
     Raises ConfigurationError for what is missing, with where it may be given.
     """
-    kept = _from_file(args.config_file)
-    name = args.tpu_name or kept.get("tpu_name")
-    zone = args.tpu_zone or kept.get("tpu_zone")
+    settings = _from_file(args.config_file)
+    name = args.tpu_name or settings.get("tpu_name")
+    zone = args.tpu_zone or settings.get("tpu_zone")
     for what, value in (("tpu_name", name), ("tpu_zone", zone)):
         if not value:
             raise ConfigurationError(
                 f"no {what}: give --{what}, or write it into the configuration file"
             )
         check_host(str(value), what)
-    steps = [f"cd {FOLDER}", *_installation(args, wheel), *_commands(args, kept)]
+    steps = [f"cd {FOLDER}", *_installation(args, wheel), *_commands(args, settings)]
     tpu = ["gcloud", *(["alpha"] if args.use_alpha else []), "compute", "tpus", "tpu-vm"]
     where = ["--zone", str(zone)]
     everywhere = ["--worker", "all"]
@@ -151,15 +151,15 @@ def build_wheel(folder: Path) -> Path:
 def _commands(args: argparse.Namespace, kept: dict[str, Any]) -> list[str]:
     """The commands of a file, or those given; the configuration file's where neither was given."""
     file = args.command_file
-    given = args.command
-    if file and given:
+    commands = args.command
+    if file and commands:
         raise ConfigurationError(
             "--command_file and --command contradict each other: give only one of them"
         )
-    if not file and not given:
+    if not file and not commands:
         file = kept.get("command_file")
-        given = [kept.get("commands") or []]
-    lines = [command for group in given or [] for command in group]
+        commands = [kept.get("commands") or []]
+    lines = [command for group in commands or [] for command in group]
     if file:
         # A comment would swallow every command behind it: all of them become one line.
         texts = map(str.strip, Path(file).expanduser().read_text().splitlines())

@@ -69,24 +69,24 @@ def texts(field: str, value: Any, what: str = "names") -> list[str]:
     if isinstance(value, Mapping) or not isinstance(value, Iterable):
         raise ConfigurationError(f"{field}={value!r}: give a list of {what}")
     listed = list(value)
-    for one in listed:
-        if not isinstance(one, str) or not one.strip():
-            raise ConfigurationError(f"{field} holds {one!r}: give a list of {what}")
+    for entry in listed:
+        if not isinstance(entry, str) or not entry.strip():
+            raise ConfigurationError(f"{field} holds {entry!r}: give a list of {what}")
     return listed
 
 
 def word(field: str, value: Any, choices: Iterable[str]) -> str:
     """One of `choices`, written in any case."""
-    known = list(choices)
+    words = list(choices)
     if isinstance(value, str):
-        found = {choice.lower(): choice for choice in known}.get(value.lower())
+        chosen = {choice.lower(): choice for choice in words}.get(value.lower())
     else:
-        found = None
-    if found is None:
+        chosen = None
+    if chosen is None:
         raise ConfigurationError(
-            f"{field}={value!r}: use one of {', '.join(known)}{suggestion(value, known)}"
+            f"{field}={value!r}: use one of {', '.join(words)}{suggestion(value, words)}"
         )
-    return found
+    return chosen
 
 
 def member(field: str, value: Any, kind: type[E]) -> E:
@@ -94,8 +94,8 @@ def member(field: str, value: Any, kind: type[E]) -> E:
     try:
         return kind(value)
     except ValueError:
-        known = ", ".join(str(one.value).lower() for one in kind)
-        raise ConfigurationError(f"{field}={value!r} is unknown: use one of {known}") from None
+        values = ", ".join(str(entry.value).lower() for entry in kind)
+        raise ConfigurationError(f"{field}={value!r} is unknown: use one of {values}") from None
 
 
 def dtype(field: str, value: Any) -> torch.dtype | None:

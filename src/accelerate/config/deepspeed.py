@@ -77,12 +77,12 @@ class DeepSpeedPlugin:
 
     def __post_init__(self) -> None:
         self._selected = False
-        given = {name: getattr(self, name) for name in _KEYS if getattr(self, name) is not None}
+        arguments = {name: getattr(self, name) for name in _KEYS if getattr(self, name) is not None}
         # Whether a configuration was given that does not set the accumulation.
         self.accumulation_by_default: bool = False
         self._read_variables()
         self._check_fields()
-        given = {name: getattr(self, name) for name in given}
+        arguments = {name: getattr(self, name) for name in arguments}
         if self.hf_ds_config is None:
             self.hf_ds_config = env.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
             if self.hf_ds_config == "none":
@@ -90,7 +90,7 @@ class DeepSpeedPlugin:
         if self.hf_ds_config is None:
             self.hf_ds_config = HfDeepSpeedConfig(self._config_from_fields())
         else:
-            self._take_config(self.hf_ds_config, given)
+            self._take_config(self.hf_ds_config, arguments)
         check_stage(self.hf_ds_config)
         # The engine, its user and transformers look at one and the same dict.
         self.deepspeed_config = self.hf_ds_config.config
@@ -112,8 +112,8 @@ class DeepSpeedPlugin:
     def _read_variables(self) -> None:
         for name, (variable, default) in _VARIABLES.items():
             if getattr(self, name) is None:
-                found = env.value(variable)
-                setattr(self, name, default if found is None else found)
+                text = env.value(variable)
+                setattr(self, name, default if text is None else text)
         if self.enable_msamp is None:
             self.enable_msamp = (env.get("ACCELERATE_FP8_BACKEND") or "").upper() == "MSAMP"
 
@@ -160,15 +160,15 @@ class DeepSpeedPlugin:
             )
         differing = []
         for name, key in _KEYS.items():
-            found = config.get_value(key)
+            setting = config.get_value(key)
             requested = given.get(name, "auto")
-            if found in (None, "auto") and requested not in ("auto", "none"):
-                found = requested
+            if setting in (None, "auto") and requested not in ("auto", "none"):
+                setting = requested
                 _set_value(config.config, key, requested)
-            elif requested != "auto" and found not in (None, "auto", requested):
-                differing.append(f"- ds {key}={found} vs DeepSpeedPlugin {name}={requested}")
-            if found is not None:
-                setattr(self, name, found)
+            elif requested != "auto" and setting not in (None, "auto", requested):
+                differing.append(f"- ds {key}={setting} vs DeepSpeedPlugin {name}={requested}")
+            if setting is not None:
+                setattr(self, name, setting)
         if differing:
             raise ConfigurationError(
                 "the DeepSpeed config and the DeepSpeedPlugin differ: set each value in one of the two\n"
@@ -363,8 +363,8 @@ class DeepSpeedPlugin:
 
         names = [name.strip() for name in self.transformer_moe_cls_names.split(",")]
         classes = [get_module_class_from_name(model, name) for name in names]
-        for name, found in zip(names, classes, strict=True):
-            if found is None:
+        for name, module_class in zip(names, classes, strict=True):
+            if module_class is None:
                 raise ConfigurationError(
                     f"Could not find a transformer layer class called '{name}' in the model."
                 )

@@ -130,19 +130,19 @@ class FullyShardedDataParallelPlugin:
         )
 
     def _resolve_sharding_2(self) -> None:
-        given = [
+        names = [
             name
             for name in ("reshard_after_forward", "sharding_strategy")
             if getattr(self, name) is not None
         ]
-        meant = [_reshards(getattr(self, name), name) for name in given]
-        if len(given) == 2 and meant[0] != meant[1]:
+        meant = [_reshards(getattr(self, name), name) for name in names]
+        if len(names) == 2 and meant[0] != meant[1]:
             strategy = getattr(self.sharding_strategy, "name", self.sharding_strategy)
             raise ConfigurationError(
                 f"reshard_after_forward={self.reshard_after_forward!r} and sharding_strategy={strategy} contradict "
                 "each other: give the first alone"
             )
-        if not given:
+        if not names:
             origin = "FSDP_RESHARD_AFTER_FORWARD"
             meant = [_reshards(env.get(origin, "true"), origin)]
         self.reshard_after_forward = meant[0]
@@ -193,12 +193,12 @@ class FullyShardedDataParallelPlugin:
             )
         names = ("state_dict_config", "optim_state_dict_config")
         for name, fitting in zip(names, _state_dict_configs(kind.name), strict=True):
-            given = getattr(self, name)
-            if given is None:
+            config = getattr(self, name)
+            if config is None:
                 setattr(self, name, fitting)
-            elif fitting is not None and not isinstance(given, type(fitting)):
+            elif fitting is not None and not isinstance(config, type(fitting)):
                 raise ConfigurationError(
-                    f"{name}={given!r} with state_dict_type={kind.name}: it takes a {type(fitting).__name__}"
+                    f"{name}={config!r} with state_dict_type={kind.name}: it takes a {type(fitting).__name__}"
                 )
 
     def _resolve_wrapping(self) -> None:
@@ -245,9 +245,9 @@ class FullyShardedDataParallelPlugin:
         if self.ignored_modules is not None and not isinstance(self.ignored_modules, str):
             # An iterator can be read once, and each model reads it.
             self.ignored_modules = flat_list(self.ignored_modules)
-        given = self.cpu_ram_efficient_loading is not None
+        is_given = self.cpu_ram_efficient_loading is not None
         self._take_flag("cpu_ram_efficient_loading")
-        if given:
+        if is_given:
             # Libraries that build the model before `prepare` read this to load weights on rank 0 only.
             env.publish({EFFICIENT_LOADING: self.cpu_ram_efficient_loading})
         if self.fsdp_version == 2:
@@ -273,16 +273,16 @@ class FullyShardedDataParallelPlugin:
             raise ConfigurationError(
                 "forward_prefetch is an option of FSDP1: leave it None, or set fsdp_version=1"
             )
-        given = [
+        ignored = [
             name
             for name in ("use_orig_params", "sync_module_states")
             if getattr(self, name) is not None
         ]
         if not self.limit_all_gathers:
-            given.append("limit_all_gathers")
-        if given:
+            ignored.append("limit_all_gathers")
+        if ignored:
             warn(
-                f"{', '.join(given)}: for FSDP1 only. FSDP2 always keeps the original parameters, makes the ranks' "
+                f"{', '.join(ignored)}: for FSDP1 only. FSDP2 always keeps the original parameters, makes the ranks' "
                 "weights equal and limits its all-gathers. It is ignored."
             )
         self.use_orig_params = self.sync_module_states = self.forward_prefetch = None
@@ -303,12 +303,12 @@ class FullyShardedDataParallelPlugin:
                 names = flat_list(getattr(model, "_no_split_modules", None))
             classes = set()
             for name in names:
-                found = get_module_class_from_name(model, name)
-                if found is None:
+                module_class = get_module_class_from_name(model, name)
+                if module_class is None:
                     raise ConfigurationError(
                         f"Could not find the transformer layer class {name} in the model."
                     )
-                classes.add(found)
+                classes.add(module_class)
             if not classes:
                 warn(
                     f"transformer_cls_names_to_wrap names no class, and {type(model).__name__} names none itself "
@@ -428,7 +428,7 @@ def _member(kind: Any, value: Any, field: str) -> Any:
     if isinstance(value, str) and value.isdigit():
         value = int(value)
     if isinstance(value, int) and not isinstance(value, bool):
-        if value in [one.value for one in kind]:
+        if value in [choice.value for choice in kind]:
             return kind(value)
     elif isinstance(value, str):
         # torch's enum has _HYBRID_SHARD_ZERO2 for the API's HYBRID_SHARD_ZERO2.
@@ -461,11 +461,11 @@ def _reshards(requested: Any, origin: str) -> bool | int:
                 f"{origin}={word}: FSDP2 takes hybrid sharding from the layout. Give the Accelerator "
                 "parallelism_config=ParallelismConfig(dp_replicate_size=..., dp_shard_size=...)."
             )
-        found = _RESHARD_WORDS.get(word.upper())
-        if found is None:
+        meaning = _RESHARD_WORDS.get(word.upper())
+        if meaning is None:
             requested = env.parse_bool(word, where=origin)
         else:
-            requested = found
+            requested = meaning
     if not isinstance(requested, bool) and not (isinstance(requested, int) and requested > 1):
         raise ConfigurationError(
             f"{origin}={requested!r}: FSDP2 takes True, False or the size of the groups to reshard to (2 or more)"

@@ -100,9 +100,9 @@ def _parse(text: str, path: Path) -> tuple[dict[str, Any], dict[str, int]]:
         else:
             data = {}
     except yaml.MarkedYAMLError as error:
-        at: Any = error.problem_mark
+        mark: Any = error.problem_mark
         raise ConfigurationError(
-            f"{path}:{at.line + 1}:{at.column + 1}: not YAML: {error.problem}"
+            f"{path}:{mark.line + 1}:{mark.column + 1}: not YAML: {error.problem}"
         ) from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigurationError(f"{path}: not YAML: {error}") from None
@@ -207,12 +207,12 @@ class _Reader:
     def _near(self, key: str) -> str:
         section, dot, name = key.partition(".")
         if dot:
-            known = sorted(
+            sections = sorted(
                 other.partition(".")[2] for other in self.table if other.startswith(f"{section}.")
             )
-            return suggestion(name, known) or f"; known keys: {', '.join(known)}"
-        known = [other.partition(".")[0] for other in self.table]
-        return suggestion(key, known) or (
+            return suggestion(name, sections) or f"; known keys: {', '.join(sections)}"
+        sections = [other.partition(".")[0] for other in self.table]
+        return suggestion(key, sections) or (
             "; `accelerate config show --all` lists the options, and `accelerate config` writes a file"
         )
 
@@ -234,13 +234,15 @@ def write(path: str | Path, data: dict[str, Any]) -> Path:
     """Write a configuration atomically: as JSON if the name ends in .json, else as YAML."""
     path = Path(path).expanduser()
     path.parent.mkdir(parents=True, exist_ok=True)
-    kept = {key: value for key, value in sorted(data.items()) if value is not None and value != {}}
+    settings = {
+        key: value for key, value in sorted(data.items()) if value is not None and value != {}
+    }
     if path.suffix == ".json":
-        text = json.dumps(kept, indent=2, sort_keys=True) + "\n"
+        text = json.dumps(settings, indent=2, sort_keys=True) + "\n"
     else:
         import yaml
 
-        text = yaml.safe_dump(kept)
+        text = yaml.safe_dump(settings)
     with atomic_write(path, "w") as file:
         file.write(text)
     return path

@@ -126,7 +126,7 @@ def _imply_layout(values: dict[str, Setting]) -> None:
     sizes = (
         name for name in values if name.startswith("parallelism_config_") and name.endswith("_size")
     )
-    given = next(
+    size_option = next(
         (
             values[name]
             for name in sizes
@@ -134,8 +134,8 @@ def _imply_layout(values: dict[str, Setting]) -> None:
         ),
         None,
     )
-    if given is not None and values["use_parallelism_config"].origin == DEFAULT:
-        values["use_parallelism_config"] = Setting(True, given.origin)
+    if size_option is not None and values["use_parallelism_config"].origin == DEFAULT:
+        values["use_parallelism_config"] = Setting(True, size_option.origin)
 
 
 def _imply_processes(values: dict[str, Setting]) -> None:
@@ -173,17 +173,17 @@ CONTRADICTIONS = (
 def _resolve_contradictions(values: dict[str, Setting]) -> None:
     """Of two settings that cannot both be on, the more direct one stays; equals are an error."""
     for first, second in CONTRADICTIONS:
-        one = values[first]
+        value = values[first]
         other = values[second]
-        if not (one.value and other.value):
+        if not (value.value and other.value):
             continue
-        if _directness(one) == _directness(other):
+        if _directness(value) == _directness(other):
             raise ConfigurationError(
-                f"{_named(first, one)} and {_named(second, other)} contradict each other: give only one of them"
+                f"{_named(first, value)} and {_named(second, other)} contradict each other: give only one of them"
             )
-        if _directness(one) > _directness(other):
+        if _directness(value) > _directness(other):
             loser = second
-            winner = one
+            winner = value
         else:
             loser = first
             winner = other

@@ -66,14 +66,14 @@ class AORecipeKwargs(_Recipe):
         from torchao.float8 import Float8LinearConfig
 
         if self.config is not None:
-            given = [
+            names = [
                 n
                 for n in ("pad_inner_dim", "enable_fsdp_float8_all_gather")
                 if getattr(self, n) is not None
             ]
-            if given:
+            if names:
                 raise ConfigurationError(
-                    f"{', '.join(given)} and `config` are both given: set it in the config alone"
+                    f"{', '.join(names)} and `config` are both given: set it in the config alone"
                 )
             return
         for name in ("pad_inner_dim", "enable_fsdp_float8_all_gather"):
@@ -113,10 +113,10 @@ class TERecipeKwargs(_Recipe):
 
     def _read_variables(self) -> None:
         for name, (default, check) in _DELAYED_SCALING.items():
-            given = getattr(self, name)
-            if given is None:
-                given = env.value(f"ACCELERATE_FP8_{name.removeprefix('fp8_').upper()}")
-            setattr(self, name, check(name, default if given is None else given))
+            value = getattr(self, name)
+            if value is None:
+                value = env.value(f"ACCELERATE_FP8_{name.removeprefix('fp8_').upper()}")
+            setattr(self, name, check(name, default if value is None else value))
         if self.override_linear_precision is None:
             forward, inputs, weights = (
                 env.get_flag(f"ACCELERATE_FP8_OVERRIDE_{name}")

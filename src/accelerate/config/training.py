@@ -335,7 +335,7 @@ class TorchDynamoPlugin(KwargsHandler):
             "backend", str(getattr(backend, "value", backend)).upper(), DynamoBackend
         )
         names = ("options", "fullgraph", "dynamic", "use_regional_compilation")
-        given = [name for name in names if getattr(self, name)] + ["mode"] * (
+        names_given = [name for name in names if getattr(self, name)] + ["mode"] * (
             self.mode not in (None, "default")
         )
         if self.mode is None and self.options is None:
@@ -359,10 +359,10 @@ class TorchDynamoPlugin(KwargsHandler):
             self.dynamic = None
         else:
             self.dynamic = checks.truth("dynamic", dynamic)
-        if given and self.backend is DynamoBackend.NO:
+        if names_given and self.backend is DynamoBackend.NO:
             warn(
-                f"TorchDynamoPlugin: {', '.join(given)} has no effect with backend='no', which compiles nothing. Set "
-                "backend='inductor', or another of torch's"
+                f"TorchDynamoPlugin: {', '.join(names_given)} has no effect with backend='no', which compiles "
+                "nothing. Set backend='inductor', or another of torch's"
             )
 
     def to_dict(self) -> dict[str, Any]:

@@ -70,7 +70,7 @@ class Tail:
         if len(self._rest) > MOST_BYTES:
             self._rest = b""
             self.bad += 1
-        found = []
+        objects = []
         for line in lines:
             if not line.strip():
                 continue
@@ -80,10 +80,10 @@ class Tail:
                 self.bad += 1
                 continue
             if isinstance(value, dict):
-                found.append(value)
+                objects.append(value)
             else:
                 self.bad += 1
-        return found, replaced
+        return objects, replaced
 
 
 class Series:
@@ -120,14 +120,14 @@ def add_values(series: dict[str, Series], record: Mapping[str, Any], prefix: str
     time = record.get("time")
     if not isinstance(values, dict):
         return
-    at = _float(step)
+    step_number = _float(step)
     when = _float(time)
-    at = at if abs(at) < 2**53 else math.nan
+    step_number = step_number if abs(step_number) < 2**53 else math.nan
     for name, value in values.items():
         number = _SPECIAL.get(value) if isinstance(value, str) else value
         if isinstance(number, int | float):
             logged = series.setdefault(prefix + name, Series())
-            logged.steps.append(at)
+            logged.steps.append(step_number)
             logged.times.append(when)
             logged.values.append(_float(number))
 

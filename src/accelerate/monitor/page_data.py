@@ -122,9 +122,9 @@ def packed(version: str, runs: Sequence[dict[str, Any]]) -> bytes:
         nonlocal position
         with np.errstate(over="ignore"):
             buffers.append(values.astype("<f4").tobytes())
-        at = position
+        start = position
         position = position + values.size
-        return {"at": at, "shape": values.shape}
+        return {"at": start, "shape": values.shape}
 
     text = json.dumps(plain({"version": version, "runs": runs}, reference)).encode()
     text += b" " * (-len(text) % 4)

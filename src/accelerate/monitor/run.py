@@ -76,7 +76,7 @@ class Run:
         """The newest step of any rank; without telemetry that of the logged values."""
         if any(rank.count for rank in self.ranks.values()):
             return max(rank.last_step for rank in self.ranks.values())
-        return max((found.last_step for found in self.series.values()), default=0)
+        return max((series.last_step for series in self.series.values()), default=0)
 
     @property
     def last_time(self) -> float | None:
@@ -258,9 +258,9 @@ class Run:
             copied = [self.folder.joinpath(*Path(name).parts[-2:])]
         else:
             copied = []
-        for place in (self.folder / name, *copied):
+        for candidate in (self.folder / name, *copied):
             try:
-                path = place.resolve()
+                path = candidate.resolve()
                 if path.is_relative_to(self.folder.resolve()) and path.is_file():
                     return path
             except OSError:
@@ -270,10 +270,10 @@ class Run:
 
 def ranks_text(ranks: Sequence[int]) -> str:
     """Ranks for people: "rank 3", "ranks 0, 4-7"."""
-    found = spans(sorted(ranks))
-    texts = [str(first) if first == last else f"{first}-{last}" for first, last in found]
+    ranges = spans(sorted(ranks))
+    texts = [str(first) if first == last else f"{first}-{last}" for first, last in ranges]
     shown = ", ".join(texts[:12]) + (
-        f" and {sum(b - a + 1 for a, b in found[12:])} others" if len(texts) > 12 else ""
+        f" and {sum(b - a + 1 for a, b in ranges[12:])} others" if len(texts) > 12 else ""
     )
     return f"rank{'s' * (len(ranks) > 1)} {shown}"
 

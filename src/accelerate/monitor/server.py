@@ -171,8 +171,8 @@ class Server(ThreadingHTTPServer):
 
         A foreign page whose name was pointed to this address (DNS rebinding) sends its own name.
         """
-        found = _HOST.fullmatch(header or "")
-        host = (found[1] or found[2]).lower() if found else ""
+        match = _HOST.fullmatch(header or "")
+        host = (match[1] or match[2]).lower() if match else ""
         if host in ("127.0.0.1", "localhost", "::1"):
             return True
         if self.token is None:
@@ -204,8 +204,8 @@ class Server(ThreadingHTTPServer):
         """The versions of the runs and of their summaries: one that is out of date is made anew after a while."""
         now = time.monotonic()
         made = []
-        for at, version in enumerate(versions):
-            old = self._summaries.get((at, start, stop))
+        for number, version in enumerate(versions):
+            old = self._summaries.get((number, start, stop))
             made.append(old[0] if old and now < old[1] else version)
         return ".".join(map(str, [*versions, *made]))
 
@@ -316,14 +316,14 @@ class Handler(BaseHTTPRequestHandler):
             run = runs[int(number)]
         else:
             run = None
-        found = None if run is None else run.file(name)
-        if found is None:
+        named_file = None if run is None else run.file(name)
+        if named_file is None:
             self._refuse(
                 HTTPStatus.NOT_FOUND, "No event of the run names such a file in the run's folder."
             )
             return
         try:
-            file = open(found, "rb")  # noqa: SIM115 - closed below
+            file = open(named_file, "rb")  # noqa: SIM115 - closed below
         except OSError as error:
             self._refuse(HTTPStatus.NOT_FOUND, f"The file cannot be read: {error.strerror}.")
             return

@@ -116,8 +116,8 @@ def _seconds(shown: View, row: int, buckets: Array) -> float:
 
 def _above(row: int, values: Array) -> Array:
     """By how much a row is above the lower median of all rows."""
-    known = np.nan_to_num(values)
-    return np.asarray(known[row] - np.sort(known, axis=0)[(len(known) - 1) // 2])
+    numbers = np.nan_to_num(values)
+    return np.asarray(numbers[row] - np.sort(numbers, axis=0)[(len(numbers) - 1) // 2])
 
 
 def _is_chance(shown: View, row: int, buckets: Array) -> bool:

@@ -190,7 +190,7 @@ class RankSteps:
     def _identify(self, file: IO[bytes]) -> tuple[Any, ...]:
         """What changes if records move: the file, and the first and the last record that were read."""
         status = os.fstat(file.fileno())
-        ends = [self._read(file, at, at + 1).tobytes() for at in (0, self.count - 1)]
+        ends = [self._read(file, number, number + 1).tobytes() for number in (0, self.count - 1)]
         return (status.st_dev, status.st_ino, *ends)
 
     def _read(

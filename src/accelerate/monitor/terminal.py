@@ -82,9 +82,9 @@ def picture(run: Run, width: int = 100) -> RenderableType:
             renderables.append(
                 Panel(Text("\n".join([*others, *(f"Try: {text}" for text in advice(summary))])))
             )
-        found = _events(run)
-        if found:
-            renderables.append(found)
+        events = _events(run)
+        if events:
+            renderables.append(events)
     return Group(*renderables)
 
 
@@ -97,14 +97,14 @@ def _title(run: Run, summary: Summary) -> Text:
     text = Text.assemble((run.name, "bold"), f"  step {run.last_step:,}  ", (state, "dim"))
     if summary.memory:
         memory = ", ".join(
-            f"{kind} memory {size_of(found)}" for kind, found in summary.memory.items()
+            f"{kind} memory {size_of(size)}" for kind, size in summary.memory.items()
         )
         text.append(f"  {memory}", "dim")
     return text
 
 
 def _curves(shown: View, width: int) -> RenderableType:
-    found = []
+    panels = []
     titles = {
         "loss": "loss",
         "learning_rate": "lr",
@@ -122,20 +122,20 @@ def _curves(shown: View, width: int) -> RenderableType:
             else:
                 newest = f"{mean[-1]:.4g}"
             text = Text(bars(stretched(curve.mean, width)), "cyan", no_wrap=True, overflow="crop")
-            found.append(
+            panels.append(
                 Panel(text, title=f"{title} {newest}", title_align="left", width=width + 4)
             )
-    return Columns(found, padding=(0, 0))
+    return Columns(panels, padding=(0, 0))
 
 
 def bars(values: Array) -> str:
     """Values as bars of one line between their minimum and maximum; a space where there is none."""
-    known = values[np.isfinite(values)]
-    if not len(known):
+    finite = values[np.isfinite(values)]
+    if not len(finite):
         return ""
     # What is equal but for rounding is flat.
-    low = known.min()
-    span = max(float(known.max() - known.min()), 1e-4 * float(np.abs(known).max()), 1e-300)
+    low = finite.min()
+    span = max(float(finite.max() - finite.min()), 1e-4 * float(np.abs(finite).max()), 1e-300)
     return "".join(_BARS[int((v - low) / span * 7.999)] if np.isfinite(v) else " " for v in values)
 
 
@@ -149,9 +149,9 @@ def stretched(values: Array, width: int) -> Array:
 def _ranks(shown: View, summary: Summary, width: int) -> RenderableType:
     """The heat map, a line for each rank."""
     rows, own, _, slow = heat_rows(shown)
-    known = own[np.isfinite(own)]
-    if len(known):
-        low, usual, high = np.quantile(known, (0.02, 0.9, 0.98)).tolist()
+    finite = own[np.isfinite(own)]
+    if len(finite):
+        low, usual, high = np.quantile(finite, (0.02, 0.9, 0.98)).tolist()
     else:
         low = 0.0
         usual = 0.0

@@ -308,9 +308,11 @@ def stragglers(own: Array, seconds: Array, weight: Array) -> Array:
 
 
 def _moving(values: Array, weight: Array, buckets: int) -> Array:
-    known = np.where(np.isnan(values), 0, weight)
+    known_weight = np.where(np.isnan(values), 0, weight)
     with np.errstate(invalid="ignore", divide="ignore"):
-        return _summed(np.nan_to_num(values) * known, buckets) / _summed(known, buckets)
+        return _summed(np.nan_to_num(values) * known_weight, buckets) / _summed(
+            known_weight, buckets
+        )
 
 
 def _summed(values: Array, buckets: int) -> Array:

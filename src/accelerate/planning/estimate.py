@@ -139,7 +139,7 @@ def plan(
     waiting = list(layouts)
     while waiting:
         again = list[PlannedLayout]()
-        known = len(rows) + len(waiting)
+        count = len(rows) + len(waiting)
         for layout, step in trace_all(training, waiting, processes):
             row = estimate(layout, step, machine)
             rows.append(row)
@@ -148,7 +148,7 @@ def plan(
                 base = next(row.layout for row in rows if row.layout.name == name)
                 again.append(base.accumulated(layout.accumulation * 2))
             if on_estimate is not None:
-                on_estimate(row, known + len(again))
+                on_estimate(row, count + len(again))
         waiting = again
     return sorted(rows, key=order)
 
@@ -168,8 +168,8 @@ def _shrinks(row: Estimate, training: PlannedTraining, machine: Machine) -> bool
     if row.failure is not None or row.fits or row.layout.accumulation >= _MOST_BATCHES:
         return False
     samples = training.batch.samples // (row.layout.data_ranks * row.layout.accumulation)
-    rest = row.memory.high - (row.kinds or {}).get(ACTIVATIONS, 0) * (1 + machine.memory_spread)
-    return samples % 2 == 0 and rest < machine.memory
+    fixed = row.memory.high - (row.kinds or {}).get(ACTIVATIONS, 0) * (1 + machine.memory_spread)
+    return samples % 2 == 0 and fixed < machine.memory
 
 
 def order(row: Estimate) -> tuple[int, float]:

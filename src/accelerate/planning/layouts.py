@@ -105,7 +105,7 @@ class PlannedLayout:
         self, model: nn.Module, precision: str, device: str, machines: int, sequence: int
     ) -> dict[str, Any]:
         """The content of the configuration file."""
-        found: dict[str, Any] = {
+        settings: dict[str, Any] = {
             "compute_environment": "LOCAL_MACHINE",
             "distributed_type": _kind(self, device),
             "mixed_precision": precision,
@@ -114,9 +114,9 @@ class PlannedLayout:
             "use_cpu": device == "cpu",
         }
         if self.accumulation > 1:
-            found["gradient_accumulation_steps"] = self.accumulation
+            settings["gradient_accumulation_steps"] = self.accumulation
         if self.sharded:
-            found["fsdp_config"] = {
+            settings["fsdp_config"] = {
                 "fsdp_version": "2",
                 "fsdp_cpu_ram_efficient_loading": False,
                 "fsdp_activation_checkpointing": self.checkpointing,
@@ -134,8 +134,8 @@ class PlannedLayout:
                 sizes["parallelism_config_pp_num_microbatches"] = self.microbatches
                 if self.schedule != "gpipe":
                     sizes["parallelism_config_pp_loss_reduction"] = "mean"
-            found["parallelism_config"] = sizes
-        return found
+            settings["parallelism_config"] = sizes
+        return settings
 
 
 def _kind(layout: PlannedLayout, device: str) -> str:
@@ -162,18 +162,18 @@ def candidates(ranks: int, machines: int = 1, device: str = "cpu") -> list[Plann
     """All layouts of so many ranks, the plain ones first; whether a model allows one shows when it is prepared."""
     if ranks == 1:
         return [PlannedLayout("single", 1)]
-    found = [PlannedLayout("ddp", ranks)]
+    layouts = [PlannedLayout("ddp", ranks)]
     for layout in _sharded(ranks, machines):
-        found += [layout, replace(layout, name=f"{layout.name}+ckpt", checkpointing=True)]
+        layouts += [layout, replace(layout, name=f"{layout.name}+ckpt", checkpointing=True)]
     if device != "cpu":
         shards = (("dp_shard", ranks),)
-        found.append(
+        layouts.append(
             PlannedLayout(
                 "fsdp+ckpt+offload", ranks, shards, sharded=True, checkpointing=True, offload=True
             )
         )
-    found.append(PlannedLayout(f"tp{ranks}", ranks, (("tp", ranks),)))
-    return [*found, *_pipelines(ranks)]
+    layouts.append(PlannedLayout(f"tp{ranks}", ranks, (("tp", ranks),)))
+    return [*layouts, *_pipelines(ranks)]
 
 
 def expert_candidates(ranks: int) -> Iterator[PlannedLayout]:
@@ -200,11 +200,11 @@ def _pipelines(ranks: int) -> Iterator[PlannedLayout]:
         if ranks % size:
             continue
         stages = PlannedLayout(f"pp{size}", ranks, (("pp", size),))
-        rest = ranks // size
-        if rest == 1:
+        replicas = ranks // size
+        if replicas == 1:
             yield from _scheduled(stages, PIPELINE_SCHEDULES)
             continue
-        for stage in _stages(stages, rest):
+        for stage in _stages(stages, replicas):
             yield from _scheduled(stage, ("gpipe", "1f1b"))
             if stage.sharded:
                 checkpointed = replace(stage, name=f"{stage.name}+ckpt", checkpointing=True)

@@ -62,19 +62,19 @@ class BatchShape:
 
 def parse_batch(text: str) -> BatchShape:
     """Read `8x512`, or `8x3x224x224:float32`. ConfigurationError for anything else."""
-    found = re.fullmatch(r"(\d+(?:x\d+)+)(?::(\w+))?", text.strip())
-    if found:
-        numbers = [int(one) for one in found[1].split("x")]
+    match = re.fullmatch(r"(\d+(?:x\d+)+)(?::(\w+))?", text.strip())
+    if match:
+        numbers = [int(number) for number in match[1].split("x")]
     else:
         numbers = []
-    if found and found[2]:
-        dtype = getattr(torch, found[2], None)
+    if match and match[2]:
+        dtype = getattr(torch, match[2], None)
     else:
         dtype = None
     if (
         not numbers
         or min(numbers) < 1
-        or (found and found[2] and not isinstance(dtype, torch.dtype))
+        or (match and match[2] and not isinstance(dtype, torch.dtype))
     ):
         raise ConfigurationError(
             f"--batch {text!r} is not a batch: give samples x tokens (32x512), or samples x the shape of one with its "
@@ -136,14 +136,14 @@ def fake_batch(model: nn.Module, batch: BatchShape) -> dict[str, Any]:
     name = getattr(inner, "main_input_name", None) or parameters[0]
     shape = (batch.samples, *batch.shape)
     dtype = batch.dtype or (torch.int64 if len(shape) == 2 else torch.float32)
-    found = {name: torch.zeros(shape, dtype=dtype)}
+    inputs = {name: torch.zeros(shape, dtype=dtype)}
     if "labels" in parameters:
         per_sample = any(
             word in type(inner).__name__
             for word in ("SequenceClassification", "ImageClassification")
         )
-        found["labels"] = torch.zeros(shape[:1] if per_sample else shape, dtype=torch.int64)
-    return found
+        inputs["labels"] = torch.zeros(shape[:1] if per_sample else shape, dtype=torch.int64)
+    return inputs
 
 
 def count(model: nn.Module) -> int:

@@ -133,30 +133,30 @@ def place(
             offload_buffers=True,
         )
         places = (device_for(layer, device_map) for layer in layers)
-        found = Counter(place if place in computing else computing[0] for place in places)
+        blocks_on = Counter(place if place in computing else computing[0] for place in places)
         arriving = _arriving(model, device_map, computing, unsplittable, dtype)
-        if arriving <= offloaded and all(found[device] <= cached[device] for device in limits):
+        if arriving <= offloaded and all(blocks_on[device] <= cached[device] for device in limits):
             break
-        cached = cached | found
+        cached = cached | blocks_on
         offloaded = max(offloaded, arriving)
     check_device_map(model, device_map)
     use = _use(model, device_map, limits, dtype)
     for device in computing:
         own = arriving if device == computing[0] else 0
         use[device] = replace(
-            use[device], layer=own, activations=activations, cache=found[device] * cache
+            use[device], layer=own, activations=activations, cache=blocks_on[device] * cache
         )
     over = {
-        device: one.total - one.budget
-        for device, one in use.items()
-        if one.budget is not None and one.total > one.budget
+        device: usage.total - usage.budget
+        for device, usage in use.items()
+        if usage.budget is not None and usage.total > usage.budget
     }
     on_disk = use["disk"].weights if "disk" in use else 0
     if on_disk and not disk:
         over["disk"] = on_disk
     if over:
         raise _missing(
-            model, dtype, limits, over, activations, sum(one.cache for one in use.values())
+            model, dtype, limits, over, activations, sum(usage.cache for usage in use.values())
         )
     return Placement(device_map, use)
 
@@ -236,14 +236,14 @@ def _activations(model: nn.Module, batch: BatchShape, dtype: Dtype | None) -> in
 
 def _cached_layers(model: nn.Module, unsplittable: list[str]) -> list[str]:
     """The names of the blocks that keep keys and values."""
-    found = [
+    blocks = [
         name for name, module in model.named_modules() if type(module).__name__ in unsplittable
     ]
-    if not found:
+    if not blocks:
         raise ConfigurationError(
             f"cache_tokens: {type(model).__name__} does not name its blocks: give no_split_module_classes"
         )
-    return found
+    return blocks
 
 
 def _cache_bytes(

@@ -104,7 +104,7 @@ def shortage(rows: Sequence[Estimate], machine: Machine) -> str | None:
 
 def to_json(rows: Sequence[Estimate], training: PlannedTraining, machine: Machine) -> str:
     """The plan as JSON."""
-    found = {
+    plan = {
         "model": type(training.model).__name__,
         "batch": str(training.batch),
         "precision": training.precision,
@@ -112,7 +112,7 @@ def to_json(rows: Sequence[Estimate], training: PlannedTraining, machine: Machin
         "machine": asdict(machine),
         "layouts": [row.to_json() for row in rows],
     }
-    return json.dumps(found, indent=2)
+    return json.dumps(plan, indent=2)
 
 
 def write(path: str | Path, row: Estimate, training: PlannedTraining, machine: Machine) -> Path:
@@ -136,16 +136,16 @@ def calibrate(machine: Machine, paths: Sequence[str | Path]) -> Machine:
     memory = []
     times = []
     for path in paths:
-        found = _measured(Path(path).expanduser())
-        if (found["device"], found["ranks"]) != (machine.device, machine.ranks):
+        plan = _measured(Path(path).expanduser())
+        if (plan["device"], plan["ranks"]) != (machine.device, machine.ranks):
             raise ConfigurationError(
-                f"--calibrate {path}: it ran on {found['ranks']} x {found['device']}, and this plan is for "
+                f"--calibrate {path}: it ran on {plan['ranks']} x {plan['device']}, and this plan is for "
                 f"{machine.ranks} x {machine.device}"
             )
-        measured = found["measured"]
-        times.append(measured["step_seconds"] / (sum(found["step_seconds"]) / 2))
+        measured = plan["measured"]
+        times.append(measured["step_seconds"] / (sum(plan["step_seconds"]) / 2))
         if measured["memory_of"] == "tensors":
-            memory.append(measured["memory_bytes"] / (sum(found["memory_bytes"]) / 2))
+            memory.append(measured["memory_bytes"] / (sum(plan["memory_bytes"]) / 2))
     time_scale, spread = _fit(times, 1)
     machine = replace(
         machine,
@@ -163,20 +163,20 @@ def _measured(path: Path) -> dict[str, Any]:
     if path.suffix in (".yaml", ".yml"):
         path = path.with_suffix(".plan.json")
     try:
-        found = json_text.read(path, limit=1 << 20, numbers=True)
+        plan = json_text.read(path, limit=1 << 20, numbers=True)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigurationError(f"--calibrate {path}: it cannot be read: {reason}") from None
-    if not isinstance(found, dict) or "step_seconds" not in found or "device" not in found:
+    if not isinstance(plan, dict) or "step_seconds" not in plan or "device" not in plan:
         raise ConfigurationError(
             f"--calibrate {path}: it is not a plan that `accelerate plan --write` wrote"
         )
-    if "measured" not in found:
+    if "measured" not in plan:
         raise ConfigurationError(
             f"--calibrate {path}: no run has measured this plan yet. Start one with `accelerate launch "
             "--config_file`, for at least 6 optimizer steps"
         )
-    return found
+    return plan
 
 
 def _fit(ratios: Sequence[float], which: int) -> tuple[float, float]:

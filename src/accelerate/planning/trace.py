@@ -310,7 +310,9 @@ def _batch(
     batch: dict[str, Any],
     ledger: Ledger,
 ) -> None:
-    tensors = [one for one in batch.values() if isinstance(one, torch.Tensor) and one.dim() > 1]
+    tensors = [
+        value for value in batch.values() if isinstance(value, torch.Tensor) and value.dim() > 1
+    ]
     split = accelerator.maybe_context_parallel(tensors, [1] * len(tensors), set(tensors))
     with accelerator.accumulate(model), split:
         loss = loss_of(model(**batch))

@@ -47,10 +47,10 @@ class BackgroundLog:
     @classmethod
     def shared(cls) -> BackgroundLog:
         """The one of this process."""
-        found = cls._shared
-        if found is None or found._process != os.getpid():
-            found = cls._shared = cls()
-        return found
+        writer = cls._shared
+        if writer is None or writer._process != os.getpid():
+            writer = cls._shared = cls()
+        return writer
 
     def put(self, tracker: str, call: Callable[[], object]) -> None:
         """Have a call made; `tracker` is the name for its errors."""
@@ -131,9 +131,9 @@ def _copy(value: Any, found: set[torch.device]) -> Any:
     if kind is np.ndarray and not value.dtype.hasobject:
         return value.copy()
     if kind is dict:
-        return {key: _copy(one, found) for key, one in value.items()}
+        return {key: _copy(item, found) for key, item in value.items()}
     if kind is list or kind is tuple:
-        return kind(_copy(one, found) for one in value)
+        return kind(_copy(item, found) for item in value)
     raise NotCopiedError(kind.__name__)
 
 

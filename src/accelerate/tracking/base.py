@@ -180,12 +180,12 @@ class ClientTracker(GeneralTracker):
         """The service's identifier of the open run; None where it has none (offline, disabled)."""
         if not self._is_open or self._run_key_attribute is None:
             return None
-        found = self._client
+        client = self._client
         for attribute in self._run_key_attribute.split("."):
-            found = getattr(found, attribute, None)
-        if found is None:
+            client = getattr(client, attribute, None)
+        if client is None:
             return None
-        return str(found)
+        return str(client)
 
     @classmethod
     def resume_kwargs(cls, run_key: str) -> dict[str, Any]:
@@ -267,9 +267,9 @@ class RunTracker(ClientTracker):
     @classmethod
     def resume_kwargs(cls, run_key: str) -> dict[str, Any]:
         """Return the constructor's arguments that continue a former run; empty where the service cannot do that."""
-        found = super().resume_kwargs(run_key)
-        if found:
-            return {**found, "resume": "allow"}
+        arguments = super().resume_kwargs(run_key)
+        if arguments:
+            return {**arguments, "resume": "allow"}
         return {}
 
     def _store(self, values: dict[str, Any]) -> None:

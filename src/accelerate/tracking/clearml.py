@@ -128,7 +128,7 @@ class ClearMLTracker(ClientTracker):
 
 def _chart(name: str) -> tuple[str, str]:
     """Title and series of a name: `eval_loss` is the line `eval` of the chart `loss`."""
-    series, found, title = name.partition("_")
-    if found and series in SERIES:
+    series, separator, title = name.partition("_")
+    if separator and series in SERIES:
         return (title, series)
     return (name, "train")

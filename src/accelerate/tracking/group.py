@@ -133,8 +133,8 @@ class TrackerGroup:
                     return tracker.tracker
                 return tracker
         if self.trackers:
-            known = ", ".join(tracker.name for tracker in self.trackers)
-            raise ValueError(f"this run has not started the tracker {name} (started: {known})")
+            names = ", ".join(tracker.name for tracker in self.trackers)
+            raise ValueError(f"this run has not started the tracker {name} (started: {names})")
         return GeneralTracker(_blank=True)
 
     def log(

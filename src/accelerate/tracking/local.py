@@ -95,15 +95,15 @@ class LocalTracker(ClientTracker):
         """
         if kwargs:
             raise TypeError(f"the local tracker's log takes no argument {', '.join(kwargs)}")
-        found = {}
+        numbers = {}
         for name, value in flat(checked(values, "log")):
             logged = value if isinstance(value, str) else number(value)
             if logged is None:
                 self._warn_unsupported(name, value, "numbers, text and mappings of them")
             else:
-                found[name] = _finite(logged)
-        if found:
-            self._write(self.tracker, {"step": _step(step), "values": found})
+                numbers[name] = _finite(logged)
+        if numbers:
+            self._write(self.tracker, {"step": _step(step), "values": numbers})
 
 
 def _step(step: Any) -> int | float | None:
@@ -141,7 +141,7 @@ def read_values(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
     Raises:
         FileNotFoundError: the folder has no `values.jsonl`.
     """
-    found: dict[object, dict[str, Any]] = {}
+    rows: dict[object, dict[str, Any]] = {}
     with open(Path(folder, "values.jsonl"), encoding="utf-8", errors="replace") as file:
         for number_of_line, line in enumerate(file):
             try:
@@ -154,9 +154,9 @@ def read_values(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
                     key = (number_of_line,)
                 else:
                     key = (step, *sorted(record["values"]))
-                found.pop(key, None)
-                found[key] = dict(record)
-    return list(found.values())
+                rows.pop(key, None)
+                rows[key] = dict(record)
+    return list(rows.values())
 
 
 def _last_byte(path: Path, size: int) -> bytes:

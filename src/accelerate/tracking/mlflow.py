@@ -58,11 +58,11 @@ class MLflowTracker(ClientTracker):
     def _open(self) -> Any:
         mlflow = importlib.import_module("mlflow")
         if self.experiment_name is None:
-            known = None
+            experiment = None
         else:
-            known = mlflow.get_experiment_by_name(self.experiment_name)
-        if known is not None:
-            experiment_id = known.experiment_id
+            experiment = mlflow.get_experiment_by_name(self.experiment_name)
+        if experiment is not None:
+            experiment_id = experiment.experiment_id
         elif self.experiment_name is not None:
             if self.logging_dir is None:
                 location = None
@@ -158,13 +158,13 @@ def _tags(tags: dict[str, Any] | str | None, origin: str) -> dict[str, Any] | No
     if tags is None or isinstance(tags, Mapping):
         return tags
     try:
-        found = json.loads(tags)
+        parsed = json.loads(tags)
     except (TypeError, ValueError) as error:
         raise ConfigurationError(
             f"{origin} of the mlflow tracker is not a JSON object: {error}"
         ) from None
-    if not isinstance(found, dict):
+    if not isinstance(parsed, dict):
         raise ConfigurationError(
             f"{origin} of the mlflow tracker must be a JSON object, not {tags!r}"
         )
-    return found
+    return parsed

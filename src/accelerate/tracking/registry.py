@@ -92,7 +92,7 @@ def filter_trackers(
         requested = list(log_with)
     else:
         requested = [log_with]
-    found: list[Any] = []
+    trackers: list[Any] = []
     for item in requested:
         if _name(item) == LoggerType.ALL.value:
             chosen: list[Any] = [
@@ -100,8 +100,8 @@ def filter_trackers(
             ]
         else:
             chosen = _chosen(item, logging_dir)
-        found += [one for one in chosen if one not in found]
-    return found
+        trackers += [tracker for tracker in chosen if tracker not in trackers]
+    return trackers
 
 
 def _chosen(item: Any, logging_dir: Any) -> list[Any]:
@@ -176,15 +176,18 @@ def start_trackers(
         ConfigurationError: `init_kwargs` or `config` is not a dict, or `init_kwargs` names an unknown tracker.
     """
     options = dict(checked(init_kwargs or {}, "init_trackers(init_kwargs=...)"))
-    known = {
+    accepted = {
         *LOGGER_TYPE_TO_CLASS,
         *(item.name for item in log_with if isinstance(item, GeneralTracker)),
     }
     for name in options:
-        if name not in known:
+        if name not in accepted:
             raise ConfigurationError(
                 f"init_trackers(init_kwargs=...) names {name!r}, which is not a tracker"
-                + (suggestion(name, known) or f"; the trackers are {', '.join(sorted(known))}")
+                + (
+                    suggestion(name, accepted)
+                    or f"; the trackers are {', '.join(sorted(accepted))}"
+                )
             )
     for name, run_key in (run_keys or {}).items():
         if name in LOGGER_TYPE_TO_CLASS:

@@ -49,17 +49,17 @@ class TensorBoardTracker(ClientTracker):
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Record the hyperparameters of the run."""
-        found = hyperparameters(checked(values, "store_init_configuration"))
+        values_ = hyperparameters(checked(values, "store_init_configuration"))
         writer = self.tracker
         # Written to the run's event file: add_hparams would open a second run, without the curves of this one.
         summary = importlib.import_module(type(writer).__module__.rpartition(".")[0] + ".summary")
-        for record in summary.hparams(found, {}):
+        for record in summary.hparams(values_, {}):
             writer.file_writer.add_summary(record)
         writer.flush()
         folder = os.path.join(self.logging_dir, str(time.time()))
         os.makedirs(folder, exist_ok=True)
         with atomic_write(os.path.join(folder, "hparams.yml"), "w") as file:
-            yaml.safe_dump(found, file)
+            yaml.safe_dump(values_, file)
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:

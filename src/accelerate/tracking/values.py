@@ -83,10 +83,10 @@ def _stored(value: Any) -> Any:
         return [_stored(item) for item in value]
     if value is None or isinstance(value, str):
         return value
-    found = number(value)
-    if found is None:
+    scalar = number(value)
+    if scalar is None:
         return str(value)
-    return found
+    return scalar
 
 
 def _fields(value: Any) -> dict[str, Any]:
@@ -95,13 +95,13 @@ def _fields(value: Any) -> dict[str, Any]:
 
 def hyperparameters(values: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
     """Flatten a configuration to numbers, booleans and text; other values are converted to text."""
-    found: dict[str, bool | int | float | str] = {}
+    flattened: dict[str, bool | int | float | str] = {}
     for name, value in flat(values):
         if isinstance(value, enum.Enum):
             value = value.value
         as_number = None if isinstance(value, str) else number(value)
         if as_number is None:
-            found[text(name)] = text(value)
+            flattened[text(name)] = text(value)
         else:
-            found[text(name)] = as_number
-    return found
+            flattened[text(name)] = as_number
+    return flattened

@@ -122,15 +122,15 @@ def _run(action: str, arguments: list[str]) -> None:
 
 def _update(named: str | None) -> None:
     """Write a file again with the current keys; print what each older spelling has become."""
-    found = launch_file.read(named or launch_file.default_file())
-    for note in found.notes:
+    file = launch_file.read(named or launch_file.default_file())
+    for note in file.notes:
         print(note)
-    current = load_config_from_file(found.path).to_dict()
+    current = load_config_from_file(file.path).to_dict()
     # Numbers that the file left to the machine stay left to it.
-    if "num_processes" not in found.data and current.get("num_processes") == -1:
+    if "num_processes" not in file.data and current.get("num_processes") == -1:
         del current["num_processes"]
-    launch_file.write(found.path, current)
-    messages.show(f"updated {found.path}")
+    launch_file.write(file.path, current)
+    messages.show(f"updated {file.path}")
 
 
 def explain(settings: Settings, everything: bool = False, names: Sequence[str] = ()) -> str:

@@ -106,12 +106,12 @@ class SageMakerConfig(BaseConfig):
 
 def load_config_from_file(config_file: str | Path | None = None) -> ClusterConfig | SageMakerConfig:
     """Read a configuration file, the default one where None is given. ConfigurationError for what is wrong in it."""
-    found = launch_file.read(config_file if config_file is not None else launch_file.default_file())
+    file = launch_file.read(config_file if config_file is not None else launch_file.default_file())
     kind: type[ClusterConfig | SageMakerConfig] = (
-        SageMakerConfig if found.is_sagemaker else ClusterConfig
+        SageMakerConfig if file.is_sagemaker else ClusterConfig
     )
-    kinds = SageMakerDistributedType if found.is_sagemaker else DistributedType
-    data = {key: value for key, value in found.data.items() if value is not None}
+    kinds = SageMakerDistributedType if file.is_sagemaker else DistributedType
+    data = {key: value for key, value in file.data.items() if value is not None}
     words: dict[str, Any] = {
         "compute_environment": ComputeEnvironment(data.pop("compute_environment", "LOCAL_MACHINE")),
         "distributed_type": kinds(data.pop("distributed_type", "NO")),
@@ -119,11 +119,11 @@ def load_config_from_file(config_file: str | Path | None = None) -> ClusterConfi
         "use_cpu": data.pop("use_cpu", False),
         "debug": data.pop("debug", False),
     }
-    own = {key: data.pop(key) for key in set(data) - {item.name for item in fields(kind)}}
-    if own:
-        words["own"] = own
+    extra = {key: data.pop(key) for key in set(data) - {item.name for item in fields(kind)}}
+    if extra:
+        words["own"] = extra
     if (
-        not found.is_sagemaker
+        not file.is_sagemaker
         and "num_processes" not in data
         and words["distributed_type"] == DistributedType.NO
     ):

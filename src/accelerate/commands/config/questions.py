@@ -87,26 +87,26 @@ YES_NO = ((False, "no"), (True, "yes"))
 
 def _where(answers: Answers) -> tuple[tuple[str, str], ...]:
     present = system.accelerators()
-    found = [("cpu", "the CPU")]
+    choices = [("cpu", "the CPU")]
     if present.number:
-        found.insert(
+        choices.insert(
             0,
             (
                 present.kind,
                 f"its {present.number} {present.kind} device{'s' if present.number > 1 else ''}",
             ),
         )
-    return tuple(found)
+    return tuple(choices)
 
 
 def _strategies(answers: Answers) -> tuple[tuple[str, str], ...]:
-    found = [
+    choices = [
         ("NO", "a replica of the model on each process"),
         ("FSDP", "shard the model with FSDP"),
     ]
     if answers["_device"] != "cpu":
-        found += [("DEEPSPEED", "shard the model with DeepSpeed"), ("MEGATRON_LM", "Megatron-LM")]
-    return tuple(found)
+        choices += [("DEEPSPEED", "shard the model with DeepSpeed"), ("MEGATRON_LM", "Megatron-LM")]
+    return tuple(choices)
 
 
 def _precisions(answers: Answers) -> tuple[tuple[str, str], ...]:
@@ -206,7 +206,8 @@ def _row(
     row = options()[name]
     if not callable(choices):
         choices = tuple(
-            one if isinstance(one, tuple) else (one, str(one)) for one in choices or row.choices
+            choice if isinstance(choice, tuple) else (choice, str(choice))
+            for choice in choices or row.choices
         )
     return Question(
         row.file_key,
@@ -267,21 +268,21 @@ def run(path: Path, questions: Sequence[Question] = QUESTIONS) -> Path:
     """Put the questions, show a summary, and write the file. `<` or the left arrow goes back a question."""
     answers: Answers = {}
     visited: list[int] = []
-    at = 0
+    position = 0
     while True:
-        if at < len(questions):
-            question = questions[at]
+        if position < len(questions):
+            question = questions[position]
             if not question.when(answers):
                 answers.pop(question.key, None)
-                at += 1
+                position += 1
                 continue
             answer = question.prompt(answers)
             if answer is not BACK:
                 answers[question.key] = answer
                 # A question with one possible answer is skipped; going back must not stop there.
                 if not question.has_one_answer(answers):
-                    visited.append(at)
-                at += 1
+                    visited.append(position)
+                position += 1
                 continue
         else:
             print("\n" + listing(to_file(answers)))
@@ -290,7 +291,7 @@ def run(path: Path, questions: Sequence[Question] = QUESTIONS) -> Path:
                 is True
             ):
                 return launch_file.write(path, to_file(answers))
-        at = visited.pop() if visited else 0
+        position = visited.pop() if visited else 0
 
 
 def to_file(answers: Answers) -> dict[str, Any]:
