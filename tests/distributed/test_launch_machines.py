@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several machines: launchers meet, disagree, miss one another, and stop together. Two launches here stand for two."""
 
-import os
 import subprocess
-import sys
 import textwrap
 import time
 
@@ -96,55 +94,67 @@ def test_machines_that_disagree_are_told_so_on_each(machines, meeting, first, se
         assert code == 2 and told in errors and "Traceback" not in errors
 
 
-def test_launchers_that_cannot_connect_start_their_ranks(machines, meeting):
-    """The ranks then find each other, or not, at MASTER_ADDR and MASTER_PORT."""
+@pytest.mark.parametrize(("machine", "missing"), [(0, "machine 1 of 2"), (1, "127.0.0.1:")])
+def test_a_machine_that_never_comes_is_named_at_the_limit(machines, meeting, machine, missing):
     options = [*meeting, "--num_processes", "2", "--rdzv_conf", "join_timeout=1"]
-    for own, told in (
-        (RANKS[0], "machine 1 of 2 did not connect"),
-        (RANKS[1], "no connection to the launcher of"),
-    ):
-        ((code, output, errors),) = machines(REPORT, [own], *options)
-        assert (
-            code == 0
-            and told in errors
-            and output == f"{own[1]} 0 2 127.0.0.1\n"
-            and "Traceback" not in errors
-        )
-    ((code, _, errors),) = machines(
-        REPORT, [RANKS[1]], *options, "--main_process_ip", "no.such.host.invalid"
-    )
+    ((code, output, errors),) = machines(REPORT, [RANKS[machine]], *options)
+    assert code == 1 and not output
+    assert errors.count("accelerate: error:") == 1 and missing in errors and "1 s" in errors
+    assert "Traceback" not in errors
+
+
+def test_an_address_that_nobody_has(machines, meeting):
+    options = [*meeting, "--num_processes", "2", "--main_process_ip", "no.such.host.invalid"]
+    ((code, _, errors),) = machines(REPORT, [RANKS[1]], *options)
     assert code == 2 and "does not resolve" in errors
 
 
-def test_ranks_of_another_program_take_part(machines, meeting, tmp_path):
-    """The other machine has no launcher: its rank is started with torch's variables."""
-    source = """
-    import os, torch, torch.distributed as dist
-    dist.init_process_group("gloo")
-    total = torch.ones(1)
-    dist.all_reduce(total)
-    print(dist.get_rank(), total.item())
-    dist.barrier()
-    dist.destroy_process_group()
+@pytest.mark.parametrize("machine", [0, 1])
+def test_a_launcher_that_is_killed_ends_the_run(machines, meeting, machine, tmp_path):
+    """Its ranks die with it; the other machine names it, and is not restarted."""
+    source = f"""
+    import os, signal, time
+    from pathlib import Path
+
+    folder = Path({str(tmp_path)!r})
+    (folder / os.environ["RANK"]).touch()
+    while not ((folder / "0").exists() and (folder / "1").exists()):
+        time.sleep(0.01)
+    if os.environ["RANK"] == "{machine}":
+        os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(100)
     """
-    script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(source))
-    variables = {
-        "RANK": "1",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": meeting[-1],
-    }
-    other = subprocess.Popen(
-        [sys.executable, str(script)],
-        env={**os.environ, **variables},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    ((code, output, errors),) = machines(source, RANKS[:1], *meeting, "--num_processes", "2")
-    assert (code, output) == (0, "0 2.0\n") and "not a launcher" in errors, errors
-    assert other.communicate(timeout=60)[0] == "1 2.0\n"
+    told = machines(source, RANKS, *meeting, "--num_processes", "2", "--max_restarts", "3")
+    assert told[machine][0] == -9
+    code, _, errors = told[1 - machine]
+    assert code == 1 and f"machine {machine} " in errors and "lost" in errors, errors
+    assert "Traceback" not in errors and "restart" not in errors
+
+
+def test_a_machine_that_has_finished_takes_part_in_a_restart(machines, meeting):
+    source = """
+    import os, time
+    if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        time.sleep(1)
+        raise KeyError("the cause")
+    print("attempt", os.environ["TORCHELASTIC_RESTART_COUNT"])
+    """
+    told = machines(source, RANKS, *meeting, "--num_processes", "2", "--max_restarts", "1")
+    assert [code for code, _, _ in told] == [0, 0], told
+    assert told[0][1] == "attempt 0\nattempt 1\n" and told[1][1] == "attempt 1\n"
+    assert "KeyError: 'the cause'" in told[0][2]
+
+
+def test_a_signal_ends_the_run_on_all_machines(machines, meeting):
+    source = """
+    import os, signal, time
+    if os.environ["RANK"] == "0":
+        os.kill(os.getppid(), signal.SIGINT)
+    time.sleep(100)
+    """
+    told = machines(source, RANKS, *meeting, "--num_processes", "2", "--max_restarts", "3")
+    assert [code for code, _, _ in told] == [130, 130], told
+    assert "machine 0 " in told[1][2] and "SIGINT" in told[1][2] and "restart" not in told[1][2]
 
 
 @pytest.fixture

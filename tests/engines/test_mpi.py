@@ -6,8 +6,7 @@ import subprocess
 import textwrap
 
 import pytest
-from cases import cases
-from engines import EARLY, LAUNCH, environment, mpi_programs, wait_until_gone
+from engines import LAUNCH, environment, mpi_programs, wait_until_gone
 
 from accelerate.launchers.mpi import implementation as implementation_of
 
@@ -59,15 +58,6 @@ def test_the_failing_rank_is_named_and_a_restart_goes_on(start):
     assert "attempt 0" in output and "attempt 1" in output
     assert errors.count("Traceback") == 1 and "rank 1 failed: KeyError: 'the cause'" in errors
     assert "rank 0 failed: it ended with exit code 7" in errors and "mpirun (pid" in errors
-
-
-@pytest.mark.parametrize("early", cases([0, 1], thorough=[0]))
-def test_a_rank_that_ends_too_early_without_an_error_is_named(start, early):
-    launch = start(EARLY.format(early=early))
-    output, errors = launch.communicate(timeout=60)
-    assert launch.returncode == 1, errors
-    named = f"rank {early} failed: it ended with exit code 0 while rank {1 - early} still needed it"
-    assert named in errors and " ended, code " not in output + errors, errors
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

@@ -9,7 +9,7 @@ import time
 
 import pytest
 from cases import cases
-from engines import EARLY, LAUNCH, ROOT, environment
+from engines import LAUNCH, ROOT, environment
 
 
 def start(tmp_path, slurm, *arguments):
@@ -86,38 +86,6 @@ def test_inside_an_allocation_the_failing_rank_is_named(slurm, tmp_path):
     )
     assert done.returncode == 1 and done.stderr.count("Traceback") == 1, done.stderr
     assert "rank 1 failed: KeyError: 'x'" in done.stderr and "srun (pid" in done.stderr
-
-
-@pytest.mark.parametrize("inside", cases([True, False], thorough=[True]))
-def test_a_rank_that_ends_too_early_without_an_error_is_named(slurm, tmp_path, inside):
-    """Outside an allocation this is in the job's log, which the launcher prints."""
-    script = tmp_path / "early.py"
-    script.write_text(EARLY.format(early=1))
-    options = [
-        "-q",
-        "--engine",
-        "slurm",
-        "--cpu",
-        "--num_machines",
-        2,
-        "--num_processes",
-        2,
-        script,
-    ]
-    command = [
-        *(["salloc", "-Q", "-N", "2", "-n", "2"] if inside else []),
-        *map(str, [*LAUNCH, *options]),
-    ]
-    env = environment(tmp_path / "home", **slurm)
-    done = subprocess.run(
-        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100
-    )
-    assert done.returncode == 1, done.stdout + done.stderr
-    told = done.stderr if inside else done.stdout
-    assert "rank 1 failed: it ended with exit code 0 while rank 0 still needed it" in told, (
-        done.stdout + done.stderr
-    )
-    assert " ended, code " not in done.stdout + done.stderr
 
 
 def test_an_interrupt_cancels_the_job(slurm, tmp_path):

@@ -27,20 +27,6 @@ SIZES = {"layers": 1, "width": 16, "heads": 2, "eval_samples": 8}
 STEPS = {"max_steps": 4, "warmup": 2, "accumulate": 2}
 TINY = [word for name, value in {**STEPS, **SIZES}.items() for word in (f"--{name}", str(value))]
 
-# One rank leaves without an error between two collectives.
-EARLY = """
-import os
-import torch
-import torch.distributed as dist
-from accelerate.state import PartialState
-
-state = PartialState()
-for step in range(4):
-    if step == 2 and state.process_index == {early}:
-        os._exit(0)
-    dist.all_reduce(torch.ones(1))
-"""
-
 
 def need(found: object, what: str) -> None:
     """Skip a test for want of something; fail it where every engine has to be here (ENGINES_REQUIRED=1)."""

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import math
 import os
 import pty
@@ -151,24 +150,6 @@ def test_lines_in_a_file(tmp_path, options, shown):
             and ", epoch 2 (" in text
             and ", loss 0.125, " in text
         )
-
-
-@pytest.mark.timeout(120)
-def test_where_a_killed_rank_was(tmp_path):
-    """A signal leaves no traceback; what the rank has published last is in the summary, and in the JSON file."""
-    script, report = tmp_path / "script.py", tmp_path / "error.json"
-    kill = "import signal\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)\n"
-    published = "status.write(1, 7, time.time(), 2, 15, 50, 0.1, 8.0, 0.0, 0.0)\n"
-    script.write_text(SCRIPT.partition("while")[0] + published + kill)
-    done = subprocess.run([*LAUNCH, "--error_file", str(report), str(script), "stop"],
-                          capture_output=True, text=True, env=environment(tmp_path), timeout=100)  # fmt: skip
-    assert done.returncode == 137 and "rank 1 failed: killed by signal 9" in done.stderr, (
-        done.stderr
-    )
-    assert "\n    It was at step 7, batch 15 of epoch 2.\n" in done.stderr, done.stderr
-    assert json.loads(report.read_text())["cause"].endswith(
-        "\nIt was at step 7, batch 15 of epoch 2."
-    )
 
 
 def test_figures(tmp_path, monkeypatch):

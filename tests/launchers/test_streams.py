@@ -3,11 +3,11 @@
 
 import errno
 import os
-import time
+import re
 
 import pytest
 
-from accelerate.launchers.streams import TRACEBACK, Stream
+from accelerate.launchers.streams import RANK_FAILED, TRACEBACK, Stream
 
 
 @pytest.fixture
@@ -88,37 +88,31 @@ def test_what_torch_logs_of_a_lost_store_is_delayed_and_no_failure(console):
 def test_a_survived_traceback_is_shown(console, monkeypatch):
     stream, write, _ = console()
     write(b"Traceback (most recent call last):\nX\n")
-    stream.delayed_since -= 2
+    stream._delayed_since -= 2
     assert write(b"going on\n") == b"Traceback (most recent call last):\nX\ngoing on\n"
 
 
 def test_a_traceback_is_delayed_for_seconds(console):
     stream, write, read = console()
     write(b"Traceback (most recent call last):\nX\n")
-    stream.delayed_since -= 2
+    stream._delayed_since -= 2
     stream.flush_expired()
     assert read() == b""
-    stream.delayed_since -= 4
+    stream._delayed_since -= 4
     stream.flush_expired()
-    assert read() == stream.shown == b"Traceback (most recent call last):\nX\n"
+    assert read() == stream.last_traceback == b"Traceback (most recent call last):\nX\n"
+    assert stream.failing_since is not None
+    # It has survived it.
+    assert write(b"going on\n") == b"going on\n" and stream.failing_since is None
 
 
-def test_a_long_line_of_digits_takes_no_longer_than_another(console):
-    """The reports of ended ranks are looked for in all output: also where srun's label could begin anywhere."""
+def test_the_first_failure_that_a_starter_reports(console):
     stream, write, _ = console(delay_tracebacks=False)
-    began = time.process_time()
-    for _ in range(16):
-        write(b"1" * 65536)
-    assert time.process_time() - began < 1.0 and stream.pending
-
-
-def test_reports_of_ended_ranks_are_taken_out_of_the_output(console):
-    stream, write, _ = console()
-    assert write(b"a\n1: accelerate: rank 1 ended, code 0\nb\naccelerate: rank 0 en") == b"a\nb\n"
-    assert write(b"ded, code -9\nc\n") == b"c\n"
-    assert (
-        stream.ends == [(1, 0), (0, -9)] and stream.before_failure == stream.tail[:-2] == b"a\nb\n"
-    )
+    write(b"1: KeyError: 'x'\n1: accelerate: rank 1 en")
+    write(b"ded, code -9\n0: accelerate: rank 0 ended, code 1\n")
+    report = re.search(RANK_FAILED, stream.rank_failure)
+    assert report.groups() == (b"1", b"-9")
+    assert stream.rank_failure[: report.start()] == b"1: KeyError: 'x'\n1: "
 
 
 def test_a_prefixed_last_line_is_completed(console):

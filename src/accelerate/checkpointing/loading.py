@@ -12,10 +12,10 @@ from typing import Any
 
 from ..core.errors import CheckpointError, MissingCheckpointError
 from ..core.json_text import JSONObject
+from ..core.objects import values_in_words
 from ..core.trees import map_leaves
 from ..parallel.prepared import PreparedModel
 from ..runtime.agreement import Agreement, Process, Reduce, first
-from ..runtime.calls import values_in_words
 from .commit import FolderInUse, RunLocks, restore
 from .kinds import CLASSES, ObjectState, Written, kinds, loading
 from .layout import (

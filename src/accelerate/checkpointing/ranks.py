@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import CheckpointError, CommunicationError, ConfigurationError
+from ..core.objects import values_in_words
 from ..runtime.agreement import Agreement, OneProcess, Process, Reduce, default_connection
-from ..runtime.calls import values_in_words
 from ..runtime.communication import is_lost
 from ..runtime.passing import goes_alone
 

@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING
 from ..core.errors import CheckpointError, ConfigurationError
 from ..core.files import follow_links, user_path
 from ..core.json_text import JSONObject
-from ..core.objects import spans
+from ..core.objects import ranks_in_words, spans, values_in_words
 from ..core.safetensors_header import ALIASES
 from ..core.torch_files import write_file
 from ..runtime.agreement import Process
-from ..runtime.calls import ranks_in_words, values_in_words
 from .commit import (
     UNFINISHED,
     RunLocks,

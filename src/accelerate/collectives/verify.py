@@ -16,9 +16,10 @@ import torch.distributed as dist
 
 from ..core import env
 from ..core.errors import DistributedOperationException
+from ..core.objects import ranks_in_words
 from ..runtime import hang_watch
 from ..runtime.agreement import Round, StoreLostError
-from ..runtime.calls import Call, difference, ranks_in_words, record
+from ..runtime.calls import Call, difference, record
 from ..state import PartialState
 from . import transport
 

@@ -60,3 +60,41 @@ def suggestion(word: object, choices: Iterable[object], form: str = " (did you m
     if found:
         return form.format(found[0])
     return ""
+
+
+# Messages of gloo, NCCL, torch's store and this package for a rank that is gone or has not come: patterns, compiled at
+# the first use, because most processes never need them.
+LOST_CONNECTION = (
+    r"connection (closed|reset) by peer",
+    r"connection refused",
+    r"connection.*closed",
+    r"broken pipe",
+    r"remote process exited",
+    r"socket (closed|timeout)",
+    r"not connected",
+    r"operation timed out",
+    r"timed out waiting \d+ms",
+    r"application timeout caused pair closure",
+    r"writing to a pair",
+    r"gloo/transport",
+    r"gloo::",
+    r"NCCL (communicator|error|watchdog)",
+    r"collective operation timeout",
+    r"monitoredBarrier",
+    r"has been aborted",
+    r"recvValue",
+    r"DistBackendError",
+    r"DistNetworkError",
+    r"DistStoreError",
+    r"CommunicationError:",
+    r"connection to another rank failed",
+    r"other ranks cannot be reached",
+    r"the store of the run is gone",
+)
+
+
+def is_lost_connection(text: str) -> bool:
+    """Whether the text of an error between ranks means that another rank is gone or has not come."""
+    import re
+
+    return re.search("|".join(LOST_CONNECTION), text, re.IGNORECASE) is not None

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import operator
 import re
-from collections.abc import Iterable, Iterator, Sequence, Set, ValuesView
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set, ValuesView
 from typing import Any
 
 _BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -82,6 +82,40 @@ def spans(numbers: Iterable[int]) -> list[tuple[int, int]]:
         else:
             found.append((number, number))
     return found
+
+
+def ranks_in_words(ranks: Iterable[int]) -> str:
+    """`rank 3`, `ranks 1, 2` or `ranks 0-2, 5`; of very many the first ones."""
+    ordered = sorted(ranks)
+    words = []
+    for low, high in spans(ordered):
+        if low == high:
+            words.append(str(low))
+        elif high == low + 1:
+            words.append(f"{low}, {high}")
+        else:
+            words.append(f"{low}-{high}")
+    if len(words) > 16:
+        words[16:] = ["..."]
+    plural = "s" * (len(ordered) != 1)
+    return f"rank{plural} {', '.join(words)}"
+
+
+def by_text(values: Mapping[int, object]) -> list[tuple[str, str]]:
+    """The ranks of each value, in words, and the value as text."""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in values.items():
+        ranks.setdefault(str(value), []).append(rank)
+    return [(ranks_in_words(members), text) for text, members in ranks.items()]
+
+
+def values_in_words(values: Mapping[int, object], limit: int = 8) -> str:
+    """The values of ranks, each once: `ranks 0, 2: save; rank 1: load`; of very many the first ones."""
+    groups = by_text(values)
+    words = [f"{ranks}: {text}" for ranks, text in groups[:limit]]
+    if len(groups) > limit:
+        words.append(f"and {len(groups) - limit} more")
+    return "; ".join(words)
 
 
 def flat_list(values: Any) -> list[Any]:

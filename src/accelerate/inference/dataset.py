@@ -24,9 +24,9 @@ from ..core.files import atomic_write, user_path
 from ..core.imports import is_available
 from ..core.messages import warn
 from ..core.modules import move_module
+from ..core.objects import values_in_words
 from ..core.trees import children, map_leaves, send_to_device
 from ..runtime.agreement import Agreement, default_connection, first, pauses
-from ..runtime.calls import values_in_words
 from ..state import PartialState
 from ..telemetry.display import tqdm
 

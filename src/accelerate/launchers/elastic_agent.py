@@ -8,17 +8,14 @@ A machine that `torchrun` has started takes part in the group, and writes none o
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
 import time
 from collections.abc import Iterator
-from signal import Signals
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from torch.distributed import DistError, Store
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
-    SimpleElasticAgent,
     WorkerGroup,
     WorkerSpec,
     WorkerState,
@@ -36,30 +33,22 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from ..core import messages
 from ..core.errors import LaunchError
+from ..core.objects import ranks_in_words
+from ..torch_internals.elastic_agent import ElasticAgent
 from ..torch_internals.rendezvous import machines
 from .base import Interrupted
 from .ports import interface_of, resolve_address
+from .shared_store import LOOK, News, SharedStore
 from .spec import LaunchSpec, Place, ProcessSpec
-from .supervisor import OtherMachines, Stop, Supervisor
+from .supervisor import Stop, Supervisor
 from .waiting import Waiting, connect
 
-# Seconds between two looks at the store of the group. A machine that is absent for two counts as lost: one that
-# restarts its ranks is absent between two messages.
-LOOK = 0.25
-FAILURE, LEFT, LAUNCHERS, FINISHED = (
-    f"accelerate/{name}" for name in ("failure", "left", "launchers", "finished")
-)
+LEFT = "accelerate/left"
+LAUNCHERS = "accelerate/launchers"
+FINISHED = "accelerate/finished"
 
 
-class News(NamedTuple):
-    """What the launchers share: the report and code of the first failure, who has left, how many machines wait."""
-
-    failure: tuple[str, int] | None = None
-    left: str = ""
-    waiting: int = 0
-
-
-class Group(OtherMachines):
+class Group(SharedStore):
     """The machines of the run: torch's rendezvous, and what their launchers report to each other.
 
     The agent forms a new group, without using up a restart, while `num_nodes_waiting` is not 0. Here that is also so
@@ -79,29 +68,26 @@ class Group(OtherMachines):
         address: str,
         settings: dict[str, str],
     ) -> None:
+        self.where: str = f"{spec.main_process_ip}:{spec.main_process_port}"
+        signs_of_life = int(settings["keep_alive_interval"]) * int(
+            settings["keep_alive_max_attempt"]
+        )
+        self.cause_timeout: float = 3.0 + signs_of_life
+        super().__init__(
+            "the machine that holds the rendezvous is lost or cannot be reached",
+            self.cause_timeout + float(settings["heartbeat_timeout"]),
+        )
         self.rendezvous = rendezvous
         self.address = address
-        self.where: str = f"{spec.main_process_ip}:{spec.main_process_port}"
         least, _, most = spec.nnodes.partition(":")
         self.min_machines: int = int(least)
         self.max_machines: int = int(most or least)
-        self.cause_timeout: float = 3.0 + int(settings["keep_alive_interval"]) * int(
-            settings["keep_alive_max_attempt"]
-        )
         self.interval: float = spec.monitor_interval
         self.join_timeout: str = settings["join_timeout"]
-        # Why the group has to form again, and whether the rendezvous itself is lost.
+        # Why the group has to form again.
         self.change: str = ""
-        self.is_lost: bool = False
-        self.store: Store | None = None
         self._members: dict[str, str] = {}
         self._absent_since: dict[str, float] = {}
-        # A thread looks at the store, because a call does not return while the network is down.
-        self.watching: threading.Event = threading.Event()
-        self._news = News()
-        self._news_at = 0.0
-        # Seconds without news after which the rendezvous is lost.
-        self._patience = self.cause_timeout + float(settings["heartbeat_timeout"])
 
     # What torch's agent calls.
 
@@ -111,44 +97,42 @@ class Group(OtherMachines):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for the next group that this machine is a member of."""
-        self.watching.set()
+        self.unfollow()
         with self._reporting_wait():
             info = self.rendezvous.next_rendezvous()
-        self.change, self._absent_since = "", {}
-        known = machines(self.rendezvous)
-        self._members = known.group if known else {}
-        self.store = info.store
+        self.change = ""
+        self._absent_since = {}
+        self._members = {}
+        present = machines(self.rendezvous)
+        if present:
+            self._members = present.group
         info.store.add(LAUNCHERS, 1)
-        self._news, self._news_at, self.watching = News(), time.monotonic(), threading.Event()
-        threading.Thread(target=self._watch, args=(info.store, self.watching), daemon=True).start()
+        self.follow(info.store)
         return info
 
-    def _watch(self, store: Store, ended: threading.Event) -> None:
-        """Follow what the launchers of a group share, until the group ends or its store is lost."""
-        while not ended.wait(LOOK):
-            try:
-                if store.check([FAILURE]):
-                    failure = json.loads(store.get(FAILURE))
-                else:
-                    failure = None
-                left = store.get(LEFT).decode() if store.check([LEFT]) else ""
-                waiting = self.rendezvous.num_nodes_waiting()
-            except (RuntimeError, RendezvousError):
-                self.is_lost = not ended.is_set()
-                return
-            if not ended.is_set():
-                self._news, self._news_at = News(failure, left, waiting), time.monotonic()
+    def look(self, store: Store) -> News:
+        """One look at the store of the group and at the rendezvous."""
+        left = ""
+        if store.check([LEFT]):
+            left = store.get(LEFT).decode()
+        try:
+            waiting = self.rendezvous.num_nodes_waiting()
+        except RendezvousError as error:
+            raise ConnectionError(str(error)) from error
+        return super().look(store)._replace(left=left, waiting=waiting)
 
     def num_nodes_waiting(self) -> int:
         """How many machines wait for a new group; at least 1 where a machine of this group is lost."""
-        news = self._news
+        news = self.news
         if news.failure:
             # The machines that wait are those whose ranks have failed, which uses up a restart of each machine.
             return 0
         if news.waiting and not self.change:
-            plural = "s" if news.waiting > 1 else ""
+            plural = "s" * (news.waiting > 1)
             self.change = f"{news.waiting} more machine{plural} to include: the group forms again"
-        return news.waiting or int(bool(self.change))
+        if self.change:
+            return max(1, news.waiting)
+        return news.waiting
 
     @contextlib.contextmanager
     def _reporting_wait(self) -> Iterator[None]:
@@ -159,13 +143,14 @@ class Group(OtherMachines):
             waiting = Waiting()
             while not done.wait(0.2):
                 if waiting.is_due():
-                    known = machines(self.rendezvous)
-                    if known:
-                        here = ", ".join(sorted({**known.group, **known.waiting}.values()))
-                    else:
-                        here = "not known"
+                    present = machines(self.rendezvous)
+                    addresses = "not known"
+                    if present:
+                        addresses = ", ".join(sorted({**present.group, **present.waiting}.values()))
                     needed = f"{self.min_machines} of at most {self.max_machines}"
-                    messages.show(f"waiting for {needed} machines at {self.where}; here: {here}")
+                    messages.show(
+                        f"waiting for {needed} machines at {self.where}; here: {addresses}"
+                    )
 
         thread = threading.Thread(target=report, daemon=True)
         thread.start()
@@ -179,19 +164,15 @@ class Group(OtherMachines):
 
     def tick(self, stop: Stop) -> None:
         """Stop the ranks here where one has failed elsewhere, or too few machines are left."""
-        if time.monotonic() - self._news_at > self._patience:
-            self.is_lost = True
-        news = self._news
-        if self.is_lost:
-            stop("the machine that holds the rendezvous is lost or cannot be reached", 1, True)
-        elif news.failure:
-            stop(*news.failure, False)
-        elif news.left:
-            self.change = news.left
-        gone = self._gone()
+        super().tick(stop)
+        if self.news.left and not self.news.failure:
+            self.change = self.news.left
+        gone = sorted(self._gone())
         if gone:
-            names = " and ".join(sorted(gone))
-            self.change = f"{names} {'are' if len(gone) > 1 else 'is'} gone"
+            verb = "is"
+            if len(gone) > 1:
+                verb = "are"
+            self.change = f"{' and '.join(gone)} {verb} gone"
             remaining = len(self._members) - len(gone)
             if remaining < self.min_machines:
                 stop(
@@ -201,11 +182,15 @@ class Group(OtherMachines):
                 )
 
     def _gone(self) -> list[str]:
-        """The addresses of the members that give no sign of life."""
-        known, now = machines(self.rendezvous), time.monotonic()
-        if known is None:
+        """The addresses of the members that give no sign of life, at two looks.
+
+        One that restarts its ranks is absent between two messages.
+        """
+        present = machines(self.rendezvous)
+        if present is None:
             return []
-        absent = self._members.keys() - known.group.keys() - known.waiting.keys()
+        now = time.monotonic()
+        absent = self._members.keys() - present.group.keys() - present.waiting.keys()
         self._absent_since = {node: self._absent_since.get(node, now) for node in absent}
         return [
             self._members[node]
@@ -213,20 +198,12 @@ class Group(OtherMachines):
             if now - since >= 2 * LOOK
         ]
 
-    def failed(self, report: str, code: int) -> None:
-        """Report a failure here to the other machines, unless one has reported another before."""
-        assert self.store is not None
-        with contextlib.suppress(RuntimeError):
-            if not self.store.check([FAILURE]):
-                self.store.set(FAILURE, json.dumps([report, code]))
-
     def interrupted(self, name: str, code: int) -> None:
         """Report that this machine leaves the group, because of a signal."""
         assert self.store is not None
-        if time.monotonic() - self._news_at > 8 * LOOK:
-            return  # the network is down
-        with contextlib.suppress(RuntimeError):
-            self.store.set(LEFT, f"{self.address} was ended by {name}")
+        if self.is_reachable:
+            with contextlib.suppress(RuntimeError):
+                self.store.set(LEFT, f"{self.address} was ended by {name}")
 
     def all_finished(self, now: int) -> bool:
         """Whether the ranks of all launchers of the group have ended without an error. `now`: those that just have."""
@@ -234,7 +211,7 @@ class Group(OtherMachines):
         return bool(self.store.add(FINISHED, now) >= self.store.add(LAUNCHERS, 0))
 
 
-class Agent(SimpleElasticAgent):
+class Agent(ElasticAgent):
     """torch's agent, whose ranks our supervisor starts, watches and stops. `code` is that of the last attempt."""
 
     def __init__(self, launch: LaunchSpec, group: Group) -> None:
@@ -256,23 +233,23 @@ class Agent(SimpleElasticAgent):
         self.code: int = 0
         self._has_finished = False
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        processes = _processes(self.launch, worker_group, self.restarts)
+    def start_ranks(self, workers: WorkerGroup) -> dict[int, Any]:
+        """Start the ranks of this machine."""
+        processes = _processes(self.launch, workers, self.restarts)
         if self.group.max_machines > 1:
-            count, workers = worker_group.group_world_size or 1, worker_group.workers
-            first, last = workers[0].global_rank, workers[-1].global_rank
-            if last == first:
-                ranks = f"rank {first}"
-            else:
-                ranks = f"ranks {first} to {last}"
-            machines_here = f"{count} machine{'s' if count > 1 else ''} in the group"
-            messages.show(f"{machines_here}, here {ranks} of {workers[0].world_size}")
+            count = workers.group_world_size or 1
+            plural = "s" * (count > 1)
+            ranks = ranks_in_words([process.rank for process in processes])
+            messages.show(
+                f"{count} machine{plural} in the group, here {ranks} of {workers.workers[0].world_size}"
+            )
         self._has_finished = False
         self.ranks = Supervisor(self.launch, self.group)
         self.ranks.start(processes)
         return {rank.spec.local_rank: rank.popen.pid for rank in self.ranks.ranks}
 
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+    def check_ranks(self, workers: WorkerGroup) -> RunResult:
+        """What has become of the ranks, after a short wait."""
         if self.ranks is not None:
             if self.ranks.is_running:
                 self.ranks.step(self.launch.monitor_interval)
@@ -284,9 +261,10 @@ class Agent(SimpleElasticAgent):
                 self.restarts += 1
                 messages.show(f"restart {self.restarts} of {self.launch.max_restarts}")
             return RunResult(state=WorkerState.FAILED)
-        has_finished, self._has_finished = self._has_finished, True
-        if self.group.all_finished(0 if has_finished else 1):
-            values = {worker.global_rank: None for worker in worker_group.workers}
+        newly_finished = int(not self._has_finished)
+        self._has_finished = True
+        if self.group.all_finished(newly_finished):
+            values = {worker.global_rank: None for worker in workers.workers}
             return RunResult(state=WorkerState.SUCCEEDED, return_values=values)
         # The ranks of another machine still run, and may fail.
         time.sleep(LOOK)
@@ -307,10 +285,8 @@ class Agent(SimpleElasticAgent):
         if self.group.is_lost:
             raise LaunchError(lost(self.group.where))
 
-    def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        self._shutdown()
-
-    def _shutdown(self, death_sig: Signals = Signals.SIGTERM, timeout: int = 30) -> None:
+    def stop_ranks(self) -> None:
+        """Stop the ranks of this machine, and wait for their end."""
         if self.ranks is not None:
             self.ranks.stop(self.group.change or "the launcher ends")
             self._finish()
@@ -421,7 +397,7 @@ def run_agent(spec: LaunchSpec, address: str, settings: dict[str, str]) -> int:
     except (RendezvousError, DistError) as error:
         raise LaunchError(f"{lost(group.where)} ({error.__cause__ or error})") from error
     finally:
-        group.watching.set()
+        group.unfollow()
     # It ends the run for all: the others go on without a machine that is interrupted.
     group.shutdown()
     return agent.code

@@ -12,29 +12,33 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from ..core.files import atomic_write
-from ..core.objects import spans
+from ..core.objects import ranks_in_words, values_in_words
 from . import tracebacks
 from .process import Rank
-from .tracebacks import LOST, Cause, End, first_failure
+from .streams import RANK_FAILED
+from .tracebacks import Cause, End, first_failure
 
-_SIGNAL_WORDS = {
+_MEANINGS = {
     signal.SIGSEGV: "invalid memory access: a defect in native code, an extension or the driver",
     signal.SIGABRT: "native code called abort(), as gloo does when ranks call different collectives",
     signal.SIGBUS: "shared memory (/dev/shm) is exhausted, or a memory-mapped file was truncated",
-    signal.SIGILL: "an instruction that this processor does not support",
-    signal.SIGFPE: "an arithmetic error in native code",
-    signal.SIGTERM: "requested by another process, as a job scheduler or kill",
-    signal.SIGINT: "interrupted",
 }
+LOST_CONNECTION = "lost the connection to another rank"
 
 
 class Failure(NamedTuple):
-    """The first rank of a run that failed; `code` is its exit code, negative for a signal."""
+    """The first rank of a run that failed.
+
+    `code` is its exit code, negative for a signal, and `exit_code` that of the launcher. `shown`: the traceback is on
+    the console already. `starter` is the program that started the ranks where this launcher did not; `pid` is its
+    process id then.
+    """
 
     rank: int
     local_rank: int
     pid: int
     code: int
+    exit_code: int
     cause: str
     host: str
     time: float
@@ -42,48 +46,42 @@ class Failure(NamedTuple):
     shown: bool = False
     log: str | None = None
     others: Mapping[int, str] = MappingProxyType({})
-    # The program that started the ranks where this launcher did not; `pid` is its process id then.
     starter: str = ""
-    # Where the first rank ended early without an error, the code of the rank that failed because of that.
-    consequence: int = 0
-
-    @property
-    def exit_code(self) -> int:
-        """The launcher's exit code."""
-        return exit_code(self.code) or exit_code(self.consequence)
 
     def lines(self) -> list[str]:
-        """The summary for the console."""
-        who = f"rank {self.rank}" if self.rank >= 0 else "a rank"
-        head, *more = self.cause.splitlines() or [""]
-        # Lines of a traceback that is right above are not repeated.
-        more = [
-            line for line in more if self.shown or not self.traceback or line not in self.traceback
-        ]
-        lines = [f"accelerate: {who} failed: {head}", *(f"    {line}".rstrip() for line in more)]
-        if not self.starter:
-            pid = f"pid {self.pid}"
-        else:
-            pid = f"{self.starter} (pid {self.pid})"
-        log = f", log {self.log}" if self.log else ""
-        lines.append(f"  host {self.host}, {pid}, exit code {exit_code(self.code)}{log}")
+        """The summary for the console. Lines of a traceback that is right above are not repeated."""
+        name = "a rank"
+        if self.rank >= 0:
+            name = f"rank {self.rank}"
+        process = f"pid {self.pid}"
+        if self.starter:
+            process = f"{self.starter} (pid {self.pid})"
+        log = ""
+        if self.log:
+            log = f", log {self.log}"
+        head, _, details = self.cause.partition("\n")
+        lines = [f"accelerate: {name} failed: {head}"]
+        for line in details.splitlines():
+            if self.shown or not self.traceback or line not in self.traceback:
+                lines.append(f"    {line}".rstrip())
+        lines.append(f"  host {self.host}, {process}, exit code {exit_code(self.code)}{log}")
         if self.others:
-            lines.append(f"  other ranks: {_grouped(self.others)}")
+            lines.append(f"  other ranks: {values_in_words(self.others)}")
         return lines
 
     def write(self, path: str) -> None:
         """Write the failure as JSON."""
         import json
 
-        content = {
-            key: value
-            for key, value in self._asdict().items()
-            if key not in ("shown", "consequence")
-        }
-        content |= {"exit_code": self.exit_code, "signal": -self.code if self.code < 0 else None}
+        content = self._asdict()
+        del content["shown"]
         content["others"] = dict(self.others)
-        Path(path).expanduser().parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(Path(path).expanduser(), "w") as file:
+        content["signal"] = None
+        if self.code < 0:
+            content["signal"] = -self.code
+        target = Path(path).expanduser()
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(target, "w") as file:
             json.dump(content, file, indent=2)
 
 
@@ -94,119 +92,97 @@ def exit_code(code: int) -> int:
     return 128 - code
 
 
-def report(ranks: Sequence[Rank], cause: Cause) -> str:
-    """The first failure in one text, for the consoles of the other machines."""
-    first = next(rank for rank in ranks if rank.rank == cause.end.rank)
-    if first.code == 0:
-        text = _early(ranks, first)
-    else:
-        text = cause_of(cause.end.code, cause.end.output, first.rank)
-    return f"rank {first.rank} on {first.host} (pid {first.popen.pid}) failed: {text}"
-
-
 def find_first(ranks: Sequence[Rank]) -> Cause | None:
     """The first failure of supervised ranks; None where none failed by itself."""
-    ends = [
-        End(rank.rank, rank.exit_code, rank.failed_at or rank.ended_at or 0.0, _last_output(rank))
-        for rank in ranks
-        if (
-            rank.failed_at is not None
-            if rank.exit_code
-            else rank.code == 0 and not rank.spec.starter
-        )
-    ]
+    ends = []
+    for rank in ranks:
+        ended_early = rank.code == 0 and not rank.stopped and not rank.spec.starter
+        if rank.failed_at is not None:
+            ends.append(End(rank.rank, rank.exit_code, rank.failed_at, rank.last_output))
+        elif ended_early:
+            ends.append(End(rank.rank, 0, rank.ended_at or 0.0, rank.last_output))
     return first_failure(ends)
-
-
-def _early(ranks: Sequence[Rank], first: Rank) -> str:
-    return early_cause([rank.rank for rank in ranks if rank is not first and rank.code != 0])
 
 
 def early_cause(others: Sequence[int]) -> str:
     """The error of a rank that ended with exit code 0 before `others`."""
     return (
-        f"it ended with exit code 0 while {_numbered(others)} still needed it. Every rank must run the same number of "
-        "steps, reach the same collective operations and leave the script at the same point."
+        f"it ended with exit code 0 while {ranks_in_words(others)} still needed it. Every rank must run the same "
+        "number of steps and reach the same collective operations."
+    )
+
+
+def text_of(ranks: Sequence[Rank], cause: Cause, oom_kills: int = 0) -> str:
+    """Why the rank that failed first has ended."""
+    if cause.end.code == 0:
+        return early_cause([rank.rank for rank in ranks if rank.code != 0])
+    return cause_of(cause.end.code, cause.end.output, cause.end.rank, oom_kills)
+
+
+def report(ranks: Sequence[Rank], cause: Cause) -> str:
+    """The first failure in one text, for the consoles of the other machines."""
+    first = next(rank for rank in ranks if rank.rank == cause.end.rank)
+    return (
+        f"rank {first.rank} on {first.host} (pid {first.popen.pid}) failed: {text_of(ranks, cause)}"
     )
 
 
 def describe(ranks: Sequence[Rank], cause: Cause, oom_kills: int) -> Failure:
     """Everything about the first failure. Removes the delayed tracebacks of all ranks from their streams."""
     by_number = {rank.rank: rank for rank in ranks}
-    first, source = by_number[cause.end.rank], by_number[cause.source.rank]
-    ended_early = first.code == 0
-    output = cause.source.output
-    others = {
-        rank.rank: _outcome(rank, source, output)
-        for rank in ranks
-        if rank is not first and (rank.code or rank.stopped or ended_early)
-    }
-    # Where a process took long to end after its traceback, that was shown already.
-    if source.exit_code > 0:
-        shown = source.error.last_traceback
-    else:
-        shown = b""
-    delayed = source.error.take_delayed()
-    traceback = (delayed or shown).decode(errors="replace")
-    last = traceback or first.error.tail.decode(errors="replace")
-    if ended_early:
-        text = _early(ranks, first)
-    else:
-        text = cause_of(first.exit_code, last, first.rank, oom_kills)
+    first = by_number[cause.end.rank]
+    source = by_number[cause.source.rank]
+    others = {}
+    for rank in ranks:
+        if rank is not first and (rank.code or rank.stopped or first.code == 0):
+            others[rank.rank] = _outcome(rank, cause.source)
+    log = None
+    if first.log_folder:
+        log = str(first.log_folder / "stderr.log")
     failure = Failure(
         rank=first.rank,
         local_rank=first.spec.local_rank,
         pid=first.popen.pid,
         code=first.exit_code,
-        cause=text,
+        exit_code=exit_code(first.exit_code) or exit_code(source.exit_code),
+        cause=text_of(ranks, cause, oom_kills),
         host=first.host,
         time=time.time(),
-        traceback=traceback,
-        shown=not delayed,
-        log=str(first.log_folder / "stderr.log") if first.log_folder else None,
+        traceback=source.error.last_traceback.decode(errors="replace"),
+        shown=not source.error.delayed,
+        log=log,
         others=others,
-        consequence=source.exit_code,
+        starter=first.spec.starter,
     )
+    if first.spec.starter:
+        failure = _of_starter(first, failure)
     for rank in ranks:
         rank.error.take_delayed()
-    if first.spec.starter:
-        return _of_starter(first, failure)
     return failure
 
 
-def end_report(rank: int, code: int) -> str:
-    """The line in which a rank started by another program reports its end; code is negative for a signal."""
-    return f"accelerate: rank {rank} ended, code {code}\n"
-
-
 def _of_starter(starter: Rank, failure: Failure) -> Failure:
-    """The failure of the rank that failed under a starter, from the starter's, without the starter's own messages."""
-    failure = failure._replace(starter=starter.spec.starter, rank=-1)
-    ends = starter.error.ends
-    # Output after the first reported failure comes from the starter and from ranks that it stopped.
-    text = starter.error.before_failure.decode(errors="replace")
-    if tracebacks.HEADER in text:
-        failure = failure._replace(traceback=text)
-    failed = next((end for end in ends if end.code), None)
-    if failed is None:
+    """The failure of the rank that failed first under a starter, without the starter's own messages."""
+    failure = failure._replace(rank=-1)
+    report = re.search(RANK_FAILED, starter.error.rank_failure)
+    if report is None:
         return failure
+    # Later output comes from the starter and from ranks that it stopped.
+    text = starter.error.rank_failure[: report.start()].decode(errors="replace")
+    rank = int(report[1])
+    code = int(report[2])
     # srun labels each line with its task.
-    output = text or starter.error.tail.decode(errors="replace")
-    output = "\n".join(re.findall(rf"^{failed.rank}: .*", output, re.MULTILINE)) or output
-    before = ends[: ends.index(failed) + 1]
-    cause = first_failure(
-        [End(end.rank, end.code, number, output) for number, end in enumerate(before)]
-    )
-    assert cause is not None
-    if cause.end.code == 0:
-        text = early_cause([failed.rank])
-        return failure._replace(rank=cause.end.rank, code=0, cause=text, consequence=failed.code)
+    labelled = re.findall(rf"^{rank}: .*", text, re.MULTILINE)
+    output = "\n".join(labelled) or text
+    traceback = ""
+    if tracebacks.HEADER in text:
+        traceback = text
     return failure._replace(
-        rank=failed.rank, code=failed.code, cause=cause_of(failed.code, output, failed.rank)
+        rank=rank, code=code, cause=cause_of(code, output, rank), traceback=traceback
     )
 
 
-def _outcome(rank: Rank, first: Rank, output: str) -> str:
+def _outcome(rank: Rank, source: End) -> str:
     """How another rank ended, in a few words."""
     if rank.code == 0 and not rank.stopped:
         return "ended with exit code 0"
@@ -214,80 +190,44 @@ def _outcome(rank: Rank, first: Rank, output: str) -> str:
         return "stopped by the launcher"
     if rank.exit_code < 0:
         return f"killed by {_signal_name(-rank.exit_code)}"
-    message = tracebacks.message_of(_last_output(rank), rank.rank)
+    if tracebacks.blame(rank.last_output, rank.rank) == tracebacks.LOST:
+        return LOST_CONNECTION
+    message = tracebacks.message_of(rank.last_output, rank.rank)
     if not message:
         return f"ended with exit code {rank.exit_code}"
-    if tracebacks.blame(_last_output(rank), rank.rank) == LOST or tracebacks.is_lost_connection(
-        message
-    ):
-        return tracebacks.loss_of(message)
-    if message == tracebacks.message_of(output, first.rank):
+    if message == tracebacks.message_of(source.output, source.rank):
         return "failed with the same error"
-    return tracebacks.first_line(message)
-
-
-def _grouped(others: Mapping[int, str]) -> str:
-    """The outcomes in one line, with the ranks of the same outcome together."""
-    by_outcome: dict[str, list[int]] = {}
-    for rank, outcome in sorted(others.items()):
-        by_outcome.setdefault(outcome, []).append(rank)
-    return "; ".join(f"{_numbered(ranks)}: {outcome}" for outcome, ranks in by_outcome.items())
-
-
-def _numbered(ranks: Sequence[int]) -> str:
-    """Format ranks as words, such as "ranks 0 to 5, 7"."""
-    listed = [
-        str(low) if low == high else f"{low}{' to ' if high > low + 1 else ', '}{high}"
-        for low, high in spans(sorted(ranks))
-    ]
-    if listed:
-        return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(listed)}"
-    return "other ranks"
-
-
-def _last_output(rank: Rank) -> str:
-    return (rank.error.delayed or rank.error.tail).decode(errors="replace")
+    return message.partition("\n")[0][:200]
 
 
 def cause_of(code: int, output: str, rank: int | None = None, oom_kills: int = 0) -> str:
     """Why a process ended with this code, given its last output. The message of an exception is complete."""
-    if code >= 0:
-        message = tracebacks.message_of(output, rank)
-        if message:
-            if (
-                "torch/utils/data/dataloader.py" in output
-                and "multiprocessing/connection.py" in output
-            ):
-                message += "\nA worker process of the data loader has died: killed for lack of memory, or crashed."
-            return message
-        last = next(
-            (
-                line.strip()
-                for line in reversed(tracebacks.plain_lines(output, rank))
-                if line.strip()
-            ),
-            "",
-        )
-        if last:
-            suffix = f"; the last line of its standard error: {tracebacks.first_line(last)}"
-        else:
-            suffix = ""
-        return f"it ended with exit code {code}{suffix}"
-    number = -code
-    name = _signal_name(number)
+    if code < 0:
+        return _cause_of_signal(-code, output, oom_kills)
+    message = tracebacks.message_of(output, rank)
+    if message:
+        if "torch/utils/data/dataloader.py" in output and "multiprocessing/connection.py" in output:
+            message += "\nA worker process of the data loader has died: killed for lack of memory, or crashed."
+        return message
+    lines = [line.strip() for line in tracebacks.plain_lines(output, rank) if line.strip()]
+    if lines:
+        return f"it ended with exit code {code}; the last line of its standard error: {lines[-1][:200]}"
+    return f"it ended with exit code {code}"
+
+
+def _cause_of_signal(number: int, output: str, oom_kills: int) -> str:
+    text = f"killed by {_signal_name(number)}"
     if number == signal.SIGKILL:
         if oom_kills:
-            return (
-                f"killed by {name}: out of memory (recorded by the kernel for this control group)"
-            )
-        return f"killed by {name}: by the kernel when memory runs out, by a job scheduler, or by hand (see dmesg)"
-    meaning = next((words for known, words in _SIGNAL_WORDS.items() if known == number), None)
-    place = tracebacks.crash_place(output)
-    return (
-        f"killed by {name}"
-        + (f": {meaning}" if meaning else "")
-        + (f" (at {place})" if place else "")
-    )
+            return f"{text}: out of memory (recorded by the kernel for this control group)"
+        return f"{text}: by the kernel when memory runs out, by a job scheduler, or by hand (see dmesg)"
+    for known, meaning in _MEANINGS.items():
+        if known == number:
+            text += f": {meaning}"
+    line = tracebacks.crash_line(output)
+    if line:
+        text += f" (at {line})"
+    return text
 
 
 def _signal_name(number: int) -> str:
@@ -303,7 +243,7 @@ def oom_kills() -> int:
         events = Path("/sys/fs/cgroup/memory.events").read_text()
     except OSError:
         return 0
-    found = re.search(r"^oom_kill (\d+)", events, re.MULTILINE)
-    if found:
-        return int(found.group(1))
-    return 0
+    count = re.search(r"^oom_kill (\d+)", events, re.MULTILINE)
+    if count is None:
+        return 0
+    return int(count.group(1))

@@ -91,6 +91,19 @@ def interface_of(address: str) -> str | None:
     return None
 
 
+def address_towards(host: str) -> str:
+    """This machine's address on the network to `host`."""
+    family, _, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ConfigurationError(
+            f"main_process_ip={host!r} cannot be reached from here: {error.strerror}"
+        ) from None
+
+
 def get_free_port() -> int:
     """A port of this machine that no program uses. Nothing reserves it: a launch with port 0 chooses one and does."""
     with ReservedPort() as port:

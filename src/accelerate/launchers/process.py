@@ -88,6 +88,11 @@ class Rank:
         """The stream of standard error."""
         return self.streams[0]
 
+    @property
+    def last_output(self) -> str:
+        """The last output on standard error, from the traceback on where there is one."""
+        return (self.error.last_traceback or self.error.tail).decode(errors="replace")
+
     def _open_streams(self, spec: LaunchSpec) -> tuple[int, int]:
         """The descriptors the process writes to: standard output and standard error."""
         tee = spec.tee_of(self.rank)

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several machines with fixed ranks: their launchers connect to machine 0, compare options and start together.
+"""Several machines with fixed ranks: their launchers meet in a store of machine 0, compare options, start together.
 
-The connections stay for the whole run, restarts included: a failure, or the loss of a machine, ends the ranks of all.
-Messages are lines of JSON. Where launchers cannot connect to each other, the ranks start all the same and find each
-other at MASTER_ADDR and MASTER_PORT, as those of any torch program do.
+They stay connected for the whole run, restarts included: a failure, or the loss of a machine, ends the ranks of all.
 """
 
 from __future__ import annotations
@@ -11,25 +9,31 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import json
-import select
+import os
+import signal
 import socket
-from collections.abc import Callable
-from functools import partial
-from typing import Any
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
-from ..core import env, messages
+from ..core import messages
 from ..core.errors import ConfigurationError, LaunchError
 from ..core.objects import spans
 from ..core.version import __version__
-from .base import AGENT, Launcher
-from .ports import DEFAULT_PORT, ReservedPort, any_address, interface_of, resolve_address
+from .base import AGENT, Interrupted, Launcher
+from .ports import DEFAULT_PORT, ReservedPort, interface_of, resolve_address
+from .shared_store import LOOK, News, SharedStore, run_with_store
 from .spec import LaunchSpec
-from .supervisor import OtherMachines, Stop, Supervisor, supervise, with_restarts
+from .supervisor import Supervisor, supervise, with_restarts
 from .waiting import Waiting, connect
 
-PROTOCOL = "accelerate-launch-2"
-# Seconds in which machine 0 answers a launcher that has connected.
-REPLY = 6.0
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+# Seconds without a sign of life after which a machine is lost.
+SILENCE = 6.0
+# Seconds that machine 0 has more than its `join_timeout` to answer the others.
+REPLY = 5.0
 # Options and versions that must be equal on all machines, and how the user sets them.
 SHARED = {
     "num_machines": "--num_machines",
@@ -38,294 +42,234 @@ SHARED = {
     "accelerate": "accelerate",
     "torch": "torch",
 }
-Message = dict[str, Any]
 
 
-def identity(spec: LaunchSpec) -> Message:
-    """What a launcher reports about itself to machine 0."""
-    try:
-        torch = importlib.metadata.version("torch").split("+")[0]
-    except importlib.metadata.PackageNotFoundError:
-        torch = "none"
-    options = {
-        name: getattr(spec, name) for name in ("num_machines", "num_processes", "max_restarts")
+def identity(spec: LaunchSpec) -> dict[str, Any]:
+    """What a launcher reports about itself."""
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "num_machines": spec.num_machines,
+        "num_processes": spec.num_processes,
+        "max_restarts": spec.max_restarts,
+        "accelerate": __version__,
+        "torch": importlib.metadata.version("torch").partition("+")[0],
     }
-    me = {"protocol": PROTOCOL, "machine": spec.machine_rank, "host": socket.gethostname()}
-    return {**me, **options, "accelerate": __version__, "torch": torch}
 
 
-class Peer:
-    """The connection to another machine's launcher."""
-
-    def __init__(self, connection: socket.socket, machine: int = 0, host: str = "") -> None:
-        self.socket = connection
-        self.machine = machine
-        self.host = host
-        self.is_done: bool = False
-        self._buffer = b""
-        _notice_loss(connection)
-
-    def __str__(self) -> str:
-        return f"machine {self.machine} ({self.host})"
-
-    def send(self, message: Message) -> None:
-        """Send a message. A lost connection is ignored here, because `receive` reports it."""
-        with contextlib.suppress(OSError):
-            self.socket.sendall(json.dumps(message).encode() + b"\n")
-
-    def receive(self, timeout: float = 0.0) -> list[Message]:
-        """The messages that have arrived within `timeout` seconds.
-
-        Raises:
-            OSError: the connection has ended.
-            ValueError: the other side is not a launcher.
-        """
-        if not select.select([self.socket], [], [], timeout)[0]:
-            return []
-        data = self.socket.recv(65536)
-        if not data:
-            raise ConnectionError("the connection has ended")
-        *lines, self._buffer = (self._buffer + data).split(b"\n")
-        messages = [json.loads(line) for line in lines]
-        if not all(isinstance(message, dict) for message in messages) or self._buffer[:1] not in (
-            b"",
-            b"{",
-        ):
-            raise ValueError("no message of a launcher")
-        return messages
+def machines_in_words(machines: list[int], count: int) -> str:
+    """Such as "machine 1 of 2", "machines 1, 3-5 of 8"."""
+    words = []
+    for low, high in spans(machines):
+        if low == high:
+            words.append(str(low))
+        else:
+            words.append(f"{low}-{high}")
+    plural = "s" * (len(machines) > 1)
+    return f"machine{plural} {', '.join(words)} of {count}"
 
 
-def _notice_loss(connection: socket.socket) -> None:
-    """Have the kernel notice within seconds that the other machine is gone, also while a message is on its way."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    settings = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 7000}
-    for name, value in settings.items():
-        if hasattr(socket, name):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+def open_stores(spec: LaunchSpec) -> tuple[Store, Store | None]:
+    """The store of a run, in the launcher of machine 0, and on machine 0 the store where the others find its port.
 
-
-def gather(spec: LaunchSpec) -> list[Peer]:
-    """Machine 0: wait until the launchers of the other machines have connected.
-
-    Returns:
-        Their connections; fewer where machines have not come in time, or are started by another program.
+    That one is at the port that all machines know. It is closed before the ranks start, since rank 0 listens there.
 
     Raises:
-        ConfigurationError: a machine has other options or another version.
+        LaunchError: machine 0 cannot be reached in time.
     """
-    peers: dict[int, Peer] = {}
-    strangers: list[Peer] = []
-    waiting = Waiting()
-    server, address = any_address()
+    from torch.distributed import DistError, TCPStore
+
+    timeout = timedelta(seconds=spec.join_timeout + REPLY)
+    host, port = spec.main_process_ip, spec.main_process_port
+    if spec.machine_rank:
+        connect(host, port, spec.join_timeout).close()
     try:
-        server.bind((address, spec.main_process_port))
-        server.listen(1024)
-        while len(peers) < spec.num_machines - 1:
-            absent = _listed(set(range(1, spec.num_machines)) - set(peers), spec.num_machines)
-            if waiting.seconds > spec.join_timeout:
-                messages.show(
-                    f"{absent} did not connect within {spec.join_timeout:.0f} s: the ranks start without it"
-                )
-                break
-            if waiting.is_due():
-                for peer in peers.values():
-                    peer.send({"waiting": absent})
-                is_here = interface_of(resolve_address(spec.main_process_ip)) is not None
-                if is_here:
-                    note = ""
-                else:
-                    note = f"; they connect to {spec.main_process_ip}, no address of this machine"
-                messages.show(f"waiting for {absent}{note}")
-            ready = select.select(
-                [server, *(peer.socket for peer in (*strangers, *peers.values()))], [], [], 0.2
-            )[0]
-            if server in ready:
-                strangers.append(Peer(server.accept()[0]))
-            if not _admit(
-                spec, [peer for peer in strangers if peer.socket in ready], strangers, peers
-            ):
-                messages.show(
-                    "a program that is not a launcher has connected: the ranks start without waiting further"
-                )
-                break
-            for peer in [peer for peer in peers.values() if peer.socket in ready]:
-                try:
-                    peer.receive()
-                except (OSError, ValueError):
-                    del peers[peer.machine]
-    except ConfigurationError as error:
-        for peer in (*peers.values(), *strangers):
-            peer.send({"refused": str(error)})
-        raise
-    finally:
-        server.close()
-    for peer in peers.values():
-        peer.send({"go": 0})
-    return list(peers.values())
+        if spec.machine_rank:
+            meeting = TCPStore(host, port, None, False, timedelta(seconds=REPLY))
+            run_port = int(meeting.get("accelerate/port"))
+            return TCPStore(host, run_port, None, False, timeout), None
+        store = TCPStore("127.0.0.1", 0, None, True, timeout, wait_for_workers=False)
+        meeting = TCPStore("127.0.0.1", port, None, True, timeout, wait_for_workers=False)
+    except (DistError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise LaunchError(
+            f"{host}:{port} does not answer as the launcher of machine 0: {reason}"
+        ) from None
+    meeting.set("accelerate/port", str(store.port))
+    return store, meeting
 
 
-def _admit(
-    spec: LaunchSpec, ready: list[Peer], strangers: list[Peer], peers: dict[int, Peer]
-) -> bool:
-    """Read the first messages of new connections. False where one is not of a launcher."""
-    ours = identity(spec)
-    for peer in ready:
-        try:
-            messages = peer.receive()
-        except OSError:  # it has asked whether anybody listens
-            strangers.remove(peer)
-            continue
-        except ValueError:
-            return False
-        if not messages:
-            continue
-        strangers.remove(peer)
-        theirs = messages[0]
-        if theirs.get("protocol") != PROTOCOL:
-            return False
-        peer.machine, peer.host = theirs["machine"], theirs["host"]
-        for name, shown in SHARED.items():
-            if ours[name] != theirs[name]:
-                strangers.append(peer)
-                raise ConfigurationError(
-                    f"{peer} has {shown} {theirs[name]}, machine 0 ({ours['host']}) has {ours[name]}: "
-                    "all machines need the same"
-                )
-        if peer.machine == 0 or peer.machine in peers:
-            strangers.append(peer)
-            if peer.machine == 0:
-                other = ours["host"]
-            else:
-                other = peers[peer.machine].host
-            raise ConfigurationError(
-                f"--machine_rank {peer.machine} was given on two machines: {other} and {peer.host}"
-            )
-        peers[peer.machine] = peer
-        peer.send({"welcome": True})
-    return True
+class Machines(SharedStore):
+    """The launchers of a run with fixed ranks. Every attempt has keys of its own in the store.
 
-
-def _listed(machines: set[int], count: int) -> str:
-    names = ", ".join(
-        str(low) if low == high else f"{low}-{high}" for low, high in spans(sorted(machines))
-    )
-    return f"machine{'s' if len(machines) > 1 else ''} {names} of {count}"
-
-
-def join(spec: LaunchSpec) -> list[Peer]:
-    """Another machine: connect to machine 0 and wait until all have.
-
-    Returns:
-        The connection to machine 0; none where no launcher answers there.
-
-    Raises:
-        ConfigurationError: machine 0 refuses.
+    Args:
+        spec: the launch.
+        run_store: the store of the run.
+        meeting: the store where the others find its port, on machine 0.
     """
-    where = f"machine 0 at {spec.main_process_ip}:{spec.main_process_port}"
-    resolve_address(spec.main_process_ip)
-    try:
-        peer = Peer(
-            connect(spec.main_process_ip, spec.main_process_port, spec.join_timeout),
-            0,
-            spec.main_process_ip,
+
+    cause_timeout: float = SILENCE + 3.0
+    interval: float = LOOK
+
+    def __init__(self, spec: LaunchSpec, run_store: Store, meeting: Store | None = None) -> None:
+        super().__init__(
+            f"machine 0 at {spec.main_process_ip}:{spec.main_process_port} is lost: its launcher has ended, or "
+            "cannot be reached",
+            SILENCE + 3.0,
         )
-        peer.send(identity(spec))
-        timeout = REPLY
-        while received := peer.receive(timeout):
-            for message in received:
-                if "refused" in message:
-                    raise ConfigurationError(f"{where} refuses: {message['refused']}")
-                if "go" in message:
-                    return [peer]
-                if "waiting" in message:
-                    messages.show(f"{where} waits for {message['waiting']}")
-                timeout = spec.join_timeout
-        reason = "does not answer as a launcher does"
-    except ConfigurationError:
-        raise
-    except (LaunchError, OSError, ValueError) as error:
-        reason = str(error)
-    messages.show(
-        f"no connection to the launcher of {where} ({reason}): the ranks start, and connect there themselves"
-    )
-    return []
-
-
-class Link(OtherMachines):
-    """The connections to other machines during the run: a failure on one machine stops the ranks of all."""
-
-    def __init__(self, spec: LaunchSpec, peers: list[Peer]) -> None:
         self.spec = spec
-        self.peers = peers
-        self.attempt: int = 0
+        self.run_store = run_store
+        self._meeting = meeting
+        self._others = range(1, spec.num_machines)
+        self._signs_of_life: dict[int, tuple[bytes, float]] = {}
+        self._signs = 0
 
-    def start_together(self, attempt: int) -> None:
-        """Before a restart, wait until the ranks of the former attempt have ended on all machines.
+    def meet(self, attempt: int) -> None:
+        """Wait until the launchers of all machines are ready for an attempt.
 
         Raises:
-            LaunchError: a machine does not take part in it.
+            ConfigurationError: a machine has other options or another version, or two have the same rank.
+            LaunchError: a machine has not come within `join_timeout`, or machine 0 is lost.
         """
-        self.attempt = attempt
-        if self.spec.machine_rank:
-            self._send({"ready": attempt})
-        for peer in self.peers:
-            try:
-                while not any(
-                    attempt in message.values() for message in peer.receive(self.spec.join_timeout)
-                ):
-                    pass
-            except (OSError, ValueError) as error:
-                raise LaunchError(
-                    f"no restart: {peer} does not take part in it ({error})"
-                ) from None
-        if self.spec.machine_rank == 0:
-            self._send({"go": attempt})
+        from torch.distributed import PrefixStore
 
-    def callbacks(self, stop: Stop) -> list[tuple[socket.socket, Callable[[], bool]]]:
-        """The sockets that the supervisor watches, each with its callback."""
-        return [(peer.socket, partial(self._receive, peer, stop)) for peer in self.peers]
-
-    def _receive(self, peer: Peer, stop: Stop) -> bool:
+        self.unfollow()
+        store = PrefixStore(f"accelerate/attempt/{attempt}", self.run_store)
+        self.store = store
         try:
-            messages = peer.receive()
-        except (OSError, ValueError):
-            if not peer.is_done:
-                stop(f"{peer} is lost: its launcher or its network connection has ended", 1, False)
-            return False
-        for message in messages:
-            peer.is_done = peer.is_done or "done" in message
-            if message.get("failed") and message["of"] == self.attempt:
-                self._send(message, exclude=peer)
-                stop(message["failed"], message["code"], message["final"])
-        return True
+            self._enter(store, attempt)
+            answer = self._await_answer(store, attempt)
+        except RuntimeError as error:
+            raise LaunchError(self.lost_message) from error
+        if "refused" in answer:
+            raise ConfigurationError(answer["refused"])
+        if "error" in answer:
+            raise LaunchError(answer["error"])
+        self.follow(store)
 
-    def failed(self, report: str, code: int) -> None:
-        """Report a failure of this machine to the others."""
-        self._send({"failed": report, "code": code, "final": False, "of": self.attempt})
+    def _enter(self, store: Store, attempt: int) -> None:
+        """Report that this machine is ready; before that, refuse the run where it cannot be one of its machines."""
+        machine = self.spec.machine_rank
+        me = identity(self.spec)
+        if machine and not attempt:
+            first = json.loads(store.get("ready/0"))
+            for name, words in SHARED.items():
+                if me[name] != first[name]:
+                    text = (
+                        f"machine {machine} ({me['host']}) has {words} {me[name]}, machine 0 ({first['host']}) has "
+                        f"{first[name]}: all machines need the same"
+                    )
+                    self._settle({"refused": text})
+        store.set(f"alive/{machine}", "0")
+        entry = json.loads(store.compare_set(f"ready/{machine}", "", json.dumps(me)))
+        if entry != me:
+            hosts = f"{entry['host']} and {me['host']}"
+            self._settle(
+                {"refused": f"--machine_rank {machine} was given on two machines: {hosts}"}
+            )
+
+    def _await_answer(self, store: Store, attempt: int) -> dict[str, str]:
+        """Wait for what becomes of the attempt. Machine 0 starts it once all are ready, or ends it after the limit."""
+        spec = self.spec
+        waiting = Waiting()
+        missing = list(range(spec.num_machines))
+        while not store.check(["answer"]):
+            missing = [machine for machine in missing if not store.check([f"ready/{machine}"])]
+            is_due = waiting.is_due()
+            if is_due and missing:
+                messages.show(f"waiting for {machines_in_words(missing, spec.num_machines)}")
+            if spec.machine_rank:
+                if waiting.seconds > spec.join_timeout + REPLY:
+                    return {"error": f"machine 0 gave no answer within {waiting.seconds:.0f} s"}
+            elif not missing:
+                # Its port is rank 0's from here on. The others have left it.
+                self._meeting = None
+                self._settle({})
+            elif waiting.seconds > spec.join_timeout:
+                text = (
+                    f"{machines_in_words(missing, spec.num_machines)} did not come within {spec.join_timeout:.0f} s "
+                    "(--rdzv_conf join_timeout)"
+                )
+                if attempt:
+                    text = f"no restart: {text}"
+                self._settle({"error": text})
+            elif is_due and interface_of(resolve_address(spec.main_process_ip)) is None:
+                messages.show(f"{spec.main_process_ip} is no address of this machine")
+            time.sleep(0.05)
+        answer: dict[str, str] = json.loads(store.get("answer"))
+        return answer
+
+    def _settle(self, answer: dict[str, str]) -> None:
+        """Decide what becomes of the attempt, unless that is decided."""
+        assert self.store is not None
+        self.store.compare_set("answer", "", json.dumps(answer))
+
+    def look(self, store: Store) -> News:
+        """Give a sign of life; machine 0 also looks for those of the others."""
+        self._signs += 1
+        store.set(f"alive/{self.spec.machine_rank}", str(self._signs))
+        if self.spec.machine_rank == 0:
+            self._find_lost(store)
+        return super().look(store)._replace(finished=int(store.add("finished", 0)))
+
+    def _find_lost(self, store: Store) -> None:
+        now = time.monotonic()
+        signs = store.multi_get([f"alive/{machine}" for machine in self._others])
+        for machine, sign in zip(self._others, signs, strict=True):
+            last, since = self._signs_of_life.get(machine, (b"", now))
+            if sign != last:
+                self._signs_of_life[machine] = (sign, now)
+            elif now - since > SILENCE:
+                host = json.loads(store.get(f"ready/{machine}"))["host"]
+                text = f"machine {machine} ({host}) is lost: its launcher or its network connection has ended"
+                self.failed(text, 1, final=True)
+
+    def follow(self, store: Store) -> None:
+        """Follow what the launchers write to the store of an attempt."""
+        self._signs_of_life = {}
+        super().follow(store)
 
     def interrupted(self, name: str, code: int) -> None:
         """End the run on all machines, because of a signal here."""
-        report = f"machine {self.spec.machine_rank} ({socket.gethostname()}) was ended by {name}"
-        self._send({"failed": report, "code": code, "final": True, "of": self.attempt})
+        text = f"machine {self.spec.machine_rank} ({socket.gethostname()}) was ended by {name}"
+        self.failed(text, code, final=True)
+        if self.ended.is_set():
+            # The other machines may wait for this one in `meet`.
+            with contextlib.suppress(RuntimeError):
+                self._settle({"error": text})
 
-    def finished(self) -> list[str]:
-        """The names of the machines that have finished."""
-        return [str(peer) for peer in self.peers if peer.is_done]
+    def await_others(self, ended: Supervisor) -> None:
+        """After the ranks here have ended without an error: wait for those of the other machines, which may fail."""
+        assert self.store is not None
+
+        def fail(reason: str, code: int, final: bool) -> None:
+            messages.show(reason)
+            ended.code = code
+            ended.final = final
+
+        with contextlib.suppress(RuntimeError):
+            self.store.add("finished", 1)
+        while not ended.code and not ended.final and self.news.finished < self.spec.num_machines:
+            time.sleep(LOOK)
+            self.tick(fail)
 
     def close(self) -> None:
-        """Report the end of the run here and close the connections."""
-        self._send({"done": True})
-        for peer in self.peers:
-            peer.socket.close()
-
-    def _send(self, message: Message, exclude: Peer | None = None) -> None:
-        for peer in self.peers:
-            if peer is not exclude:
-                peer.send(message)
+        """Leave the run. Machine 0 keeps the store until the others have left, or have had the time for it."""
+        if self.is_lost:
+            return
+        with contextlib.suppress(RuntimeError):
+            if self.spec.machine_rank:
+                self.run_store.add("accelerate/left", 1)
+                return
+            deadline = time.monotonic() + self.spec.stop_timeout + SILENCE
+            while time.monotonic() < deadline:
+                if self.run_store.add("accelerate/left", 0) >= len(self._others):
+                    return
+                time.sleep(0.05)
 
 
 class StaticLauncher(Launcher):
-    """The launchers connect at machine 0's `main_process_ip` and `main_process_port`; then rank 0 listens there."""
+    """The launchers meet at machine 0's `main_process_ip` and `main_process_port`; then rank 0 listens there."""
 
     spec: LaunchSpec
     name = "static"
@@ -352,26 +296,29 @@ class StaticLauncher(Launcher):
                 f"no --main_process_ip: machine 0 is expected at {spec.main_process_ip}, so only launches on this "
                 "machine can join"
             )
-        # Reserved before the launcher listens on it, and until rank 0 does.
-        with (
-            contextlib.nullcontext() if spec.machine_rank else ReservedPort(spec.main_process_port)
-        ):
-            link = Link(spec, join(spec) if spec.machine_rank else gather(spec))
-            try:
-                return with_restarts(spec, partial(self._run_once, link))
-            finally:
-                link.close()
+        return run_with_store(spec, self._run_share)
 
-    def _run_once(self, link: Link, number: int) -> Supervisor:
-        """Run all processes once."""
-        if number:
-            link.start_together(number)
-        elif env.get("GLOO_SOCKET_IFNAME") is None and link.peers:
-            # Have gloo use the network over which the launchers are connected.
-            address = link.peers[0].socket.getsockname()[0].removeprefix("::ffff:")
-            name = interface_of(address)
-            if name is not None:
-                self.spec = self.spec._replace(
-                    variables={**self.spec.variables, "GLOO_SOCKET_IFNAME": name}
-                )
-        return supervise(self.spec, self.processes(attempt=number), link)
+    def _run_share(self, spec: LaunchSpec) -> int:
+        self.spec = spec
+        reserved: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+        if spec.machine_rank == 0:
+            # Reserved before the launcher listens on it, and until rank 0 does.
+            reserved = ReservedPort(spec.main_process_port)
+        with reserved:
+            machines = Machines(spec, *open_stores(spec))
+
+            def run_once(attempt: int) -> Supervisor:
+                machines.meet(attempt)
+                supervisor = supervise(spec, self.processes(attempt=attempt), machines)
+                if supervisor.code == 0:
+                    machines.await_others(supervisor)
+                return supervisor
+
+            try:
+                return with_restarts(spec, run_once)
+            except Interrupted as error:
+                name = signal.Signals(error.number).name
+                machines.interrupted(name, 128 + error.number)
+                raise
+            finally:
+                machines.close()

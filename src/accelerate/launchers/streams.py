@@ -8,7 +8,7 @@ import os
 import re
 import time
 from collections.abc import Callable
-from typing import IO, NamedTuple
+from typing import IO
 
 TRACEBACK = b"Traceback (most recent call last):"
 # With C++ stacks: what torch logs where the rank that hosts the store is gone, before the error becomes a traceback.
@@ -22,17 +22,9 @@ LINE_WAIT = 0.1
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Bytes of the most recent output that are kept.
 TAIL = 16384
-# How a rank that another program has started (mpirun, srun) reports its end; srun labels each line with its task.
+# How a rank that another program has started (mpirun, srun) reports its failure.
 _REPORT = b"accelerate: rank "
-RANK_END = rb"(?<!\d)(?:\d{1,7}: )?" + _REPORT + rb"(\d+) ended, code (-?\d+)\r?\n"
-_PARTIAL_RANK_END = rb"(?<!\d)(?:\d{1,7}: )?" + _REPORT + rb"[^\n]*\Z"
-
-
-class RankEnd(NamedTuple):
-    """The end of a rank as it was reported; `code` is negative for a signal."""
-
-    rank: int
-    code: int
+RANK_FAILED = _REPORT + rb"(\d+) ended, code (-?\d+)"
 
 
 def write_all(sink: int, data: bytes) -> None:
@@ -69,19 +61,17 @@ class Stream:
     ) -> None:
         self.source = source
         self.sink = sink
-        self.prefix: bytes | None = prefix.encode() if prefix else None
+        self.prefix: bytes = (prefix or "").encode()
         self.log = log
         self.delay_tracebacks = delay_tracebacks
-        # A delayed traceback with what followed it, and when it was written.
+        # A delayed traceback with what followed it.
         self.delayed: bytes = b""
-        self.delayed_since: float | None = None
-        # The last traceback that was shown because the process seemed to survive it, and when it was written.
-        self.shown: bytes = b""
-        self.shown_since: float | None = None
+        # The traceback that is the last output of the process, delayed or shown, and when it was written.
+        self.last_traceback: bytes = b""
+        self.failing_since: float | None = None
         self.tail: bytes = b""
-        # Ranks that have reported their ends, in that order, and the last output before the first one that failed.
-        self.ends: list[RankEnd] = []
-        self.before_failure: bytes = b""
+        # The last output when the first rank under a starter had reported its failure.
+        self.rank_failure: bytes = b""
         # Why output could not be written.
         self.lost: OSError | None = None
         self.open: bool = True
@@ -90,7 +80,7 @@ class Stream:
         self.at_line_start: bool = True
         # The rank's other stream on the same console.
         self.other: Stream | None = None
-        self._partial_report = b""
+        self._delayed_since = 0.0
         self._line = b""
         self._line_since = 0.0
 
@@ -104,60 +94,42 @@ class Stream:
             # A pseudo terminal whose other side is closed ends with an error, not with an empty read.
             data = b""
         if not data:
-            self._process(self._partial_report)
             self.close()
             return
-        if self.other is not None and self.prefix is None:
+        if self.other is not None and not self.prefix:
             # A progress bar on standard error stays before what the rank prints on standard output after it.
             self.other.flush_line()
         if self.log is not None:
             self._deliver(write_all, self.log.fileno(), data)
-        self.feed(data)
-
-    def feed(self, data: bytes) -> None:
-        """Pass output on, without the reports of ended ranks, which are recorded."""
-        data, self._partial_report = self._partial_report + data, b""
-        if _REPORT not in data:
-            self._process(data)
-            return
-        partial = re.compile(_PARTIAL_RANK_END).search(
-            data, max(0, data.rfind(b"\n") + 1, len(data) - 100)
-        )
-        if partial is not None:
-            data, self._partial_report = data[: partial.start()], partial.group()
-        position = 0
-        for report in re.finditer(RANK_END, data):
-            self._process(data[position : report.start()])
-            position = report.end()
-            end = RankEnd(int(report[1]), int(report[2]))
-            if end.code and not any(earlier.code for earlier in self.ends):
-                self.before_failure = self.delayed or self.tail
-            self.ends.append(end)
-        self._process(data[position:])
-
-    def _process(self, data: bytes) -> None:
-        if not data:
-            return
         self.tail = (self.tail + data)[-TAIL:]
+        if _REPORT in self.tail and not self.rank_failure and re.search(RANK_FAILED, self.tail):
+            self.rank_failure = self.tail
         if not self.delay_tracebacks:
             self._emit(data)
-        elif self.delayed_since is not None:
-            self.delayed += data
-            if time.monotonic() - self.delayed_since > DELAY_WHILE_PRINTING:
-                self.flush()
+        elif self.delayed:
+            self._extend_delayed(data)
         else:
-            self._find_traceback(data)
+            self._look_for_traceback(data)
 
-    def _find_traceback(self, data: bytes) -> None:
+    def _look_for_traceback(self, data: bytes) -> None:
+        self.failing_since, self.last_traceback = None, b""
         # The incomplete line may contain the beginning of the header.
         data, self._line = self._line + data, b""
-        found = re.search(_DELAYED, data)
-        if found is None:
+        header = re.search(_DELAYED, data)
+        if header is None:
             self._emit(data)
             return
-        start = data.rfind(b"\n", 0, found.start()) + 1
+        start = data.rfind(b"\n", 0, header.start()) + 1
         self._emit(data[:start])
-        self.delayed, self.delayed_since = data[start:], time.monotonic()
+        self._delayed_since = time.monotonic()
+        self._extend_delayed(data[start:])
+
+    def _extend_delayed(self, data: bytes) -> None:
+        self.delayed += data
+        if TRACEBACK in self.delayed:
+            self.failing_since, self.last_traceback = self._delayed_since, self.delayed
+        if time.monotonic() - self._delayed_since > DELAY_WHILE_PRINTING:
+            self.flush()
 
     @property
     def pending(self) -> bool:
@@ -167,40 +139,19 @@ class Stream:
     def flush_expired(self) -> None:
         """Show a traceback whose delay has passed: the process only logged it. Likewise an incomplete line."""
         now = time.monotonic()
-        if self.delayed_since is not None and now - self.delayed_since > DELAY:
+        if self.delayed and now - self._delayed_since > DELAY:
             self.flush()
         elif self._line and now - self._line_since > LINE_WAIT:
             self.flush_line()
 
     def flush(self) -> None:
         """Show all pending output."""
-        if TRACEBACK in self.delayed:
-            self.shown, self.shown_since = self.delayed, self.delayed_since
         self._emit(self.take_delayed())
         self.flush_line()
 
-    @property
-    def last_traceback(self) -> bytes:
-        """The traceback that is the last output of the process, delayed or shown; empty where none is."""
-        if TRACEBACK in self.delayed:
-            return self.delayed
-        shown = self.shown.rstrip()
-        if shown and self.tail.rstrip().endswith(shown[-1024:]):
-            return shown
-        return b""
-
-    @property
-    def failing_since(self) -> float | None:
-        """When the traceback was written that is the last output of the process; None where none is."""
-        if TRACEBACK in self.delayed:
-            return self.delayed_since
-        if self.last_traceback:
-            return self.shown_since
-        return None
-
     def take_delayed(self) -> bytes:
         """Return the delayed traceback, which will not be shown."""
-        data, self.delayed, self.delayed_since = self.delayed, b"", None
+        data, self.delayed = self.delayed, b""
         return data
 
     def close(self) -> None:
@@ -214,7 +165,7 @@ class Stream:
     def finish(self) -> None:
         """Show all pending output, complete a prefixed line and close."""
         self.flush()
-        if self.prefix is not None and not self.at_line_start:
+        if self.prefix and not self.at_line_start:
             # The next line on the console is another rank's.
             self._write(b"\n")
         self.close()
@@ -230,13 +181,13 @@ class Stream:
 
     def flush_line(self) -> None:
         """Show the incomplete line."""
-        rest, self._line = self._line, b""
-        self._write(rest)
+        line, self._line = self._line, b""
+        self._write(line)
 
     def _write(self, data: bytes) -> None:
         if not data:
             return
-        if self.prefix is not None:
+        if self.prefix:
             data = self._prefixed(data)
         self.at_line_start = data.endswith(b"\n")
         self._deliver(self.show, self.sink, data)
@@ -248,11 +199,12 @@ class Stream:
             self.lost = error
 
     def _prefixed(self, data: bytes) -> bytes:
-        lines = data.splitlines(keepends=True)
-        starts = [self.at_line_start] + [line.endswith(b"\n") for line in lines[:-1]]
-        prefix = self.prefix or b""
-        # torch itself prefixes the lines of a rank's traceback.
-        return b"".join(
-            prefix + line if start and not line.startswith(prefix) else line
-            for line, start in zip(lines, starts, strict=True)
-        )
+        marked = []
+        at_start = self.at_line_start
+        for line in data.splitlines(keepends=True):
+            # torch itself prefixes the lines of a rank's traceback.
+            if at_start and not line.startswith(self.prefix):
+                marked.append(self.prefix)
+            marked.append(line)
+            at_start = line.endswith(b"\n")
+        return b"".join(marked)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import selectors
 import shutil
@@ -13,22 +14,21 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from socket import socket
 from types import FrameType
 from typing import TYPE_CHECKING
 
 from ..core import env, messages
+from ..core.objects import ranks_in_words
 from ..core.system import handles_signal
 from . import failure as failures
 from . import tracebacks
 from .failure import Failure
 from .process import FORWARDED, Rank
 from .spec import LaunchSpec, ProcessSpec
-from .streams import LINE_WAIT, write_all
+from .streams import LINE_WAIT, Stream, write_all
 from .tracebacks import Cause
 
 if TYPE_CHECKING:
-    from ..telemetry.status import Status
     from .panel import Display
 
 # When this launcher started: restarted ranks record into the same folder.
@@ -54,10 +54,6 @@ class OtherMachines:
     cause_timeout: float = 5.0
     interval: float = 1.0
 
-    def callbacks(self, stop: Stop) -> list[tuple[socket, Callable[[], bool]]]:
-        """Sockets to wait for, each with the function to call when it is readable; it returns False at its end."""
-        return []
-
     def tick(self, stop: Stop) -> None:
         """Called repeatedly while the ranks run."""
 
@@ -66,10 +62,6 @@ class OtherMachines:
 
     def interrupted(self, name: str, code: int) -> None:
         """Report that a signal, of this name, has ended the ranks here."""
-
-    def finished(self) -> list[str]:
-        """The names of the machines whose ranks have all ended without an error."""
-        return []
 
 
 class Supervisor:
@@ -103,8 +95,6 @@ class Supervisor:
         # Where the ranks publish their states, and what shows them.
         self._status_folder: str | None = None
         self._display: Display | None = None
-        # What the ranks have published last.
-        self._last_seen: dict[int, Status] = {}
 
     def run(self, processes: Sequence[ProcessSpec]) -> int:
         """Start the processes and wait until all have ended. Returns the exit code."""
@@ -148,15 +138,12 @@ class Supervisor:
         with self._contexts:
             self._clean_up()
             self.code = self._finish()
-            lost = [
-                stream.lost
-                for rank in self.ranks
-                for stream in rank.streams
-                if stream.lost is not None
-            ]
-            if lost:
-                self._print([f"accelerate: output of the ranks is lost: {lost[0].strerror}"])
-                self.code, self.final = self.code or 1, True
+            for rank in self.ranks:
+                for stream in rank.streams:
+                    if stream.lost is not None and not self.final:
+                        self._print([f"accelerate: output is lost: {stream.lost.strerror}"])
+                        self.code = self.code or 1
+                        self.final = True
         return self.code
 
     @contextlib.contextmanager
@@ -174,25 +161,22 @@ class Supervisor:
         return Rank(self.spec, process, folder)
 
     def _start(self, processes: Sequence[ProcessSpec]) -> None:
-        # Start time and process id of the launcher, so that runs never mix.
-        run_name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+        folder = None
         if self.spec.log_dir:
+            # Time and process id of the launcher, so that runs never mix.
+            run_name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
             folder = Path(self.spec.log_dir).expanduser() / run_name
-        else:
-            folder = None
+        shows_progress = self.spec.progress_interval > 0 and not self.spec.quiet
         added: dict[str, str | None] = {}
-        if self.spec.progress_interval and not self.spec.quiet:
+        if shows_progress:
             from ..telemetry.status import new_folder
 
             self._status_folder = new_folder()
-            added = {
-                "ACCELERATE_STATUS_DIR": self._status_folder,
-                "ACCELERATE_LAUNCH_TIME": _STARTED,
-            }
+            added["ACCELERATE_STATUS_DIR"] = self._status_folder
+            added["ACCELERATE_LAUNCH_TIME"] = _STARTED
         for process in processes:
-            rank = self.make_rank(
-                process._replace(variables={**process.variables, **added}), folder
-            )
+            process = process._replace(variables={**process.variables, **added})
+            rank = self.make_rank(process, folder)
             self.ranks.append(rank)
             for stream in rank.streams:
                 self._selector.register(stream.source, selectors.EVENT_READ, stream.read)
@@ -205,26 +189,16 @@ class Supervisor:
             for rank in self.ranks:
                 for stream in rank.streams:
                     stream.show = self._display.write
-        for connection, receive in self.link.callbacks(self._stop_for_others) if self.link else []:
-
-            def handle(
-                connection: socket = connection, receive: Callable[[], bool] = receive
-            ) -> None:
-                if not receive():
-                    self._selector.unregister(connection)
-
-            self._selector.register(connection, selectors.EVENT_READ, handle)
 
     def _wait(self, most: float) -> None:
         """Wait for output, the end of a process, a signal, or the next deadline."""
-        # An ended process wakes the selector through SIGCHLD; outside the main thread there is no such signal.
-        if threading.current_thread() is threading.main_thread():
-            timeout = most
-        else:
+        timeout = most
+        if threading.current_thread() is not threading.main_thread():
+            # An ended process wakes the selector through SIGCHLD, which only the main thread gets.
             timeout = 0.05
         if self.link is not None:
             timeout = min(timeout, self.link.interval)
-        if any(stream.pending for rank in self.ranks for stream in rank.streams):
+        if any(stream.pending for stream in self._streams()):
             timeout = min(timeout, LINE_WAIT)
         if self._display is not None:
             timeout = min(timeout, self._display.wait)
@@ -234,12 +208,16 @@ class Supervisor:
                 timeout = min(timeout, max(0.0, deadline - now))
         for key, _ in self._selector.select(timeout):
             key.data()
+        for stream in self._streams():
+            if not stream.open and stream.source in self._selector.get_map():
+                self._selector.unregister(stream.source)
         for rank in self.ranks:
-            for stream in rank.streams:
-                if not stream.open and stream.source in self._selector.get_map():
-                    self._selector.unregister(stream.source)
-                if rank.code is None and not rank.stopped:
+            if rank.code is None and not rank.stopped:
+                for stream in rank.streams:
                     stream.flush_expired()
+
+    def _streams(self) -> list[Stream]:
+        return [stream for rank in self.ranks for stream in rank.streams]
 
     def _act(self) -> None:
         while self._signals:
@@ -247,32 +225,33 @@ class Supervisor:
         if self.link is not None:
             self.link.tick(self._stop_for_others)
         if self._display is not None:
-            ranks = [rank for rank in self.ranks if not rank.spec.starter]
-            pids = {rank.rank: rank.popen.pid for rank in ranks if rank.code is None}
-            text = self._display.tick(
-                pids, {rank.rank: rank.code for rank in ranks if rank.code is not None}
-            )
-            if text is not None:
-                self._print([text])
+            self._show_progress(self._display)
         now = time.monotonic()
         ended = [rank for rank in self.ranks if rank.poll()]
-        if (
-            self._kill_at is None
-            and any(rank.code for rank in ended)
-            and len(ended) != self._ended_count
-        ):
+        has_failed = any(rank.code for rank in ended)
+        if has_failed and self._kill_at is None and len(ended) != self._ended_count:
             # Each further end may show the cause, which makes the wait shorter, never longer.
             self._ended_count = len(ended)
-            deadline = now + self._grace_period()
-            if self._stop_at is None:
-                self._stop_at = deadline
-            else:
-                self._stop_at = min(self._stop_at, deadline)
+            self._stop_at = min(self._stop_at or math.inf, now + self._grace_period())
         if self._stop_at is not None and now >= self._stop_at and self._kill_at is None:
             self._report_failure()
             self._stop(signal.SIGTERM)
         if self._kill_at is not None and now >= self._kill_at:
             self._kill_all()
+
+    def _show_progress(self, display: Display) -> None:
+        pids = {}
+        codes = {}
+        for rank in self.ranks:
+            if rank.spec.starter:
+                continue
+            if rank.code is None:
+                pids[rank.rank] = rank.popen.pid
+            else:
+                codes[rank.rank] = rank.code
+        text = display.tick(pids, codes)
+        if text is not None:
+            self._print([text])
 
     def _grace_period(self) -> float:
         """Seconds to wait before the other ranks are stopped."""
@@ -285,17 +264,13 @@ class Supervisor:
 
     def _report_failure(self) -> None:
         """Report the first failure to the other machines, once."""
+        if self.link is None or self._stopped_by is not None or self._reported:
+            return
         first = failures.find_first(self.ranks)
-        if (
-            self.link is not None
-            and first is not None
-            and self._stopped_by is None
-            and not self._reported
-        ):
+        if first is not None:
             self._reported = True
-            self.link.failed(
-                failures.report(self.ranks, first), failures.exit_code(first.end.code) or 1
-            )
+            code = failures.exit_code(first.end.code) or 1
+            self.link.failed(failures.report(self.ranks, first), code)
 
     def _stop(self, number: int) -> None:
         self._kill_at = time.monotonic() + self.spec.stop_timeout
@@ -312,8 +287,12 @@ class Supervisor:
         if name not in ENDING:
             for rank in self.ranks:
                 rank.forward(number)
-        elif self.interrupted is None:
-            self.interrupted, self.final = number, True
+        elif self.interrupted is not None:
+            self._kill_all()
+        else:
+            self.interrupted = number
+            self.final = True
+            # Asked before the ranks get the signal, which may end them.
             saves = name == "SIGTERM" and any(
                 handles_signal(rank.popen.pid, number) for rank in self.ranks
             )
@@ -321,10 +300,9 @@ class Supervisor:
             if saves:
                 seconds = max(SAVE_TIME, self.spec.stop_timeout)
                 self._kill_at = time.monotonic() + seconds
-                notice = f"waiting up to {seconds:.0f} s for processes that handle {name}; a second signal kills them"
-                self._print([f"accelerate: {notice}"])
-        else:
-            self._kill_all()
+                messages.show(
+                    f"waiting up to {seconds:.0f} s for processes that handle {name}; a second signal kills them"
+                )
 
     def _stop_for_others(self, reason: str, code: int, final: bool) -> None:
         """Stop the ranks here: another machine has failed, is lost, or was interrupted (then the end is final)."""
@@ -344,9 +322,6 @@ class Supervisor:
                 rank.kill_children()
             rank.drain()
         if self._status_folder is not None:
-            from ..telemetry.status import statuses
-
-            self._last_seen = dict(statuses(Path(self._status_folder)))
             shutil.rmtree(self._status_folder, ignore_errors=True)
         self._selector.close()
 
@@ -361,41 +336,20 @@ class Supervisor:
             self._finish_streams()
             return 0
         self._report_failure()
-        if self.link is not None and first.source.blame:
-            finished = self.link.finished()
-        else:
-            finished = []
-        self.failure = failures.describe(self.ranks, first, failures.oom_kills() - self._oom_kills)
-        remarks = [self.failure.cause]
-        if (
-            first.end.code < 0
-            and (seen := self._last_seen.get(first.end.rank)) is not None
-            and seen.step
-        ):
-            # A signal leaves no traceback.
-            if seen.batch:
-                batch = f", batch {seen.batch} of epoch {seen.epoch}"
-            else:
-                batch = ""
-            remarks.append(f"It was at step {seen.step}{batch}.")
-        if finished:
-            remarks.append(
-                f"{', '.join(finished)} had ended without an error before: check why it ended so early."
-            )
-        self.failure = self.failure._replace(cause="\n".join(remarks))
+        failure = failures.describe(self.ranks, first, failures.oom_kills() - self._oom_kills)
+        self.failure = failure
         self._finish_streams()
-        traceback = self.failure.traceback
-        if traceback and not self.failure.shown:
-            self._print(traceback.rstrip("\n").splitlines())
-        self._print(self.failure.lines())
+        if failure.traceback and not failure.shown:
+            self._print(failure.traceback.rstrip("\n").splitlines())
+        self._print(failure.lines())
         if self.spec.error_file:
             try:
-                self.failure.write(self.spec.error_file)
+                failure.write(self.spec.error_file)
             except OSError as error:
                 self._print(
                     [f"  error_file={self.spec.error_file!r} cannot be written: {error.strerror}"]
                 )
-        return self.failure.exit_code
+        return failure.exit_code
 
     def _is_caused_elsewhere(self, first: Cause | None, reason: str) -> bool:
         """Whether another machine's reason explains the end better than the first failure here."""
@@ -406,9 +360,9 @@ class Supervisor:
 
     def _finish_for_others(self, reason: str, code: int) -> int:
         self._finish_streams(with_tracebacks=False)
-        ranks = ", ".join(str(rank.rank) for rank in self.ranks)
+        ranks = ranks_in_words([rank.rank for rank in self.ranks])
         self._print(
-            [f"accelerate: {reason}", f"  rank {ranks} on this machine: stopped by the launcher"]
+            [f"accelerate: {reason}", f"  {ranks} on this machine: stopped by the launcher"]
         )
         return code
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from ..core import env
 from ..core.errors import LaunchError
-from .elastic import QUIET
 from .functions import finish_forked, forget_parent
 from .process import die_with
+from .shared_store import QUIET
 from .spec import RENDEZVOUS_SETTINGS, LaunchSpec
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank started by another program (mpirun, srun): it reports its end, and leaves no process behind.
+"""A rank started by another program (mpirun, srun): it reports its failure, and leaves no process behind.
 
 `python -m accelerate.launchers.watched_process command...` runs the command as its child.
 """
@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from types import FrameType
 
 from ..core.topology import Topology
-from .failure import end_report
 from .process import FORWARDED, die_with
 
 # srun stops a step as soon as it hears of a failure, and what it has not received by then is lost: a rank that failed
@@ -47,12 +46,12 @@ def main(command: list[str]) -> None:
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), forward)
     code = child.wait()
-    if not stopped:
-        # One write: several ranks share the stream. A rank that ends without an error may be the cause of later ones.
-        sys.stderr.flush()
-        os.write(2, end_report(topology.rank, code).encode())
     if code == 0:
         return
+    if not stopped:
+        # One write, because several ranks share the stream. `streams.RANK_FAILED` reads it.
+        sys.stderr.flush()
+        os.write(2, f"accelerate: rank {topology.rank} ended, code {code}\n".encode())
     if under_slurm:
         if not stopped:
             time.sleep(LAST_WORDS)

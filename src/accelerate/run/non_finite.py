@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from ..core.errors import NonFiniteError, PrepareError
+from ..core.objects import ranks_in_words
 from ..logging import MultiProcessAdapter, get_logger
 from ..optimizer import AcceleratedOptimizer, parameters_of
 from ..parallel.gradients import gradients_of, local, not_finite
 from ..parallel.unwrap import canonical_name
 from ..runtime import marks
-from ..runtime.calls import ranks_in_words
 from ..runtime.step_exchange import StepExchange
 from .objects import RunObjects
 

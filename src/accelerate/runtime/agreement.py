@@ -24,8 +24,8 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from ..core.errors import AccelerateError, CheckpointError
+from ..core.objects import ranks_in_words, values_in_words
 from . import marks
-from .calls import ranks_in_words, values_in_words
 
 logger: logging.Logger = logging.getLogger(__name__)
 

@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from types import EllipsisType
 from typing import Any, NamedTuple
 
 import torch
 
 from ..core import trees
-from ..core.objects import spans
+from ..core.objects import ranks_in_words
 from ..core.stacks import user_line
 
 # What is compared, in this order: the first difference is reported.
@@ -175,31 +175,3 @@ def _minority(texts: dict[int, str]) -> str:
     most = max(sides.values(), key=len)
     odd = [rank for rank in texts if rank not in most]
     return f"{ranks_in_words(odd)} differ{'s' if len(odd) == 1 else ''} from {ranks_in_words(most)}"
-
-
-def values_in_words(values: Mapping[int, object], limit: int = 8) -> str:
-    """The values of ranks, each once: `ranks 0, 2: save; rank 1: load`; of very many the first ones."""
-    groups = by_text(values)
-    shown = [f"{ranks}: {text}" for ranks, text in groups[:limit]]
-    return "; ".join(shown) + (f"; and {len(groups) - limit} more" if len(groups) > limit else "")
-
-
-def by_text(values: Mapping[int, object]) -> list[tuple[str, str]]:
-    """The ranks of each value, in words, and the value as text."""
-    ranks: dict[str, list[int]] = {}
-    for rank, value in values.items():
-        ranks.setdefault(str(value), []).append(rank)
-    return [(ranks_in_words(members), text) for text, members in ranks.items()]
-
-
-def ranks_in_words(ranks: Iterable[int]) -> str:
-    """`rank 3`, `ranks 1, 2` or `ranks 0-2, 5`; of very many the first ones."""
-    listed = list(ranks)
-    words = [
-        str(low) if low == high else f"{low}{'-' if high > low + 1 else ', '}{high}"
-        for low, high in spans(listed)
-    ]
-    shown = ", ".join(words[:16]) + (", ..." if len(words) > 16 else "")
-    if len(listed) == 1:
-        return f"rank {shown}"
-    return f"ranks {shown}"

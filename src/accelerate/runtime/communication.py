@@ -10,20 +10,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..core.errors import AccelerateError, CommunicationError
+from ..core.errors import AccelerateError, CommunicationError, is_lost_connection
+from ..core.objects import ranks_in_words
 from ..core.stacks import user_line
 from . import hang_watch, marks
 from .agreement import pauses
-from .calls import Call, ranks_in_words
+from .calls import Call
 from .ledger import LEDGER
 
-# The messages of gloo, NCCL and the store for a rank that is gone or has not come.
-_LOST = re.compile(
-    r"Connection (closed|reset) by peer|Broken pipe|Timed out waiting \d+ms|Application timeout caused pair closure|"
-    r"Socket (closed|Timeout)|remote process exited|NCCL (communicator|error|watchdog)|collective operation timeout|"
-    r"monitoredBarrier|has been aborted|Operation timed out|Writing to a pair|gloo/transport|not connected",
-    re.IGNORECASE,
-)
+# Those that say that a connection was closed.
 _CLOSED = re.compile(
     r"(?i)Connection (closed|reset) by peer|Broken pipe|Socket closed|remote process exited"
 )
@@ -62,7 +57,7 @@ def is_lost(error: BaseException) -> bool:
     """Whether a backend's error means that another rank is gone or has not come."""
     return isinstance(error, (RuntimeError, ConnectionError)) and (
         isinstance(error, (dist.DistBackendError, dist.DistNetworkError, ConnectionError))
-        or _LOST.search(str(error)) is not None
+        or is_lost_connection(str(error))
     )
 
 

@@ -26,10 +26,10 @@ import psutil
 import torch.distributed as dist
 
 from ..core import env
+from ..core.objects import by_text, ranks_in_words
 from ..torch_internals.flight_recorder import Recorded, newest, recorded
 from . import marks, stacks
 from .agreement import default_connection, pauses
-from .calls import by_text, ranks_in_words
 from .ledger import LEDGER
 from .passing import Answers, begin_answers
 
