@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from rank_pool import RankPool, Ranks
 
 TESTS = Path(__file__).parent
+# More tests than this that were repeated after a native crash fail the run: then it is no rare accident.
+MOST_REPEATS = 3
+repeated: set[str] = set()
 # pyarrow's allocator would start a thread in the process that the ranks are forked from.
 os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"
 
@@ -52,11 +55,34 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     if any(report.failed and NATIVE_CRASH in report.longreprtext for report in reports):
         # Its fixtures have been taken down.
         item._initrequest()  # type: ignore[attr-defined]
+        item.user_properties.append(("repeated", True))
         reports = runtestprotocol(item, nextitem=nextitem, log=False)
     for report in reports:
         item.ihook.pytest_runtest_logreport(report=report)
     item.ihook.pytest_runtest_logfinish(**names)
     return True
+
+
+@pytest.hookimpl
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    # Called in the controller of pytest-xdist too.
+    if ("repeated", True) in map(tuple, report.user_properties):
+        repeated.add(report.nodeid)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if len(repeated) > MOST_REPEATS and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.hookimpl
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    terminalreporter.write_line(
+        f"{len(repeated)} tests repeated after a crash in a native thread (at most {MOST_REPEATS})"
+    )
+    for nodeid in sorted(repeated):
+        terminalreporter.write_line(f"  {nodeid}")
 
 
 @pytest.fixture(autouse=True)
