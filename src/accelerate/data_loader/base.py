@@ -112,10 +112,10 @@ def loader_class(stateful: bool) -> type[DataLoader[Any]]:
         raise ImportError(
             "use_stateful_dataloader=True needs the package torchdata: pip install torchdata"
         )
-    from torchdata.stateful_dataloader import StatefulDataLoader
+    import torchdata.stateful_dataloader
 
-    found: type[DataLoader[Any]] = StatefulDataLoader
-    return found
+    kind: type[DataLoader[Any]] = torchdata.stateful_dataloader.StatefulDataLoader
+    return kind
 
 
 def check_loader(dataloader: Any, who: str) -> None:

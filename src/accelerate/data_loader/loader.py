@@ -449,7 +449,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         if self._order is None or not consumed_at(self._position):
             # Between epochs, or before the first batch of one.
             states = self._own_generators().capture()
-            position.own = states
+            position.generators = states
         else:
             position.stream = as_stream_position(self._position)
             if isinstance(self._position, int) and is_iterable(self.base_dataloader):
@@ -500,9 +500,9 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self._pending = None
         if position.in_epoch:
             self._pending = position
-        self._use_seeded_sampler(bool((position.order or position.own or {}).get("seeded")))
-        if position.own is not None:
-            self._own_generators().restore(position.own)
+        self._use_seeded_sampler(bool((position.order or position.generators or {}).get("seeded")))
+        if position.generators is not None:
+            self._own_generators().restore(position.generators)
         self.set_epoch(position.epoch)
 
     def leave_ended_epoch(self) -> bool:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -42,10 +43,10 @@ def gather_for_metrics(
         The gathered data, on every rank.
     """
     as_objects = use_gather_object or not _only_tensors(input_data)
-    found = _each_once(input_data, loader, as_objects, shards, group)
+    gathered = _each_once(input_data, loader, as_objects, shards, group)
     if slices is None:
-        return found
-    return _gather(found, as_objects, None, slices)
+        return gathered
+    return _gather(gathered, as_objects, None, slices)
 
 
 def _each_once(
@@ -56,23 +57,29 @@ def _each_once(
     group: dist.ProcessGroup | None,
 ) -> Any:
     if loader is not None and _is_uneven(loader):
-        counts = loader.batch_counts
-        join = gather_objects_counted if as_objects else gather_counted
-        return join(input_data, counts, group)
+        if as_objects:
+            return gather_objects_counted(input_data, loader.batch_counts, group)
+        return gather_counted(input_data, loader.batch_counts, group)
     gathered = _gather(input_data, as_objects, shards, group)
     if loader is None or not loader.end_of_dataloader:
         return gathered
-    if loader.remainder == -1:
+    remainder = loader.remainder
+    if remainder == -1:
         logger.info(
             "The length of the dataset is not known, so rows that fill the last batch are not removed."
         )
-        return gathered
-    if loader.remainder <= 0:
+    if remainder <= 0:
         return gathered
     if as_objects:
-        return gathered[: loader.remainder]
-    # One process does not gather, so a 0-d tensor is still one.
-    return trees.map_leaves(lambda rows: rows[: loader.remainder] if rows.ndim else rows, gathered)
+        return gathered[:remainder]
+
+    def without_filling(rows: torch.Tensor) -> torch.Tensor:
+        # One process does not gather, so a 0-d tensor is still one.
+        if rows.ndim == 0:
+            return rows
+        return rows[:remainder]
+
+    return trees.map_leaves(without_filling, gathered)
 
 
 def _gather(
@@ -84,9 +91,9 @@ def _gather(
         if as_objects:
             return gather_object(data)
         return gather(data)
-    if not as_objects:
-        return gather_nested(data, group)
-    return [element for found in gather_each(data, group) for element in found]
+    if as_objects:
+        return list(itertools.chain.from_iterable(gather_each(data, group)))
+    return gather_nested(data, group)
 
 
 def _is_uneven(loader: Any) -> bool:
@@ -97,15 +104,11 @@ def _is_uneven(loader: Any) -> bool:
     counts = loader.batch_counts
     if counts is None or len(set(counts)) == 1:
         return False
-    plan = loader.plan()
-    if not (
-        plan.cut.repeats
-        and loader.end_of_dataloader
-        and loader.remainder > 0
-        and plan.size is not None
-    ):
-        return True
-    return bool(counts != real_counts(sum(counts), max(counts), len(counts)))
+    if loader.end_of_dataloader and loader.remainder > 0:
+        plan = loader.plan()
+        if plan.cut.repeats and plan.size is not None:
+            return bool(counts != real_counts(sum(counts), max(counts), len(counts)))
+    return True
 
 
 def _only_tensors(data: Any) -> bool:
@@ -113,4 +116,4 @@ def _only_tensors(data: Any) -> bool:
         trees.map_leaves(lambda leaf: leaf, data, strict="gather_for_metrics")
     except TypeError:
         return False
-    return isinstance(data, torch.Tensor) or trees.first_leaf(data) is not None
+    return trees.first_leaf(data) is not None

@@ -73,7 +73,7 @@ class Position:
         total: the length of the order; None where it is not known.
         stream: the position in the epoch.
         order: the states that the epoch's order follows from, or its elements; None between epochs.
-        own: between epochs, the states of the loader's generators and its sampler's seed.
+        generators: between epochs, the states of the loader's generators and its sampler's seed.
         sampler: the class of the sampler that draws the order; None for an iterable dataset.
         ended: whether the last batch of the epoch was read, and its pass had not ended.
     """
@@ -83,7 +83,7 @@ class Position:
     total: int | None
     stream: StreamPosition = field(default_factory=StreamPosition)
     order: dict[str, Any] | None = None
-    own: dict[str, Any] | None = None
+    generators: dict[str, Any] | None = None
     sampler: str | None = None
     ended: bool = False
 
@@ -98,7 +98,7 @@ class Position:
         optional: dict[str, Any] = {
             "inner": stream.inner,
             "order": self.order,
-            "own": self.own or None,
+            "own": self.generators or None,
             "sampler": self.sampler,
             "ended": self.ended or None,
         }

@@ -22,11 +22,7 @@ def feed_for(
     if device is None or device.type in ("cpu", "meta"):
         return None
     module = devices.module_of(device)
-    if (
-        hasattr(module, "Stream")
-        and hasattr(module, "stream")
-        and hasattr(module, "current_stream")
-    ):
+    if all(hasattr(module, name) for name in ("Stream", "stream", "current_stream")):
         return DeviceFeed(device, module, devices.kind_of(device).pin_memory)
     return PlainFeed(device, non_blocking)
 
@@ -81,9 +77,10 @@ class DeviceFeed:
             return None
         begin = perf_counter()
         source = step.data
-        found = trees.find_device(source)
-        if self.pins and found is not None and found.type == "cpu":
-            source = pin_memory(source)
+        if self.pins:
+            device = trees.find_device(source)
+            if device is not None and device.type == "cpu":
+                source = pin_memory(source)
         self.stream.wait_stream(self.module.current_stream(self.device))
         with self.module.stream(self.stream):
             step.data = trees.send_to_device(source, self.device, non_blocking=True)

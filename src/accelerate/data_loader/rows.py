@@ -18,14 +18,14 @@ _ARRAYS = (torch.Tensor, np.ndarray)
 
 def count_rows(batch: Any) -> int | None:
     """The number of rows: the length of the first tensor or array, or of the first list of plain values; else None."""
-    found = trees.first_leaf(batch)
-    if found is None:
-        found = trees.first_leaf(batch, _is_array)
-    if found is not None:
-        if found.ndim:
-            return _length(found)
+    tensor = trees.first_leaf(batch)
+    if tensor is None:
+        tensor = trees.first_leaf(batch, _is_array)
+    if tensor is not None:
+        if tensor.ndim:
+            return _length(tensor)
         return None
-    column: Any = next(iter(trees.leaves(batch, _is_plain_list)), None)
+    column = trees.first_leaf(batch, _is_plain_list)
     if column is None:
         return None
     return len(column)
@@ -43,10 +43,16 @@ def rows_of(batch: Any, samples: int | None) -> int | None:
 
 def has_rows(batch: Any, rows: int) -> bool:
     """Whether a batch of `rows` samples can be split: it has columns, and no tensor that cannot be one."""
-    columns = list(
-        trees.leaves(batch, lambda value: _is_column(value, rows) or _is_indivisible(value, rows))
-    )
-    return bool(columns) and not any(_is_indivisible(column, rows) for column in columns)
+    has_columns = False
+
+    def is_end(value: Any) -> bool:
+        return _is_column(value, rows) or _is_indivisible(value, rows)
+
+    for column in trees.leaves(batch, is_end):
+        if _is_indivisible(column, rows):
+            return False
+        has_columns = True
+    return has_columns
 
 
 def take_rows(batch: Any, rows: int | None, start: int, stop: int) -> Any:
@@ -114,7 +120,9 @@ def _is_array(value: Any) -> bool:
 
 def _length(array: Any) -> int:
     # A nested tensor has no `shape`.
-    return int(array.size(0) if isinstance(array, torch.Tensor) else array.shape[0])
+    if isinstance(array, torch.Tensor):
+        return array.size(0)
+    return int(array.shape[0])
 
 
 def _is_indivisible(value: Any, rows: int | None) -> bool:
@@ -123,11 +131,9 @@ def _is_indivisible(value: Any, rows: int | None) -> bool:
         return True
     if not isinstance(value, torch.Tensor):
         return False
-    return (
-        value.layout is not torch.strided
-        or value.is_nested
-        or (value.dim() > 0 and _length(value) != rows)
-    )
+    if value.layout is not torch.strided or value.is_nested:
+        return True
+    return value.dim() > 0 and _length(value) != rows
 
 
 def _is_column(value: Any, rows: int | None) -> bool:
@@ -174,19 +180,21 @@ def _per_column(
         raise _not_joined("a PackedSequence")
     if all(map(_is_column, batches, rows)):
         return function(batches)
-    inner = trees.children(first)
-    if inner is None:
+    if trees.children(first) is None:
         return first
     if isinstance(first, (list, tuple)):
         lengths = [len(batch) for batch in batches]
         if len(set(lengths)) > 1:
             raise _not_joined(f"lists of lengths {', '.join(map(str, lengths))}")
     entries: list[Any] = [trees.children(batch) for batch in batches]
-    joined = {key: _per_column(function, [entry[key] for entry in entries], rows) for key in inner}
+    joined = {}
+    for key in entries[0]:
+        column = [entry[key] for entry in entries]
+        joined[key] = _per_column(function, column, rows)
     return trees.with_children(first, joined)
 
 
 def _is_plain_list(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and not any(
-        isinstance(one, (list, tuple, Mapping)) for one in value
-    )
+    if not isinstance(value, (list, tuple)):
+        return False
+    return not any(isinstance(element, (list, tuple, Mapping)) for element in value)

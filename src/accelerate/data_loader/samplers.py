@@ -125,18 +125,20 @@ def shuffles_plainly(sampler: Any) -> bool:
 
 def epoch_listeners(*roots: Any) -> list[Any]:
     """The objects with a `set_epoch` among `roots` and the samplers inside them, each once."""
-    seen: dict[int, Any] = {}
+    objects: dict[int, Any] = {}
     waiting = list(roots)
     while waiting:
         candidate = waiting.pop(0)
-        if candidate is not None and id(candidate) not in seen:
-            seen[id(candidate)] = candidate
-            waiting += [
-                getattr(candidate, "__dict__", {}).get(name)
-                for name in ("batch_sampler", "sampler")
-            ]
+        if candidate is None or id(candidate) in objects:
+            continue
+        objects[id(candidate)] = candidate
+        attributes = getattr(candidate, "__dict__", {})
+        waiting.append(attributes.get("batch_sampler"))
+        waiting.append(attributes.get("sampler"))
     return [
-        candidate for candidate in seen.values() if callable(getattr(candidate, "set_epoch", None))
+        candidate
+        for candidate in objects.values()
+        if callable(getattr(candidate, "set_epoch", None))
     ]
 
 

@@ -83,10 +83,11 @@ def check_device_map(model: nn.Module, device_map: DeviceMap) -> None:
     unknown = [name for name in device_map if name not in names]
     if unknown:
         warn(f"The following device_map keys do not match any submodules in the model: {unknown}")
-    for name, place in device_map.items():
-        if str(completed[name]) != str(place):
+    for name, device in device_map.items():
+        if str(completed[name]) != str(device):
             raise ValueError(
-                f"device_map puts {name} on {place!r}; it is a further name of a module that is on {completed[name]!r}"
+                f"device_map puts {name} on {device!r}; it is a further name of a module that is on "
+                f"{completed[name]!r}"
             )
     if missing:
         raise ValueError(
@@ -139,13 +140,13 @@ def _check_no_disk(
 ) -> None:
     """Raise ValueError with what is missing where a planned map has modules on the disk, and there is no folder."""
     sizes = compute_module_sizes(model, dtype=dtype)
-    missing = {name: sizes[name] for name, place in device_map.items() if place == "disk"}
+    missing = {name: sizes[name] for name, device in device_map.items() if device == "disk"}
     if not missing:
         return
     modules = [(name, part) for name, part in members_of("", model) if isinstance(part, nn.Module)]
     largest, layers = get_max_layer_size(modules, sizes, no_split_module_classes)
     block = layers[0] if layers else "none"
-    limits = [f"{limit:,.0f} on {place}" for place, limit in get_max_memory(max_memory).items()]
+    limits = [f"{limit:,.0f} on {device}" for device, limit in get_max_memory(max_memory).items()]
     raise ValueError(
         "At least one of the model submodule will be offloaded to disk, please pass along an `offload_folder`. "
         f"The model has {sizes['']:,} bytes, and {sum(missing.values()):,} of them do not fit. Allowed are "

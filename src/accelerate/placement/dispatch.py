@@ -55,13 +55,13 @@ def dispatch(
         # It was dispatched before: start again from the complete model.
         restore_offloaded(model)
     if main_device is None:
-        accelerators = [place for place in completed.values() if place not in ("cpu", "disk")]
+        accelerators = [device for device in completed.values() if device not in ("cpu", "disk")]
         main_device = accelerators[0] if accelerators else "cpu"
     devices = set(places.values())
     needs_hooks = len(devices) > 1 or "disk" in devices or force_hooks
     if not needs_hooks and not _is_quantized(model):
-        for place in devices:
-            _move(model, as_device(place))
+        for device in devices:
+            _move(model, as_device(device))
         model.hf_device_map = dict(device_map)  # type: ignore[assignment]
         return
     # Main memory is no device apart from the CPU, and from the GPU of a machine where both share it.
@@ -75,24 +75,24 @@ def dispatch(
         _keep_unlisted(weights, model, places, offloaded)
         for name in itertools.chain.from_iterable(tied):
             # A checkpoint has one name of a tied weight, which may be on the disk while this one stays in memory.
-            place = device_for(name, places)
-            if place not in offloaded and name in weights and tensor_at(model, name).is_meta:
-                set_module_tensor_to_device(model, name, place, value=weights[name])
+            device = device_for(name, places)
+            if device not in offloaded and name in weights and tensor_at(model, name).is_meta:
+                set_module_tensor_to_device(model, name, device, value=weights[name])
     execution_devices: dict[str, Any] = {"": main_device, **places}
-    for name, place in places.items():
-        if place in ("cpu", "disk"):
+    for name, device in places.items():
+        if device in ("cpu", "disk"):
             execution_devices[name] = main_device
     attach_align_device_hook_on_blocks(
         model,
         execution_device=execution_devices,
-        offload={name: place in offloaded for name, place in places.items()},
+        offload={name: device in offloaded for name, device in places.items()},
         weights_map=weights,
         offload_buffers=offload_buffers,
         skip_keys=skip_keys,
         preload_module_classes=preload,
         tied_params_map=_tied_copies(model, tied, weights),
     )
-    offloaded_to = [place for place in reversed(offloaded) if place in devices]
+    offloaded_to = [device for device in reversed(offloaded) if device in devices]
     if offloaded_to:
         _logger.info(
             "Some parameters are on the meta device because they were offloaded to the "
@@ -203,17 +203,16 @@ def _check_trainable(kind: str, places: set[Any], device: torch.device) -> None:
         )
     if len(places) != 1:
         return
-    (place,) = places
-    if isinstance(place, torch.device):
-        is_elsewhere = place.type != device.type
-    elif isinstance(place, int) and device.type != "cpu":
+    (loaded_on,) = places
+    is_elsewhere = False
+    if isinstance(loaded_on, torch.device):
+        is_elsewhere = loaded_on.type != device.type
+    elif isinstance(loaded_on, int) and device.type != "cpu":
         # The index of an accelerator; in a run on the CPU it has no meaning.
-        is_elsewhere = place != (device.index or 0)
-    else:
-        is_elsewhere = False
+        is_elsewhere = loaded_on != (device.index or 0)
     if is_elsewhere:
         raise PrepareError(
-            f"{kind} has 8- or 4-bit weights on device {place}, this process trains on {device}: they cannot be "
+            f"{kind} has 8- or 4-bit weights on device {loaded_on}, this process trains on {device}: they cannot be "
             "moved. Load it with device_map={'': Accelerator().local_process_index}"
         )
 
@@ -234,8 +233,8 @@ def _offloaded_weights(
     offload_index: Mapping[str, Any] | None,
 ) -> OffloadedWeightsLoader | None:
     """The mapping from which offloaded weights are read; None if there are none."""
-    on_cpu = [name for name, place in places.items() if place == "cpu"]
-    on_disk = [name for name, place in places.items() if place == "disk"]
+    on_cpu = [name for name, device in places.items() if device == "cpu"]
+    on_disk = [name for name, device in places.items() if device == "disk"]
     if on_cpu and "cpu" in offloaded and state_dict is None:
         entries = extract_submodules_state_dict(model.state_dict(), on_cpu)
         state_dict = {}

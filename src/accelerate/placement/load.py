@@ -435,10 +435,10 @@ class _Placement:
                 load_offloaded_weights(self.model, self.spilled, spill_folder)
 
     def _place(self, name: str, weights: Mapping[str, Any], spill_folder: str | None) -> None:
-        place = device_for(name, self.device_map)
+        device = device_for(name, self.device_map)
         tensor = weights[name]
         wanted = self.casts.wanted(name, tensor)
-        is_offloaded = place in ("cpu", "disk")
+        is_offloaded = device in ("cpu", "disk")
         statistics = None
         if tensor.dtype == torch.int8:
             statistics = weights.get(statistics_name(name))
@@ -448,10 +448,10 @@ class _Placement:
             wanted = None
         quantized = self.quantizer is not None and name in self.quantizer
         if quantized:
-            tensor = self._quantize(name, tensor, wanted, place)
+            tensor = self._quantize(name, tensor, wanted, device)
             wanted = tensor.dtype
         is_mapped = isinstance(weights, SafetensorsFile)
-        if place == "disk" and name in self.to_disk:
+        if device == "disk" and name in self.to_disk:
             as_it_is = not quantized and statistics is None and wanted in (None, tensor.dtype)
             if as_it_is and isinstance(weights, SafetensorsFile):
                 self._refer(name, tensor, weights.path)
@@ -462,15 +462,15 @@ class _Placement:
         elif is_offloaded and spill_folder is not None:
             self._offload(name, tensor, wanted, statistics, spill_folder, self.spilled)
         else:
-            if place == "disk":
+            if device == "disk":
                 # A buffer that is not offloaded runs with its module: it waits on the CPU for the dispatch.
-                place = "cpu"
-            if place == "cpu" and not quantized and not is_mapped:
+                device = "cpu"
+            if device == "cpu" and not quantized and not is_mapped:
                 tensor = tensor.clone()
             set_module_tensor_to_device(
                 self.model,
                 name,
-                place,
+                device,
                 value=tensor,
                 dtype=wanted,
                 fp16_statistics=statistics,
@@ -478,16 +478,16 @@ class _Placement:
             )
 
     def _quantize(
-        self, name: str, tensor: torch.Tensor, dtype: torch.dtype | None, place: Place
+        self, name: str, tensor: torch.Tensor, dtype: torch.dtype | None, device: Place
     ) -> torch.Tensor:
         """A weight quantized on the device where it runs, then on the CPU if it is kept there or on disk."""
         assert self.quantizer is not None
         if dtype is None:
             dtype = tensor_at(self.model, name).dtype
-        if place in ("cpu", "disk"):
+        if device in ("cpu", "disk"):
             weight = tensor.to(device=main_device(), dtype=dtype)
             return self.quantizer(name, weight).to("cpu")
-        return self.quantizer(name, tensor.to(device=as_device(place), dtype=dtype))
+        return self.quantizer(name, tensor.to(device=as_device(device), dtype=dtype))
 
     def _refer(self, name: str, tensor: torch.Tensor, path: str) -> None:
         """Offload a weight without a copy: it is read from the checkpoint."""

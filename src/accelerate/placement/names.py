@@ -79,8 +79,8 @@ def device_for(name: str, device_map: DeviceMap) -> Any:
 def complete_device_map(model: nn.Module, device_map: DeviceMap) -> dict[str, Any]:
     """The map with all names of modules that have several, placed as the first one. The CPU is the text `"cpu"`."""
     completed = dict(device_map)
-    for name, place in device_map.items():
-        if isinstance(place, torch.device) and place.type == "cpu":
+    for name, device in device_map.items():
+        if isinstance(device, torch.device) and device.type == "cpu":
             completed[name] = "cpu"
     first_names: dict[int, str] = {}
     further_names: set[str] = set()
@@ -93,13 +93,13 @@ def complete_device_map(model: nn.Module, device_map: DeviceMap) -> dict[str, An
             continue
         if entry_for(source, completed) is None:
             source, target = target, source
-        inside = {key: place for key, place in completed.items() if is_within(key, source)}
+        inside = {key: device for key, device in completed.items() if is_within(key, source)}
         entry = entry_for(source, completed)
         if entry is not None and not inside:
             inside = {source: completed[entry]}
-        for key, place in inside.items():
+        for key, device in inside.items():
             name = target + key[len(source) :]
             entry = entry_for(name, completed)
-            if entry is None or completed[entry] != place:
-                completed[name] = place
+            if entry is None or completed[entry] != device:
+                completed[name] = device
     return completed

@@ -183,8 +183,8 @@ def quantized_device_map(
         )
     offloaded = [
         name
-        for name, place in device_map.items()
-        if place in offloaded_places() and not any(is_within(name, part) for part in skip)
+        for name, device in device_map.items()
+        if device in offloaded_places() and not any(is_within(name, part) for part in skip)
     ]
     if offloaded and config.load_in_4bit:
         raise ConfigurationError(
@@ -262,7 +262,7 @@ def load_and_quantize_model(
         skip = list(config.skip_modules)
     skip += config.keep_in_fp32_modules or []
     if config.load_in_4bit and isinstance(device_map, Mapping) and len(device_map) > 1:
-        skip += [name for name, place in device_map.items() if place in offloaded_places()]
+        skip += [name for name, device in device_map.items() if device in offloaded_places()]
     on_meta = _require_weights(model, weights_location)
     model.is_loaded_in_4bit = config.load_in_4bit  # type: ignore[assignment]
     model.is_loaded_in_8bit = config.load_in_8bit  # type: ignore[assignment]
@@ -273,7 +273,7 @@ def load_and_quantize_model(
         model, config, skip, device_map, max_memory, no_split_module_classes
     )
     assert weights_location is not None
-    is_offloaded = any(place in offloaded_places() for place in places.values())
+    is_offloaded = any(device in offloaded_places() for device in places.values())
     load_checkpoint_in_model(
         model,
         weights_location,

@@ -131,10 +131,10 @@ def check_devices(device_map: Mapping[str, Any]) -> None:
     if type(torch.empty(0)) is not torch.Tensor:
         return  # tensors without data may be on any device
     kind = devices.accelerator_type()
-    for name, place in device_map.items():
-        if place == "disk":
+    for name, entry in device_map.items():
+        if entry == "disk":
             continue
-        device = as_device(place)
+        device = as_device(entry)
         if device.type in ("cpu", "meta"):
             continue
         count = 0
@@ -144,7 +144,7 @@ def check_devices(device_map: Mapping[str, Any]) -> None:
             has = f"{count} {kind} devices"
         if (device.index or 0) >= count:
             raise ConfigurationError(
-                f"the device map puts {name or 'the entire model'} on {place!r}, and this machine has {has}"
+                f"the device map puts {name or 'the entire model'} on {entry!r}, and this machine has {has}"
             )
 
 
