@@ -22,3 +22,18 @@ def test_parameters_are_connected_again():
     deepspeed.link_optimizer_state(zero)
     assert zero.linked == ["exp_avg"] and zero._hp_optimizer_states_linked
     deepspeed.link_optimizer_state(object())
+
+
+class Parameter:
+    """With the attributes that ZeRO sets."""
+
+    def __init__(self, *names):
+        for name in names:
+            setattr(self, name, object())
+
+
+def test_parameters_with_fp32_weights():
+    assert deepspeed.has_fp32_fragment(Parameter("_hp_mapping"))
+    assert deepspeed.is_trained_by_zero3(Parameter("_z3_optimizer"))
+    assert not deepspeed.has_fp32_fragment(Parameter())
+    assert not deepspeed.is_trained_by_zero3(Parameter())

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -111,7 +112,7 @@ def multiplied(engine: Engine, factor: torch.Tensor) -> Iterator[None]:
         yield
     elif engine.zero_optimization():
         # The step divides by the loss scale wherever gradients lie, on the host too.
-        known = optimizer.custom_loss_scaler, optimizer.external_loss_scale
+        former = optimizer.custom_loss_scaler, optimizer.external_loss_scale
         scale, number = float(optimizer.loss_scale), float(factor)
         if number:
             optimizer.external_loss_scale = scale / number
@@ -121,7 +122,7 @@ def multiplied(engine: Engine, factor: torch.Tensor) -> Iterator[None]:
         try:
             yield
         finally:
-            optimizer.custom_loss_scaler, optimizer.external_loss_scale = known
+            optimizer.custom_loss_scaler, optimizer.external_loss_scale = former
     else:
         multiply(gradients_of(engine.module.parameters()), factor)
         yield
@@ -296,55 +297,55 @@ def map_pytorch_optim_to_deepspeed(optimizer: torch.optim.Optimizer) -> torch.op
         # It takes numbers only.
         group["lr"] = float(group["lr"])
     groups: Any = optimizer.param_groups
-    found: torch.optim.Optimizer
+    replacement: torch.optim.Optimizer
     if kind == "Lion":
         from deepspeed.ops.lion import DeepSpeedCPULion
 
-        found = DeepSpeedCPULion(groups)
+        replacement = DeepSpeedCPULion(groups)
     elif kind == "Adagrad":
         from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 
-        found = DeepSpeedCPUAdagrad(groups)
+        replacement = DeepSpeedCPUAdagrad(groups)
     else:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         decoupled = kind == "AdamW" or bool(optimizer.defaults.get("decoupled_weight_decay"))
-        found = DeepSpeedCPUAdam(groups, adamw_mode=decoupled)
-    if not gradients_of(p for group in groups for p in group["params"]):
+        replacement = DeepSpeedCPUAdam(groups, adamw_mode=decoupled)
+    parameters = itertools.chain.from_iterable(group["params"] for group in groups)
+    if not gradients_of(parameters):
         # Without gradients it does nothing. A scheduler of the optimizer would warn that it never steps.
         optimizer.step()
-    return found
+    return replacement
 
 
 def _defaults(model: nn.Module, optimizer: object, scheduler: object) -> dict[str, Any]:
     """Values for what a configuration leaves "auto" and the batches do not decide."""
-    known: dict[str, Any] = {
+    values: dict[str, Any] = {
         "gradient_clipping": 1.0,
         "zero_optimization.stage3_gather_16bit_weights_on_model_save": False,
     }
     config = getattr(model, "config", None)
-    hidden = getattr(config, "hidden_size", None) or max(
-        getattr(config, "hidden_sizes", None) or [0]
-    )
+    hidden = getattr(config, "hidden_size", None)
+    if not hidden:
+        hidden = max(getattr(config, "hidden_sizes", None) or [0])
     if hidden:
-        known["zero_optimization.reduce_bucket_size"] = hidden * hidden
-        known["zero_optimization.stage3_prefetch_bucket_size"] = int(0.9 * hidden * hidden)
-        known["zero_optimization.stage3_param_persistence_threshold"] = 10 * hidden
+        values["zero_optimization.reduce_bucket_size"] = hidden * hidden
+        values["zero_optimization.stage3_prefetch_bucket_size"] = int(0.9 * hidden * hidden)
+        values["zero_optimization.stage3_param_persistence_threshold"] = 10 * hidden
     if isinstance(optimizer, DummyOptim):
-        known["optimizer.params.lr"] = optimizer.lr
-        known["optimizer.params.weight_decay"] = optimizer.weight_decay
+        values["optimizer.params.lr"] = optimizer.lr
+        values["optimizer.params.weight_decay"] = optimizer.weight_decay
     if isinstance(scheduler, DummyScheduler):
-        known["scheduler.params.warmup_min_lr"] = 0
-        lr = getattr(scheduler.optimizer, "lr", None) or getattr(
-            scheduler.optimizer, "defaults", {}
-        ).get("lr")
+        values["scheduler.params.warmup_min_lr"] = 0
+        defaults = getattr(scheduler.optimizer, "defaults", {})
+        lr = getattr(scheduler.optimizer, "lr", None) or defaults.get("lr")
         if lr is not None:
-            known["scheduler.params.warmup_max_lr"] = lr
+            values["scheduler.params.warmup_max_lr"] = lr
         # DeepSpeed from 0.19.6 on refuses a warm-up of 0 steps; one of 1 step starts at the full rate as well.
-        known["scheduler.params.warmup_num_steps"] = max(1, scheduler.warmup_num_steps)
+        values["scheduler.params.warmup_num_steps"] = max(1, scheduler.warmup_num_steps)
         if scheduler.total_num_steps is not None:
-            known["scheduler.params.total_num_steps"] = scheduler.total_num_steps
-    return known
+            values["scheduler.params.total_num_steps"] = scheduler.total_num_steps
+    return values
 
 
 # Where ZeRO's optimizers keep the fp32 weights that they step: this rank's partition, or all without ZeRO.
@@ -373,14 +374,11 @@ def engine_bytes(engine: Engine) -> dict[str, int]:
 
 def engine_master_weights(engine: Engine) -> list[torch.Tensor]:
     """The fp32 weights that this rank steps; none where the model's own are stepped."""
-    return next(
-        (
-            found
-            for name in _MASTER_WEIGHTS
-            if (found := memory.tensors_in(getattr(engine.optimizer, name, None)))
-        ),
-        [],
-    )
+    for name in _MASTER_WEIGHTS:
+        tensors = memory.tensors_in(getattr(engine.optimizer, name, None))
+        if tensors:
+            return tensors
+    return []
 
 
 def _gradients(
@@ -388,13 +386,14 @@ def _gradients(
 ) -> int:
     zero, stage = engine.optimizer, int(engine.zero_optimization_stage())
     if stage == 3:
+        size = 0
         flat = getattr(zero, "grad_partitions_flat_buffer", None)
-        # Offloaded, the host steps on an fp32 copy.
+        if flat is not None:
+            size = int(flat.untyped_storage().nbytes())
         if getattr(zero, "offload_optimizer", False):
-            copied = memory.allocated_bytes(master_weights)
-        else:
-            copied = 0
-        return copied + (0 if flat is None else int(flat.untyped_storage().nbytes()))
+            # Offloaded, the host steps on an fp32 copy.
+            size += memory.allocated_bytes(master_weights)
+        return size
     unsharded = memory.local_bytes(trained)
     if hasattr(zero, "fp32_groups_gradients_flat"):
         # Summed in fp32, and each backward's in the weights' dtype.
@@ -403,18 +402,16 @@ def _gradients(
         return unsharded
     width: int = zero.gradient_accumulation_dtype.itemsize
     # Of the parameters that overlap this rank's partition: each of their gradients is kept entirely.
-    own: int = (
-        sum(parameter.numel() for group in zero.params_in_partition for parameter in group) * width
-    )
+    in_partition = itertools.chain(*zero.params_in_partition)
+    partition: int = sum(parameter.numel() for parameter in in_partition) * width
     if getattr(zero, "cpu_offload", False):
-        return memory.allocated_bytes(master_weights) + (
-            own if engine.gradient_accumulation_steps() > 1 else 0
-        )
+        size = memory.allocated_bytes(master_weights)
+        if engine.gradient_accumulation_steps() > 1:
+            size += partition
+        return size
     # Stage 1 keeps what each backward gives until the window ends, stage 2 what this rank will step.
     if stage == 2:
-        return own
+        return partition
     if zero.use_grad_accum_attribute:
-        summed = sum(p.numel() for p in trained) * width
-    else:
-        summed = 0
-    return unsharded + summed
+        unsharded += sum(p.numel() for p in trained) * width
+    return unsharded

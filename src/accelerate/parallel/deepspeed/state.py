@@ -33,10 +33,11 @@ class EngineState:
     def groups(self) -> list[dict[str, list[int]]]:
         """{plain name: shape} of the parameters in each group."""
         names = {id(parameter): name for name, parameter in named_parameters(self.module)}
-        return [
-            {names[id(p)]: list(getattr(p, "ds_shape", p.shape)) for p in group if id(p) in names}
-            for group in self.parameters
-        ]
+        shapes_of_groups = []
+        for group in self.parameters:
+            named = [parameter for parameter in group if id(parameter) in names]
+            shapes_of_groups.append({names[id(p)]: list(_full_shape(p)) for p in named})
+        return shapes_of_groups
 
     # -- weights
 
@@ -63,51 +64,50 @@ class EngineState:
         """The full state, with the optimizer's fp32 weights: on the host of rank 0, empty on the others."""
         from deepspeed.utils import safe_get_full_fp32_param
 
-        kept: dict[str, Any] = {}
+        state: dict[str, Any] = {}
         is_main = dist.get_rank() == 0
-        taken: dict[int, torch.Tensor | None] = {}
+        gathered: dict[int, torch.Tensor | None] = {}
         for name, value in self.module.state_dict(keep_vars=True).items():
-            if isinstance(value, torch.Tensor) and id(value) not in taken:
+            if not isinstance(value, torch.Tensor):
+                state[canonical_name(name)] = value
+                continue
+            if id(value) not in gathered:
                 # Every rank takes part in gathering a tensor, once for all of its names; rank 0 keeps it.
-                full: torch.Tensor | None = (
-                    safe_get_full_fp32_param(value)
-                    if master_weights and has_master(value)
-                    else None
-                )
+                full: torch.Tensor | None = None
+                if master_weights and has_master(value):
+                    full = safe_get_full_fp32_param(value)
                 if full is not None:
-                    full = full.view(getattr(value, "ds_shape", value.shape))
+                    full = full.view(_full_shape(value))
                 else:
                     with GatheredParameters(value):
                         full = value.detach().clone()
+                gathered[id(value)] = None
                 if is_main:
-                    taken[id(value)] = full.detach().to("cpu", copy=True)
-                else:
-                    taken[id(value)] = None
-            if is_main:
-                if isinstance(value, torch.Tensor):
-                    kept[canonical_name(name)] = taken[id(value)]
-                else:
-                    kept[canonical_name(name)] = value
-        return kept
+                    gathered[id(value)] = full.detach().to("cpu", copy=True)
+            state[canonical_name(name)] = gathered[id(value)]
+        if is_main:
+            return state
+        return {}
 
     @torch.no_grad()
     def load_model_state(self, state: Mapping[str, Any], strict: bool) -> None:
         """Load a full state, which every rank has. Raises CheckpointError for names that one of the two lacks."""
         full = complete(state, self.light)
-        if strict and (
-            differing := sorted(set(state) - set(self.light) | set(self.light) - set(full))
-        ):
+        differing = sorted(set(state) - set(self.light) | set(self.light) - set(full))
+        if strict and differing:
             raise CheckpointError(
                 f"the state and the model differ in {len(differing)} names: {', '.join(differing[:5])}"
             )
         for name, value in full.items():
             shape = getattr(self.light[name], "shape", None)
             if isinstance(value, torch.Tensor) and value.shape != shape:
-                sharded = " ZeRO stage 3 had sharded it when the state was taken: accelerator.get_state_dict gathers."
-                raise CheckpointError(
-                    f"{name} has the shape {list(value.shape)} in the state and {list(shape or ())} in the model."
-                    + ("" if value.numel() else sharded)
-                )
+                text = f"{name} has the shape {list(value.shape)} in the state and {list(shape or ())} in the model."
+                if not value.numel():
+                    text += (
+                        " ZeRO stage 3 had sharded it when the state was taken: "
+                        "accelerator.get_state_dict gathers."
+                    )
+                raise CheckpointError(text)
         for name, target in self.module.state_dict(keep_vars=True).items():
             value = full.get(canonical_name(name))
             if not isinstance(target, torch.Tensor) or value is None:
@@ -116,13 +116,6 @@ class EngineState:
                 target.data.copy_(value)
             if has_master(target):
                 self._set(target, value, None)
-
-    @staticmethod
-    def _own(parameter: Any, value: torch.Tensor) -> torch.Tensor:
-        """This rank's padded shard of a full value of a parameter that ZeRO-3 shards."""
-        size = parameter.ds_tensor.ds_numel
-        own = value.detach().flatten()[size * dist.get_rank() :][:size]
-        return torch.nn.functional.pad(own, (0, size - own.numel()))
 
     # -- optimizer
 
@@ -134,20 +127,17 @@ class EngineState:
     @property
     def is_plain(self) -> bool:
         """Whether the optimizer steps the model's own parameters: no ZeRO, no master weights."""
-        parameters = itertools.chain(*self.parameters)
-        return not any(hasattr(p, "ds_id") or hasattr(p, "_hp_mapping") for p in parameters)
+        for parameter in itertools.chain(*self.parameters):
+            if hasattr(parameter, "ds_id") or deepspeed.has_fp32_fragment(parameter):
+                return False
+        return True
 
     def _keys(self) -> list[str]:
         """The entries that are tensors of a parameter's shape (exp_avg, ...)."""
-        entries = [entry for entry in self.inner.state.values() if entry]
-        return sorted(
-            {
-                k
-                for entry in entries
-                for k, v in entry.items()
-                if isinstance(v, torch.Tensor) and v.dim()
-            }
-        )
+        keys: set[str] = set()
+        for entry in self.inner.state.values():
+            keys |= {key for key, value in entry.items() if _has_dimensions(value)}
+        return sorted(keys)
 
     def optimizer_state(self) -> dict[str, Any]:
         """As `optimizer.state_dict()` of a plain run gives it: on the host of rank 0, empty on the other ranks."""
@@ -162,37 +152,30 @@ class EngineState:
         if keys:
             self._link()
         first: dict[str, Any] = next((entry for entry in self.inner.state.values() if entry), {})
-        scalars = {k: v for k, v in first.items() if k not in keys}
-        found: dict[int, dict[str, Any]] = {}
+        scalars = {key: value for key, value in first.items() if key not in keys}
+        is_main = dist.get_rank() == 0
+        entries: dict[int, dict[str, Any]] = {}
         for position, parameter in enumerate(itertools.chain(*self.parameters)):
             full = {key: safe_get_full_optimizer_state(parameter, key) for key in keys}
-            if dist.get_rank() == 0 and all(value is not None for value in full.values()) and keys:
-                shape = getattr(parameter, "ds_shape", parameter.shape)
-                found[position] = {
-                    **{
-                        k: v.clone() if isinstance(v, torch.Tensor) else v
-                        for k, v in scalars.items()
-                    },
-                    **{key: value.view(shape).to("cpu", copy=True) for key, value in full.items()},
-                }
-        if dist.get_rank() == 0:
-            return {"state": found, "param_groups": self._options()}
+            if not is_main or not full or any(value is None for value in full.values()):
+                continue
+            entry = {key: _copied(value) for key, value in scalars.items()}
+            for key, value in full.items():
+                entry[key] = value.view(_full_shape(parameter)).to("cpu", copy=True)
+            entries[position] = entry
+        if is_main:
+            return {"state": entries, "param_groups": self._options()}
         return {}
 
     def _options(self) -> list[dict[str, Any]]:
         """The options of each group, with its parameters by number."""
         options: list[dict[str, Any]] = []
         first = 0
-        for group, members in zip(
-            self.engine.optimizer.param_groups, self.parameters, strict=False
-        ):
-            kept = {
-                key: value
-                for key, value in group.items()
-                if key != "params"
-                and isinstance(value, int | float | str | tuple | list | torch.Tensor | None)
-            }
-            options.append({**kept, "params": list(range(first, first + len(members)))})
+        groups = self.engine.optimizer.param_groups
+        for group, members in zip(groups, self.parameters, strict=False):
+            group_options = {k: value for k, value in group.items() if _is_option(value)}
+            group_options["params"] = list(range(first, first + len(members)))
+            options.append(group_options)
             first += len(members)
         return options
 
@@ -208,12 +191,10 @@ class EngineState:
             for key, value in state["state"].get(position, {}).items():
                 if key in keys:
                     self._set(parameter, value, key)
-        for group, saved in zip(
-            self.engine.optimizer.param_groups, state["param_groups"], strict=False
-        ):
-            group.update(
-                {key: value for key, value in saved.items() if key in group and key != "params"}
-            )
+        groups = self.engine.optimizer.param_groups
+        for group, saved in zip(groups, state["param_groups"], strict=False):
+            for key in group.keys() & saved.keys() - {"params"}:
+                group[key] = saved[key]
 
     def _fill_in(self, saved: Mapping[str, Any]) -> None:
         """Create the inner optimizer's entries of a saved state: tensors are zero, counters have the saved value."""
@@ -226,16 +207,13 @@ class EngineState:
         for flat in next((getattr(zero, name) for name in names if hasattr(zero, name)), []):
             entry = self.inner.state[flat]
             for key, value in saved.items():
-                if isinstance(value, torch.Tensor) and value.dim():
+                if _has_dimensions(value):
                     entry.setdefault(key, torch.zeros_like(flat))
-                # DeepSpeed's own optimizers count in integers
                 elif isinstance(entry.get(key), int):
+                    # DeepSpeed's own optimizers count in integers.
                     entry[key] = int(value)
                 else:
-                    if isinstance(value, torch.Tensor):
-                        entry[key] = value.clone()
-                    else:
-                        entry[key] = value
+                    entry[key] = _copied(value)
         self._link()
 
     def _link(self) -> None:
@@ -258,8 +236,10 @@ class EngineState:
         if hasattr(parameter, "ds_id"):
             # The last rank's partition is padded, which DeepSpeed's functions for full values do not handle.
             set_weights, set_entry = safe_set_local_fp32_param, safe_set_local_optimizer_state
-            value = self._own(parameter, value)
-        elif not hasattr(parameter, "_hp_mapping"):
+            size = parameter.ds_tensor.ds_numel
+            shard = value.flatten()[size * dist.get_rank() :][:size]
+            value = torch.nn.functional.pad(shard, (0, size - shard.numel()))
+        elif not deepspeed.has_fp32_fragment(parameter):
             return
         if key is None:
             set_weights(parameter, value)
@@ -298,4 +278,27 @@ def GatheredParameters(
 
 def has_master(value: torch.Tensor) -> bool:
     """Whether an engine trains a parameter. Stage 3 also shards models for inference, without an optimizer."""
-    return value.requires_grad and (hasattr(value, "_z3_optimizer") or not hasattr(value, "ds_id"))
+    if hasattr(value, "ds_id") and not deepspeed.is_trained_by_zero3(value):
+        return False
+    return value.requires_grad
+
+
+def _full_shape(parameter: torch.Tensor) -> torch.Size:
+    """The shape of a parameter that ZeRO 3 may have sharded."""
+    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
+    return shape
+
+
+def _is_option(value: object) -> bool:
+    """Whether an entry of a parameter group is stored; the engine adds others."""
+    return isinstance(value, int | float | str | tuple | list | torch.Tensor | None)
+
+
+def _has_dimensions(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0
+
+
+def _copied(value: object) -> object:
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    return value
