@@ -237,7 +237,9 @@ class StepExchange:
         return result
 
     def _conclude(self, meeting: Round, absent: int) -> None:
-        """Write what the values of all ranks come to that have not left."""
+        """Write what the values of all ranks come to that have not left, unless another rank has."""
+        if meeting.store.check([meeting.key("outcome")]):
+            return
         ranks = meeting.ranks
         if absent:
             left = set(meeting.absent())
