@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,6 +51,7 @@ from ..parallel.fsdp.state import (
     unwrapped,
 )
 from ..parallel.prepared import PreparedModel, PreparedOptimizer
+from ..torch_internals.optimizer_groups import without_empty_groups
 from .documents import TensorSink, damage, decode, encode
 from .files import memory_of, only_tensors
 from .layout import model_shards, optimizer_shards
@@ -60,6 +63,21 @@ _OPTIONS = "options.json"
 # the names of the files of shards: a part of them does not tell that there were more
 FILES = "files.json"
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+@dataclasses.dataclass
+class _Shards:
+    """What this rank writes to one folder of shards.
+
+    Fields:
+        folder: relative to the checkpoint.
+        tensors: DTensors, or plain tensors that all ranks have.
+        options: what an optimizer has besides tensors.
+    """
+
+    folder: Path
+    tensors: dict[str, torch.Tensor]
+    options: dict[str, object]
 
 
 class ShardedState:
@@ -74,7 +92,7 @@ class ShardedState:
         self.update(models, optimizers)
         self._group: dist.ProcessGroup | None = None
         # copies of the last background save, used again
-        self._host: dict[tuple[Path, str], torch.Tensor] = {}
+        self._copies: dict[tuple[Path, str], torch.Tensor] = {}
 
     def update(
         self, models: Sequence[PreparedModel], optimizers: Sequence[PreparedOptimizer] = ()
@@ -83,17 +101,20 @@ class ShardedState:
 
         Raises CheckpointError for an optimizer whose parameters are in none of the models.
         """
-        self.models: list[tuple[int, torch.nn.Module]] = [
-            (index, prepared.inner) for index, prepared in enumerate(models)
-        ]
-        self.optimizers: list[tuple[int, torch.nn.Module, torch.optim.Optimizer]] = [
-            (index, _model_of(index, one), one.inner) for index, one in enumerate(optimizers)
-        ]
+        self.models: list[torch.nn.Module] = [prepared.inner for prepared in models]
         # By model: a module whose state has the names and shapes of the entire model, where ranks hold different ones.
-        templates = ((index, prepared.template) for index, prepared in enumerate(models))
-        self.templates: dict[int, torch.nn.Module] = {
-            index: template for index, template in templates if template is not None
-        }
+        self.templates: dict[int, torch.nn.Module] = {}
+        for index, prepared in enumerate(models):
+            if prepared.template is not None:
+                self.templates[index] = prepared.template
+        self.optimizers: list[tuple[torch.nn.Module, torch.optim.Optimizer]] = []
+        for index, optimizer in enumerate(optimizers):
+            if optimizer.model is None:
+                raise CheckpointError(
+                    f"optimizer {index} ({type(optimizer.inner).__qualname__}) steps parameters that are not those of "
+                    "one prepared model. Sharded state is saved by model: give each model its own optimizer."
+                )
+            self.optimizers.append((optimizer.model.inner, optimizer.inner))
 
     def is_collective(self, in_background: bool) -> bool:
         """Whether `stage` communicates.
@@ -101,11 +122,10 @@ class ShardedState:
         FSDP1 gathers what a rank's slices belong to, pipelines the options; a mesh for copies of DTensors is made by
         all ranks.
         """
-        models = [model for _, model in self.models]
-        from_devices = in_background and any(
-            p.device.type != "cpu" for model in models for p in model.parameters()
-        )
-        return bool(self.templates) or from_devices or any(map(is_fsdp1, models))
+        if self.templates or any(map(is_fsdp1, self.models)):
+            return True
+        parameters = itertools.chain.from_iterable(model.parameters() for model in self.models)
+        return in_background and any(parameter.device.type != "cpu" for parameter in parameters)
 
     def prepare_background(self) -> None:
         """Make the process group on which shards are written in the background."""
@@ -125,115 +145,105 @@ class ShardedState:
                 `prepare_background` makes.
             compat: write the API's format.
         """
-        jobs: list[tuple[Path, dict[str, torch.Tensor], dict[str, object]]] = [
-            (model_shards(Path(), index), self._model_state(model), {})
-            for index, model in self.models
-        ]
-        for index, model, optimizer in self.optimizers:
-            _check_by_tensor(optimizer)
-            flat = optimizer_state(model, optimizer, FLAT)
-            tensors = only_tensors(flat)
-            rest: dict[str, object] = {
-                name: value for name, value in flat.items() if name not in tensors
-            }
-            if self.templates:  # each rank has its own names
-                everyone: list[dict[str, object]] = [{}] * dist.get_world_size()
-                dist.all_gather_object(everyone, rest)
-                rest = {name: value for part in everyone for name, value in part.items()}
-            jobs.append((optimizer_shards(Path(), index), tensors, rest))
+        staged = []
+        for index, model in enumerate(self.models):
+            staged.append(_Shards(model_shards(Path(), index), _model_state(model), {}))
+        for index, (model, optimizer) in enumerate(self.optimizers):
+            tensors, options = self._state_of(model, optimizer)
+            staged.append(_Shards(optimizer_shards(Path(), index), tensors, options))
         if not blocking:
-            jobs = [
-                (
-                    path,
-                    {name: self._copy((path, name), value) for name, value in state.items()},
-                    rest,
-                )
-                for path, state, rest in jobs
-            ]
+            for shards in staged:
+                for name, value in shards.tensors.items():
+                    shards.tensors[name] = self._copy((shards.folder, name), value)
             if torch.accelerator.is_available():
                 torch.accelerator.synchronize()
 
         def write(folder: Path, error: BaseException | None = None) -> list[str]:
             group = None if blocking else self._group
             try:
-                for path, tensors, rest in jobs:
-                    write_shards(folder / path, tensors, rest, group, compat, error)
+                for shards in staged:
+                    _write_shards(folder, shards, group, compat, error)
             except PeerError:
                 return []  # the rank that has failed reports it
-            # Every rank has written its shards. Each one has a share of the checksums.
-            if dist.is_initialized():
-                rank, world = (dist.get_rank(), dist.get_world_size())
-            else:
-                rank, world = (0, 1)
-            written = sorted(
-                file for path, _, _ in jobs for file in (folder / path).rglob("*") if file.is_file()
-            )
-            share = [file for file in written if file.name not in (_OPTIONS, FILES)][rank::world]
-            documents: dict[Path, object] = {
-                folder / path / _OPTIONS: encode(dict(rest), TensorSink(inline=1 << 30), "options")
-                for path, _, rest in jobs
-                if rest and rank == 0
-            }
-            if rank == 0 and not compat:
-                folders = [model_shards(folder, index) for index, _ in self.models]
-                documents.update(
-                    {
-                        path / FILES: sorted(file.name for file in path.glob("*.safetensors"))
-                        for path in folders
-                    }
-                )
-            # Errors of torch's writer are raised on all ranks; those of this one alone must not come between.
-            for path, document in documents.items():
-                with named_errors(path):
-                    path.write_text(json.dumps(document, allow_nan=False))
-            share += documents
-            return [file.relative_to(folder).as_posix() for file in share]
+            return _finish_shards(folder, staged, compat)
 
         return write
+
+    def _state_of(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+    ) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
+        """The flat state of an optimizer: its tensors, and the other values."""
+        # What torch flattens.
+        flattened = (torch.Tensor, int, float, dict)
+        for state in optimizer.state.values():
+            for name, value in state.items():
+                if not isinstance(value, flattened):
+                    raise CheckpointError(
+                        f"the state {name!r} of {type(optimizer).__name__} is a {type(value).__name__}, which cannot "
+                        "be saved in shards: set state_dict_type=FULL_STATE_DICT"
+                    )
+        flat = optimizer_state(model, optimizer, FLAT)
+        tensors = only_tensors(flat)
+        options: dict[str, object] = {
+            name: value for name, value in flat.items() if name not in tensors
+        }
+        if self.templates:  # each rank has its own names
+            everyone: list[dict[str, object]] = [{}] * dist.get_world_size()
+            dist.all_gather_object(everyone, options)
+            for part in everyone:
+                options.update(part)
+        return tensors, options
 
     def _copy(self, key: tuple[Path, str], value: torch.Tensor) -> torch.Tensor:
         """A copy in host memory that is kept for the next one; a DTensor keeps its layout (its shard is copied)."""
         from torch.distributed.tensor import DTensor
 
+        local = value.detach()
         if isinstance(value, DTensor):
             local = value.to_local().detach()
-        else:
-            local = value.detach()
-        place = self._host.get(key)
-        if place is None or place.shape != local.shape or place.dtype != local.dtype:
+        copy = self._copies.get(key)
+        if copy is None or copy.shape != local.shape or copy.dtype != local.dtype:
             pin = local.device.type != "cpu" and kind_of(local.device).pin_memory
-            place = self._host[key] = torch.empty(local.shape, dtype=local.dtype, pin_memory=pin)
-        place.copy_(local, non_blocking=True)
+            copy = torch.empty(local.shape, dtype=local.dtype, pin_memory=pin)
+            self._copies[key] = copy
+        copy.copy_(local, non_blocking=True)
         if not isinstance(value, DTensor):
-            return place
+            return copy
         mesh = value.device_mesh
         if mesh.device_type != "cpu":
             mesh = dist.device_mesh.DeviceMesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
         return DTensor.from_local(
-            place, mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
+            copy,
+            mesh,
+            value.placements,
+            run_check=False,
+            shape=value.shape,
+            stride=value.stride(),
         )
 
     def check(self, folder: Path, strict: bool, models_only: bool = False) -> list[str]:
         """Notes on how the saved models differ from these; with `strict` a CheckpointMismatch. Reads no tensor."""
         notes = []
-        for index, model in self.models:
+        for index, model in enumerate(self.models):
             path = model_shards(folder, index)
-            saved = model_shapes(path)
-            template = self.templates.get(index)
-            if template is None and is_fsdp1(model):
+            saved = shard_shapes(path)
+            if index in self.templates:
+                state = only_tensors(self.templates[index].state_dict())
+            elif is_fsdp1(model):
                 # a rank does not see the shapes of what it has a slice of; `load` compares them
                 continue
-            if template is None:
-                state = self._model_state(model)
             else:
-                state = only_tensors(template.state_dict())
-            found = compare_names(saved, state)
-            if found and strict:
+                state = _model_state(model)
+            differences = compare_names(saved, state)
+            if differences and strict:
                 raise CheckpointMismatch(
-                    f"{path} does not fit model {index}: {found}. Nothing was loaded."
+                    f"{path} does not fit model {index}: {differences}. Nothing was loaded."
                 )
-            notes += [f"model {index}: {found}"] if found else []
-        for index, model, optimizer in () if models_only else self.optimizers:
+            if differences:
+                notes.append(f"model {index}: {differences}")
+        if models_only:
+            return notes
+        for index, (model, optimizer) in enumerate(self.optimizers):
             path = optimizer_shards(folder, index)
             if not path.is_dir():
                 raise CheckpointError(
@@ -249,47 +259,38 @@ class ShardedState:
 
     def load(self, folder: Path, strict: bool, models_only: bool = False) -> None:
         """Read the shards of this rank from what any number of ranks has written."""
-        for index, model in self.models:
-            weights: StateDict = self._model_state(model)
+        for index, model in enumerate(self.models):
+            weights: StateDict = _model_state(model)
             read_shards(model_shards(folder, index), weights, strict)
             set_model_state_dict(model, weights, options=StateDictOptions(strict=strict))
-        for index, model, optimizer in () if models_only else self.optimizers:
-            load_optimizer(
-                optimizer_shards(folder, index), model, optimizer, has_all=not self.templates
-            )
-
-    @staticmethod
-    def _model_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        return {
-            name: unwrapped(value)
-            for name, value in only_tensors(get_model_state_dict(model)).items()
-        }
+        if models_only:
+            return
+        for index, (model, optimizer) in enumerate(self.optimizers):
+            path = optimizer_shards(folder, index)
+            load_optimizer(path, model, optimizer, has_all=not self.templates)
 
 
-def _check_by_tensor(optimizer: torch.optim.Optimizer) -> None:
-    for state in optimizer.state.values():
-        for name, value in state.items():
-            # What torch flattens.
-            if not isinstance(value, (torch.Tensor, int, float, dict)):
-                raise CheckpointError(
-                    f"the state {name!r} of {type(optimizer).__name__} is a {type(value).__name__}, which cannot be "
-                    "saved in shards: set state_dict_type=FULL_STATE_DICT"
-                )
+def _model_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    state = only_tensors(get_model_state_dict(model))
+    return {name: unwrapped(value) for name, value in state.items()}
+
+
+# --- optimizers ----------------------------------------------------------------------------------------------------
 
 
 def _without_state(
     folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer
 ) -> set[str]:
     """The plain names of an optimizer's parameters that the shards in a folder hold no state of."""
-    known = parameter_names(model)
-    stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    names = {name for parameter in stepped for name in known.get(id(parameter), ())}
-    if not (folder / _OPTIONS).exists() and not any(_shard_files(folder)):
+    if not (folder / _OPTIONS).exists() and not _has_shards(folder):
         return set()  # no checkpoint: reading reports what is missing
-    prefix = _prefix(folder)
-    saved = [name.removeprefix(prefix) for name in shard_entries(folder)]
-    saved += [name for name in read_options(folder) if name.startswith("state.")]
-    return names - {_owner_of(name, names) for name in saved}
+    names_by_id = parameter_names(model)
+    names: set[str] = set()
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            names.update(names_by_id.get(id(parameter), ()))
+    options = (name for name in read_options(folder) if name.startswith("state."))
+    return names - {_owner_of(name, names) for name in (*shard_shapes(folder), *options)}
 
 
 def _optimizer_state(
@@ -303,8 +304,8 @@ def _optimizer_state(
     without = _without_state(folder, model, optimizer)
     tensors = {
         name: value
-        for name, value in flat.items()
-        if isinstance(value, torch.Tensor) and _owner_of(name, without) is None
+        for name, value in only_tensors(flat).items()
+        if _owner_of(name, without) is None
     }
     return flat, tensors, without
 
@@ -330,16 +331,13 @@ def load_optimizer(
         return
     flat, tensors, without = _optimizer_state(path, model, optimizer)
     read_shards(path, tensors, strict)
-    options = {name: value for name, value in read_options(path).items() if name in flat or has_all}
-    state: StateDict = {**flat, **options, **tensors}
-    groups = optimizer.param_groups
-    # torch 2.13 cannot read a group without parameters, as that of the norms where only LoRA trains.
-    optimizer.param_groups = [group for group in groups if group["params"]]
-    try:
+    state: StateDict = flat
+    for name, value in read_options(path).items():
+        if has_all or name in flat:
+            state[name] = value
+    state.update(tensors)
+    with without_empty_groups(optimizer):
         set_optimizer_state_dict(model, optimizer, state, options=FLAT)
-    finally:
-        loaded = iter(optimizer.param_groups)
-        optimizer.param_groups = [next(loaded) if group["params"] else group for group in groups]
     drop_states(model, optimizer, without)
 
 
@@ -348,78 +346,101 @@ def _load_nested(
 ) -> None:
     """Read an optimizer's shards into one of an FSDP1 model.
 
-    torch 2.13 does not load its own flattened form there: it takes the names of the entries from the state that this
-    rank has, and a rank has none of a parameter whose slice is empty.
+    torch takes the names of the flattened form from the state that a rank has, and a rank has none of a parameter
+    whose slice is empty: the nested form is loaded.
     """
     without = _without_state(path, model, optimizer)
     groups = named_groups(model, optimizer)
-    places = [(f"param_groups.{group['params'][0]}", group) for group in groups if group["params"]]
-    entries: StateDict = {}
+    # By the beginning of their names in the flat form: the values that are read.
+    targets: dict[str, dict[str, Any]] = {
+        f"param_groups.{group['params'][0]}": group for group in groups if group["params"]
+    }
+    states: StateDict = {}
     before = dict(optimizer.state)
     optimizer.state.clear()
     try:
         if not without.issuperset(name for group in groups for name in group["params"]):
             # torch makes a state of each parameter where there are no gradients; those of the checkpoint come later.
             optimizer.zero_grad()
-            state: StateDict = dict(get_optimizer_state_dict(model, optimizer))
-            entries = {
-                name: values for name, values in state["state"].items() if name not in without
-            }
-            places += [(f"state.{name}", values) for name, values in entries.items()]
-        tensors = {
-            f"{name}.{key}": value
-            for name, values in places
-            for key, value in values.items()
-            if isinstance(value, torch.Tensor)
-        }
+            nested: StateDict = dict(get_optimizer_state_dict(model, optimizer))
+            for name, values in nested["state"].items():
+                if name not in without:
+                    states[name] = values
+                    targets[f"state.{name}"] = values
+        tensors: dict[str, torch.Tensor] = {}
+        for name, values in targets.items():
+            tensors.update({f"{name}.{key}": v for key, v in only_tensors(values).items()})
         read_shards(path, tensors, strict)
-        read = {**read_options(path), **tensors}
+        saved = {**read_options(path), **tensors}
     except BaseException:
         optimizer.state.clear()
         optimizer.state.update(before)
         raise
-    for name, values in places:
-        values.update({key: read[f"{name}.{key}"] for key in values if f"{name}.{key}" in read})
-    if entries:
-        found: StateDict = {"state": entries, "param_groups": groups}
-        set_optimizer_state_dict(model, optimizer, found, options=StateDictOptions(strict=False))
+    for name, values in targets.items():
+        for key in values:
+            values[key] = saved.get(f"{name}.{key}", values[key])
+    if states:
+        loaded: StateDict = {"state": states, "param_groups": groups}
+        set_optimizer_state_dict(model, optimizer, loaded, options=StateDictOptions(strict=False))
         drop_states(model, optimizer, without)
         return
-    for group, saved in zip(optimizer.param_groups, groups, strict=True):
-        group.update({key: value for key, value in saved.items() if key != "params"})
+    for group, values in zip(optimizer.param_groups, groups, strict=True):
+        group.update({key: value for key, value in values.items() if key != "params"})
 
 
-def _model_of(index: int, optimizer: PreparedOptimizer) -> torch.nn.Module:
-    if optimizer.model is None:
-        raise CheckpointError(
-            f"optimizer {index} ({type(optimizer.inner).__qualname__}) steps parameters that are not those of one "
-            "prepared model. Sharded state is saved by model: give each model its own optimizer."
-        )
-    return optimizer.model.inner
+# --- writing -------------------------------------------------------------------------------------------------------
 
 
-def write_shards(
-    folder: Path,
-    tensors: Mapping[str, torch.Tensor],
-    rest: Mapping[str, object],
-    group: dist.ProcessGroup | None = None,
-    compat: bool = False,
-    error: BaseException | None = None,
+def _write_shards(
+    checkpoint: Path,
+    shards: _Shards,
+    group: dist.ProcessGroup | None,
+    compat: bool,
+    error: BaseException | None,
 ) -> None:
-    """Write this rank's shards of `tensors` (DTensors, or plain tensors that all ranks have) below `folder`.
+    """Write the shards of this rank. torch's writer makes the folder, and raises an error of one rank on all of them.
 
-    `compat`: in torch's own format and under the API's names, with `rest` in the same files. `error`: one of this
+    `compat`: in torch's own format and under the API's names, with the options in the same files. `error`: one of this
     rank, which ends the writing on all of them.
-    torch's writer makes the folder, and raises an error of one rank on all of them.
     """
-    state: dict[str, object] = dict(_each_its_own(tensors))
+    folder = checkpoint / shards.folder
+    state: dict[str, object] = dict(_each_its_own(shards.tensors))
+    writer: dcp.StorageWriter
     if compat:
-        state = {_api_prefix(folder).rstrip("."): {**state, **rest}}
-        writer: dcp.StorageWriter = dcp.FileSystemWriter(str(folder))
+        state = {_api_prefix(folder).rstrip("."): {**state, **shards.options}}
+        writer = dcp.FileSystemWriter(str(folder))
     else:
         writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
     with named_errors(folder):
         save_entries(state, writer, group, error)
+
+
+def _finish_shards(checkpoint: Path, staged: Sequence[_Shards], compat: bool) -> list[str]:
+    """After every rank has written its shards: rank 0 writes the documents next to them.
+
+    Returns the names of the files whose checksums this rank computes.
+    """
+    rank, world_size = 0, 1
+    if dist.is_initialized():
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+    files: list[Path] = []
+    for shards in staged:
+        files += (checkpoint / shards.folder).rglob("*")
+    written = [file for file in files if file.is_file() and file.name not in (_OPTIONS, FILES)]
+    share = sorted(written)[rank::world_size]
+    documents: dict[Path, object] = {}
+    for shards in staged if rank == 0 else ():
+        folder = checkpoint / shards.folder
+        if shards.options:
+            options = encode(shards.options, TensorSink(inline=1 << 30), "options")
+            documents[folder / _OPTIONS] = options
+        if not compat and folder.name.startswith(MODEL_NAME):
+            documents[folder / FILES] = sorted(file.name for file in folder.glob("*.safetensors"))
+    # Errors of torch's writer are raised on all ranks; those of this one alone must not come between.
+    for path, document in documents.items():
+        with named_errors(path):
+            path.write_text(json.dumps(document, allow_nan=False))
+    return [path.relative_to(checkpoint).as_posix() for path in (*share, *documents)]
 
 
 class _Planner(dcp.DefaultSavePlanner):
@@ -477,12 +498,11 @@ def save_entries(
         )
     except CheckpointException as failed:
         # torch raises the errors of all ranks on all of them, as a BaseException whose text is their tracebacks.
-        own = failed.failures.get(dist.get_rank() if distributed else 0)
-        if own is not None:
-            raise own[0] from None
-        rows = (
-            f"rank {rank}: {error_text(failure[0])}" for rank, failure in failed.failures.items()
-        )
+        errors = {rank: failure[0] for rank, failure in failed.failures.items()}
+        rank = dist.get_rank() if distributed else 0
+        if rank in errors:
+            raise errors[rank] from None
+        rows = [f"rank {peer}: {error_text(peer_error)}" for peer, peer_error in errors.items()]
         raise PeerError("; ".join(rows)) from None
 
 
@@ -541,22 +561,19 @@ def _reader(folder: Path) -> dcp.StorageReader:
 
 def shard_entries(folder: Path) -> dict[str, TensorStorageMetadata]:
     """{name: what is known of it} of all tensors whose shards lie in a folder, with the names that the folder uses."""
-    if (folder / _OPTIONS).exists() and not any(_shard_files(folder)):
+    if (folder / _OPTIONS).exists() and not _has_shards(folder):
         return {}  # for an optimizer without tensors (plain SGD), torch's writer writes no file
     with shards_damage(folder):
         entries = _reader(folder).read_metadata().state_dict_metadata
-        return {
-            name: entry
-            for name, entry in entries.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
+    return {
+        name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)
+    }
 
 
-def _shard_files(folder: Path) -> Iterator[Path]:
-    return (
-        path
+def _has_shards(folder: Path) -> bool:
+    return any(
+        path.name == ".metadata" or path.suffix in (".safetensors", ".distcp")
         for path in folder.iterdir()
-        if path.name == ".metadata" or path.suffix in (".safetensors", ".distcp")
     )
 
 
@@ -569,8 +586,9 @@ def shards_damage(folder: Path) -> Iterator[None]:
         raise
     # torch collects the errors of its readers in a CheckpointException, which derives from BaseException.
     except (CheckpointException, SafetensorError, *READ_ERRORS) as error:
-        failures = error.failures.values() if isinstance(error, CheckpointException) else ()
-        cause = next((failure[0] for failure in failures), error)
+        cause: BaseException = error
+        if isinstance(error, CheckpointException) and error.failures:
+            cause = next(iter(error.failures.values()))[0]
         if isinstance(cause, CheckpointError):
             raise cause from error
         raise CheckpointError(
@@ -594,30 +612,24 @@ def match_shards(
     """The tensors that can be read from the shards in a folder, under its names. Raises as `read_shards` does."""
     if not tensors:
         return {}  # plain SGD has no tensors, and torch's writer leaves no file of shards
-    prefix = _prefix(folder)
-    saved = {
-        name.removeprefix(prefix): tuple(entry.size)
-        for name, entry in shard_entries(folder).items()
-    }
+    saved = shard_shapes(folder)
     missing = [name for name in tensors if name not in saved]
-    other = [
+    reshaped = [
         name
         for name, value in tensors.items()
         if name in saved and saved[name] != tuple(value.shape)
     ]
-    if strict and (missing or other):
+    if strict and (missing or reshaped):
         shapes = [
             f"{name} (saved {list(saved[name])}, here {list(tensors[name].shape)})"
-            for name in other
+            for name in reshaped
         ]
         raise CheckpointError(
             f"{folder} does not fit: missing {missing}; of another shape {shapes}"
         )
-    return {
-        f"{prefix}{name}": value
-        for name, value in tensors.items()
-        if name in saved and name not in other
-    }
+    prefix = _prefix(folder)
+    fitting = [name for name in tensors if name not in missing and name not in reshaped]
+    return {f"{prefix}{name}": tensors[name] for name in fitting}
 
 
 def load_entries(wanted: StateDict, folder: Path, planner: dcp.LoadPlanner | None = None) -> None:
@@ -652,13 +664,11 @@ def read_unsharded(folder: Path) -> dict[str, torch.Tensor]:
     return {name.removeprefix(prefix): value for name, value in tensors.items()}
 
 
-def model_shapes(folder: Path) -> dict[str, tuple[int, ...] | None]:
-    """Return the unsharded shape of each entry of a saved model."""
+def shard_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The unsharded shape of each tensor in a folder of shards, without the prefix of the API's names."""
     prefix = _prefix(folder)
-    return {
-        name.removeprefix(prefix): tuple(entry.size)
-        for name, entry in shard_entries(folder).items()
-    }
+    entries = shard_entries(folder)
+    return {name.removeprefix(prefix): tuple(entry.size) for name, entry in entries.items()}
 
 
 def read_optimizer(
@@ -672,43 +682,38 @@ def read_optimizer(
     Shards know parameters by name; `modules` are the models in which `optimizer` finds them, or `groups` has the names
     of each of its groups.
     """
-    values: dict[str, object] = {**read_options(folder), **read_unsharded(folder)}
     if groups is None:
-        names = {
-            id(parameter): name
-            for module in modules
-            for name, parameter in module.named_parameters()
-        }
+        names_by_id: dict[int, str] = {}
+        for module in modules:
+            names_by_id.update({id(tensor): name for name, tensor in module.named_parameters()})
         groups = [
-            [names[id(parameter)] for parameter in group["params"]]
+            [names_by_id[id(parameter)] for parameter in group["params"]]
             for group in optimizer.param_groups
         ]
-    by_name: dict[str, dict[str, object]] = {}
-    options: dict[str, dict[str, object]] = {}
-    known = sorted((name for group in groups for name in group), key=len, reverse=True)
+    names = [list(group) for group in groups]
+    states: dict[str, dict[str, object]] = {name: {} for group in names for name in group}
+    options: dict[str, dict[str, object]] = {name: {} for name in states}
+    values: dict[str, object] = {**read_options(folder), **read_unsharded(folder)}
     for key, value in values.items():
-        kind, _, rest = key.partition(".")
-        owner = next((name for name in known if rest.startswith(f"{name}.")), None)
-        if owner is None:
+        kind, _, entry = key.partition(".")
+        owner = entry.rpartition(".")[0]
+        while owner and owner not in states:
+            owner = owner.rpartition(".")[0]
+        if not owner:
             raise CheckpointError(
                 f"{folder} holds {key}, which belongs to no parameter of the prepared models"
             )
-        (by_name if kind == "state" else options).setdefault(owner, {})[rest[len(owner) + 1 :]] = (
-            value
-        )
-    state, found, position = {}, [], 0
-    for group, members in zip(optimizer.param_groups, map(list, groups), strict=True):
-        saved = next((options[name] for name in members if name in options), {})
+        entries = states if kind == "state" else options
+        entries[owner][entry.removeprefix(f"{owner}.")] = value
+    state: dict[int, dict[str, object]] = {}
+    param_groups = []
+    position = 0
+    for group, members in zip(optimizer.param_groups, names, strict=True):
         positions = list(range(position, position + len(members)))
-        found.append(
-            {**{k: v for k, v in group.items() if k != "params"}, **saved, "params": positions}
-        )
-        state.update(
-            {
-                at: by_name[name]
-                for at, name in zip(positions, members, strict=True)
-                if name in by_name
-            }
-        )
         position += len(members)
-    return {"state": state, "param_groups": found}
+        saved = next((options[name] for name in members if options[name]), {})
+        param_groups.append({**group, **saved, "params": positions})
+        for number, name in zip(positions, members, strict=True):
+            if states[name]:
+                state[number] = states[name]
+    return {"state": state, "param_groups": param_groups}

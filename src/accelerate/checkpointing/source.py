@@ -111,10 +111,10 @@ class CheckpointReader:
             shapes, read = weights_file(self.io, path, pickled, self.allow_pickle)
             path = path if path.exists() else pickled
         elif shards.is_dir():
-            from .sharded import model_shapes, read_unsharded
+            from .sharded import read_unsharded, shard_shapes
 
             path = shards
-            shapes, read = model_shapes(path), functools.partial(read_unsharded, path)
+            shapes, read = shard_shapes(path), functools.partial(read_unsharded, path)
         else:
             raise CheckpointError(f"{self.folder} holds no weights of model {index}")
         return ModelWeights(path, shapes, read, self.model_extra(index))
