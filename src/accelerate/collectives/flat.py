@@ -100,11 +100,16 @@ def signature_of(
 
 def keys_in(data: object) -> list[Any]:
     """The keys of the mappings in nested `data`, whatever else is in it."""
+    outline: list[Any] = []
+    values: Any = ()
     if isinstance(data, Mapping):
-        return [tuple(data), *(keys for value in data.values() for keys in keys_in(value))]
-    if isinstance(data, (list, tuple)):
-        return [keys for value in data for keys in keys_in(value)]
-    return []
+        outline.append(tuple(data))
+        values = data.values()
+    elif isinstance(data, (list, tuple)):
+        values = data
+    for value in values:
+        outline += keys_in(value)
+    return outline
 
 
 def keys_of(outline: Sequence[Any]) -> tuple[Any, ...]:
@@ -166,8 +171,10 @@ def as_bytes(leaf: torch.Tensor, device: torch.device | None = None) -> torch.Te
     if device is not None:
         leaf = leaf.to(device)
     flat = leaf.contiguous().view(-1)
-    # A single element may have the stride of its view, with which torch refuses to view it as bytes.
-    return (flat if flat.stride(0) == 1 else flat.as_strided(flat.shape, (1,))).view(torch.uint8)
+    if flat.stride(0) != 1:
+        # A single element may have the stride of its view, with which torch refuses to view it as bytes.
+        flat = flat.as_strided(flat.shape, (1,))
+    return flat.view(torch.uint8)
 
 
 def pack(

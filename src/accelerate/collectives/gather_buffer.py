@@ -29,7 +29,7 @@ class GatherBuffer:
         self.channel = channel
         sizes = flat.sizes_of(specs)
         # Wide dtypes come first: each is aligned to its own width without a gap.
-        order = sorted(range(len(specs)), key=lambda place: -specs[place][1].itemsize)
+        order = sorted(range(len(specs)), key=lambda index: -specs[index][1].itemsize)
         length = flat.aligned(sum(sizes), _ALIGNED)
         others = channel.world - 1
         self.header: bytes = sign + sum(sizes).to_bytes(HEADER - len(sign), "little", signed=True)
@@ -41,14 +41,17 @@ class GatherBuffer:
             targets: list[Any] = [None] * (2 * len(specs))
             self.incoming: list[Any] = [None] * len(specs)
             start = HEADER
-            for place in order:
-                (shape, dtype), stop = specs[place], start + sizes[place]
-                # With one other rank, the copy needs no dimension for the ranks.
-                shape_sent = shape if others == 1 else (others, *shape)
-                targets[place] = _typed(sent[:, start:stop], dtype).view(shape_sent)
+            for index in order:
+                shape, dtype = specs[index]
+                stop = start + sizes[index]
+                shape_sent: Sequence[int] = (others, *shape)
+                if others == 1:
+                    # The copy needs no dimension for the ranks.
+                    shape_sent = shape
+                targets[index] = _typed(sent[:, start:stop], dtype).view(shape_sent)
                 slots = _typed(channel.slots[:, start:stop], dtype)
-                targets[len(specs) + place] = slots[channel.rank].view(shape)
-                self.incoming[place] = slots.view(channel.world, *shape)
+                targets[len(specs) + index] = slots[channel.rank].view(shape)
+                self.incoming[index] = slots.view(channel.world, *shape)
                 start = stop
         self.targets = targets
         self.likes: list[torch.Tensor] = flat.stacked_likes(specs, channel.world)
@@ -86,11 +89,11 @@ def known(
 ) -> GatherBuffer | None:
     """The buffer of an equal message before: its leaves need no further check. None where there is none."""
     try:
-        found: GatherBuffer | None = channel.memory.get(_key(leaves, outline))
+        buffer: GatherBuffer | None = channel.memory.get(_key(leaves, outline))
     except RuntimeError:
         # A ragged (nested) tensor has no shape.
         return None
-    return found
+    return buffer
 
 
 def created(
@@ -102,8 +105,7 @@ def created(
         leaf.is_cpu for leaf in leaves
     ):
         return None
-    buffer: GatherBuffer = channel.remember(
-        _key(leaves, outline),
-        GatherBuffer(specs, channel, flat.signature_of("gather", leaves, outline)),
-    )
+    sign = flat.signature_of("gather", leaves, outline)
+    buffer = GatherBuffer(specs, channel, sign)
+    channel.remember(_key(leaves, outline), buffer)
     return buffer

@@ -42,9 +42,11 @@ def gather_counted(
     if not leaves:
         return data
     mine = [_first_rows(leaf, counts[rank], rank) for leaf in leaves]
-    rows = [[(count if leaf.dim() else min(count, 1)) for leaf in leaves] for count in counts]
     if not distributed:
         return flat.replace(data, mine)
+    rows = []
+    for count in counts:
+        rows.append([count if leaf.dim() else min(count, 1) for leaf in leaves])
     # The same on every rank: dtypes, and shapes but for the rows.
     kinds = tuple((leaf.dtype, leaf.shape[1:]) for leaf in mine)
     sign = signature(OPERATION, tuple(counts), flat.keys_of(outline), kinds)
@@ -55,17 +57,15 @@ def gather_objects_counted(
     data: Any, counts: Sequence[int], group: dist.ProcessGroup | None = None
 ) -> list[Any]:
     """The first `counts[r]` elements of each rank's iterable `data`, in rank order, as one list."""
-    distributed, rank = _begin(
-        Call(OPERATION, None, f"objects, counts={tuple(counts)}"), counts, group
-    )
+    call = Call(OPERATION, None, f"objects, counts={tuple(counts)}")
+    distributed, rank = _begin(call, counts, group)
     mine = list(data)[: counts[rank]]
     if not distributed:
         return mine
-    return [
-        element
-        for found in objects.gather_each(mine, group, OPERATION, f"{counts=}")
-        for element in found
-    ]
+    joined: list[Any] = []
+    for elements in objects.gather_each(mine, group, OPERATION, f"{counts=}"):
+        joined += elements
+    return joined
 
 
 def _begin(call: Call, counts: Sequence[int], group: dist.ProcessGroup | None) -> tuple[bool, int]:
@@ -99,22 +99,24 @@ def _gather_rows(
     sign: bytes,
     call: Call,
 ) -> list[torch.Tensor]:
-    """Every rank's `leaves` joined; `rows[rank][place]` is the size of dimension 0 there."""
+    """Every rank's `leaves` joined; `rows[rank][index]` is the size of dimension 0 there."""
     group = transport.group_of(group)
     target = transport.carrier(group, flat.lone_device(leaves))
     widths = [leaf.shape[1:].numel() * leaf.dtype.itemsize for leaf in leaves]
-    sizes = [
-        [count * width for count, width in zip(counts, widths, strict=True)] for counts in rows
-    ]
+    sizes = []
+    for counts in rows:
+        sizes.append([count * width for count, width in zip(counts, widths, strict=True)])
     # Each rank's row has its own tensors without gaps; only its end is filled up to the longest.
-    longest = max(sum(each) for each in sizes)
-    stacked = transport.checked_all_gather(flat.pack(leaves, target, longest), group, sign, call)
-    pieces = [
-        row[: sum(each)].split_with_sizes(each) for row, each in zip(stacked, sizes, strict=True)
-    ]
+    longest = max(map(sum, sizes))
+    row = flat.pack(leaves, target, longest)
+    stacked = transport.checked_all_gather(row, group, sign, call)
+    pieces = []
+    for content, lengths in zip(stacked, sizes, strict=True):
+        pieces.append(content[: sum(lengths)].split_with_sizes(lengths))
     joined = []
-    for place, leaf in enumerate(leaves):
-        total = sum(counts[place] for counts in rows)
-        content = torch.cat([tensors[place] for tensors in pieces])
-        joined.append(content.view(leaf.dtype).view(total, *leaf.shape[1:]).to(leaf.device))
+    for index, leaf in enumerate(leaves):
+        content = torch.cat([tensors[index] for tensors in pieces])
+        # Not -1: rows may have no elements.
+        shape = (sum(counts[index] for counts in rows), *leaf.shape[1:])
+        joined.append(content.view(leaf.dtype).view(shape).to(leaf.device))
     return joined

@@ -42,13 +42,15 @@ def gather_object(object: object) -> Any:
         return object
     if state.debug:
         verify.agree("gather_object", None)
-    gathered = gather_each(object)
-    for rank, found in enumerate(gathered):
-        if not hasattr(found, "__iter__") and not hasattr(found, "__getitem__"):
+    joined: list[Any] = []
+    for rank, elements in enumerate(gather_each(object)):
+        if not hasattr(elements, "__iter__") and not hasattr(elements, "__getitem__"):
+            kind = type(elements).__qualname__
             raise TypeError(
-                f"gather_object joins iterables; rank {rank} passed a {type(found).__qualname__}: put it into a list"
+                f"gather_object joins iterables; rank {rank} passed a {kind}: put it into a list"
             )
-    return [element for found in gathered for element in found]
+        joined += elements
+    return joined
 
 
 def gather_each(
@@ -62,13 +64,17 @@ def gather_each(
     call = Call(operation, None, options)
     content, length = _pickled(value)
     firsts, capacity = _first_messages(content, length, group, signature(operation, options), call)
-    lengths = [_checked_length(*found, rank) for rank, found in enumerate(firsts)]
+    lengths = [_checked_length(*first, rank) for rank, first in enumerate(firsts)]
     longest = max(lengths)
     if longest <= capacity:
         return [pickle.loads(view) for _, view in firsts]
+    row = _as_row(content, longest, transport.home(group))
     with Collective(call):
-        rows = transport.all_gather(_as_row(content, longest, transport.home(group)), group).cpu()
-    return [pickle.loads(_view(row)[:size]) for row, size in zip(rows, lengths, strict=True)]
+        rows = transport.all_gather(row, group).cpu()
+    values = []
+    for row, size in zip(rows, lengths, strict=True):
+        values.append(pickle.loads(_view(row)[:size]))
+    return values
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
@@ -106,10 +112,11 @@ def broadcast_each(value: object, source: int = 0, operation: str = "broadcast_o
     group = transport.group_of(None)
     call = Call(operation, None, f"from_process={source}")
     sends = group.rank() == source
-    content, length = _pickled(value) if sends else (io.BytesIO(), 0)
-    firsts, capacity = _first_messages(
-        content, length, group, signature(operation, source), call, source
-    )
+    content, length = io.BytesIO(), 0
+    if sends:
+        content, length = _pickled(value)
+    sign = signature(operation, source)
+    firsts, capacity = _first_messages(content, length, group, sign, call, source)
     length, view = firsts[0]
     if _checked_length(length, view, source) > capacity:
         row = _as_row(content, length, transport.home(group))
@@ -132,14 +139,21 @@ def _first_messages(
     """Send a first message. Returns the length and the content of each rank's (or of `source`), and what one holds."""
     channel = channel_of(group)
     if channel is not None:
-        fits = abs(length) <= channel.capacity
-        # A view that is kept would forbid to lengthen the buffer.
-        channel.swap_bytes(group, sign, content.getbuffer() if fits else b"", length, call)
-        ranks = range(channel.world) if source is None else [source]
-        return [(channel.length(rank), channel.content(rank)) for rank in ranks], channel.capacity
+        if abs(length) <= channel.capacity:
+            # A view that stays referenced would forbid to lengthen the buffer.
+            channel.swap_bytes(group, sign, content.getbuffer(), length, call)
+        else:
+            channel.swap_bytes(group, sign, b"", length, call)
+        if source is None:
+            ranks = list(range(channel.world))
+        else:
+            ranks = [source]
+        firsts = [(channel.length(rank), channel.content(rank)) for rank in ranks]
+        return firsts, channel.capacity
     row = _first(content, length, transport.home(group))
     if source is None:
-        return [_parsed(each) for each in transport.all_gather(row, group).cpu()], CAPACITY
+        rows = transport.all_gather(row, group).cpu()
+        return [_parsed(first) for first in rows], CAPACITY
     transport.broadcast(row, source, group)
     return [_parsed(row)], CAPACITY
 

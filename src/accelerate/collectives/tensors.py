@@ -68,12 +68,9 @@ def gather_nested(data: object, group: dist.ProcessGroup | None = None) -> Any:
     channel = transport.channel_for(group, flat.lone_device(leaves))
     if channel is not None:
         path = gather_buffer.known(leaves, outline, channel)
-        if path is None:
+        if path is None and leaves:
             flat.checked(leaves, "gather")
-            if leaves:
-                path = gather_buffer.created(leaves, outline, channel)
-            else:
-                path = None
+            path = gather_buffer.created(leaves, outline, channel)
         if path is not None:
             return flat.replace(data, path.gather(leaves, group, data))
         channel.agree(group, flat.signature_of("gather", leaves, outline), Call("gather", data))
@@ -90,9 +87,8 @@ def _gather_raw(leaves: list[torch.Tensor], group: dist.ProcessGroup) -> Sequenc
     if len(leaves) == 1:
         gathered: Sequence[torch.Tensor] = [_gather_one(leaves[0], target, group)]
     else:
-        gathered = flat.unpack_stacked(
-            transport.all_gather(flat.pack(leaves, target), group), flat.specs_of(leaves)
-        )
+        rows = transport.all_gather(flat.pack(leaves, target), group)
+        gathered = flat.unpack_stacked(rows, flat.specs_of(leaves))
     if target is not None:
         gathered = [value.to(leaf.device) for value, leaf in zip(gathered, leaves, strict=True)]
     return gathered
@@ -257,7 +253,8 @@ def broadcast_nested(data: object, source: int = 0, group: dist.ProcessGroup | N
     row = flat.pack(leaves, target)
     transport.checked_broadcast(row, source, group, sign, call)
     if group.rank() != source and row.data_ptr() != leaves[0].data_ptr():
-        for leaf, value in zip(leaves, flat.unpack(row, flat.specs_of(leaves)), strict=True):
+        values = flat.unpack(row, flat.specs_of(leaves))
+        for leaf, value in zip(leaves, values, strict=True):
             leaf.detach().copy_(value)
     return data
 
@@ -300,7 +297,8 @@ def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
         group = transport.group_of(None)
         row = flat.pack([tensor], transport.carrier(group, tensor.device))
         call = Call("copy_tensor_to_devices", tensor)
-        transport.checked_broadcast(row, owner, group, signature(*call[:1], owner), call)
+        sign = signature(call.operation, owner)
+        transport.checked_broadcast(row, owner, group, sign, call)
         (tensor,) = flat.unpack(row, flat.specs_of([tensor]))
     return tensor.to(state.device)
 
@@ -331,9 +329,12 @@ def _only_tensor(tensor: torch.Tensor | None, operation: str) -> tuple[int, Tens
     state = PartialState()
     if state.use_distributed and state.debug:
         verify.agree(operation, None)
-    infos = [None if tensor is None else TensorInformation(tensor.shape, tensor.dtype)]
+    info = None
+    if tensor is not None:
+        info = TensorInformation(tensor.shape, tensor.dtype)
+    infos = [info]
     if state.use_distributed:
-        infos = objects.gather_each(infos[0], operation=operation)
+        infos = objects.gather_each(info, operation=operation)
     owners = [(rank, info) for rank, info in enumerate(infos) if info is not None]
     if len(owners) != 1:
         raise ValueError(

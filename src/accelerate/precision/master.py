@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -275,11 +276,12 @@ class MasterStep:
 
     def saved(self) -> dict[int, torch.Tensor]:
         """The master weights by the numbers of their parameters in a state dict of the optimizer."""
-        visible = [parameter for group in self._visible for parameter in group]
-        numbered = (
-            (number, self._to_master.get(id(parameter))) for number, parameter in enumerate(visible)
-        )
-        return {number: master.detach() for number, master in numbered if master is not None}
+        masters = {}
+        for number, parameter in enumerate(itertools.chain.from_iterable(self._visible)):
+            master = self._to_master.get(id(parameter))
+            if master is not None:
+                masters[number] = master.detach()
+        return masters
 
     @torch.no_grad()
     def take(self, saved: Mapping[int, torch.Tensor]) -> None:

@@ -56,12 +56,11 @@ def shard_groups(model: nn.Module) -> Iterator[tuple[FSDPModule, FSDPParamGroup,
 
 def shards_of(modules: Iterable[nn.Module]) -> list[FSDPParam]:
     """FSDP2's object for each parameter of the units in these modules."""
-    return [
-        shard
-        for module in modules
-        for _, group, _ in shard_groups(module)
-        for shard in group.fsdp_params
-    ]
+    shards: list[FSDPParam] = []
+    for module in modules:
+        for _, group, _ in shard_groups(module):
+            shards += group.fsdp_params
+    return shards
 
 
 def group_parameters(group: FSDPParamGroup) -> list[FSDPParam]:
