@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import faulthandler
 import gc
 import importlib
@@ -17,7 +16,7 @@ import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -54,6 +53,8 @@ class _Exit:
     failed = False
     interruptions = 0
     previous_hook: Any = None
+    # Process groups that outlive the interpreter; `_hold` has them too.
+    never_freed: ClassVar[list[dist.ProcessGroup]] = []
 
 
 def start(
@@ -217,11 +218,19 @@ def _arm() -> None:
     _Exit.previous_hook = sys.excepthook
     sys.excepthook = _note_failure
     atexit.register(leave)
+    threading.Thread(
+        target=_hold, args=(_Exit.never_freed,), name="accelerate-hold", daemon=True
+    ).start()
     # A process that native code ends, as gloo does for data of another size, writes where it was.
     if not faulthandler.is_enabled():
         # A notebook's standard error is no file.
         with contextlib.suppress(AttributeError, OSError, ValueError, RuntimeError):
             faulthandler.enable()
+
+
+def _hold(groups: list[dist.ProcessGroup]) -> None:
+    """Keep process groups for ever: the interpreter does not free the frame of a daemon thread at its end."""
+    threading.Event().wait()
 
 
 def _note_failure(
@@ -338,15 +347,10 @@ def _close(failed: bool) -> bool:
         _abandon()
         return False
     closer.join(CLOSE_FAILED if failed else CLOSE)
-    for group in groups:
-        # What a sharded model still holds would wait for its collectives in the end of the interpreter.
-        _never_free(group())
+    # What a sharded model still holds would wait for its collectives in the end of the interpreter.
+    held = [group() for group in groups]
+    _Exit.never_freed.extend(group for group in held if group is not None)
     return not closer.is_alive()
-
-
-def _never_free(group: object) -> None:
-    if group is not None:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def _abandon() -> None:
@@ -355,6 +359,5 @@ def _abandon() -> None:
     So the groups are never freed (what was made with them keeps them as long as the process lives anyway); the
     connections close with the process.
     """
-    for group in process_group.all_groups():
-        _never_free(group)
+    _Exit.never_freed.extend(process_group.all_groups())
     stop()
