@@ -38,10 +38,9 @@ from .optimizer import AcceleratedOptimizer
 from .parallel.base import Bundle, Strategy
 from .parallel.ddp.strategy import sync_in_backward
 from .parallel.items import ItemWindow
-from .parallel.methods import check_names
 from .parallel.optimizer_step import build_step
 from .parallel.placeholders import refuse_placeholder
-from .parallel.unwrap import extract_model_from_parallel
+from .parallel.unwrap import add_forward_methods, check_names, extract_model_from_parallel
 from .placement.align import get_state_dict_offloaded_model, has_offloaded_params
 from .placement.dispatch import check_quantized
 from .placement.subclasses import refuse_lost_gradients
@@ -427,7 +426,8 @@ class Accelerator(RunInterface):
         # transformers.Trainer prepares models that transformers has sharded for evaluation, and trains them itself.
         if not evaluation and any(model_has_dtensor(model) for model in bundle.models):
             self._adopt(bundle.models)
-        check_matches(self.precision.modules, [] if evaluation else bundle.models)
+        if self.precision.modules and not evaluation:
+            check_matches(self.precision.modules, bundle.models)
         for model in bundle.models:
             self.precision.convert(model, functools.partial(_repoint, bundle.optimizers))
         fresh = self.strategy.prepare(bundle)
@@ -441,7 +441,7 @@ class Accelerator(RunInterface):
                 )
                 prepared.module.register_forward_pre_hook(move, prepend=True, with_kwargs=True)
             if not evaluation:
-                prepared.add_forward_methods(methods)
+                add_forward_methods(prepared, methods)
                 for observer in self._loop.active:
                     observer.after_prepare(prepared)
         self._objects.models += fresh

@@ -54,12 +54,15 @@ class AccumulatedGradients:
     """
 
     def __init__(self, model: nn.Module, roots: Iterable[nn.Module] | None = None) -> None:
-        modules = {
-            id(module): module for root in roots or [model] for module in root.modules()
-        }.values()
-        self._units = [module for module in modules if isinstance(module, FSDPModule)]
+        roots = list(roots or [model])
+        units: dict[int, FSDPModule] = {}
+        for root in roots:
+            for module in root.modules():
+                if isinstance(module, FSDPModule):
+                    units[id(module)] = module
+        self._units = list(units.values())
         # Modules of one unit, and roots inside of each other, have the same shards.
-        sharded = {id(shard): shard for shard in shards_of(roots or [model])}.values()
+        sharded = {id(shard): shard for shard in shards_of(roots)}.values()
         # While no unit is gathered the model shows shards.
         names = {id(p): name for name, p in materialize.named_parameters(model)}
         self._sharded = [

@@ -184,8 +184,10 @@ class Strategy:
         self.backward(loss, **kwargs)
         if factor is not None:
             # Read only now: during the backward a sharded model has other parameters.
-            parameters = {id(p): p for model in models for p in model.parameters()}.values()
-            multiply(gradients_of(parameters), factor())
+            parameters: dict[int, torch.nn.Parameter] = {}
+            for model in models:
+                parameters.update((id(parameter), parameter) for parameter in model.parameters())
+            multiply(gradients_of(parameters.values()), factor())
 
     def clip_grad_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0

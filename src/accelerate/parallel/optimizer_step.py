@@ -173,20 +173,17 @@ def offload_state(optimizer: torch.optim.Optimizer, chunk: int = CHUNK) -> None:
     """
     kind = type(optimizer)
     if not is_elementwise(optimizer):
-        known = ", ".join(sorted(found.__name__ for found in ELEMENTWISE))
+        names = ", ".join(sorted(elementwise.__name__ for elementwise in ELEMENTWISE))
         raise PrepareError(
             f"OptimizerOffloadKwargs: the step of {kind.__name__} is not known to update each parameter by itself. "
-            f"Use one of {known}, or leave OptimizerOffloadKwargs out"
+            f"Use one of {names}, or leave OptimizerOffloadKwargs out"
         )
-    if any(
-        hasattr(parameter, "device_mesh")
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    ):
-        raise PrepareError(
-            "OptimizerOffloadKwargs: the parameters are sharded (DTensors). Set cpu_offload=True in the fsdp_plugin, "
-            "which keeps parameters, gradients and states in host memory"
-        )
+    for group in optimizer.param_groups:
+        if any(hasattr(parameter, "device_mesh") for parameter in group["params"]):
+            raise PrepareError(
+                "OptimizerOffloadKwargs: the parameters are sharded (DTensors). Set cpu_offload=True in the "
+                "fsdp_plugin, which keeps parameters, gradients and states in host memory"
+            )
     if "_streamed_state" in optimizer.__dict__:
         return
     streamed, reference = StreamedState(chunk), weakref.ref(optimizer)
@@ -291,13 +288,12 @@ class StreamedState:
 
     def to_host(self, optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> None:
         """Start to copy the state of parameters to the host, behind their step."""
-        streamed = [
-            (state, name, value)
-            for parameter in parameters
-            for state in (optimizer.state.get(parameter, {}),)
-            for name, value in state.items()
-            if _is_streamed(value) and value.device.type != "cpu"
-        ]
+        streamed = []
+        for parameter in parameters:
+            state = optimizer.state.get(parameter, {})
+            for name, value in state.items():
+                if _is_streamed(value) and value.device.type != "cpu":
+                    streamed.append((state, name, value))
         if not streamed:
             return
         device = streamed[0][2].device

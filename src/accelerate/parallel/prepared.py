@@ -20,10 +20,14 @@ from ..core.errors import PrepareError
 from ..core.modules import class_name
 from ..precision.base import Precision
 from ..torch_internals.compiled import uncompiled
-from . import methods
 from .adapters import config_text
 from .gradients import GradientReducer
-from .unwrap import canonical_name, extract_model_from_parallel, is_peft_model
+from .unwrap import (
+    canonical_name,
+    extract_model_from_parallel,
+    is_peft_model,
+    run_as_forward,
+)
 
 # {parameter name of the user's model: shape} of each group of an optimizer.
 GroupShapes = list[dict[str, list[int]]]
@@ -107,31 +111,18 @@ class PreparedModel:
             f"{name} was added or replaced after {type(self.inner).__name__} was prepared"
         )
 
-    def is_of(self, module: nn.Module) -> bool:
-        """Whether `module` is this model, with or without its wrappers."""
-        return module is self.module or module is self.inner
-
     def units(self) -> Iterable[nn.Module]:
         """The modules that contain the FSDP2 units."""
         return ()
 
     # -- other methods than forward
 
-    def add_forward_methods(self, names: Iterable[str]) -> None:
-        """Have methods of the user's model compute as its forward does."""
-        model = extract_model_from_parallel(self.module, keep_torch_compile=False)
-        registered = {name for name in names if hasattr(model, name)}
-        if self.is_partial and methods.is_generator(model):
-            methods.keep_in_step(model)
-            registered.add("generate")
-        for name in registered:
-            self.precision.wrap_method(model, name)
-        self.register_methods(model, registered)
-
     def register_methods(self, model: nn.Module, names: Iterable[str]) -> None:
         """Have methods of the user's `model` do what the forward of this layout does around its own."""
-        for name in names if self.uncompiled is not model else ():
-            methods.run_as_forward(self.uncompiled, model, name)
+        wrapper = self.uncompiled
+        if wrapper is not model:
+            for name in names:
+                run_as_forward(wrapper, model, name)
 
     # -- the step
 

@@ -31,7 +31,7 @@ from ..torch_internals.fsdp2 import (
     shards_of,
     unsharded_parameter,
 )
-from . import gradients, methods, norms
+from . import gradients, norms
 from .accumulated import AccumulatedGradients
 from .base import Bundle, Strategy
 from .context.region import ContextParallel
@@ -40,7 +40,7 @@ from .fsdp.units import reshard
 from .gradients import AgreeingScaler, GradientReducer
 from .prepared import PreparedModel
 from .sharded_optimizer import ParameterPlaces, Replacements, check_trains
-from .unwrap import require_state_dict
+from .unwrap import explain_others, gather_for, require_state_dict
 
 logger: MultiProcessAdapter = get_logger(__name__)
 
@@ -92,8 +92,8 @@ class ShardedModel(PreparedModel):
         """The outermost FSDP2 unit is gathered for these methods; the others say that it is not."""
         if isinstance(model, FSDPModule):
             for name in names:
-                methods.gather_for(model, name)
-            methods.explain_others(model, names)
+                gather_for(model, name)
+            explain_others(model, names)
 
     # -- the step
 
@@ -165,6 +165,8 @@ class ShardedStrategy(Strategy):
         self.mesh: dist.DeviceMesh | None = mesh.build_mesh(self.layout, world, device.type)
         self.tensor_group: dist.ProcessGroup | None = mesh.group_of(self.mesh, "tp")
         self._data_shard = mesh.data_shard(self.layout, dist.get_rank())
+        sizes = self.layout.sizes
+        self._gradient_ranks: int = self.layout.data_parallel_size * sizes["cp"] * sizes["sp"]
         self.replacements: Replacements = Replacements()
         if precision.scaler is not None:
             precision.scaler = AgreeingScaler(precision.scaler, device)
@@ -180,8 +182,7 @@ class ShardedStrategy(Strategy):
     @property
     def gradient_ranks(self) -> int:
         """The ranks with other data or other tokens."""
-        sizes = self.layout.sizes
-        return self.layout.data_parallel_size * sizes["cp"] * sizes["sp"]
+        return self._gradient_ranks
 
     def sync_rng_state(self) -> None:
         """Dropout on activations that all tensor-parallel ranks have must drop the same elements on all of them."""
@@ -204,7 +205,9 @@ class ShardedStrategy(Strategy):
             require_state_dict(prepared.module)
             prepared_models.append(prepared)
             self.prepared.add([prepared])
-        trained = {id(p) for prepared in prepared_models for p in prepared.module.parameters()}
+        trained: set[int] = set()
+        for prepared in prepared_models:
+            trained.update(id(parameter) for parameter in prepared.module.parameters())
         for optimizer in bundle.optimizers:
             self.replacements.repoint(optimizer)
             check_trains(optimizer, trained)
@@ -231,12 +234,9 @@ class ShardedStrategy(Strategy):
             else contextlib.nullcontext()
         )
         if isinstance(loss, DTensor):
-            units = [
-                unit
-                for prepared in self.prepared
-                if isinstance(prepared, ShardedModel)
-                for unit in prepared.units()
-            ]
+            units: list[nn.Module] = []
+            for prepared in self.prepared:
+                units += prepared.units()
             shards = {sharded_parameter(shard).device_mesh for shard in shards_of(units)}  # type: ignore[attr-defined]
             if loss.device_mesh in shards:
                 raise _mixed_loss()

@@ -42,11 +42,10 @@ class ParameterPlaces:
     """Which module has which parameter, recorded before a layout replaces them."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._places = [
-            (module, name, parameter)
-            for module in model.modules()
-            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
-        ]
+        self._places: list[tuple[nn.Module, str, nn.Parameter]] = []
+        for module in model.modules():
+            named = module.named_parameters(recurse=False, remove_duplicate=False)
+            self._places += [(module, name, parameter) for name, parameter in named]
 
     def replaced(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
         """(former, present) of each parameter that was replaced."""
@@ -131,7 +130,9 @@ def repoint_all(
 
 def check_trains(optimizer: torch.optim.Optimizer, known: set[int]) -> None:
     """Raise PrepareError for an optimizer without a parameter whose id is in `known`: those of prepared models."""
-    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    stepped: set[int] = set()
+    for group in optimizer.param_groups:
+        stepped.update(id(parameter) for parameter in group["params"])
     if known and stepped and not stepped & known:
         raise trains_nothing(optimizer)
 
@@ -164,13 +165,10 @@ def reshard_before_step(
     optimizer: torch.optim.Optimizer, prepared_models: Iterable[PreparedModel]
 ) -> None:
     """Before each step reshard what a forward since the backward has gathered: its values would be stale."""
-    units: list[weakref.ref[FSDPModule]] = [
-        weakref.ref(module)
-        for prepared in prepared_models
-        for root in prepared.units()
-        for module in root.modules()
-        if isinstance(module, FSDPModule)
-    ]
+    units: list[weakref.ref[FSDPModule]] = []
+    for prepared in prepared_models:
+        for root in prepared.units():
+            units += [weakref.ref(unit) for unit in root.modules() if isinstance(unit, FSDPModule)]
     if units:
         optimizer.register_step_pre_hook(functools.partial(_reshard, units))
 
@@ -287,12 +285,9 @@ class _Unsharded:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
-        self.sharded = [
-            parameter
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if isinstance(parameter, DTensor)
-        ]
+        self.sharded: list[DTensor] = []
+        for group in optimizer.param_groups:
+            self.sharded += [p for p in group["params"] if isinstance(p, DTensor)]
         # The same objects in all evaluations of one step: optimizers may keep references to parameters.
         self.full = [
             torch.nn.Parameter(
@@ -309,21 +304,20 @@ class _Unsharded:
         values: list[DTensor] = list(self.sharded)
         values += [p.grad for p in self.sharded if isinstance(p.grad, DTensor)]
         # In the order of the parameters, which is the same on each rank.
-        known = [state.get(p, {}) for p in self.sharded]
-        values += [
-            value for entry in known for value in entry.values() if isinstance(value, DTensor)
-        ]
-        found = dict(zip(map(id, values), _gather(values), strict=True))
-        for parameter, full, entry in zip(self.sharded, self.full, known, strict=True):
-            full.copy_(found[id(parameter)])
+        entries = [state.get(p, {}) for p in self.sharded]
+        for entry in entries:
+            values += [value for value in entry.values() if isinstance(value, DTensor)]
+        gathered = dict(zip(map(id, values), _gather(values), strict=True))
+        for parameter, full, entry in zip(self.sharded, self.full, entries, strict=True):
+            full.copy_(gathered[id(parameter)])
             if parameter.grad is None:
                 full.grad = None
             else:
-                full.grad = found.get(id(parameter.grad), parameter.grad)
+                full.grad = gathered.get(id(parameter.grad), parameter.grad)
             if parameter in state:
                 # The entry itself is kept: only its tensors are others.
                 for name, value in entry.items():
-                    entry[name] = found.get(id(value), value)
+                    entry[name] = gathered.get(id(value), value)
         self._replace(self.sharded, self.full)
 
     @torch.no_grad()
@@ -363,12 +357,12 @@ class _Unsharded:
 
 def _gather(values: list[DTensor]) -> list[torch.Tensor]:
     """The unsharded values, on the device of their mesh."""
-    found = []
+    gathered = []
     for value in values:
         mesh, local = value.device_mesh, value.to_local()
         if local.device.type != mesh.device_type:
             # Shards that are kept in host memory.
             value = as_dtensor(local.to(mesh.device_type), value)
         # One after another: torch 2.13 frees the padded input of a message on gloo that is still under way.
-        found.append(value.full_tensor())
-    return found
+        gathered.append(value.full_tensor())
+    return gathered

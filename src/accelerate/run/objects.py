@@ -75,7 +75,7 @@ class RunObjects:
     def find_model(self, module: torch.nn.Module) -> PreparedModel | None:
         """The prepared model of a module that `prepare` returned or was given; None for any other."""
         for prepared in self.models:
-            if prepared.is_of(module):
+            if module is prepared.module or module is prepared.inner:
                 return prepared
         return None
 

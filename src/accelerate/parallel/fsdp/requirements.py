@@ -106,20 +106,22 @@ def _compiled(sharding: Sharding) -> Iterator[str]:
 
 
 def _whole_numbers(sharding: Sharding) -> Iterator[str]:
-    flat = sharding.is_flat
-    # Before torch 2.12 a shard of FSDP2 requires gradients when it is created, and whole numbers cannot have any.
-    if flat or is_torch_version("<", "2.12"):
-        for name, parameter in sharding.model.named_parameters():
+    flat = sharding.layout == "FSDP1"
+    for name, parameter in sharding.model.named_parameters():
+        if parameter.is_floating_point() or id(parameter) in sharding.unsharded:
+            continue
+        if not flat:
             # FSDP2 leaves a scalar as it is.
-            fits = parameter.is_floating_point() or (
-                not flat and (parameter.is_complex() or parameter.ndim == 0)
-            )
-            if not fits and id(parameter) not in sharding.unsharded:
-                yield (
-                    f"{name} has the dtype {parameter.dtype}, which {sharding.layout} of torch {torch.__version__} "
-                    "does not shard. Put its module into ignored_modules, or use fsdp_version=2 with torch 2.12, or "
-                    "with floating-point storage for 4-bit layers of bitsandbytes (quant_storage=torch.float32)"
-                )
+            if parameter.is_complex() or parameter.ndim == 0:
+                continue
+            # Before torch 2.12 a shard requires gradients when it is created, and whole numbers cannot have any.
+            if is_torch_version(">=", "2.12"):
+                continue
+        yield (
+            f"{name} has the dtype {parameter.dtype}, which {sharding.layout} of torch {torch.__version__} "
+            "does not shard. Put its module into ignored_modules, or use fsdp_version=2 with torch 2.12, or "
+            "with floating-point storage for 4-bit layers of bitsandbytes (quant_storage=torch.float32)"
+        )
 
 
 REQUIREMENTS: tuple[Callable[[Sharding], Iterator[str]], ...] = (

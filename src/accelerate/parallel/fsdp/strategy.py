@@ -27,9 +27,9 @@ from ...runtime.channel import backends_of
 from .. import materialize
 from ..adopted.layout import find_layout, reducers_of
 from ..gradients import GradientReducer, UnreducedGradients
-from ..methods import running
 from ..sharded import ShardedModel, ShardedStrategy
 from ..tensor import strategy as tensor
+from ..unwrap import running_methods
 from . import requirements
 from .units import Units, fill_policy, keep_unpacked, plan_units
 
@@ -121,7 +121,9 @@ class FullyShardedDataParallel(ShardedStrategy):
             plugin = self.plugin
             requirements.check(model, self.name, plugin.ignored_modules, self.prepared)
             keep_unpacked(model)
-            regions = find_regions(model, self.precision.modules)
+            regions = None
+            if self.precision.modules:
+                regions = find_regions(model, self.precision.modules)
             units = plan_units(model, plugin, regions=regions)
             # From here on the model may have no values.
             weights = take_weights(model, plugin, self.device)
@@ -248,7 +250,7 @@ def _reshard_after_evaluation(model: nn.Module, *_: object) -> None:
 
     What is written to unsharded parameters then is lost.
     """
-    if not torch.is_grad_enabled() and model not in running:
+    if not torch.is_grad_enabled() and model not in running_methods:
         model.reshard()  # type: ignore[operator]
 
 

@@ -307,6 +307,8 @@ def find_modules(model: nn.Module, modules: Iterable[nn.Module] | str | None) ->
     Raises PrepareError where the expression matches none, or a given module is not in the model.
     """
     selected: list[nn.Module] = []
+    if not modules:
+        return selected
     for item in flat_list(modules):
         matches = [
             module
