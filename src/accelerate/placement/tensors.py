@@ -186,7 +186,9 @@ def set_module_tensor_to_device(
         source = value
     copies = _copies_of(source, tied_params_map)
     # One look: the forward of a module that is tied to this one may end in another thread and remove the copy.
-    present = copies.get(target)
+    present = None
+    if copies is not None:
+        present = copies.get(target)
     if present is not None:
         setattr(owner, leaf, present)
         return
@@ -205,18 +207,18 @@ def set_module_tensor_to_device(
             new = _moved(old, target, wanted, non_blocking)
     if new is not old:
         setattr(owner, leaf, new)
-    if target.type != "meta":
+    if copies is not None and target.type != "meta":
         copies[target] = new
     is_moved = value is None and new.device != old.device
     if clear_cache and is_moved and old.device.type not in ("cpu", "meta"):
         devices.empty_cache()
 
 
-def _copies_of(source: Any, tied: TiedCopies | None) -> dict[torch.device, torch.Tensor]:
-    """The entry of a tied tensor in the map of tied copies; an empty one for a tensor that is not tied."""
+def _copies_of(source: Any, tied: TiedCopies | None) -> dict[torch.device, torch.Tensor] | None:
+    """The entry of a tied tensor in the map of tied copies; None for a tensor that is not tied."""
     if not tied or not isinstance(source, torch.Tensor) or source.device.type == "meta":
-        return {}
-    return tied.get(data_address(source), {})
+        return None
+    return tied.get(data_address(source))
 
 
 def _moved(
@@ -273,9 +275,10 @@ def _parameter_like(old: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
     else:
         # Without the constructor of a derived class, which may require more than the data.
         new = data.as_subclass(kind).requires_grad_(trained)
-    if issubclass(kind, nn.Parameter):
+    attributes = vars(old)
+    if attributes and issubclass(kind, nn.Parameter):
         # The attributes of any other tensor subclass (a sharded or quantised weight) are its data.
-        vars(new).update(vars(old))
+        vars(new).update(attributes)
     return new  # type: ignore[no-any-return]
 
 
