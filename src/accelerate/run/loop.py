@@ -12,6 +12,7 @@ import torch
 from ..checkpointing.resume_controller import ResumeController
 from ..core.errors import ConfigurationError
 from ..core.observers import RunLoop
+from ..gradient_state import GradientState
 from ..optimizer import AcceleratedOptimizer
 from ..parallel.base import Strategy
 from ..parallel.items import ItemWindow
@@ -50,6 +51,7 @@ class MainLoop(RunLoop):
         self._guard = guard
         self._controller = controller
         self._exchange = exchange
+        self._has_stepped = False
 
     # -- passes over a loader
 
@@ -74,9 +76,15 @@ class MainLoop(RunLoop):
             observer.before_backward(loss)
 
     def after_backward(self, loss: torch.Tensor, num_items: Any) -> None:
-        """Add the loss to those that decide about the next step."""
+        """Add the loss to those that decide about the next step.
+
+        In a run whose steps are not seen, because its optimizer was not prepared, it counts as the step.
+        """
         if self._guard is not None:
             self._guard.add_loss(loss, num_items)
+        if not self._has_stepped and GradientState().sync_gradients:
+            self._controller.record_step()
+            self.count_step()
         for observer in self.active:
             observer.after_backward(loss, num_items)
 
