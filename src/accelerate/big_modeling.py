@@ -120,10 +120,10 @@ def cpu_offload(
     require_module(model, "cpu_offload")
     execution_device = _take_back(model, execution_device)
     if state_dict is None:
-        state_dict = {
-            name: value if value.is_meta else value.to("cpu")
-            for name, value in model.state_dict().items()
-        }
+        state_dict = model.state_dict()
+        for name, value in state_dict.items():
+            if not value.is_meta:
+                state_dict[name] = value.to("cpu")
     return _offload_all(
         model, execution_device, state_dict, offload_buffers, preload_module_classes
     )
@@ -155,9 +155,9 @@ def disk_offload(
     if not os.path.isfile(os.path.join(offload_dir, INDEX_NAME)):
         offload_state_dict(offload_dir, model.state_dict())
     # Without weights there is no index.
-    index: dict[str, Any] | None = (
-        None if os.path.isfile(os.path.join(offload_dir, INDEX_NAME)) else {}
-    )
+    index: dict[str, Any] | None = {}
+    if os.path.isfile(os.path.join(offload_dir, INDEX_NAME)):
+        index = None
     weights = OffloadedWeightsLoader(save_folder=offload_dir, index=index)
     return _offload_all(model, execution_device, weights, offload_buffers, preload_module_classes)
 
@@ -167,7 +167,8 @@ def _take_back(model: nn.Module, device: Place | None) -> Place:
     hooks = [hook for hook in map(offloading_hook, model.modules()) if hook is not None]
     if hooks:
         restore_offloaded(model)
-        device = hooks[0].execution_device if device is None else device
+        if device is None:
+            device = hooks[0].execution_device
     if device is not None:
         return device
     first = next(model.parameters(), next(model.buffers(), None))
@@ -257,7 +258,11 @@ def dispatch_model(
     """
     require_module(model, "dispatch_model")
     check_device_map(model, device_map)
-    check_devices(device_map if main_device is None else {"main_device": main_device, **device_map})
+    devices = {}
+    if main_device is not None:
+        devices["main_device"] = main_device
+    devices.update(device_map)
+    check_devices(devices)
     dispatch(
         model,
         device_map,

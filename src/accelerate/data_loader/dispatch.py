@@ -79,12 +79,11 @@ class DataLoaderDispatcher(PreparedLoader):
 
     def _configure(
         self,
-        *args: Any,
         cut: ShardSplit | None = None,
         slice_fn: SliceFunction | None = None,
         **options: Any,
     ) -> None:
-        super()._configure(*args, **options)
+        super()._configure(**options)
         if cut is not None:
             self._set_cut(cut, slice_fn)
 

@@ -46,14 +46,24 @@ from .samplers import (
 from .shard import IterableDatasetShard, Remainder
 from .steps import ReadPlan, ShardStep, discard
 
-# The attributes that `PreparedLoader.around` takes as arguments.
-_OPTIONS = (
-    "use_stateful_dataloader", "device", "rng_types", "synchronized_generator", "skip_batches", "_drop_last",
-    "_non_blocking", "torch_device_mesh", "iteration", "_seeded",
-)  # fmt: skip
+
+@dataclasses.dataclass(eq=False, repr=False)
+class LoaderOptions:
+    """The attributes that `PreparedLoader.around` takes as arguments. `prepare` sets `_seeded` for its generator."""
+
+    use_stateful_dataloader: bool = False
+    device: torch.device | None = None
+    rng_types: list[Any] | None = None
+    synchronized_generator: torch.Generator | None = None
+    skip_batches: int = 0
+    _drop_last: bool = False
+    _non_blocking: bool = False
+    torch_device_mesh: Any = None
+    iteration: int = 0
+    _seeded: bool = False
 
 
-class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
+class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin, LoaderOptions):
     """A torch loader that reads one shard and keeps its position in the epoch.
 
     Attributes:
@@ -86,55 +96,35 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     ) -> None:
         super().__init__(dataset, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
         self._configure(
-            device,
-            rng_types,
-            synchronized_generator,
-            skip_batches,
-            _drop_last,
-            _non_blocking,
-            torch_device_mesh,
-            iteration,
+            use_stateful_dataloader=use_stateful_dataloader,
+            device=device,
+            rng_types=rng_types,
+            synchronized_generator=synchronized_generator,
+            skip_batches=skip_batches,
+            _drop_last=_drop_last,
+            _non_blocking=_non_blocking,
+            torch_device_mesh=torch_device_mesh,
+            iteration=iteration,
         )
 
     @classmethod
-    def around(
-        cls, base: DataLoader[Any], use_stateful_dataloader: bool = False, **options: Any
-    ) -> DataLoader[Any]:
+    def around(cls, base: DataLoader[Any], **options: Any) -> DataLoader[Any]:
         """Make a prepared loader from an existing torch loader."""
         loader = cls.__new__(cls)
-        loader.use_stateful_dataloader = use_stateful_dataloader
         loader.base_dataloader = base
         loader._configure(**options)
         return cast("DataLoader[Any]", loader)  # which it is to `isinstance`
 
-    def _configure(
-        self,
-        device: torch.device | str | int | None = None,
-        rng_types: list[Any] | None = None,
-        synchronized_generator: torch.Generator | None = None,
-        skip_batches: int = 0,
-        _drop_last: bool = False,
-        _non_blocking: bool = False,
-        torch_device_mesh: Any = None,
-        iteration: int = 0,
-        _seeded: bool = False,
-    ) -> None:
-        check_skip(skip_batches)
-        self.device: torch.device | None = None
-        if device is not None:
-            self.device = torch.device(device)
+    def _configure(self, **options: Any) -> None:
+        LoaderOptions.__init__(self, **options)
+        check_skip(self.skip_batches)
+        if self.device is not None:
+            self.device = torch.device(self.device)
         # Without a generator to synchronize, the ranks share the states that the order is drawn from.
-        if rng_types is not None and synchronized_generator is None:
-            rng_types = [kind for kind in rng_types if getattr(kind, "value", kind) != "generator"]
-        self.rng_types: list[Any] | None = rng_types
-        self.synchronized_generator: torch.Generator | None = synchronized_generator
-        # `prepare` gave the sampler this generator.
-        self._seeded = _seeded
-        self.skip_batches = skip_batches
-        self._drop_last = _drop_last
-        self._non_blocking = _non_blocking
-        self.torch_device_mesh = torch_device_mesh
-        self.iteration: int = iteration
+        if self.rng_types is not None and self.synchronized_generator is None:
+            self.rng_types = [
+                kind for kind in self.rng_types if getattr(kind, "value", kind) != "generator"
+            ]
         self._source = BatchSource(self.base_dataloader)
         self._feed = feed_for(self.device, self._non_blocking)
         # The present pass (or the last one, if it was not complete), and its position.
@@ -150,7 +140,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     def options(self) -> dict[str, Any]:
         """The arguments with which `around` makes another loader like this one."""
-        return {name: getattr(self, name) for name in _OPTIONS}
+        names = [field.name for field in dataclasses.fields(LoaderOptions)]
+        return {name: getattr(self, name) for name in names}
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy, also in another process, makes passes of its own.

@@ -60,27 +60,15 @@ def restore(states: States) -> None:
         torch.set_rng_state(torch_state(states["torch"]))
     if "python" in states:
         version, words, gauss = states["python"]
-        random.setstate((version, tuple(_words(words)), gauss))
+        random.setstate((version, tuple(array.array("I", words)), gauss))
     if "numpy" in states:
         name, keys, *others = states["numpy"]
-        np.random.set_state((name, _words(keys), *others))
+        np.random.set_state((name, np.frombuffer(keys, dtype=np.uint32), *others))
 
 
-def torch_state(state: Any) -> torch.Tensor:
+def torch_state(state: bytes) -> torch.Tensor:
     """The state of a torch generator, as `set_state` takes it."""
-    if isinstance(state, bytes):
-        return torch.frombuffer(bytearray(state), dtype=torch.uint8)
-    tensor: torch.Tensor = state
-    return tensor
-
-
-def _words(words: Any) -> list[int]:
-    # Positions of earlier versions have lists or byte tensors.
-    if isinstance(words, list):
-        return words
-    if isinstance(words, torch.Tensor):
-        words = words.numpy().tobytes()
-    return array.array("I", words).tolist()
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
 
 
 @contextlib.contextmanager
@@ -323,8 +311,8 @@ class RecordedOrder:
         if not is_recorded(saved):
             raise CheckpointError(
                 f"this position is in the middle of an epoch whose order a {type(self.sampler).__name__} has drawn, "
-                "and does not contain that order: an earlier version saved it. Load a position that was saved between "
-                "two epochs, or call set_epoch on this loader to begin a new epoch."
+                "and does not contain that order. Load a position that was saved between two epochs, or call "
+                "set_epoch on this loader to begin a new epoch."
             )
         if "sampler" in saved and keeps_state(self.sampler):
             self.sampler.load_state_dict(copy.deepcopy(saved["sampler"]))

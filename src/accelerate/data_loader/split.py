@@ -104,9 +104,9 @@ class SplitLoader(DataLoaderShard):
     """
 
     def _configure(
-        self, *args: Any, unsplit: Any = None, cut: ShardSplit | None = None, **options: Any
+        self, unsplit: Any = None, cut: ShardSplit | None = None, **options: Any
     ) -> None:
-        super()._configure(*args, **options)
+        super()._configure(**options)
         # The dataset of all processes; None where the user has split it.
         self.unsplit = unsplit
         self.cut: ShardSplit = cut or ShardSplit()
