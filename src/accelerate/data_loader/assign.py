@@ -53,11 +53,7 @@ class BatchAssigner:
         first: reads the first batch of the epoch, where the batches begin later.
     """
 
-    def __init__(
-        self,
-        plan: ReadPlan,
-        slice_fn: SliceFunction | None = None,
-    ) -> None:
+    def __init__(self, plan: ReadPlan, slice_fn: SliceFunction | None = None) -> None:
         self.cut: ShardSplit = plan.cut
         self.size: int | None = plan.size
         self.drop_last: bool = plan.drop_last
@@ -166,11 +162,7 @@ class BatchAssigner:
             return completed(group, shards, [placeholder]), self._padded(rows)
         part = -(-max(self.size or 0, length) // shards)
         counts = real_counts(length, part, shards)
-        slices = self._slices(group, rows, part)
-        for shard in range(shards):
-            if not counts[shard]:
-                slices[shard] = placeholder
-        return slices, counts
+        return self._with_samples(self._slices(group, rows, part), counts, placeholder), counts
 
     def _evenly(self, group: list[Any], rows: list[int]) -> tuple[list[Any], tuple[int, ...]]:
         shards = self.cut.shards
@@ -181,9 +173,12 @@ class BatchAssigner:
         if missing and self.cut.even:
             filling = repeat_rows(*self._start(group, rows), missing)
             return self._slices([*group, filling], [*rows, missing], part), counts
-        slices = self._slices(group, rows, part)
-        with_samples = len([count for count in counts if count])
-        return completed(slices[:with_samples], shards, [NO_BATCH]), counts
+        return self._with_samples(self._slices(group, rows, part), counts, NO_BATCH), counts
+
+    def _with_samples(self, slices: list[Any], counts: tuple[int, ...], empty: Any) -> list[Any]:
+        """The slices, with `empty` for the last shards, which have no samples."""
+        filled = len(counts) - counts.count(0)
+        return completed(slices[:filled], self.cut.shards, [empty])
 
     def _slices(self, group: list[Any], rows: list[int], part: int) -> list[Any]:
         """Consecutive slices of `part` rows of the joined batches, one for each shard."""

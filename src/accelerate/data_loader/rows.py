@@ -21,21 +21,21 @@ def count_rows(batch: Any) -> int | None:
     tensor = trees.first_leaf(batch)
     if tensor is None:
         tensor = trees.first_leaf(batch, _is_array)
-    if tensor is not None:
-        if tensor.ndim:
-            return _length(tensor)
+    if tensor is None:
+        column = trees.first_leaf(batch, _is_plain_list)
+        if column is None:
+            return None
+        return len(column)
+    if not tensor.ndim:
         return None
-    column = trees.first_leaf(batch, _is_plain_list)
-    if column is None:
-        return None
-    return len(column)
+    return _length(tensor)
 
 
 def rows_of(batch: Any, samples: int | None) -> int | None:
     """The number of rows of a batch of `samples` samples: a collate function may drop or add some."""
     if samples is None:
         return count_rows(batch)
-    lengths = [_length(leaf) for leaf in trees.leaves(batch, _is_array) if leaf.ndim]
+    lengths = _array_lengths(batch)
     if samples in lengths or not lengths:
         return samples
     return lengths[0]
@@ -43,16 +43,12 @@ def rows_of(batch: Any, samples: int | None) -> int | None:
 
 def has_rows(batch: Any, rows: int) -> bool:
     """Whether a batch of `rows` samples can be split: it has columns, and no tensor that cannot be one."""
-    has_columns = False
 
     def is_end(value: Any) -> bool:
         return _is_column(value, rows) or _is_indivisible(value, rows)
 
-    for column in trees.leaves(batch, is_end):
-        if _is_indivisible(column, rows):
-            return False
-        has_columns = True
-    return has_columns
+    columns = list(trees.leaves(batch, is_end))
+    return bool(columns) and not any(_is_indivisible(column, rows) for column in columns)
 
 
 def take_rows(batch: Any, rows: int | None, start: int, stop: int) -> Any:
@@ -125,12 +121,14 @@ def _length(array: Any) -> int:
     return int(array.shape[0])
 
 
+def _array_lengths(batch: Any) -> list[int]:
+    return [_length(leaf) for leaf in trees.leaves(batch, _is_array) if leaf.ndim]
+
+
 def _is_indivisible(value: Any, rows: int | None) -> bool:
     """Whether a value is a tensor that slices do not split into samples: packed, ragged, sparse, of other rows."""
-    if isinstance(value, PackedSequence):
-        return True
     if not isinstance(value, torch.Tensor):
-        return False
+        return isinstance(value, PackedSequence)
     if value.layout is not torch.strided or value.is_nested:
         return True
     return value.dim() > 0 and _length(value) != rows
@@ -140,7 +138,7 @@ def _is_column(value: Any, rows: int | None) -> bool:
     if isinstance(value, torch.Tensor):
         return value.dim() > 0
     if isinstance(value, np.ndarray):
-        return value.ndim > 0 and value.shape[0] == rows
+        return bool(value.shape[:1] == (rows,))
     if not isinstance(value, (list, tuple)) or trees.is_namedtuple(value) or len(value) != rows:
         return False
     # A list with an element a row, unless its elements are columns themselves.
@@ -148,10 +146,10 @@ def _is_column(value: Any, rows: int | None) -> bool:
 
 
 def _consists_of_columns(value: Any, rows: int | None) -> bool:
-    lengths = {_length(leaf) for leaf in trees.leaves(value, _is_array) if leaf.ndim}
+    lengths = set(_array_lengths(value))
     if not lengths:
         return False
-    if len({_kind(element) for element in value}) == 1:
+    if len(set(map(_kind, value))) == 1:
         # Samples of one kind have other lengths than the batch, or at least some of them have.
         return lengths == {rows}
     return rows in lengths or all(

@@ -55,8 +55,8 @@ def dispatch(
         # It was dispatched before: start again from the complete model.
         restore_offloaded(model)
     if main_device is None:
-        accelerators = [device for device in completed.values() if device not in ("cpu", "disk")]
-        main_device = accelerators[0] if accelerators else "cpu"
+        accelerators = (device for device in completed.values() if device not in ("cpu", "disk"))
+        main_device = next(accelerators, "cpu")
     devices = set(places.values())
     needs_hooks = len(devices) > 1 or "disk" in devices or force_hooks
     if not needs_hooks and not _is_quantized(model):
@@ -139,10 +139,8 @@ def check_complete(
                 f"{name} of {kind} is on the meta device and has no values to offload: load a checkpoint first "
                 "(load_checkpoint_and_dispatch does both), or give a state_dict"
             )
-        shape = index.get(name, {}).get("shape")
-        if shape is None or type(tensor).__name__ in QUANTIZED:
-            continue
-        if tuple(shape) != tensor.shape:
+        shape = index.get(name, {}).get("shape", tensor.shape)
+        if tuple(shape) != tensor.shape and type(tensor).__name__ not in QUANTIZED:
             raise CheckpointError(
                 f"the offload folder {folder} has {name} of the shape {tuple(shape)}, and that of {kind} is "
                 f"{tuple(tensor.shape)}: it is of another model; give an empty folder"
@@ -237,44 +235,44 @@ def _offloaded_weights(
     on_disk = [name for name, device in places.items() if device == "disk"]
     if on_cpu and "cpu" in offloaded and state_dict is None:
         entries = extract_submodules_state_dict(model.state_dict(), on_cpu)
-        state_dict = {}
-        for name, value in entries.items():
-            if isinstance(value, torch.Tensor):
-                state_dict[name] = value.to("cpu")
-    folder = None
-    if on_disk:
-        folder = offload_dir
-        if offload_dir is None and offload_index is None:
+        state_dict = {
+            name: value.to("cpu")
+            for name, value in entries.items()
+            if isinstance(value, torch.Tensor)
+        }
+    if not on_disk:
+        offload_dir = None
+    elif offload_index is None:
+        if offload_dir is None:
             modules = ", ".join(name or "the entire model" for name in on_disk)
             raise ValueError(
                 "We need an `offload_dir` to dispatch this model according to this `device_map`, the following "
                 f"submodules need to be offloaded: {modules}."
             )
-    is_new = folder is not None and not os.path.isfile(os.path.join(folder, INDEX_NAME))
-    if folder is not None and is_new and offload_index is None:
-        weights = extract_submodules_state_dict(model.state_dict(), on_disk)
-        if weights:
-            offload_state_dict(folder, weights)
-        else:
-            folder = None
-    if state_dict is None and folder is None and offload_index is None:
+        if not os.path.isfile(os.path.join(offload_dir, INDEX_NAME)):
+            weights = extract_submodules_state_dict(model.state_dict(), on_disk)
+            if weights:
+                offload_state_dict(offload_dir, weights)
+            else:
+                offload_dir = None
+    if state_dict is None and offload_dir is None and offload_index is None:
         return None
-    return OffloadedWeightsLoader(state_dict=state_dict, save_folder=folder, index=offload_index)
+    return OffloadedWeightsLoader(
+        state_dict=state_dict, save_folder=offload_dir, index=offload_index
+    )
 
 
 def _name_tied(weights: OffloadedWeightsLoader, model: nn.Module, tied: list[list[str]]) -> None:
     """Let each tied weight be found under all its names: what is stored or in memory may know one of them only."""
     for group in tied:
         stored = [name for name in group if name in weights]
-        tensors = [tensor_at(model, name) for name in group]
-        with_data = [tensor for tensor in tensors if not tensor.is_meta]
-        for name in group:
-            if name in stored:
-                continue
-            if stored:
-                weights.aliases[name] = stored[0]
-            elif with_data:
-                weights.state_dict = {**weights.state_dict, name: with_data[0].detach()}
+        parameter = tensor_at(model, group[0])
+        if stored:
+            unknown = sorted(set(group).difference(stored))
+            weights.aliases.update(dict.fromkeys(unknown, stored[0]))
+        elif not parameter.is_meta:
+            in_memory = dict.fromkeys(group, parameter.detach())
+            weights.state_dict = {**weights.state_dict, **in_memory}
 
 
 def _keep_unlisted(
@@ -300,12 +298,10 @@ def _tied_copies(
     in_memory: Mapping[str, torch.Tensor] = {}
     if weights is not None:
         in_memory = weights.state_dict
-    copies: TiedCopies = {}
-    for name in itertools.chain.from_iterable(tied):
-        for tensor in (tensor_at(model, name), in_memory.get(name)):
-            if tensor is not None and tensor.device.type != "meta":
-                copies[data_address(tensor)] = {}
-    return copies
+    names = list(itertools.chain.from_iterable(tied))
+    tensors = [tensor_at(model, name) for name in names]
+    tensors += [in_memory[name] for name in names if name in in_memory]
+    return {data_address(tensor): {} for tensor in tensors if not tensor.is_meta}
 
 
 def _retie_by_device(model: nn.Module, tied: list[list[str]]) -> None:

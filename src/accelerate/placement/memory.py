@@ -169,8 +169,7 @@ def _largest_block(
 
 def _mean_layer(sizes: Mapping[str, int]) -> int:
     """The mean size of the modules that hold tensors and no other module that does."""
-    parents = {name.rpartition(".")[0] for name in sizes if name}
-    modules = {name for name in sizes if name in parents and name}
+    modules = {name.rpartition(".")[0] for name in sizes} - {""}
     above = {name.rpartition(".")[0] for name in modules}
-    layers = [sizes[name] for name in modules if name not in above]
+    layers = [sizes[name] for name in modules - above]
     return int(sum(layers) / max(len(layers), 1))

@@ -18,14 +18,12 @@ DeviceMap = Mapping[str, Any]
 
 def join(prefix: str, name: str) -> str:
     """`name` below `prefix`, as torch writes it: an empty side leaves no dot."""
-    if prefix and name:
-        return f"{prefix}.{name}"
-    return prefix or name
+    return ".".join(filter(None, (prefix, name)))
 
 
 def is_within(name: str, prefix: str) -> bool:
     """Whether `name` is the module or tensor `prefix` or one inside it; everything is within the empty prefix."""
-    return not prefix or name == prefix or name.startswith(prefix + ".")
+    return not prefix or f"{name}.".startswith(f"{prefix}.")
 
 
 def owner_of(module: nn.Module, tensor_name: str) -> tuple[nn.Module, str]:
@@ -58,12 +56,11 @@ def tensor_at(module: nn.Module, tensor_name: str) -> torch.Tensor:
 
 def entry_for(name: str, device_map: DeviceMap) -> str | None:
     """The most precise key of `device_map` that speaks for a tensor or module, or None where none does."""
-    while True:
-        if name in device_map:
-            return name
+    while name not in device_map:
         if not name:
             return None
         name = name.rpartition(".")[0]
+    return name
 
 
 def device_for(name: str, device_map: DeviceMap) -> Any:

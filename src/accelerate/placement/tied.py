@@ -38,13 +38,10 @@ def retie_parameters(model: nn.Module, tied_params: Iterable[Sequence[str]]) -> 
     require_module(model, "retie_parameters")
     for group in tied_params:
         tensors = [tensor_at(model, name) for name in group]
-        if not tensors:
-            continue
-        with_data = [tensor for tensor in tensors if tensor.device.type != "meta"]
-        shared = (with_data or tensors)[0]
+        with_data_first = sorted(tensors, key=lambda tensor: tensor.is_meta)
         for name in group:
             owner, leaf = owner_of(model, name)
-            setattr(owner, leaf, shared)
+            setattr(owner, leaf, with_data_first[0])
 
 
 def check_tied_parameters_in_config(model: nn.Module) -> bool:
