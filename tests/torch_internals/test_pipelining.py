@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from accelerate.core.imports import is_torch_version
-from accelerate.torch_internals.pipelining import static_shapes
+from accelerate.torch_internals.pipelining import reshard_late, static_shapes
 
 
 @pytest.mark.skipif(
@@ -30,3 +32,17 @@ def test_stages_of_a_trace_do_not_vote() -> None:
             schedule.step(torch.ones(2, 4))
     finally:
         dist.destroy_process_group()
+
+
+def test_a_stage_stays_unsharded() -> None:
+    """The schedule only forgets, in place of resharding, that the stage is unsharded."""
+    from torch.distributed.pipelining import schedules
+
+    functions = {}
+    schedule = SimpleNamespace(
+        unsharded_stages={0, 2}, register_custom_function=functions.__setitem__
+    )
+    reshard_late(schedule)
+    function = functions[schedules.RESHARD]
+    function(SimpleNamespace(stage_index=2), SimpleNamespace(schedule_ref=schedule))
+    assert schedule.unsharded_stages == {0}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedules of torch's pipelines on tensors without values, as `accelerate plan` traces them."""
+"""Schedules of torch's pipelines: on tensors without values, and with stages that FSDP2 shards."""
 
 from __future__ import annotations
 
@@ -38,3 +38,29 @@ def static_shapes() -> Iterator[None]:
 
     with mock.patch.object(schedules._PipelineSchedule, "_warmup_p2p", without_vote):
         yield
+
+
+LATE_RESHARD = Internal(
+    name="pipeline_late_reshard",
+    what="schedule_ref.unsharded_stages, which the context of a schedule's custom function has",
+    versions="2.11 to 2.14",
+    upstream="not reported",
+    needed_by="interleaved pipelines whose stages FSDP2 shards",
+    without="a rank reshards each stage before the backward of the next one, and gathers it again",
+    test="tests/torch_internals/test_pipelining.py::test_a_stage_stays_unsharded",
+)
+
+
+def reshard_late(schedule: Any) -> None:
+    """Have a schedule of several stages on a rank keep them unsharded for the whole batch.
+
+    Its caller reshards them.
+    """
+    if not LATE_RESHARD.is_on:
+        return
+    from torch.distributed.pipelining import schedules
+
+    def forget(action: Any, context: Any) -> None:
+        context.schedule_ref.unsharded_stages.discard(action.stage_index)
+
+    schedule.register_custom_function(schedules.RESHARD, forget)

@@ -45,6 +45,31 @@ def test_operations_before_the_stage_compute_shapes(name):
     )
 
 
+MOVES = {
+    "device": (lambda a: a.to("cpu:0"), torch.device("cpu:0"), DTYPE),
+    "index": (lambda a: a.to(torch.device("cpu", 0)), torch.device("cpu:0"), DTYPE),
+    "keyword": (lambda a: a.to(device="meta"), torch.device("meta"), DTYPE),
+    "dtype": (lambda a: a.to(torch.float32), CPU, torch.float32),
+    "both": (lambda a: a.to("meta", torch.float16), torch.device("meta"), torch.float16),
+    "another": (lambda a: a.to(torch.ones(2, device="meta")), torch.device("meta"), torch.float32),
+    "method": (lambda a: a.cpu(), CPU, DTYPE),
+}
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_a_move_has_the_requested_device(name):
+    move, device, dtype = MOVES[name]
+    moved = move(remote())
+    expected = torch.zeros((), dtype=dtype, device=device)
+    assert type(moved) is RemoteTensor and moved.shape == (4, 6)
+    assert moved.device == expected.device and moved.dtype == dtype
+
+
+def test_values_are_moved_to_where_a_remote_tensor_is():
+    moved = torch.ones(2).to(remote())
+    assert type(moved) is torch.Tensor and moved.dtype == DTYPE and moved.sum() == 2
+
+
 READS = {
     "item": lambda a: a.sum().item(),
     "truth": lambda a: 1 if (a > 0).any() else 0,

@@ -72,8 +72,10 @@ class RemoteTensor(torch.Tensor):
             return f"RemoteTensor({tuple(first.plain.shape)}, {first.plain.dtype}: {first.origin})"
         if name in _READING or _writes_values(name, args, kwargs):
             raise first.fail()
-        if name in ("detach", "cpu", "cuda", "contiguous", "requires_grad_"):
+        if name in ("detach", "contiguous", "requires_grad_"):
             return first
+        if name in ("to", "cpu", "cuda"):
+            return _moved(func, args, kwargs)
         if name.endswith("_like") or name.startswith("new_"):
             # Of these the result depends on shape, dtype and device only.
             return func(*_map(lambda tensor: getattr(tensor, "plain", tensor), args), **kwargs)
@@ -81,8 +83,7 @@ class RemoteTensor(torch.Tensor):
             result = func(*_map(lambda tensor: getattr(tensor, "plain", tensor), args))
         else:
             meta = torch.device("meta")
-            moved = [meta if isinstance(value, torch.device) or (name == "to" and value in ("cpu", "cuda")) else value
-                     for value in args]  # fmt: skip
+            moved = [meta if isinstance(value, torch.device) else value for value in args]
             options = {
                 key: meta if key == "device" and value is not None else value
                 for key, value in kwargs.items()
@@ -100,6 +101,19 @@ class RemoteTensor(torch.Tensor):
 def first_remote(data: object) -> RemoteTensor | None:
     """The first remote tensor in nested data."""
     return next((leaf for leaf in trees.leaves(data) if isinstance(leaf, RemoteTensor)), None)
+
+
+def _moved(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
+    """The result of `to`, `cpu` or `cuda`: a remote tensor of the device and dtype that one element gets."""
+    source, *targets = _map(lambda tensor: getattr(tensor, "plain", tensor), list(args))
+    options = _map(lambda tensor: getattr(tensor, "plain", tensor), dict(kwargs))
+    remote = args[0]
+    if not isinstance(remote, RemoteTensor):
+        result: torch.Tensor = func(source, *targets, **options)
+        return result
+    options.pop("memory_format", None)
+    element = func(source.new_zeros(()), *targets, **options)
+    return RemoteTensor.of(remote.shape, element.dtype, element.device, remote.origin)
 
 
 def _map(function: Callable[[torch.Tensor], torch.Tensor], data: Any) -> Any:

@@ -19,6 +19,7 @@ from ...config.parallel import PipelineParallelConfig
 from ...core import trees
 from ...core.errors import AccelerateError, PrepareError
 from ...precision.base import Precision
+from ...torch_internals.pipelining import reshard_late
 from ..accumulated import AccumulatedGradients, Gradients
 from ..gradients import multiply
 from .microbatch import Batch, BatchKey, OutputGradients, loss_of
@@ -248,7 +249,7 @@ class ScheduleRunner:
             scale_grads=False,
         )
         if several and len(stages) <= _GATHERED_STAGES:
-            schedule.register_custom_function(schedules.RESHARD, _reshard_later)
+            reshard_late(schedule)
         return schedule
 
 
@@ -259,11 +260,6 @@ def reduction_of(number: int, stage: torch.nn.Module, runner: Runner) -> Callabl
     return PipelineStage(
         stage, number, runner.cut.stages, runner.channel.device, group=runner.channel.group
     ).perform_reduce_grad
-
-
-def _reshard_later(action: Any, context: Any) -> None:
-    """In place of resharding a stage at the end of a batch."""
-    context.schedule_ref.unsharded_stages.discard(action.stage_index)
 
 
 def _on_meta(specs: Sequence[TensorSpec]) -> tuple[torch.Tensor, ...]:

@@ -17,7 +17,7 @@ from ...config.parallel import PipelineParallelConfig
 from ...parallelism_config import ParallelismConfig
 from ...precision.base import Precision
 from ...runtime import mesh
-from ...torch_internals.fsdp2 import shards_of
+from ...torch_internals.fsdp2 import sharded_parameter, shards_of
 from .. import materialize, norms
 from ..accumulated import AccumulatedGradients
 from ..base import Bundle
@@ -193,7 +193,7 @@ class PipelineParallel(ShardedStrategy):
             staged, cut, stages, self.ranks, self.channel, splitter, options.gather_output
         )
         accumulated = AccumulatedGradients(model, [model, *stages.values()])
-        sharded = {id(shard.sharded_param) for shard in shards_of(stages.values())}
+        sharded = {id(sharded_parameter(shard)) for shard in shards_of(stages.values())}
         piped = Stages(
             ScheduleRunner(runner, options, self.precision, accumulated),
             tied_parameters(model, several, self.channel),
