@@ -19,7 +19,7 @@ from .core.errors import ConfigurationError
 from .core.lazy import public_names
 from .core.topology import Topology
 from .gradient_state import GradientState as GradientState
-from .runtime import channel, deepspeed_comm, group, process, smddp, xla
+from .runtime import backends, channel, group, process
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -255,14 +255,14 @@ class PartialState(ProcessView):
             wanted = kind.backend
             if backend not in (None, "nccl"):
                 wanted = str(backend)
-            if _use_sagemaker_dp or smddp.is_requested():
-                wanted = smddp.BACKEND
+            if _use_sagemaker_dp or backends.uses_smddp():
+                wanted = backends.SMDDP
             if _host_tensors and wanted == kind.backend:
                 wanted = group.with_host(kind)
             used_backend = group.start(topology, wanted, timeout, init_method or kind.init_method)
             distributed_type = kind.distributed
-            if deepspeed_comm.is_requested():
-                deepspeed_comm.start(device)
+            if backends.uses_deepspeed():
+                backends.start_deepspeed(device)
         # Set at once, after everything has succeeded.
         self.__dict__.update(
             _cpu=cpu,
@@ -339,7 +339,7 @@ def _present_topology() -> Topology:
     topology = Topology.from_environment()
     if not group.is_running():
         if topology.launcher == "none":
-            return xla.topology() or topology
+            return backends.xla_topology() or topology
         return topology
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if topology.world_size == world_size and topology.rank == rank:

@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.core import devices, imports
 from accelerate.core.enums import DistributedType
-from accelerate.runtime import xla
+from accelerate.runtime import backends
 
 
 @pytest.fixture
@@ -28,9 +28,9 @@ def syncs(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch_xla.runtime", runtime)
     here = imports.is_available.__wrapped__
     monkeypatch.setattr(devices, "is_available", lambda name: name == "torch_xla" or here(name))
-    monkeypatch.setattr(xla, "is_available", lambda name: name == "torch_xla" or here(name))
+    monkeypatch.setattr(backends, "is_available", lambda name: name == "torch_xla" or here(name))
     monkeypatch.setattr(devices, "accelerator_type", lambda: None)
-    monkeypatch.setattr(xla, "accelerator_type", lambda: None)
+    monkeypatch.setattr(backends, "accelerator_type", lambda: None)
     return calls
 
 
@@ -38,7 +38,7 @@ def test_device_ranks_and_sync(syncs):
     accelerator = Accelerator(device_placement=False)
     assert accelerator.device == torch.device("xla", 0)
     assert devices.kind_of(accelerator.device).distributed is DistributedType.XLA
-    assert xla.topology().launcher == "xla"
+    assert backends.xla_topology().launcher == "xla"
     model = torch.nn.Linear(2, 1)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for _ in range(2):

@@ -6,9 +6,8 @@ import threading
 import torch
 
 from accelerate.runtime import stacks
-from accelerate.runtime.calls import Call
+from accelerate.runtime.calls import Call, CollectiveLedger
 from accelerate.runtime.hang_watch import compared, explain
-from accelerate.runtime.ledger import CollectiveLedger
 from accelerate.torch_internals.flight_recorder import Recorded
 
 

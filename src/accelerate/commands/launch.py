@@ -17,9 +17,8 @@ from ..core.files import check_writable
 from ..core.lazy import public_names
 from ..core.options import GROUPS, options
 from ..launchers.base import Launcher
-from ..launchers.plan import plan, shortage_of_cpus, summary
-from ..launchers.registry import choose
-from ..launchers.script import is_entered
+from ..launchers.local import is_entered
+from ..launchers.plan import choose, plan, shortage_of_cpus, summary
 from ..launchers.spec import LaunchSpec, Program
 from ..launchers.variables import leave_outer_run, without_effect
 from .parser import add_options, coloured_help, command_parser, has_colour, print_error

@@ -118,8 +118,8 @@ def _command(module: str) -> ModuleType:
 
 def _runs_a_script() -> bool:
     """Whether `launch` has begun to run a script in this very process."""
-    script = sys.modules.get(f"{__package__.rpartition('.')[0]}.launchers.script")
-    return script is not None and script.is_entered()
+    local = sys.modules.get(f"{__package__.rpartition('.')[0]}.launchers.local")
+    return local is not None and local.is_entered()
 
 
 # The entry points of commands that have a name of their own.

@@ -23,13 +23,13 @@ _INSTEAD = "use --deepspeed_multinode_launcher standard, or put the text into a 
 
 def find_starter() -> str:
     """The path of DeepSpeed's starter. ConfigurationError where it is not installed."""
-    found = system.find_program("deepspeed")
-    if found is None:
+    path = system.find_program("deepspeed")
+    if path is None:
         raise ConfigurationError(
             f"the program deepspeed is neither on the PATH nor in {os.path.dirname(sys.executable)}: "
             "pip install deepspeed"
         )
-    return found
+    return path
 
 
 def starter_command(

@@ -37,11 +37,10 @@ from ..core.objects import ranks_in_words
 from ..torch_internals.elastic_agent import ElasticAgent
 from ..torch_internals.rendezvous import machines
 from .base import Interrupted
-from .ports import interface_of, resolve_address
+from .ports import Waiting, connect, interface_of, resolve_address
 from .shared_store import LOOK, News, SharedStore
 from .spec import LaunchSpec, Place, ProcessSpec
 from .supervisor import Stop, Supervisor
-from .waiting import Waiting, connect
 
 LEFT = "accelerate/left"
 LAUNCHERS = "accelerate/launchers"

@@ -136,9 +136,9 @@ class _Lines:
 
     def write(self, text: str) -> int:
         self._pending += text
-        complete, newline, rest = self._pending.rpartition("\n")
+        complete, newline, unfinished = self._pending.rpartition("\n")
         if newline:
-            self._pending = rest
+            self._pending = unfinished
             self._stream.write(self._marked(complete + newline))
             self._stream.flush()
         return len(text)

@@ -1,16 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes started directly on this machine: a single one replaces the launcher, several are its children."""
+"""Processes started directly on this machine: a single one replaces the launcher, several are its children.
+
+The single one runs as `python script.py` would, without a second interpreter or extra frames.
+"""
 
 from __future__ import annotations
 
+import os
+import runpy
 import socket
+import sys
+import types
 
 from ..core import env, messages
 from ..core.errors import ConfigurationError
 from ..core.topology import LAUNCHERS
 from .base import AGENT, Launcher
-from .script import become
-from .spec import ProcessSpec
+from .spec import ProcessSpec, Program
 
 
 class LocalLauncher(Launcher):
@@ -57,13 +63,65 @@ class LocalLauncher(Launcher):
         variables = self.spec.common_variables(attempt)
         if self.spec.alone:
             # A shell that something started by mpirun has opened still has its variables.
-            names = [name for source in LAUNCHERS[1:] for name in (source.rank, source.world_size)]
-            variables |= dict.fromkeys(name for name in names if env.get(name) is not None)
-            sizes = [
-                source.world_size
-                for source in LAUNCHERS[1:]
-                if (env.get_int(source.world_size) or 1) > 1
-            ]
+            sizes = []
+            for source in LAUNCHERS[1:]:
+                for name in (source.rank, source.world_size):
+                    if env.get(name) is not None:
+                        variables[name] = None
+                if (env.get_int(source.world_size) or 1) > 1:
+                    sizes.append(source.world_size)
             if sizes and not self.spec.quiet:
                 messages.show(f"{sizes[0]} is set, and one process was requested: it runs alone")
         return variables
+
+
+_entered: list[Program] = []
+
+
+def is_entered() -> bool:
+    """Whether this process has begun to run a script."""
+    return bool(_entered)
+
+
+def become(program: Program, variables: dict[str, str | None]) -> None:
+    """Set the variables and run the program here. Another program replaces this process."""
+    env.publish(variables)
+    if program.kind == "program":
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.execvp(program.name, program.argv())
+    is_module = program.kind == "module"
+    if not sys.flags.safe_path and sys.path:
+        if is_module:
+            sys.path[0] = os.getcwd()
+        else:
+            sys.path[0] = os.path.dirname(os.path.realpath(program.name))
+    sys.argv[:] = [program.name, *program.args]
+    _entered.append(program)
+    try:
+        if is_module:
+            runpy.run_module(program.name, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(program.name, run_name="__main__")
+    except SystemExit:
+        raise
+    except BaseException:
+        _hide_launcher_frames()
+        raise
+
+
+def _hide_launcher_frames() -> None:
+    """Have the traceback of an uncaught exception begin at the script's own first frame."""
+    inner = sys.excepthook
+
+    def hook(
+        kind: type[BaseException], error: BaseException, trace: types.TracebackType | None
+    ) -> None:
+        while trace is not None and trace.tb_frame.f_code is not become.__code__:
+            trace = trace.tb_next
+        while trace is not None and trace.tb_frame.f_globals.get("__name__") in (__name__, "runpy"):
+            trace = trace.tb_next
+        # An error without a frame of the script has no traceback to keep.
+        inner(kind, error.with_traceback(trace), trace)
+
+    sys.excepthook = hook

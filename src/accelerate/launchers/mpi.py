@@ -21,12 +21,12 @@ CARRIED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "HF_HOME", "GLOO_SOCKET_IFNA
 
 def find_mpirun() -> str:
     """The path of mpirun or mpiexec. ConfigurationError where neither is installed."""
-    found = system.find_program("mpirun") or system.find_program("mpiexec")
-    if found is None:
+    path = system.find_program("mpirun") or system.find_program("mpiexec")
+    if path is None:
         raise ConfigurationError(
             "neither mpirun nor mpiexec is on the PATH: install Open MPI, MPICH or Intel MPI"
         )
-    return found
+    return path
 
 
 def implementation(mpirun: str) -> str:
@@ -36,7 +36,10 @@ def implementation(mpirun: str) -> str:
     ).stdout.lower()
     if any(name in version for name in ("open mpi", "open-rte", "openrte", "prrte")):
         return "openmpi"
-    return next((name for name in ("intel", "mvapich") if name in version), "mpich")
+    for name in ("intel", "mvapich"):
+        if name in version:
+            return name
+    return "mpich"
 
 
 def mpirun_command(
@@ -54,13 +57,18 @@ def mpirun_command(
         command = [mpirun, "-n", str(processes), "--bind-to", "none"]
         if os.name == "posix" and os.geteuid() == 0:
             command.append("--allow-run-as-root")
-        command += ["--hostfile", hostfile] if hostfile else ["--oversubscribe"]
+        if hostfile:
+            command += ["--hostfile", hostfile]
+        else:
+            command.append("--oversubscribe")
         for name, text in values.items():
             command += ["-x", f"{name}={text}"]
         return command
     command = [mpirun, "-n", str(processes)]
-    command += ["-f", hostfile] if hostfile else []
-    command += ["-ppn", str(per_host)] if per_host else []
+    if hostfile:
+        command += ["-f", hostfile]
+    if per_host:
+        command += ["-ppn", str(per_host)]
     for name, text in values.items():
         command += ["-genv", name, text]
     return command
@@ -102,18 +110,15 @@ class MpiLauncher(Launcher):
     def processes(self, port: int | None = None, attempt: int = 0) -> list[ProcessSpec]:
         """Return the process of mpirun, which starts the ranks."""
         spec = self.spec
-        variables = {"OMP_NUM_THREADS": "1", **spec.common_variables(attempt)}
+        variables: dict[str, str | None] = {}
+        if spec.hostfile:
+            variables |= {name: env.get(name) for name in CARRIED}
+        variables["OMP_NUM_THREADS"] = "1"
+        variables |= spec.common_variables(attempt)
         variables["MASTER_ADDR"] = spec.main_process_ip
         variables["MASTER_PORT"] = str(port or spec.main_process_port or DEFAULT_PORT)
-        if spec.hostfile:
-            carried = {name: env.get(name) for name in CARRIED}
-        else:
-            carried = {}
+        per_host = None
         if spec.num_machines > 1:
             per_host = spec.local_processes
-        else:
-            per_host = None
-        command = mpirun_command(
-            spec.num_processes, spec.hostfile, {**carried, **variables}, per_host
-        )
+        command = mpirun_command(spec.num_processes, spec.hostfile, variables, per_host)
         return [ProcessSpec(0, 0, (*command, *watched(spec.program.argv())), {}, starter="mpirun")]

@@ -7,7 +7,7 @@ import contextlib
 import string
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..core import env, messages, system
@@ -105,11 +105,7 @@ def notebook_launcher(
         >>> from accelerate import notebook_launcher
         >>> notebook_launcher(train, args=(3,), num_processes=2)
     """
-    if str(mixed_precision).lower() not in PrecisionType.list():
-        raise ConfigurationError(
-            f"mixed_precision={mixed_precision!r} is unknown: choose one of {', '.join(PrecisionType.list())}"
-        )
-    published = {"ACCELERATE_MIXED_PRECISION": str(mixed_precision).lower()}
+    published = {"ACCELERATE_MIXED_PRECISION": _checked_precision(mixed_precision)}
     elastic = bool(max_restarts or rdzv_backend != "static" or rdzv_endpoint)
     on_tpu = is_torch_xla_available(check_is_tpu=True)
     if return_values and (elastic or on_tpu):
@@ -118,12 +114,71 @@ def notebook_launcher(
             "return no values; have the function write them to files"
         )
     if on_tpu:
-        import torch_xla
-
-        # One process for each core, started by torch_xla itself.
-        env.publish(published)
-        torch_xla.launch(PrepareForLaunch(function, "XLA"), args=tuple(args), start_method="fork")
+        _run_on_tpu(function, args, published)
         return None
+    device, count = _device_and_count(num_processes, num_nodes, node_rank)
+    if count == 1 and num_nodes == 1:
+        value = _run_here(function, args, device, published)
+        if return_values:
+            return [value]
+        return None
+    _check_untouched(device)
+    _check_capacity(count)
+    messages.show(f"{count} process{'es' * (count > 1)} on {device}")
+    spec = LaunchSpec(
+        program=Program(getattr(function, "__name__", "function"), kind="program"),
+        num_processes=count * num_nodes,
+        num_machines=num_nodes,
+        machine_rank=node_rank,
+        main_process_ip=master_addr,
+        device=device,
+        variables={**published, "FORK_LAUNCHED": "1"},
+    )
+    if elastic:
+        from .torch_agent import run_function_elastic
+
+        if not rdzv_endpoint and num_nodes > 1:
+            rdzv_endpoint = f"{master_addr}:{use_port}"
+        run_function_elastic(
+            function, args, spec,
+            endpoint=rdzv_endpoint, backend=rdzv_backend, conf=rdzv_conf or {}, run_id=rdzv_id,
+            max_restarts=max_restarts, monitor_interval=monitor_interval, prefix=log_line_prefix_template,
+        )  # fmt: skip
+        return None
+    with _port_of_rank_0(spec, use_port) as port:
+        variables = [spec.process(index, port).variables for index in range(count)]
+        marks = [_mark(of_rank, log_line_prefix_template) for of_rank in variables]
+        try:
+            values = run_functions(function, args, variables, marks, return_values)
+        except LaunchError as error:
+            # The message contains the traceback of the rank. The cell does not need the launcher's frames too.
+            raise error.with_traceback(None) from None
+    if return_values:
+        return values
+    return None
+
+
+def _checked_precision(mixed_precision: str) -> str:
+    precision = str(mixed_precision).lower()
+    if precision not in PrecisionType.list():
+        raise ConfigurationError(
+            f"mixed_precision={mixed_precision!r} is unknown: choose one of {', '.join(PrecisionType.list())}"
+        )
+    return precision
+
+
+def _run_on_tpu(
+    function: Callable[..., Any], args: Sequence[Any], variables: dict[str, str]
+) -> None:
+    """Run the function in one process for each core, started by torch_xla itself."""
+    import torch_xla
+
+    env.publish(variables)
+    torch_xla.launch(PrepareForLaunch(function, "XLA"), args=tuple(args), start_method="fork")
+
+
+def _device_and_count(num_processes: int | None, num_nodes: int, node_rank: int) -> tuple[str, int]:
+    """The kind of device, and the number of processes on this machine, checked."""
     present = system.accelerators()
     if num_processes is None and present.number > 1:
         raise ConfigurationError(
@@ -134,62 +189,37 @@ def notebook_launcher(
         raise ConfigurationError(
             f"num_processes={num_processes}, num_nodes={num_nodes}, node_rank={node_rank} do not describe a run"
         )
-    if count == 1 and num_nodes == 1:
-        messages.show(f"1 process on {present.kind}")
-        if present.kind == "mps":
-            # Operations that the Apple GPU lacks run on the CPU instead of failing.
-            published["PYTORCH_ENABLE_MPS_FALLBACK"] = "1"
-        with env.patch_environment(**published):
-            value = function(*args)
-        if return_values:
-            return [value]
-        return None
-    _check_untouched(present.kind)
     if present.number and count > present.number:
         raise ConfigurationError(
             f"num_processes={count}: this machine has {present.number} {present.kind} devices"
         )
-    _check_capacity(count)
-    messages.show(f"{count} process{'es' * (count > 1)} on {present.kind}")
-    spec = LaunchSpec(
-        program=Program(getattr(function, "__name__", "function"), kind="program"),
-        num_processes=count * num_nodes,
-        num_machines=num_nodes,
-        machine_rank=node_rank,
-        main_process_ip=master_addr,
-        device=present.kind,
-        variables={**published, "FORK_LAUNCHED": "1"},
-    )
-    if elastic:
-        from .torch_agent import run_function_elastic
+    return present.kind, count
 
-        run_function_elastic(
-            function, args, spec,
-            endpoint=rdzv_endpoint or (f"{master_addr}:{use_port}" if num_nodes > 1 else ""),
-            backend=rdzv_backend, conf=rdzv_conf or {}, run_id=rdzv_id,
-            max_restarts=max_restarts, monitor_interval=monitor_interval, prefix=log_line_prefix_template,
-        )  # fmt: skip
-        return None
-    is_free = num_nodes > 1 or str(use_port) != DEFAULT_PORT or not is_port_in_use(use_port)
-    with (
-        contextlib.nullcontext()
-        if node_rank
-        else ReservedPort(int(use_port) if is_free else 0) as port
-    ):
-        number = port.number if port is not None else int(use_port)
-        variables = [spec.process(index, number).variables for index in range(count)]
-        try:
-            marks = [
-                _mark(process_variables, log_line_prefix_template)
-                for process_variables in variables
-            ]
-            values = run_functions(function, args, variables, marks, return_values)
-        except LaunchError as error:
-            # The message contains the traceback of the rank. The cell does not need the launcher's frames too.
-            raise error.with_traceback(None) from None
-    if return_values:
-        return values
-    return None
+
+def _run_here(
+    function: Callable[..., Any], args: Sequence[Any], device: str, variables: dict[str, str]
+) -> Any:
+    """Call the function in this process, which is the only one of the run."""
+    messages.show(f"1 process on {device}")
+    if device == "mps":
+        # Operations that the Apple GPU lacks run on the CPU instead of failing.
+        variables["PYTORCH_ENABLE_MPS_FALLBACK"] = "1"
+    with env.patch_environment(**variables):
+        return function(*args)
+
+
+@contextlib.contextmanager
+def _port_of_rank_0(spec: LaunchSpec, requested: str) -> Iterator[int]:
+    """The port that rank 0 listens on, reserved on its machine."""
+    if spec.machine_rank:
+        yield int(requested)
+        return
+    number = int(requested)
+    if spec.num_machines == 1 and str(requested) == DEFAULT_PORT and is_port_in_use(requested):
+        # No other machine has to know it: any free one.
+        number = 0
+    with ReservedPort(number) as port:
+        yield port.number
 
 
 def _mark(variables: Mapping[str, str | None], template: str | None) -> str:

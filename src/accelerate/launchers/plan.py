@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the settings of a launch and what the machine has to a LaunchSpec; sensible values where none was given."""
+"""From the settings of a launch and what the machine has to a LaunchSpec, and to the launcher that it needs."""
 
 from __future__ import annotations
 
+import importlib
 import os
 from typing import Any
 
 from ..config.launch_settings import Settings
 from ..core import system
 from ..core.errors import ConfigurationError
-from .registry import launcher_class
+from ..core.options import LAUNCHERS
+from .base import Launcher
 from .spec import LaunchSpec, Program
 from .variables import variables
 
@@ -45,10 +47,9 @@ def plan(settings: Settings, program: Program, in_place: bool = False) -> Launch
         **_same_fields(settings),
     )
     spec.check()
+    config = None
     if settings["use_deepspeed"] and not remote:
         config = settings["deepspeed_config_file"]
-    else:
-        config = None
     # Base64 text of a configuration, which is allowed as well, has none of these characters.
     if config and any(mark in config for mark in "./\\") and not os.path.isfile(config):
         raise ConfigurationError(
@@ -94,10 +95,9 @@ def _device_elsewhere(settings: Settings) -> tuple[str, int]:
     if settings["cpu"]:
         return "cpu", 0
     # A Ray cluster reports its devices itself.
+    kind = "cuda"
     if settings["engine"] == "ray" and not settings["multi_gpu"]:
         kind = "auto"
-    else:
-        kind = "cuda"
     return kind, int(settings["num_processes"])
 
 
@@ -106,13 +106,8 @@ def _device(settings: Settings, present: system.Accelerators) -> tuple[str, int]
     if settings["cpu"]:
         return "cpu", 0
     ids = _gpu_ids(settings)
-    if settings["multi_gpu"]:
-        option = "multi_gpu"
-    elif ids:
-        option = "gpu_ids"
-    else:
-        option = None
-    if option is not None and not present.number:
+    if (settings["multi_gpu"] or ids) and not present.number:
+        option = "multi_gpu" if settings["multi_gpu"] else "gpu_ids"
         raise ConfigurationError(
             f"{settings.shown(option)}: this machine has no accelerator that the installed torch "
             f"({system.torch_build().get('version', 'none')}) can use. Give --cpu to run on the CPU."
@@ -130,25 +125,24 @@ def _machines(settings: Settings) -> tuple[int, str]:
     """The number of machines, the most of a range, and the range as torch's agent writes it."""
     text = settings["nnodes"]
     if text is None:
-        if settings["num_machines"] is None:
-            machines = 1
-        else:
+        machines = 1
+        if settings["num_machines"] is not None:
             machines = settings["num_machines"]
         return machines, str(machines)
     least, colon, most = text.partition(":")
-    if (
-        not least.isdigit()
-        or (colon and not most.isdigit())
-        or not 1 <= int(least) <= int(most or least)
-    ):
+    if not colon:
+        most = least
+    if not least.isdigit() or not most.isdigit() or not 1 <= int(least) <= int(most):
         raise ConfigurationError(
             f"{settings.shown('nnodes')}: give a number of machines or a range as 1:4"
         )
-    if settings["num_machines"] is not None and settings["num_machines"] != int(most or least):
+    if settings["num_machines"] not in (None, int(most)):
         raise ConfigurationError(
             f"{settings.shown('nnodes')} and {settings.shown('num_machines')} contradict each other: give only one"
         )
-    return int(most or least), text if colon and least != most else least
+    if least == most:
+        text = least
+    return int(most), text
 
 
 def _gpu_ids(settings: Settings) -> list[str]:
@@ -196,26 +190,25 @@ _SUMMARIZED = (
 def summary(settings: Settings, spec: LaunchSpec) -> str:
     """The launch in one line: where it runs, and what was set. What the script itself decides is not known here."""
     plural = "es" if spec.num_processes > 1 else ""
-    if spec.device == "auto":
-        where = "what the cluster has"
-    else:
-        where = spec.device
-    words = [f"{spec.num_processes} process{plural} on {where}"]
+    device = spec.device
+    if device == "auto":
+        device = "what the cluster has"
+    words = [f"{spec.num_processes} process{plural} on {device}"]
     if spec.num_machines > 1:
         words.append(f"machine {spec.machine_rank} of {spec.num_machines}")
     for name in _SUMMARIZED:
         value = settings[name]
         if settings.chosen(name) and value not in (False, "no"):
-            words.append(
-                name.removeprefix("use_").replace("_", " ") + ("" if value is True else f" {value}")
-            )
+            text = name.removeprefix("use_").replace("_", " ")
+            if value is not True:
+                text += f" {value}"
+            words.append(text)
     if spec.threads is not None and spec.num_processes > 1:
         words.append(f"{spec.threads} CPU thread{'s' if spec.threads > 1 else ''} each")
+    line = ", ".join(words)
     if settings.file:
-        source = f" ({settings.file.path}; `accelerate config show` shows each origin)"
-    else:
-        source = ""
-    return ", ".join(words) + source
+        line += f" ({settings.file.path}; `accelerate config show` shows each origin)"
+    return line
 
 
 def shortage_of_cpus(processes: int, threads: int | None) -> str | None:
@@ -232,3 +225,45 @@ def shortage_of_cpus(processes: int, threads: int | None) -> str | None:
             f"--num_cpu_threads_per_process {fitting} fits"
         )
     return None
+
+
+def launcher_class(engine: str) -> type[Launcher]:
+    """The launcher of an engine."""
+    module, name = LAUNCHERS[engine]
+    kind: type[Launcher] = getattr(importlib.import_module(f".{module}", __package__), name)
+    return kind
+
+
+def choose(spec: LaunchSpec, settings: Settings) -> Launcher:
+    """The launcher that the settings select or imply, checked."""
+    engine = settings["engine"]
+    if engine == "auto":
+        engine = implied(spec, settings)
+    if engine == "local" and spec.num_machines > 1:
+        raise ConfigurationError(
+            f"{settings.shown('engine')} is one machine, {settings.shown('num_machines')} is not"
+        )
+    if spec.nnodes != str(spec.num_machines) and engine != "elastic":
+        raise ConfigurationError(
+            f"{settings.shown('nnodes')} is a range of machines: only the elastic engine has it"
+        )
+    launcher = launcher_class(engine).create(spec)
+    launcher.check()
+    return launcher
+
+
+def implied(spec: LaunchSpec, settings: Settings) -> str:
+    """The engine for settings that name none."""
+    if settings["tpu"]:
+        return "tpu"
+    if settings["mpirun_hostfile"]:
+        return "mpi"
+    if settings["rdzv_backend"] != "static" or spec.nnodes != str(spec.num_machines):
+        return "elastic"
+    if spec.num_machines == 1:
+        return "local"
+    if settings["use_deepspeed"] and settings["deepspeed_hostfile"]:
+        if settings["deepspeed_multinode_launcher"] == "standard":
+            return "static"
+        return "deepspeed"
+    return "static"

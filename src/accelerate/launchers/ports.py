@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ports and addresses of this machine: the port of rank 0 is reserved until it listens."""
+"""Ports and addresses: the port of rank 0 is reserved until it listens; waiting for another machine."""
 
 from __future__ import annotations
 
 import socket
 import sys
+import time
 
-from ..core.errors import ConfigurationError
+from ..core import messages
+from ..core.errors import ConfigurationError, LaunchError
 
 # The port of rank 0 where several machines have to know it.
 DEFAULT_PORT = 29500
@@ -114,3 +116,45 @@ def is_port_in_use(port: int | str | None = None) -> bool:
     """Whether a server on this machine answers at `port` (29500 where None)."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         return probe.connect_ex(("localhost", int(port) if port is not None else 29500)) == 0
+
+
+class Waiting:
+    """The time of a wait, and when to report it: after three seconds, then at intervals that double."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._next = 3.0
+
+    @property
+    def seconds(self) -> float:
+        """The time since the beginning of the wait."""
+        return time.monotonic() - self._began
+
+    def is_due(self) -> bool:
+        """Whether to report the wait now."""
+        if self.seconds <= self._next:
+            return False
+        self._next *= 2
+        return True
+
+
+def connect(host: str, port: int, timeout: float) -> socket.socket:
+    """Connect to the launcher of the machine that the others meet at, and wait until it is there.
+
+    Raises:
+        LaunchError: it does not answer within `timeout` seconds.
+    """
+    waiting = Waiting()
+    while True:
+        try:
+            return socket.create_connection((host, port), timeout=2.0)
+        except OSError as error:
+            if waiting.seconds > timeout:
+                raise LaunchError(
+                    f"{host}:{port} did not answer within {timeout:.0f} s: {error}"
+                ) from None
+            if waiting.is_due():
+                messages.show(
+                    f"{host}:{port} does not answer yet ({error}): is it started, and is the address right?"
+                )
+            time.sleep(0.2)

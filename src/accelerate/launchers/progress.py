@@ -8,7 +8,6 @@ import os
 import time
 from collections import deque
 from collections.abc import Mapping
-from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -69,14 +68,16 @@ class Progress:
         first = max(states, key=lambda status: status.step)
         totals = sum(status.samples for status in states), sum(status.tokens for status in states)
         step_rate, sample_rate, token_rate = self._rates(now, first.step, *totals)
+        fraction = math.nan
+        epoch = f"epoch {first.epoch}"
         if first.batches and first.batch <= first.batches:
             fraction = first.batch / first.batches
-        else:
-            fraction = math.nan
+            epoch += f" ({fraction:.0%})"
         left = ""
         if first.batch and first.batches and step_rate > 0 and first.state == TRAINING:
             steps_per_batch = first.step / (first.batches * first.epoch + first.batch)
-            left = f"{duration((first.batches - first.batch) * steps_per_batch / step_rate)} to the end of the epoch"
+            seconds = (first.batches - first.batch) * steps_per_batch / step_rate
+            left = f"{duration(seconds)} to the end of the epoch"
         measures = []
         losses = [status.loss for status in states if not math.isnan(status.loss)]
         if losses:
@@ -84,34 +85,23 @@ class Progress:
         rates = {"samples/s": sample_rate, "tokens/s": token_rate}
         if math.isnan(sample_rate) and math.isnan(token_rate):
             rates = {"steps/s": step_rate}
-        measures += [
-            f"{amount(rate)} {unit}" for unit, rate in rates.items() if not math.isnan(rate)
-        ]
-        memory = [status.memory for status in states if not math.isnan(status.memory)]
-        if memory or (memory := [float(size) for pid in pids.values() if (size := _resident(pid))]):
-            measures.append(f"memory {max(memory) / 2**20:,.0f} MiB")
+        for unit, rate in rates.items():
+            if not math.isnan(rate):
+                measures.append(f"{amount(rate)} {unit}")
+        sizes = [status.memory for status in states if not math.isnan(status.memory)]
+        if not sizes:
+            resident = [_resident(pid) for pid in pids.values()]
+            sizes = [float(size) for size in resident if size]
+        if sizes:
+            measures.append(f"memory {max(sizes) / 2**20:,.0f} MiB")
         saved = max(states, key=lambda status: status.saved)
         if saved.checkpoint:
-            measures.append(
-                f"saved {os.path.basename(saved.checkpoint)} {duration(now - saved.saved)} ago"
-            )
-        share = "" if math.isnan(fraction) else f" ({fraction:.0%})"
-        words = [
-            (rank, _words(status, now, step_rate, ended.get(rank)))
-            for rank, status in published.items()
-        ]
-        ranks = []
-        # Neighbours in the same state are shown together.
-        for (state, _), group in groupby(
-            enumerate(words), lambda item: (item[1][1], item[1][0] - item[0])
-        ):
-            numbers = [rank for _, (rank, _) in group]
-            ranks.append(
-                f"ranks {numbers[0]}-{numbers[-1]} {state}"
-                if numbers[1:]
-                else f"rank {numbers[0]} {state}"
-            )
-        return Figures(first.step, fraction, f"epoch {first.epoch}{share}", left, measures, ranks)
+            name = os.path.basename(saved.checkpoint)
+            measures.append(f"saved {name} {duration(now - saved.saved)} ago")
+        words = {}
+        for rank, status in published.items():
+            words[rank] = _words(status, now, step_rate, ended.get(rank))
+        return Figures(first.step, fraction, epoch, left, measures, _of_neighbours(words))
 
     def _rates(
         self, now: float, step: int, samples: float, tokens: float
@@ -132,6 +122,23 @@ class Progress:
             (samples - first_samples) / seconds,
             (tokens - first_tokens) / seconds,
         )
+
+
+def _of_neighbours(words: Mapping[int, str]) -> list[str]:
+    """The states of the ranks; neighbours in the same state are shown together."""
+    spans: list[tuple[int, int, str]] = []
+    for rank, state in words.items():
+        begin = rank
+        if spans and spans[-1][1:] == (rank - 1, state):
+            begin, _, _ = spans.pop()
+        spans.append((begin, rank, state))
+    lines = []
+    for begin, end, state in spans:
+        if begin == end:
+            lines.append(f"rank {begin} {state}")
+        else:
+            lines.append(f"ranks {begin}-{end} {state}")
+    return lines
 
 
 def amount(number: float) -> str:

@@ -22,9 +22,9 @@ from ..core.errors import ConfigurationError, LaunchError
 from ..core.imports import is_available
 from ..core.objects import is_secret
 from .base import AGENT, Launcher, handling
+from .ports import Waiting
 from .ray_worker import RayWorker, RemoteProcess, RemoteSupervisor, versions
 from .spec import LaunchSpec, Place, ProcessSpec
-from .waiting import Waiting
 
 # Ray's names of accelerators, in the order in which a cluster is searched for them.
 ACCELERATORS = tuple(kind.ray for kind in DEVICES.values() if kind.ray is not None)
@@ -74,17 +74,13 @@ class RayLauncher(Launcher):
 
     def processes(self, port: int | None = None, attempt: int = 0) -> list[ProcessSpec]:
         """The processes as far as they are known without the cluster: the machines are not."""
-        unknown = dict.fromkeys(
-            ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"), "<of its machine>"
-        )
+        names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
         processes = []
         for rank in range(self.spec.num_processes):
-            place = Place(rank, 0, 0, 0, 0, "<address of rank 0>", self.spec.main_process_port)
-            variables = {
-                **carried(self.spec.env),
-                **self.spec.variables_at(place, attempt),
-                **unknown,
-            }
+            position = Place(rank, 0, 0, 0, 0, "<address of rank 0>", self.spec.main_process_port)
+            variables = carried(self.spec.env)
+            variables |= self.spec.variables_at(position, attempt)
+            variables |= dict.fromkeys(names, "<of its machine>")
             processes.append(ProcessSpec(rank, 0, tuple(self.spec.program.argv()), variables))
         return processes
 
@@ -120,26 +116,27 @@ class RayLauncher(Launcher):
     def _supervise(self, members: list[Member], number: int) -> RemoteSupervisor:
         import ray
 
-        spec, processes = self.spec, self._specified(members, number)
-        # A Ray job may bring the folder of the script along.
-        brought = "working_dir" in (ray.get_runtime_context().runtime_env or {})
-        folder = None if brought else str(Path.cwd())
-        calls = [
-            member.worker.start.remote(spec.program, process.variables, folder)
-            for member, process in zip(members, processes, strict=True)
-        ]
-        started = [
-            RemoteProcess(_result(call), member.host, member.worker.signal.remote)
-            for call, member in zip(calls, members, strict=True)
-        ]
+        processes = self._specified(members, number)
+        folder = None
+        if "working_dir" not in (ray.get_runtime_context().runtime_env or {}):
+            # A Ray job may bring the folder of the script along.
+            folder = str(Path.cwd())
+        calls = []
+        for member, process in zip(members, processes, strict=True):
+            start = member.worker.start
+            calls.append(start.remote(self.spec.program, process.variables, folder))
+        started = []
+        for member, call in zip(members, calls, strict=True):
+            started.append(RemoteProcess(_result(call), member.host, member.worker.signal.remote))
         pump = threading.Thread(target=_pump, args=(members, started), daemon=True)
-        supervisor = RemoteSupervisor(spec, started, pump.start)
+        supervisor = RemoteSupervisor(self.spec, started, pump.start)
         supervisor.run(processes)
         return supervisor
 
     def _specified(self, members: list[Member], number: int) -> list[ProcessSpec]:
         """The processes, in the order of the ranks."""
-        spec, first = self.spec, members[0]
+        spec = self.spec
+        first = members[0]
         nodes = list(dict.fromkeys(member.node for member in members))
         port = _result(first.worker.reserve_port.remote(spec.main_process_port))
         address = first.address if len(nodes) > 1 else "127.0.0.1"
@@ -147,17 +144,15 @@ class RayLauncher(Launcher):
         for rank, member in enumerate(members):
             local = [other for other in members if other.node == member.node]
             machine = nodes.index(member.node)
-            place = Place(rank, local.index(member), len(local), machine, len(nodes), address, port)
-            variables = {
-                **carried(self.spec.env),
-                **spec.variables_at(place, number),
-                **visible_devices(local),
-            }
+            local_rank = local.index(member)
+            position = Place(rank, local_rank, len(local), machine, len(nodes), address, port)
+            variables = carried(spec.env)
+            variables |= spec.variables_at(position, number)
+            variables |= visible_devices(local)
             if len(nodes) > 1 and "GLOO_SOCKET_IFNAME" not in variables:
                 variables["GLOO_SOCKET_IFNAME"] = member.interface
-            processes.append(
-                ProcessSpec(rank, place.local_rank, tuple(spec.program.argv()), variables)
-            )
+            command = tuple(spec.program.argv())
+            processes.append(ProcessSpec(rank, local_rank, command, variables))
         return processes
 
 
@@ -180,8 +175,12 @@ def visible_devices(members: Sequence[Member]) -> dict[str, str]:
     Each process sees the devices of all and uses that of its local rank. Ray has set the variables that name exactly
     the device of a process, in some after a word such as `level_zero:`; the others are the machine's own.
     """
-    devices = ",".join(device for member in members for device in member.devices)
-    first, variables = ",".join(members[0].devices), {}
+    all_devices: list[str] = []
+    for member in members:
+        all_devices += member.devices
+    devices = ",".join(all_devices)
+    first = ",".join(members[0].devices)
+    variables = {}
     for name, text in members[0].visible.items():
         word, colon, listed = text.rpartition(":")
         if first and listed == first:
@@ -358,10 +357,10 @@ def _members(spec: LaunchSpec, group: Any, resource: str | None) -> list[Member]
     share = 1 if spec.num_machines == 1 else spec.local_processes
     workers = []
     for number in range(spec.num_processes):
-        place = PlacementGroupSchedulingStrategy(
+        options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
             group, placement_group_bundle_index=number // share
         )
-        workers.append(ray.remote(RayWorker).options(scheduling_strategy=place, **options).remote())
+        workers.append(ray.remote(RayWorker).options(**options).remote())
     members = [Member(worker, **_result(worker.introduce.remote())) for worker in workers]
     ours = versions()
     for member in members:
@@ -377,10 +376,11 @@ def _members(spec: LaunchSpec, group: Any, resource: str | None) -> list[Member]
 
 def carried(requested: Sequence[str]) -> dict[str, str | None]:
     """The variables of this environment for the processes: no tokens, but what --env names, as NAME=VALUE or NAME."""
-    found = {name: text for prefix in CARRIED for name, text in env.all_with_prefix(prefix).items()}
-    variables: dict[str, str | None] = {
-        name: text for name, text in found.items() if not is_secret(name)
-    }
+    variables: dict[str, str | None] = {}
+    for prefix in CARRIED:
+        for name, text in env.all_with_prefix(prefix).items():
+            if not is_secret(name):
+                variables[name] = text
     for item in requested:
         name, equals, text = item.partition("=")
         if equals:

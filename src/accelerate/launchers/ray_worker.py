@@ -52,17 +52,21 @@ class RayWorker:
         import ray
 
         context, address = ray.get_runtime_context(), ray.util.get_node_ip_address()
+        devices: list[str] = []
+        for identifiers in context.get_accelerator_ids().values():
+            devices += [str(identifier) for identifier in identifiers]
+        visible = {}
+        for name in VISIBLE:
+            text = env.get(name)
+            if text is not None:
+                visible[name] = text
         return {
             "host": socket.gethostname(),
             "node": str(context.get_node_id()),
             "address": str(address),
             "interface": interface_of(address),
-            "devices": [
-                str(device)
-                for devices in context.get_accelerator_ids().values()
-                for device in devices
-            ][:1],
-            "visible": {name: text for name in VISIBLE if (text := env.get(name)) is not None},
+            "devices": devices[:1],
+            "visible": visible,
             "versions": versions(),
         }
 

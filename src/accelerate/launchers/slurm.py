@@ -82,12 +82,13 @@ class SlurmLauncher(Launcher):
 
     def processes(self, port: int | None = None, attempt: int = 0) -> list[ProcessSpec]:
         """Return the process of srun, whose tasks are the ranks."""
-        spec, variables = self.spec, self.spec.common_variables(attempt)
+        spec = self.spec
+        variables = spec.common_variables(attempt)
         if spec.main_process_ip_given:
             variables["MASTER_ADDR"] = spec.main_process_ip
         elif shutil.which("scontrol") is not None:
-            found = subprocess.run(["sh", "-c", FIND_ADDRESS], capture_output=True, text=True)
-            variables["MASTER_ADDR"] = found.stdout.strip()
+            done = subprocess.run(["sh", "-c", FIND_ADDRESS], capture_output=True, text=True)
+            variables["MASTER_ADDR"] = done.stdout.strip()
         if spec.main_process_port:
             variables["MASTER_PORT"] = str(spec.main_process_port)
         # Each task is a rank and reads which from Slurm's own variables.

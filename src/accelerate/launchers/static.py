@@ -21,11 +21,10 @@ from ..core.errors import ConfigurationError, LaunchError
 from ..core.objects import spans
 from ..core.version import __version__
 from .base import AGENT, Interrupted, Launcher
-from .ports import DEFAULT_PORT, ReservedPort, interface_of, resolve_address
+from .ports import DEFAULT_PORT, ReservedPort, Waiting, connect, interface_of, resolve_address
 from .shared_store import LOOK, News, SharedStore, run_with_store
 from .spec import LaunchSpec
 from .supervisor import Supervisor, supervise, with_restarts
-from .waiting import Waiting, connect
 
 if TYPE_CHECKING:
     from torch.distributed import Store

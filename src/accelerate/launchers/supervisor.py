@@ -138,12 +138,11 @@ class Supervisor:
         with self._contexts:
             self._clean_up()
             self.code = self._finish()
-            for rank in self.ranks:
-                for stream in rank.streams:
-                    if stream.lost is not None and not self.final:
-                        self._print([f"accelerate: output is lost: {stream.lost.strerror}"])
-                        self.code = self.code or 1
-                        self.final = True
+            for stream in self._streams():
+                if stream.lost is not None and not self.final:
+                    self._print([f"accelerate: output is lost: {stream.lost.strerror}"])
+                    self.code = self.code or 1
+                    self.final = True
         return self.code
 
     @contextlib.contextmanager
@@ -186,9 +185,8 @@ class Supervisor:
 
             terminal = os.isatty(2) and env.get("TERM") not in (None, "dumb")
             self._display = Display(self.spec, Path(self._status_folder), terminal)
-            for rank in self.ranks:
-                for stream in rank.streams:
-                    stream.show = self._display.write
+            for stream in self._streams():
+                stream.show = self._display.write
 
     def _wait(self, most: float) -> None:
         """Wait for output, the end of a process, a signal, or the next deadline."""
@@ -217,7 +215,10 @@ class Supervisor:
                     stream.flush_expired()
 
     def _streams(self) -> list[Stream]:
-        return [stream for rank in self.ranks for stream in rank.streams]
+        streams: list[Stream] = []
+        for rank in self.ranks:
+            streams += rank.streams
+        return streams
 
     def _act(self) -> None:
         while self._signals:
@@ -411,8 +412,11 @@ class Supervisor:
         def record(number: int, frame: FrameType | None) -> None:
             self._signals.append(number)
 
-        numbers = [signal.Signals[name] for name in FORWARDED if hasattr(signal, name)]
-        former = {number: signal.signal(number, record) for number in numbers}
+        former = {}
+        for name in FORWARDED:
+            if hasattr(signal, name):
+                number = signal.Signals[name]
+                former[number] = signal.signal(number, record)
         former[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda number, frame: None)
         former_wakeup = signal.set_wakeup_fd(alarm, warn_on_full_buffer=False)
         try:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from ..config.launch_settings import Settings
 from ..core import env
 from ..core.errors import ConfigurationError
@@ -27,20 +29,24 @@ def variables(settings: Settings) -> dict[str, str | None]:
         if not option.is_published or not settings.applies(option):
             continue
         value = settings[option.name]
-        is_off = value is None or (value is False and not option.when)
-        if option.when == ALWAYS or (
-            settings.chosen(option.name) if option.when == SET else not is_off
-        ):
+        if option.when == ALWAYS:
+            is_needed = True
+        elif option.when == SET:
+            is_needed = settings.chosen(option.name)
+        elif option.when:
+            is_needed = value is not None
+        else:
+            is_needed = value is not None and value is not False
+        if is_needed:
             published[option.variable] = option.to_variable(value)
     if settings["mixed_precision"] == "fp8":
         published.update(_fp8_overrides(settings))
     if settings["use_deepspeed"]:
         # The DeepSpeed options that a configuration file sets: next to a DeepSpeed JSON file they are a conflict.
+        fields: Iterable[str] = ()
         if settings.file:
-            section = settings.file.data.get("deepspeed_config")
-        else:
-            section = None
-        published["ACCELERATE_CONFIG_DS_FIELDS"] = ",".join(section or ())
+            fields = settings.file.data.get("deepspeed_config") or ()
+        published["ACCELERATE_CONFIG_DS_FIELDS"] = ",".join(fields)
     return published
 
 
@@ -51,30 +57,23 @@ def without_effect(launcher: type[Launcher], settings: Settings) -> list[str]:
         for name in launcher.unused
         if settings.chosen(name) and settings[name] not in (None, options()[name].default, 0)
     ]
+    lines = []
     if unused:
-        found = [f"{', '.join(unused)}: no effect with the engine {launcher.name}"]
-    else:
-        found = []
-    for option in options().values():
-        if (
-            option.engine
-            and launcher.name not in option.engine.split(" or ")
-            and settings.origin(option.name).startswith("flag ")
-        ):
-            found.append(f"{option.flag}: no effect without --engine {option.engine}")
+        lines.append(f"{', '.join(unused)}: no effect with the engine {launcher.name}")
+    flags = [row for row in options().values() if settings.origin(row.name).startswith("flag ")]
+    for option in flags:
+        if option.engine and launcher.name not in option.engine.split(" or "):
+            lines.append(f"{option.flag}: no effect without --engine {option.engine}")
     off = {option.name: option.flag for option in STRATEGY.options if not settings[option.name]}
     if settings["mixed_precision"] != "fp8":
         off["fp8"] = "--mixed_precision fp8"
     for switch, wanted in off.items():
-        rows = [
-            option
-            for option in options().values()
-            if switch in option.when and switch != f"use_{launcher.name}"
-        ]
-        given = [option.flag for option in rows if settings.origin(option.name).startswith("flag ")]
-        if given:
-            found.append(f"{', '.join(given)}: no effect without {wanted}")
-    return found
+        if switch == f"use_{launcher.name}":
+            continue
+        without_switch = [option.flag for option in flags if switch in option.when]
+        if without_switch:
+            lines.append(f"{', '.join(without_switch)}: no effect without {wanted}")
+    return lines
 
 
 def _fp8_overrides(settings: Settings) -> dict[str, str]:

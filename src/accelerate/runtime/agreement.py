@@ -122,8 +122,6 @@ class Round:
     ) -> None:
         if connection is None:
             connection = default_connection()
-        else:
-            connection = connection
         self.store: dist.Store = connection.store
         self.ranks: Sequence[int] = range(dist.get_world_size()) if ranks is None else ranks
         self.rank: int = dist.get_rank() if rank is None else rank
@@ -183,62 +181,58 @@ class Round:
         """Yield the seconds waited until there is an outcome. This rank makes it where that is its part."""
         position = self.ranks.index(self.rank)
         limit = timeout + _SUCCESSION * min(position, 2)
-        logged, next_look = False, _GRACE
+        is_logged = False
+        next_look = _GRACE
         for waited in pauses(len(self.ranks), limit):
             if self.store.check([self.key("outcome")]):
                 return
             if is_last:
                 self._conclude(reduce)
                 return
-            if position < 2 and not logged and waited > _PATIENCE:
-                logged = True
+            if position < 2 and not is_logged and waited > _PATIENCE:
+                is_logged = True
                 absent = self.absent()
                 if absent and (position == 0 or self.ranks[0] in absent):
                     # The first rank reports it, or the second one if the first has not come.
                     log_wait(subject, self.rank, absent, timeout - waited)
-            absent, ended = [], []
+            ended: list[int] = []
+            absent = []
             if position < 2 and waited > next_look:
                 next_look = min(2 * waited, waited + _ENDED_LOOK)
                 absent = self.absent()
-                states = {rank: marks.state_of(rank, self.store) for rank in absent}
-                ended = [
-                    rank
-                    for rank, state in states.items()
-                    if state and not state.startswith("is stopped")
-                ]
+                ended = [rank for rank in absent if marks.has_ended(rank, self.store)]
             if ended or waited >= limit:
                 if position > 1:
                     # Neither the first rank nor the second one has decided. Counting the others is not for each rank.
                     absent = self.absent(self.ranks[:2]) or list(self.ranks[:2])
                 elif not ended:
                     absent = self.absent()
-                if absent:
-                    result = explain(absent, ended) if explain else None
-                    words = {
-                        "absent": ranks_in_words(absent),
-                        "ended": ranks_in_words(ended) if ended else "",
-                    }
-                    self.settle({"result": result, **words, "waited": waited})
-                else:
+                if not absent:
                     self._conclude(reduce)
+                    return
+                outcome: dict[str, Any] = {"absent": ranks_in_words(absent), "waited": waited}
+                if explain is not None:
+                    outcome["result"] = explain(absent, ended)
+                if ended:
+                    outcome["ended"] = ranks_in_words(ended)
+                self.settle(outcome)
                 return
             yield waited
 
     def _conclude(self, reduce: Reduce | None) -> None:
         """Reduce the values of all ranks to an outcome."""
-        outcome: dict[str, Any]
+        outcome: dict[str, Any] = {}
         try:
-            outcome = {"result": None if reduce is None else reduce(self.values(self.ranks))}
+            if reduce is not None:
+                outcome["result"] = reduce(self.values(self.ranks))
         except dist.DistError:
             raise
         except Exception as error:
             # The other ranks wait for the outcome.
             text = str(error)
-            outcome = {
-                "refused": text
-                if isinstance(error, AccelerateError)
-                else f"{type(error).__name__}: {text}"
-            }
+            if not isinstance(error, AccelerateError):
+                text = f"{type(error).__name__}: {text}"
+            outcome["refused"] = text
         self.settle(outcome)
         if self.number:
             # All ranks are in this round, so none looks at the one before.
@@ -347,9 +341,10 @@ class Agreement:
             return reduce({self.rank: value})
 
         def reduced(rows: dict[int, Any]) -> Any:
-            if any(row[0] != subject for row in rows.values()):
-                subjects = values_in_words({rank: row[0] for rank, row in rows.items()})
-                raise CheckpointError(f"the ranks do different things at the same time: {subjects}")
+            subjects = {rank: row[0] for rank, row in rows.items()}
+            if set(subjects.values()) != {subject}:
+                words = values_in_words(subjects)
+                raise CheckpointError(f"the ranks do different things at the same time: {words}")
             if reduce is None:
                 return None
             return reduce({rank: row[1] for rank, row in rows.items()})
@@ -365,14 +360,15 @@ class Agreement:
         if outcome.refused is not None:
             raise CheckpointError(outcome.refused)
         if outcome.absent:
-            which = outcome.ended or outcome.absent
-            has_ended = f" and {'have' if which.startswith('ranks') else 'has'} ended"
+            missing = outcome.absent
+            why = f" within {outcome.waited:.0f} s"
             if outcome.ended:
-                why = has_ended
-            else:
-                why = f" within {outcome.waited:.0f} s"
+                missing = outcome.ended
+                why = " and has ended"
+                if missing.startswith("ranks"):
+                    why = " and have ended"
             raise CheckpointError(
-                f"rank {self.rank}: {which} did not come to `{subject}`{why}. {absent}".rstrip()
+                f"rank {self.rank}: {missing} did not come to `{subject}`{why}. {absent}".rstrip()
             )
         return outcome.result
 

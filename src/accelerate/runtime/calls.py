@@ -1,9 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank is about to do in a collective, as data; and in which words two ranks' calls differ."""
+"""The collectives of this package as data: the ledger of this process, and in which words two ranks' calls differ.
+
+The ledger is on the path of a step: an entry costs about a microsecond. What is compared with other ranks is read only
+when a run stands still (`hang_watch.py`). Collectives of torch itself are in torch's flight recorder.
+"""
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import EllipsisType
 from typing import Any, NamedTuple
 
@@ -11,7 +18,7 @@ import torch
 
 from ..core import trees
 from ..core.objects import ranks_in_words
-from ..core.stacks import user_line
+from ..core.stacks import user_frame, user_line
 
 # What is compared, in this order: the first difference is reported.
 ASPECTS = ("operation", "options", "structure", "dtypes", "dimensions", "shapes")
@@ -28,23 +35,93 @@ class Call(NamedTuple):
     free_dim: int | EllipsisType | None = None
 
 
+@dataclass(slots=True)
+class Entry:
+    """One collective. `left` is None as long as this process is in it.
+
+    Fields:
+        operation: what the user has called.
+        data: dtype and shape of the tensor, or the type of other data; None for none.
+        file, line: the user's code.
+        entered, left: seconds of `time.monotonic`.
+    """
+
+    operation: str
+    data: Any
+    file: str
+    line: int
+    entered: float
+    left: float | None = None
+
+    def data_in_words(self) -> str:
+        """The data, as `float32 [4, 8]`; empty where it is not known."""
+        if isinstance(self.data, tuple):
+            return f"{str(self.data[0]).removeprefix('torch.')} {list(self.data[1])}"
+        if self.data is None:
+            return ""
+        return str(self.data.__name__)
+
+    def place(self) -> str:
+        """The user's file and line."""
+        return f"{self.file}:{self.line}"
+
+
+class CollectiveLedger:
+    """The last collectives, and the number of all."""
+
+    def __init__(self) -> None:
+        self.count: int = 0
+        self.entries: deque[Entry] = deque(maxlen=64)
+
+    def enter(self, call: Call) -> Entry:
+        """Note that this process begins a collective. Set the entry's `left` at its end."""
+        data: Any = call.data
+        if isinstance(data, torch.Tensor):
+            data = None if data.is_nested else (data.dtype, data.shape)
+        elif data is not None:
+            data = type(data)
+        frame = user_frame()
+        entry = Entry(
+            call.operation, data, frame.f_code.co_filename, frame.f_lineno, time.monotonic()
+        )
+        # In this order: another thread reads the number before the last entry.
+        self.entries.append(entry)
+        self.count += 1
+        return entry
+
+    def current(self) -> Entry | None:
+        """The collective in which this process is."""
+        if self.entries and self.entries[-1].left is None:
+            return self.entries[-1]
+        return None
+
+    def ended(self, number: int) -> list[str]:
+        """The most recent ones that have ended, with their lines, the oldest first."""
+        ended = [entry for entry in list(self.entries) if entry.left is not None]
+        return [f"{entry.operation} ({entry.place()})" for entry in ended[-number:]]
+
+
+# That of this process.
+LEDGER = CollectiveLedger()
+
+
 def record(call: Call) -> dict[str, Any]:
     """The call in plain JSON data, and the user's line that made it."""
-    tensors = dict(_named(call.data, ""))
-    shapes = {
-        name: list(tensor.shape) if not tensor.is_nested else [] for name, tensor in tensors.items()
-    }
-    dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}
-    listed = [f"{dtypes[name]} {shapes[name]}" for name in list(shapes)[:LISTED]]
-    if len(shapes) > LISTED:
-        listed.append(f"{len(shapes) - LISTED} more")
-    size = sum(
-        tensor.numel() * tensor.element_size()
-        for tensor in tensors.values()
-        if not tensor.is_nested
-    )
-    summary = f"{_called(call.operation)}"
-    if tensors:
+    shapes: dict[str, list[int]] = {}
+    dtypes = {}
+    listed = []
+    size = 0
+    for name, tensor in _named(call.data, ""):
+        shapes[name] = []
+        if not tensor.is_nested:
+            shapes[name] = list(tensor.shape)
+            size += tensor.numel() * tensor.element_size()
+        dtypes[name] = str(tensor.dtype).removeprefix("torch.")
+        listed.append(f"{dtypes[name]} {shapes[name]}")
+    if len(listed) > LISTED:
+        listed[LISTED:] = [f"{len(listed) - LISTED} more"]
+    summary = _called(call.operation)
+    if listed:
         summary += f" of {', '.join(listed)}: {size} bytes"
     dimensions = {name: len(shape) for name, shape in shapes.items()}
     for shape in shapes.values():
@@ -87,10 +164,10 @@ def _children(data: Any) -> list[tuple[str, Any]] | None:
 def _named(data: Any, path: str) -> list[tuple[str, torch.Tensor]]:
     if trees.is_tensor(data):
         return [(path or "tensor", data)]
-    found = []
+    tensors = []
     for name, value in _children(data) or []:
-        found += _named(value, path + name)
-    return found
+        tensors += _named(value, path + name)
+    return tensors
 
 
 def _outline(data: object) -> str:
@@ -99,71 +176,71 @@ def _outline(data: object) -> str:
     children = _children(data)
     if children is None:
         return type(data).__qualname__
-    return f"{type(data).__qualname__}({', '.join(name + ': ' + _outline(value) for name, value in children)})"
+    parts = [f"{name}: {_outline(value)}" for name, value in children]
+    return f"{type(data).__qualname__}({', '.join(parts)})"
 
 
-def difference(found: dict[int, dict[str, Any]]) -> str | None:
+def difference(records: dict[int, dict[str, Any]]) -> str | None:
     """What the ranks that have shown their records differ in, or None."""
     for aspect in ASPECTS:
-        values = {rank: record[aspect] for rank, record in found.items()}
+        values = {rank: record[aspect] for rank, record in records.items()}
         reference = next(iter(values.values()))
         if all(value == reference for value in values.values()):
             continue
         if isinstance(reference, dict):
-            return _tensor_difference(aspect, values, found)
-        shown = {
-            rank: value if aspect != "operation" else _called(value)
-            for rank, value in values.items()
-        }
-        return _message(f"the ranks disagree on the {aspect}", aspect, shown, found)
+            return _tensor_difference(aspect, list(values.values()), records)
+        if aspect == "operation":
+            values = {rank: _called(value) for rank, value in values.items()}
+        return _message(f"the ranks disagree on the {aspect}", aspect, values, records)
     return None
 
 
-def mismatch(found: dict[int, dict[str, Any]]) -> str:
+def mismatch(records: dict[int, dict[str, Any]]) -> str:
     """The message for ranks whose calls are known to differ."""
-    return difference(found) or "\n".join(
-        ["Cannot apply the desired operation: the ranks' calls differ.", "", "Calls:"]
-        + [
-            f"  - Process {rank}: {record['summary']}  (at {record['at']})"
-            for rank, record in found.items()
-        ]
-    )
+    text = difference(records)
+    if text is not None:
+        return text
+    lines = ["Cannot apply the desired operation: the ranks' calls differ.", "", "Calls:"]
+    for rank, record in records.items():
+        lines.append(f"  - Process {rank}: {record['summary']}  (at {record['at']})")
+    return "\n".join(lines)
 
 
 def _tensor_difference(
-    aspect: str, values: dict[int, dict[str, Any]], found: dict[int, dict[str, Any]]
+    aspect: str, values: list[dict[str, Any]], records: dict[int, dict[str, Any]]
 ) -> str:
-    reference = next(iter(values.values()))
-    name = next(
-        name
-        for name in reference
-        if any(value.get(name) != reference[name] for value in values.values())
-    )
-    # What the user thinks in is the shape, also where only the number of dimensions differs.
-    shown = "shapes" if aspect == "dimensions" else aspect
-    texts = {rank: str(record[shown][name]).replace("-1", "any") for rank, record in found.items()}
-    where = "" if name == "tensor" else f" of data{name}"
-    return _message(f"the ranks disagree on the {shown[:-1]}{where}", shown, texts, found)
+    reference = values[0]
+    for name, expected in reference.items():
+        if any(value.get(name) != expected for value in values):
+            break
+    if aspect == "dimensions":
+        # What the user thinks in is the shape.
+        aspect = "shapes"
+    texts = {}
+    for rank, record in records.items():
+        texts[rank] = str(record[aspect][name]).replace("-1", "any")
+    what = f"the ranks disagree on the {aspect[:-1]}"
+    if name != "tensor":
+        what += f" of data{name}"
+    return _message(what, aspect, texts, records)
 
 
 def _message(
-    what: str, aspect: str, texts: dict[int, str], found: dict[int, dict[str, Any]]
+    what: str, aspect: str, texts: dict[int, str], records: dict[int, dict[str, Any]]
 ) -> str:
-    operations = sorted({record["operation"] for record in found.values()})
+    operations = sorted({record["operation"] for record in records.values()})
     lines = [
         f"Cannot apply the desired operation: {what}; {_minority(texts)}.",
         "",
         f"Operation: {' or '.join(_called(name) for name in operations)}",
         f"Input {aspect}:",
     ]
-    lines += [
-        f"  - Process {rank}: {text}  (at {found[rank]['at']})" for rank, text in texts.items()
-    ]
+    for rank, text in texts.items():
+        lines.append(f"  - Process {rank}: {text}  (at {records[rank]['at']})")
     if aspect != "shapes" or len(operations) > 1:
-        lines += [
-            "Calls:",
-            *(f"  - Process {rank}: {record['summary']}" for rank, record in found.items()),
-        ]
+        lines.append("Calls:")
+        for rank, record in records.items():
+            lines.append(f"  - Process {rank}: {record['summary']}")
     return "\n".join(lines)
 
 

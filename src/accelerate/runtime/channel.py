@@ -57,10 +57,11 @@ class Channel:
             row = torch.zeros(world * stride, dtype=torch.uint8, device="cpu")
         self.slots: torch.Tensor = row.view(world, stride)
         view = memoryview(row.numpy())  # type: ignore[arg-type]
-        self.views: list[memoryview[int]] = [
-            view[peer * stride : (peer + 1) * stride] for peer in range(world)
-        ]
-        self._headers = [self.views[peer][:SIGNATURE] for peer in range(world) if peer != rank]
+        self.views: list[memoryview[int]] = []
+        for begin in range(0, world * stride, stride):
+            self.views.append(view[begin : begin + stride])
+        self._headers = [slot[:SIGNATURE] for slot in self.views]
+        del self._headers[rank]
         # gloo requires contiguous splits, so this rank's slot is appended to the one before it.
         self._splits = [stride] * world
         self._splits[rank] = 0
@@ -88,9 +89,9 @@ class Channel:
         CommunicationError where another rank is gone or does not come within the group's timeout.
         """
         self._send(group, sent, splits, call)
-        own = header[:SIGNATURE]
-        for found in self._headers:
-            if found != own:
+        expected = header[:SIGNATURE]
+        for received in self._headers:
+            if received != expected:
                 self._complain(group, call)
 
     def swap_bytes(
@@ -103,11 +104,11 @@ class Channel:
     def _message(self, header: bytes, content: Any = b"") -> tuple[torch.Tensor, list[int]]:
         """A message to each other rank, and to this rank's own slot. Ranks without content send the header too."""
         size = HEADER + len(content)
-        self.views[self.rank][:HEADER] = header
-        self.views[self.rank][HEADER:size] = content
-        sent = torch.frombuffer(
-            bytearray(self.views[self.rank][:size]) * (self.world - 1), dtype=torch.uint8
-        )
+        slot = self.views[self.rank]
+        slot[:HEADER] = header
+        slot[HEADER:size] = content
+        repeated = bytearray(slot[:size]) * (self.world - 1)
+        sent = torch.frombuffer(repeated, dtype=torch.uint8)
         return sent, self.splits(size)
 
     def agree(self, group: dist.ProcessGroup, sign: bytes, call: Call) -> None:
@@ -121,9 +122,9 @@ class Channel:
 
     def splits(self, size: int) -> list[int]:
         """Return the split sizes of an all-to-all that sends `size` bytes to each other rank."""
-        found = [size] * self.world
-        found[self.rank] = 0
-        return found
+        sizes = [size] * self.world
+        sizes[self.rank] = 0
+        return sizes
 
     def remember(self, key: object, value: object, kept: int = 16) -> Any:
         """Keep what a message needs for the next one like it; the oldest is forgotten."""
@@ -161,19 +162,21 @@ class Channel:
         mine = record(call)
         text = json.dumps(mine).encode()
         if len(text) > self.capacity:
-            short = {"operation": "", "options": "", "structure": "", "summary": "", "at": ""}
-            mine = {name: str(mine[name])[:200] for name in short} | {
-                "dtypes": {},
-                "dimensions": {},
-                "shapes": {},
-            }
+            # The words, shortened, without the tensors.
+            for name, value in mine.items():
+                if isinstance(value, dict):
+                    mine[name] = {}
+                else:
+                    mine[name] = str(value)[:200]
             text = json.dumps(mine).encode()
         header = _DISAGREE + len(text).to_bytes(HEADER - SIGNATURE, "little", signed=True)
         sent, splits = self._message(header, text)
         self._send(group, sent, splits, call)
         members = dist.get_process_group_ranks(group)
-        found = {members[peer]: json.loads(bytes(self.content(peer))) for peer in range(self.world)}
-        raise DistributedOperationException(mismatch(dict(sorted(found.items()))))
+        records = {}
+        for peer, rank in enumerate(members):
+            records[rank] = json.loads(bytes(self.content(peer)))
+        raise DistributedOperationException(mismatch(dict(sorted(records.items()))))
 
 
 _channels: weakref.WeakKeyDictionary[dist.ProcessGroup, Channel | None] = (
@@ -189,20 +192,25 @@ def channel_of(group: dist.ProcessGroup) -> Channel | None:
     try:
         return _channels[group]
     except KeyError:
-        found = None
-        backends = backends_of(group) if group.size() > 1 else {}
-        if backends.get("cpu") == "gloo":
-            found = Channel(group.rank(), group.size(), set(backends.values()) == {"gloo"})
-        _channels[group] = found
-        return found
+        channel = None
+        if group.size() > 1:
+            backends = backends_of(group)
+            if backends.get("cpu") == "gloo":
+                is_only = set(backends.values()) == {"gloo"}
+                channel = Channel(group.rank(), group.size(), is_only)
+        _channels[group] = channel
+        return channel
 
 
 def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
     """Type of device -> the backend that serves it, of a group."""
     backends = _backends.get(group)
     if backends is None:
-        pairs: Any = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
-        backends = _backends[group] = dict(pairs)
+        backends = {}
+        for pair in dist.get_backend_config(group).split(","):
+            kind, backend = pair.split(":")
+            backends[kind] = backend
+        _backends[group] = backends
     return backends
 
 
@@ -220,13 +228,8 @@ def barrier(operation: str, device: torch.device, backend: str | None, error: st
         with communication.Collective(call):
             dist.barrier(device_ids=None if on_cpu else [device.index])
         return
-    channel.swap_bytes(
-        group,
-        signature(operation),
-        content := error.encode()[: channel.capacity],
-        len(content),
-        call,
-    )
+    content = error.encode()[: channel.capacity]
+    channel.swap_bytes(group, signature(operation), content, len(content), call)
     for rank in range(channel.world):
         if rank != channel.rank and channel.length(rank):
             reason = bytes(channel.content(rank)).decode(errors="replace")

@@ -15,8 +15,7 @@ from ..core.objects import ranks_in_words
 from ..core.stacks import user_line
 from . import hang_watch, marks
 from .agreement import pauses
-from .calls import Call
-from .ledger import LEDGER
+from .calls import LEDGER, Call
 
 # Those that say that a connection was closed.
 _CLOSED = re.compile(
@@ -66,19 +65,24 @@ def raise_lost(error: BaseException, operation: str) -> None:
     if isinstance(error, AccelerateError) or not is_lost(error):
         return
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        first, *_ = str(error).strip().splitlines() or [type(error).__name__]
-        raise CommunicationError(
-            f"{explanation(operation, error)}\nThe backend's message: {first}"
-        ) from error
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        text = explanation(operation, error)
+        raise CommunicationError(f"{text}\nThe backend's message: {lines[0]}") from error
 
 
 def explanation(operation: str, error: BaseException | None = None, at: str | None = None) -> str:
     """A message: where this rank is, what has become of the others, and a remedy. The other ranks can read it."""
     me = dist.get_rank()
     at = at or user_line()
-    place = marks.own_place()
-    head = f"rank {me}: {'another rank is not in' if error is None else 'the connection to another rank failed in'} "
-    lines = [f"{head}{operation} (at {at}{f', in {place}' if place else ''})."]
+    if error is None:
+        what = "another rank is not in"
+    else:
+        what = "the connection to another rank failed in"
+    where = f"at {at}"
+    batch = marks.own_place()
+    if batch:
+        where += f", in {batch}"
+    lines = [f"rank {me}: {what} {operation} ({where})."]
     marks.post(marks.LOST, marks.LOST, operation=operation, at=at)
     closed = error is not None and _CLOSED.search(str(error)) is not None
     try:
@@ -96,7 +100,8 @@ def explanation(operation: str, error: BaseException | None = None, at: str | No
 
 def _what_is_known(me: int, closed: bool) -> list[str]:
     """What the other ranks have left in the store, and a remedy."""
-    world, processes = dist.get_world_size(), marks.neighbours()
+    world = dist.get_world_size()
+    processes = marks.neighbours()
     for waited in pauses(world, GRACE):
         marks.post_killed(processes)
         if marks.count(marks.CAUSES) or marks.count(marks.LOST) >= world or waited >= GRACE:
@@ -111,19 +116,25 @@ def _what_is_known(me: int, closed: bool) -> list[str]:
         unable = silent["unable"]
     lines = [f"  - {line}" for line in lines]
     if not unable:
-        own, here = marks.batches_read(), marks.own_place()
-        # In different calls amid their loaders, one is ahead because of that.
-        uneven = [
-            entry
-            for entry in others.values()
-            if entry["total"] != own and not (entry["place"] and here)
-        ]
-        uneven += [entry for entry in causes if here or entry["total"] != own]
-        if uneven:
+        if _are_uneven(causes, list(others.values())):
             lines.append(UNEVEN)
         elif causes or not closed:
             lines.append(hang_watch.SAME_CALLS)
     return lines
+
+
+def _are_uneven(causes: list[dict[str, Any]], others: list[dict[str, Any]]) -> bool:
+    """Whether ranks that have ended, or wait elsewhere, have read another number of batches than this one."""
+    total = marks.batches_read()
+    in_pass = bool(marks.own_place())
+    for entry in causes:
+        if in_pass or entry["total"] != total:
+            return True
+    uneven = [entry for entry in others if entry["total"] != total]
+    if in_pass:
+        # In different calls amid their loaders, one is ahead because of that.
+        uneven = [entry for entry in uneven if not entry["place"]]
+    return bool(uneven)
 
 
 # What has become of a rank, from an entry of the store.
@@ -146,33 +157,40 @@ def _in_words(entry: dict[str, Any]) -> str:
 
 def _silent(world: int, closed: bool) -> dict[str, Any]:
     """What is known of the ranks that have left no word. One rank finds out, for all."""
-    store, me, key = marks.run_store(), str(dist.get_rank()), "accelerate/silent/lines"
+    store = marks.run_store()
+    key = "accelerate/silent/lines"
+    me = str(dist.get_rank())
     if store.compare_set("accelerate/silent", "", me).decode() == me:
-        posted = {entry["rank"] for entry in marks.entries(marks.LOST, most=2 * world)}
-        silent = [rank for rank in range(world) if rank not in posted]
-        states = {rank: state for rank in silent if (state := marks.state_of(rank, store))}
-        # A closed connection usually means that a rank without a word is gone, and cannot answer.
-        if closed:
-            places = {}
-        else:
-            places = hang_watch.request([rank for rank in silent if rank not in states])
-        states |= {rank: hang_watch.status_line(status) for rank, status in places.items()}
-        lines = [f"rank {rank} {state}" for rank, state in states.items()]
-        unknown = [rank for rank in silent if rank not in states]
-        if unknown:
-            if closed:
-                why = "killed (out of memory?) or crashed, or still at work"
-            else:
-                why = "stopped, or cannot be reached"
-            lines.append(
-                f"{ranks_in_words(unknown)}: no word from {'it' if len(unknown) == 1 else 'them'}; {why}"
-            )
-        unable = any(states[rank] != marks.HAS_ENDED for rank in states if rank not in places)
-        store.set(key, json.dumps({"lines": lines, "unable": unable}))
+        store.set(key, json.dumps(_ask_silent(store, world, closed)))
     for waited in pauses(world, PATIENCE):
         if store.check([key]):
-            found: dict[str, Any] = json.loads(store.get(key))
-            return found
+            answer: dict[str, Any] = json.loads(store.get(key))
+            return answer
         if waited >= PATIENCE:
             break
     return {"lines": [], "unable": False}
+
+
+def _ask_silent(store: Any, world: int, closed: bool) -> dict[str, Any]:
+    """What this rank finds out about those without a word."""
+    posted = {entry["rank"] for entry in marks.entries(marks.LOST, most=2 * world)}
+    silent = [rank for rank in range(world) if rank not in posted]
+    states = {}
+    for rank in silent:
+        state = marks.state_of(rank, store)
+        if state:
+            states[rank] = state
+    unable = any(state != marks.HAS_ENDED for state in states.values())
+    # A closed connection usually means that a rank without a word is gone, and cannot answer.
+    why = "killed (out of memory?) or crashed, or still at work"
+    if not closed:
+        why = "stopped, or cannot be reached"
+        statuses = hang_watch.request([rank for rank in silent if rank not in states])
+        for rank, status in statuses.items():
+            states[rank] = hang_watch.status_line(status)
+    lines = [f"rank {rank} {state}" for rank, state in states.items()]
+    unknown = [rank for rank in silent if rank not in states]
+    if unknown:
+        pronoun = "it" if len(unknown) == 1 else "them"
+        lines.append(f"{ranks_in_words(unknown)}: no word from {pronoun}; {why}")
+    return {"lines": lines, "unable": unable}

@@ -27,7 +27,7 @@ from ..core.errors import CommunicationError, ConfigurationError
 from ..core.stacks import is_users
 from ..core.topology import Topology
 from ..torch_internals import process_group
-from . import communication, hang_watch, marks, smddp, xla
+from . import backends, communication, hang_watch, marks
 from .agreement import pauses
 
 # Seconds for which rank 0, which may host the store, waits for the others at its end.
@@ -70,15 +70,13 @@ def start(
     if not dist.is_initialized():
         if init_method is None:
             _check_address(topology)
-        if backend == "xla":
-            xla.register_backend()
-        if backend == smddp.BACKEND:
-            smddp.register_backend()
+        backends.register(backend)
         if not dist.is_backend_available(backend):
             raise ConfigurationError(
                 f"rank {topology.rank}: the collective backend {backend!r} is not in this build of torch"
             )
-        if timeout is None and (seconds := env.value("ACCELERATE_COLLECTIVE_TIMEOUT")) is not None:
+        seconds = env.value("ACCELERATE_COLLECTIVE_TIMEOUT")
+        if timeout is None and seconds is not None:
             timeout = timedelta(seconds=seconds)
             # Groups that are made later take torch's defaults.
             for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
@@ -125,9 +123,11 @@ def _keep_out_of_defaults() -> None:
 
 
 def _check_address(topology: Topology) -> None:
-    absent = [
-        name for name in ("MASTER_ADDR", "MASTER_PORT") if getattr(topology, name.lower()) is None
-    ]
+    absent = []
+    if topology.master_addr is None:
+        absent.append("MASTER_ADDR")
+    if topology.master_port is None:
+        absent.append("MASTER_PORT")
     if absent:
         raise ConfigurationError(
             f"rank {topology.rank} of {topology.world_size} ({topology.launcher}) cannot find the others: "
@@ -253,8 +253,10 @@ def _note_failure(
 def _share_failure(error: BaseException, trace: TracebackType | None) -> None:
     frames = traceback.extract_tb(trace)
     # The innermost line of the user's own code; an error without a traceback has none.
-    lines = [f"{frame.filename}:{frame.lineno}" for frame in frames if is_users(frame.filename)]
-    at = lines[-1] if lines else "a line of a library"
+    at = "a line of a library"
+    for frame in frames:
+        if is_users(frame.filename):
+            at = f"{frame.filename}:{frame.lineno}"
     if communication.is_lost(error):
         error.add_note(communication.explanation("a collective of torch", error, at=at))
     else:
@@ -286,11 +288,15 @@ def leave() -> None:
 def _has_failed() -> bool:
     """Whether this process ends because of an exception, also if another library has replaced our hook."""
     handled = sys.exc_info()[1]
-    if handled is not None and not (isinstance(handled, SystemExit) and not handled.code):
+    if isinstance(handled, SystemExit):
+        if handled.code:
+            return True
+    elif handled is not None:
         return True
-    return _Exit.failed or (
-        getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1")
-    )
+    if _Exit.failed:
+        return True
+    is_interactive = hasattr(sys, "ps1")
+    return not is_interactive and getattr(sys, "last_value", None) is not None
 
 
 def _report_leaving() -> None:

@@ -18,6 +18,7 @@ import json
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -30,7 +31,7 @@ from ..core.objects import by_text, ranks_in_words
 from ..torch_internals.flight_recorder import Recorded, newest, recorded
 from . import marks, stacks
 from .agreement import default_connection, pauses
-from .ledger import LEDGER
+from .calls import LEDGER
 from .passing import Answers, begin_answers
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -129,7 +130,8 @@ class HangWatch:
         self._reported = 0.0
         self._signs: tuple[int, int] | None = None
         # Since when there was no progress, and the time on a CPU by then; and when a report is due.
-        self._since, self._cpu, self._due = 0.0, 0.0, limit
+        self._since = self._cpu = 0.0
+        self._due = limit
         # The last collectives of torch; None until they are compared. And the mismatches found before.
         self._newest: dict[str, int] | None = None
         self._mismatches: int | None = None
@@ -174,35 +176,39 @@ class HangWatch:
         stood = time.monotonic() - self._since
         if stood > COMPARED_AFTER * self.interval:
             self._compare()
-        # Rank 0 comes first, so that its output has the report where it stands itself.
-        if stood > self._due + (2 * self.interval if self.rank else 0.0):
-            reports = int(self._store.add("accelerate/hang_reports", 0))
-            if newest(recorded()) != self._newest:
-                # Collectives of torch in a loop without any of this package.
-                self._progress()
-            elif reports > self._reports:
-                # Another rank has reported since.
-                self._reports, self._due = reports, 2 * max(stood, self.limit)
-            else:
-                self._report()
+        due = self._due
+        if self.rank:
+            # Rank 0 comes first, so that its output has the report where it stands itself.
+            due += 2 * self.interval
+        if stood <= due:
+            return
+        reports = int(self._store.add("accelerate/hang_reports", 0))
+        if newest(recorded()) != self._newest:
+            # Collectives of torch in a loop without any of this package.
+            self._progress()
+        elif reports > self._reports:
+            # Another rank has reported since.
+            self._reports = reports
+            self._due = 2 * max(stood, self.limit)
+        else:
+            self._report()
 
     def _moves(self) -> bool:
         """Whether this rank has made progress since the last call."""
-        signs, before = (LEDGER.count, marks.batches_read()), self._signs
+        signs = (LEDGER.count, marks.batches_read())
+        if signs == self._signs:
+            return False
         self._signs = signs
-        if signs != before:
-            self._progress()
-        return signs != before
+        self._progress()
+        return True
 
     def _progress(self) -> None:
         if self._reported and not marks.has_failed():
             logger.warning("The run continues after %.0f s.", time.monotonic() - self._since)
-        self._since, self._cpu, self._due, self._reported = (
-            time.monotonic(),
-            time.process_time(),
-            self.limit,
-            0.0,
-        )
+        self._since = time.monotonic()
+        self._cpu = time.process_time()
+        self._due = self.limit
+        self._reported = 0.0
         self._newest = self._mismatches = None
 
     def _compare(self) -> None:
@@ -213,18 +219,16 @@ class HangWatch:
             self._patience = PATIENCE if self.rank else 0
             self._children = _children_cpu()
             calls = recorded()
-            self._newest, differs = newest(calls), False
+            self._newest = newest(calls)
+            differs = False
             for name, text in compared(calls).items():
-                differs |= (
-                    self._store.compare_set(f"accelerate/compared/{name}", "", text).decode()
-                    != text
-                )
+                if not self._is_first(f"compared/{name}", text):
+                    differs = True
             if differs:
                 self._store.add("accelerate/mismatches", 1)
-        if (
-            self._mismatches is None
-            or int(self._store.add("accelerate/mismatches", 0)) == self._mismatches
-        ):
+        if self._mismatches is None:
+            return
+        if int(self._store.add("accelerate/mismatches", 0)) == self._mismatches:
             return
         if self._patience:
             self._patience -= 1
@@ -232,6 +236,11 @@ class HangWatch:
         self._mismatches = None
         if int(self._store.add("accelerate/hang_reports", 0)) == self._reports:
             self._report()
+
+    def _is_first(self, name: str, value: str) -> bool:
+        """Whether no rank has written another value to a key of the store. This rank writes its own if it is empty."""
+        written = self._store.compare_set(f"accelerate/{name}", "", value)
+        return bool(written.decode() == value)
 
     # -- questions and answers
 
@@ -244,12 +253,10 @@ class HangWatch:
             self._answered = number
             text = stacks.dump()
             # The file first: it is there when the report is out.
-            self.folder = (
-                stacks.write(self._store, self.rank, [*_collectives(), text]) or self.folder
-            )
-            self._store.set(
-                f"accelerate/where/{number}/{self.rank}", json.dumps(self._status(text))
-            )
+            folder = stacks.write(self._store, self.rank, [*_collectives(), text])
+            self.folder = folder or self.folder
+            status = json.dumps(self._status(text))
+            self._store.set(f"accelerate/where/{number}/{self.rank}", status)
 
     def request(self, ranks: list[int]) -> dict[int, Status]:
         """The status of `ranks`; one that does not answer is left out. Raises RuntimeError if the store is gone."""
@@ -262,17 +269,13 @@ class HangWatch:
                 self._answer()
             if store.check(list(keys.values())) or waited >= limit or self._ended.is_set():
                 break
-        return {
-            rank: json.loads(store.get(key)) for rank, key in keys.items() if store.check([key])
-        }
+        answered = [rank for rank, key in keys.items() if store.check([key])]
+        return {rank: json.loads(store.get(keys[rank])) for rank in answered}
 
     def _report(self) -> None:
         """Ask all ranks, and print what follows, unless another rank does."""
-        mine, since = str(self.rank), self._since
-        if (
-            self._store.compare_set(f"accelerate/hang_report/{self._reports}", "", mine).decode()
-            != mine
-        ):
+        since = self._since
+        if not self._is_first(f"hang_report/{self._reports}", str(self.rank)):
             return
         folder = stacks.folder(self._store)
         statuses = self.request(list(range(self.world)))
@@ -303,21 +306,30 @@ class HangWatch:
         call, before: the collective of this package in which it is, and those before it.
         pending, recent, last: torch's collectives, and the number of the last one in each group.
         """
-        entry, calls = LEDGER.current(), recorded()
+        entry = LEDGER.current()
+        own_call = None
+        if entry is not None:
+            own_call = {
+                "operation": entry.operation,
+                "data": entry.data_in_words(),
+                "at": entry.place(),
+            }
+        calls = recorded()
         seconds = time.monotonic() - self._since
         # One that was begun a moment ago is under way.
-        stuck = seconds > 2 * self.interval
-        pending = [
-            call for call in calls if call.is_pending and stuck and call.age > 2 * self.interval
-        ]
+        moment = 2 * self.interval
+        pending = []
+        if seconds > moment:
+            pending = [call for call in calls if call.is_pending and call.age > moment]
+        is_busy = stacks.has_debugger(text, self._watched)
+        if not is_busy:
+            is_busy = _children_cpu() - self._children > QUIET * seconds
         return {
             **stacks.place_in(text, self._watched)._asdict(),
-            "is_busy": stacks.has_debugger(text, self._watched)
-            or _children_cpu() - self._children > QUIET * seconds,
+            "is_busy": is_busy,
             "seconds": seconds,
             "cpu": time.process_time() - self._cpu,
-            "call": entry
-            and {"operation": entry.operation, "data": entry.data_in_words(), "at": entry.place()},
+            "call": own_call,
             "before": LEDGER.ended(BEFORE),
             "pending": [call._asdict() for call in pending[:LISTED]],
             "recent": [call._asdict() for call in calls[-LISTED:]],
@@ -350,9 +362,8 @@ def _collectives() -> list[str]:
     ]
     for call in recorded()[-LISTED:]:
         what = f"{'message ' * call.is_p2p}{call.number}  {call.operation} {call.data}"
-        lines.append(
-            f"  {call.group}  {what}  {call.age:.1f} s ago, {'not ' * call.is_pending}ended"
-        )
+        age = f"{call.age:.1f} s ago, {'not ' * call.is_pending}ended"
+        lines.append(f"  {call.group}  {what}  {age}")
     return [*lines, ""]
 
 
@@ -360,14 +371,18 @@ def compared(calls: list[Recorded]) -> dict[str, str]:
     """What every rank of a group does in its last collectives, up to the oldest that has not ended: name -> text."""
     texts: dict[str, str] = {}
     for group in {call.group for call in calls}:
-        begun = [call for call in calls if call.group == group and not call.is_p2p]
-        waits = next((index for index, call in enumerate(begun) if call.is_pending), len(begun) - 1)
-        for call in begun[max(0, waits + 1 - COMPARED) : waits + 1]:
-            same = call.operation in SAME_SHAPES
-            if same:
-                texts[f"{group}/{call.number}"] = f"{call.operation} of {call.data}"
-            else:
-                texts[f"{group}/{call.number}"] = call.operation
+        begun: deque[Recorded] = deque(maxlen=COMPARED)
+        for call in calls:
+            if call.group != group or call.is_p2p:
+                continue
+            begun.append(call)
+            if call.is_pending:
+                break
+        for call in begun:
+            text = call.operation
+            if text in SAME_SHAPES:
+                text = f"{text} of {call.data}"
+            texts[f"{group}/{call.number}"] = text
     return texts
 
 
@@ -384,34 +399,39 @@ def explain(statuses: Mapping[int, Status], absent: Mapping[int, str]) -> str | 
     Returns:
         The text; None where no rank waits for another, or for one whose debugger or child process is at work.
     """
-    waiting = {rank: text for rank, status in statuses.items() if (text := _waiting(status))}
-    elsewhere = {rank: status for rank, status in statuses.items() if rank not in waiting}
+    waiting: dict[int, str] = {}
+    elsewhere: dict[int, Status] = {}
+    for rank, status in statuses.items():
+        text = _waiting(status)
+        if text:
+            waiting[rank] = text
+        else:
+            elsewhere[rank] = status
     if not waiting or any(status["is_busy"] for status in elsewhere.values()):
         return None
     seconds = f"{max(statuses[rank]['seconds'] for rank in waiting):.0f} s"
+    clauses = []
     silent = [rank for rank, why in absent.items() if not why]
-    why_silent = "stopped, killed, or in a call that holds the interpreter lock"
     if silent:
-        clauses = [f"no answer from {ranks_in_words(silent)} ({why_silent})"]
-    else:
-        clauses = []
+        clauses.append(
+            f"no answer from {ranks_in_words(silent)} (stopped, killed, or in a call that holds the interpreter lock)"
+        )
     clauses += [f"rank {rank} {why}" for rank, why in absent.items() if why][:LISTED]
     clauses += [f"rank {rank} {_elsewhere(status)}" for rank, status in elsewhere.items()][:LISTED]
-    waits = [
-        f"{ranks} wait{'s' * ranks.startswith('rank ')} in {text}"
-        for ranks, text in by_text(waiting)
-    ]
+    waits = []
+    for ranks, text in by_text(waiting):
+        singular = "s" * ranks.startswith("rank ")
+        waits.append(f"{ranks} wait{singular} in {text}")
     if elsewhere and not absent:
         begin = "The run has waited"
     else:
         begin = "The run stands still for"
     lines = [f"{begin} {seconds}: {'; '.join(clauses + waits)}."]
     differing = _differences(statuses, waiting)
-    before = {
-        rank: ", ".join(status["before"])
-        for rank, status in statuses.items()
-        if differing or rank in elsewhere
-    }
+    before = {}
+    shown = statuses if differing else elsewhere
+    for rank in shown:
+        before[rank] = ", ".join(statuses[rank]["before"])
     lines += [f"  - {line}" for line in differing]
     lines += [f"  - before, on {ranks}: {text}" for ranks, text in by_text(before) if text]
     if differing or (not clauses and len(waits) > 1) or marks.HAS_ENDED in absent.values():
@@ -437,16 +457,18 @@ def _waiting(status: Status) -> str:
         return f"`{status['call']['operation']}` ({status['call']['at']})"
     if not status["pending"]:
         return ""
-    operation, calls = status["pending"][0]["operation"], status["calls"]
-    return f"{operation}{f' of `{calls}`' if calls else ''} ({status['line']})"
+    text = status["pending"][0]["operation"]
+    if status["calls"]:
+        text += f" of `{status['calls']}`"
+    return f"{text} ({status['line']})"
 
 
 def _elsewhere(status: Status) -> str:
-    if status["calls"] or status["within"]:
-        does = f"`{status['calls'] or status['within']}` ({status['line']})"
-    else:
-        does = ""
-    return f"is in {does or status['line']}, with {status['cpu']:.1f} s of CPU time in {status['seconds']:.0f} s"
+    text = status["line"]
+    function = status["calls"] or status["within"]
+    if function:
+        text = f"`{function}` ({text})"
+    return f"is in {text}, with {status['cpu']:.1f} s of CPU time in {status['seconds']:.0f} s"
 
 
 def _differences(statuses: Mapping[int, Status], waiting: Iterable[int]) -> list[str]:
@@ -455,33 +477,30 @@ def _differences(statuses: Mapping[int, Status], waiting: Iterable[int]) -> list
     for rank in waiting:
         for call in statuses[rank]["pending"]:
             if not call["is_p2p"]:
-                oldest[call["group"]] = min(
-                    call["number"], oldest.get(call["group"], call["number"])
-                )
+                group, number = call["group"], call["number"]
+                oldest[group] = min(number, oldest.get(group, number))
     lines = []
     for group, number in sorted(oldest.items()):
         what = f"collective {number} of the process group {group}"
-        operations, texts = set(), {}
+        operations = set()
+        texts = {}
         for rank, status in statuses.items():
             for call in (*status["pending"], *status["recent"]):
-                if (call["group"], call["number"], call["is_p2p"]) == (group, number, False):
-                    operations.add(call["operation"])
+                if (call["group"], call["number"], call["is_p2p"]) != (group, number, False):
+                    continue
+                operations.add(call["operation"])
+                shown = call
+                if status["call"] and status["last"].get(group) == number:
                     # The call of this package that sends it says more.
-                    if status["last"].get(group) == number:
-                        known = status["call"]
-                    else:
-                        known = None
-                    shown = known or call
-                    if shown["data"]:
-                        texts[rank] = f"{shown['operation']} of {shown['data']}"
-                    else:
-                        texts[rank] = shown["operation"]
+                    shown = status["call"]
+                texts[rank] = shown["operation"]
+                if shown["data"]:
+                    texts[rank] += f" of {shown['data']}"
         if len(operations) > 1 or (operations <= set(SAME_SHAPES) and len(set(texts.values())) > 1):
             shown_texts = [f"{text} on {ranks}" for ranks, text in by_text(texts)]
             lines.append(f"{what} differs: {', '.join(shown_texts)}")
         behind = [rank for rank in waiting if statuses[rank]["last"].get(group, number) < number]
         if behind and texts:
-            lines.append(
-                f"{ranks_in_words(behind)} did not begin {what} ({next(iter(texts.values()))})"
-            )
+            text = next(iter(texts.values()))
+            lines.append(f"{ranks_in_words(behind)} did not begin {what} ({text})")
     return lines

@@ -124,9 +124,9 @@ def _processors_near(index: int) -> set[int]:
 
 def parse_cpu_list(text: str) -> set[int]:
     """The numbers of a kernel list such as `0-3,8`."""
-    found: set[int] = set()
+    numbers: set[int] = set()
     for part in text.strip().split(","):
         if part:
             first, _, last = part.partition("-")
-            found.update(range(int(first), int(last or first) + 1))
-    return found
+            numbers.update(range(int(first), int(last or first) + 1))
+    return numbers

@@ -79,10 +79,11 @@ def post(name: str, kind: str, rank: int | None = None, **facts: Any) -> None:
         facts |= {"total": batches_read(), "place": own_place(), "last_pass": _Mine.last_pass}
     with Tolerant():
         store = run_store()
-        entry = {"kind": kind, "rank": dist.get_rank() if rank is None else rank, **facts}
-        store.set(
-            f"accelerate/{name}/{store.add(f'accelerate/{name}/begun', 1)}", json.dumps(entry)
-        )
+        if rank is None:
+            rank = dist.get_rank()
+        number = store.add(f"accelerate/{name}/begun", 1)
+        entry = {"kind": kind, "rank": rank, **facts}
+        store.set(f"accelerate/{name}/{number}", json.dumps(entry))
         # Whoever sees that it counts can read it.
         store.add(f"accelerate/{name}", 1)
 
@@ -94,31 +95,28 @@ def count(name: str) -> int:
 
 def entries(name: str, most: int = LISTED) -> list[dict[str, Any]]:
     """The first entries of a list."""
-    keys = [
-        f"accelerate/{name}/{number}" for number in range(1, min(count(f"{name}/begun"), most) + 1)
-    ]
-    return [json.loads(run_store().get(key)) for key in keys if run_store().check([key])]
+    store = run_store()
+    number = min(count(f"{name}/begun"), most)
+    keys = [f"accelerate/{name}/{index}" for index in range(1, number + 1)]
+    return [json.loads(store.get(key)) for key in keys if store.check([key])]
 
 
 def neighbours() -> dict[int, Any]:
     """The processes of the ranks of this machine; empty where they are not known."""
-    store, key = run_store(), f"accelerate/machine/{machine_identity()}"
-    if store.check([key]):
-        ranks = store.get(key).decode().split()
-    else:
-        ranks = []
+    store = run_store()
+    key = f"accelerate/machine/{machine_identity()}"
+    if not store.check([key]):
+        return {}
+    ranks = store.get(key).decode().split()
     return {int(rank): json.loads(store.get(f"accelerate/process/{rank}")) for rank in ranks}
 
 
 def post_killed(processes: dict[int, Any]) -> None:
     """Add the ranks of `neighbours` whose process is gone, without a word, to the causes."""
-    for rank, process in processes.items():
-        keys = [f"accelerate/left/{rank}", f"accelerate/killed/{rank}"]
-        if (
-            _is_gone(process)
-            and not run_store().check(keys[:1])
-            and run_store().add(keys[1], 1) == 1
-        ):
+    gone = [rank for rank, process in processes.items() if _is_gone(process)]
+    for rank in gone:
+        has_left = run_store().check([f"accelerate/left/{rank}"])
+        if not has_left and run_store().add(f"accelerate/killed/{rank}", 1) == 1:
             post(CAUSES, KILLED, rank)
 
 
@@ -139,6 +137,12 @@ def state_of(rank: int, store: Any) -> str:
         if process[0] == machine_identity() and is_stopped(process[1]):
             return f"is stopped (process {process[1]}): SIGSTOP, or a debugger"
     return ""
+
+
+def has_ended(rank: int, store: Any) -> bool:
+    """Whether the process of a rank is known to be gone. One that is stopped may go on."""
+    state = state_of(rank, store)
+    return bool(state) and not state.startswith("is stopped")
 
 
 def leave() -> None:
@@ -179,18 +183,15 @@ def end_pass(loader: Any, epoch: int, complete: bool) -> None:
     """A pass has ended, `complete` or left before."""
     if loader in _Mine.passes:
         _Mine.passes.remove(loader)
-    if complete:
-        _Mine.left = None
-    else:
-        _Mine.left = f"batch {loader.batches_read} of epoch {epoch}"
-    _Mine.total += loader.batches_read
-    if complete:
-        how = "its loader ended"
-    else:
+    number = loader.batches_read
+    _Mine.total += number
+    _Mine.left = None
+    how = "its loader ended"
+    if not complete:
+        _Mine.left = f"batch {number} of epoch {epoch}"
         how = "it left the loop over its loader in"
-    _Mine.last_pass = (
-        f"{how} epoch {epoch} after {loader.batches_read} batch{'es' * (loader.batches_read != 1)}"
-    )
+    plural = "es" * (number != 1)
+    _Mine.last_pass = f"{how} epoch {epoch} after {number} batch{plural}"
 
 
 def batches_read() -> int:

@@ -60,10 +60,10 @@ def count_data_shards(config: ParallelismConfig | None, world_size: int) -> int:
 
 def group_of(mesh: DeviceMesh | None, name: str) -> ProcessGroup | None:
     """The process group of one (flattened) dimension, None where the layout does not have it."""
-    found = _flattened(mesh, name)
-    if found is None:
+    dimension = _flattened(mesh, name)
+    if dimension is None:
         return None
-    return found.get_group()
+    return dimension.get_group()
 
 
 def fsdp_mesh(
@@ -79,15 +79,15 @@ def fsdp_mesh(
         shards = "dp_shard_cp"
     else:
         shards = "dp_shard"
-    found = _flattened(mesh, shards)
-    if found is None:
+    dimension = _flattened(mesh, shards)
+    if dimension is None:
         raise ConfigurationError(
             f"{describe(config)}: FSDP has nothing to shard over. Give dp_shard_size, cp_size or sp_size above 1, or "
             "train with DDP."
         )
     if config.dp_replicate_enabled:
         return _slice(mesh, ("dp_replicate", shards))
-    return found
+    return dimension
 
 
 def describe(config: ParallelismConfig) -> str:

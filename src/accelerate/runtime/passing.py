@@ -14,7 +14,7 @@ from typing import Any
 from ..torch_internals.flight_recorder import newest, recorded
 from . import marks
 from .agreement import Connection, arrivals, log_wait, pauses
-from .ledger import LEDGER
+from .calls import LEDGER
 
 # The number of questions; odd while one is open. The last question. How often a rank has begun to answer, and, by rank
 # and that number, who does not answer any more.
@@ -39,7 +39,8 @@ def goes_alone(subject: str, name: str, connection: Connection, world: int, limi
         "batch": marks.outer_batch(),
         "calls": LEDGER.count,
     }
-    number, is_compared, is_logged = 0, False, False
+    number = 0
+    is_compared = is_logged = False
     try:
         for waited in pauses(2, limit):
             for other_subject, _ in arrivals(name, connection, range(1, world)).values():
@@ -93,11 +94,14 @@ class Answers:
             self._store.set(f"{_COUNT}/{number}", "")
 
     def _is_past(self, position: dict[str, Any]) -> bool:
-        calls, call = LEDGER.count, LEDGER.current()
+        calls = LEDGER.count
+        call = LEDGER.current()
         if call is not None and call.operation == position["subject"]:
             return False
+        if calls > position["calls"]:
+            return True
         batch = marks.outer_batch()
-        if calls > position["calls"] or (batch and position["batch"] and batch > position["batch"]):
+        if batch and position["batch"] and batch > position["batch"]:
             return True
         now = time.monotonic()
         if "collectives" not in position or now < self._next_reading:

@@ -64,7 +64,9 @@ def split(inputs: object, index: int, count: int, pad: bool, device: torch.devic
         return
     length = _length(inputs)
     begin, end = bounds_of(length, index, count)
-    missing = math.ceil(length / count) - (end - begin) if pad else 0
+    missing = 0
+    if pad:
+        missing = math.ceil(length / count) - (end - begin)
     yield _cut(inputs, begin, end, missing, device)
 
 
@@ -96,15 +98,17 @@ def _cut(inputs: Any, begin: int, end: int, missing: int, device: torch.device) 
             last = inputs[-1:].to(device)
             part = torch.cat([part, last.expand(missing, *last.shape[1:])])
         return part
-    if hasattr(inputs, "select") and hasattr(inputs, "column_names"):
-        # A `datasets.Dataset`: a selection of rows stays a dataset.
-        return inputs.select([*range(begin, end), *[len(inputs) - 1] * missing])
-    part = inputs[begin:end]
-    if not missing:
-        return part
+    # A `datasets.Dataset`: a selection of rows stays a dataset.
+    is_dataset = hasattr(inputs, "select") and hasattr(inputs, "column_names")
+    if not missing and not is_dataset:
+        return inputs[begin:end]
+    indices = list(range(begin, end))
+    indices += [len(inputs) - 1] * missing
+    if is_dataset:
+        return inputs.select(indices)
     if hasattr(inputs, "__array__"):
-        return inputs[[*range(begin, end), *[len(inputs) - 1] * missing]]
-    filled = [*part, *[inputs[-1]] * missing]
+        return inputs[indices]
+    filled = [inputs[index] for index in indices]
     if isinstance(inputs, tuple):
         return tuple(filled)
     return filled

@@ -41,21 +41,26 @@ def dump() -> str:
 def place_in(text: str, thread: int) -> StackPlace:
     """The place of a thread in the text of `dump`."""
     frames = frames_of(text, thread)
-    index = next((at for at, frame in enumerate(frames) if is_users(frame.path)), len(frames) - 1)
-    if index < 0:
+    if not frames:
         return StackPlace("no line: its main thread has ended", "", "")
-    user = frames[index]
-    called = (
-        frame
-        for frame in reversed(frames[:index])
-        if not frame.function.startswith(("_", *_WRAPPERS))
-    )
-    calls = next(called, None)
-    name = "" if calls is None else calls.function
-    if calls is not None and calls.path == f"{PACKAGE}accelerator.py":
-        name = f"accelerator.{name}"
-    within = "" if user.function == "<module>" else user.function
-    return StackPlace(f"{user.path}:{user.line}", within, name)
+    inner = []
+    for user in frames[:-1]:
+        if is_users(user.path):
+            break
+        inner.append(user)
+    else:
+        user = frames[-1]
+    calls = ""
+    for frame in inner:
+        # The outermost one counts.
+        if not frame.function.startswith(("_", *_WRAPPERS)):
+            calls = frame.function
+            if frame.path == f"{PACKAGE}accelerator.py":
+                calls = f"accelerator.{calls}"
+    within = user.function
+    if within == "<module>":
+        within = ""
+    return StackPlace(f"{user.path}:{user.line}", within, calls)
 
 
 def folder(store: Any) -> str:
@@ -76,14 +81,16 @@ def has_debugger(text: str, thread: int) -> bool:
 
 def write(store: Any, rank: int, lines: Iterable[str]) -> str:
     """Write this rank's file, if a report has made the folder, and return that. A full disk does not end the watch."""
-    path: str = store.get(_KEY).decode() if store.check([_KEY]) else ""
+    if not store.check([_KEY]):
+        return ""
+    path: str = store.get(_KEY).decode()
     if path:
-        head = f"rank {rank}, process {os.getpid()}, {time.strftime('%Y-%m-%d %H:%M:%S')}"
+        when = time.strftime("%Y-%m-%d %H:%M:%S")
+        head = f"rank {rank}, process {os.getpid()}, {when}"
+        text = "\n".join([head, *lines, ""])
         with contextlib.suppress(OSError):
             os.makedirs(path, mode=0o700, exist_ok=True)
-            Path(path, f"rank_{rank:05d}.txt").write_text(
-                "\n".join([head, *lines, ""]), errors="replace"
-            )
+            Path(path, f"rank_{rank:05d}.txt").write_text(text, errors="replace")
     return path
 
 

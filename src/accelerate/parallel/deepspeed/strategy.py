@@ -18,7 +18,7 @@ from ...core.imports import is_available
 from ...core.messages import warn
 from ...core.modules import move_module
 from ...precision.base import Precision
-from ...runtime import deepspeed_comm, group
+from ...runtime import backends, group
 from ...state import AcceleratorState, GradientState, PartialState
 from ..base import Bundle, Strategy, one_shard_each
 from ..compile import Compile, compile_regions_deepspeed
@@ -63,7 +63,7 @@ class DeepSpeedZero(Strategy):
         if env.get("LOCAL_RANK") is None:
             # An engine reads its device index from there.
             env.publish({"LOCAL_RANK": PartialState().local_process_index})
-        deepspeed_comm.start(device)
+        backends.start_deepspeed(device)
         self.engine: DeepSpeedEngineWrapper | None = None
         self._trains = False
         # Of the engines that `prepare_together` has started and `prepare` has not seen yet.

@@ -7,7 +7,7 @@ import pytest
 from ranks import run_ranks
 
 from accelerate.core.errors import ConfigurationError
-from accelerate.runtime import smddp
+from accelerate.runtime import backends
 
 LIBRARY = """
 import torch.distributed as dist
@@ -44,4 +44,4 @@ def test_a_job_with_data_parallelism_uses_its_backend(tmp_path):
 
 def test_an_image_without_the_library_is_told():
     with pytest.raises(ConfigurationError, match="library is missing"):
-        smddp.register_backend()
+        backends.register(backends.SMDDP)
