@@ -297,11 +297,13 @@ def _processes(launch: LaunchSpec, group: WorkerGroup, restarts: int) -> list[Pr
     assert group.master_addr is not None and group.master_port is not None
     local, processes = len(group.workers), []
     for worker in group.workers:
-        place = Place(
+        position = Place(
             worker.global_rank, worker.local_rank, local, group.group_rank, group.group_world_size,
             group.master_addr, group.master_port,
         )  # fmt: skip
-        variables = launch._replace(num_processes=worker.world_size).variables_at(place, restarts)
+        variables = launch._replace(num_processes=worker.world_size).variables_at(
+            position, restarts
+        )
         variables.update(
             TORCHELASTIC_RUN_ID=group.spec.rdzv_handler.get_run_id(),
             TORCHELASTIC_RESTART_COUNT=str(restarts),

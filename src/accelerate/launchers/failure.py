@@ -221,8 +221,8 @@ def _cause_of_signal(number: int, output: str, oom_kills: int) -> str:
         if oom_kills:
             return f"{text}: out of memory (recorded by the kernel for this control group)"
         return f"{text}: by the kernel when memory runs out, by a job scheduler, or by hand (see dmesg)"
-    for known, meaning in _MEANINGS.items():
-        if known == number:
+    for signal_number, meaning in _MEANINGS.items():
+        if signal_number == number:
             text += f": {meaning}"
     line = tracebacks.crash_line(output)
     if line:

@@ -177,12 +177,12 @@ def _settings(config: Any, args: argparse.Namespace) -> Settings:
     }
     for key, value in (getattr(config, "dynamo_config", None) or {}).items():
         given_values[key if key.startswith("dynamo_") else f"dynamo_{key}"] = value
-    known = options()
-    unknown = sorted(set(given_values) - set(known))
+    rows = options()
+    unknown = sorted(set(given_values) - set(rows))
     if unknown:
         raise ConfigurationError(f"dynamo_config has no {', '.join(unknown)}")
     values = {
-        name: Setting(known[name].convert(value, where=name), origin)
+        name: Setting(rows[name].convert(value, where=name), origin)
         for name, value in given_values.items()
         if value is not None
     }
@@ -208,14 +208,14 @@ def _check_distribution(
 
 def _environment(settings: Settings, kind: SageMakerDistributedType) -> dict[str, str]:
     """The variables of the job's processes."""
-    found = {name: text for name, text in variables(settings).items() if text is not None}
-    found.update({options()[name].variable: str(settings[name]) for name in DYNAMO})
-    found["ACCELERATE_USE_SAGEMAKER"] = "true"
-    found["ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE"] = kind.value
+    published = {name: text for name, text in variables(settings).items() if text is not None}
+    published.update({options()[name].variable: str(settings[name]) for name in DYNAMO})
+    published["ACCELERATE_USE_SAGEMAKER"] = "true"
+    published["ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE"] = kind.value
     ids = settings["gpu_ids"]
     if ids and ids.strip().lower() != "all":
-        found["CUDA_VISIBLE_DEVICES"] = ids
-    return found
+        published["CUDA_VISIBLE_DEVICES"] = ids
+    return published
 
 
 def _client_variables(config: Any, args: argparse.Namespace) -> dict[str, str]:

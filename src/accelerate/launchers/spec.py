@@ -252,7 +252,7 @@ class LaunchSpec(NamedTuple):
     def process(self, local_rank: int, port: int, attempt: int = 0) -> ProcessSpec:
         """The process of a local rank on this machine, where rank 0 listens at `port` of machine 0."""
         rank = self.machine_rank * self.local_processes + local_rank
-        place = Place(
+        position = Place(
             rank,
             local_rank,
             self.local_processes,
@@ -261,7 +261,7 @@ class LaunchSpec(NamedTuple):
             self.main_process_ip,
             port,
         )
-        variables = self.variables_at(place, attempt)
+        variables = self.variables_at(position, attempt)
         return ProcessSpec(
             rank, local_rank, tuple(self.program.argv()), variables, self.cpus_of(local_rank)
         )
@@ -327,16 +327,17 @@ class LaunchSpec(NamedTuple):
         ConfigurationError for one that the rendezvous of this launch does not know.
         """
         settings: dict[str, str] = {}
-        known = (*RENDEZVOUS_SETTINGS, "is_host")
+        names = (*RENDEZVOUS_SETTINGS, "is_host")
         for part in self.rdzv_conf.split(","):
             name, equals, value = (word.strip() for word in part.partition("="))
             if part.strip() and not equals:
                 raise ConfigurationError(f"rdzv_conf={self.rdzv_conf!r}: {part!r} is not key=value")
-            if name and name not in known and self.rdzv_backend in ("static", "c10d"):
+            if name and name not in names and self.rdzv_backend in ("static", "c10d"):
                 raise ConfigurationError(
-                    f"rdzv_conf: there is no setting {name!r}{suggestion(name, known)}"
+                    f"rdzv_conf: there is no setting {name!r}{suggestion(name, names)}"
                 )
-            settings |= {name: value} if name else {}
+            if name:
+                settings[name] = value
         return settings
 
     @property
