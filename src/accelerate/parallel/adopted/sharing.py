@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -73,31 +74,30 @@ def derive(descriptions: Sequence[Description]) -> Layout:
         PrepareError: the meshes contradict each other, or a gradient would not be an average.
     """
     world = range(len(descriptions))
-    names = [[name for name, _ in one.sharings] for one in descriptions]
-    if any(found != names[0] for found in names):
+    names = [[name for name, _ in description.sharings] for description in descriptions]
+    if any(names_of_rank != names[0] for names_of_rank in names):
         raise PrepareError(
-            f"the ranks have different parameters (the first ones: {[found[:1] for found in names]}): a model whose "
-            "layers are distributed over ranks (pipeline stages) is not adopted. Give prepare the plain model, with "
-            "ParallelismConfig(pp_size=...)"
+            f"the ranks have different parameters (the first ones: {[of_rank[:1] for of_rank in names]}): a model "
+            "whose layers are distributed over ranks (pipeline stages) is not adopted. Give prepare the plain "
+            "model, with ParallelismConfig(pp_size=...)"
         )
-    sharings = [[sharing for _, sharing in one.sharings] for one in descriptions]
-    fsdp = _components(
-        world, (ranks for one in sharings for sharing in one for ranks in sharing.averaged)
-    )
-    same = [ranks for one in descriptions for ranks in one.same_batch]
-    for rank in world:
-        split = (ranks for sharing in sharings[rank] for ranks in sharing.split)
-        same += [ranks for ranks in split if fsdp[rank].intersection(ranks) == {rank}]
-    readers = _components(world, same)
+    sharings = [[sharing for _, sharing in description.sharings] for description in descriptions]
+    averaged = [sharing.averaged for sharing in chain.from_iterable(sharings)]
+    fsdp = _components(world, chain.from_iterable(averaged))
+    same_batch: list[Ranks] = []
+    for rank, description in enumerate(descriptions):
+        same_batch += description.same_batch
+        for sharing in sharings[rank]:
+            same_batch += [r for r in sharing.split if fsdp[rank].intersection(r) == {rank}]
+    readers = _components(world, same_batch)
     shards = tuple(sorted({tuple(sorted(ranks)) for ranks in readers}))
     columns = _columns(shards, fsdp)
     averages = []
-    for number, name in enumerate(names[0]):
-        kind = [one[number] for one in sharings]
-        reached = _components(
-            world, (ranks for one in kind for ranks in (*one.averaged, *one.split))
-        )
-        summed = _components(world, (ranks for one in kind for ranks in one.averaged))
+    for name, *of_ranks in zip(names[0], *sharings, strict=True):
+        averaged = [sharing.averaged for sharing in of_ranks]
+        split = [sharing.split for sharing in of_ranks]
+        reached = _components(world, chain.from_iterable(averaged + split))
+        summed = _components(world, chain.from_iterable(averaged))
         groups: list[Ranks] = []
         for column in sorted(set(columns.values())):
             # The ranks that a backward has summed over already; the rest averages ranks at the same place of each.
@@ -105,7 +105,8 @@ def derive(descriptions: Sequence[Description]) -> Layout:
             for rank in column:
                 pieces.setdefault(reached[rank], []).append(rank)
             for rank in column:
-                count, divisor = len(pieces[reached[rank]]), kind[rank].divisor or len(summed[rank])
+                count = len(pieces[reached[rank]])
+                divisor = of_ranks[rank].divisor or len(summed[rank])
                 if divisor != count:
                     raise PrepareError(
                         f"the gradient of {name} would not be an average: it is a sum over {count} of the "
@@ -125,16 +126,16 @@ def _columns(shards: tuple[Ranks, ...], fsdp: Sequence[frozenset[int]]) -> dict[
             f"the meshes of the model are unrelated: the ranks that would read the same samples are {list(shards)}, "
             f"which are not equally many. {_REMEDY}"
         )
-    found = {}
+    columns = {}
     for column in zip(*shards, strict=True):
         for rank in column:
-            found[rank] = column
+            columns[rank] = column
             if not fsdp[rank].issubset(column) or list(column) != sorted(column):
                 raise PrepareError(
                     f"the meshes of the model are unrelated: rank {rank} averages with {sorted(fsdp[rank])}, and "
                     f"the ranks that would read the same samples are {list(shards)}. {_REMEDY}"
                 )
-    return found
+    return columns
 
 
 def _components(world: Sequence[int], groups: Iterable[Ranks]) -> list[frozenset[int]]:
@@ -162,20 +163,15 @@ def parameters_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Sharing
     for _, group, _ in shard_groups(model):
         info = group.mesh_info
         dimensions = (info.replicate_mesh_dim, info.shard_mesh_dim)
-        averaged = [
-            ranks_of(info.mesh, dimension) for dimension in dimensions if dimension is not None
-        ]
-        entry = tuple(ranks for ranks in averaged if len(ranks) > 1), group.gradient_divide_factor
-        managed.update(
-            {id(module_parameter(parameter)): entry for parameter in group_parameters(group)}
-        )
-    for name, parameter in model.named_parameters():
-        averaged_over, divisor = managed.get(id(parameter), ((), None))
-        yield (
-            name,
-            parameter,
-            Sharing(averaged_over, tuple(_split(parameter, averaged_over)), divisor),
-        )
+        averaged = [ranks_of(info.mesh, number) for number in dimensions if number is not None]
+        averaged = [ranks for ranks in averaged if len(ranks) > 1]
+        entry = (tuple(averaged), group.gradient_divide_factor)
+        for parameter in group_parameters(group):
+            managed[id(module_parameter(parameter))] = entry
+    for name, model_parameter in model.named_parameters():
+        averaged_over, divisor = managed.get(id(model_parameter), ((), None))
+        split = tuple(_split(model_parameter, averaged_over))
+        yield name, model_parameter, Sharing(averaged_over, split, divisor)
 
 
 def tensor_parallel_mesh(model: nn.Module) -> DeviceMesh | None:
@@ -197,7 +193,8 @@ def _split(parameter: torch.Tensor, averaged: Sequence[Ranks]) -> Iterator[Ranks
         return
     mesh = parameter.device_mesh
     for dimension in range(mesh.ndim):
-        if mesh.size(dimension) > 1 and (ranks := ranks_of(mesh, dimension)) not in averaged:
+        ranks = ranks_of(mesh, dimension)
+        if len(ranks) > 1 and ranks not in averaged:
             yield ranks
 
 

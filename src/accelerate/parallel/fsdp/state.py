@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -58,11 +59,11 @@ def is_fsdp1(model: nn.Module) -> bool:
 
 def parameter_names(model: nn.Module) -> dict[int, list[str]]:
     """By the id of a parameter, the plain names of what it contains: several for one that FSDP1 has flattened."""
-    found = {id(parameter): [name] for name, parameter in materialize.named_parameters(model)}
-    flattened = (unit for unit in flat_units(model) if not unit.keeps_originals)
-    return found | {
-        id(unit.flat): list(map(materialize.canonical_name, unit.names)) for unit in flattened
-    }
+    names = {id(parameter): [name] for name, parameter in materialize.named_parameters(model)}
+    for unit in flat_units(model):
+        if not unit.keeps_originals:
+            names[id(unit.flat)] = list(map(materialize.canonical_name, unit.names))
+    return names
 
 
 def full_model_state(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -78,26 +79,26 @@ def load_full_model_state(
     Raises PrepareError for a tensor of the model that the state lacks (with `strict`) or has in another shape, and
     CheckpointError for one that the model lacks.
     """
-    # (its plain names, tensor) for all that a state dict has.
-    tensors: dict[int, tuple[list[str], torch.Tensor]] = {}
-    persistent = {materialize.canonical_name(name) for name in model.state_dict()}
-    for name, tensor in materialize.named_tensors(model, remove_duplicate=False):
-        if name in persistent:
-            tensors.setdefault(id(tensor), ([], tensor))[0].append(name)
-    targets = list(tensors.values())
-    known = {name for names, _ in targets for name in names}
-    if strict and (unknown := [name for name in state if name not in known]):
-        raise CheckpointError(
-            f"the state holds {len(unknown)} tensors the model does not: {', '.join(unknown[:5])}"
-        )
+    persistent = set(map(materialize.canonical_name, model.state_dict()))
+    tensors: dict[int, torch.Tensor] = {}
     # A tied tensor has several names, and a state may hold it under any of them.
-    chosen = [
-        (next((name for name in names if name in state), names[0]), tensor)
-        for names, tensor in targets
-    ]
-    offered = materialize.from_first([name for name, _ in chosen], device)
-    chosen = [(name, tensor) for name, (_, tensor) in zip(offered, chosen, strict=True)]
-    materialize.spread(dict(state), chosen, device, strict=strict)
+    name_in_state: dict[int, str] = {}
+    unknown = set(state)
+    for name, tensor in materialize.named_tensors(model, remove_duplicate=False):
+        if name not in persistent:
+            continue
+        unknown.discard(name)
+        tensors[id(tensor)] = tensor
+        if name_in_state.setdefault(id(tensor), name) not in state and name in state:
+            name_in_state[id(tensor)] = name
+    if strict and unknown:
+        listed = [name for name in state if name in unknown]
+        raise CheckpointError(
+            f"the state holds {len(listed)} tensors the model does not: {', '.join(listed[:5])}"
+        )
+    names = materialize.from_first([name_in_state[key] for key in tensors], device)
+    targets = list(zip(names, tensors.values(), strict=True))
+    materialize.spread(dict(state), targets, device, strict=strict)
 
 
 def full_optimizer_state(
@@ -125,22 +126,16 @@ def full_optimizer_state(
         return {}
     if is_on_host(config):
         named = map_leaves(torch.Tensor.cpu, named)
-    names = [name for group in groups or _groups(model, optimizer) for name in group]
+    names = chain.from_iterable(groups or _groups(model, optimizer))
     positions = {name: position for position, name in enumerate(names)}
-    in_order = sorted(
-        named["param_groups"],
-        key=lambda group: min((positions[name] for name in group["params"]), default=0),
-    )
+    for group in named["param_groups"]:
+        group["params"] = sorted(positions[name] for name in group["params"])
+    in_order = sorted(named["param_groups"], key=lambda group: group["params"][:1] or [0])
     listed_groups = []
     for saved, expected in zip(in_order, optimizer.param_groups, strict=True):
-        listed = [positions[name] for name in saved["params"]]
-        listed_groups.append(
-            {**{key: saved[key] for key in expected if key in saved}, "params": sorted(listed)}
-        )
-    return {
-        "state": {positions[name]: state for name, state in named["state"].items()},
-        "param_groups": listed_groups,
-    }
+        listed_groups.append({key: saved[key] for key in expected if key in saved})
+    states = {positions[name]: entry for name, entry in named["state"].items()}
+    return {"state": states, "param_groups": listed_groups}
 
 
 def load_full_optimizer_state(
@@ -151,37 +146,37 @@ def load_full_optimizer_state(
 ) -> None:
     """Load the state of a plain run's optimizer, which only rank 0 needs to have. Every rank calls it."""
     # torch 2.13 cuts a rank's shard of the state out as one block.
-    if steps_unsharded(optimizer) or any(
-        dtensor.is_packed(parameter) for parameter in model.parameters()
-    ):
+    if steps_unsharded(optimizer) or any(map(dtensor.is_packed, model.parameters())):
         _load_unsharded_state(optimizer, state)
         return
     named: dict[str, Any] = {}
     groups = groups or _groups(model, optimizer)
+    names = list(chain.from_iterable(groups))
+    names_with_state: set[str] = set()
+    has_shards = False
     if dist.get_rank() == 0:
-        names = [name for group in groups for name in group]
         check_groups(groups, state["param_groups"])
-        named["state"] = {
-            names[position]: copy.deepcopy(value) for position, value in state["state"].items()
-        }
-        named["param_groups"] = [
-            {**copy.deepcopy(group), "params": [names[position] for position in group["params"]]}
-            for group in state["param_groups"]
-        ]
-    # Not strict: a parameter that was never used has no state, which is how a plain run's optimizer has it.
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
-    values = [value for entry in named.get("state", {}).values() for value in entry.values()]
-    has_shards = any(isinstance(value, torch.Tensor) and value.dim() for value in values)
-    given = (set(named.get("state", ())), has_shards)
-    with_state, has_shards = materialize.from_first(given, next(model.parameters()).device)
+        named = copy.deepcopy({key: state[key] for key in ("state", "param_groups")})
+        named["state"] = {names[position]: entry for position, entry in named["state"].items()}
+        for group in named["param_groups"]:
+            group["params"] = [names[position] for position in group["params"]]
+        names_with_state.update(named["state"])
+        for entry in named["state"].values():
+            if any(isinstance(value, torch.Tensor) and value.dim() for value in entry.values()):
+                has_shards = True
+    names_with_state, has_shards = materialize.from_first(
+        (names_with_state, has_shards), next(model.parameters()).device
+    )
     if not has_shards:
         # torch 2.13 finds the device of the state in it.
         if is_fsdp1(model) and dist.get_rank() == 0:
-            state = _by_parameter(model, optimizer, state, groups)
+            state = _by_parameter(model, optimizer, state, names)
         _load_unsharded_state(optimizer, state)
         return
+    # Not strict: a parameter that was never used has no state, which is how a plain run's optimizer has it.
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
     set_optimizer_state_dict(model, optimizer, named, options=options)
-    drop_states(model, optimizer, {name for group in groups for name in group} - with_state)
+    drop_states(model, optimizer, set(names) - names_with_state)
 
 
 def optimizer_state(
@@ -201,13 +196,11 @@ def optimizer_state(
     groups = named_groups(model, optimizer)
     if not options.flatten_optimizer_state_dict:
         return {"state": {}, "param_groups": groups}
-    return {
-        f"param_groups.{name}.{key}": value
-        for group in groups
-        for name in group["params"]
-        for key, value in group.items()
-        if key != "params"
-    }
+    flattened = {}
+    for group in groups:
+        for name in group.pop("params"):
+            flattened.update({f"param_groups.{name}.{key}": group[key] for key in group})
+    return flattened
 
 
 def _refuse_nested(optimizer: torch.optim.Optimizer, options: StateDictOptions) -> None:
@@ -215,20 +208,19 @@ def _refuse_nested(optimizer: torch.optim.Optimizer, options: StateDictOptions) 
 
     A full state without tensors of a parameter's elements is stored as it is.
     """
-    entries = [(key, value) for entry in optimizer.state.values() for key, value in entry.items()]
+    entries = list(optimizer.state.values())
     dims: list[int] = []
-    map_leaves(lambda tensor: dims.append(tensor.dim()), [value for _, value in entries])
-    nested = {
-        str(key): type(value).__name__
-        for key, value in entries
-        if isinstance(value, (dict, list, tuple))
-    }
-    everyone = materialize.from_all((nested, any(dims)))
-    found = {key: kind for kinds, _ in everyone for key, kind in kinds.items()}
-    if found and (
-        options.flatten_optimizer_state_dict or any(has_elements for _, has_elements in everyone)
-    ):
-        key, kind = next(iter(found.items()))
+    map_leaves(lambda tensor: dims.append(tensor.dim()), [dict(entry) for entry in entries])
+    nested: dict[str, str] = {}
+    for key, value in chain.from_iterable(entry.items() for entry in entries):
+        if isinstance(value, (dict, list, tuple)):
+            nested[str(key)] = type(value).__name__
+    has_elements = any(dims)
+    for nested_of_rank, rank_has_elements in materialize.from_all((nested, has_elements)):
+        nested.update(nested_of_rank)
+        has_elements = has_elements or rank_has_elements
+    if nested and (options.flatten_optimizer_state_dict or has_elements):
+        key, kind = min(nested.items())
         raise CheckpointError(
             f"the state {key!r} of {type(optimizer).__name__} is a {kind}, which FSDP1 cannot save: the optimizer "
             "has to keep its tensors and numbers as separate entries of a parameter's state"
@@ -238,10 +230,8 @@ def _refuse_nested(optimizer: torch.optim.Optimizer, options: StateDictOptions) 
 def named_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """An optimizer's groups, with plain names as their parameters."""
     names = _groups(model, optimizer)
-    return [
-        {**group, "params": listed}
-        for group, listed in zip(optimizer.param_groups, names, strict=True)
-    ]
+    groups = zip(optimizer.param_groups, names, strict=True)
+    return [{**group, "params": listed} for group, listed in groups]
 
 
 @contextlib.contextmanager
@@ -251,20 +241,19 @@ def _only_with_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iter
     Every rank enters it. torch 2.13 expects a state of each parameter of a unit that is not frozen. The value of the
     block is whether any parameter has a state on any rank.
     """
-    stepped = {
-        id(p): p for group in optimizer.param_groups for p in group["params"] if p.requires_grad
-    }
-    named = {name: p for name, p in materialize.named_parameters(model) if id(p) in stepped}
-    mine = {name for name, parameter in named.items() if optimizer.state.get(parameter)}
-    known = set().union(*materialize.from_all(mine))
-    if known:
-        without = [parameter for name, parameter in named.items() if name not in known]
-    else:
-        without = []
+    trained: set[torch.Tensor] = set()
+    for group in optimizer.param_groups:
+        trained.update(p for p in group["params"] if p.requires_grad)
+    named = {name: p for name, p in materialize.named_parameters(model) if p in trained}
+    names_of_rank = {name for name, parameter in named.items() if optimizer.state.get(parameter)}
+    names_with_state = set().union(*materialize.from_all(names_of_rank))
+    without = []
+    if names_with_state:
+        without = [p for name, p in named.items() if name not in names_with_state]
     for parameter in without:
         parameter.requires_grad_(False)
     try:
-        yield bool(known)
+        yield bool(names_with_state)
     finally:
         for parameter in without:
             parameter.requires_grad_(True)
@@ -272,9 +261,11 @@ def _only_with_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iter
 
 def drop_states(model: nn.Module, optimizer: torch.optim.Optimizer, without: set[str]) -> None:
     """Remove the state that torch made to load into, of parameters (plain names) that had none when it was saved."""
-    known = parameter_names(model) if without else {}
+    if not without:
+        return
+    names = parameter_names(model)
     for parameter in list(optimizer.state):
-        if id(parameter) in known and without.issuperset(known[id(parameter)]):
+        if id(parameter) in names and without.issuperset(names[id(parameter)]):
             optimizer.state.pop(parameter)
 
 
@@ -291,74 +282,82 @@ def broadcast_state(
 
     The state of one parameter at a time is unsharded on every rank. `groups` has an entry for each parameter.
     """
-    own: dict[int, dict[str, object]] = state.get("state", {})
-    offered = ({name: value for name, value in state.items() if name != "state"}, sorted(own))
-    rest, positions = materialize.from_first(offered, device)
-    check_groups(groups, rest["param_groups"])
+    other_entries = dict(state)
+    states: dict[int, dict[str, object]] = other_entries.pop("state", {})
+    other_entries, positions = materialize.from_first((other_entries, sorted(states)), device)
+    check_groups(groups, other_entries["param_groups"])
 
     def entries() -> Iterator[tuple[int, dict[str, object]]]:
         for position in positions:
-            yield position, materialize.from_first(own.get(position, {}), device)
+            yield position, materialize.from_first(states.get(position, {}), device)
 
-    return rest, entries()
+    return other_entries, entries()
 
 
 def check_groups(groups: Sequence[Sequence[object]], saved: Sequence[Mapping[str, Any]]) -> None:
     """Raise CheckpointError unless an optimizer's groups are as large as those of a saved state."""
-    here, there = [len(group) for group in groups], [len(group["params"]) for group in saved]
-    if here != there:
+    sizes = [len(group) for group in groups]
+    saved_sizes = [len(group["params"]) for group in saved]
+    if sizes != saved_sizes:
         raise CheckpointError(
-            f"the optimizer's groups have {here} parameters, those of the state {there}"
+            f"the optimizer's groups have {sizes} parameters, those of the state {saved_sizes}"
         )
 
 
 def _load_unsharded_state(optimizer: torch.optim.Optimizer, state: Mapping[str, object]) -> None:
     groups = [group["params"] for group in optimizer.param_groups]
-    parameters = [parameter for group in groups for parameter in group]
-    rest, entries = broadcast_state(state, groups, parameters[0].device if parameters else None)
-    laid_out = {at: lay_out_state(entry, parameters[at], parameters[at]) for at, entry in entries}
-    optimizer.load_state_dict({**rest, "state": laid_out})
+    parameters = list(chain.from_iterable(groups))
+    device = None
+    if parameters:
+        device = parameters[0].device
+    other_entries, entries = broadcast_state(state, groups, device)
+    laid_out = {}
+    for position, entry in entries:
+        parameter = parameters[position]
+        laid_out[position] = lay_out_state(entry, parameter, parameter)
+    optimizer.load_state_dict({**other_entries, "state": laid_out})
 
 
 def _by_parameter(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     state: Mapping[str, Any],
-    groups: Sequence[Sequence[str]],
+    names: Sequence[str],
 ) -> dict[str, Any]:
     """A plain state without tensors of a parameter's shape, by the positions of the optimizer's own parameters.
 
     A flattened parameter has the state of its first member.
     """
-    at = {
-        name: position for position, name in enumerate(name for group in groups for name in group)
-    }
-    known = parameter_names(model)
-    entries: list[dict[str, object] | None] = []
-    listed = []
+    saved_positions = {name: position for position, name in enumerate(names)}
+    members = parameter_names(model)
+    states = {}
+    groups = []
+    count = 0
     for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
-        first = len(entries)
-        entries += [
-            state["state"].get(at[known[id(parameter)][0]]) for parameter in group["params"]
-        ]
-        listed.append({**saved, "params": list(range(first, len(entries)))})
-    found = {position: entry for position, entry in enumerate(entries) if entry is not None}
-    return {**state, "state": found, "param_groups": listed}
+        positions = range(count, count + len(group["params"]))
+        count = positions.stop
+        groups.append({**saved, "params": list(positions)})
+        for position, parameter in zip(positions, group["params"], strict=True):
+            saved_position = saved_positions[members[id(parameter)][0]]
+            if saved_position in state["state"]:
+                states[position] = state["state"][saved_position]
+    return {**state, "state": states, "param_groups": groups}
 
 
 def _groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
     """The plain names of an optimizer's parameters, by group, in its order."""
-    known = parameter_names(model)
+    names = parameter_names(model)
+    groups = []
     try:
-        return [
-            [name for parameter in group["params"] for name in known[id(parameter)]]
-            for group in optimizer.param_groups
-        ]
+        for group in optimizer.param_groups:
+            members = [names[id(parameter)] for parameter in group["params"]]
+            groups.append(list(chain.from_iterable(members)))
     except KeyError:
         raise CheckpointError(
             f"{type(optimizer).__name__} has parameters that are not in {class_name(model)}: its state can "
             "only be saved with the one model that it trains"
         ) from None
+    return groups
 
 
 def unwrapped(value: torch.Tensor) -> torch.Tensor:

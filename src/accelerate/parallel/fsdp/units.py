@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -35,13 +36,12 @@ def fill_policy(plugin: FullyShardedDataParallelPlugin, version: int, precision:
     """
     if plugin.fsdp_version != version:
         raise ConfigurationError(f"fsdp_version={plugin.fsdp_version} is not FSDP{version}")
-    full_outputs = precision.native_amp and (
-        plugin.mixed_precision_policy is None or plugin.policy_is_filled
-    )
-    if precision.native_amp and plugin.mixed_precision_policy is None:
+    if not precision.native_amp:
+        return False
+    if plugin.mixed_precision_policy is None:
         plugin.set_mixed_precision(precision.name)
         plugin.policy_is_filled = True
-    return full_outputs
+    return plugin.policy_is_filled
 
 
 def keep_unpacked(model: torch.nn.Module) -> None:
@@ -174,40 +174,35 @@ def _descend(
     undivided: tuple[type[nn.Module], ...],
 ) -> tuple[list[nn.Module], int]:
     """(units below and at `module`, parameters in them)."""
-    numel = sum(
-        parameter.numel() for parameter in module.parameters() if id(parameter) not in ignored
-    )
+    numel = sum(p.numel() for p in module.parameters() if id(p) not in ignored)
     if id(module) in seen or not policy(module=module, recurse=True, nonwrapped_numel=numel):
         return [], 0
     seen.add(id(module))
     units: list[nn.Module] = []
-    wrapped = 0
-    for child in () if isinstance(module, undivided) else module.children():
-        below, count = _descend(child, policy, ignored, False, seen, undivided)
-        units += below
-        wrapped += count
-    rest = numel - wrapped
+    unwrapped = numel
+    if not isinstance(module, undivided):
+        for child in module.children():
+            units_below, wrapped = _descend(child, policy, ignored, False, seen, undivided)
+            units += units_below
+            unwrapped -= wrapped
     # A unit's parameters are gathered when it is called.
     can_be_called = getattr(module.forward, "__func__", None) is not nn.Module.forward
-    is_unit = not is_root and rest > 0 and can_be_called
-    if is_unit and policy(module=module, recurse=False, nonwrapped_numel=rest):
+    is_unit = not is_root and unwrapped > 0 and can_be_called
+    if is_unit and policy(module=module, recurse=False, nonwrapped_numel=unwrapped):
         return [*units, module], numel
-    return units, wrapped
+    return units, numel - unwrapped
 
 
 def _keep_ties_together(
     model: nn.Module, units: list[nn.Module], ignored: set[int]
 ) -> list[nn.Module]:
     """The units, except the ones that would gather only one end of a tied parameter."""
-    while True:
-        owners = owning_units(model, units)
-        split = next(
-            (found for key, found in owners.items() if key not in ignored and len(found) > 1), None
-        )
-        if split is None:
-            return units
-        # The parameter then belongs to what encloses both ends.
-        units = [unit for unit in units if id(unit) not in split]
+    for key, unit_ids in owning_units(model, units).items():
+        if key not in ignored and len(unit_ids) > 1:
+            # The parameter then belongs to what encloses both ends.
+            enclosing = [unit for unit in units if id(unit) not in unit_ids]
+            return _keep_ties_together(model, enclosing, ignored)
+    return units
 
 
 def with_regions(
@@ -220,27 +215,18 @@ def with_regions(
 
     Raises PrepareError for such a module that shares a parameter with one outside: both are gathered together.
     """
-    added = [m for m in regions if m not in units and any(p not in ignored for p in m.parameters())]
+    added = [m for m in regions if m not in units and not ignored.issuperset(m.parameters())]
     if not added:
         return units, []
-    kept = {
-        id(unit) for unit in _keep_ties_together(model, [*units, *added], {id(p) for p in ignored})
-    }
-    split = next(
-        (
-            name
-            for name, module in model.named_modules()
-            if module in added and id(module) not in kept
-        ),
-        None,
-    )
-    if split:
-        raise PrepareError(
-            f"precision_policy: {split} shares a parameter with a module outside of it, and FSDP2 gathers both in one "
-            "dtype. Leave it out of the policy, or untie the parameter"
-        )
+    chosen = set(_keep_ties_together(model, [*units, *added], set(map(id, ignored))))
+    for name, module in model.named_modules():
+        if name and module in added and module not in chosen:
+            raise PrepareError(
+                f"precision_policy: {name} shares a parameter with a module outside of it, and FSDP2 gathers both in "
+                "one dtype. Leave it out of the policy, or untie the parameter"
+            )
     # Among modules in the order of the model, children come after their parents.
-    return [module for module in reversed(list(model.modules())) if id(module) in kept], added
+    return [module for module in reversed(list(model.modules())) if module in chosen], added
 
 
 def units_of_rare_dtypes(
@@ -253,36 +239,37 @@ def units_of_rare_dtypes(
     Raises:
         PrepareError: such a module has parameters of several dtypes itself, or has modules inside.
     """
-    ignored_ids = {id(parameter) for parameter in ignored}
     owners = owning_units(model, units)
-    sizes: dict[int, dict[torch.dtype, int]] = {}
+    sizes: dict[int, Counter[torch.dtype]] = {}
+    unit_of: dict[nn.Parameter, int] = {}
     for parameter in model.parameters():
-        if parameter.requires_grad and id(parameter) not in ignored_ids:
-            of_unit = sizes.setdefault(min(owners[id(parameter)]), {})
-            of_unit[parameter.dtype] = of_unit.get(parameter.dtype, 0) + parameter.numel()
-    if all(len(found) == 1 for found in sizes.values()):
+        if parameter.requires_grad and parameter not in ignored:
+            unit_of[parameter] = min(owners[id(parameter)])
+            sizes_of_unit = sizes.setdefault(unit_of[parameter], Counter())
+            sizes_of_unit[parameter.dtype] += parameter.numel()
+    if all(len(dtypes) == 1 for dtypes in sizes.values()):
         return []
-    usual = {unit: max(found, key=found.__getitem__) for unit, found in sizes.items()}
     rare = []
     for name, module in model.named_modules():
-        own = [
-            p
-            for p in module.parameters(recurse=False)
-            if p.requires_grad and id(p) not in ignored_ids
-        ]
-        if all(parameter.dtype == usual[min(owners[id(parameter)])] for parameter in own):
+        dtypes = set()
+        usual = set()
+        for parameter in module.parameters(recurse=False):
+            if parameter in unit_of:
+                dtypes.add(parameter.dtype)
+                [(most, _)] = sizes[unit_of[parameter]].most_common(1)
+                usual.add(most)
+        if dtypes <= usual:
             continue
-        dtypes = {parameter.dtype for parameter in own}
-        trained = dtypes | {usual[min(owners[id(parameter)])] for parameter in own}
-        if len(dtypes) > 1 or module is model or next(module.children(), None) is not None:
+        trained = dtypes | usual
+        if len(dtypes) > 1 or module is model or any(True for _ in module.children()):
             raise PrepareError(
                 f"FSDP2 shards {name or 'the model'} ({type(module).__name__}) as one unit, which trains parameters "
                 f"of several dtypes ({', '.join(sorted(map(str, trained)))}). Give them one dtype, use "
                 "mixed_precision, or put the module into ignored_modules"
             )
         rare.append(module)
-    kept = {id(unit) for unit in _keep_ties_together(model, [*rare, *units], ignored_ids)}
-    return [module for module in rare if id(module) in kept]
+    chosen = set(_keep_ties_together(model, [*rare, *units], set(map(id, ignored))))
+    return [module for module in rare if module in chosen]
 
 
 def owning_units(model: nn.Module, units: list[nn.Module]) -> dict[int, set[int]]:
@@ -291,7 +278,8 @@ def owning_units(model: nn.Module, units: list[nn.Module]) -> dict[int, set[int]
     owners: dict[int, set[int]] = {}
 
     def visit(module: nn.Module, unit: int) -> None:
-        unit = id(module) if id(module) in chosen else unit
+        if id(module) in chosen:
+            unit = id(module)
         for parameter in module.parameters(recurse=False):
             owners.setdefault(id(parameter), set()).add(unit)
         for child in module.children():
@@ -310,16 +298,14 @@ def find_modules(model: nn.Module, modules: Iterable[nn.Module] | str | None) ->
     if not modules:
         return selected
     for item in flat_list(modules):
-        matches = [
-            module
-            for name, module in model.named_modules()
-            if (re.fullmatch(item, name) if isinstance(item, str) else item is module)
-        ]
+        modules_by_name = dict(model.named_modules())
+        if isinstance(item, str):
+            what = repr(item)
+            matches = [m for name, m in modules_by_name.items() if re.fullmatch(item, name)]
+        else:
+            what = f"a {type(item).__name__}"
+            matches = [module for module in modules_by_name.values() if module is item]
         if not matches:
-            if isinstance(item, str):
-                what = repr(item)
-            else:
-                what = f"a {type(item).__name__}"
             raise PrepareError(
                 f"ignored_modules has {what}, which is not a module of {type(model).__name__}"
             )
