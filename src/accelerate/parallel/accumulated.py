@@ -8,6 +8,7 @@ A parameter that FSDP2 does not shard has them in `.grad`. For one that it shard
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import NamedTuple, TypedDict
 
 import torch
@@ -55,80 +56,77 @@ class AccumulatedGradients:
 
     def __init__(self, model: nn.Module, roots: Iterable[nn.Module] | None = None) -> None:
         roots = list(roots or [model])
-        units: dict[int, FSDPModule] = {}
-        for root in roots:
-            for module in root.modules():
-                if isinstance(module, FSDPModule):
-                    units[id(module)] = module
-        self._units = list(units.values())
-        # Modules of one unit, and roots inside of each other, have the same shards.
-        sharded = {id(shard): shard for shard in shards_of(roots)}.values()
+        modules = dict.fromkeys(chain.from_iterable(root.modules() for root in roots))
+        self._units = [module for module in modules if isinstance(module, FSDPModule)]
         # While no unit is gathered the model shows shards.
-        names = {id(p): name for name, p in materialize.named_parameters(model)}
-        self._sharded = [
-            (names[id(module_parameter(parameter))], parameter) for parameter in sharded
-        ]
-        inside = {id(module_parameter(parameter)) for parameter in sharded}
-        self._plain = [(names[id(p)], p) for p in model.parameters() if id(p) not in inside]
-        self._known: list[_Place] = []
+        names = {parameter: name for name, parameter in materialize.named_parameters(model)}
+        self._sharded = []
+        # Modules of one unit, and roots inside of each other, have the same shards.
+        for shard in {id(shard): shard for shard in shards_of(roots)}.values():
+            self._sharded.append((names.pop(module_parameter(shard)), shard))
+        self._plain = [(name, parameter) for parameter, name in names.items()]
+        self._all_places: list[_Place] = []
 
     def _places(self) -> list[_Place]:
-        if self._known:
-            return self._known
-        found = [_Place(name, parameter, "grad", parameter) for name, parameter in self._plain]
-        both = [(name, sharded, unsharded_parameter(sharded)) for name, sharded in self._sharded]
-        gathered = [
-            (name, sharded, unsharded) for name, sharded, unsharded in both if unsharded is not None
-        ]
-        for name, sharded, unsharded in gathered:
+        if self._all_places:
+            return self._all_places
+        places = [_Place(name, parameter, "grad", parameter) for name, parameter in self._plain]
+        is_complete = True
+        for name, sharded in self._sharded:
+            unsharded = unsharded_parameter(sharded)
+            if unsharded is None:
+                is_complete = False
+                continue
             shard = sharded_parameter(sharded)
-            found.append(_Place(f"{name} (shard)", shard, "grad", shard))
-            found.append(_Place(f"{name} (unsharded)", unsharded, "grad", unsharded))
-            found.append(_Place(f"{name} (sum)", sharded, "unsharded_accumulated_grad", unsharded))
-        if len(gathered) == len(self._sharded):
-            self._known = found
-        return found
+            places.append(_Place(f"{name} (shard)", shard, "grad", shard))
+            places.append(_Place(f"{name} (unsharded)", unsharded, "grad", unsharded))
+            places.append(_Place(f"{name} (sum)", sharded, "unsharded_accumulated_grad", unsharded))
+        if is_complete:
+            self._all_places = places
+        return places
 
     def take(self) -> Gradients:
         """Remove and return all gradients."""
-        found: Gradients = {}
+        gradients: Gradients = {}
         for name, owner, attribute, _ in self._places():
             gradient = getattr(owner, attribute)
             if gradient is not None:
-                found[name] = gradient
+                gradients[name] = gradient
                 setattr(owner, attribute, None)
-        return found
+        return gradients
 
     def add(self, gradients: Gradients) -> None:
         """Add gradients that `take` returned to the present ones."""
-        for name, owner, attribute, _ in self._places() if gradients else ():
+        if not gradients:
+            return
+        for name, owner, attribute, _ in self._places():
             gradient = gradients.get(name)
-            if gradient is None:
-                continue
             present = getattr(owner, attribute)
             if present is None:
                 setattr(owner, attribute, gradient)
-            else:
+            elif gradient is not None:
                 present.add_(gradient)
 
     def state_dict(self) -> dict[str, torch.Tensor | SavedShard]:
         """This rank's gradients by the name of their place; a DTensor's local shard comes with its placements."""
-        present = {place.name: getattr(place.owner, place.attribute) for place in self._places()}
-        return {
-            name: _saved(gradient) for name, gradient in present.items() if gradient is not None
-        }
+        saved = {}
+        for name, owner, attribute, _ in self._places():
+            gradient = getattr(owner, attribute)
+            if gradient is not None:
+                saved[name] = _saved(gradient)
+        return saved
 
     def check_state_dict(self, state: Mapping[str, torch.Tensor | SavedShard]) -> None:
         """Raise CheckpointError for places that this rank lacks, or other shapes. Every rank calls it.
 
         Before the first forward nothing is known of some places. Their gradients have the shapes of the model.
         """
-        if self._known:
+        if self._all_places:
             self._laid_out(state)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor | SavedShard]) -> None:
         """Replace all gradients by those of `state_dict`; every rank calls it. Raises as `check_state_dict`."""
-        if state and not self._known:
+        if state and not self._all_places:
             # Some are kept with the unsharded parameters, which a model has from its first forward on.
             for unit in self._units:
                 unit.unshard()
@@ -154,16 +152,16 @@ def _saved(gradient: torch.Tensor) -> torch.Tensor | SavedShard:
         return gradient.detach()
     return {
         "local": gradient.to_local().detach(),
-        "placements": [str(where) for where in gradient.placements],
+        "placements": list(map(str, gradient.placements)),
     }
 
 
 def _loaded(name: str, value: torch.Tensor | SavedShard, like: torch.Tensor) -> torch.Tensor:
+    is_plain = isinstance(value, torch.Tensor)
     if isinstance(value, torch.Tensor):
         local = value
     else:
         local = value["local"]
-    is_plain = isinstance(value, torch.Tensor)
     if is_plain is isinstance(like, DTensor) or (is_plain and local.shape != like.shape):
         raise CheckpointError(
             f"the saved gradient of {name} has shape {list(local.shape)}, not {list(like.shape)}"
@@ -171,14 +169,15 @@ def _loaded(name: str, value: torch.Tensor | SavedShard, like: torch.Tensor) -> 
     local = local.to(like.device)
     if isinstance(value, torch.Tensor) or not isinstance(like, DTensor):
         return local
-    return dtensor.as_dtensor(local, like, [_placement(text, like) for text in value["placements"]])
+    placements = [_placement(text, like) for text in value["placements"]]
+    return dtensor.as_dtensor(local, like, placements)
 
 
 def _placement(text: str, like: DTensor) -> Placement:
     """Parse the `str` of a placement."""
-    known = {str(where): where for where in like.placements}
-    if text in known:
-        return known[text]
+    for placement in like.placements:
+        if text == str(placement):
+            return placement
     if text == "R":
         return Replicate()
     kind, _, inside = text.removesuffix(")").partition("(")

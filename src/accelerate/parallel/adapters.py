@@ -45,7 +45,8 @@ def adapter_names(module: nn.Module) -> AdapterNames | None:
         if isinstance(value, torch.Tensor)
     }
     names = {id(value): name for name, value in state.items()}
-    found: AdapterNames = {}
+    saved_names: AdapterNames = {}
+    saved: set[str] = set()
     for adapter in model.peft_config:
         entries = sys.modules["peft"].get_peft_model_state_dict(
             model,
@@ -55,12 +56,12 @@ def adapter_names(module: nn.Module) -> AdapterNames | None:
         )
         if not entries or any(id(value) not in names for value in entries.values()):
             return None
-        found[adapter] = {key: names[id(value)] for key, value in entries.items()}
-    saved = {name for entries in found.values() for name in entries.values()}
+        saved_names[adapter] = {key: names[id(value)] for key, value in entries.items()}
+        saved.update(saved_names[adapter].values())
     trained = {canonical_name(name) for name, p in model.named_parameters() if p.requires_grad}
     buffers = {canonical_name(name) for name, _ in model.named_buffers()} & state.keys()
     if trained and trained | buffers <= saved:
-        return found
+        return saved_names
     return None
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -46,12 +47,12 @@ class UnreducedGradients(GradientReducer):
     def communication_volume(self) -> list[CommunicationVolume]:
         """What averaging sends in an optimizer step."""
         trained = [parameter for parameter in self.parameters if parameter.requires_grad]
-        found = buckets(map(local, trained))
-        sent = sum(tensor.nbytes for bucket in found for tensor in bucket)
+        if not trained:
+            return []
+        shards = list(map(local, trained))
+        sent = sum(shard.nbytes for shard in shards)
         what = "all-reduce of gradients of unsharded parameters"
-        if found:
-            return [CommunicationVolume(what, len(found), sent)]
-        return []
+        return [CommunicationVolume(what, len(buckets(shards)), sent)]
 
     def finish(self) -> None:
         """Average the gradients over the group."""
@@ -89,11 +90,11 @@ def by_kind(
     tensors: Iterable[torch.Tensor],
 ) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
     """The local tensors by device and dtype, for fused calls."""
-    found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    shards: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:
         shard = local(tensor)
-        found.setdefault((shard.device, shard.dtype), []).append(shard)
-    return found
+        shards.setdefault((shard.device, shard.dtype), []).append(shard)
+    return shards
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -112,31 +113,30 @@ def all_reduce(
         if len(bucket) == 1:
             joined = bucket[0].reshape(-1)
         else:
-            joined = torch.cat([one.reshape(-1) for one in bucket])
+            joined = torch.cat([gradient.reshape(-1) for gradient in bucket])
         pending.append((bucket, joined, dist.all_reduce(joined, group=group, async_op=True)))
     for bucket, joined, work in pending:
         work.wait()
         if average:
             joined.div_(dist.get_world_size(group))
-        pieces = joined.split([one.numel() for one in bucket])
-        foreach.copy_(
-            bucket, [piece.view_as(one) for piece, one in zip(pieces, bucket, strict=True)]
-        )
+        pieces = joined.split([gradient.numel() for gradient in bucket])
+        reduced = list(map(torch.Tensor.view_as, pieces, bucket))
+        foreach.copy_(bucket, reduced)
 
 
 def buckets(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Tensors by message: of one device and dtype each, in their order."""
-    found: list[list[torch.Tensor]] = []
+    filled: list[list[torch.Tensor]] = []
     open_: dict[tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], int]] = {}
     for tensor in tensors:
         kind = (tensor.device, tensor.dtype)
         bucket, size = open_.get(kind, ([], 0))
         if not bucket or size + tensor.nbytes > _BUCKET:
             bucket, size = [], 0
-            found.append(bucket)
+            filled.append(bucket)
         bucket.append(tensor)
         open_[kind] = (bucket, size + tensor.nbytes)
-    return found
+    return filled
 
 
 @torch.no_grad()
@@ -145,8 +145,8 @@ def multiply(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
     # What is on the host costs nothing to look at.
     if factor.device.type == "cpu" and factor.item() == 1:
         return
-    for (device, dtype), found in by_kind(tensors).items():
-        foreach.mul_(found, factor.to(device=device, dtype=dtype))
+    for (device, dtype), shards in by_kind(tensors).items():
+        foreach.mul_(shards, factor.to(device=device, dtype=dtype))
 
 
 @torch.no_grad()
@@ -159,15 +159,20 @@ def clip_values(tensors: Iterable[torch.Tensor], limit: float) -> None:
 def not_finite(gradients: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
     """More than 0 if an element of this rank's gradients is not finite: a number on `device`, not waited for."""
     flag = torch.zeros((), dtype=torch.float32, device=device)
-    plain = (
-        gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients
-    )
-    for listed in by_kind(plain).values():
+    for listed in by_kind(map(_dense, gradients)).values():
         # The largest value is not finite if any is not. A shard without elements has none.
         filled = [tensor for tensor in listed if tensor.numel()]
         if filled:
-            flag += (~torch.isfinite(torch.nn.utils.get_total_norm(filled, math.inf))).to(device)
+            largest = torch.nn.utils.get_total_norm(filled, math.inf)
+            flag += (~torch.isfinite(largest)).to(device)
     return flag
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    """The elements that a gradient stores."""
+    if gradient.is_sparse:
+        return gradient.coalesce().values()
+    return gradient
 
 
 class AgreeingScaler(UnscalingScaler):
@@ -184,18 +189,19 @@ class AgreeingScaler(UnscalingScaler):
         self, optimizer: torch.optim.Optimizer, inverse_scale: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
         """Multiply this rank's gradients in place; returns whether some on any rank are not finite."""
-        parameters = [
-            p for group in optimizer.param_groups for p in group["params"] if p.grad is not None
-        ]
-        for parameter in parameters:
+        gradients = []
+        for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):
+            if parameter.grad is None:
+                continue
             if parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.coalesce()
-        grouped = by_kind(p.grad.values() if p.grad.is_sparse else p.grad for p in parameters)
+            gradients.append(parameter.grad)
+        grouped = by_kind(map(_dense, gradients))
         if not allow_fp16 and any(dtype is torch.float16 for _, dtype in grouped):
             raise ValueError("Attempting to unscale FP16 gradients.")
         for (device, _), listed in grouped.items():
             foreach.mul_(listed, inverse_scale.to(device))
-        flag = not_finite([p.grad for p in parameters], self._home)
+        flag = not_finite(gradients, self._home)
         # A rank without gradients of this optimizer takes part as well.
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         return {self._home: flag}

@@ -11,6 +11,7 @@ import contextlib
 import copy
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -216,8 +217,8 @@ class PreparedModel:
 
     def trains_with(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether `optimizer` (not the prepared one around it) steps parameters of this model."""
-        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        return any(id(parameter) in own for parameter in self.module.parameters())
+        stepped = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        return not set(map(id, stepped)).isdisjoint(map(id, self.module.parameters()))
 
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The optimizer's full state, as `optimizer.state_dict()` of a single process; every rank calls it."""
@@ -320,10 +321,9 @@ class PreparedOptimizer:
             shapes = [[list(parameter.shape) for parameter in group["params"]] for group in groups]
         else:
             shapes = [list(group.values()) for group in named]
+        options = set(chain.from_iterable(groups)) - {"params", "initial_lr"}
         return {
             "class": type(self.inner).__qualname__,
-            "options": sorted(
-                {key for group in groups for key in group if key != "params"} - {"initial_lr"}
-            ),
+            "options": sorted(options),
             "shapes": shapes,
         }

@@ -166,7 +166,7 @@ def check_names(models: Iterable[nn.Module], names: Iterable[str]) -> None:
             continue
         if not models:
             raise PrepareError("forward_methods is given, and no model to prepare")
-        known = {method for model in models for method in _public_methods(type(model))}
+        known = set[str]().union(*(_public_methods(type(model)) for model in models))
         raise PrepareError(
             f"forward_methods has {name!r}, and {' and '.join(map(class_name, models))} has no such method"
             f"{suggestion(name, known)}"
@@ -290,13 +290,12 @@ def _explaining(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
 def _public_methods(kind: type) -> set[str]:
     """The methods that the classes of a model add to those of torch, and of every model of transformers."""
     library: Any = sys.modules.get("transformers.modeling_utils")
-    bases = [nn.Module, *([] if library is None else [library.PreTrainedModel])]
-    return {
-        name
-        for base in kind.__mro__
-        if not base.__module__.startswith("torch.")
-        for name, value in vars(base).items()
-        if isinstance(value, FunctionType)
-        and not name.startswith("_")
-        and not any(hasattr(b, name) for b in bases)
-    }
+    inherited = set(dir(nn.Module))
+    if library is not None:
+        inherited.update(dir(library.PreTrainedModel))
+    methods: set[str] = set()
+    for base in kind.__mro__:
+        if not base.__module__.startswith("torch."):
+            attributes = vars(base).items()
+            methods.update(name for name, value in attributes if isinstance(value, FunctionType))
+    return {name for name in methods - inherited if not name.startswith("_")}

@@ -103,12 +103,9 @@ class DataParallel(Strategy):
         reached: list[DistributedDataParallel] = []
         reduced: set[int] = set()
         if not all(replica.expects_backward for _, replica in synced):
-            reduced |= {
-                id(p)
-                for model, replica in synced
-                if replica.expects_backward
-                for p in model.reduced.values()
-            }
+            for model, replica in synced:
+                if replica.expects_backward:
+                    reduced.update(map(id, model.reduced.values()))
         with contextlib.ExitStack() as stack:
             for prepared, replica in synced:
                 if replica.syncs_late and replica.find_unused_parameters:

@@ -10,6 +10,7 @@ import contextlib
 import copy
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -126,12 +127,11 @@ class Fsdp1Model(PreparedModel):
 
     def trained_names(self) -> set[str]:
         """The plain names of the parameters that train."""
-        return {
-            name
-            for p in self.inner.parameters()
-            if p.requires_grad
-            for name in self.plain.names[id(p)]
-        }
+        names: set[str] = set()
+        for parameter in self.inner.parameters():
+            if parameter.requires_grad:
+                names.update(self.plain.names[id(parameter)])
+        return names
 
     def reshard(self) -> None:
         """Reshard the units that a forward without a backward has left gathered."""
@@ -206,21 +206,20 @@ class FullyShardedDataParallel1(Strategy):
             for optimizer in bundle.optimizers:
                 # Its parameters still have their shapes.
                 refuse_flat_shards(optimizer, "FSDP1", "set fsdp_version=2 (FSDP_VERSION=2)")
-        found: list[PreparedModel] = []
+        prepared_models: list[PreparedModel] = []
         for model in bundle.models:
             prepared = self.prepare_model(model)
             if self.sharding is not ShardingStrategy.NO_SHARD:
                 require_state_dict(prepared.module)
-            found.append(prepared)
+            prepared_models.append(prepared)
             self.prepared.add([prepared])
         for optimizer in bundle.optimizers:
             fsdp1_state.repoint(optimizer, self._plain_models())
-        return found
+        return prepared_models
 
     def _plain_models(self) -> list[PlainModel]:
-        return [
-            p._plain for p in self.prepared if isinstance(p, Fsdp1Model) and p._plain is not None
-        ]
+        sharded = [prepared for prepared in self.prepared if isinstance(prepared, Fsdp1Model)]
+        return [prepared._plain for prepared in sharded if prepared._plain is not None]
 
     def backward(self, loss: torch.Tensor, **kwargs: object) -> None:
         """The backward, and the gradients of parameters that FSDP1 does not shard."""
@@ -245,7 +244,7 @@ class FullyShardedDataParallel1(Strategy):
                 raise ConfigurationError(
                     "torch.compile works on FSDP1 with use_orig_params=True (FSDP_USE_ORIG_PARAMS=true)"
                 )
-            flattened = [part for other in self._plain_models() for part in other.parts()]
+            flattened = chain.from_iterable(other.parts() for other in self._plain_models())
             requirements.check(
                 model, self.name, self.plugin.ignored_modules, self.prepared, flattened
             )
@@ -268,10 +267,8 @@ class FullyShardedDataParallel1(Strategy):
         prepared = self.as_prepared(self.apply_transforms(model, before_layout=False), plain)
         if not evaluation:
             # In an order that is the same on all ranks.
-            unsharded = {id(p): p for module in ignored for p in module.parameters()}
-            prepared.reducers = [
-                gradients.UnreducedGradients(self.gradient_group, unsharded.values())
-            ]
+            unsharded = dict.fromkeys(chain.from_iterable(m.parameters() for m in ignored))
+            prepared.reducers = [gradients.UnreducedGradients(self.gradient_group, unsharded)]
         return prepared
 
     def clip_grad_norm(
@@ -280,12 +277,12 @@ class FullyShardedDataParallel1(Strategy):
         """Clip shards and replicated parameters together (torch clips one complete model, not in double precision)."""
         listed = list(parameters)
         group_ = self.shards.get_group(self.shards.ndim - 1)
-        split = {id(parameter) for plain in self._plain_models() for parameter in plain.split}
+        elsewhere: set[int] = set()
         # The first rank counts what is replicated.
         if dist.get_rank(group_):
-            elsewhere = {id(parameter) for parameter in listed} - split
-        else:
-            elsewhere = set()
+            elsewhere.update(map(id, listed))
+            for plain in self._plain_models():
+                elsewhere.difference_update(map(id, plain.split))
         return norms.clip_grad_norm(listed, max_norm, norm_type, (group_,), self.device, elsewhere)
 
 
@@ -334,24 +331,24 @@ def _shard(
     for module in ignored:
         materialize.allocate(module, device)
         move_module(module, device)
-        materialize.make_equal(
-            (tensor for _, tensor in materialize.named_tensors(module)), device, None
-        )
-    # `give_storage` only allocates: if rank 0 has no weights, the modules initialize themselves.
-    filled = init if init is not give_storage else None
-    empty = (
-        sync
-        and materialize.gather_flags(materialize.where_meta(model) is not None, device, None)[0]
-    )
-    if sync and (device.type == "cpu" or (empty and filled is None)):
+        tensors = dict(materialize.named_tensors(module))
+        materialize.make_equal(tensors.values(), device, None)
+    filled = init
+    if init is give_storage:
+        # It only allocates: if rank 0 has no weights, the modules initialize themselves.
+        filled = None
+    is_empty = False
+    if sync:
+        has_meta = materialize.where_meta(model) is not None
+        is_empty = materialize.gather_flags(has_meta, device, None)[0]
+    if sync and (device.type == "cpu" or (is_empty and filled is None)):
         # torch does not synchronize parameters in host memory.
         materialize.allocate(model, device)
-        if empty:
+        if is_empty:
             materialize.initialise(model, device, None, filled)
         else:
-            materialize.make_equal(
-                (tensor for _, tensor in materialize.named_tensors(model)), device, None
-            )
+            tensors = dict(materialize.named_tensors(model))
+            materialize.make_equal(tensors.values(), device, None)
         sync, init = False, None
     with warnings.catch_warnings():
         # torch deprecates this version and NO_SHARD, which the user has chosen.
@@ -383,7 +380,7 @@ def _policy(
     """
     options = copy.copy(plugin)
     options.set_auto_wrap_policy(model)
-    skipped = {parameter for module in ignored for parameter in module.parameters()}
+    skipped = set(chain.from_iterable(module.parameters() for module in ignored))
     # In evaluation this layer gives the weights of the modules inside to a kernel, without calling them.
     undivided = (nn.TransformerEncoderLayer,)
     units = select_units(model, options.auto_wrap_policy, skipped, undivided)  # type: ignore[arg-type]
@@ -391,7 +388,7 @@ def _policy(
     owners = owning_units(model, units)
     for name, parameter in model.named_parameters():
         if parameter not in skipped:
-            members.setdefault(next(iter(owners[id(parameter)])), []).append((name, parameter))
+            [unit] = owners[id(parameter)]
+            members.setdefault(unit, []).append((name, parameter))
     requirements.check_flat(members.values(), bool(plugin.use_orig_params))
-    chosen = {id(unit) for unit in units}
-    return CustomPolicy(lambda module: id(module) in chosen)
+    return CustomPolicy(set(units).__contains__)

@@ -39,17 +39,16 @@ class PlainModel:
             inner = model
         self.state: dict[str, object] = without_storage(model.state_dict(keep_vars=True))
         self.skeleton: nn.Module = skeleton(type(inner).__qualname__, self.state)
-        named = dict(materialize.named_parameters(model))
-        self.shapes: dict[str, list[int]] = {
-            name: list(parameter.shape) for name, parameter in named.items()
-        }
+        self.shapes: dict[str, list[int]] = {}
         # Weak references: only an optimizer that was made before still needs a flattened parameter.
-        self._originals = {name: weakref.ref(parameter) for name, parameter in named.items()}
-        self._layers = [
-            module
-            for module in model.modules()
-            if any(True for _ in module.parameters(recurse=False))
-        ]
+        self._originals: dict[str, weakref.ref[nn.Parameter]] = {}
+        for name, parameter in materialize.named_parameters(model):
+            self.shapes[name] = list(parameter.shape)
+            self._originals[name] = weakref.ref(parameter)
+        self._layers: list[nn.Module] = []
+        for module in model.modules():
+            if next(module.parameters(recurse=False), None) is not None:
+                self._layers.append(module)
         # Id of a parameter of the sharded model -> the plain names of its members.
         self.names: dict[int, list[str]] = {}
         self.split: list[nn.Parameter] = []  # the parameters of which each rank has a shard
@@ -66,16 +65,15 @@ class PlainModel:
     def parts(self) -> Iterator[object]:
         """The layers with parameters, and the parameters that something else still uses."""
         yield from self._layers
-        yield from (
-            parameter
-            for original in self._originals.values()
-            if (parameter := original()) is not None
-        )
+        for original in self._originals.values():
+            parameter = original()
+            if parameter is not None:
+                yield parameter
 
     def groups(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
         """The plain names in each of an optimizer's groups, in the plain model's order where they were flattened."""
         order = {name: position for position, name in enumerate(self.shapes)}
-        found = []
+        groups = []
         for group in optimizer.param_groups:
             names: list[str] = []
             for parameter in group["params"]:
@@ -85,9 +83,10 @@ class PlainModel:
                         "only be saved with the one model that it trains"
                     )
                 names += self.names[id(parameter)]
-            flattened = any(len(self.names[id(parameter)]) > 1 for parameter in group["params"])
-            found.append(sorted(names, key=order.__getitem__) if flattened else names)
-        return found
+            if len(names) > len(group["params"]):
+                names.sort(key=order.__getitem__)
+            groups.append(names)
+        return groups
 
     def flattened(self) -> Iterable[tuple[nn.Parameter, list[nn.Parameter | None]]]:
         """(flat parameter, its original ones, None for one that was freed), with use_orig_params=False."""
@@ -103,16 +102,19 @@ def repoint(optimizer: torch.optim.Optimizer, models: Sequence[PlainModel]) -> N
     With `use_orig_params` it has the right ones already. Raises PrepareError for an optimizer whose groups a flat
     parameter would mix, that has stepped, or that would train nothing.
     """
-    where = {
-        id(p): number
-        for number, group in enumerate(optimizer.param_groups)
-        for p in group["params"]
-    }
+    group_of: dict[int, int] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        group_of.update(dict.fromkeys(map(id, group["params"]), number))
     fresh: dict[int, list[nn.Parameter]] = {}
     gone: set[int] = set()
+    sharded: set[int] = set()
+    names: set[int] = set()
     for model in models:
+        sharded.update(map(id, model.split))
+        names.update(model.names)
         for flat, members in model.flattened():
-            homes = {None if member is None else where.get(id(member)) for member in members}
+            # The number of the group, None for a member that is freed or in no group.
+            homes = {group_of.get(id(member)) for member in members}
             if homes == {None}:
                 continue
             if len(homes) > 1:
@@ -122,16 +124,15 @@ def repoint(optimizer: torch.optim.Optimizer, models: Sequence[PlainModel]) -> N
                     "the optimizer from the model that prepare returns"
                 )
             fresh.setdefault(homes.pop(), []).append(flat)  # type: ignore[arg-type]
-            gone |= {id(member) for member in members}
-    sharded = gone | {id(parameter) for model in models for parameter in model.split}
-    if any(id(parameter) in sharded for parameter in optimizer.state):
+            gone.update(map(id, members))
+    if not (gone | sharded).isdisjoint(map(id, optimizer.state)):
         raise PrepareError(
             f"{type(optimizer).__name__} has state already, as after a step, and FSDP1 has flattened its parameters. "
             "Make it from the model that prepare returns, or set fsdp_version=2 (FSDP_VERSION=2)"
         )
     for number, group in enumerate(optimizer.param_groups):
         group["params"] = [p for p in group["params"] if id(p) not in gone] + fresh.get(number, [])
-    check_trains(optimizer, {key for model in models for key in model.names})
+    check_trains(optimizer, names)
 
 
 def full_model_state(
@@ -159,13 +160,16 @@ def load_full_model_state(
     Raises CheckpointError for names that only the model or only the state has, unless `strict` is False.
     """
     # What is missing keeps its value.
-    known = {} if strict else full_model_state(model)
+    values = {}
+    if not strict:
+        values = full_model_state(model)
     differing: list[str] = []
     if dist.get_rank() == 0:
-        known.update(complete(state, plain.state))
+        values.update(complete(state, plain.state))
         if strict:
-            differing = sorted(set(state) - set(plain.state) | set(plain.state) - set(known))
-    others = {name: value for name, value in known.items() if not isinstance(value, torch.Tensor)}
+            differing = sorted(set(state) - set(plain.state) | set(plain.state) - set(values))
+    tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+    others = {name: value for name, value in values.items() if name not in tensors}
     differing, others = materialize.from_first((differing, others), device)
     if differing:
         raise CheckpointError(
@@ -176,7 +180,6 @@ def load_full_model_state(
         for name, meta in reversed(plain.state.items())
         if isinstance(meta, torch.Tensor)
     }
-    tensors = {name: value for name, value in known.items() if isinstance(value, torch.Tensor)}
     materialize.spread(tensors, targets.values(), device)
     full = {name: targets[id(meta)][1] for name, meta in plain.state.items() if id(meta) in targets}
     # torch's broadcast_from_rank0 loses the second name of a tied tensor here.

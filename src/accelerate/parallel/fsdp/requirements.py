@@ -145,13 +145,16 @@ def check(
         others: the models that were prepared before.
         flattened: their layers and parameters that FSDP1 has flattened; None for FSDP2.
     """
-    unsharded = frozenset(
-        id(p) for module in find_modules(model, ignored) for p in module.parameters()
+    unsharded: set[int] = set()
+    for module in find_modules(model, ignored):
+        unsharded.update(map(id, module.parameters()))
+    taken = set(map(id, flattened or ()))
+    for other in others:
+        taken.update(map(id, other.trained_parameters()))
+    taken -= unsharded
+    sharding = Sharding(
+        model, layout, frozenset(unsharded), frozenset(taken), flattened is not None
     )
-    taken = frozenset(map(id, flattened or ())).union(
-        id(p) for other in others for p in other.trained_parameters()
-    )
-    sharding = Sharding(model, layout, unsharded, taken - unsharded, flattened is not None)
     for requirement in REQUIREMENTS:
         for message in requirement(sharding):
             raise PrepareError(message)

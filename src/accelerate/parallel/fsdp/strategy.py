@@ -43,8 +43,12 @@ class Fsdp2Model(ShardedModel):
     def outer_units(self) -> list[FSDPModule]:
         """The FSDP2 units that are in no other one."""
         units = [module for module in self.inner.modules() if isinstance(module, FSDPModule)]
-        nested = {id(child) for unit in units for child in unit.modules() if child is not unit}
-        return [unit for unit in units if id(unit) not in nested]
+        nested: set[nn.Module] = set()
+        for unit in units:
+            if unit not in nested:
+                nested.update(unit.modules())
+                nested.discard(unit)
+        return [unit for unit in units if unit not in nested]
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -62,14 +66,12 @@ class Fsdp2Model(ShardedModel):
 
     def new_parameters(self) -> dict[str, nn.Parameter]:
         """Trainable parameters that no unit has: nothing averages their gradients."""
-        known = {id(p) for reducer in self.reducers for p in getattr(reducer, "parameters", ())}
-        return {
-            name: parameter
-            for name, parameter in self.inner.named_parameters()
-            if parameter.requires_grad
-            and not isinstance(parameter, DTensor)
-            and id(parameter) not in known
-        }
+        averaged: set[nn.Parameter] = set()
+        for reducer in self.reducers:
+            averaged.update(getattr(reducer, "parameters", ()))
+        parameters = dict(self.inner.named_parameters())
+        plain = {name: p for name, p in parameters.items() if not isinstance(p, DTensor)}
+        return {name: p for name, p in plain.items() if p.requires_grad and p not in averaged}
 
     def added_parameter(self, name: str) -> PrepareError:
         """The error for a parameter of `new_parameters`."""
@@ -256,10 +258,8 @@ def _reshard_after_evaluation(model: nn.Module, *_: object) -> None:
 
 def _not_sharded_yet(unit: nn.Module) -> list[torch.Tensor]:
     """The tensors that `fully_shard(unit)` will shard: those of no unit inside."""
-    inner = {
-        id(tensor)
-        for module in unit.modules()
-        if isinstance(module, FSDPModule)
-        for tensor in (*module.parameters(), *module.buffers())
-    }
-    return [tensor for tensor in (*unit.parameters(), *unit.buffers()) if id(tensor) not in inner]
+    inner: set[torch.Tensor] = set()
+    for module in unit.modules():
+        if isinstance(module, FSDPModule):
+            inner.update(module.parameters(), module.buffers())
+    return [tensor for tensor in (*unit.parameters(), *unit.buffers()) if tensor not in inner]

@@ -28,24 +28,28 @@ def shard_volume(model: nn.Module, backwards: int) -> list[CommunicationVolume]:
     are scattered once. A unit without trainable parameters is gathered for a backward only if one passes through it:
     the number is then an upper bound.
     """
-    found, gather, is_bound = VolumeCounter(), "all-gather of parameters", False
+    counter = VolumeCounter()
+    gather = "all-gather of parameters"
+    is_bound = False
     for _, group, resharded in shard_groups(model):
         times: int = backwards * (1 + resharded)
         ranks: int = group.mesh_info.shard_mesh_size  # type: ignore[attr-defined]
-        size = sum(
-            _unsharded_bytes(p, group.mp_policy.param_dtype, ranks) for p in group_parameters(group)
-        )
-        found.add(gather, times * size, times)
-        trained = [p for p in group_parameters(group) if sharded_parameter(p).requires_grad]
+        parameters = group_parameters(group)
+        dtype = group.mp_policy.param_dtype
+        size = sum(_unsharded_bytes(parameter, dtype, ranks) for parameter in parameters)
+        counter.add(gather, times * size, times)
+        trained = [p for p in parameters if sharded_parameter(p).requires_grad]
         if not trained:
             is_bound = is_bound or resharded
             continue
-        dtype = group.mp_policy.reduce_dtype or group.mp_policy.param_dtype
+        dtype = group.mp_policy.reduce_dtype or dtype
         size = sum(_unsharded_bytes(p, dtype, ranks) for p in trained)
-        found.add("reduce-scatter of gradients", size)
+        counter.add("reduce-scatter of gradients", size)
         if group.mesh_info.replicate_mesh_dim is not None:
-            found.add("all-reduce of gradients between replicas", size // ranks)
-    return found.volumes(about=gather if is_bound else None)
+            counter.add("all-reduce of gradients between replicas", size // ranks)
+    if is_bound:
+        return counter.volumes(about=gather)
+    return counter.volumes()
 
 
 def shard_gradients(model: nn.Module, roots: Iterable[nn.Module]) -> int:
@@ -67,11 +71,10 @@ def shard_gradients(model: nn.Module, roots: Iterable[nn.Module]) -> int:
 
 def shard_dtypes(model: nn.Module) -> tuple[torch.dtype | None, torch.dtype | None] | None:
     """(computes in, gradients are averaged in) of the policy of FSDP2's units; None without units."""
-    policies = (group.mp_policy for _, group, _ in shard_groups(model))
-    return next(
-        ((policy.param_dtype, policy.reduce_dtype or policy.param_dtype) for policy in policies),
-        None,
-    )
+    for _, group, _ in shard_groups(model):
+        policy = group.mp_policy
+        return policy.param_dtype, policy.reduce_dtype or policy.param_dtype
+    return None
 
 
 def dtype_name(dtype: torch.dtype | None) -> str:
@@ -99,10 +102,10 @@ def tensor_parallel_volume(model: nn.Module, backwards: int) -> list[Communicati
         if isinstance(module, (ColumnLinear, RowLinear, RowEmbedding))
     ]
     along = any(isinstance(module, RowLinear) and module.along_sequence for module in split)
-    found = VolumeCounter(" a token")
+    counter = VolumeCounter(" a token")
 
     def count(what: str, module: nn.Linear | nn.Embedding, width: int) -> None:
-        found.add(what, backwards * width * module.weight.dtype.itemsize, backwards)
+        counter.add(what, backwards * width * module.weight.dtype.itemsize, backwards)
 
     seen: set[int] = set()
     for module in split:
@@ -110,13 +113,11 @@ def tensor_parallel_volume(model: nn.Module, backwards: int) -> list[Communicati
             count("sums of activations over tp, forward", module, module.embedding_dim)
             continue
         if isinstance(module, RowLinear):
-            count(
-                f"{'scatters' if along else 'sums'} of activations over tp, forward",
-                module,
-                module.out_features,
-            )
             if along:
+                count("scatters of activations over tp, forward", module, module.out_features)
                 count("gathers of gradients over tp, backward", module, module.out_features)
+            else:
+                count("sums of activations over tp, forward", module, module.out_features)
             continue
         if module.gathered:
             count("gathers of outputs over tp, forward", module, module.out_features)
@@ -128,4 +129,4 @@ def tensor_parallel_volume(model: nn.Module, backwards: int) -> list[Communicati
             count("scatters of gradients over tp, backward", module, module.in_features)
         else:
             count("sums of gradients over tp, backward", module, module.in_features)
-    return found.volumes()
+    return counter.volumes()

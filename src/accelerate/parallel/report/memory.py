@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
 import torch
 from torch import nn
@@ -33,7 +34,7 @@ def unseen(tensors: Iterable[torch.Tensor], seen: set[int]) -> Iterator[torch.Te
 
 def of_buffers(models: Sequence[nn.Module]) -> int:
     """Bytes of the buffers of models, each counted once."""
-    return local_bytes({id(b): b for model in models for b in model.buffers()}.values())
+    return local_bytes(set(chain.from_iterable(model.buffers() for model in models)))
 
 
 def local_bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 import torch
 
@@ -44,11 +45,10 @@ def memory_usage(
     for model in models:
         used.update(_model_memory(model, windows, seen))
     used[memory.BUFFERS] = memory.of_buffers([model.module for model in models])
-    entries = [entry for optimizer in optimizers for entry in optimizer.state.values()]
-    values = (value for entry in entries for value in entry.values())
-    used[memory.STATE] = memory.local_bytes(
-        value for value in values if isinstance(value, torch.Tensor)
-    )
+    entries = chain.from_iterable(optimizer.state.values() for optimizer in optimizers)
+    values = chain.from_iterable(entry.values() for entry in entries)
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    used[memory.STATE] = memory.local_bytes(tensors)
     return {kind: used[kind] for kind in memory.KINDS}
 
 
@@ -61,9 +61,8 @@ def _model_memory(model: PreparedModel, windows: bool, seen: set[int]) -> dict[s
         id(unsharded_parameter(shard)): sharded_parameter(shard)
         for shard in shards_of(model.units())
     }
-    parameters = list(
-        memory.unseen((shards.get(id(p), p) for p in model.module.parameters()), seen)
-    )
+    present = [shards.get(id(parameter), parameter) for parameter in model.module.parameters()]
+    parameters = list(memory.unseen(present, seen))
     gradients = memory.local_bytes(p for p in parameters if p.requires_grad)
     if windows and shards_of(model.units()):
         gradients = shard_gradients(model.inner, model.units())
@@ -88,10 +87,10 @@ def dtypes(model: PreparedModel) -> tuple[str, str]:
         return model.precision.computes_in, "the parameters' dtype"
     compute, reduction = policy
     # Only the precision knows which layers compute in float8. Where units cast nothing, autocast may.
-    casts = compute in (torch.float16, torch.bfloat16) and not isinstance(
-        model.precision, Float8Precision
-    )
-    return dtype_name(compute) if casts else model.precision.computes_in, dtype_name(reduction)
+    is_float8 = isinstance(model.precision, Float8Precision)
+    if is_float8 or compute not in (torch.float16, torch.bfloat16):
+        return model.precision.computes_in, dtype_name(reduction)
+    return dtype_name(compute), dtype_name(reduction)
 
 
 def communication_volume(model: PreparedModel, backwards: int) -> list[CommunicationVolume] | None:
@@ -109,12 +108,13 @@ def communication_volume(model: PreparedModel, backwards: int) -> list[Communica
         if any(sharing.split for _, _, sharing in parameters_of(model.inner)):
             # Layers of the model send messages as well.
             return None
-    return [
-        *shard_volume(model.module, backwards),
-        *tensor_parallel_volume(model.module, backwards),
-        *([] if model.sequence is None else model.sequence.communication_volume(backwards)),
-        *(volume for reducer in model.reducers for volume in reducer.communication_volume()),
-    ]
+    volumes = shard_volume(model.module, backwards)
+    volumes += tensor_parallel_volume(model.module, backwards)
+    if model.sequence is not None:
+        volumes += model.sequence.communication_volume(backwards)
+    for reducer in model.reducers:
+        volumes += reducer.communication_volume()
+    return volumes
 
 
 def _replica_volume(model: ReplicatedModel) -> list[CommunicationVolume]:
@@ -134,9 +134,10 @@ def _replica_volume(model: ReplicatedModel) -> list[CommunicationVolume]:
 def _pipeline_volume(model: PipelinedModel, backwards: int) -> list[CommunicationVolume]:
     stages = model.stages
     # The parameters of a stage stay gathered until its gradients are reduced: once a step.
-    shards = [volume for stage in stages.modules.values() for volume in shard_volume(stage, 1)]
-    split = tensor_parallel_volume(model.inner, backwards)
-    volumes = [*_stage_volume(stages.schedules.runner, backwards), *shards, *split]
+    volumes = _stage_volume(stages.schedules.runner, backwards)
+    for stage in stages.modules.values():
+        volumes += shard_volume(stage, 1)
+    volumes += tensor_parallel_volume(model.inner, backwards)
     unsharded = [local(parameter) for parameter in stages.unsharded]
     if stages.replica_group is not None and unsharded:
         size = sum(parameter.nbytes for parameter in unsharded)
@@ -157,14 +158,11 @@ def _stage_volume(runner: Runner, backwards: int) -> list[CommunicationVolume]:
     shapes = next(trained, None)
     count = runner.splitter.num_microbatches * backwards
     if shapes is None:
-        hops = sum(number < runner.last for number in runner.stages) + sum(
-            number > 0 for number in runner.stages
-        )
-        return [
-            CommunicationVolume(
-                "tensors between stages", hops * count, 0, " (unknown before the first batch)"
-            )
-        ]
+        sends_forward = sum(number < runner.last for number in runner.stages)
+        sends_back = sum(number > 0 for number in runner.stages)
+        messages = (sends_forward + sends_back) * count
+        unit = " (unknown before the first batch)"
+        return [CommunicationVolume("tensors between stages", messages, 0, unit)]
     forward = _sent_specs(shapes, runner, forward=True)
     back = [spec for spec in _sent_specs(shapes, runner, forward=False) if spec.requires_grad]
     volumes = [
@@ -189,10 +187,10 @@ def _sent_specs(shapes: BatchShapes, runner: Runner, forward: bool) -> list[Tens
     sent = []
     for sender, boundaries in shapes.boundaries.items():
         if forward:
-            here, other = (sender, sender + 1)
+            source, target = (sender, sender + 1)
         else:
-            here, other = (sender + 1, sender)
-        if here in runner.stages and runner.ranks[other] != runner.channel.rank:
+            source, target = (sender + 1, sender)
+        if source in runner.stages and runner.ranks[target] != runner.channel.rank:
             sent += boundaries[max(boundaries)].specs
     return sent
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Collection, Mapping
 
@@ -228,17 +229,17 @@ def vocabulary_ends(model: nn.Module, inner: Collection[str]) -> tuple[str | Non
 
     `inner` are layers that are known to be neither.
     """
-    embeddings = {
-        name: module for name, module in model.named_modules() if isinstance(module, nn.Embedding)
-    }
-    pairs = [
-        (name, head)
-        for name, embedding in embeddings.items()
-        for head, module in model.named_modules()
-        if head not in inner
-        and isinstance(module, nn.Linear)
-        and tuple(module.weight.shape) == tuple(embedding.weight.shape)
-    ]
+    embeddings = {}
+    outer_linears = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding):
+            embeddings[name] = module.weight.shape
+        elif isinstance(module, nn.Linear) and name not in inner:
+            outer_linears[name] = module.weight.shape
+    pairs = []
+    for pair in itertools.product(embeddings, outer_linears):
+        if embeddings[pair[0]] == outer_linears[pair[1]]:
+            pairs.append(pair)
     if len(pairs) == 1:
         return pairs[0]
     return (None, None)
