@@ -307,7 +307,8 @@ class _Unsharded:
         entries = [state.get(p, {}) for p in self.sharded]
         for entry in entries:
             values += [value for value in entry.values() if isinstance(value, DTensor)]
-        gathered = dict(zip(map(id, values), _gather(values), strict=True))
+        # One after another: torch 2.13 frees the padded input of a message on gloo that is still under way.
+        gathered = {id(value): _gather(value) for value in values}
         for parameter, full, entry in zip(self.sharded, self.full, entries, strict=True):
             full.copy_(gathered[id(parameter)])
             if parameter.grad is None:
@@ -330,14 +331,10 @@ class _Unsharded:
             full.grad = None
             entry = state.get(full, {})
             for name, value in entry.items():
-                if (
-                    isinstance(value, torch.Tensor)
-                    and value.ndim
-                    and value.shape == parameter.shape
-                ):
-                    entry[name] = as_dtensor(
-                        local_shard(value, parameter).to(local.device, copy=True), parameter
-                    )
+                is_tensor = isinstance(value, torch.Tensor)
+                if is_tensor and value.ndim and value.shape == parameter.shape:
+                    shard = local_shard(value, parameter).to(local.device, copy=True)
+                    entry[name] = as_dtensor(shard, parameter)
         self._replace(self.full, self.sharded)
 
     def _replace(self, former: Sequence[torch.Tensor], present: Sequence[torch.Tensor]) -> None:
@@ -345,9 +342,7 @@ class _Unsharded:
         other = {id(old): new for old, new in zip(former, present, strict=True)}
         for group in self.optimizer.param_groups:
             # The list itself is kept: LBFGS has a reference to it.
-            group["params"][:] = [
-                other.get(id(parameter), parameter) for parameter in group["params"]
-            ]
+            group["params"][:] = [other.get(id(p), p) for p in group["params"]]
         state = self.optimizer.state
         entries = [(other.get(id(key), key), entry) for key, entry in state.items()]
         if any(map(operator.is_not, (key for key, _ in entries), state)):
@@ -355,14 +350,11 @@ class _Unsharded:
             state.update(entries)
 
 
-def _gather(values: list[DTensor]) -> list[torch.Tensor]:
-    """The unsharded values, on the device of their mesh."""
-    gathered = []
-    for value in values:
-        mesh, local = value.device_mesh, value.to_local()
-        if local.device.type != mesh.device_type:
-            # Shards that are kept in host memory.
-            value = as_dtensor(local.to(mesh.device_type), value)
-        # One after another: torch 2.13 frees the padded input of a message on gloo that is still under way.
-        gathered.append(value.full_tensor())
-    return gathered
+def _gather(value: DTensor) -> torch.Tensor:
+    """The unsharded value, on the device of its mesh."""
+    device_type = value.device_mesh.device_type
+    local = value.to_local()
+    if local.device.type != device_type:
+        # A shard that is kept in host memory.
+        value = as_dtensor(local.to(device_type), value)
+    return value.full_tensor()

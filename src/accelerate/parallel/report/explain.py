@@ -65,15 +65,17 @@ class Report:
         """The same text for a terminal, with styles."""
         from rich.text import Text
 
-        found = Text()
+        text = Text()
         for line in str(self).splitlines():
             head, note, requested = line.partition("   (requested: ")
-            found.append(head, style="" if line.startswith(" ") else "bold").append(
-                note + requested, style="dim"
-            )
-            found.append("\n")
-        found.rstrip()
-        return found
+            if line.startswith(" "):
+                text.append(head)
+            else:
+                text.append(head, style="bold")
+            text.append(note + requested, style="dim")
+            text.append("\n")
+        text.rstrip()
+        return text
 
     def to_html(self) -> str:
         """The report as a table, for notebooks."""
@@ -83,10 +85,11 @@ class Report:
                 f'<tr><th colspan="3" style="text-align:left">{html.escape(title)}</th></tr>'
             )
             for row in lines:
-                cells = (row.name, row.got, f"requested: {row.requested}" if row.requested else "")
-                rows.append(
-                    "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>"
-                )
+                requested = row.requested
+                if requested:
+                    requested = f"requested: {requested}"
+                columns = [html.escape(text) for text in (row.name, row.got, requested)]
+                rows.append(f"<tr><td>{'</td><td>'.join(columns)}</td></tr>")
         return f"<table>{''.join(rows)}</table>"
 
     def __str__(self) -> str:
@@ -95,24 +98,21 @@ class Report:
             width = max((len(row.name) for row in rows), default=0)
             lines.append(title)
             for row in rows:
+                line = f"  {row.name:<{width}}  {row.got}"
                 if row.requested:
-                    requested = f"   (requested: {row.requested})"
-                else:
-                    requested = ""
-                lines.append(f"  {row.name:<{width}}  {row.got}{requested}")
+                    line += f"   (requested: {row.requested})"
+                lines.append(line)
         return "\n".join(lines)
 
     def find(self, section: str, name: str) -> str:
         """The actual value of one line. Raises KeyError if there is no such line."""
-        rows = self.sections.get(section, ())
-        for row in rows:
-            if row.name == name:
-                return row.got
-        if rows:
-            known = ", ".join(row.name for row in rows)
-        else:
-            known = ", ".join(self.sections)
-        raise KeyError(f"the report has no line {name!r} in {section!r}; there are: {known}")
+        lines = {row.name: row.got for row in reversed(self.sections.get(section, []))}
+        if name in lines:
+            return lines[name]
+        names = list(reversed(lines)) or list(self.sections)
+        raise KeyError(
+            f"the report has no line {name!r} in {section!r}; there are: {', '.join(names)}"
+        )
 
 
 def explain(
@@ -139,41 +139,39 @@ def explain(
     """
     sections = {"run": [*requested, *_layout(strategy)]}
     for number, prepared in enumerate(models):
-        model, inner = prepared.module, prepared.inner
+        model = prepared.module
+        inner = prepared.inner
         # FSDP1 stays around the model, FSDP2 changes its class.
-        plain: object = (
-            inner.module if type(inner).__name__ == "FullyShardedDataParallel" else inner
-        )
-        kind = class_name(plain)
+        if type(inner).__name__ == "FullyShardedDataParallel":
+            kind = class_name(inner.module)
+        else:
+            kind = class_name(inner)
+        title = f"model: {kind}"
         if len(models) > 1:
             title = f"model {number}: {kind}"
-        else:
-            title = f"model: {kind}"
         sections[title] = [*_modules(model), *_parameters(inner), *_dtypes(prepared)]
         sent = _volume(strategy, prepared, steps, sync_each_batch)
         sections[f"messages of {title}, of this rank in an optimizer step"] = sent
     if usage is None:
-        place = ["this rank"]
+        windows = steps > 1 and not sync_each_batch
+        used = {"this rank": memory_usage(models, optimizers, windows)}
     else:
-        place = [f"rank {rank}" for rank in range(len(usage))]
-    usage = usage or [memory_usage(models, optimizers, steps > 1 and not sync_each_batch)]
-    sections["memory"] = [
-        Row(name, _memory(found, has_stepped)) for name, found in zip(place, usage, strict=True)
-    ]
+        used = {f"rank {rank}": of_rank for rank, of_rank in enumerate(usage)}
+    sections["memory"] = [Row(name, _memory(kinds, has_stepped)) for name, kinds in used.items()]
     return Report(sections)
 
 
-def _memory(found: dict[str, int], has_stepped: bool) -> str:
-    inside = {name: count for name, count in found.items() if name != memory.BUCKETS}
-    text = ", ".join(
-        f"{name} {size_of(count)}"
-        for name, count in inside.items()
-        if count or name not in _OFTEN_NONE
-    )
-    text += f": {size_of(sum(inside.values()))}"
-    if found[memory.BUCKETS]:
-        text += f", and buckets of messages {size_of(found[memory.BUCKETS])}"
-    return text + ("" if found[memory.STATE] or has_stepped else " (before the first step)")
+def _memory(used: dict[str, int], has_stepped: bool) -> str:
+    sizes = dict(used)
+    buckets = sizes.pop(memory.BUCKETS)
+    shown = [name for name, size in sizes.items() if size or name not in _OFTEN_NONE]
+    text = ", ".join(f"{name} {size_of(sizes[name])}" for name in shown)
+    text += f": {size_of(sum(sizes.values()))}"
+    if buckets:
+        text += f", and buckets of messages {size_of(buckets)}"
+    if not sizes[memory.STATE] and not has_stepped:
+        text += " (before the first step)"
+    return text
 
 
 def _layout(strategy: Strategy) -> list[Row]:
@@ -185,16 +183,13 @@ def _layout(strategy: Strategy) -> list[Row]:
     for transform in strategy.transforms:
         describe = getattr(transform, "describe", None)
         if callable(describe):
-            # In snake case.
-            rows.append(
-                Row(re.sub(r"(?<!^)(?=[A-Z])", "_", type(transform).__name__).lower(), describe())
-            )
+            in_snake_case = re.sub(r"(?<!^)(?=[A-Z])", "_", type(transform).__name__).lower()
+            rows.append(Row(in_snake_case, describe()))
     mesh = getattr(strategy, "mesh", None)
     if mesh is not None:
-        sizes = zip(mesh.mesh_dim_names, mesh.shape, mesh.get_coordinate() or (), strict=False)
-        rows.append(
-            Row("mesh", " x ".join(f"{name}={size} (here {at})" for name, size, at in sizes))
-        )
+        axes = zip(mesh.mesh_dim_names, mesh.shape, mesh.get_coordinate() or (), strict=False)
+        sizes = [f"{name}={size} (here {coordinate})" for name, size, coordinate in axes]
+        rows.append(Row("mesh", " x ".join(sizes)))
     return rows
 
 
@@ -204,23 +199,22 @@ def _has_ended() -> bool:
 
 
 def _grouped(named: Iterable[tuple[str, str]]) -> list[Row]:
-    # With its numbers replaced by *, equal layers become one line.
-    counts = Counter(
-        (re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", name), text) for name, text in named
-    )
-    return [
-        Row(name or "(model)", text + (f"   x {n}" if n > 1 else ""))
-        for (name, text), n in counts.items()
-    ]
+    counts = Counter[tuple[str, str]]()
+    for name, text in named:
+        # With its numbers replaced by *, equal layers become one line.
+        counts[re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", name), text] += 1
+    rows = []
+    for (name, text), count in counts.items():
+        if count > 1:
+            text += f"   x {count}"
+        rows.append(Row(name or "(model)", text))
+    return rows
 
 
 def _modules(model: nn.Module) -> list[Row]:
     """How modules were changed: wrapped, sharded, compiled, converted."""
-    return _grouped(
-        (name, ", ".join(marks))
-        for name, module in model.named_modules()
-        if (marks := list(_marks(module, model)))
-    )
+    marks = ((name, ", ".join(_marks(module, model))) for name, module in model.named_modules())
+    return _grouped((name, text) for name, text in marks if text)
 
 
 def _marks(module: nn.Module, root: nn.Module) -> Iterable[str]:
@@ -242,12 +236,12 @@ def _marks(module: nn.Module, root: nn.Module) -> Iterable[str]:
 
 
 def _after_forward(unit: FSDPModule, root: nn.Module) -> str:
-    for inner, group, again in shard_groups(root):
-        if inner is unit and again and (after := group.post_forward_mesh_info) is not None:
-            same = after.shard_mesh_size == group.mesh_info.shard_mesh_size  # type: ignore[attr-defined]
-            return "resharded after forward" + (
-                "" if same else f" to groups of {after.shard_mesh_size}"
-            )
+    for inner, group, is_resharded in shard_groups(root):
+        after = group.post_forward_mesh_info
+        if inner is unit and is_resharded and after is not None:
+            if after.shard_mesh_size == group.mesh_info.shard_mesh_size:  # type: ignore[attr-defined]
+                return "resharded after forward"
+            return f"resharded after forward to groups of {after.shard_mesh_size}"
     return "kept unsharded after forward"
 
 
@@ -278,24 +272,21 @@ def _words(placement: Placement) -> str:
 
 
 def _dtypes(prepared: PreparedModel) -> list[Row]:
-    master_weights = list(prepared.master_weights())
     compute, reduction = dtypes(prepared)
-    return [
-        Row("parameters", _counted(prepared.module.parameters())),
-        *([Row("master weights", _counted(master_weights))] if master_weights else []),
-        Row("computes in", compute),
-        Row("gradients are averaged in", reduction),
-    ]
+    rows = [Row("parameters", _counted(prepared.module.parameters()))]
+    master_weights = _counted(prepared.master_weights())
+    if master_weights:
+        rows.append(Row("master weights", master_weights))
+    return [*rows, Row("computes in", compute), Row("gradients are averaged in", reduction)]
 
 
 def _counted(tensors: Iterable[torch.Tensor]) -> str:
     """The number of elements of each dtype."""
-    kept = Counter[str]()
+    counts = Counter[str]()
     for tensor in tensors:
-        kept[str(tensor.dtype).removeprefix("torch.")] += getattr(
-            tensor, "ds_numel", tensor.numel()
-        )
-    return ", ".join(f"{count:,} in {name}" for name, count in kept.items())
+        name = str(tensor.dtype).removeprefix("torch.")
+        counts[name] += getattr(tensor, "ds_numel", tensor.numel())
+    return ", ".join(f"{count:,} in {name}" for name, count in counts.items())
 
 
 def _volume(
@@ -303,13 +294,15 @@ def _volume(
 ) -> list[Row]:
     if _has_ended():
         return [Row("none", _ENDED)]
-    times = steps if sync_each_batch else 1
-    found = communication_volume(prepared, steps // times)
+    times = 1
+    if sync_each_batch:
+        times = steps
+    volumes = communication_volume(prepared, steps // times)
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [Row("none", "one process")]
-    if found is None:
+    if volumes is None:
         return [Row("not counted", f"{strategy.name} decides what it sends")]
-    if not found:
+    if not volumes:
         return [Row("none", "this layout sends nothing for it")]
 
     def amount(volume: CommunicationVolume) -> str:
@@ -318,4 +311,4 @@ def _volume(
             return f"{'at most ' * volume.about}{size}"
         return f"{'about ' * volume.about}{times * volume.messages} messages, {size}"
 
-    return [Row(volume.what, amount(volume)) for volume in found]
+    return [Row(volume.what, amount(volume)) for volume in volumes]
