@@ -189,7 +189,7 @@ def launch_command(args: argparse.Namespace, in_place: bool = False) -> None:
 
 def launch_flags() -> set[str]:
     """All spellings of the options of a launch."""
-    return {flag for option in options().values() for flag in option.spellings}
+    return set().union(*(option.spellings for option in options().values()))
 
 
 # The API has a function for each kind of launch. Here the arguments determine it.

@@ -7,7 +7,7 @@ import argparse
 import textwrap
 
 from ..core.errors import ConfigurationError, suggestion
-from ..core.option import Group
+from ..core.option import Group, Option
 from ..core.options import GROUPS
 from .parser import Parser, add_options
 
@@ -48,16 +48,11 @@ def text(parser: argparse.ArgumentParser, topic: str | None) -> str:
         if rows:
             return _options([Group(f"a part of {name_of(group)}", "", rows)])
     names = [name_of(group) for group in GROUPS]
-    options_of_command = [
-        *names,
-        *(
-            flag.lstrip("-")
-            for group in GROUPS
-            for option in group.options
-            for flag in option.spellings
-        ),
-    ]
-    meant = suggestion(word, names) or suggestion(word, options_of_command)
+    words = list(names)
+    for group in GROUPS:
+        for option in group.options:
+            words += [flag.lstrip("-") for flag in option.spellings]
+    meant = suggestion(word, names) or suggestion(word, words)
     raise ConfigurationError(
         f"no topic or option {topic!r}{meant}; the topics are {', '.join(names)}, all"
     )
@@ -69,9 +64,9 @@ def name_of(group: Group) -> str:
 
 
 def _usual(parser: argparse.ArgumentParser) -> str:
-    rows = tuple(
-        option for group in GROUPS for option in group.options if option.name in group.usual
-    )
+    rows: list[Option] = []
+    for group in GROUPS:
+        rows += [option for option in group.options if option.name in group.usual]
     width = max(len(name_of(group)) for group in GROUPS)
     indent = " " * (width + 4)
     topics = [
@@ -88,7 +83,7 @@ def _usual(parser: argparse.ArgumentParser) -> str:
             f"usage: {parser.usage}\n",
             textwrap.fill(parser.description or "", 78),
             "",
-            _options([Group("usual options", "", rows)]),
+            _options([Group("usual options", "", tuple(rows))]),
             _examples(),
             "topics (-h TOPIC shows their options, -h OPTION one option, -h all everything):",
             *topics,

@@ -86,13 +86,13 @@ def canonical(key: str, table: dict[str, Option]) -> str | None:
         return FORMER[key] or ""
     section, dot, name = key.partition(".")
     # `fsdp_config` has options fsdp_..., `parallelism_config` has parallelism_config_...
-    prefixes = (section.removesuffix("config"), f"{section}_") if dot else ()
-    spellings = (
-        f"{section}.{other}"
-        for prefix in prefixes
-        for other in (prefix + name, name.removeprefix(prefix))
-    )
-    return next((other for other in spellings if other in table), None)
+    if not dot:
+        return None
+    for prefix in (section.removesuffix("config"), f"{section}_"):
+        for spelling in (prefix + name, name.removeprefix(prefix)):
+            if f"{section}.{spelling}" in table:
+                return f"{section}.{spelling}"
+    return None
 
 
 def sections(table: dict[str, Option]) -> set[str]:

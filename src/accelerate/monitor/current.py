@@ -78,22 +78,32 @@ def current_state(run: Run) -> CurrentState:
             ]
             return sum(amounts) or math.nan
 
+        if run.is_empty:
+            state = "waiting"
+        elif run.has_ended:
+            state = "ended"
+        else:
+            state = "running"
+        loss = math.nan
+        if newest:
+            loss = float(np.mean([record["loss"] for record in newest]))
+        age = math.nan
+        if run.last_time is not None:
+            age = max(0.0, time.time() - run.last_time)
         summary = summarize(run, start)
         return CurrentState(
             name=run.name,
             folder=str(run.folder),
-            state="waiting" if run.is_empty else "ended" if run.has_ended else "running",
+            state=state,
             step=run.last_step,
             epoch=max((int(record["epoch"]) for record in newest), default=0),
-            loss=float(np.mean([record["loss"] for record in newest])) if newest else math.nan,
+            loss=loss,
             steps_per_second=1 / summary.seconds,
             samples_per_second=rate("samples"),
             tokens_per_second=rate("tokens"),
             ranks=len(ranks),
             slow_ranks=sorted(straggler.rank for straggler in summary.stragglers),
-            age_seconds=math.nan
-            if run.last_time is None
-            else max(0.0, time.time() - run.last_time),
+            age_seconds=age,
             logged={name: series.values[-1] for name, series in run.series.items()},
         )
 

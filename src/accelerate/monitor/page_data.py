@@ -82,11 +82,15 @@ def grouped_events(run: Run, most: int = _MOST_EVENTS) -> list[dict[str, Any]]:
                 for name in ("message", "path")
                 if event.get(name) is not None
             }
-            numbers = {
-                name: number
-                for name in ("step", "seconds", "restart")
-                if type(number := event.get(name, "")) in (int, float) and abs(number) < 2**53
-            }
+            numbers = {}
+            for name in ("step", "seconds", "restart"):
+                number = event.get(name)
+                if (
+                    isinstance(number, int | float)
+                    and not isinstance(number, bool)
+                    and abs(number) < 2**53
+                ):
+                    numbers[name] = number
             if isinstance(event.get("path"), str):
                 file = run.file(event["path"])
             else:

@@ -161,11 +161,13 @@ class Run:
             names = []
         self._bad = {path: note for path, note in self._bad.items() if path.name in names}
         for name in names:
-            match = _STEPS.fullmatch(name)
-            if match and int(match[1]) not in self.ranks:
-                self._open(int(match[1]), folder / name)
-            elif (match := _EVENTS.fullmatch(name)) and folder / name not in self._tails:
-                self._tails[folder / name] = int(match[1]), Tail(folder / name)
+            path = folder / name
+            steps = _STEPS.fullmatch(name)
+            if steps and int(steps[1]) not in self.ranks:
+                self._open(int(steps[1]), path)
+            events = _EVENTS.fullmatch(name)
+            if events and path not in self._tails:
+                self._tails[path] = int(events[1]), Tail(path)
         for path in values_files(self.folder):
             self._values.setdefault(path, Tail(path))
         before = self._is_gone, self._missing
@@ -179,7 +181,7 @@ class Run:
         headers = [rank.header for rank in self.ranks.values()]
         if not headers or time.time() - min(header.started for header in headers) < _ARRIVAL:
             return []
-        bad = {int(match[1]) for path in self._bad if (match := _STEPS.fullmatch(path.name))}
+        bad = {int(_STEPS.sub(r"\1", path.name)) for path in self._bad}
         world_size = min(max(header.world_size for header in headers), _MOST_RANKS)
         return sorted(set(range(world_size)) - set(self.ranks) - bad)
 
@@ -244,9 +246,8 @@ class Run:
             self.events.sort(key=lambda event: event["time"])
             del self.events[:-MOST_EVENTS]
         if records or replaced:
-            self._paths = {
-                path for event in self.events if isinstance(path := event.get("path"), str)
-            }
+            paths = [event.get("path") for event in self.events]
+            self._paths = {path for path in paths if isinstance(path, str)}
         return bool(records) or replaced
 
     def file(self, name: str) -> Path | None:

@@ -236,17 +236,13 @@ def _group_size(args: tuple[object, ...]) -> int:
 
 def fake_copy(model: nn.Module) -> nn.Module:
     """A copy of a model with fake tensors on the CPU; ties stay. Call it in a fake mode."""
-    others = [value for module in model.modules() for value in vars(module).values()]
+    tensors = [*model.parameters(), *model.buffers()]
+    for module in model.modules():
+        tensors += [value for value in vars(module).values() if isinstance(value, torch.Tensor)]
     memo: dict[int, Any] = {}
-    for tensor in [
-        *model.parameters(),
-        *model.buffers(),
-        *(one for one in others if isinstance(one, torch.Tensor)),
-    ]:
+    for tensor in tensors:
         value = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-        is_parameter = isinstance(tensor, nn.Parameter)
-        if is_parameter:
-            memo[id(tensor)] = nn.Parameter(value, requires_grad=tensor.requires_grad)
-        else:
-            memo[id(tensor)] = value
+        if isinstance(tensor, nn.Parameter):
+            value = nn.Parameter(value, requires_grad=tensor.requires_grad)
+        memo[id(tensor)] = value
     return copy.deepcopy(model, memo)

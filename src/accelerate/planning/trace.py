@@ -25,6 +25,7 @@ from ..config import launch_file
 from ..config.launch_settings import resolve_settings
 from ..core import env
 from ..core.errors import AccelerateError
+from ..core.trees import leaves
 from ..launchers.variables import variables
 from ..parallel.adopted.strategy import Adopted
 from ..parallel.base import Strategy
@@ -321,15 +322,8 @@ def _batch(
         parameters = list(model.parameters())
         ledger.label([p.grad for p in parameters if p.grad is not None], GRADIENTS)
         optimizer.step()
-        ledger.label(
-            [
-                v
-                for state in optimizer.state.values()
-                for v in state.values()
-                if isinstance(v, torch.Tensor)
-            ],
-            OPTIMIZER,
-        )
+        for state in optimizer.state.values():
+            ledger.label(leaves(state), OPTIMIZER)
         optimizer.zero_grad()
 
 
