@@ -63,7 +63,12 @@ def _undeclared(tree):
         node for node in tree.body if isinstance(node, ast.ClassDef) and _is_public(node.name)
     ]:
         methods = [node for node in owner.body if isinstance(node, ast.FunctionDef)]
-        declared = {node.target.id for node in owner.body if isinstance(node, ast.AnnAssign)}
+        bases = {ast.unparse(base) for base in owner.bases}
+        declared = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and (node is owner or node.name in bases):
+                fields = [field for field in node.body if isinstance(field, ast.AnnAssign)]
+                declared |= {field.target.id for field in fields}
         found = {}
         for method in methods:
             if _is_public(method.name):

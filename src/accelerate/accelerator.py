@@ -219,13 +219,13 @@ class Accelerator(RunInterface):
         self.precision: Precision = resolved.precision
         self.strategy: Strategy = resolved.strategy
         self.gradient_state: GradientState = GradientState(resolved.plan.accumulation)
-        self.device_placement = checks.truth("device_placement", device_placement)
+        self.device_placement: bool = checks.truth("device_placement", device_placement)
         self.dataloader_config: DataLoaderConfiguration = (
             dataloader_config or DataLoaderConfiguration()
         )
         if split_batches is not _NOT_GIVEN:
             self.dataloader_config.split_batches = checks.truth("split_batches", split_batches)
-        self.step_scheduler_with_optimizer = checks.truth(
+        self.step_scheduler_with_optimizer: bool = checks.truth(
             "step_scheduler_with_optimizer", step_scheduler_with_optimizer
         )
         self.flag_tensor: torch.Tensor | None = None

@@ -55,7 +55,7 @@ def _default_options(model: torch.nn.Module) -> StateDictOptions | None:
     else:
         plugin = None
     if plugin is not None and _kind(plugin) == "FULL_STATE_DICT":
-        return full_options(model, plugin.state_dict_config)
+        return full_options(model, getattr(plugin, "state_dict_config", None))
     return None
 
 
@@ -159,7 +159,8 @@ def save_fsdp_model(
     kind = _kind(fsdp_plugin)
     with _master_weights(accelerator, model):
         if kind == "FULL_STATE_DICT":
-            options = full_options(model, fsdp_plugin.state_dict_config)
+            config = getattr(fsdp_plugin, "state_dict_config", None)
+            options = full_options(model, config)
             state = _weights(model, options, adapter_only)
             if _rank() == 0:
                 write_atomically(state, folder / numbered(_FSDP_MODEL, model_index, ".bin"))
@@ -223,7 +224,8 @@ def save_fsdp_optimizer(
     inner = getattr(optimizer, "optimizer", optimizer)
     with _master_weights(accelerator, model, optimizer):
         if _kind(fsdp_plugin) == "FULL_STATE_DICT" or not use_dcp:
-            options = full_options(model, fsdp_plugin.optim_state_dict_config)
+            config = getattr(fsdp_plugin, "optim_state_dict_config", None)
+            options = full_options(model, config)
             state = optimizer_state(model, inner, options)
             if _rank() == 0:
                 write_atomically(state, folder / numbered(OPTIMIZER_NAME, optimizer_index, ".bin"))

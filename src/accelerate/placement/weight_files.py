@@ -88,7 +88,7 @@ class SafetensorsFile(Mapping[str, torch.Tensor]):
         self.limit = limit
         try:
             require_regular(path)
-            self.state = os.stat(path)
+            self.state: os.stat_result = os.stat(path)
             self.header: Header = read_header(path)
         except FileNotFoundError:
             raise CheckpointError(

@@ -69,7 +69,7 @@ class Fsdp1Model(PreparedModel):
         self.device = device
         self.plugin = plugin
         # LOCAL_STATE_DICT's are stored as shards too, so that any layout can load them.
-        self.saves_shards = plugin.state_dict_type.name != "FULL_STATE_DICT"  # type: ignore[union-attr]
+        self.saves_shards: bool = plugin.state_dict_type.name != "FULL_STATE_DICT"  # type: ignore[union-attr]
         self._plain = plain
 
     @property
