@@ -112,7 +112,9 @@ class AdapterModel(PreparedModel):
     def base(self) -> Mapping[str, str]:
         """The checksums of the frozen parameters that no adapter has. Each rank reads its shards once."""
         if not self.layout.base:
-            adapter = {name for entries in self.names.values() for name in entries.values()}
+            adapter: set[str] = set()
+            for entries in self.names.values():
+                adapter.update(entries.values())
 
             def is_replaced(name: str) -> bool:
                 """Whether every adapter trains another module (of `modules_to_save`) instead of this one."""
@@ -132,7 +134,8 @@ class AdapterModel(PreparedModel):
     def _tensors(self) -> dict[str, torch.Tensor]:
         self.prepared.reshard()
         tensors = dict(named_tensors(self.inner, remove_duplicate=False))
-        return {name: tensors[name] for entries in self.names.values() for name in entries.values()}
+        names = itertools.chain.from_iterable(entries.values() for entries in self.names.values())
+        return {name: tensors[name] for name in names}
 
     def about(self) -> dict[str, Any]:
         """As of any model, the names of the adapters, and the checksums of the base."""

@@ -30,11 +30,11 @@ def checksums(
         tensors: the same names on all ranks.
         device: where ranks with shards add up their parts; every rank then calls this. None: this process has all.
     """
-    pieces = {
-        f"{name}.{part}" if part else name: inner
-        for name, tensor in tensors.items()
-        for part, inner in inner_tensors(tensor.detach()).items()
-    }
+    pieces: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        for part, inner in inner_tensors(tensor.detach()).items():
+            key = f"{name}.{part}" if part else name
+            pieces[key] = inner
     if not pieces:
         return {}
     has_plain = device is None or dist.get_rank() == 0

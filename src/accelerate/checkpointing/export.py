@@ -188,11 +188,10 @@ def write_weights(pieces: list[Piece], folder: Path, limit: int, is_writer: bool
 
     A rank that cannot write still takes part in gathering.
     """
-    light = {
-        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        for piece in pieces
-        for name, tensor in piece.light.items()
-    }
+    light: dict[str, torch.Tensor] = {}
+    for piece in pieces:
+        for name, tensor in piece.light.items():
+            light[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     shards = plan_shards(light, limit)
     files = file_names(SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_PATTERN_NAME, len(shards))
     contents = {

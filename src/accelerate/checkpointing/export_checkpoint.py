@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import os
 import re
@@ -100,7 +101,9 @@ def export_checkpoint(
             )
         _copy_files(path, folder)
         return "adapters of peft"
-    tensors = {name: tensor for piece in pieces for name, tensor in piece.light.items()}
+    tensors: dict[str, torch.Tensor] = {}
+    for piece in pieces:
+        tensors.update(piece.light)
     if _is_of_peft(row, pieces):
         raise ConfigurationError(
             f"{path} has adapters and their base. Add --merge_adapters to export a merged model"
@@ -137,7 +140,9 @@ def _find_model(checkpoint: Path) -> tuple[Path, JSONObject]:
         paths = [checkpoint]
     if not paths:
         folders = (checkpoint, checkpoints_dir(checkpoint))
-        inside = [path for folder in folders for _, path in list_checkpoints(folder)]
+        inside = []
+        for folder in folders:
+            inside += [path for _, path in list_checkpoints(folder)]
         if inside:
             hint = f": give one of those in it, such as {inside[-1]}"
         else:
@@ -250,7 +255,7 @@ def _model_class(architectures: list[str] | None) -> Any:
 
 
 def _is_of_peft(row: JSONObject, pieces: list[Piece]) -> bool:
-    names = (name for piece in pieces for name in piece.light)
+    names = itertools.chain.from_iterable(piece.light for piece in pieces)
     return "adapter_configs" in row or any(name.startswith("base_model.model.") for name in names)
 
 
@@ -279,7 +284,9 @@ def _saved_model(path: Path, row: JSONObject, pieces: list[Piece], base: str | N
         )
     import peft
 
-    state = {name: tensor for piece in pieces for name, tensor in piece.read(True).items()}
+    state: dict[str, torch.Tensor] = {}
+    for piece in pieces:
+        state.update(piece.read(True))
     with torch.device("meta"):
         model = kind(config)
     # Layers of adapters compute buffers of the base's weights.

@@ -414,14 +414,14 @@ def session_rank_names(files: Iterable[str]) -> list[str]:
 
 def rank_entries(run: RunState, shared: Mapping[str, object]) -> list[ObjectState]:
     """The entries of the shared document of this rank that may differ between ranks."""
-    return [
-        ObjectState(kind, index, item, state)
-        for kind in kinds(Written.ONCE)
-        if not kind.of_first
-        for index, (item, state) in enumerate(
-            zip(kind.objects(run), kind.states(shared), strict=False)
-        )
-    ]
+    entries = []
+    for kind in kinds(Written.ONCE):
+        if kind.of_first:
+            continue
+        pairs = zip(kind.objects(run), kind.states(shared), strict=False)
+        for index, (item, state) in enumerate(pairs):
+            entries.append(ObjectState(kind, index, item, state))
+    return entries
 
 
 def entry_digests(rows: Sequence[ObjectState], strict: bool) -> dict[str, str]:

@@ -190,17 +190,13 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
 
 def _foreign(folder: Path, manifest: Manifest) -> list[str]:
     """Files that the manifest does not list, under a name of the format or in a folder of shards."""
-    if folder.is_dir():
-        tops = [entry for entry in folder.iterdir() if is_api_file(entry.name)]
-    else:
-        tops = []
-    paths = [
-        path
-        for top in tops
-        for path in ([top] if top.is_file() else sorted(top.rglob("*")))
-        if path.is_file()
-    ]
-    names = (path.relative_to(folder).as_posix() for path in paths)
+    if not folder.is_dir():
+        return []
+    paths: list[Path] = []
+    for entry in folder.iterdir():
+        if is_api_file(entry.name):
+            paths += [entry, *sorted(entry.rglob("*"))]
+    names = [path.relative_to(folder).as_posix() for path in paths if path.is_file()]
     return [name for name in names if name not in manifest.files]
 
 

@@ -246,7 +246,10 @@ def _unfit(rows: dict[int, JSONObject]) -> dict[str, str] | None:
         {folder for folder, _ in saves}
     ):
         return None
-    return {title: why for row in rows.values() for title, why in row["unfit"].items()}
+    unfit: dict[str, str] = {}
+    for row in rows.values():
+        unfit.update(row["unfit"])
+    return unfit
 
 
 def load_options(load_kwargs: dict[str, Any] | None) -> dict[str, Any]:

@@ -225,11 +225,11 @@ class PendingGradients:
         """Return the gradients by model and parameter; empty at the end of a window."""
         if not self.pending():
             return {}
-        return {
-            f"{index}.{name}": gradient
-            for index, model in enumerate(self.models)
-            for name, gradient in model.state_dict().items()
-        }
+        gradients: StateDict = {}
+        for index, model in enumerate(self.models):
+            for name, gradient in model.state_dict().items():
+                gradients[f"{index}.{name}"] = gradient
+        return gradients
 
     def check_state_dict(self, state: StateDict) -> None:
         """Raise CheckpointError for gradients of other shapes."""

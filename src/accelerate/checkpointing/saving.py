@@ -383,12 +383,9 @@ def _collect_and_meet(
 
 def _is_collective(run: RunState, in_background: bool) -> bool:
     """Whether collecting the states may use collectives."""
-    unsharded = [
-        item
-        for kind in kinds(Written.WEIGHTS, Written.FILE)
-        for item in kind.objects(run)
-        if not kind.in_shards(item)
-    ]
+    unsharded: list[object] = []
+    for kind in kinds(Written.WEIGHTS, Written.FILE):
+        unsharded += [item for item in kind.objects(run) if not kind.in_shards(item)]
     gathers = any(getattr(item, "is_partial", False) for item in unsharded)
     if run.save_hooks or gathers or run.sharded is None:
         return bool(run.save_hooks) or gathers
@@ -398,11 +395,9 @@ def _is_collective(run: RunState, in_background: bool) -> bool:
 
 def _is_on_every_rank(run: RunState) -> bool:
     """Whether each rank has all models and optimizers, as in data parallelism: one of them can save them."""
-    return not any(
-        part.is_partial or part.saves_shards
-        for parts in (run.models, run.optimizers)
-        for part in parts
-    )
+    models = any(model.is_partial or model.saves_shards for model in run.models)
+    optimizers = any(each.is_partial or each.saves_shards for each in run.optimizers)
+    return not (models or optimizers)
 
 
 @functools.cache
@@ -425,10 +420,13 @@ def _compare(rows: dict[int, JSONObject]) -> JSONObject:
                 "all. After a save on rank 0 only, call `accelerator.wait_for_everyone()` before the next save."
             )
     check_same_entries([row["digests"] for row in rows.values()])
+    lost: set[str] = set()
+    for row in rows.values():
+        lost.update(row["lost"])
     return {
         "temporary": rows[0]["temporary"],
         "is_collective": any(row["is_collective"] for row in rows.values()),
-        "lost": sorted({label for row in rows.values() for label in row["lost"]}),
+        "lost": sorted(lost),
         "is_any_different": any(row["digests"] != rows[0]["digests"] for row in rows.values()),
     }
 
@@ -570,7 +568,9 @@ def complete(pending: PendingCheckpoint, ranks: SaveRanks) -> None:
             with _noted(pending):
                 if pending.is_home:
                     spans_of_ranks = homes[str(pending.home)]
-                    peers = [rank for low, high in spans_of_ranks for rank in range(low, high + 1)]
+                    peers: list[int] = []
+                    for low, high in spans_of_ranks:
+                        peers += range(low, high + 1)
                     _commit(pending, ranks.values(peers))
             ranks.exchange("save_state: commit", pending.error)
     except BaseException:
@@ -604,11 +604,10 @@ def _commit(pending: PendingCheckpoint, rows: dict[int, JSONObject]) -> None:
     """Commit the folder that these ranks have written, and rotate. One of them calls it, with the values of all."""
     options = pending.options
     home = rows[pending.home]
-    records = {
-        name: FileRecord.from_json(record)
-        for row in rows.values()
-        for name, record in row["files"].items()
-    }
+    records: dict[str, FileRecord] = {}
+    for row in rows.values():
+        for name, record in row["files"].items():
+            records[name] = FileRecord.from_json(record)
     written = {
         path.relative_to(pending.temporary).as_posix()
         for path in pending.temporary.rglob("*")

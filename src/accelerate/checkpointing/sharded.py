@@ -359,7 +359,8 @@ def _load_nested(
     before = dict(optimizer.state)
     optimizer.state.clear()
     try:
-        if not without.issuperset(name for group in groups for name in group["params"]):
+        names = itertools.chain.from_iterable(group["params"] for group in groups)
+        if not without.issuperset(names):
             # torch makes a state of each parameter where there are no gradients; those of the checkpoint come later.
             optimizer.zero_grad()
             nested: StateDict = dict(get_optimizer_state_dict(model, optimizer))
@@ -691,7 +692,7 @@ def read_optimizer(
             for group in optimizer.param_groups
         ]
     names = [list(group) for group in groups]
-    states: dict[str, dict[str, object]] = {name: {} for group in names for name in group}
+    states: dict[str, dict[str, object]] = {name: {} for name in itertools.chain(*names)}
     options: dict[str, dict[str, object]] = {name: {} for name in states}
     values: dict[str, object] = {**read_options(folder), **read_unsharded(folder)}
     for key, value in values.items():

@@ -334,12 +334,11 @@ class NativeReader(CheckpointReader):
         session = self._session
         for name in names:
             with damage(self.folder / f"{name}.json"):
-                own = self._read(name)
-                keys.update(
-                    {f"{kind}[{index}]": None for kind, rows in own.items() for index in rows}
-                )
+                entries = self._read(name)
+                for kind, rows in entries.items():
+                    keys.update({f"{kind}[{index}]": None for index in rows})
                 if self._is_same_size:
-                    session = with_rank_entries(session, own)
+                    session = with_rank_entries(session, entries)
         if keys and not self._is_same_size:
             notes.append(
                 f"{', '.join(keys)} differed between the {self.manifest.world_size} processes that saved: with "

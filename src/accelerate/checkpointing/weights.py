@@ -153,13 +153,13 @@ def file_names(single: str, pattern: str, count: int) -> list[str]:
 
 def write_index(path: Path, files: Mapping[str, Mapping[str, object]]) -> None:
     """Write the index of files, {name of a file: {name: tensor}}."""
-    total = sum(
-        value.numel() * value.element_size()
-        for content in files.values()
-        for value in content.values()
-        if isinstance(value, torch.Tensor)
-    )
-    where = {entry: name for name, content in files.items() for entry in content}
+    total = 0
+    where: dict[str, str] = {}
+    for name, content in files.items():
+        for entry, value in content.items():
+            where[entry] = name
+            if isinstance(value, torch.Tensor):
+                total += value.numel() * value.element_size()
     with atomic_write(path, "w") as file:
         json.dump(
             {"metadata": {"total_size": total}, "weight_map": where}, file, indent=2, sort_keys=True

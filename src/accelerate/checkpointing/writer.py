@@ -7,6 +7,7 @@ Peak extra memory: one copy of what this rank writes, kept for the next save. A 
 from __future__ import annotations
 
 import atexit
+import itertools
 import logging
 import threading
 from collections.abc import Sequence
@@ -87,12 +88,8 @@ class Writer:
 
     def copy(self, pending: PendingCheckpoint) -> None:
         """Copy the state to host memory, so that training can continue."""
-        tensors = [
-            piece
-            for pieces in pending.files.values()
-            for piece in pieces
-            if isinstance(piece, torch.Tensor)
-        ]
+        pieces = itertools.chain.from_iterable(pending.files.values())
+        tensors = [piece for piece in pieces if isinstance(piece, torch.Tensor)]
         copies = iter(self._snapshot(tensors))
         pending.files = {
             name: [next(copies) if isinstance(piece, torch.Tensor) else piece for piece in pieces]

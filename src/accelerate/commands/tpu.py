@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import itertools
 import shlex
 import shutil
 import subprocess
@@ -159,7 +160,7 @@ def _commands(args: argparse.Namespace, kept: dict[str, Any]) -> list[str]:
     if not file and not commands:
         file = kept.get("command_file")
         commands = [kept.get("commands") or []]
-    lines = [command for group in commands or [] for command in group]
+    lines = list(itertools.chain.from_iterable(commands or []))
     if file:
         # A comment would swallow every command behind it: all of them become one line.
         texts = map(str.strip, Path(file).expanduser().read_text().splitlines())

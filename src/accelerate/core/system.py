@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import itertools
 import os
 import re
 import shutil
@@ -154,7 +155,7 @@ def share_of_cpus(index: int, count: int) -> list[int]:
     if count >= len(ordered):
         return ordered[index % len(ordered)]
     start, end = index * len(ordered) // count, (index + 1) * len(ordered) // count
-    return sorted(cpu for cpus in ordered[start:end] for cpu in cpus)
+    return sorted(itertools.chain(*ordered[start:end]))
 
 
 def _memory_node(cpu: int) -> int:

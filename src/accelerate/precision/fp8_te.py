@@ -42,11 +42,9 @@ def convert_model(
     is: the engine has no kernel for it. Call it before the optimizer is made.
     """
     replace = _to_engine if to_transformer_engine else _from_engine
-    children = [
-        (parent, name, layer)
-        for parent in model.modules()
-        for name, layer in parent.named_children()
-    ]
+    children = []
+    for parent in model.modules():
+        children += [(parent, name, layer) for name, layer in parent.named_children()]
     for parent, name, layer in children:
         fresh = replace(layer, _convert_linear, _convert_ln)
         if fresh is not None:

@@ -52,7 +52,9 @@ def check_policy(policy: Any, mixed_precision: str) -> PrecisionPolicy:
 
 def check_matches(policy: PrecisionPolicy, models: Sequence[nn.Module]) -> None:
     """Raise PrepareError for a pattern that no module inside of the models has."""
-    names = [name for model in models for name, _ in model.named_modules() if name]
+    names: list[str] = []
+    for model in models:
+        names += [name for name, _ in model.named_modules() if name]
     for pattern in policy if models else ():
         if not any(fnmatchcase(name, pattern) for name in names):
             kinds = ", ".join(type(model).__name__ for model in models)

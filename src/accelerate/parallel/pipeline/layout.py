@@ -37,7 +37,9 @@ def ranks_of_parameters(
     model: nn.Module, plan: StagePlan, locations: Mapping[int, set[int]], ranks: Sequence[int]
 ) -> dict[str, Sharing]:
     """Plain name, of a model that is not cut yet -> who has the parameter, for those that several ranks have."""
-    inside = {id(p) for name in plan.cut.units for p in model.get_submodule(name).parameters()}
+    inside: set[int] = set()
+    for name in plan.cut.units:
+        inside.update(map(id, model.get_submodule(name).parameters()))
     numbers = {id(parameter): number for number, parameter in enumerate(model.parameters())}
     sharing: dict[str, Sharing] = {}
     for name, parameter in materialize.named_parameters(model, remove_duplicate=False):
@@ -103,7 +105,9 @@ def fill_or_shard(
             if materialize.where_meta(stage) is not None:
                 materialize.allocate(stage, strategy.device)
                 materialize.initialise(stage, strategy.device, ranks)
-    inside = {id(module) for stage in stages.values() for module in stage.modules()}
+    inside: set[int] = set()
+    for stage in stages.values():
+        inside.update(map(id, stage.modules()))
     for owners in places:
         # A tied parameter was replaced where a stage uses it: its other places follow.
         present = {id(getattr(module, name)) for module, name in owners}

@@ -77,12 +77,11 @@ class Runner:
         Raises:
             PrepareError: the call is one of torch.func, or its inputs cannot be split.
         """
-        parameters = [
-            parameter for stage in self.stages.values() for parameter in stage.parameters()
-        ]
-        if not all(parameter.is_leaf for parameter in parameters) or any(
-            map(_is_wrapped, trees.leaves((args, kwargs)))
-        ):
+        parameters: list[torch.Tensor] = []
+        for stage in self.stages.values():
+            parameters += stage.parameters()
+        are_leaves = all(parameter.is_leaf for parameter in parameters)
+        if not are_leaves or any(map(_is_wrapped, trees.leaves((args, kwargs)))):
             raise PrepareError(
                 "the pipelined model was called inside of torch.func (functional_call, vmap, ...), whose tensors and "
                 "parameters do not reach the stages of other ranks. Use DDP for such a model"

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -74,7 +75,9 @@ def load_full_model_state(
         if isinstance(value, torch.Tensor)
     }
     of_ranks = materialize.from_all({name: tuple(value.shape) for name, value in own.items()})
-    shapes = {name: shape for shapes_of_rank in of_ranks for name, shape in shapes_of_rank.items()}
+    shapes: dict[str, Any] = {}
+    for shapes_of_rank in of_ranks:
+        shapes.update(shapes_of_rank)
     given = {name: (tuple(value.shape), value.dtype) for name, value in state.items()}
     offered = materialize.from_first(given, device)
     missing = [name for name in shapes if name not in offered]
@@ -120,9 +123,7 @@ def full_optimizer_state(
     for peer in range(1, channel.size):
         while (message := channel.receive_object(peer)) is not None:
             found.setdefault(*message)
-    positions = {
-        name: position for position, name in enumerate(name for group in groups for name in group)
-    }
+    positions = {name: position for position, name in enumerate(itertools.chain(*groups))}
     rest = [
         {key: copy.deepcopy(value) for key, value in g.items() if key != "params"}
         for g in optimizer.param_groups
@@ -148,18 +149,12 @@ def load_full_optimizer_state(
     """Load the optimizer state of a single process, which only rank 0 needs to have. Every rank calls it."""
     rest, present = broadcast_state(state, groups, device)
     saved = rest["param_groups"]
-    name_at = {
-        position: name
-        for group, names in zip(saved, groups, strict=True)
-        for position, name in zip(group["params"], names, strict=True)
-    }
+    name_at: dict[int, str] = {}
+    for group, names in zip(saved, groups, strict=True):
+        name_at.update(zip(group["params"], names, strict=True))
     own_names = {id(parameter): name for name, parameter in materialize.named_parameters(model)}
-    own = {
-        own_names[id(p)]: p
-        for group in optimizer.param_groups
-        for p in group["params"]
-        if id(p) in own_names
-    }
+    stepped = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    own = {own_names[id(p)]: p for p in stepped if id(p) in own_names}
     entries: dict[str, object] = {}
     for position, entry in present:
         parameter = own.get(name_at[position])
@@ -202,7 +197,9 @@ def distribute(
         raise PrepareError(
             f"this rank's model differs from rank 0's ({different}): build the same on all ranks"
         )
-    dropped = {id(buffer) for module in foreign for buffer in module.buffers()}
+    dropped: set[int] = set()
+    for module in foreign:
+        dropped.update(map(id, module.buffers()))
     kept = {
         id(t)
         for _, t in listed

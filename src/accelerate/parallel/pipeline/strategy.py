@@ -136,9 +136,9 @@ class PipelineParallel(ShardedStrategy):
         plan = plan_stages(model, options, len(self.ranks), self.channel, self.observed)
         cut, locations = plan.cut, plan.locations(model)
         numbers = [stage for stage, rank in enumerate(self.ranks) if rank == self.channel.rank]
-        own_units = [
-            unit for stage in numbers for unit in range(cut.bounds[stage], cut.bounds[stage + 1])
-        ]
+        own_units: list[int] = []
+        for stage in numbers:
+            own_units += range(cut.bounds[stage], cut.bounds[stage + 1])
         own = {key for key, stages in locations.items() if stages & set(numbers)}
         listed = materialize.named_parameters(model, remove_duplicate=False)
         own_names = {name for name, parameter in listed if id(parameter) in own}
@@ -184,7 +184,10 @@ class PipelineParallel(ShardedStrategy):
             for stage in numbers
         }
         fill_or_shard(self, model, stages, has_weights, unsharded)
-        staged.watch([unit for stage in stages.values() for unit in stage.units])
+        units: list[nn.Module] = []
+        for own_stage in stages.values():
+            units += own_stage.units
+        staged.watch(units)
         self.cast_parameters(model, stages.values())
         self._compile(stages)
 
@@ -230,8 +233,10 @@ class PipelineParallel(ShardedStrategy):
     def _compile(self, stages: dict[int, Stage]) -> None:
         """Compile this rank's units, without hooks: a forward that is left in its middle cannot be one graph."""
         for transform in self.transforms:
-            for unit in (unit for stage in stages.values() for unit in stage.units):
-                if isinstance(transform, Compile):
+            if not isinstance(transform, Compile):
+                continue
+            for stage in stages.values():
+                for unit in stage.units:
                     unit.forward = torch.compile(unit.forward, **transform.options.to_kwargs())
 
     def _repoint(self, optimizer: torch.optim.Optimizer) -> None:
@@ -272,7 +277,9 @@ class PipelineParallel(ShardedStrategy):
         trained = [
             prepared.stages for prepared in self.prepared if isinstance(prepared, PipelinedModel)
         ]
-        elsewhere = {key for stages in trained for key in stages.tied.counted_elsewhere()}
+        elsewhere: set[int] = set()
+        for stages in trained:
+            elsewhere.update(stages.tied.counted_elsewhere())
         return norms.clip_grad_norm(
             parameters, max_norm, norm_type, (self.channel.group,), self.device, elsewhere
         )
