@@ -178,7 +178,11 @@ def _of_starter(starter: Rank, failure: Failure) -> Failure:
     if tracebacks.HEADER in text:
         traceback = text
     return failure._replace(
-        rank=rank, code=code, cause=cause_of(code, output, rank), traceback=traceback
+        rank=rank,
+        code=code,
+        exit_code=exit_code(code),
+        cause=cause_of(code, output, rank),
+        traceback=traceback,
     )
 
 
