@@ -63,8 +63,6 @@ def _sum_of_block(tensor: torch.Tensor, offsets: Sequence[int]) -> torch.Tensor:
         return total
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
-    else:
-        tensor = tensor
     rows = tensor.reshape(1) if tensor.ndim == 0 else tensor
     offsets = [*offsets, *[0] * (rows.ndim - len(offsets))]
     step = max(1, _BLOCK * rows.shape[0] // rows.numel())

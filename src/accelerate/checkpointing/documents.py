@@ -294,9 +294,7 @@ def _encode_array(value: NDArray[Any], sink: TensorSink, path: str) -> JSONObjec
     else:
         raw = np.empty(0, np.uint8)
     # torch warns of read-only memory
-    if raw.flags.writeable:
-        raw = raw
-    else:
+    if not raw.flags.writeable:
         raw = raw.copy()
     data = _encode_values(torch.from_numpy(raw), sink, path)
     return {"$": "ndarray", "dtype": dtype.str, "shape": list(value.shape), "bytes": data}

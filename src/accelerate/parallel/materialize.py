@@ -237,8 +237,6 @@ def spread(
         source = full.pop(name, None)
         if isinstance(source, DTensor):
             source = source.full_tensor()
-        else:
-            source = source
         value = broadcast_tensor(source, target.shape, target.dtype, device, group)
         if isinstance(target, DTensor):
             target.to_local().copy_(local_shard(value, target))

@@ -76,8 +76,6 @@ def _layers(model: nn.Module) -> set[str]:
     config: Any = getattr(model, "config", None)
     if hasattr(config, "get_text_config"):
         config = config.get_text_config()
-    else:
-        config = config
     layers = getattr(config, "layer_types", None)
     if layers is not None:
         return {_FULL, *layers}

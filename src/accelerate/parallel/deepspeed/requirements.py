@@ -63,8 +63,6 @@ class EngineRequest:
                 size = obj.batch_size
                 if size is None:
                     size = getattr(obj.batch_sampler, "batch_size", None)
-                else:
-                    size = size
                 if isinstance(size, int):
                     batch_sizes.append(
                         max(1, size // dist.get_world_size()) if split_batches else size
