@@ -13,7 +13,6 @@ import contextlib
 import ctypes
 import ctypes.util
 import errno
-import fcntl
 import functools
 import json
 import logging
@@ -30,7 +29,7 @@ from typing import BinaryIO
 import psutil
 
 from ..core.errors import CheckpointError, ConfigurationError
-from ..core.files import follow_links, fsync_path, named_errors
+from ..core.files import follow_links, fsync_path, lock_file, named_errors
 from ..core.json_text import JSONObject
 from .layout import MANIFEST, Manifest, free_name, is_api_file, read_manifest, siblings
 
@@ -39,9 +38,10 @@ logger: logging.Logger = logging.getLogger(__name__)
 # By lock file: the file, open and locked, with its content, and the `RunLocks` of this process that use it.
 _FILES: dict[Path, tuple[BinaryIO, JSONObject]] = {}
 _OWNERS: dict[Path, set[RunLocks]] = {}
-# The system's lock is shared with a forked child until the child closes the file.
-os.register_at_fork(after_in_child=_FILES.clear)
-os.register_at_fork(after_in_child=_OWNERS.clear)
+if hasattr(os, "register_at_fork"):
+    # The system's lock is shared with a forked child until the child closes the file.
+    os.register_at_fork(after_in_child=_FILES.clear)
+    os.register_at_fork(after_in_child=_OWNERS.clear)
 
 
 class FolderInUse(CheckpointError):
@@ -79,7 +79,12 @@ class RunLocks:
                 file, content = _FILES.pop(path)
                 with file, contextlib.suppress(OSError):
                     if content["pid"] == os.getpid() and _read(path) == content:
-                        path.unlink()
+                        try:
+                            path.unlink()
+                        except PermissionError:
+                            # Windows removes no open file, and so none that another run has opened meanwhile.
+                            file.close()
+                            path.unlink()
 
 
 def lock_path(folder: Path, directory: Path | None = None) -> Path:
@@ -101,7 +106,7 @@ def in_use_elsewhere(folder: Path) -> bool:
     for path in (lock_path(folder), lock_path(folder, folder.parent)):
         try:
             with open(path, "rb") as file:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                lock_file(file.fileno(), shared=True)
         except BlockingIOError:
             return path not in _FILES
         except OSError:
@@ -114,7 +119,7 @@ def _take(path: Path) -> tuple[BinaryIO, JSONObject]:
     while True:
         file: BinaryIO = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+b")
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(file.fileno())
         except BlockingIOError:
             holder = _read(path)
             if holder is not None and _is_parent(holder):
@@ -253,10 +258,6 @@ def commit(temporary: Path, folder: Path, manifest: Manifest) -> None:
     fsync_path(temporary)
     if not folder.exists():
         os.rename(temporary, folder)
-    elif not any(folder.iterdir()):
-        with contextlib.suppress(OSError):
-            shutil.copymode(folder, temporary)
-        os.rename(temporary, folder)
     elif (folder / MANIFEST).exists() or any(is_api_file(entry.name) for entry in folder.iterdir()):
         _replace(temporary, folder)
     else:
@@ -286,14 +287,14 @@ def _move_in(temporary: Path, folder: Path) -> None:
         if entry.name != MANIFEST:
             _merge_into(entry, folder / entry.name)
     fsync_path(folder)
-    os.rename(temporary / MANIFEST, folder / MANIFEST)
+    os.replace(temporary / MANIFEST, folder / MANIFEST)
     fsync_path(folder)
     temporary.rmdir()
 
 
 def _merge_into(entry: Path, target: Path) -> None:
     if not (entry.is_dir() and target.is_dir()):
-        os.rename(entry, target)
+        os.replace(entry, target)
         return
     for inner in sorted(entry.iterdir()):
         _merge_into(inner, target / inner.name)

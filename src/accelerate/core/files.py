@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that are written atomically, and regular files that are opened without waiting."""
+"""Files that are written atomically, regular files that are opened without waiting, and locks of files."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import importlib
 import os
 import stat
 from collections.abc import Iterator
@@ -12,6 +13,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from .errors import ConfigurationError
+
+# The byte that is locked on Windows, behind any content: its locks are mandatory, and a locked byte cannot be read.
+_LOCKED_BYTE = 1 << 30
 
 
 def path_text(value: Any, argument: str) -> str:
@@ -168,8 +172,50 @@ def read_regular(path: str | os.PathLike[str], limit: int) -> bytes:
 
 def fsync_path(path: str | os.PathLike[str]) -> None:
     """Make a file's content, or a folder's entries, survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
+    # Windows syncs only files that are open for writing, and opens no folder: NTFS logs its entries itself.
+    is_folder = os.path.isdir(path)
+    try:
+        descriptor = os.open(path, os.O_RDONLY if is_folder else os.O_RDWR)
+    except PermissionError:
+        if is_folder:
+            return
+        raise
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def lock_file(descriptor: int, shared: bool = False) -> None:
+    """Lock an open file until it is closed, or its process has ended. It never waits.
+
+    Args:
+        descriptor: that of the file.
+        shared: whether others may have a shared lock of it meanwhile. Windows has exclusive locks only.
+
+    Raises:
+        BlockingIOError: another process has a lock that forbids it.
+        OSError: the system or its file system has no locks.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        _lock_on_windows(descriptor)
+        return
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+    fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+
+
+def _lock_on_windows(descriptor: int) -> None:
+    try:
+        msvcrt: Any = importlib.import_module("msvcrt")
+    except ImportError:
+        raise OSError(errno.ENOTSUP, "this system has no file locks") from None
+    position = os.lseek(descriptor, 0, os.SEEK_CUR)
+    os.lseek(descriptor, _LOCKED_BYTE, os.SEEK_SET)
+    try:
+        msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
+    except OSError as error:
+        raise BlockingIOError(error.errno, error.strerror) from None
+    finally:
+        os.lseek(descriptor, position, os.SEEK_SET)
