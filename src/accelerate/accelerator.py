@@ -40,6 +40,7 @@ from .parallel.ddp.strategy import sync_in_backward
 from .parallel.items import ItemWindow
 from .parallel.optimizer_step import build_step
 from .parallel.placeholders import refuse_placeholder
+from .parallel.prepared import PreparedModel, added_parameter
 from .parallel.unwrap import add_forward_methods, check_names, extract_model_from_parallel
 from .placement.align import get_state_dict_offloaded_model, has_offloaded_params
 from .placement.dispatch import check_quantized
@@ -76,7 +77,6 @@ if TYPE_CHECKING:
     from .config.megatron import MegatronLMPlugin
     from .config.parallel import TorchTensorParallelPlugin
     from .config.training import GradientAccumulationPlugin
-    from .parallel.prepared import PreparedModel
     from .parallel.report.explain import Report
     from .parallelism_config import ParallelismConfig
     from .precision.base import Precision
@@ -487,7 +487,7 @@ class Accelerator(RunInterface):
                 self._objects.models.remove(prepared)
                 return None
             for name in prepared.new_parameters():
-                raise prepared.added_parameter(name)
+                raise added_parameter(prepared, name)
             logger.warning(
                 f"{type(plain).__name__} was given to prepare twice: the prepared model is returned, nothing is "
                 "wrapped again"

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -59,6 +60,24 @@ def test_names_of_a_flattened_parameter(keeps: bool) -> None:
     (unit,) = fsdp1.flat_units(model)
     assert unit.keeps_originals is keeps and unit.names == ["weight", "bias"]
     assert set(map(id, unit.members)) == set(map(id, model.parameters()))
+
+
+def test_parameters_without_a_state() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = FullyShardedDataParallel(
+            nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)),
+            use_orig_params=True,
+            device_id=torch.device("cpu"),
+        )
+        first, *others = model.parameters()
+        optimizer = torch.optim.Adam([first, *others])
+        first.grad = torch.ones_like(first)
+        optimizer.step()
+        options = StateDictOptions(full_state_dict=True)
+        with fsdp1.ignoring(others):
+            state = get_optimizer_state_dict(model, optimizer, options=options)
+    assert list(state["state"]) == ["0.weight"] and others[0].requires_grad
 
 
 def test_a_shard_stays_where_it_is() -> None:

@@ -72,12 +72,6 @@ class PreparedModel:
     # -- the module
 
     @property
-    def uncompiled(self) -> nn.Module:
-        """The module inside `torch.compile`'s wrapper; `module` where it has none."""
-        plain: nn.Module = uncompiled(self.module)
-        return plain
-
-    @property
     def inner(self) -> nn.Module:
         """The module inside the wrappers of this layout; it has the parameters that train."""
         return self.module
@@ -106,12 +100,6 @@ class PreparedModel:
         """Trainable parameters, by name, that were added since `prepare` and that the layout does not train."""
         return {}
 
-    def added_parameter(self, name: str) -> PrepareError:
-        """The error for a parameter of `new_parameters`."""
-        return PrepareError(
-            f"{name} was added or replaced after {type(self.inner).__name__} was prepared"
-        )
-
     def units(self) -> Iterable[nn.Module]:
         """The modules that contain the FSDP2 units."""
         return ()
@@ -120,7 +108,7 @@ class PreparedModel:
 
     def register_methods(self, model: nn.Module, names: Iterable[str]) -> None:
         """Have methods of the user's `model` do what the forward of this layout does around its own."""
-        wrapper = self.uncompiled
+        wrapper = uncompiled(self.module)
         if wrapper is not model:
             for name in names:
                 run_as_forward(wrapper, model, name)
@@ -234,12 +222,20 @@ class PreparedModel:
         """Names and shapes in each group; None where the optimizer's own parameters have these shapes."""
         return None
 
-    def master_weights(self) -> Iterable[torch.Tensor]:
-        """The fp32 weights that the optimizer steps instead of lower-precision parameters."""
-        return self.precision.master_weights(self.module)
-
     def release(self) -> None:
         """Free what other libraries keep for this model."""
+
+
+def added_parameter(prepared: PreparedModel, name: str) -> PrepareError:
+    """The error for a parameter of `new_parameters`."""
+    if prepared.is_partial:
+        remedy = "build the model again, load its state (get_state_dict) and prepare that"
+    else:
+        remedy = "prepare model and optimizer again"
+    return PrepareError(
+        f"{name} was added or replaced after {type(prepared.hooked).__name__} was prepared, and its layout does not "
+        f"train it. Add adapters and replace layers before prepare, or {remedy}"
+    )
 
 
 class PreparedModels:

@@ -24,6 +24,7 @@ from ..logging import MultiProcessAdapter, get_logger
 from ..parallelism_config import ParallelismConfig
 from ..precision.base import Precision
 from ..runtime import group, mesh
+from ..torch_internals.compiled import uncompiled
 from ..torch_internals.fsdp2 import (
     read_again,
     replaceable,
@@ -82,7 +83,8 @@ class ShardedModel(PreparedModel):
     @property
     def inner(self) -> nn.Module:
         """The module without the compiled wrapper."""
-        return self.uncompiled
+        module: nn.Module = uncompiled(self.module)
+        return module
 
     def units(self) -> Iterable[nn.Module]:
         """The modules that contain the FSDP2 units."""
@@ -123,7 +125,7 @@ class ShardedModel(PreparedModel):
 
     def state_dict(self) -> dict[str, Any]:
         """The full state under the user's names: on the host of rank 0, empty on the other ranks."""
-        # torch 2.13 cannot detach a DTensor in inference mode.
+        # Tensors of inference mode could not be trained with after they are loaded.
         with torch.inference_mode(False):
             return fsdp_state.full_model_state(self.inner)
 

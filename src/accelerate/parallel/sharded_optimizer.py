@@ -307,7 +307,6 @@ class _Unsharded:
         entries = [state.get(p, {}) for p in self.sharded]
         for entry in entries:
             values += [value for value in entry.values() if isinstance(value, DTensor)]
-        # One after another: torch 2.13 frees the padded input of a message on gloo that is still under way.
         gathered = {id(value): _gather(value) for value in values}
         for parameter, full, entry in zip(self.sharded, self.full, entries, strict=True):
             full.copy_(gathered[id(parameter)])

@@ -28,7 +28,7 @@ from ..logging import MultiProcessAdapter, get_logger
 from ..optimizer import AcceleratedOptimizer, parameters_of
 from ..runtime import marks
 from ..state import GradientState
-from ..torch_internals.compiled import has_compiled_regions
+from ..torch_internals.compiled import has_compiled_regions, uncompiled
 from .checkpoints import RunCheckpoints
 
 logger: MultiProcessAdapter = get_logger(__name__)
@@ -86,7 +86,7 @@ class FirstStepCheck(RunObserver):
         if isinstance(prepared, AcceleratedOptimizer):
             self._prepared[prepared.optimizer] = self._prepared.get(prepared.optimizer, 0) + 1
             return
-        is_compiled = prepared.uncompiled is not prepared.module
+        is_compiled = uncompiled(prepared.module) is not prepared.module
         is_compiled = is_compiled or has_compiled_regions(nn.ModuleList([prepared.module]))
         # A hook on a compiled model would have it compiled again without the hook.
         if self._count_shards() > 1 and not is_compiled:
@@ -276,7 +276,7 @@ class FirstStepCheck(RunObserver):
         if self._is_in_backward and self._count_shards() > 1:
             stepped = _identities(optimizer)
             for model in run.objects.models:
-                is_replica = hasattr(model.uncompiled, "require_backward_grad_sync")
+                is_replica = hasattr(uncompiled(model.module), "require_backward_grad_sync")
                 if is_replica and not stepped.isdisjoint(map(id, model.trained_parameters())):
                     self._stepped_too_early = True
 

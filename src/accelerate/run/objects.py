@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..core.errors import PrepareError
 from ..optimizer import AcceleratedOptimizer, parameters_of
 from ..parallel.placeholders import Placeholder, refuse_placeholder
-from ..parallel.prepared import PreparedModel, PreparedOptimizer
+from ..parallel.prepared import PreparedModel, PreparedOptimizer, added_parameter
 from ..scheduler import AcceleratedScheduler
 
 
@@ -104,7 +104,7 @@ class RunObjects:
                 if id(parameter) not in stepped:
                     continue
                 if not any(_trains(other, parameter) for other in self.models):
-                    raise model.added_parameter(name)
+                    raise added_parameter(model, name)
 
     def clear(self) -> None:
         """Forget what was prepared; what was registered stays."""

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -19,6 +21,15 @@ FLAT_PARAMETERS = Internal(
     needed_by="saving, loading, clipping and track_average with fsdp_version=1, the API's default",
     without="an optimizer of a model with use_orig_params=False would train nothing, and its state cannot be saved",
     test="tests/torch_internals/test_fsdp.py::test_names_of_a_flattened_parameter",
+)
+MISSING_STATE = Internal(
+    name="fsdp1_missing_state",
+    what="FSDP1 expects the optimizer to have a state of every trained parameter of a unit when it is saved",
+    versions="2.11 to 2.14",
+    upstream="not reported; torch deprecates FSDP1",
+    needed_by="save_state with fsdp_version=1, where some parameters have no gradients yet, as unused ones",
+    without="RuntimeError: ... is not in the optimizer state, in save_state",
+    test="tests/torch_internals/test_fsdp.py::test_parameters_without_a_state",
 )
 
 
@@ -64,3 +75,16 @@ def reshard(model: nn.Module) -> None:
     for unit in flat_units(model):
         if unit.is_sharded and not unit.handle.needs_unshard():
             unit.handle.reshard(True)
+
+
+@contextlib.contextmanager
+def ignoring(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """A block in which FSDP1 expects no state of these trained parameters."""
+    ignored = list(parameters) if MISSING_STATE.is_on else []
+    for parameter in ignored:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in ignored:
+            parameter.requires_grad_(True)

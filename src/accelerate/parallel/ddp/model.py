@@ -11,12 +11,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ...core.errors import PrepareError
 from ...precision.base import Precision
 from ...torch_internals import ddp
 from ...torch_internals.compiled import uncompiled
 from ..prepared import PreparedModel
-from . import requirements
 
 
 class ReplicatedModel(PreparedModel):
@@ -87,10 +85,6 @@ class ReplicatedModel(PreparedModel):
             return {}
         known = {id(p) for p in (*self.reduced.values(), *self.frozen.values())}
         return {name: p for p, name in self._trained().items() if id(p) not in known}
-
-    def added_parameter(self, name: str) -> PrepareError:
-        """The error for a parameter of `new_parameters`."""
-        return requirements.added_parameter(name, self.inner)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """DDP's own `no_sync`.

@@ -39,14 +39,6 @@ def check_frozen(frozen: Mapping[str, nn.Parameter], model: nn.Module) -> None:
         )
 
 
-def added_parameter(name: str, model: nn.Module) -> PrepareError:
-    """The error for a trainable parameter that DDP does not know, since `model` has it only after prepare."""
-    return PrepareError(
-        f"{name} was added or replaced after {type(model).__name__} was prepared, and DDP does not average "
-        "its gradient. Add adapters and replace layers before prepare, or prepare model and optimizer again"
-    )
-
-
 def second_backward(model: nn.Module) -> PrepareError:
     """The error for a backward that reaches a model without a forward since the last one."""
     return PrepareError(

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +11,6 @@ from torch import nn
 
 from ...precision.base import Precision
 from ..prepared import GroupShapes, PreparedModel
-from .engine import engine_master_weights
 from .state import EngineState
 
 if TYPE_CHECKING:
@@ -68,10 +67,6 @@ class EngineModel(PreparedModel):
     def optimizer_group_shapes(self, optimizer: torch.optim.Optimizer) -> GroupShapes:
         """Names and shapes in each group, as the optimizer had them before ZeRO."""
         return self.state.groups()
-
-    def master_weights(self) -> Iterable[torch.Tensor]:
-        """The fp32 weights in the engine's optimizer."""
-        return engine_master_weights(self.module)
 
     def release(self) -> None:
         """Free the engine's memory and hooks."""

@@ -22,13 +22,14 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 
 from ...config.fsdp import FullyShardedDataParallelPlugin, give_storage
 from ...core.devices import kind_of
-from ...core.errors import CheckpointError, ConfigurationError, PrepareError
+from ...core.errors import CheckpointError, ConfigurationError
 from ...core.modules import move_module, moves_in_place
 from ...core.topology import Topology
 from ...parallelism_config import ParallelismConfig
 from ...precision.base import Precision
 from ...runtime import group
 from ...runtime.mesh import describe
+from ...torch_internals.compiled import uncompiled
 from ...torch_internals.fsdp1 import reshard
 from .. import gradients, materialize, norms
 from ..activation import checkpoint_activations
@@ -84,7 +85,8 @@ class Fsdp1Model(PreparedModel):
     @property
     def inner(self) -> nn.Module:
         """The FSDP1 module."""
-        return self.uncompiled
+        module: nn.Module = uncompiled(self.module)
+        return module
 
     @property
     def hooked(self) -> nn.Module:
@@ -108,10 +110,6 @@ class Fsdp1Model(PreparedModel):
             for name, parameter in materialize.named_parameters(self.inner)
             if known is not None and parameter.requires_grad and id(parameter) not in known
         }
-
-    def added_parameter(self, name: str) -> PrepareError:
-        """The error for a parameter of `new_parameters`."""
-        return requirements.added_parameter(name, "the model", "FSDP1")
 
     # -- the step
 

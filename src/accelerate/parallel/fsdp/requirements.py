@@ -205,11 +205,3 @@ def check_flat(units: Iterable[Members], keeps_originals: bool) -> None:
         for requirement in FLATTENED if keeps_originals else (*FLATTENED, _frozen):
             for message in requirement(members):
                 raise PrepareError(message)
-
-
-def added_parameter(name: str, model: str, layout: str) -> PrepareError:
-    """The error for a trainable parameter that `layout` does not know, since `model` has it only after prepare."""
-    return PrepareError(
-        f"{name} was added or replaced after {model} was prepared, and {layout} shards a model once. Add adapters and "
-        "replace layers before prepare, or build the model again, load its state (get_state_dict) and prepare that"
-    )

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
@@ -25,7 +24,7 @@ from ...core.errors import CheckpointError
 from ...core.modules import class_name
 from ...core.trees import map_leaves
 from ...torch_internals import dtensor
-from ...torch_internals.fsdp1 import flat_units
+from ...torch_internals.fsdp1 import flat_units, ignoring
 from .. import materialize
 from ..sharded_optimizer import lay_out_state, steps_unsharded
 
@@ -37,7 +36,7 @@ def full_options(model: nn.Module, config: StateDictConfig | None = None) -> Sta
     """
     if not (is_rank0_only(config) and is_on_host(config)):
         return StateDictOptions(full_state_dict=True)
-    # torch 2.13: FSDP1 that copies to the host what is there already reads freed memory.
+    # What is on the host already is not copied there.
     on_host = next((parameter.device.type == "cpu" for parameter in model.parameters()), False)
     return StateDictOptions(full_state_dict=True, cpu_offload=not (on_host and is_fsdp1(model)))
 
@@ -145,7 +144,7 @@ def load_full_optimizer_state(
     groups: Sequence[Sequence[str]] | None = None,
 ) -> None:
     """Load the state of a plain run's optimizer, which only rank 0 needs to have. Every rank calls it."""
-    # torch 2.13 cuts a rank's shard of the state out as one block.
+    # torch's function gives each rank one block, which packed shards are not.
     if steps_unsharded(optimizer) or any(map(dtensor.is_packed, model.parameters())):
         _load_unsharded_state(optimizer, state)
         return
@@ -168,7 +167,7 @@ def load_full_optimizer_state(
         (names_with_state, has_shards), next(model.parameters()).device
     )
     if not has_shards:
-        # torch 2.13 finds the device of the state in it.
+        # Numbers are not scattered.
         if is_fsdp1(model) and dist.get_rank() == 0:
             state = _by_parameter(model, optimizer, state, names)
         _load_unsharded_state(optimizer, state)
@@ -188,8 +187,17 @@ def optimizer_state(
     """
     if is_fsdp1(model):
         _refuse_nested(optimizer, options)
-        with _only_with_state(model, optimizer) as has_state:
-            if has_state:
+        trained: set[torch.Tensor] = set()
+        for group in optimizer.param_groups:
+            trained.update(p for p in group["params"] if p.requires_grad)
+        named = {name: p for name, p in materialize.named_parameters(model) if p in trained}
+        names_of_rank = {
+            name for name, parameter in named.items() if optimizer.state.get(parameter)
+        }
+        with_state = set().union(*materialize.from_all(names_of_rank))
+        if with_state:
+            without = [parameter for name, parameter in named.items() if name not in with_state]
+            with ignoring(without):
                 return dict(get_optimizer_state_dict(model, optimizer, options=options))
     elif optimizer.state:
         return dict(get_optimizer_state_dict(model, optimizer, options=options))
@@ -232,31 +240,6 @@ def named_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dic
     names = _groups(model, optimizer)
     groups = zip(optimizer.param_groups, names, strict=True)
     return [{**group, "params": listed} for group, listed in groups]
-
-
-@contextlib.contextmanager
-def _only_with_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[bool]:
-    """A block in which torch saves the state of an FSDP1 model's optimizer where some parameters have none yet.
-
-    Every rank enters it. torch 2.13 expects a state of each parameter of a unit that is not frozen. The value of the
-    block is whether any parameter has a state on any rank.
-    """
-    trained: set[torch.Tensor] = set()
-    for group in optimizer.param_groups:
-        trained.update(p for p in group["params"] if p.requires_grad)
-    named = {name: p for name, p in materialize.named_parameters(model) if p in trained}
-    names_of_rank = {name for name, parameter in named.items() if optimizer.state.get(parameter)}
-    names_with_state = set().union(*materialize.from_all(names_of_rank))
-    without = []
-    if names_with_state:
-        without = [p for name, p in named.items() if name not in names_with_state]
-    for parameter in without:
-        parameter.requires_grad_(False)
-    try:
-        yield bool(names_with_state)
-    finally:
-        for parameter in without:
-            parameter.requires_grad_(True)
 
 
 def drop_states(model: nn.Module, optimizer: torch.optim.Optimizer, without: set[str]) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from ...collectives import transport
 from ...config.fsdp import FullyShardedDataParallelPlugin
 from ...core.devices import kind_of
-from ...core.errors import ConfigurationError, PrepareError
+from ...core.errors import ConfigurationError
 from ...parallelism_config import ParallelismConfig
 from ...placement.subclasses import is_quantized_layer
 from ...precision.base import Precision
@@ -72,10 +72,6 @@ class Fsdp2Model(ShardedModel):
         parameters = dict(self.inner.named_parameters())
         plain = {name: p for name, p in parameters.items() if not isinstance(p, DTensor)}
         return {name: p for name, p in plain.items() if p.requires_grad and p not in averaged}
-
-    def added_parameter(self, name: str) -> PrepareError:
-        """The error for a parameter of `new_parameters`."""
-        return requirements.added_parameter(name, type(self.inner).__name__, "FSDP2")
 
 
 class FullyShardedDataParallel(ShardedStrategy):

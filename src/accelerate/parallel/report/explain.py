@@ -26,7 +26,7 @@ from ...torch_internals.fsdp2 import shard_groups
 from ..base import Strategy
 from ..prepared import PreparedModel
 from . import memory
-from .models import communication_volume, dtypes, memory_usage
+from .models import communication_volume, dtypes, master_weights, memory_usage
 from .volume import CommunicationVolume
 
 if TYPE_CHECKING:
@@ -274,9 +274,9 @@ def _words(placement: Placement) -> str:
 def _dtypes(prepared: PreparedModel) -> list[Row]:
     compute, reduction = dtypes(prepared)
     rows = [Row("parameters", _counted(prepared.module.parameters()))]
-    master_weights = _counted(prepared.master_weights())
-    if master_weights:
-        rows.append(Row("master weights", master_weights))
+    master = _counted(master_weights(prepared))
+    if master:
+        rows.append(Row("master weights", master))
     return [*rows, Row("computes in", compute), Row("gradients are averaged in", reduction)]
 
 

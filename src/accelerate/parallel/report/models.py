@@ -14,7 +14,7 @@ from ...torch_internals.fsdp2 import sharded_parameter, shards_of, unsharded_par
 from ..adopted.sharing import parameters_of
 from ..adopted.strategy import AdoptedModel
 from ..ddp.model import ReplicatedModel, replica_of
-from ..deepspeed.engine import engine_bytes
+from ..deepspeed.engine import engine_bytes, engine_master_weights
 from ..deepspeed.model import EngineModel, UntrainedModel
 from ..gradients import buckets, local
 from ..pipeline.microbatch import BatchShapes
@@ -69,12 +69,19 @@ def _model_memory(model: PreparedModel, windows: bool, seen: set[int]) -> dict[s
     used = {
         memory.PARAMETERS: memory.local_bytes(parameters),
         memory.GRADIENTS: gradients,
-        memory.MASTER_WEIGHTS: memory.local_bytes(memory.unseen(model.master_weights(), seen)),
+        memory.MASTER_WEIGHTS: memory.local_bytes(memory.unseen(master_weights(model), seen)),
     }
     replica = replica_of(model.module)
     if replica is not None and not replica.gradient_as_bucket_view:
         used[memory.BUCKETS] = gradients
     return used
+
+
+def master_weights(model: PreparedModel) -> Iterable[torch.Tensor]:
+    """The fp32 weights that the optimizer steps instead of lower-precision parameters."""
+    if isinstance(model, EngineModel):
+        return engine_master_weights(model.module)
+    return model.precision.master_weights(model.module)
 
 
 def dtypes(model: PreparedModel) -> tuple[str, str]:
