@@ -126,17 +126,16 @@ def all_reduce(
 
 def buckets(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Tensors by message: of one device and dtype each, in their order."""
-    filled: list[list[torch.Tensor]] = []
-    open_: dict[tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], int]] = {}
-    for tensor in tensors:
-        kind = (tensor.device, tensor.dtype)
-        bucket, size = open_.get(kind, ([], 0))
-        if not bucket or size + tensor.nbytes > _BUCKET:
-            bucket, size = [], 0
-            filled.append(bucket)
-        bucket.append(tensor)
-        open_[kind] = (bucket, size + tensor.nbytes)
-    return filled
+    messages: list[list[torch.Tensor]] = []
+    for listed in by_kind(tensors).values():
+        size = math.inf
+        for tensor in listed:
+            size += tensor.nbytes
+            if size > _BUCKET:
+                messages.append([])
+                size = tensor.nbytes
+            messages[-1].append(tensor)
+    return messages
 
 
 @torch.no_grad()

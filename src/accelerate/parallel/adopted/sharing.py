@@ -148,13 +148,14 @@ def _components(world: Sequence[int], groups: Iterable[Ranks]) -> list[frozenset
         return rank
 
     for ranks in groups:
+        first = root(ranks[0])
         for rank in ranks:
-            parents[root(rank)] = root(ranks[0])
-    members: dict[int, set[int]] = {}
+            parents[root(rank)] = first
+    components: dict[int, set[int]] = {}
     for rank in world:
-        members.setdefault(root(rank), set()).add(rank)
-    components = {first: frozenset(ranks) for first, ranks in members.items()}
-    return [components[root(rank)] for rank in world]
+        component = components.setdefault(root(rank), set())
+        component.add(rank)
+    return [frozenset(components[root(rank)]) for rank in world]
 
 
 def parameters_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Sharing]]:
@@ -162,9 +163,13 @@ def parameters_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Sharing
     managed: dict[int, tuple[tuple[Ranks, ...], float | None]] = {}
     for _, group, _ in shard_groups(model):
         info = group.mesh_info
-        dimensions = (info.replicate_mesh_dim, info.shard_mesh_dim)
-        averaged = [ranks_of(info.mesh, number) for number in dimensions if number is not None]
-        averaged = [ranks for ranks in averaged if len(ranks) > 1]
+        averaged: list[Ranks] = []
+        for dimension in (info.replicate_mesh_dim, info.shard_mesh_dim):
+            if dimension is None:
+                continue
+            ranks = ranks_of(info.mesh, dimension)
+            if len(ranks) > 1:
+                averaged.append(ranks)
         entry = (tuple(averaged), group.gradient_divide_factor)
         for parameter in group_parameters(group):
             managed[id(module_parameter(parameter))] = entry

@@ -151,8 +151,12 @@ class EngineState:
         keys = self._keys()
         if keys:
             self._link()
-        first: dict[str, Any] = next((entry for entry in self.inner.state.values() if entry), {})
-        scalars = {key: value for key, value in first.items() if key not in keys}
+        # Counters, which all parameters have in common.
+        scalars: dict[str, Any] = {}
+        for present in self.inner.state.values():
+            if present:
+                scalars = {key: value for key, value in present.items() if key not in keys}
+                break
         is_main = dist.get_rank() == 0
         entries: dict[int, dict[str, Any]] = {}
         for position, parameter in enumerate(itertools.chain(*self.parameters)):
@@ -160,8 +164,9 @@ class EngineState:
             if not is_main or not full or any(value is None for value in full.values()):
                 continue
             entry = {key: _copied(value) for key, value in scalars.items()}
+            shape = _full_shape(parameter)
             for key, value in full.items():
-                entry[key] = value.view(_full_shape(parameter)).to("cpu", copy=True)
+                entry[key] = value.view(shape).to("cpu", copy=True)
             entries[position] = entry
         if is_main:
             return {"state": entries, "param_groups": self._options()}

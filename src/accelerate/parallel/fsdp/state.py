@@ -127,14 +127,15 @@ def full_optimizer_state(
         named = map_leaves(torch.Tensor.cpu, named)
     names = chain.from_iterable(groups or _groups(model, optimizer))
     positions = {name: position for position, name in enumerate(names)}
-    for group in named["param_groups"]:
+    saved_groups = named["param_groups"]
+    for group in saved_groups:
         group["params"] = sorted(positions[name] for name in group["params"])
-    in_order = sorted(named["param_groups"], key=lambda group: group["params"][:1] or [0])
-    listed_groups = []
-    for saved, expected in zip(in_order, optimizer.param_groups, strict=True):
-        listed_groups.append({key: saved[key] for key in expected if key in saved})
+    saved_groups.sort(key=lambda group: group["params"][:1] or [0])
+    plain_groups = []
+    for saved, expected in zip(saved_groups, optimizer.param_groups, strict=True):
+        plain_groups.append({key: saved[key] for key in expected if key in saved})
     states = {positions[name]: entry for name, entry in named["state"].items()}
-    return {"state": states, "param_groups": listed_groups}
+    return {"state": states, "param_groups": plain_groups}
 
 
 def load_full_optimizer_state(

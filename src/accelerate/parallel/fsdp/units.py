@@ -276,16 +276,16 @@ def owning_units(model: nn.Module, units: list[nn.Module]) -> dict[int, set[int]
     """Parameter id -> ids of the innermost units that hold it (that of the model for the rest)."""
     chosen = {id(unit) for unit in units}
     owners: dict[int, set[int]] = {}
-
-    def visit(module: nn.Module, unit: int) -> None:
+    # (module, the id of its unit)
+    remaining = [(model, id(model))]
+    while remaining:
+        module, unit = remaining.pop()
         if id(module) in chosen:
             unit = id(module)
         for parameter in module.parameters(recurse=False):
-            owners.setdefault(id(parameter), set()).add(unit)
-        for child in module.children():
-            visit(child, unit)
-
-    visit(model, id(model))
+            units_of_parameter = owners.setdefault(id(parameter), set())
+            units_of_parameter.add(unit)
+        remaining += [(child, unit) for child in module.children()]
     return owners
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import chain
 
 import torch
 
@@ -41,13 +40,15 @@ def memory_usage(
 
     `windows`: gradients accumulate over several backwards and are averaged in the last one only.
     """
-    used, seen = Counter[str](), set[int]()
+    used = Counter[str]()
+    seen: set[int] = set()
     for model in models:
         used.update(_model_memory(model, windows, seen))
     used[memory.BUFFERS] = memory.of_buffers([model.module for model in models])
-    entries = chain.from_iterable(optimizer.state.values() for optimizer in optimizers)
-    values = chain.from_iterable(entry.values() for entry in entries)
-    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    tensors: list[torch.Tensor] = []
+    for optimizer in optimizers:
+        for entry in optimizer.state.values():
+            tensors += [value for value in entry.values() if isinstance(value, torch.Tensor)]
     used[memory.STATE] = memory.local_bytes(tensors)
     return {kind: used[kind] for kind in memory.KINDS}
 
@@ -87,7 +88,10 @@ def master_weights(model: PreparedModel) -> Iterable[torch.Tensor]:
 def dtypes(model: PreparedModel) -> tuple[str, str]:
     """(dtype of the computation, dtype in which gradients are averaged) of a model, as text."""
     if isinstance(model, EngineModel):
-        computes = next((parameter.dtype for parameter in model.module.parameters()), torch.float32)
+        computes = torch.float32
+        for parameter in model.module.parameters():
+            computes = parameter.dtype
+            break
         return dtype_name(computes), dtype_name(model.module.communication_data_type)
     policy = shard_dtypes(model.module)
     if policy is None:
