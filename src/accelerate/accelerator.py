@@ -660,8 +660,8 @@ class Accelerator(RunInterface):
                 evaluate(model)
                 accelerator.save_model(model, "ema")
         """
-        prepared = self._objects.find_model(model)
-        if prepared is None:
+        prepared = self.prepared_model(model)
+        if prepared not in self._objects.models:
             raise PrepareError(
                 f"track_average: model ({class_name(model)}) was not prepared. Give it what prepare has returned"
             )
@@ -742,7 +742,8 @@ class Accelerator(RunInterface):
             accelerator.backward(loss)
             optimizer.step()
         """
-        self._loop.before_backward(loss)
+        for observer in self._loop.active:
+            observer.before_backward(loss)
         weight = 1.0
         if self._exact:
             loader = self.gradient_state.active_dataloader
@@ -762,12 +763,13 @@ class Accelerator(RunInterface):
     ) -> None:
         window, strategy = self._accumulation, self.strategy
         window.has_backward = True
-        steps = self.gradient_state.num_steps
         factor = 1.0
         if window.is_open:
             steps = window.steps
             factor = window.factor
             weight *= window.scale
+        else:
+            steps = self.gradient_state.num_steps
         try:
             if num_items is not None:
                 sync = self.gradient_state.sync_gradients
@@ -803,11 +805,11 @@ class Accelerator(RunInterface):
         fused = self._lomo_optimizers()
         if not fused:
             raise ValueError("lomo_backward needs a prepared LOMO optimizer (package lomo_optim)")
-        self._loop.before_backward(loss)
+        for observer in self._loop.active:
+            observer.before_backward(loss)
         for optimizer in fused:
             optimizer.optimizer.fused_backward(loss, learning_rate)
         self._loop.after_backward(loss, None)
-        self._loop.count_step()
 
     @property
     def has_lomo_optimizer(self) -> bool:
@@ -1034,9 +1036,9 @@ class Accelerator(RunInterface):
         Raises:
             TypeError: `model` is not a module.
         """
-        prepared = self._objects.find_model(model)
-        if prepared is not None:
-            return prepared
+        for prepared in self._objects.models:
+            if model is prepared.module or model is prepared.inner:
+                return prepared
         if not isinstance(model, torch.nn.Module):
             raise TypeError(
                 f"the model must be a torch.nn.Module, not an object of type {type(model).__name__}"

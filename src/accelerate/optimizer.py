@@ -136,11 +136,11 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """
         if not self.gradient_state.sync_gradients:
             return None
-        self.loop.before_step(self, closure)
+        may_step = self.loop.before_step(self, closure)
         self.has_new_groups = False
         if closure is not None and self.average_loss is not None:
             closure = partial(_averaged, self.average_loss, closure)
-        if self.loop.leaves_out(self):
+        if not may_step:
             result, self._is_overflow = None, True
             if self.scaler is not None:
                 # This step ends for the scaler too.

@@ -16,6 +16,10 @@ from .state import AcceleratorState, GradientState
 _logger = get_logger(__name__)
 
 
+# Schedules that stay as they are, or raise an error, after the steps that they were made for.
+_WITH_END = (lr_scheduler.OneCycleLR, lr_scheduler.CosineAnnealingLR, lr_scheduler.LinearLR)
+
+
 class AcceleratedScheduler:
     """A prepared learning-rate scheduler.
 
@@ -60,6 +64,7 @@ class AcceleratedScheduler:
         # that count towards the end of a schedule (`adjust_scheduler`)
         self._batches_without_step = 0
         self._calls = self._calls_past_end = 0
+        self._has_end = isinstance(scheduler, _WITH_END)
         self._early_end_reported = False
 
     def step(self, *args: Any, **kwargs: Any) -> None:
@@ -79,10 +84,11 @@ class AcceleratedScheduler:
         for optimizer in self.optimizers:
             if optimizer.step_was_skipped:
                 return
-        steps = 1
-        if all(value is None for value in (*args, *kwargs.values())):
+        steps = self._steps_per_call
+        if any(value is not None for value in (*args, *kwargs.values())):
+            steps = 1
+        elif self._has_end:
             self._report_early_end()
-            steps = self._steps_per_call
         for _ in range(steps):
             # A schedule with an end (OneCycleLR) raises beyond it, and the last global step may go past it.
             total = getattr(self.scheduler, "total_steps", None)
@@ -96,9 +102,8 @@ class AcceleratedScheduler:
             end = schedule.total_steps - self._batches_without_step
         elif self._steps_per_call > 1 and isinstance(schedule, lr_scheduler.CosineAnnealingLR):
             end = schedule.T_max
-        elif self._steps_per_call > 1 and isinstance(schedule, lr_scheduler.LinearLR):
-            is_warm_up = schedule.end_factor >= schedule.start_factor
-            end = None if is_warm_up else schedule.total_iters
+        elif self._steps_per_call > 1 and schedule.end_factor < schedule.start_factor:
+            end = schedule.total_iters
         self._calls += 1
         if end is None or schedule.last_epoch < end:
             return

@@ -115,14 +115,11 @@ class RunLoop:
         for observer in self.active:
             observer.end_pass(loader)
 
-    def before_step(self, optimizer: Any, closure: Callable[[], Any] | None) -> None:
-        """An optimizer is about to step."""
+    def before_step(self, optimizer: Any, closure: Callable[[], Any] | None) -> bool:
+        """An optimizer is about to step. Returns whether it may: all ranks decide alike."""
         for observer in self.active:
             observer.before_step(optimizer, closure)
-
-    def leaves_out(self, optimizer: Any) -> bool:
-        """Whether the step of an optimizer is left out, decided on all ranks alike."""
-        return False
+        return True
 
     def after_step(self, optimizer: Any) -> None:
         """An optimizer has stepped."""

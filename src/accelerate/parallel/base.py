@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -16,7 +17,7 @@ from ..core.errors import PrepareError
 from ..core.modules import move_module
 from ..precision.base import Precision
 from .gradients import clip_values, gradients_of, multiply
-from .prepared import PreparedModel, PreparedModels
+from .prepared import PreparedModel
 
 if TYPE_CHECKING:
     from .context.region import ContextParallel
@@ -37,6 +38,30 @@ class Bundle:
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     place: list[bool] = field(default_factory=list)
     evaluation: bool = False
+
+
+class PreparedModels:
+    """The prepared models that are still in use, in the order of preparation, which is the same on all ranks.
+
+    References are weak: the caller of `prepare` owns the models.
+    """
+
+    def __init__(self) -> None:
+        self._references: list[weakref.ref[PreparedModel]] = []
+
+    def __iter__(self) -> Iterator[PreparedModel]:
+        for reference in self._references:
+            prepared = reference()
+            if prepared is not None:
+                yield prepared
+
+    def add(self, models: Iterable[PreparedModel]) -> None:
+        """Add models. A model that is gone is dropped."""
+        self._references = [weakref.ref(prepared) for prepared in (*self, *models)]
+
+    def clear(self) -> None:
+        """Forget all models."""
+        self._references.clear()
 
 
 class Transform(Protocol):
@@ -163,7 +188,10 @@ class Strategy:
 
     def backward(self, loss: torch.Tensor, **kwargs: object) -> None:
         """Backward of a loss, with all messages that gradients need."""
-        self.precision.backward(loss, **kwargs)
+        scaler = self.precision.scaler
+        if scaler is not None:
+            loss = scaler.scale(loss)
+        loss.backward(**kwargs)
 
     def backward_items(
         self,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, Protocol
@@ -236,30 +235,6 @@ def added_parameter(prepared: PreparedModel, name: str) -> PrepareError:
         f"{name} was added or replaced after {type(prepared.hooked).__name__} was prepared, and its layout does not "
         f"train it. Add adapters and replace layers before prepare, or {remedy}"
     )
-
-
-class PreparedModels:
-    """The prepared models that are still in use, in the order of preparation, which is the same on all ranks.
-
-    References are weak: the caller of `prepare` owns the models.
-    """
-
-    def __init__(self) -> None:
-        self._references: list[weakref.ref[PreparedModel]] = []
-
-    def __iter__(self) -> Iterator[PreparedModel]:
-        for reference in self._references:
-            prepared = reference()
-            if prepared is not None:
-                yield prepared
-
-    def add(self, models: Iterable[PreparedModel]) -> None:
-        """Add models. A model that is gone is dropped."""
-        self._references = [weakref.ref(prepared) for prepared in (*self, *models)]
-
-    def clear(self) -> None:
-        """Forget all models."""
-        self._references.clear()
 
 
 class PreparedOptimizer:

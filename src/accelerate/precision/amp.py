@@ -135,10 +135,6 @@ class ScaledPrecision(MixedPrecision):
             )
         return super().wrap_forward(model)
 
-    def backward(self, loss: torch.Tensor, **kwargs: object) -> None:
-        """The backward of the scaled loss."""
-        self.scaler.scale(loss).backward(**kwargs)  # type: ignore[union-attr]
-
 
 def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
     """`model_forward` with every half-precision tensor of its (nested) output converted to fp32."""

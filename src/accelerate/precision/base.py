@@ -74,7 +74,3 @@ class Precision:
             contexts: entered first; they make the models swappable (`PreparedModel.swappable`).
         """
         return contextlib.nullcontext()
-
-    def backward(self, loss: torch.Tensor, **kwargs: object) -> None:
-        """The backward of a loss."""
-        loss.backward(**kwargs)

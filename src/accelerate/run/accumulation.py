@@ -46,15 +46,7 @@ class Accumulation:
         self.has_backward: bool | None = None
         self.unreduced: weakref.WeakSet[PreparedModel] = weakref.WeakSet()
 
-    def check_nesting(self) -> None:
-        """Raise AccelerateError for a batch inside of another one, which the window would count twice."""
-        if self.is_open and self.gradient_state.num_steps > 1:
-            raise AccelerateError(
-                "accumulate was entered inside of accumulate: each counts a batch, so that one model would step with "
-                "unreduced gradients. Pass all models to one: accelerator.accumulate(first, second)"
-            )
-
-    def check_models(self, models: tuple[PreparedModel, ...]) -> None:
+    def _check_models(self, models: tuple[PreparedModel, ...]) -> None:
         """Raise AccelerateError where the last batch of a window leaves out a model of an earlier one."""
         missing = [model for model in self.unreduced if model not in models]
         self.unreduced.clear()
@@ -65,8 +57,12 @@ class Accumulation:
                 "all models to one, accelerator.accumulate(first, second)"
             )
 
-    def advance(self) -> bool:
-        """Count a batch. Returns whether its backward synchronizes gradients."""
+    def begin(self, models: tuple[PreparedModel, ...]) -> bool:
+        """Count a batch in which these models train. Returns whether its backward synchronizes gradients.
+
+        Raises:
+            AccelerateError: it begins inside of another one, or leaves out a model whose gradients are not reduced.
+        """
         state = self.gradient_state
         options = state.plugin_kwargs
         loader = state.active_dataloader
@@ -83,6 +79,16 @@ class Accumulation:
         if ends_pass and options.get("sync_with_dataloader", True):
             self.step, sync = 0, True
         state.sync_gradients = sync
+        if self.steps > 1:
+            if self.is_open:
+                raise AccelerateError(
+                    "accumulate was entered inside of accumulate: each counts a batch, so that one model would step "
+                    "with unreduced gradients. Pass all models to one: accelerator.accumulate(first, second)"
+                )
+            if sync:
+                self._check_models(models)
+        self.models = models
+        self.is_open = True
         if self.exact and loader is not None and loader.batch_counts:
             samples = sum(loader.batch_counts)
             self.first_samples = self.first_samples or samples
@@ -124,12 +130,7 @@ class AccumulatedBatch:
 
     def __enter__(self) -> None:
         accumulation = self.accumulation
-        accumulation.check_nesting()
-        sync = accumulation.advance()
-        if sync and accumulation.steps > 1:
-            accumulation.check_models(self.models)
-        accumulation.models = self.models
-        accumulation.is_open = True
+        sync = accumulation.begin(self.models)
         if not sync and not accumulation.gradient_state.plugin_kwargs.get("sync_each_batch", False):
             for model in self.models:
                 context = model.no_sync()

@@ -51,7 +51,8 @@ class MainLoop(RunLoop):
         self._guard = guard
         self._controller = controller
         self._exchange = exchange
-        self._has_stepped = False
+        # Whether a prepared optimizer has stepped.
+        self._steps_are_seen = False
 
     # -- passes over a loader
 
@@ -70,11 +71,6 @@ class MainLoop(RunLoop):
 
     # -- the step
 
-    def before_backward(self, loss: Any) -> None:
-        """`accelerator.backward` was called."""
-        for observer in self.active:
-            observer.before_backward(loss)
-
     def after_backward(self, loss: torch.Tensor, num_items: Any) -> None:
         """Add the loss to those that decide about the next step.
 
@@ -82,16 +78,20 @@ class MainLoop(RunLoop):
         """
         if self._guard is not None:
             self._guard.add_loss(loss, num_items)
-        if not self._has_stepped and GradientState().sync_gradients:
+        if not self._steps_are_seen and GradientState().sync_gradients:
             self._controller.record_step()
-            self.count_step()
+            if self._exchange.is_watching:
+                self._exchange.step()
         for observer in self.active:
             observer.after_backward(loss, num_items)
 
     def before_step(
         self, optimizer: AcceleratedOptimizer, closure: Callable[[], Any] | None
-    ) -> None:
-        """Raise for a step that would train wrongly.
+    ) -> bool:
+        """Raise for a step that would train wrongly, and ask the guard whether it is left out.
+
+        Returns:
+            Whether the optimizer may step.
 
         Raises:
             ConfigurationError: a pending resume was not done.
@@ -103,8 +103,6 @@ class MainLoop(RunLoop):
                 objects.refuse_new_parameters(optimizer)
             for average in objects.averages:
                 average.check_not_applied()
-        if self._guard is not None:
-            self._guard.check_closure(closure)
         if optimizer.steps_made == 0:
             if self._controller.is_pending:
                 raise ConfigurationError(
@@ -112,12 +110,13 @@ class MainLoop(RunLoop):
                     "read `accelerator.resumed` before the loop"
                 )
             self._controller.record_step()
+        self._steps_are_seen = True
         for observer in self.active:
             observer.before_step(optimizer, closure)
-
-    def leaves_out(self, optimizer: AcceleratedOptimizer) -> bool:
-        """Ask the guard."""
-        return self._guard is not None and self._guard.leaves_out(optimizer)
+        if self._guard is None:
+            return True
+        self._guard.check_closure(closure)
+        return not self._guard.leaves_out(optimizer)
 
     def after_step(self, optimizer: AcceleratedOptimizer) -> None:
         """Do what the layout does after a step, end the window of items, update averages, exchange signals."""
@@ -128,14 +127,8 @@ class MainLoop(RunLoop):
         if objects is not None:
             for average in objects.averages:
                 average.after_step(optimizer)
-        # A fused optimizer was counted in its backward.
-        if not hasattr(optimizer.optimizer, "fused_backward"):
-            self.count_step()
-        for observer in self.active:
-            observer.after_step(optimizer)
-
-    def count_step(self) -> None:
-        """A step was made: where signals stop the run, the ranks exchange them."""
         if self._exchange.is_watching:
             self._controller.record_step()
             self._exchange.step()
+        for observer in self.active:
+            observer.after_step(optimizer)

@@ -72,13 +72,6 @@ class RunObjects:
     custom: list[Any] = field(default_factory=list)
     averages: list[Any] = field(default_factory=list)
 
-    def find_model(self, module: torch.nn.Module) -> PreparedModel | None:
-        """The prepared model of a module that `prepare` returned or was given; None for any other."""
-        for prepared in self.models:
-            if module is prepared.module or module is prepared.inner:
-                return prepared
-        return None
-
     def prepared_optimizers(self) -> list[PreparedOptimizer]:
         """Each optimizer with the prepared model that it trains, None where no model here is its."""
         return [

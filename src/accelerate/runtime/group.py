@@ -151,7 +151,7 @@ def stop(group: dist.ProcessGroup | None = None) -> None:
         if _Exit.owner:
             _report_leaving()
     # A worker thread of gloo drops its last work while it has the lock of the group's queue, and may need the
-    # interpreter lock for that (torch 2.13). The group's destructor takes them in the other order: a deadlock, unless
+    # interpreter lock for that. The group's destructor takes them in the other order: a deadlock, unless
     # the threads are idle by then. torch does not report whether they are.
     time.sleep(LOCK_HANDOVER)
     dist.destroy_process_group(group)
