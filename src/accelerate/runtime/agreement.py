@@ -407,8 +407,8 @@ _CONNECTING = threading.Lock()
 def default_connection() -> Connection:
     """A separate connection to the store of the default group, so that no wait inside torch delays a round.
 
-    Made once a group: connecting takes milliseconds, or seconds where the server is busy. Threads share it: each of our
-    operations is short.
+    Made once a group: connecting takes milliseconds, or seconds where the server is busy. Threads share it: each of
+    our operations is short.
     """
     group = dist.group.WORLD
     if group is None:
