@@ -90,12 +90,12 @@ def _check_arguments(function: Callable[..., Any], args: tuple[object, ...]) -> 
         return
     if len(parameters) < len(args) + 1:
         name = getattr(function, "__name__", repr(function))
-        given = ", ".join(
-            f"{one.name}={value}" for one, value in zip(parameters[1:], args[1:], strict=False)
-        )
+        arguments = []
+        for parameter, value in zip(parameters[1:], args[1:], strict=False):
+            arguments.append(f"{parameter.name}={value}")
         raise TypeError(
             f"Batch size was passed into `{name}` as the first argument when called.\n"
-            f"Remove this as the decorator already does so: `{name}({given})`"
+            f"Remove this as the decorator already does so: `{name}({', '.join(arguments)})`"
         )
 
 
@@ -116,7 +116,10 @@ class _Attempt:
         return self._started
 
     def run(
-        self, function: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, Any]
+        self,
+        function: Callable[..., Any],
+        args: tuple[object, ...],
+        kwargs: dict[str, Any],
     ) -> tuple[bool, Any]:
         """Whether the batch size fits on every rank, and the result on this one."""
         ended, result = self._call(function, args, kwargs)
@@ -129,7 +132,10 @@ class _Attempt:
         return ended == FITS, result
 
     def _call(
-        self, function: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, Any]
+        self,
+        function: Callable[..., Any],
+        args: tuple[object, ...],
+        kwargs: dict[str, Any],
     ) -> tuple[str, Any]:
         try:
             with _aborted_on_restart(self._round()):
@@ -159,31 +165,36 @@ class _Attempt:
             how = {ending for ending, _ in endings.values()}
             if how == {FITS}:
                 return FITS
+            collectives = {done for _, done in endings.values()}
             # Ranks that have not done the same collectives cannot continue with the group that these belong to.
-            uneven = BROKEN in how or len({done for _, done in endings.values()}) > 1
-            return _propose(turn, RESTART if uneven else CONTINUE)
+            if BROKEN in how or len(collectives) > 1:
+                return _propose(turn, RESTART)
+            return _propose(turn, CONTINUE)
 
         rejoin: Callable[[], None] | None = None
-        is_last = turn.put([ended, _collectives_done()]) == len(turn.ranks)
+        arrived = turn.put([ended, _collectives_done()])
+        is_last = arrived == len(turn.ranks)
         for waited in turn.waits("find_executable_batch_size", LIMIT, plan, is_last=is_last):
-            if (
-                ended == MEMORY
-                and rejoin is None
-                and waited > GRACE
-                and _propose(turn, RESTART) == RESTART
-            ):
-                # Another rank may be waiting for this one in a collective, which has to be interrupted.
+            if ended != MEMORY or rejoin is not None or waited <= GRACE:
+                continue
+            # Another rank may be waiting for this one in a collective, which has to be interrupted.
+            if _propose(turn, RESTART) == RESTART:
                 rejoin = group.interrupt()
         outcome = turn.outcome()
         if outcome.refused is not None:
             raise RuntimeError(outcome.refused)
         if outcome.absent:
+            absence = f"did not come within {LIMIT:g} s"
+            if outcome.ended:
+                absence = "ended"
             raise RuntimeError(
-                f"{outcome.absent} {'ended' if outcome.ended else f'did not come within {LIMIT:g} s'} while rank "
-                f"{turn.rank} waited to agree on batch size {self.batch_size}: every process must call the function"
+                f"{outcome.absent} {absence} while rank {turn.rank} waited to agree on batch size "
+                f"{self.batch_size}: every process must call the function"
             )
         if outcome.result == RESTART:
-            (rejoin or group.interrupt())()
+            if rejoin is None:
+                rejoin = group.interrupt()
+            rejoin()
         if outcome.result == FITS:
             return FITS
         return MEMORY
@@ -191,7 +202,8 @@ class _Attempt:
 
 def _propose(turn: Round, plan: str) -> str:
     """What all do next: the first plan that any rank proposes."""
-    return str(turn.store.compare_set(turn.key("plan"), "", plan).decode())
+    first = turn.store.compare_set(turn.key("plan"), "", plan)
+    return str(first.decode())
 
 
 @contextlib.contextmanager
@@ -203,7 +215,8 @@ def _aborted_on_restart(turn: Round | None) -> Iterator[None]:
     if turn is None or dist.get_backend() == "gloo":
         yield
         return
-    default, ended = transport.group_of(None), threading.Event()
+    default = transport.group_of(None)
+    ended = threading.Event()
 
     def watch() -> None:
         while not ended.wait(WATCH):
@@ -225,4 +238,5 @@ def _collectives_done() -> int | None:
     if not group.is_running():
         return None
     default = transport.group_of(None)
-    return newest(recorded()).get(f"{default.group_name}/{default.group_desc}")
+    counts = newest(recorded())
+    return counts.get(f"{default.group_name}/{default.group_desc}")

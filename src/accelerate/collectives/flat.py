@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..core import trees
 from ..core.modules import is_dtensor, is_wrapper_subclass
@@ -16,7 +16,7 @@ from ..runtime.channel import signature
 
 # Keys whose text is their value; of any other key the type is compared.
 _PRINTED = frozenset({str, int, float, bool, bytes, type(None)})
-PLAIN = (torch.Tensor, torch.nn.Parameter)
+PLAIN = (Tensor, torch.nn.Parameter)
 # torch's stubs know only the form of this function that fills tensors given to it.
 _split_copy: Any = torch.split_with_sizes_copy
 
@@ -24,43 +24,54 @@ _split_copy: Any = torch.split_with_sizes_copy
 Specs = tuple[tuple[torch.Size, torch.dtype], ...]
 
 
-def collect(data: object, operation: str) -> list[torch.Tensor]:
+def collect(data: object, operation: str) -> list[Tensor]:
     """The tensors of nested `data` in order, `checked`. Raises TypeError for what is neither tensor nor container."""
     return checked(tensors_in(data, operation), operation)
 
 
-def tensors_in(
-    data: object, operation: str, outline: list[Any] | None = None
-) -> list[torch.Tensor]:
+def tensors_in(data: object, operation: str, outline: list[Any] | None = None) -> list[Tensor]:
     """The tensors of nested `data` in order, none of a subclass. `outline` is filled with the keys of its mappings.
 
     Raises TypeError, naming `operation`, for a value that is neither tensor nor container, and for a tensor of a kind
     that is no plain one.
     """
-    found: list[torch.Tensor] = []
-    _collect(data, found, operation, [] if outline is None else outline)
-    return found
+    if outline is None:
+        outline = []
+    leaves: list[Tensor] = []
+    _collect(data, leaves, operation, outline)
+    return leaves
 
 
-def _collect(data: Any, found: list[torch.Tensor], operation: str, outline: list[Any]) -> None:
+def _collect(
+    data: Any,
+    leaves: list[Tensor],
+    operation: str,
+    outline: list[Any],
+) -> None:
     # The common containers are walked without being rebuilt: this is on the path of every operation.
     kind = type(data)
     if kind in PLAIN:
-        found.append(data)
-    elif kind is dict:
+        leaves.append(data)
+        return
+    if kind is dict:
         outline.append(tuple(data))
         for value in data.values():
-            _collect(value, found, operation, outline)
-    elif kind is list or kind is tuple:
+            _collect(value, leaves, operation, outline)
+        return
+    if kind is list or kind is tuple:
         for value in data:
-            _collect(value, found, operation, outline)
-    else:
-        if isinstance(data, Mapping):
-            outline.append(tuple(data))
-        trees.map_leaves(lambda leaf: found.append(plain(leaf, operation)), data, strict=operation)
+            _collect(value, leaves, operation, outline)
+        return
+    if isinstance(data, Mapping):
+        outline.append(tuple(data))
+
+    def append(leaf: Tensor) -> None:
+        leaves.append(plain(leaf, operation))
+
+    trees.map_leaves(append, data, strict=operation)
 
 
-def checked(leaves: list[torch.Tensor], operation: str) -> list[torch.Tensor]:
+def checked(leaves: list[Tensor], operation: str) -> list[Tensor]:
     """`leaves`; TypeError for one whose content is not one dense block."""
     for leaf in leaves:
         if leaf.layout is not torch.strided or leaf.is_nested:
@@ -68,7 +79,7 @@ def checked(leaves: list[torch.Tensor], operation: str) -> list[torch.Tensor]:
     return leaves
 
 
-def plain(leaf: torch.Tensor, operation: str) -> torch.Tensor:
+def plain(leaf: Tensor, operation: str) -> Tensor:
     """`leaf` without the subclass that only decorates it; TypeError where its content is not one dense block."""
     if leaf.is_nested:
         raise TypeError(
@@ -88,14 +99,19 @@ def plain(leaf: torch.Tensor, operation: str) -> torch.Tensor:
         )
     if type(leaf) in PLAIN:
         return leaf
-    return leaf.as_subclass(torch.Tensor)
+    return leaf.as_subclass(Tensor)
 
 
 def signature_of(
-    operation: str, leaves: Sequence[torch.Tensor], outline: Sequence[object], *facts: object
+    operation: str,
+    leaves: Sequence[Tensor],
+    outline: Sequence[object],
+    *facts: object,
 ) -> bytes:
     """What must be the same on every rank in a call on `leaves`: operation, keys, dtypes, shapes, and `facts`."""
-    return signature(operation, keys_of(outline), specs_of(leaves), facts)
+    keys = keys_of(outline)
+    specs = specs_of(leaves)
+    return signature(operation, keys, specs, facts)
 
 
 def keys_in(data: object) -> list[Any]:
@@ -103,27 +119,33 @@ def keys_in(data: object) -> list[Any]:
     outline: list[Any] = []
     values: Any = ()
     if isinstance(data, Mapping):
-        outline.append(tuple(data))
+        keys = tuple(data)
+        outline.append(keys)
         values = data.values()
     elif isinstance(data, (list, tuple)):
         values = data
     for value in values:
-        outline += keys_in(value)
+        keys_below = keys_in(value)
+        outline.extend(keys_below)
     return outline
 
 
 def keys_of(outline: Sequence[Any]) -> tuple[Any, ...]:
     """The keys of mappings in a form whose repr is the same in every process."""
-    return tuple([tuple([_printed(key) for key in keys]) for keys in outline])
+    printed = []
+    for keys in outline:
+        printed.append(tuple([_printed(key) for key in keys]))
+    return tuple(printed)
 
 
 def _printed(key: object) -> Any:
-    if type(key) in _PRINTED:
+    kind = type(key)
+    if kind in _PRINTED:
         return key
-    return type(key).__qualname__
+    return kind.__qualname__
 
 
-def lone_device(leaves: Sequence[torch.Tensor]) -> torch.device | None:
+def lone_device(leaves: Sequence[Tensor]) -> torch.device | None:
     """The device that all `leaves` share, or None."""
     if not leaves:
         return None
@@ -134,7 +156,7 @@ def lone_device(leaves: Sequence[torch.Tensor]) -> torch.device | None:
     return first
 
 
-def specs_of(leaves: Sequence[torch.Tensor]) -> Specs:
+def specs_of(leaves: Sequence[Tensor]) -> Specs:
     """The shape and dtype of each tensor."""
     return tuple([(leaf.shape, leaf.dtype) for leaf in leaves])
 
@@ -146,7 +168,7 @@ def sizes_of(specs: Specs) -> list[int]:
 
 
 @functools.lru_cache(maxsize=256)
-def stacked_likes(specs: Specs, world: int) -> list[torch.Tensor]:
+def stacked_likes(specs: Specs, world: int) -> list[Tensor]:
     """Tensors, without content, of the shapes that joining over `world` ranks gives: `view_as` is the fastest view."""
     return [torch.empty(stacked_shape(shape, world), device="meta") for shape, _ in specs]
 
@@ -163,7 +185,7 @@ def aligned(length: int, width: int) -> int:
     return -(-length // width) * width
 
 
-def as_bytes(leaf: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+def as_bytes(leaf: Tensor, device: torch.device | None = None) -> Tensor:
     """The content of `leaf` as contiguous bytes on `device`. It shares the memory where no copy is needed."""
     if leaf.is_neg() or leaf.is_conj():
         # Apply a lazy conjugation or negation, since the bytes are read from memory.
@@ -177,9 +199,7 @@ def as_bytes(leaf: torch.Tensor, device: torch.device | None = None) -> torch.Te
     return flat.view(torch.uint8)
 
 
-def pack(
-    leaves: Sequence[torch.Tensor], device: torch.device | None = None, length: int = 0
-) -> torch.Tensor:
+def pack(leaves: Sequence[Tensor], device: torch.device | None = None, length: int = 0) -> Tensor:
     """The bytes of `leaves` in one row on `device`, padded with zeros to `length`.
 
     A single contiguous tensor is not copied: the row shares its memory.
@@ -188,21 +208,25 @@ def pack(
         pieces = [as_bytes(leaf, device) for leaf in leaves]
         if length:
             missing = length - sum(piece.numel() for piece in pieces)
-            pieces.append(torch.zeros(missing, dtype=torch.uint8, device=pieces[0].device))
+            padding = torch.zeros(missing, dtype=torch.uint8, device=pieces[0].device)
+            pieces.append(padding)
         if len(pieces) == 1:
             return pieces[0]
         return torch.cat(pieces)
 
 
-def unpack(row: torch.Tensor, specs: Specs) -> list[torch.Tensor]:
+def unpack(row: Tensor, specs: Specs) -> list[Tensor]:
     """The tensors that `pack` has put into a row."""
-    pieces = _split_copy(row, sizes_of(specs))
-    return [
-        piece.view(dtype).view(shape) for piece, (shape, dtype) in zip(pieces, specs, strict=True)
-    ]
+    sizes = sizes_of(specs)
+    pieces = _split_copy(row, sizes)
+    values = []
+    for piece, (shape, dtype) in zip(pieces, specs, strict=True):
+        value = piece.view(dtype)
+        values.append(value.view(shape))
+    return values
 
 
-def unpack_stacked(rows: torch.Tensor, specs: Specs) -> list[torch.Tensor]:
+def unpack_stacked(rows: Tensor, specs: Specs) -> list[Tensor]:
     """The tensors of `rows` (one row of bytes a rank), each joined over the ranks along dimension 0.
 
     A tensor without dimensions becomes one of dimension 1 with an element a rank.
@@ -212,19 +236,21 @@ def unpack_stacked(rows: torch.Tensor, specs: Specs) -> list[torch.Tensor]:
     if 0 in sizes:
         # An empty piece keeps a stride of one byte a rank, of which no wider dtype can be viewed.
         pieces = [piece.view(-1) for piece in pieces]
-    likes = stacked_likes(specs, rows.shape[0])
-    return [
-        piece.view(spec[1]).view_as(like)
-        for piece, spec, like in zip(pieces, specs, likes, strict=True)
-    ]
+    ranks = rows.shape[0]
+    likes = stacked_likes(specs, ranks)
+    values = []
+    for piece, (_, dtype), like in zip(pieces, specs, likes, strict=True):
+        value = piece.view(dtype)
+        values.append(value.view_as(like))
+    return values
 
 
-def replace(data: object, values: Sequence[torch.Tensor]) -> Any:
+def replace(data: object, values: Sequence[Tensor]) -> Any:
     """`data` with the tensors that `collect` found replaced, in order, by `values`."""
     return _replace(data, iter(values))
 
 
-def _replace(data: Any, values: Iterator[torch.Tensor]) -> Any:
+def _replace(data: Any, values: Iterator[Tensor]) -> Any:
     kind = type(data)
     if kind in PLAIN:
         return next(values)
@@ -237,17 +263,24 @@ def _replace(data: Any, values: Iterator[torch.Tensor]) -> Any:
     return trees.map_leaves(lambda _: next(values), data)
 
 
-def join(leaves: Sequence[torch.Tensor]) -> torch.Tensor:
+def join(leaves: Sequence[Tensor]) -> Tensor:
     """A new flat tensor with the elements of `leaves`, which share one dtype. Gradients flow through it."""
+    pieces = []
+    for leaf in leaves:
+        resolved = leaf.resolve_conj().resolve_neg()
+        pieces.append(resolved.reshape(-1))
     # Copies also where there is one.
-    return torch.cat([leaf.resolve_conj().resolve_neg().reshape(-1) for leaf in leaves])
+    return torch.cat(pieces)
 
 
-def part(flat: torch.Tensor, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+def part(flat: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
     """`flat`, made by `join`, as tensors with the shapes of `leaves`, which share its memory."""
-    # Not `split`, whose outputs autograd lets nobody change in place.
-    ends = itertools.accumulate(leaf.numel() for leaf in leaves)
-    return [
-        flat[end - leaf.numel() : end].view(leaf.shape)
-        for end, leaf in zip(ends, leaves, strict=True)
-    ]
+    values = []
+    start = 0
+    for leaf in leaves:
+        stop = start + leaf.numel()
+        # Not `split`, whose outputs autograd lets nobody change in place.
+        piece = flat[start:stop]
+        values.append(piece.view(leaf.shape))
+        start = stop
+    return values

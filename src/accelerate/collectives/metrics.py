@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ..core.errors import ConfigurationError
 from ..runtime.calls import Call
@@ -38,19 +39,29 @@ def gather_counted(
     call = Call(OPERATION, data, f"counts={tuple(counts)}", 0)
     distributed, rank = _begin(call, counts, group)
     outline: list[Any] = []
-    leaves = flat.checked(flat.tensors_in(data, OPERATION, outline), OPERATION)
+    leaves = flat.tensors_in(data, OPERATION, outline)
+    leaves = flat.checked(leaves, OPERATION)
     if not leaves:
         return data
-    mine = [_first_rows(leaf, counts[rank], rank) for leaf in leaves]
+    count = counts[rank]
+    mine = [_first_rows(leaf, count, rank) for leaf in leaves]
     if not distributed:
         return flat.replace(data, mine)
     rows = []
     for count in counts:
-        rows.append([count if leaf.dim() else min(count, 1) for leaf in leaves])
+        sizes = []
+        for leaf in leaves:
+            if leaf.dim():
+                sizes.append(count)
+            else:
+                sizes.append(min(count, 1))
+        rows.append(sizes)
     # The same on every rank: dtypes, and shapes but for the rows.
     kinds = tuple((leaf.dtype, leaf.shape[1:]) for leaf in mine)
-    sign = signature(OPERATION, tuple(counts), flat.keys_of(outline), kinds)
-    return flat.replace(data, _gather_rows(mine, rows, group, sign, call))
+    keys = flat.keys_of(outline)
+    sign = signature(OPERATION, tuple(counts), keys, kinds)
+    gathered = _gather_rows(mine, rows, group, sign, call)
+    return flat.replace(data, gathered)
 
 
 def gather_objects_counted(
@@ -63,27 +74,32 @@ def gather_objects_counted(
     if not distributed:
         return mine
     joined: list[Any] = []
-    for elements in objects.gather_each(mine, group, OPERATION, f"{counts=}"):
-        joined += elements
+    everywhere = objects.gather_each(mine, group, OPERATION, f"{counts=}")
+    for elements in everywhere:
+        joined.extend(elements)
     return joined
 
 
 def _begin(call: Call, counts: Sequence[int], group: dist.ProcessGroup | None) -> tuple[bool, int]:
     """(whether there are other ranks, this rank's number in the group)."""
-    distributed, rank, world = PartialState().use_distributed, 0, 1
+    state = PartialState()
+    distributed = state.use_distributed
+    rank, world = 0, 1
     if distributed:
-        if PartialState().debug:
+        if state.debug:
             verify.agree(call.operation, call.data, group, call.options, call.free_dim)
         group = transport.group_of(group)
-        rank, world = group.rank(), group.size()
+        rank = group.rank()
+        world = group.size()
     if len(counts) != world:
         raise ConfigurationError(f"{OPERATION}: {len(counts)} counts were given for {world} ranks")
     return distributed, rank
 
 
-def _first_rows(leaf: torch.Tensor, count: int, rank: int) -> torch.Tensor:
+def _first_rows(leaf: Tensor, count: int, rank: int) -> Tensor:
     if leaf.dim() == 0:
-        return leaf.view(1)[: min(count, 1)]
+        row = leaf.view(1)
+        return row[: min(count, 1)]
     if leaf.shape[0] < count:
         raise ConfigurationError(
             f"{OPERATION}: rank {rank} has {count} samples in this batch and was given a tensor of shape "
@@ -93,16 +109,20 @@ def _first_rows(leaf: torch.Tensor, count: int, rank: int) -> torch.Tensor:
 
 
 def _gather_rows(
-    leaves: Sequence[torch.Tensor],
+    leaves: Sequence[Tensor],
     rows: Sequence[Sequence[int]],
     group: dist.ProcessGroup | None,
     sign: bytes,
     call: Call,
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """Every rank's `leaves` joined; `rows[rank][index]` is the size of dimension 0 there."""
     group = transport.group_of(group)
-    target = transport.carrier(group, flat.lone_device(leaves))
-    widths = [leaf.shape[1:].numel() * leaf.dtype.itemsize for leaf in leaves]
+    device = flat.lone_device(leaves)
+    target = transport.carrier(group, device)
+    widths = []
+    for leaf in leaves:
+        elements = leaf.shape[1:].numel()
+        widths.append(elements * leaf.dtype.itemsize)
     sizes = []
     for counts in rows:
         sizes.append([count * width for count, width in zip(counts, widths, strict=True)])
@@ -112,11 +132,13 @@ def _gather_rows(
     stacked = transport.checked_all_gather(row, group, sign, call)
     pieces = []
     for content, lengths in zip(stacked, sizes, strict=True):
-        pieces.append(content[: sum(lengths)].split_with_sizes(lengths))
+        filled = content[: sum(lengths)]
+        pieces.append(filled.split_with_sizes(lengths))
     joined = []
     for index, leaf in enumerate(leaves):
         content = torch.cat([tensors[index] for tensors in pieces])
         # Not -1: rows may have no elements.
-        shape = (sum(counts[index] for counts in rows), *leaf.shape[1:])
-        joined.append(content.view(leaf.dtype).view(shape).to(leaf.device))
+        number = sum(counts[index] for counts in rows)
+        value = content.view(leaf.dtype).view(number, *leaf.shape[1:])
+        joined.append(value.to(leaf.device))
     return joined

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ..runtime.calls import Call
 from ..runtime.channel import channel_of, signature
@@ -43,13 +44,14 @@ def gather_object(object: object) -> Any:
     if state.debug:
         verify.agree("gather_object", None)
     joined: list[Any] = []
-    for rank, elements in enumerate(gather_each(object)):
+    everywhere = gather_each(object)
+    for rank, elements in enumerate(everywhere):
         if not hasattr(elements, "__iter__") and not hasattr(elements, "__getitem__"):
             kind = type(elements).__qualname__
             raise TypeError(
                 f"gather_object joins iterables; rank {rank} passed a {kind}: put it into a list"
             )
-        joined += elements
+        joined.extend(elements)
     return joined
 
 
@@ -63,17 +65,22 @@ def gather_each(
     group = transport.group_of(group)
     call = Call(operation, None, options)
     content, length = _pickled(value)
-    firsts, capacity = _first_messages(content, length, group, signature(operation, options), call)
-    lengths = [_checked_length(*first, rank) for rank, first in enumerate(firsts)]
+    sign = signature(operation, options)
+    firsts, capacity = _first_messages(content, length, group, sign, call)
+    lengths = []
+    for rank, (length, view) in enumerate(firsts):
+        lengths.append(_checked_length(length, view, rank))
     longest = max(lengths)
     if longest <= capacity:
         return [pickle.loads(view) for _, view in firsts]
-    row = _as_row(content, longest, transport.home(group))
+    device = transport.home(group)
+    row = _as_row(content, longest, device)
     with Collective(call):
-        rows = transport.all_gather(row, group).cpu()
+        rows = transport.all_gather(row, group)
     values = []
-    for row, size in zip(rows, lengths, strict=True):
-        values.append(pickle.loads(_view(row)[:size]))
+    for row, size in zip(rows.cpu(), lengths, strict=True):
+        view = _view(row)[:size]
+        values.append(pickle.loads(view))
     return values
 
 
@@ -118,8 +125,10 @@ def broadcast_each(value: object, source: int = 0, operation: str = "broadcast_o
     sign = signature(operation, source)
     firsts, capacity = _first_messages(content, length, group, sign, call, source)
     length, view = firsts[0]
-    if _checked_length(length, view, source) > capacity:
-        row = _as_row(content, length, transport.home(group))
+    _checked_length(length, view, source)
+    if length > capacity:
+        device = transport.home(group)
+        row = _as_row(content, length, device)
         with Collective(call):
             transport.broadcast(row, source, group)
         view = _view(row)
@@ -150,10 +159,11 @@ def _first_messages(
             ranks = [source]
         firsts = [(channel.length(rank), channel.content(rank)) for rank in ranks]
         return firsts, channel.capacity
-    row = _first(content, length, transport.home(group))
+    device = transport.home(group)
+    row = _first(content, length, device)
     if source is None:
-        rows = transport.all_gather(row, group).cpu()
-        return [_parsed(first) for first in rows], CAPACITY
+        rows = transport.all_gather(row, group)
+        return [_parsed(first) for first in rows.cpu()], CAPACITY
     transport.broadcast(row, source, group)
     return [_parsed(row)], CAPACITY
 
@@ -164,45 +174,50 @@ def _pickled(value: object) -> tuple[io.BytesIO, int]:
     The failure is sent like a value: the other ranks are in the message already and must hear of it.
     """
     content = io.BytesIO()
+    pickler = pickle.Pickler(content, protocol=pickle.HIGHEST_PROTOCOL)
     try:
-        pickle.Pickler(content, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+        pickler.dump(value)
     except Exception as error:
-        text = f"{type(value).__qualname__} cannot be pickled: {type(error).__name__}: {error}".encode()[
-            :CAPACITY
-        ]
+        kind = type(value).__qualname__
+        reason = f"{kind} cannot be pickled: {type(error).__name__}: {error}"
+        text = reason.encode()[:CAPACITY]
         return io.BytesIO(text), -len(text)
     return content, content.getbuffer().nbytes
 
 
-def _first(content: io.BytesIO, length: int, device: torch.device) -> torch.Tensor:
+def _first(content: io.BytesIO, length: int, device: torch.device) -> Tensor:
     row = bytearray(FIRST)
     row[:PREFIX] = length.to_bytes(PREFIX, "little", signed=True)
-    if abs(length) <= CAPACITY:
-        row[PREFIX : PREFIX + abs(length)] = content.getbuffer()
+    size = abs(length)
+    if size <= CAPACITY:
+        row[PREFIX : PREFIX + size] = content.getbuffer()
     return torch.frombuffer(row, dtype=torch.uint8).to(device)
 
 
-def _view(row: torch.Tensor) -> memoryview:
+def _view(row: Tensor) -> memoryview:
     return memoryview(row.cpu().numpy())  # type: ignore[arg-type]
 
 
-def _parsed(row: torch.Tensor) -> tuple[int, memoryview]:
+def _parsed(row: Tensor) -> tuple[int, memoryview]:
     """The length and the content of a first message."""
     view = _view(row)
     length = int.from_bytes(view[:PREFIX], "little", signed=True)
-    return length, view[PREFIX : PREFIX + abs(length)]
+    stop = PREFIX + abs(length)
+    return length, view[PREFIX:stop]
 
 
 def _checked_length(length: int, content: memoryview, rank: int) -> int:
     """The length of a rank's pickle; TypeError where its content is instead why there is none."""
     if length < 0:
-        raise TypeError(f"rank {rank}: a {bytes(content).decode(errors='replace')}")
+        reason = bytes(content).decode(errors="replace")
+        raise TypeError(f"rank {rank}: a {reason}")
     return length
 
 
-def _as_row(content: io.BytesIO, length: int, device: torch.device) -> torch.Tensor:
+def _as_row(content: io.BytesIO, length: int, device: torch.device) -> Tensor:
     """The pickle in a row of `length` bytes, without a copy on the host."""
     content.truncate(length)
-    have = content.seek(0, io.SEEK_END)
-    content.write(bytes(length - have))
+    end = content.seek(0, io.SEEK_END)
+    padding = bytes(length - end)
+    content.write(padding)
     return torch.frombuffer(content.getbuffer(), dtype=torch.uint8).to(device)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..core import trees
 from ..core.errors import ConfigurationError
@@ -21,7 +22,10 @@ class CannotPadNestedTensorWarning(UserWarning):
 
 
 def pad_across_processes(
-    tensor: object, dim: int = 0, pad_index: int = 0, pad_first: bool = False
+    tensor: object,
+    dim: int = 0,
+    pad_index: int = 0,
+    pad_first: bool = False,
 ) -> Any:
     """Pad nested tensors along a dimension to the largest size of any rank, so that they can be gathered.
 
@@ -43,16 +47,15 @@ def pad_across_processes(
         logits = gather(pad_across_processes(logits, dim=1))
     """
     state = PartialState()
+    options = ""
     if state.use_distributed:
         options = f"dim={dim}, pad_index={pad_index}, pad_first={pad_first}"
-    else:
-        options = ""
     if state.use_distributed and state.debug:
         verify.agree("pad_across_processes", tensor, options=options, free_dim=...)
     sizes: list[int] = []
-    found: list[tuple[int, torch.dtype]] = []
+    kinds: list[tuple[int, torch.dtype]] = []
 
-    def note(leaf: torch.Tensor) -> None:
+    def record(leaf: Tensor) -> None:
         if leaf.is_nested:
             warn(
                 "Cannot pad nested tensors without more information. Leaving unprocessed.",
@@ -61,38 +64,53 @@ def pad_across_processes(
             )
         elif -leaf.dim() <= dim < leaf.dim():
             sizes.append(leaf.shape[dim])
-        found.append((leaf.dim(), leaf.dtype))
+        kind = (leaf.dim(), leaf.dtype)
+        kinds.append(kind)
 
-    trees.map_leaves(note, tensor, strict="pad_across_processes")
+    trees.map_leaves(record, tensor, strict="pad_across_processes")
     if not state.use_distributed:
         return tensor
     call = Call("pad_across_processes", tensor, options, ...)
-    sign = signature(call.operation, call.options, flat.keys_of(flat.keys_in(tensor)), tuple(found))
-    everywhere = transport.all_gather_numbers(sizes, transport.group_of(None), sign, call)
-    greatest = iter([max(found) for found in zip(*everywhere, strict=True)])
+    keys = flat.keys_of(flat.keys_in(tensor))
+    sign = signature(call.operation, call.options, keys, tuple(kinds))
+    group = transport.group_of(None)
+    everywhere = transport.all_gather_numbers(sizes, group, sign, call)
+    greatest = iter([max(sizes_of_ranks) for sizes_of_ranks in zip(*everywhere, strict=True)])
 
-    def pad(leaf: torch.Tensor) -> torch.Tensor:
+    def pad(leaf: Tensor) -> Tensor:
         if leaf.is_nested or not -leaf.dim() <= dim < leaf.dim():
             return leaf
-        return padded(leaf, dim, next(greatest), pad_index, pad_first)
+        size = next(greatest)
+        return padded(leaf, dim, size, pad_index, pad_first)
 
     return trees.map_leaves(pad, tensor)
 
 
 def padded(
-    leaf: torch.Tensor, dim: int, size: int, pad_index: float = 0, pad_first: bool = False
-) -> torch.Tensor:
+    leaf: Tensor,
+    dim: int,
+    size: int,
+    pad_index: float = 0,
+    pad_first: bool = False,
+) -> Tensor:
     """`leaf` padded along `dim` to `size`; the tensor itself where it has that size."""
-    have = leaf.shape[dim]
-    if have == size:
+    missing = size - leaf.shape[dim]
+    if missing == 0:
         return leaf
     shape = list(leaf.shape)
-    shape[dim] = size - have
-    filling = torch.full(shape, pad_index, dtype=leaf.dtype, device=leaf.device)
-    return torch.cat([filling, leaf] if pad_first else [leaf, filling], dim=dim)
+    shape[dim] = missing
+    padding = torch.full(shape, pad_index, dtype=leaf.dtype, device=leaf.device)
+    if pad_first:
+        return torch.cat([padding, leaf], dim=dim)
+    return torch.cat([leaf, padding], dim=dim)
 
 
-def pad_input_tensors(tensor: object, batch_size: int, num_processes: int, dim: int = 0) -> Any:
+def pad_input_tensors(
+    tensor: object,
+    batch_size: int,
+    num_processes: int,
+    dim: int = 0,
+) -> Any:
     """Pad nested tensors with zeros along a dimension, so that a batch divides by the number of processes.
 
     Args:
@@ -110,7 +128,7 @@ def pad_input_tensors(tensor: object, batch_size: int, num_processes: int, dim: 
     """
     target = -(-batch_size // num_processes) * num_processes
 
-    def pad(leaf: torch.Tensor) -> torch.Tensor:
+    def pad(leaf: Tensor) -> Tensor:
         if not -leaf.dim() <= dim < leaf.dim():
             return leaf
         if leaf.shape[dim] > target:

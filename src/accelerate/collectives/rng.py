@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ..core import devices
 from ..core.enums import RNGType
@@ -38,9 +39,10 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     if device_specific:
         state = PartialState()
         layout = AcceleratorState._shared_state.get("parallelism_config")
-        seed += (
-            state.process_index if layout is None else data_shard(layout, state.process_index)[0]
-        )
+        index = state.process_index
+        if layout is not None:
+            index, _ = data_shard(layout, index)
+        seed += index
     if isinstance(seed, bool) or not isinstance(seed, numbers.Integral) or not 0 <= seed < 2**32:
         raise ConfigurationError(
             f"set_seed: {seed!r} is not a seed: give an integer from 0 to 2**32 - 1"
@@ -57,7 +59,8 @@ def synchronize_rng_state(
     rng_type: RNGType | None = None, generator: torch.Generator | None = None
 ) -> None:
     """Copy rank 0's state of one generator to every rank. Does nothing without a type."""
-    synchronize_rng_states([] if rng_type is None else [rng_type], generator)
+    if rng_type is not None:
+        synchronize_rng_states([rng_type], generator)
 
 
 def synchronize_rng_states(
@@ -84,9 +87,10 @@ def synchronize_rng_states(
 
 def sync_rng_state(group: dist.ProcessGroup, device: torch.device) -> None:
     """Copy the states of the first rank's generators, of the CPU and of `device`, to all ranks of a group."""
-    for module in (
-        (torch,) if device.type == "cpu" else (torch, devices.generator_module(device.type))
-    ):
+    modules: list[Any] = [torch]
+    if device.type != "cpu":
+        modules.append(devices.generator_module(device.type))
+    for module in modules:
         state = module.get_rng_state().to(device)
         dist.broadcast(state, group=group, group_src=0)
         module.set_rng_state(state.cpu())
@@ -107,9 +111,13 @@ def _access(
     if rng_type is RNGType.XLA:
         import torch_xla.core.xla_model as xla
 
-        return lambda: torch.tensor(xla.get_rng_state()), lambda state: xla.set_rng_state(
-            int(state)
-        )
+        def read() -> Tensor:
+            return torch.tensor(xla.get_rng_state())
+
+        def write(state: Tensor) -> None:
+            xla.set_rng_state(int(state))
+
+        return read, write
     if devices.accelerator_type() != rng_type.value:
         raise ConfigurationError(
             f"rng_types: there is no {rng_type.value} device here whose seed could be synchronized"

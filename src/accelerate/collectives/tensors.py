@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ..core import trees
 from ..core.errors import ConfigurationError
@@ -65,48 +66,63 @@ def gather_nested(data: object, group: dist.ProcessGroup | None = None) -> Any:
     outline: list[Any] = []
     leaves = flat.tensors_in(data, "gather", outline)
     group = transport.group_of(group)
-    channel = transport.channel_for(group, flat.lone_device(leaves))
+    device = flat.lone_device(leaves)
+    channel = transport.channel_for(group, device)
     if channel is not None:
-        path = gather_buffer.known(leaves, outline, channel)
-        if path is None and leaves:
+        buffer = gather_buffer.known(leaves, outline, channel)
+        if buffer is None and leaves:
             flat.checked(leaves, "gather")
-            path = gather_buffer.created(leaves, outline, channel)
-        if path is not None:
-            return flat.replace(data, path.gather(leaves, group, data))
-        channel.agree(group, flat.signature_of("gather", leaves, outline), Call("gather", data))
+            buffer = gather_buffer.created(leaves, outline, channel)
+        if buffer is not None:
+            gathered = buffer.gather(leaves, group, data)
+            return flat.replace(data, gathered)
+        sign = flat.signature_of("gather", leaves, outline)
+        channel.agree(group, sign, Call("gather", data))
     if not leaves:
         return data
     leaves = flat.checked(leaves, "gather")
     with Collective(Call("gather", data)):
-        return flat.replace(data, _gather_raw(leaves, group))
+        gathered = _gather_raw(leaves, group)
+    return flat.replace(data, gathered)
 
 
-def _gather_raw(leaves: list[torch.Tensor], group: dist.ProcessGroup) -> Sequence[torch.Tensor]:
+def _gather_raw(leaves: list[Tensor], group: dist.ProcessGroup) -> Sequence[Tensor]:
     """The `leaves` of all ranks, joined, in one raw message."""
-    target = transport.carrier(group, flat.lone_device(leaves))
+    device = flat.lone_device(leaves)
+    target = transport.carrier(group, device)
+    gathered: Sequence[Tensor]
     if len(leaves) == 1:
-        gathered: Sequence[torch.Tensor] = [_gather_one(leaves[0], target, group)]
+        gathered = [_gather_one(leaves[0], target, group)]
     else:
-        rows = transport.all_gather(flat.pack(leaves, target), group)
-        gathered = flat.unpack_stacked(rows, flat.specs_of(leaves))
-    if target is not None:
-        gathered = [value.to(leaf.device) for value, leaf in zip(gathered, leaves, strict=True)]
-    return gathered
+        row = flat.pack(leaves, target)
+        rows = transport.all_gather(row, group)
+        specs = flat.specs_of(leaves)
+        gathered = flat.unpack_stacked(rows, specs)
+    if target is None:
+        return gathered
+    return _on_devices_of(leaves, gathered)
 
 
-def _gather_one(
-    leaf: torch.Tensor, target: torch.device | None, group: dist.ProcessGroup
-) -> torch.Tensor:
+def _on_devices_of(leaves: Sequence[Tensor], values: Sequence[Tensor]) -> list[Tensor]:
+    moved = []
+    for leaf, value in zip(leaves, values, strict=True):
+        moved.append(value.to(leaf.device))
+    return moved
+
+
+def _gather_one(leaf: Tensor, target: torch.device | None, group: dist.ProcessGroup) -> Tensor:
     """A single tensor is received in its final memory, without a copy after the message."""
     shape = flat.stacked_shape(leaf.shape, group.size())
+    leaf = leaf.detach()
     if leaf.dtype in transport.COMMON and target is None and leaf.dim() and not leaf.is_neg():
-        content = leaf.detach().contiguous()
+        content = leaf.contiguous()
         out = torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
         transport.all_gather_into(out, content, group)
         return out
-    content = flat.as_bytes(leaf.detach(), target)
+    content = flat.as_bytes(leaf, target)
     out = torch.empty(shape, dtype=leaf.dtype, device=content.device)
-    transport.all_gather_into(out.view(-1).view(torch.uint8), content, group)
+    received = out.view(-1).view(torch.uint8)
+    transport.all_gather_into(received, content, group)
     return out
 
 
@@ -135,11 +151,11 @@ def reduce(tensor: object, reduction: str = "mean", scale: float = 1.0) -> Any:
             f"reduce: reduction={reduction!r} is unknown: use one of {', '.join(REDUCTIONS)}"
         )
     if not PartialState().use_distributed:
-        if scale != 1.0:
-            _check_divisible(flat.collect(tensor, "reduce"), "sum")
-        return trees.map_leaves(
-            lambda leaf: leaf.clone() if scale == 1.0 else leaf * scale, tensor, strict="reduce"
-        )
+        if scale == 1.0:
+            return trees.map_leaves(torch.clone, tensor, strict="reduce")
+        leaves = flat.collect(tensor, "reduce")
+        _check_divisible(leaves, "sum")
+        return trees.map_leaves(lambda leaf: leaf * scale, tensor, strict="reduce")
     return reduce_nested(tensor, reduction, scale)
 
 
@@ -158,56 +174,65 @@ def reduce_nested(
     if reduction == "mean" or scale != 1.0:
         _check_divisible(leaves, reduction)
     by_dtype: dict[torch.dtype, list[int]] = {}
-    for place, leaf in enumerate(leaves):
-        by_dtype.setdefault(leaf.dtype, []).append(place)
+    for index, leaf in enumerate(leaves):
+        indices = by_dtype.setdefault(leaf.dtype, [])
+        indices.append(index)
     reduced: list[Any] = [None] * len(leaves)
-    for places in by_dtype.values():
-        values = _reduce_one_dtype(
-            [leaves[place] for place in places], reduction, scale, group, sign, call
-        )
-        for place, value in zip(places, values, strict=True):
-            reduced[place] = value
+    for indices in by_dtype.values():
+        of_dtype = [leaves[index] for index in indices]
+        values = _reduce_one_dtype(of_dtype, reduction, scale, group, sign, call)
+        for index, value in zip(indices, values, strict=True):
+            reduced[index] = value
     return flat.replace(data, reduced)
 
 
-def _leaves(
-    call: Call, group: dist.ProcessGroup, *facts: object
-) -> tuple[list[torch.Tensor], bytes]:
+def _leaves(call: Call, group: dist.ProcessGroup, *facts: object) -> tuple[list[Tensor], bytes]:
     """The tensors of a call, and what must be the same on every rank; without tensors the ranks compare it now."""
     if PartialState().debug:
         verify.agree(call.operation, call.data, group, options=call.options)
     outline: list[Any] = []
-    leaves = flat.checked(flat.tensors_in(call.data, call.operation, outline), call.operation)
+    leaves = flat.tensors_in(call.data, call.operation, outline)
+    leaves = flat.checked(leaves, call.operation)
     sign = flat.signature_of(call.operation, leaves, outline, *facts)
-    if not leaves and (channel := transport.channel_for(group, None)) is not None:
+    if leaves:
+        return leaves, sign
+    channel = transport.channel_for(group, None)
+    if channel is not None:
         channel.agree(group, sign, call)
     return leaves, sign
 
 
-def _check_divisible(leaves: Sequence[torch.Tensor], reduction: str) -> None:
+def _check_divisible(leaves: Sequence[Tensor], reduction: str) -> None:
+    result = "scaled value"
+    if reduction == "mean":
+        result = "mean"
     for leaf in leaves:
-        if not (leaf.is_floating_point() or leaf.is_complex()):
-            raise TypeError(
-                f"reduce: a tensor of {leaf.dtype} cannot hold a {'mean' if reduction == 'mean' else 'scaled value'}: "
-                'use reduction="sum" without a scale, or convert it with `.float()`'
-            )
+        if leaf.is_floating_point() or leaf.is_complex():
+            continue
+        raise TypeError(
+            f"reduce: a tensor of {leaf.dtype} cannot hold a {result}: "
+            'use reduction="sum" without a scale, or convert it with `.float()`'
+        )
 
 
 def _reduce_one_dtype(
-    leaves: Sequence[torch.Tensor],
+    leaves: Sequence[Tensor],
     reduction: str,
     scale: float,
     group: dist.ProcessGroup,
     sign: bytes,
     call: Call,
-) -> Sequence[torch.Tensor]:
+) -> Sequence[Tensor]:
     """Tensors of one dtype, reduced in one message."""
-    target = transport.carrier(group, flat.lone_device(leaves))
-    total = flat.join(leaves if target is None else [leaf.to(target) for leaf in leaves])
+    device = flat.lone_device(leaves)
+    target = transport.carrier(group, device)
+    sent = leaves
+    if target is not None:
+        sent = [leaf.to(target) for leaf in leaves]
+    total = flat.join(sent)
+    operation = getattr(dist.ReduceOp, REDUCTIONS[reduction])
     # Autograd does not record the message: the result keeps this rank's graph.
-    transport.checked_all_reduce(
-        total.detach(), getattr(dist.ReduceOp, REDUCTIONS[reduction]), group, sign, call
-    )
+    transport.checked_all_reduce(total.detach(), operation, group, sign, call)
     if reduction == "mean":
         total.div_(group.size())
     if scale != 1.0:
@@ -215,7 +240,7 @@ def _reduce_one_dtype(
     values = flat.part(total, leaves)
     if target is None:
         return values
-    return [value.to(leaf.device) for value, leaf in zip(values, leaves, strict=True)]
+    return _on_devices_of(leaves, values)
 
 
 def broadcast(tensor: object, from_process: int = 0) -> Any:
@@ -248,18 +273,22 @@ def broadcast_nested(data: object, source: int = 0, group: dist.ProcessGroup | N
     leaves, sign = _leaves(call, group, source)
     if not leaves:
         return data
-    target = transport.carrier(group, flat.lone_device(leaves))
-    # The row of a lone contiguous tensor is its own memory: it is received where it stays.
+    device = flat.lone_device(leaves)
+    target = transport.carrier(group, device)
     row = flat.pack(leaves, target)
     transport.checked_broadcast(row, source, group, sign, call)
-    if group.rank() != source and row.data_ptr() != leaves[0].data_ptr():
-        values = flat.unpack(row, flat.specs_of(leaves))
-        for leaf, value in zip(leaves, values, strict=True):
-            leaf.detach().copy_(value)
+    # The row of a lone contiguous tensor is its own memory: it is received where it stays.
+    stays = row.data_ptr() == leaves[0].data_ptr()
+    if stays or group.rank() == source:
+        return data
+    specs = flat.specs_of(leaves)
+    values = flat.unpack(row, specs)
+    for leaf, value in zip(leaves, values, strict=True):
+        leaf.detach().copy_(value)
     return data
 
 
-def avg_losses_across_data_parallel_group(losses: Sequence[torch.Tensor]) -> torch.Tensor:
+def avg_losses_across_data_parallel_group(losses: Sequence[Tensor]) -> Tensor:
     """Average losses over the ranks. A collective.
 
     Ranks that share one replica of the model have the same losses, so this is the mean over the data-parallel group.
@@ -270,13 +299,12 @@ def avg_losses_across_data_parallel_group(losses: Sequence[torch.Tensor]) -> tor
     Returns:
         The means, of shape `[len(losses)]`, without gradients.
     """
-    averaged: torch.Tensor = reduce(
-        torch.cat([loss.detach().reshape(1) for loss in losses]), "mean"
-    )
+    rows = [loss.detach().reshape(1) for loss in losses]
+    averaged: Tensor = reduce(torch.cat(rows), "mean")
     return averaged
 
 
-def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
+def copy_tensor_to_devices(tensor: Tensor | None = None) -> Tensor:
     """Copy the tensor of one rank to every rank's device. The other ranks do not need to know its shape and dtype.
 
     Args:
@@ -293,17 +321,20 @@ def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
     if tensor is None:
         tensor = initialize_tensors(info)
     tensor = tensor.to(state.device)
-    if state.use_distributed:
-        group = transport.group_of(None)
-        row = flat.pack([tensor], transport.carrier(group, tensor.device))
-        call = Call("copy_tensor_to_devices", tensor)
-        sign = signature(call.operation, owner)
-        transport.checked_broadcast(row, owner, group, sign, call)
-        (tensor,) = flat.unpack(row, flat.specs_of([tensor]))
+    if not state.use_distributed:
+        return tensor
+    group = transport.group_of(None)
+    target = transport.carrier(group, tensor.device)
+    row = flat.pack([tensor], target)
+    call = Call("copy_tensor_to_devices", tensor)
+    sign = signature(call.operation, owner)
+    transport.checked_broadcast(row, owner, group, sign, call)
+    specs = flat.specs_of([tensor])
+    (tensor,) = flat.unpack(row, specs)
     return tensor.to(state.device)
 
 
-def gather_tensor_shape(tensor: torch.Tensor | None) -> tuple[torch.Tensor, int]:
+def gather_tensor_shape(tensor: Tensor | None) -> tuple[Tensor, int]:
     """Send the shape and dtype of one rank's tensor to every rank.
 
     Args:
@@ -315,7 +346,7 @@ def gather_tensor_shape(tensor: torch.Tensor | None) -> tuple[torch.Tensor, int]
     Raises:
         ValueError: on every rank, if not exactly one rank passed a tensor, or its dtype has no number.
     """
-    info = _only_tensor(tensor, "gather_tensor_shape")[1]
+    _, info = _only_tensor(tensor, "gather_tensor_shape")
     if info.dtype not in TENSOR_TYPE_TO_INT:
         raise ValueError(
             f"gather_tensor_shape: {info.dtype} is not one of {list(TENSOR_TYPE_TO_INT)}"
@@ -324,7 +355,7 @@ def gather_tensor_shape(tensor: torch.Tensor | None) -> tuple[torch.Tensor, int]
     return sizes.unsqueeze(1), TENSOR_TYPE_TO_INT[info.dtype]
 
 
-def _only_tensor(tensor: torch.Tensor | None, operation: str) -> tuple[int, TensorInformation]:
+def _only_tensor(tensor: Tensor | None, operation: str) -> tuple[int, TensorInformation]:
     """The one rank that passed a tensor, and the tensor's shape and dtype. A collective."""
     state = PartialState()
     if state.use_distributed and state.debug:
@@ -335,12 +366,13 @@ def _only_tensor(tensor: torch.Tensor | None, operation: str) -> tuple[int, Tens
     infos = [info]
     if state.use_distributed:
         infos = objects.gather_each(info, operation=operation)
-    owners = [(rank, info) for rank, info in enumerate(infos) if info is not None]
+    owners = {rank: info for rank, info in enumerate(infos) if info is not None}
     if len(owners) != 1:
         raise ValueError(
-            f"{operation}: exactly one rank must pass a tensor; ranks {[rank for rank, _ in owners]} did"
+            f"{operation}: exactly one rank must pass a tensor; ranks {list(owners)} did"
         )
-    return owners[0]
+    (owner,) = owners.items()
+    return owner
 
 
 @dataclass
@@ -358,15 +390,17 @@ def is_tensor_information(tensor_info: object) -> bool:
 
 def get_data_structure(data: object) -> Any:
     """Nested `data` with a `TensorInformation` in place of every tensor."""
-    return trees.map_leaves(
-        lambda tensor: TensorInformation(shape=tensor.shape, dtype=tensor.dtype), data
-    )
+
+    def describe(tensor: Tensor) -> TensorInformation:
+        return TensorInformation(shape=tensor.shape, dtype=tensor.dtype)
+
+    return trees.map_leaves(describe, data)
 
 
 def initialize_tensors(data_structure: object) -> Any:
     """The inverse of `get_data_structure`: uninitialised tensors in place of every `TensorInformation`."""
-    return trees.map_leaves(
-        lambda info: torch.empty(info.shape, dtype=info.dtype),
-        data_structure,
-        is_tensor_information,
-    )
+
+    def create(info: TensorInformation) -> Tensor:
+        return torch.empty(info.shape, dtype=info.dtype)
+
+    return trees.map_leaves(create, data_structure, is_tensor_information)

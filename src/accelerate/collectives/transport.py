@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ..core.errors import ConfigurationError
 from ..runtime.calls import Call
@@ -18,13 +19,14 @@ from ..state import PartialState
 CPU = torch.device("cpu")
 
 # On gloo, an all-to-all of as many copies as there are ranks takes half the time of an all-gather between two ranks,
-# and a quarter among eight, up to about this many bytes in all (torch 2.13): its messages do not wait for each other.
+# and a quarter among eight, up to about this many bytes in all: its messages do not wait for each other.
 SPREAD_BYTES = 4 << 20
 
-# The name since torch 2.13; torch 2.11 and 2.12 have the older one.
-all_gather_single: Any = getattr(
-    dist, "all_gather_single", getattr(dist, "all_gather_into_tensor", None)
-)
+# `all_gather_into_tensor` is the older name of the same function. A torch without torch.distributed has neither.
+all_gather_single: Any = getattr(dist, "all_gather_single", None)
+if all_gather_single is None:
+    all_gather_single = getattr(dist, "all_gather_into_tensor", None)
+
 # Dtypes that every backend sends and reduces.
 COMMON = frozenset(
     {
@@ -59,17 +61,17 @@ def check_source(operation: str, from_process: int, world: int) -> None:
         )
 
 
-def carrier(group: dist.ProcessGroup, found: torch.device | None) -> torch.device | None:
+def carrier(group: dist.ProcessGroup, shared: torch.device | None) -> torch.device | None:
     """The device to which tensors must move before `group` can send them; None where they can stay.
 
-    `found` is the device that they share, None where they are on several.
+    `shared` is the device that they share, None where they are on several.
     """
     devices = backends_of(group)
-    if found is not None and found.type in devices:
+    if shared is not None and shared.type in devices:
         return None
-    own = PartialState().device
-    if own.type in devices:
-        return own
+    device = PartialState().device
+    if device.type in devices:
+        return device
     return torch.device(min(devices))
 
 
@@ -79,7 +81,7 @@ def home(group: dist.ProcessGroup) -> torch.device:
     return carrier(group, CPU) or CPU
 
 
-def all_gather(row: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def all_gather(row: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Every rank's `row` (one-dimensional, equally long), stacked: shape `[ranks, length]`."""
     world = group.size()
     rows = torch.empty(world * row.shape[0], dtype=row.dtype, device=row.device)
@@ -87,46 +89,54 @@ def all_gather(row: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return rows.view(world, row.shape[0])
 
 
-def all_gather_into(out: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+def all_gather_into(out: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> None:
     """Fill `out` with every rank's `tensor`, in rank order; both are contiguous and have dimensions."""
     if not tensor.numel():
         return
     channel = channel_of(group)
-    if channel is not None and tensor.is_cpu and tensor.nbytes * group.size() <= SPREAD_BYTES:
-        channel.finish(_begin_exchange(out, torch.cat([tensor] * group.size()), group))
+    ranks = group.size()
+    if channel is not None and tensor.is_cpu and tensor.nbytes * ranks <= SPREAD_BYTES:
+        copies = torch.cat([tensor] * ranks)
+        work = _begin_exchange(out, copies, group)
+        channel.finish(work)
     else:
         all_gather_single(out, tensor, group=group)
 
 
-def exchange(out: torch.Tensor, slices: torch.Tensor, group: dist.ProcessGroup) -> None:
+def exchange(out: Tensor, slices: Tensor, group: dist.ProcessGroup) -> None:
     """Send each rank its slice of `slices`, and fill `out` with those received. All have the same size."""
-    _begin_exchange(out, slices, group).wait()
+    work = _begin_exchange(out, slices, group)
+    work.wait()
 
 
-def _begin_exchange(out: torch.Tensor, slices: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
-    return group.alltoall_base(out, slices, [], [], dist.distributed_c10d.AllToAllOptions())
+def _begin_exchange(out: Tensor, slices: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    options = dist.distributed_c10d.AllToAllOptions()
+    return group.alltoall_base(out, slices, [], [], options)
 
 
-def broadcast(row: torch.Tensor, source: int, group: dist.ProcessGroup) -> None:
+def broadcast(row: Tensor, source: int, group: dist.ProcessGroup) -> None:
     """Overwrite `row` with the one of rank `source` (its number within `group`)."""
     if row.numel():
         dist.broadcast(row, group=group, group_src=source)
 
 
-def all_reduce(flat: torch.Tensor, operation: object, group: dist.ProcessGroup) -> None:
+def all_reduce(flat: Tensor, operation: object, group: dist.ProcessGroup) -> None:
     """Reduce `flat` in place over the ranks."""
     if flat.numel():
         dist.all_reduce(flat, op=operation, group=group)
 
 
 def all_gather_numbers(
-    numbers: Sequence[int], group: dist.ProcessGroup, sign: bytes, call: Call
+    numbers: Sequence[int],
+    group: dist.ProcessGroup,
+    sign: bytes,
+    call: Call,
 ) -> list[list[int]]:
     """Every rank's list of integers (equally many on each)."""
     row = torch.tensor(numbers, dtype=torch.int64, device=home(group))
     rows = checked_all_gather(row.view(torch.uint8), group, sign, call)
-    found: list[list[int]] = rows.contiguous().view(torch.int64).tolist()
-    return found
+    numbers_of_ranks: list[list[int]] = rows.contiguous().view(torch.int64).tolist()
+    return numbers_of_ranks
 
 
 # -- checked: on gloo the ranks compare headers first (`sign`: what must be the same); `call` is for the message.
@@ -143,37 +153,44 @@ def channel_for(group: dist.ProcessGroup, device: torch.device | None) -> Channe
 
 
 def checked_all_gather(
-    row: torch.Tensor, group: dist.ProcessGroup, sign: bytes, call: Call
-) -> torch.Tensor:
+    row: Tensor,
+    group: dist.ProcessGroup,
+    sign: bytes,
+    call: Call,
+) -> Tensor:
     """`all_gather` of bytes. The result may be overwritten by the next message of the group."""
     channel = channel_for(group, row.device)
     if channel is not None:
         length = row.shape[0]
         if length <= channel.capacity:
-            channel.swap_bytes(group, sign, row.cpu().numpy(), length, call)
-            return channel.rows(length).to(row.device)
+            content = row.cpu().numpy()
+            channel.swap_bytes(group, sign, content, length, call)
+            rows = channel.rows(length)
+            return rows.to(row.device)
         channel.agree(group, sign, call)
     with Collective(call):
         return all_gather(row, group)
 
 
 def checked_broadcast(
-    row: torch.Tensor, source: int, group: dist.ProcessGroup, sign: bytes, call: Call
+    row: Tensor,
+    source: int,
+    group: dist.ProcessGroup,
+    sign: bytes,
+    call: Call,
 ) -> None:
     """`broadcast` of bytes."""
     channel = channel_for(group, row.device)
     if channel is not None:
-        length, sends = row.shape[0], group.rank() == source
+        length = row.shape[0]
         if length <= channel.capacity:
-            channel.swap_bytes(
-                group,
-                sign,
-                row.detach().cpu().numpy() if sends else b"",
-                length if sends else 0,
-                call,
-            )
-            if not sends:
-                row.detach().copy_(channel.slots[source, HEADER : HEADER + length])
+            if group.rank() == source:
+                content = row.detach().cpu().numpy()
+                channel.swap_bytes(group, sign, content, length, call)
+                return
+            channel.swap_bytes(group, sign, b"", 0, call)
+            received = channel.slots[source, HEADER : HEADER + length]
+            row.detach().copy_(received)
             return
         channel.agree(group, sign, call)
     with Collective(call):
@@ -181,7 +198,11 @@ def checked_broadcast(
 
 
 def checked_all_reduce(
-    flat: torch.Tensor, operation: object, group: dist.ProcessGroup, sign: bytes, call: Call
+    flat: Tensor,
+    operation: object,
+    group: dist.ProcessGroup,
+    sign: bytes,
+    call: Call,
 ) -> None:
     """Reduce a flat contiguous tensor in place."""
     channel = channel_for(group, flat.device)
@@ -189,16 +210,16 @@ def checked_all_reduce(
         if flat.nbytes <= channel.capacity and flat.dtype in COMMON:
             content = flat.cpu().view(torch.uint8)
             channel.swap_bytes(group, sign, content.numpy(), flat.nbytes, call)
-            if flat.numel():
-                rows = channel.rows(flat.nbytes).view(flat.dtype)
-                if operation == dist.ReduceOp.SUM:
-                    flat.copy_(torch.sum(rows, 0, dtype=rows.dtype))
-                else:
-                    flat.copy_(
-                        torch.amax(rows, 0)
-                        if operation == dist.ReduceOp.MAX
-                        else torch.amin(rows, 0)
-                    )
+            if not flat.numel():
+                return
+            rows = channel.rows(flat.nbytes).view(flat.dtype)
+            if operation == dist.ReduceOp.SUM:
+                reduced = torch.sum(rows, 0, dtype=rows.dtype)
+            elif operation == dist.ReduceOp.MAX:
+                reduced = torch.amax(rows, 0)
+            else:
+                reduced = torch.amin(rows, 0)
+            flat.copy_(reduced)
             return
         channel.agree(group, sign, call)
     with Collective(call):

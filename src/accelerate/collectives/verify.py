@@ -47,7 +47,8 @@ def agree(
     turn = Round(f"verify/{group.group_name}", dist.get_process_group_ranks(group))
 
     def explain(absent: list[int], ended: list[int]) -> str:
-        present = turn.values([rank for rank in turn.ranks if rank not in absent][:LISTED])
+        ranks = [rank for rank in turn.ranks if rank not in absent]
+        present = turn.values(ranks[:LISTED])
         return difference(present) or _absence(turn, present, absent, ended, limit)
 
     try:
@@ -71,20 +72,27 @@ def _absence(
 ) -> str:
     """Why the absent ranks will not come."""
     first = next(iter(present.values()))
+    ranks = ranks_in_words(ended or absent)
+    when = f"within {limit:g} seconds"
+    if ended:
+        when = "and has ended"
     lines = [
-        f"Cannot apply the desired operation: {ranks_in_words(ended or absent)} did not call it"
-        + (" and has ended." if ended else f" within {limit:g} seconds."),
+        f"Cannot apply the desired operation: {ranks} did not call it {when}.",
         "",
         f"Operation: `accelerate.{first['operation']}`",
         "Callers:",
     ]
     lines += [f"  - Process {rank}: at {call['at']}" for rank, call in present.items()]
     listed = absent[:LISTED]
-    places = hang_watch.request([rank for rank in listed if rank not in ended])
+    running = [rank for rank in listed if rank not in ended]
+    places = hang_watch.request(running)
     for rank in listed:
-        line = "has ended" if rank in ended else "has not come"
+        line = "has not come"
+        if rank in ended:
+            line = "has ended"
         if rank in places:
-            line += f"; it {hang_watch.status_line(places[rank])}"
+            status = hang_watch.status_line(places[rank])
+            line += f"; it {status}"
         last = turn.former_value(rank)
         if last is not None:
             line += f"; its last operation was {last['summary']} (at {last['at']})"
@@ -109,7 +117,11 @@ def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
     def verified(*args: Any, **kwargs: Any) -> Any:
         state = PartialState()
         if state.debug and state.use_distributed:
-            agree(_name_of(function), kwargs["tensor"] if "tensor" in kwargs else args[0])
+            if "tensor" in kwargs:
+                tensor = kwargs["tensor"]
+            else:
+                tensor = args[0]
+            agree(_name_of(function), tensor)
         return function(*args, **kwargs)
 
     return verified

@@ -7,16 +7,15 @@ import pytest
 import torch
 
 from accelerate.core.errors import ConfigurationError
+from accelerate.parallel.context.requirements import builds_masks
 from accelerate.parallel.context.shard import SequenceLayout
-from accelerate.parallel.context.transformers_models import builds_masks, mask_hooks
+from accelerate.parallel.context.transformers_models import adapt_inputs, full_masks, registered
 
 masking = pytest.importorskip("transformers.masking_utils")
 LENGTH, ROWS = 16, 8
-TABLE = (masking.__name__, "ALL_MASK_ATTENTION_FUNCTIONS")
-SEARCH = (masking.__name__, "find_packed_sequence_indices")
 
 
-def region(rank=0, packed=None, balanced=True):
+def region(rank=0, packed=False, balanced=True):
     layout = SequenceLayout("cp_size" if balanced else "sp_size", 2, rank, balanced)
     positions = layout.rows(LENGTH)
     return SimpleNamespace(
@@ -24,15 +23,14 @@ def region(rank=0, packed=None, balanced=True):
         rows=ROWS,
         length=LENGTH,
         packed=packed,
-        next_is_packed=False,
         positions=lambda device: positions,
     )
 
 
 def build(here, function=masking.causal_mask_function, **asked):
-    table = mask_hooks(lambda: here)[TABLE](masking.ALL_MASK_ATTENTION_FUNCTIONS)
+    builder = full_masks(masking.sdpa_mask, SimpleNamespace(region=here))
     sizes = {"batch_size": 2, "q_length": ROWS, "kv_length": ROWS, "device": "cpu"}
-    return table["sdpa"](mask_function=function, **{**sizes, **asked})
+    return builder(mask_function=function, **{**sizes, **asked})
 
 
 def whole(function):
@@ -62,28 +60,49 @@ def test_packed_sequences():
     positions = torch.tensor([[*range(7), *range(9)], list(range(LENGTH))])
     documents = masking.find_packed_sequence_indices(positions)
     here = region(1, packed=(positions, documents))
-    assert (
-        mask_hooks(lambda: here)[SEARCH](None)(positions[:, :ROWS]) is None and here.next_is_packed
-    )
 
     def function(batch, head, row, column):
         same = documents[batch, row] == documents[batch, column]
         return same & (positions[batch, column] <= positions[batch, row])
 
     assert torch.equal(build(here), here.layout.take(whole(function), 2))
-    assert not here.next_is_packed and build(here) is None
+    # As in transformers, whose masks of both directions are not those of packed sequences.
+    assert build(here, allow_is_bidirectional_skip=True) is None
+
+
+class Model(torch.nn.Module):
+    def __init__(self, uses_cache):
+        super().__init__()
+        self.config = SimpleNamespace(use_cache=uses_cache)
+
+
+@pytest.mark.parametrize("uses_cache", [False, True])
+def test_a_model_sees_no_mask_and_packing_only_without_a_cache(uses_cache):
+    here = region()
+    here.full_of = lambda tensor: positions
+    positions = torch.tensor([[*range(7), *range(9)]] * 2)
+    rows = here.layout.take(positions, 1)
+    inputs = {"input_ids": rows, "position_ids": rows}
+    changed = adapt_inputs(Model(uses_cache), inputs, rows, here)
+    assert changed["attention_mask"].shape == (2, ROWS) and bool(changed["attention_mask"].all())
+    assert bool(here.packed) is not uses_cache
 
 
 def test_what_cannot_be_known_is_refused():
-    search = mask_hooks(lambda: region())[SEARCH](masking.find_packed_sequence_indices)
-    own = region().positions("cpu")
-    assert search((own + 2)[None]) is None  # some models count from another number
-    with pytest.raises(ConfigurationError, match="Give position_ids"):
-        search(torch.arange(ROWS)[None])
-    assert search(torch.arange(LENGTH)[None]) is None  # not of this rank's rows
+    here = region(packed=None)
     with pytest.raises(ConfigurationError, match="give attention_mask to the model"):
-        build(region(), attention_mask=torch.eye(ROWS)[:2].bool())
-    assert build(region(), attention_mask=torch.ones(2, ROWS).bool()) is None
+        build(here, attention_mask=torch.eye(ROWS)[:2].bool())
+    assert build(here, attention_mask=torch.ones(2, ROWS).bool()) is None
+
+
+def test_registries_are_as_they_were():
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    former = AttentionInterface()["sdpa"], AttentionMaskInterface()["sdpa"]
+    with registered(SimpleNamespace(region=None)):
+        assert AttentionInterface()["sdpa"] is not former[0]
+        assert AttentionMaskInterface()["sdpa"] is not former[1]
+    assert (AttentionInterface()["sdpa"], AttentionMaskInterface()["sdpa"]) == former
 
 
 def test_models_that_take_their_masks_from_transformers():

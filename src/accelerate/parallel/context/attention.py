@@ -1,29 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch's attention of a rank's rows to the full sequence: the methods that run it, and where they replace it."""
+"""torch's attention of a rank's rows to the full sequence."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from types import ModuleType
-from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import nn
 from torch.nn.attention.bias import causal_lower_right
 
 from ...core import devices
+from ...torch_internals.attention import plain_attention
 from .exchange import copies_of_heads, full_keys, split_rows, spread_inputs, sum_dtype
 from .masks import MaskReader
 from .shard import SequenceLayout
-
-# torch's function, bound before it is patched.
-plain_attention: Callable[..., torch.Tensor] = F.scaled_dot_product_attention
 
 # Kind of communication -> (messages, bytes).
 Sent = dict[str, tuple[int, int]]
@@ -227,73 +220,3 @@ class ShardRandom:
     def _seed(self, state: torch.Tensor) -> int:
         digest = hashlib.blake2b(state.numpy().tobytes(), digest_size=8, salt=self.place)
         return int.from_bytes(digest.digest(), "little") >> 1
-
-
-# Makes a replacement from the function that it replaces.
-Wrapper = Callable[[Any], Any]
-
-_NAME = "scaled_dot_product_attention"
-
-
-def aliases(model: nn.Module) -> set[tuple[str, str]]:
-    """(module, name) of each global of the modules that define a model's classes which is torch's attention."""
-    sources = {source.__module__ for part in model.modules() for source in type(part).__mro__}
-    return {
-        (source, name)
-        for source in sources
-        if source in sys.modules and not source.startswith("torch.")
-        for name, value in vars(sys.modules[source]).items()
-        if value is plain_attention
-    }
-
-
-class AttentionPatch:
-    """Replaces torch's attention while at least one block is open."""
-
-    def __init__(self, attend: Callable[..., torch.Tensor]) -> None:
-        self.attend: Callable[..., torch.Tensor] = attend
-        self.places: set[tuple[str, str]] = {(F.__name__, _NAME)}
-        # Other functions that are replaced meanwhile: (module, name) -> wrapper.
-        self.others: dict[tuple[str, str], Wrapper] = {}
-        self._is_graph_break = False
-        self._open_blocks = 0
-        self._replaced: list[tuple[ModuleType, str, object]] = []
-
-    def open(self) -> None:
-        """Replace the functions when the first block opens."""
-        self._open_blocks += 1
-        if self._open_blocks > 1:
-            return
-        if "torch._dynamo" in sys.modules and not self._is_graph_break:
-            # Collectives inside an autograd function are not traced.
-            self.attend, self._is_graph_break = torch.compiler.disable(self.attend), True
-        for source, name in self.places:
-            self._replace(source, name, self.attend)
-        for (source, name), wrapper in self.others.items():
-            former = getattr(sys.modules.get(source), name, None)
-            if former is not None:
-                self._replace(source, name, wrapper(former))
-
-    def close(self) -> None:
-        """Restore the functions when the last block closes."""
-        self._open_blocks -= 1
-        if self._open_blocks:
-            return
-        while self._replaced:
-            module, name, value = self._replaced.pop()
-            setattr(module, name, value)
-
-    @contextlib.contextmanager
-    def suspended(self) -> Iterator[None]:
-        """A block in which torch's function has its name: masks that are a causal bias look for it there."""
-        replacement = getattr(F, _NAME)
-        setattr(F, _NAME, plain_attention)
-        try:
-            yield
-        finally:
-            setattr(F, _NAME, replacement)
-
-    def _replace(self, source: str, name: str, value: object) -> None:
-        module = sys.modules[source]
-        self._replaced.append((module, name, getattr(module, name)))
-        setattr(module, name, value)

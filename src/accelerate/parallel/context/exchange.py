@@ -13,7 +13,7 @@ from ...collectives import transport
 from ...core.errors import ConfigurationError
 from .shard import SequenceLayout
 
-# The name since torch 2.13; torch 2.11 and 2.12 have the older one.
+# `reduce_scatter_tensor` is the older name of the same function.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 

@@ -22,20 +22,26 @@ from ...core.modules import class_name
 from ...data_loader.prepare import skip_first_batches
 from ...logging import MultiProcessAdapter, get_logger
 from ...parallelism_config import ParallelismConfig
+from ...torch_internals import transformers_trainer
+from ...torch_internals.attention import (
+    PUBLIC_NAME,
+    names_of_attention,
+    plain_attention,
+    public_attention,
+    replaced_attention,
+)
 from ...torch_internals.compiled import uncompiled
 from ..report.volume import CommunicationVolume
 from . import transformers_models
 from .attention import (
     AttentionCall,
-    AttentionPatch,
     ContextAttention,
     Sent,
     SequenceAttention,
     ShardRandom,
     SplitAttention,
-    aliases,
-    plain_attention,
 )
+from .requirements import REQUIREMENTS
 from .shard import SequenceLayout, common_length, split_in_place
 
 logger: MultiProcessAdapter = get_logger(__name__)
@@ -56,13 +62,11 @@ class SequenceRegion:
     calls: int = 0
     # (ranks, batch, rows): the rows of each rank that are not padding; None for all.
     keep: torch.Tensor | None = None
-    # Of sequences packed in rows: (positions, number of the sequence) of all columns; False without them, None where
-    # that is not known.
+    # Of sequences packed in rows: (positions, number of the sequence) of all columns; False without them, None before
+    # a model has its inputs.
     packed: tuple[torch.Tensor, torch.Tensor] | Literal[False] | None = None
     # Whether a loader added positions that count every row.
     counted: bool = False
-    # Whether the mask that is built next is one of packed sequences.
-    next_is_packed: bool = False
     passes: dict[int, int] = field(default_factory=dict)
     sent: Sent = field(default_factory=dict)
     _positions: torch.Tensor | None = None
@@ -120,14 +124,11 @@ class ContextParallel:
             )
         else:
             self.attention = SequenceAttention(group, self.layout, self.random)
-            transformers_models.count_full_batches()
-        self.patch: AttentionPatch = AttentionPatch(self._attend)
-        self.patch.others.update(transformers_models.mask_hooks(lambda: self.region))
-        if not self.layout.balanced:
-            # While a loader splits batches.
-            self.patch.others["transformers.trainer", "deepspeed_sp_compute_loss"] = (
-                transformers_models.on_the_mesh
-            )
+            transformers_trainer.count_full_batches(_splits_heads)
+        # (module, name) of what is torch's attention where no sequence is split.
+        self._names: set[tuple[str, str]] = {PUBLIC_NAME}
+        self._open_blocks = 0
+        self._replaced = contextlib.ExitStack()
         self._block: SequenceRegion | None = None
         # Batches that a loader split: that of the last or current forward, and all that are still alive.
         self._batch: SequenceRegion | None = None
@@ -198,6 +199,22 @@ class ContextParallel:
 
     # -- blocks
 
+    def _open(self) -> None:
+        """Have models attend to the full sequence, from the first open block on."""
+        self._open_blocks += 1
+        if self._open_blocks > 1:
+            return
+        attend = transformers_models.untraced(self.attend)
+        self._replaced.enter_context(replaced_attention(attend, self._names))
+        self._replaced.enter_context(transformers_models.registered(self))
+        if not self.layout.balanced:
+            self._replaced.enter_context(transformers_trainer.loss_over_the_mesh())
+
+    def _close(self) -> None:
+        self._open_blocks -= 1
+        if not self._open_blocks:
+            self._replaced.close()
+
     @contextlib.contextmanager
     def open(
         self, buffers: list[torch.Tensor], dimensions: list[int], no_restore: set[torch.Tensor]
@@ -213,8 +230,8 @@ class ContextParallel:
             full_tensors = stack.enter_context(
                 split_in_place(self.layout, buffers, dimensions, no_restore)
             )
-            self.patch.open()
-            stack.callback(self.patch.close)
+            self._open()
+            stack.callback(self._close)
             stack.callback(self._end_block)
             self._block = self._region(length, buffers, full_tensors)
             yield
@@ -253,13 +270,13 @@ class ContextParallel:
     @contextlib.contextmanager
     def loader_block(self) -> Iterator[None]:
         """A block for computing on batches that `split_batch` returned."""
-        self.patch.open()
+        self._open()
         try:
             yield
         finally:
             self._batch = None
             self._loader_batches.clear()
-            self.patch.close()
+            self._close()
 
     def split_batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """This rank's rows of a batch: every (batch, length) tensor split, positions added.
@@ -307,7 +324,8 @@ class ContextParallel:
     def check(self, model: nn.Module) -> None:
         """Raises PrepareError for a transformers model whose layers would not attend to the full sequence."""
         for part in _outermost(model):
-            transformers_models.check_supported(part, str(self.layout))
+            for check in REQUIREMENTS:
+                check(part, str(self.layout))
 
     def __deepcopy__(self, memo: object) -> ContextParallel:
         # The hooks of a copied model refer to that of the run.
@@ -319,7 +337,7 @@ class ContextParallel:
             return
         self._watched.add(model)
         plain = uncompiled(model)
-        self.patch.places |= aliases(plain)
+        self._names |= names_of_attention(plain)
         inner = _outermost(plain)
         for target in [model] + [part for part in inner if part is not plain]:
             called = plain if target is model else target
@@ -374,7 +392,12 @@ class ContextParallel:
 
     # -- attention
 
-    def _attend(
+    def splits(self, query: torch.Tensor) -> bool:
+        """Whether a query has this rank's rows of a sequence."""
+        region = self.region
+        return region is not None and (region.strict or query.shape[-2] == region.rows)
+
+    def attend(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -385,9 +408,9 @@ class ContextParallel:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        """Replaces torch's function; takes its arguments."""
+        """Takes the arguments of torch's function, which it replaces."""
         region = self.region
-        if region is None or (not region.strict and query.shape[-2] != region.rows):
+        if region is None or not self.splits(query):
             return plain_attention(
                 query,
                 key,
@@ -416,7 +439,7 @@ class ContextParallel:
         for what, (messages, sent) in self.attention.sent(query, key, value).items():
             before = region.sent.get(what, (0, 0))
             region.sent[what] = (before[0] + messages, before[1] + sent)
-        with self.patch.suspended():
+        with public_attention():
             out = self.attention(query, key, value, call)
         if flat:
             return out.squeeze(1)
@@ -430,6 +453,12 @@ class ContextParallel:
         ]
 
 
+def _splits_heads(accelerator: Any) -> bool:
+    strategy = getattr(accelerator, "strategy", None)
+    sequence = getattr(strategy, "sequence", None)
+    return sequence is not None and not sequence.layout.balanced
+
+
 class _Inputs:
     """A forward pre-hook that adds to a model's arguments what depends on the full sequence."""
 
@@ -439,6 +468,7 @@ class _Inputs:
         self.parallel, self.name, self.special = parallel, class_name(called), special
         self.signature = inspect.signature(called.forward)
         self.takes_positions = "position_ids" in self.signature.parameters
+        self.takes_mask = "attention_mask" in self.signature.parameters
         kinds = {parameter.kind: name for name, parameter in self.signature.parameters.items()}
         self.keywords = kinds.get(inspect.Parameter.VAR_KEYWORD, "")
 
@@ -492,7 +522,10 @@ class _Inputs:
                 "buffers."
             )
         if self.special is not None:
-            changed.update(transformers_models.adapt_inputs(self.special, inputs, region))
+            adapted = transformers_models.adapt_inputs(self.special, inputs, split, region)
+            if not self.takes_mask:
+                adapted.pop("attention_mask", None)
+            changed.update(adapted)
         if not changed:
             return None
         for name in [name for name in changed if name in bound.arguments and name not in kwargs]:

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What transformers computes from the full sequence: padding, packing, labels, masks, Trainer's batches."""
+"""What transformers computes from the full sequence: padding, packing, labels, masks."""
 
 from __future__ import annotations
 
-import inspect
+import contextlib
 import sys
-from collections.abc import Callable
-from types import SimpleNamespace
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -14,21 +13,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from ...collectives import transport
-from ...core.errors import ConfigurationError, PrepareError
-from .attention import Wrapper
+from ...core.errors import ConfigurationError
 from .masks import compact
 
 if TYPE_CHECKING:
-    from .region import SequenceRegion
+    from .region import ContextParallel, SequenceRegion
 
-# Kinds of layers whose masks are functions of positions in the sequence.
-_FULL = "full_attention"
-_KINDS = {_FULL, "sliding_attention"}
 _IGNORED = -100
-# Computes positions from token ids, in RoBERTa and similar models.
-_FROM_IDS = "create_position_ids_from_input_ids"
-_MASKING = "transformers.masking_utils"
-_Current = Callable[[], "SequenceRegion | None"]
+# The implementation of attention that models have whose sequences are split.
+_IMPLEMENTATION = "sdpa"
 
 
 def is_transformers_model(module: nn.Module) -> bool:
@@ -37,81 +30,34 @@ def is_transformers_model(module: nn.Module) -> bool:
     return library is not None and isinstance(module, library.PreTrainedModel)
 
 
-def check_supported(model: nn.Module, size: str) -> None:
-    """Raises PrepareError for a model with layers that do not use torch's attention."""
-    name = type(model).__name__
-    kind = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    if kind not in (None, "sdpa"):
-        remedy = "Load the model with attn_implementation='sdpa'."
-        if not getattr(model, "_supports_sdpa", True):
-            remedy = "This model has no such implementation."
-        raise PrepareError(
-            f"{name} attends through {kind!r}: {size} needs torch's scaled_dot_product_attention. {remedy}"
-        )
-    for part in model.modules():
-        if hasattr(type(part), _FROM_IDS) or hasattr(sys.modules[type(part).__module__], _FROM_IDS) or (
-            isinstance(part, nn.Embedding) and "attention_mask" in inspect.signature(type(part).forward).parameters
-        ):  # fmt: skip
-            raise PrepareError(
-                f"{name} counts positions from its token ids or its padding mask ({type(part).__name__}): under "
-                f"{size} every rank would count from its own first row. Train it without."
-            )
-    layers = _layers(model)
-    others = sorted(layers - _KINDS)
-    if others or not getattr(model, "_supports_context_parallel", True):
-        raise PrepareError(
-            f"{name} has layers ({', '.join(others) or 'attention with sinks'}) that carry a state along the sequence "
-            f"or do not use torch's attention: under {size} they would compute something else. Train it without."
-        )
-    sources = {source.__module__ for part in model.modules() for source in type(part).__mro__}
-    if layers > {_FULL} and not any(builds_masks(source) for source in sources):
-        raise PrepareError(
-            f"{name} has layers ({', '.join(sorted(layers - {_FULL}))}) whose masks it builds by itself: under {size} "
-            "they would cover a rank's rows only. Train it without them (config.sliding_window=None)."
-        )
-
-
-def _layers(model: nn.Module) -> set[str]:
-    """The kinds of a model's layers."""
-    config: Any = getattr(model, "config", None)
-    if hasattr(config, "get_text_config"):
-        config = config.get_text_config()
-    layers = getattr(config, "layer_types", None)
-    if layers is not None:
-        return {_FULL, *layers}
-    named = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
-    return {_FULL} | {
-        kind for kind, field in named.items() if getattr(config, field, None) is not None
-    }
-
-
 def adapt_inputs(
-    model: nn.Module, inputs: dict[str, Any], region: SequenceRegion
+    model: nn.Module, inputs: Mapping[str, Any], rows: torch.Tensor | None, region: SequenceRegion
 ) -> dict[str, Any]:
-    """Arguments to add or replace: the padding mask is moved to the region, labels are shifted."""
+    """Arguments to add or replace: the padding mask and packed sequences move to the region, labels are shifted.
+
+    Args:
+        model: a model of transformers.
+        inputs: its arguments by name.
+        rows: the argument that is (batch, rows of this rank, ...).
+        region: the batch that is split.
+    """
     changed: dict[str, Any] = {}
-    region.keep, region.packed = None, None
+    region.keep, region.packed = None, False
     mask = inputs.get("attention_mask")
-    if (
-        isinstance(mask, torch.Tensor)
-        and mask.dim() == 2
-        and mask.shape[1] in (region.rows, region.length)
-    ):
-        if mask.shape[1] == region.length:
-            mask = region.layout.take(mask, 1)
-        rows = transport.all_gather(mask.ne(0).to(torch.uint8).flatten(), region.group)
-        keep = rows.view(region.layout.ranks, *mask.shape).bool()
-        region.keep = None if bool(keep.all()) else keep
-        changed["attention_mask"] = None
-        # as in transformers, which looks for packed sequences where no mask is given
-        region.packed = False
     positions = inputs.get("position_ids")
-    if (
-        region.packed is None
-        and isinstance(positions, torch.Tensor)
-        and positions.shape[1:] == (region.rows,)
-    ):
-        region.packed = packed_sequences(positions, region)
+    if isinstance(mask, torch.Tensor):
+        if mask.dim() == 2 and mask.shape[1] in (region.rows, region.length):
+            region.keep = _kept_rows(mask, region)
+            changed["attention_mask"] = _no_padding(mask[:, : region.rows])
+    elif mask is None and rows is not None:
+        # Without a mask transformers would take this rank's two chunks for two sequences.
+        changed["attention_mask"] = _no_padding(rows)
+        if (
+            isinstance(positions, torch.Tensor)
+            and positions.shape[1:] == (region.rows,)
+            and not _fills_cache(model, inputs)
+        ):
+            region.packed = packed_sequences(positions, region)
     labels = inputs.get("labels")
     if isinstance(labels, torch.Tensor) and inputs.get("shift_labels") is None:
         losses = sys.modules.get("transformers.loss.loss_utils")
@@ -119,6 +65,35 @@ def adapt_inputs(
             # The loss that the model computes by itself compares row i with label i + 1.
             changed["shift_labels"] = shifted(labels, region)
     return changed
+
+
+def _kept_rows(mask: torch.Tensor, region: SequenceRegion) -> torch.Tensor | None:
+    """(ranks, batch, rows): which rows of each rank are not padding; None for all."""
+    if mask.shape[1] == region.length:
+        mask = region.layout.take(mask, 1)
+    rows = transport.all_gather(mask.ne(0).to(torch.uint8).flatten(), region.group)
+    keep = rows.view(region.layout.ranks, *mask.shape).bool()
+    if bool(keep.all()):
+        return None
+    return keep
+
+
+def _no_padding(rows: torch.Tensor) -> torch.Tensor:
+    return torch.ones(rows.shape[:2], dtype=torch.long, device=rows.device)
+
+
+def _fills_cache(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
+    """Whether a forward keeps keys: transformers then takes no sequences for packed."""
+    if inputs.get("past_key_values") is not None:
+        return True
+    uses_cache = inputs.get("use_cache")
+    if uses_cache is None:
+        uses_cache = getattr(getattr(model, "config", None), "use_cache", False)
+    if model.training and torch.is_grad_enabled():
+        for module in model.modules():
+            if getattr(module, "gradient_checkpointing", False):
+                return False
+    return bool(uses_cache)
 
 
 def packed_sequences(
@@ -152,162 +127,139 @@ def shifted(labels: torch.Tensor, region: SequenceRegion) -> torch.Tensor:
     return region.layout.take(F.pad(full[..., 1:], (0, 1), value=_IGNORED), -1)
 
 
-def on_the_mesh(former: Callable[..., object]) -> Callable[..., object]:
-    """Have the loss over a sequence's ranks use the group of the mesh, as for backends other than DeepSpeed."""
-
-    def compute_loss(
-        accelerator: object, model: object, inputs: object, return_outputs: bool, layout: Any
-    ) -> object:
-        layout = SimpleNamespace(sp_backend="torch", sp_size=layout.sp_size)
-        return former(accelerator, model, inputs, return_outputs, layout)
-
-    return compute_loss
+# -- functions of transformers while sequences are split
 
 
-def count_full_batches() -> None:
-    """Have Trainer count the batches of a split loader once. It is patched once in a process.
+@contextlib.contextmanager
+def registered(parallel: ContextParallel) -> Iterator[None]:
+    """A block in which transformers' registries have functions for split sequences as `sdpa`.
 
-    It assumes that a split loader has sp_size times as many batches as the prepared one: with DeepSpeed the ranks of a
-    sequence read different batches and compute on each in turn. Here they read the same ones, as under cp_size.
-    Trainers of other layouts behave as before.
+    Other names would not do: Trainer refuses context parallelism for them, and some models compare the name.
     """
-    trainer = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
-    former = getattr(trainer, "get_sp_size", None), getattr(trainer, "get_cp_size", None)
-    if None in former or getattr(former[0], "__module__", "") == __name__:
-        return
-
-    def get_sp_size(self: object) -> Any:
-        if _splits_heads(self):
-            return 1
-        return former[0](self)  # type: ignore[misc]
-
-    def get_cp_size(self: Any) -> Any:
-        if _splits_heads(self):
-            return self.accelerator.parallelism_config.sp_size
-        return former[1](self)  # type: ignore[misc]
-
-    trainer.get_sp_size, trainer.get_cp_size = get_sp_size, get_cp_size  # type: ignore[union-attr]
+    models: Any = sys.modules.get("transformers.modeling_utils")
+    masking: Any = sys.modules.get("transformers.masking_utils")
+    with contextlib.ExitStack() as stack:
+        if models is not None:
+            attention = models.AttentionInterface
+            former = attention()[_IMPLEMENTATION]
+            stack.callback(attention.register, _IMPLEMENTATION, former)
+            attention.register(_IMPLEMENTATION, untraced(split_attention(former, parallel)))
+        if masking is not None:
+            masks = masking.AttentionMaskInterface
+            former = masks()[_IMPLEMENTATION]
+            stack.callback(masks.register, _IMPLEMENTATION, former)
+            masks.register(_IMPLEMENTATION, untraced(full_masks(former, parallel)))
+        yield
 
 
-def _splits_heads(trainer: object) -> bool:
-    strategy = getattr(getattr(trainer, "accelerator", None), "strategy", None)
-    sequence = getattr(strategy, "sequence", None)
-    return sequence is not None and sequence.layout.size == "sp_size"
-
-
-# -- masks (windows, chunks, packed sequences), for a rank's rows over all columns
-
-
-def mask_hooks(region: _Current) -> dict[tuple[str, str], Wrapper]:
-    """Functions of transformers that are replaced while sequences are split: (module, name) -> wrapper."""
-    return {
-        (_MASKING, "find_packed_sequence_indices"): lambda former: _ignore_packing(former, region),
-        (_MASKING, "ALL_MASK_ATTENTION_FUNCTIONS"): lambda former: _full_sequence_masks(
-            former, region
-        ),
-        # Key heads are sent without repeating them, also with a mask.
-        ("transformers.integrations.sdpa_attention", "use_gqa_in_sdpa"): lambda former: (
-            lambda *args, **kwargs: region() is not None or former(*args, **kwargs)
-        ),
-    }
-
-
-def builds_masks(source: str) -> bool:
-    """Whether a module of this name builds its masks by transformers' functions, which use the replaced ones."""
-    if source in sys.modules:
-        bound = vars(sys.modules[source])
-    else:
-        bound = {}
-    return any(
-        name.startswith("create_") and getattr(bound[name], "__module__", "") == _MASKING
-        for name in bound
-    )
-
-
-def _ignore_packing(former: Callable[..., object], region: _Current) -> Callable[..., object]:
-    """Replaces the search for packed sequences, which would take this rank's two chunks for two sequences."""
-
-    def find_packed_sequence_indices(
-        position_ids: torch.Tensor, *args: object, **kwargs: object
-    ) -> object:
-        current = region()
-        if current is None or position_ids.shape[-1] != current.rows:
-            return former(position_ids, *args, **kwargs)
-        if current.packed is None:
-            shift = position_ids - current.positions(position_ids.device)
-            if bool((shift != shift[..., :1]).any()):
-                raise ConfigurationError(
-                    f"positions inside the model are not those of {current.layout}, and "
-                    "were not given to it: whether sequences are packed is unknown. Give position_ids."
-                )
-        current.next_is_packed = bool(current.packed)
-        return None
-
-    return find_packed_sequence_indices
-
-
-def _full_sequence_masks(former: Any, region: _Current) -> object:
-    """Replaces the table of mask builders: sdpa's builds masks over the full sequence."""
-    table = type(former)()
-    table.update(former)
-    sdpa_mask = former["sdpa"]
-
-    def full_mask(**arguments: object) -> torch.Tensor | None:
-        current = region()
-        if current is None or not arguments["q_length"] == arguments["kv_length"] == current.rows:
-            mask: torch.Tensor | None = sdpa_mask(**arguments)
-            return mask
-        return _full_mask(sdpa_mask, arguments, current)
-
+def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that compiled code calls as it is: collectives inside an autograd function are not traced."""
     if "torch._dynamo" in sys.modules:
-        table["sdpa"] = torch.compiler.disable(full_mask)
-    else:
-        table["sdpa"] = full_mask
-    return table
+        function = torch.compiler.disable(function)
+    return function
+
+
+def split_attention(
+    former: Callable[..., Any], parallel: ContextParallel
+) -> Callable[..., tuple[torch.Tensor, None]]:
+    """Attention of a layer of transformers to the full sequence. Key heads are not repeated before they are sent."""
+
+    def attend(
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        **options: Any,
+    ) -> tuple[torch.Tensor, None]:
+        changes_scores = (
+            options.get("position_bias") is not None or options.get("softcap") is not None
+        )
+        if not parallel.splits(query) or changes_scores:
+            output: tuple[torch.Tensor, None] = former(
+                module, query, key, value, attention_mask,
+                dropout=dropout, scaling=scaling, is_causal=is_causal, **options,
+            )  # fmt: skip
+            return output
+        if is_causal is None:
+            is_causal = bool(getattr(module, "is_causal", True))
+        if attention_mask is not None:
+            is_causal = False
+        heads = parallel.attend(
+            query, key, value, attention_mask, dropout, is_causal, scaling, enable_gqa=True
+        )
+        return heads.transpose(1, 2).contiguous(), None
+
+    return attend
+
+
+def full_masks(
+    former: Callable[..., torch.Tensor | None], parallel: ContextParallel
+) -> Callable[..., torch.Tensor | None]:
+    """The builder of masks (windows, chunks, packed sequences) for a rank's rows over all columns."""
+
+    def full_mask(**arguments: Any) -> torch.Tensor | None:
+        region = parallel.region
+        if region is None or not arguments["q_length"] == arguments["kv_length"] == region.rows:
+            return former(**arguments)
+        return _full_mask(former, arguments, region)
+
+    return full_mask
 
 
 def _full_mask(
-    sdpa_mask: Callable[..., torch.Tensor], arguments: dict[str, Any], region: SequenceRegion
+    build: Callable[..., torch.Tensor | None], arguments: dict[str, Any], region: SequenceRegion
 ) -> torch.Tensor | None:
     """(batch, 1, rows, length): this rank's rows under cp_size, all rows under sp_size. Padding is added later."""
     layout, length, function = region.layout, region.length, arguments["mask_function"]
-    packed, region.next_is_packed = region.next_is_packed and region.packed, False
     padding = arguments.get("attention_mask")
-    if padding is not None and not bool(padding.all()):
+    if region.packed is None and padding is not None and not bool(padding.all()):
         raise ConfigurationError(
             f"a padding mask of shape {tuple(padding.shape)} is made inside the model under "
             f"{layout}, for this rank's rows only: give attention_mask to the model."
         )
+    # Builders of masks that are not causal do not look for packed sequences.
+    is_bidirectional = "allow_is_bidirectional_skip" in arguments
+    packed = None
+    if region.packed and not is_bidirectional:
+        packed = region.packed
+    if is_bidirectional:
+        may_skip = arguments["allow_is_bidirectional_skip"]
+    else:
+        may_skip = arguments.get("allow_is_causal_skip", True)
     local = arguments.get("local_size")
-    skips = arguments.get("allow_is_causal_skip", True) or arguments.get(
-        "allow_is_bidirectional_skip", False
-    )
-    if skips and not packed and (local is None or length < local):
+    if may_skip and packed is None and (local is None or length < local):
         return None
-    if packed:
+    if packed is not None:
         positions, documents = (full.expand(arguments["batch_size"], -1) for full in packed)
-        masking: Any = sys.modules[_MASKING]
+        masking: Any = sys.modules["transformers.masking_utils"]
         within = masking.packed_sequence_mask_function(documents.to(arguments["device"]))
         moved = masking.remap_positions_for_packed_sequence(
             function, positions.to(arguments["device"])
         )
         function = masking.and_masks(within, moved)
     size = length // layout.multiple
+    chunks = [(length, 0)]
     if layout.balanced:
-        chunks = [(size, i * size) for i in layout.chunks(layout.rank)]
-    else:
-        chunks = [(length, 0)]
-    arguments = {
-        **arguments,
-        "kv_length": length,
-        "kv_offset": 0,
-        "mask_function": function,
-        "attention_mask": None,
-        "allow_is_causal_skip": False,
-        "allow_is_bidirectional_skip": False,
-    }
-    masks = [
-        compact(sdpa_mask(**{**arguments, "q_length": rows, "q_offset": first}))
-        for rows, first in chunks
-    ]
+        chunks = [(size, chunk * size) for chunk in layout.chunks(layout.rank)]
+    masks = []
+    for rows, first in chunks:
+        mask = build(
+            **{
+                **arguments,
+                "q_length": rows,
+                "q_offset": first,
+                "kv_length": length,
+                "kv_offset": 0,
+                "mask_function": function,
+                "attention_mask": None,
+                "allow_is_causal_skip": False,
+                "allow_is_bidirectional_skip": False,
+            }
+        )
+        assert mask is not None
+        masks.append(compact(mask))
     return torch.cat(masks, dim=2).expand(arguments["batch_size"], -1, -1, -1)
