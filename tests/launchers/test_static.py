@@ -10,7 +10,7 @@ from torch.distributed import HashStore, PrefixStore
 from accelerate.core.errors import ConfigurationError, LaunchError
 from accelerate.launchers.shared_store import LOOK
 from accelerate.launchers.spec import LaunchSpec, Program
-from accelerate.launchers.static import Machines, machines_in_words
+from accelerate.launchers.static import Machines
 
 
 def launch(machine, machines=2, timeout=1, **options):
@@ -114,11 +114,6 @@ def test_a_machine_without_a_sign_of_life_is_lost(monkeypatch):
     launchers[0].unfollow()
     report, code, final = launchers[0].news.failure
     assert "machine 1 " in report and code == 1 and final
-
-
-def test_machines_in_words():
-    assert machines_in_words([1], 2) == "machine 1 of 2"
-    assert machines_in_words([1, 3, 4, 5], 8) == "machines 1, 3-5 of 8"
 
 
 def test_stores_of_attempts_are_apart():

@@ -85,25 +85,19 @@ def test_what_torch_logs_of_a_lost_store_is_delayed_and_no_failure(console):
     assert read() == log + TRACEBACK + b"\nX\n"
 
 
-def test_a_survived_traceback_is_shown(console, monkeypatch):
-    stream, write, _ = console()
-    write(b"Traceback (most recent call last):\nX\n")
-    stream._delayed_since -= 2
-    assert write(b"going on\n") == b"Traceback (most recent call last):\nX\ngoing on\n"
-
-
-def test_a_traceback_is_delayed_for_seconds(console):
+def test_how_long_a_traceback_is_delayed(console):
     stream, write, read = console()
     write(b"Traceback (most recent call last):\nX\n")
     stream._delayed_since -= 2
-    stream.flush_expired()
-    assert read() == b""
-    stream._delayed_since -= 4
-    stream.flush_expired()
-    assert read() == stream.last_traceback == b"Traceback (most recent call last):\nX\n"
+    stream._read_at -= 2
+    assert not stream.is_expired(False)
+    # It has printed more for a while: it has only logged the error.
+    write(b"going on\n")
+    assert stream.is_expired(False) and not stream.is_expired(True)
+    stream.flush()
+    assert read() == stream.last_traceback == b"Traceback (most recent call last):\nX\ngoing on\n"
     assert stream.failing_since is not None
-    # It has survived it.
-    assert write(b"going on\n") == b"going on\n" and stream.failing_since is None
+    assert write(b"more\n") == b"more\n" and stream.failing_since is None
 
 
 def test_the_first_failure_that_a_starter_reports(console):

@@ -10,7 +10,7 @@ import pytest
 from accelerate.core.errors import LOST_CONNECTION
 from accelerate.launchers import tracebacks
 from accelerate.launchers.failure import Failure, cause_of
-from accelerate.launchers.tracebacks import LOST, OWN, UNCLEAR, blame, message_of
+from accelerate.launchers.tracebacks import message_of, points_elsewhere
 from accelerate.runtime import communication
 
 GLOO = "[/pytorch/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:23985. This is typically ..."
@@ -81,35 +81,36 @@ def test_lines_of_several_ranks_are_told_apart():
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
-        (raised(RuntimeError(GLOO)), LOST),
-        (raised(ValueError("mine")), OWN),
+        (raised(RuntimeError(GLOO)), True),
+        (raised(ValueError("mine")), False),
         # The first cause counts, whatever failed on the way out.
-        (amid(ValueError("mine"), RuntimeError(GLOO)), UNCLEAR),
-        (raised(RuntimeError("the run has failed"), raised(RuntimeError(GLOO))), LOST),
+        (amid(ValueError("mine"), RuntimeError(GLOO)), True),
+        (raised(RuntimeError("the run has failed"), raised(RuntimeError(GLOO))), True),
         # Sockets of the script are not those between ranks.
-        (raised(ConnectionResetError(104, "Connection reset by peer")), OWN),
-        (raised(BrokenPipeError(32, "Broken pipe")), OWN),
+        (raised(ConnectionResetError(104, "Connection reset by peer")), False),
+        (raised(BrokenPipeError(32, "Broken pipe")), False),
         (
             raised(
                 RuntimeError(
                     "Timed out\nrank 1: the connection to another rank failed in a collective"
                 )
             ),
-            LOST,
+            True,
         ),
         # An error that every rank raises names the rank that it is about.
-        (raised(RuntimeError("not saved: rank 0: ValueError: bad state")), UNCLEAR),
-        (raised(RuntimeError("rank 1: the checkpoint was not saved: rank 0 did not come")), OWN),
+        (raised(RuntimeError("not saved: rank 0: ValueError: bad state")), True),
+        (raised(RuntimeError("rank 1: the checkpoint was not saved: rank 0 did not come")), False),
     ],
 )
 def test_whose_failure_it_is(error, expected):
-    assert blame(printed(error), rank=1) == blame(printed(error, 1), rank=1) == expected
+    assert points_elsewhere(printed(error), rank=1) == expected
+    assert points_elsewhere(printed(error, 1), rank=1) == expected
 
 
 def test_a_logged_warning_is_no_lost_connection():
-    assert blame("retry: Connection refused\nretry: Connection refused\na\nb\nc\n", 0) == OWN
+    assert not points_elsewhere("retry: Connection refused\nretry: refused\na\nb\nc\n", 0)
     two = printed(raised(RuntimeError(GLOO))) + "survived\n" + printed(raised(ValueError("mine")))
-    assert blame(two, 0) == OWN
+    assert not points_elsewhere(two, 0)
 
 
 @pytest.mark.parametrize(
@@ -199,9 +200,23 @@ def test_a_rank_that_waits_is_not_blamed(pattern):
     for message in messages:
         error = raised(RuntimeError(message))
         assert communication.is_lost(error)
-        assert blame(printed(error), 1) == blame(printed(error, 1), 1) == LOST
+        assert points_elsewhere(printed(error), 1) and points_elsewhere(printed(error, 1), 1)
         ends = [tracebacks.End(0, 1, 1.0, printed(error)), tracebacks.End(1, -9, 2.0, "")]
         assert tracebacks.first_failure(ends).end.rank == 1
+
+
+def test_equal_tracebacks_of_ranks_are_recognized():
+    """Numbers differ between ranks that fail alike; what they print afterwards is not part of it."""
+    rank_texts = [
+        printed(raised(RuntimeError(f"GPU {rank} has 0x7f{rank}c of 79.{rank} GiB")), rank)
+        for rank in (0, 1)
+    ]
+    first, nothing = tracebacks.comparable(rank_texts[0], 0)
+    assert first and nothing == ""
+    assert tracebacks.comparable(rank_texts[1] + "goes on\n", 1) == (first, "goes on\n")
+    other = printed(raised(RuntimeError("mine")), 1)
+    assert tracebacks.comparable(other, 1)[0] != first
+    assert tracebacks.comparable("no traceback\n", 1) == ("", "no traceback\n")
 
 
 def test_where_native_code_has_ended_a_process():
@@ -225,10 +240,9 @@ Thread 0x00008f (most recent call first):
 Extension modules: numpy._core (total: 1)
 """
     native = stacks.format(current="Current thread 0x00009f", own="  <no Python frame>\n")
-    assert tracebacks.crash_line(native) == "/home/u/train.py:53"
+    assert cause_of(-11, native).endswith("(at /home/u/train.py:53)")
     own = stacks.format(
         current="Current thread 0x00009f", own='  File "/home/u/worker.py", line 8 in work\n'
     )
-    assert tracebacks.crash_line(own) == "/home/u/worker.py:8"
     assert cause_of(-6, own).endswith("collectives (at /home/u/worker.py:8)")
-    assert tracebacks.crash_line("Aborted") == ""
+    assert "(at" not in cause_of(-6, "Aborted")

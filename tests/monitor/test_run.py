@@ -204,6 +204,6 @@ def test_files_that_are_missing(tmp_path):
     notes = looked_at(tmp_path).notes()
     assert len(notes) == 3 and notes[0].endswith("rank_00004.steps is not a regular file")
     assert notes[1].startswith(
-        "5 ranks have begun, but nothing is recorded of ranks 1-2: their files are missing"
+        "5 ranks have begun, but nothing is recorded of ranks 1, 2: their files are missing"
     )
     assert notes[2].endswith("rank_00000.events.jsonl cannot be read: Is a directory")

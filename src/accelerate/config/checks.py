@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a field may hold: each check hands the value back, or raises ConfigurationError with field and value."""
+"""The base of options objects, and what their fields may hold.
+
+Each check returns the value, or raises ConfigurationError with field and value.
+"""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import numbers
 from collections.abc import Iterable, Mapping
@@ -17,6 +21,27 @@ if TYPE_CHECKING:
     import torch
 
 E = TypeVar("E", bound=Enum)
+
+
+class KwargsHandler:
+    """Base of the API's `...Kwargs` objects, which are dataclasses."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields and their values (copies)."""
+        return copy.deepcopy(self.__dict__)
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """The fields whose values differ from the defaults: what has to be handed on to torch."""
+        values = self.to_dict()
+        changed = {}
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            default = field.default
+            if field.default_factory is not dataclasses.MISSING:
+                default = field.default_factory()
+            value = values.get(field.name, default)
+            if value != default:
+                changed[field.name] = value
+        return changed
 
 
 def truth(field: str, value: Any) -> bool:

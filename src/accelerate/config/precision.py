@@ -13,7 +13,6 @@ from ..core.errors import ConfigurationError
 from ..core.imports import is_available
 from ..core.messages import warn
 from . import checks
-from .base import KwargsHandler
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +32,7 @@ _DELAYED_SCALING: dict[str, tuple[Any, Callable[[str, Any], Any]]] = {
 }
 
 
-class _Recipe(KwargsHandler):
+class _Recipe(checks.KwargsHandler):
     """A recipe's defaults come from variables: it is compared with a recipe of nothing but those."""
 
     def to_kwargs(self) -> dict[str, Any]:
@@ -174,7 +173,7 @@ def _require(package: str, what: str) -> None:
 
 
 @dataclass
-class AutocastKwargs(KwargsHandler):
+class AutocastKwargs(checks.KwargsHandler):
     """Options of `torch.autocast`, in which the forward of a prepared model runs.
 
     Fields:
@@ -194,7 +193,7 @@ class AutocastKwargs(KwargsHandler):
 
 
 @dataclass
-class GradScalerKwargs(KwargsHandler):
+class GradScalerKwargs(checks.KwargsHandler):
     """Options of `torch.amp.GradScaler`, which scales the loss with `mixed_precision="fp16"`.
 
     Fields:
@@ -219,7 +218,7 @@ class GradScalerKwargs(KwargsHandler):
 
 
 @dataclass
-class MasterWeightsKwargs(KwargsHandler):
+class MasterWeightsKwargs(checks.KwargsHandler):
     """bf16 parameters and gradients, and an fp32 master of each parameter, which the optimizers step.
 
     Needs `mixed_precision="bf16"`. An update that bf16 would round away counts; gradients travel in half the bytes.

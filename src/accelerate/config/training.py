@@ -16,7 +16,6 @@ from ..core.files import path_text
 from ..core.messages import warn
 from ..core.options import DYNAMO_MODES
 from . import checks
-from .base import KwargsHandler
 
 
 @dataclass
@@ -60,7 +59,7 @@ class DataLoaderConfiguration:
 
 
 @dataclass
-class GradientAccumulationPlugin(KwargsHandler):
+class GradientAccumulationPlugin(checks.KwargsHandler):
     """How gradients accumulate over batches.
 
     Fields:
@@ -119,7 +118,7 @@ class ProjectConfiguration:
 
 
 @dataclass
-class DistributedDataParallelKwargs(KwargsHandler):
+class DistributedDataParallelKwargs(checks.KwargsHandler):
     """Options of `torch.nn.parallel.DistributedDataParallel` and of its communication hook.
 
     The fields that are not listed are the arguments of torch's class, with the same names and defaults.
@@ -186,7 +185,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
 
 @dataclass
-class InitProcessGroupKwargs(KwargsHandler):
+class InitProcessGroupKwargs(checks.KwargsHandler):
     """Arguments of `torch.distributed.init_process_group`.
 
     Fields:
@@ -205,7 +204,7 @@ class InitProcessGroupKwargs(KwargsHandler):
 
 
 @dataclass
-class ProfileKwargs(KwargsHandler):
+class ProfileKwargs(checks.KwargsHandler):
     """Options of `torch.profiler.profile`.
 
     Fields:
@@ -280,7 +279,7 @@ class ProfileKwargs(KwargsHandler):
 
 
 @dataclass
-class OptimizerOffloadKwargs(KwargsHandler):
+class OptimizerOffloadKwargs(checks.KwargsHandler):
     """Optimizer states are in host memory between steps; a step streams them through the device in chunks.
 
     For torch's elementwise optimizers on one accelerator and with DDP. FSDP2 and DeepSpeed have their own options
@@ -300,7 +299,7 @@ class OptimizerOffloadKwargs(KwargsHandler):
 
 
 @dataclass
-class TorchDynamoPlugin(KwargsHandler):
+class TorchDynamoPlugin(checks.KwargsHandler):
     """Arguments of `torch.compile`. If one is None, the variable ACCELERATE_DYNAMO_* of its name sets it.
 
     Fields:

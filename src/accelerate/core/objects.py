@@ -84,8 +84,8 @@ def spans(numbers: Iterable[int]) -> list[tuple[int, int]]:
     return found
 
 
-def ranks_in_words(ranks: Iterable[int]) -> str:
-    """`rank 3`, `ranks 1, 2` or `ranks 0-2, 5`; of very many the first ones."""
+def ranks_in_words(ranks: Iterable[int], noun: str = "rank") -> str:
+    """`rank 3`, `ranks 1, 2` or `ranks 0-2, 5`; of very many the first ones. `noun`: what is numbered."""
     ordered = sorted(ranks)
     words = []
     for low, high in spans(ordered):
@@ -98,7 +98,7 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
     if len(words) > 16:
         words[16:] = ["..."]
     plural = "s" * (len(ordered) != 1)
-    return f"rank{plural} {', '.join(words)}"
+    return f"{noun}{plural} {', '.join(words)}"
 
 
 def by_text(values: Mapping[int, object]) -> list[tuple[str, str]]:

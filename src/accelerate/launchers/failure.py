@@ -13,17 +13,18 @@ from typing import NamedTuple
 
 from ..core.files import atomic_write
 from ..core.objects import ranks_in_words, values_in_words
+from ..core.stacks import user_line_of
 from . import tracebacks
 from .process import Rank
 from .streams import RANK_FAILED
 from .tracebacks import Cause, End, first_failure
 
 _MEANINGS = {
-    signal.SIGSEGV: "invalid memory access: a defect in native code, an extension or the driver",
-    signal.SIGABRT: "native code called abort(), as gloo does when ranks call different collectives",
-    signal.SIGBUS: "shared memory (/dev/shm) is exhausted, or a memory-mapped file was truncated",
+    "SIGSEGV": "invalid memory access: a defect in native code, an extension or the driver",
+    "SIGABRT": "native code called abort(), as gloo does when ranks call different collectives",
+    "SIGBUS": "shared memory (/dev/shm) is exhausted, or a memory-mapped file was truncated",
+    "SIGKILL": "by the kernel when memory runs out, by a job scheduler, or by hand (see dmesg)",
 }
-LOST_CONNECTION = "lost the connection to another rank"
 
 
 class Failure(NamedTuple):
@@ -194,13 +195,13 @@ def _outcome(rank: Rank, source: End) -> str:
         return "stopped by the launcher"
     if rank.exit_code < 0:
         return f"killed by {_signal_name(-rank.exit_code)}"
-    if tracebacks.blame(rank.last_output, rank.rank) == tracebacks.LOST:
-        return LOST_CONNECTION
     message = tracebacks.message_of(rank.last_output, rank.rank)
     if not message:
         return f"ended with exit code {rank.exit_code}"
     if message == tracebacks.message_of(source.output, source.rank):
         return "failed with the same error"
+    if tracebacks.is_lost_connection(message):
+        return "lost the connection to another rank"
     return message.partition("\n")[0][:200]
 
 
@@ -221,16 +222,17 @@ def cause_of(code: int, output: str, rank: int | None = None, oom_kills: int = 0
 
 def _cause_of_signal(number: int, output: str, oom_kills: int) -> str:
     text = f"killed by {_signal_name(number)}"
-    if number == signal.SIGKILL:
-        if oom_kills:
-            return f"{text}: out of memory (recorded by the kernel for this control group)"
-        return f"{text}: by the kernel when memory runs out, by a job scheduler, or by hand (see dmesg)"
-    for signal_number, meaning in _MEANINGS.items():
-        if signal_number == number:
+    if oom_kills and number == signal.SIGKILL:
+        return f"{text}: out of memory (recorded by the kernel for this control group)"
+    for name, meaning in _MEANINGS.items():
+        if name in text:
             text += f": {meaning}"
-    line = tracebacks.crash_line(output)
-    if line:
-        text += f" (at {line})"
+    # The stacks that Python's faulthandler has written.
+    _, header, stacks = output.rpartition("Fatal Python error: ")
+    if header:
+        line = user_line_of(stacks)
+        if line:
+            text += f" (at {line})"
     return text
 
 

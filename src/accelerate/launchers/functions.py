@@ -223,7 +223,7 @@ def _join(started: Sequence[tuple[BaseProcess, Connection]], return_values: bool
         if cause is not None:
             # The process that failed first may end after others that lost the connection to it.
             deadline = min(deadline, time.monotonic() + CAUSE_TIMEOUT)
-            if not cause.end.blame or not running or time.monotonic() > deadline:
+            if not cause.end.points_elsewhere or not running or time.monotonic() > deadline:
                 raise _error(cause, started)
     if return_values:
         return [values[rank] for rank in sorted(values)]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..core import messages
 from ..core.errors import ConfigurationError, LaunchError
-from ..core.objects import spans
+from ..core.objects import ranks_in_words
 from ..core.version import __version__
 from .base import AGENT, Interrupted, Launcher
 from .ports import DEFAULT_PORT, ReservedPort, Waiting, connect, interface_of, resolve_address
@@ -33,14 +33,8 @@ if TYPE_CHECKING:
 SILENCE = 6.0
 # Seconds that machine 0 has more than its `join_timeout` to answer the others.
 REPLY = 5.0
-# Options and versions that must be equal on all machines, and how the user sets them.
-SHARED = {
-    "num_machines": "--num_machines",
-    "num_processes": "--num_processes",
-    "max_restarts": "--max_restarts",
-    "accelerate": "accelerate",
-    "torch": "torch",
-}
+# Options and versions that must be equal on all machines.
+SHARED = ("--num_machines", "--num_processes", "--max_restarts", "accelerate", "torch")
 
 
 def identity(spec: LaunchSpec) -> dict[str, Any]:
@@ -48,24 +42,12 @@ def identity(spec: LaunchSpec) -> dict[str, Any]:
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        "num_machines": spec.num_machines,
-        "num_processes": spec.num_processes,
-        "max_restarts": spec.max_restarts,
+        "--num_machines": spec.num_machines,
+        "--num_processes": spec.num_processes,
+        "--max_restarts": spec.max_restarts,
         "accelerate": __version__,
         "torch": importlib.metadata.version("torch").partition("+")[0],
     }
-
-
-def machines_in_words(machines: list[int], count: int) -> str:
-    """Such as "machine 1 of 2", "machines 1, 3-5 of 8"."""
-    words = []
-    for low, high in spans(machines):
-        if low == high:
-            words.append(str(low))
-        else:
-            words.append(f"{low}-{high}")
-    plural = "s" * (len(machines) > 1)
-    return f"machine{plural} {', '.join(words)} of {count}"
 
 
 def open_stores(spec: LaunchSpec) -> tuple[Store, Store | None]:
@@ -152,10 +134,10 @@ class Machines(SharedStore):
         me = identity(self.spec)
         if machine and not attempt:
             first = json.loads(store.get("ready/0"))
-            for name, words in SHARED.items():
+            for name in SHARED:
                 if me[name] != first[name]:
                     text = (
-                        f"machine {machine} ({me['host']}) has {words} {me[name]}, machine 0 ({first['host']}) has "
+                        f"machine {machine} ({me['host']}) has {name} {me[name]}, machine 0 ({first['host']}) has "
                         f"{first[name]}: all machines need the same"
                     )
                     self._settle({"refused": text})
@@ -174,9 +156,10 @@ class Machines(SharedStore):
         missing = list(range(spec.num_machines))
         while not store.check(["answer"]):
             missing = [machine for machine in missing if not store.check([f"ready/{machine}"])]
+            missing_text = f"{ranks_in_words(missing, 'machine')} of {spec.num_machines}"
             is_due = waiting.is_due()
             if is_due and missing:
-                messages.show(f"waiting for {machines_in_words(missing, spec.num_machines)}")
+                messages.show(f"waiting for {missing_text}")
             if spec.machine_rank:
                 if waiting.seconds > spec.join_timeout + REPLY:
                     return {"error": f"machine 0 gave no answer within {waiting.seconds:.0f} s"}
@@ -186,7 +169,7 @@ class Machines(SharedStore):
                 self._settle({})
             elif waiting.seconds > spec.join_timeout:
                 text = (
-                    f"{machines_in_words(missing, spec.num_machines)} did not come within {spec.join_timeout:.0f} s "
+                    f"{missing_text} did not come within {spec.join_timeout:.0f} s "
                     "(--rdzv_conf join_timeout)"
                 )
                 if attempt:

@@ -14,9 +14,10 @@ TRACEBACK = b"Traceback (most recent call last):"
 # With C++ stacks: what torch logs where the rank that hosts the store is gone, before the error becomes a traceback.
 _DELAYED = re.escape(TRACEBACK) + rb"|\[c10d\] \w+ failed on SocketImpl"
 # Seconds for which a traceback is delayed: by then it is known whether it ended the process, and which rank caused it.
-# Shorter where the process continues to print: it has only logged the error.
+# Shorter where the process continues to print, as it has only logged the error; longer where it has lost a connection.
 DELAY = 5.0
 DELAY_WHILE_PRINTING = 1.0
+DELAY_LOST = 30.0
 # Seconds for which an incomplete line waits for its end, so that lines of several ranks do not mix.
 LINE_WAIT = 0.1
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -81,6 +82,8 @@ class Stream:
         # The rank's other stream on the same console.
         self.other: Stream | None = None
         self._delayed_since = 0.0
+        # When output came last.
+        self._read_at = 0.0
         self._line = b""
         self._line_since = 0.0
 
@@ -101,6 +104,7 @@ class Stream:
             self.other.flush_line()
         if self.log is not None:
             self._deliver(write_all, self.log.fileno(), data)
+        self._read_at = time.monotonic()
         self.tail = (self.tail + data)[-TAIL:]
         if _REPORT in self.tail and not self.rank_failure and re.search(RANK_FAILED, self.tail):
             self.rank_failure = self.tail
@@ -128,21 +132,20 @@ class Stream:
         self.delayed += data
         if TRACEBACK in self.delayed:
             self.failing_since, self.last_traceback = self._delayed_since, self.delayed
-        if time.monotonic() - self._delayed_since > DELAY_WHILE_PRINTING:
-            self.flush()
 
     @property
     def pending(self) -> bool:
-        """Whether there is output that `flush_expired` will show."""
+        """Whether there is output that is not shown yet."""
         return bool(self.delayed or self._line)
 
-    def flush_expired(self) -> None:
-        """Show a traceback whose delay has passed: the process only logged it. Likewise an incomplete line."""
+    def is_expired(self, is_caused_elsewhere: bool) -> bool:
+        """Whether a traceback was delayed for long enough, or the process has printed more for a while."""
         now = time.monotonic()
-        if self.delayed and now - self._delayed_since > DELAY:
-            self.flush()
-        elif self._line and now - self._line_since > LINE_WAIT:
-            self.flush_line()
+        if is_caused_elsewhere:
+            return now - self._delayed_since > DELAY_LOST
+        if self._read_at - self._delayed_since > DELAY_WHILE_PRINTING:
+            return True
+        return now - self._delayed_since > DELAY
 
     def flush(self) -> None:
         """Show all pending output."""
@@ -183,6 +186,16 @@ class Stream:
         """Show the incomplete line."""
         line, self._line = self._line, b""
         self._write(line)
+
+    def flush_old_line(self) -> None:
+        """Show an incomplete line that has waited for its end."""
+        if time.monotonic() - self._line_since > LINE_WAIT:
+            self.flush_line()
+
+    def drop_delayed(self, after: str) -> None:
+        """Show only the output `after` a delayed traceback."""
+        self.delayed = b""
+        self._emit(after.encode(errors="surrogateescape"))
 
     def _write(self, data: bytes) -> None:
         if not data:

@@ -81,6 +81,8 @@ class Supervisor:
         self._contexts = contextlib.ExitStack()
         self._selector = selectors.DefaultSelector()
         self._signals: list[int] = []
+        # Tracebacks on the console, without what differs between ranks, and the ranks whose they are.
+        self._shown: dict[str, int] = {}
         # The signal that ended the run, if one did.
         self.interrupted: int | None = None
         self._stopped_by: tuple[str, int] | None = None
@@ -115,7 +117,12 @@ class Supervisor:
         if not all(rank.poll() for rank in self.ranks):
             return True
         first = failures.find_first(self.ranks)
-        if self.link is None or first is None or self._stopped_by or not first.source.blame:
+        if (
+            self.link is None
+            or first is None
+            or self._stopped_by
+            or not first.source.points_elsewhere
+        ):
             return False
         if self._cause_deadline is None:
             self._cause_deadline = time.monotonic() + self.link.cause_timeout
@@ -212,7 +219,37 @@ class Supervisor:
         for rank in self.ranks:
             if rank.code is None and not rank.stopped:
                 for stream in rank.streams:
-                    stream.flush_expired()
+                    stream.flush_old_line()
+                self._show_delayed(rank)
+
+    def _show_delayed(self, rank: Rank) -> None:
+        """Show a traceback whose delay has passed: the process goes on, or takes long to end.
+
+        The same one of other ranks is not shown again. One that points to another rank waits for that rank's.
+        """
+        stream = rank.error
+        if not stream.delayed:
+            return
+        text = stream.delayed.decode(errors="surrogateescape")
+        if not stream.is_expired(tracebacks.points_elsewhere(text, rank.rank)):
+            return
+        shown, _ = tracebacks.comparable(text, rank.rank)
+        source = self._shown.setdefault(shown, rank.rank)
+        if not shown or source == rank.rank:
+            stream.flush()
+        if not shown:
+            return
+        repeated = []
+        for other in self.ranks:
+            text = other.error.delayed.decode(errors="surrogateescape")
+            traceback, after = tracebacks.comparable(text, other.rank)
+            if traceback == shown:
+                other.error.drop_delayed(after)
+                repeated.append(other.rank)
+        if repeated:
+            self._print(
+                [f"accelerate: {ranks_in_words(repeated)}: the same error as rank {source}"]
+            )
 
     def _streams(self) -> list[Stream]:
         streams: list[Stream] = []
@@ -257,7 +294,7 @@ class Supervisor:
     def _grace_period(self) -> float:
         """Seconds to wait before the other ranks are stopped."""
         first = failures.find_first(self.ranks)
-        if first is None or first.end.code == 0 or not first.source.blame:
+        if first is None or first.end.code == 0 or not first.source.points_elsewhere:
             return GRACE
         if self.link is None:
             return GRACE_LOST
@@ -355,7 +392,7 @@ class Supervisor:
     def _is_caused_elsewhere(self, first: Cause | None, reason: str) -> bool:
         """Whether another machine's reason explains the end better than the first failure here."""
         stopped = [rank.rank for rank in self.ranks if rank.stopped]
-        if first is None or first.end.blame or first.end.rank in stopped:
+        if first is None or first.end.points_elsewhere or first.end.rank in stopped:
             return True
         return first.end.code == 0 and not tracebacks.is_lost_connection(reason)
 

@@ -2,7 +2,7 @@
 """Which rank's failure ended a run, from the last output of its ranks: the one rule for all launchers.
 
 The rank whose last traceback points to no other rank comes first, then the time of the failure. Where even that
-rank only lost its connection to another, or names it, a rank that ended without an error before is the cause.
+rank only lost its connection to another, or names it, a rank that ended without an error is the cause.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..core import errors
-from ..core.stacks import user_line_of
 
 HEADER = "Traceback (most recent call last):"
 # Patterns are text, which `re` compiles at the first use: most launches never need them.
@@ -29,8 +28,6 @@ _FOREIGN = (
     r"(builtins\.)?(Connection(Reset|Refused|Aborted)?Error|BrokenPipeError|EOFError|OSError|URLError|HTTPError)(:|$)|"
     r"(requests|urllib3?|http|httpx|httpcore|aiohttp|botocore|huggingface_hub|wandb|multiprocessing)\."
 )
-
-OWN, UNCLEAR, LOST = 0, 1, 2
 
 
 def plain_lines(text: str, rank: int | None = None) -> list[str]:
@@ -89,36 +86,26 @@ def is_lost_connection(message: str) -> bool:
     return errors.is_lost_connection(message) and re.match(_FOREIGN, message) is None
 
 
-def blame(text: str, rank: int) -> int:
-    """How much a rank's last output points to another rank: OWN (not at all), UNCLEAR, or LOST (its connection)."""
+def points_elsewhere(text: str, rank: int) -> bool:
+    """Whether a rank's last output points to another rank: its connection is lost, or it names one."""
     messages = chain(text, rank)
     if not messages:
         # A program that prints its own errors: only the last lines can be used.
-        last_lines = "\n".join(plain_lines(text, rank)[-3:])
-        if is_lost_connection(last_lines):
-            return UNCLEAR
-        return OWN
-    if is_lost_connection(messages[0]):
-        return LOST
-    if is_lost_connection(messages[-1]):
-        return UNCLEAR
-    named = named_ranks(messages[-1])
-    if named and rank not in named:
-        return UNCLEAR
-    return OWN
+        return is_lost_connection("\n".join(plain_lines(text, rank)[-3:]))
+    if is_lost_connection(messages[0]) or is_lost_connection(messages[-1]):
+        return True
+    named_ranks = re.findall(r"\b(?:ranks?|Process) (\d+)\b", messages[-1])
+    return bool(named_ranks) and str(rank) not in named_ranks
 
 
-def named_ranks(message: str) -> set[int]:
-    """The ranks that a message mentions."""
-    return {int(number) for number in re.findall(r"\b(?:ranks?|Process) (\d+)\b", message)}
-
-
-def crash_line(text: str) -> str:
-    """The user's line at which native code ended a process, from the stacks that Python's faulthandler has written."""
-    _, header, stacks = text.rpartition("Fatal Python error: ")
-    if header:
-        return user_line_of(stacks)
-    return ""
+def comparable(text: str, rank: int) -> tuple[str, str]:
+    """A traceback without what differs between ranks that fail alike, and the output after it; empty without one."""
+    last_line = message_of(text, rank).rpartition("\n")[2]
+    if not last_line:
+        return "", text
+    head, line, after = text.rpartition(last_line)
+    plain = "\n".join(plain_lines(head + line, rank))
+    return re.sub(r"0x[0-9a-f]+|\d+", "", plain), after.partition("\n")[2]
 
 
 class End(NamedTuple):
@@ -130,11 +117,9 @@ class End(NamedTuple):
     output: str
 
     @property
-    def blame(self) -> int:
-        """How much the end points to another rank: OWN, UNCLEAR or LOST."""
-        if self.code > 0:
-            return blame(self.output, self.rank)
-        return OWN
+    def points_elsewhere(self) -> bool:
+        """Whether another rank is likely to be the cause."""
+        return self.code > 0 and points_elsewhere(self.output, self.rank)
 
 
 class Cause(NamedTuple):
@@ -149,13 +134,8 @@ def first_failure(ends: Sequence[End]) -> Cause | None:
     failed = [end for end in ends if end.code]
     if not failed:
         return None
-    source = min(failed, key=lambda end: (end.blame, end.time))
-    early = []
-    if source.blame:
-        early = sorted((end for end in ends if not end.code), key=lambda end: end.time)
-    if source.blame == UNCLEAR:
-        named = named_ranks(message_of(source.output, source.rank))
-        early = [end for end in early if end.rank in named]
-    if early:
-        return Cause(early[0], source)
+    source = min(failed, key=lambda end: (end.points_elsewhere, end.time))
+    early = [end for end in ends if not end.code]
+    if source.points_elsewhere and early:
+        return Cause(min(early, key=lambda end: end.time), source)
     return Cause(source, source)

@@ -130,24 +130,22 @@ def metrics(runs: Iterable[Run]) -> str:
     for name, description in _METRICS.items():
         lines += [f"# HELP accelerate_{name} {description}", f"# TYPE accelerate_{name} gauge"]
         for run, state in states:
+            samples: list[tuple[dict[str, str], float]] = []
             if name == "slow_rank":
-                samples = [
-                    ({"rank": str(rank)}, float(rank in state.slow_ranks))
-                    for rank in sorted(run.ranks)
-                ]
+                for rank in sorted(run.ranks):
+                    samples.append(({"rank": str(rank)}, float(rank in state.slow_ranks)))
             elif name == "logged":
                 samples = [({"name": key}, value) for key, value in state.logged.items()]
+            elif name == "ended":
+                samples = [({}, float(state.state == "ended"))]
             else:
-                samples = [
-                    ({}, float(state.state == "ended" if name == "ended" else getattr(state, name)))
-                ]
+                samples = [({}, float(getattr(state, name)))]
             for labels, value in samples:
-                if not math.isnan(value):
-                    text = ",".join(
-                        f'{key}="{_escaped(label)}"'
-                        for key, label in {"run": run.name, **labels}.items()
-                    )
-                    lines.append(f"accelerate_{name}{{{text}}} {value!r}")
+                if math.isnan(value):
+                    continue
+                labels = {"run": run.name, **labels}
+                text = ",".join(f'{key}="{_escaped(label)}"' for key, label in labels.items())
+                lines.append(f"accelerate_{name}{{{text}}} {value!r}")
     return "\n".join(lines) + "\n"
 
 

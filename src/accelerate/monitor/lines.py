@@ -116,20 +116,20 @@ class Series:
 def add_values(series: dict[str, Series], record: Mapping[str, Any], prefix: str = "") -> None:
     """Add the numbers of one line of `values.jsonl` to their series."""
     values = record.get("values")
-    step = record.get("step")
-    time = record.get("time")
     if not isinstance(values, dict):
         return
-    step_number = _float(step)
-    when = _float(time)
-    step_number = step_number if abs(step_number) < 2**53 else math.nan
+    step = _float(record.get("step"))
+    time = _float(record.get("time"))
+    if not abs(step) < 2**53:
+        step = math.nan
     for name, value in values.items():
-        number = _SPECIAL.get(value) if isinstance(value, str) else value
-        if isinstance(number, int | float):
+        if isinstance(value, str):
+            value = _SPECIAL.get(value)
+        if isinstance(value, int | float):
             logged = series.setdefault(prefix + name, Series())
-            logged.steps.append(step_number)
-            logged.times.append(when)
-            logged.values.append(_float(number))
+            logged.steps.append(step)
+            logged.times.append(time)
+            logged.values.append(_float(value))
 
 
 def _float(value: object) -> float:

@@ -25,11 +25,16 @@ def run_data(run: Run, shown: View, summary: Summary) -> dict[str, Any]:
     """The data of a run under the names that the page knows, with arrays of the buckets of `shown`."""
     rows, own, seconds, slow = heat_rows(shown)
     weight = np.maximum(shown.weight.sum(axis=0), 1)
-    phases = {
-        phase: (np.nan_to_num(shown.phases[phase]) * shown.weight).sum(axis=0) / weight
-        for phase in ALL_PHASES
-        if np.isfinite(shown.phases[phase]).any()
-    }
+    phases = {}
+    for phase in ALL_PHASES:
+        values = shown.phases[phase]
+        if np.isfinite(values).any():
+            total = np.nan_to_num(values) * shown.weight
+            phases[phase] = total.sum(axis=0) / weight
+    ranks = []
+    for rank in shown.ranks:
+        header = run.ranks[rank].header
+        ranks.append({"rank": rank, "host": header.host, "device": header.device})
     return {
         "name": run.name,
         "folder": str(run.folder),
@@ -38,14 +43,7 @@ def run_data(run: Run, shown: View, summary: Summary) -> dict[str, Any]:
         "first": run.first_step,
         "last": run.last_step,
         "time": run.last_time,
-        "ranks": [
-            {
-                "rank": rank,
-                "host": run.ranks[rank].header.host,
-                "device": run.ranks[rank].header.device,
-            }
-            for rank in shown.ranks
-        ],
+        "ranks": ranks,
         "notes": run.notes(),
         "events": grouped_events(run),
         "summary": {**asdict(summary), "sentences": sentences(summary), "advice": advice(summary)},
@@ -77,27 +75,19 @@ def grouped_events(run: Run, most: int = _MOST_EVENTS) -> list[dict[str, Any]]:
                 group["ranks"].append(event["rank"])
                 break
         else:
-            texts = {
-                name: str(event[name])[:2000]
-                for name in ("message", "path")
-                if event.get(name) is not None
-            }
-            numbers = {}
+            shown = {"time": seconds, "event": event["event"][:80], "ranks": [event["rank"]]}
+            for name in ("message", "path"):
+                if event.get(name) is not None:
+                    shown[name] = str(event[name])[:2000]
             for name in ("step", "seconds", "restart"):
-                number = event.get(name)
-                if (
-                    isinstance(number, int | float)
-                    and not isinstance(number, bool)
-                    and abs(number) < 2**53
-                ):
-                    numbers[name] = number
+                number: Any = event.get(name)
+                if type(number) in (int, float) and abs(number) < 2**53:
+                    shown[name] = number
             if isinstance(event.get("path"), str):
                 file = run.file(event["path"])
-            else:
-                file = None
-            uri = {"file": file.as_uri()} if file else {}
-            fields = {"time": seconds, "event": event["event"][:80], "ranks": [event["rank"]]}
-            groups.append((key, {**fields, **texts, **numbers, **uri}))
+                if file is not None:
+                    shown["file"] = file.as_uri()
+            groups.append((key, shown))
     return [group for _, group in groups[-most:]]
 
 
@@ -125,11 +115,14 @@ def packed(version: str, runs: Sequence[dict[str, Any]]) -> bytes:
     def reference(values: np.ndarray[Any, Any]) -> dict[str, Any]:
         nonlocal position
         with np.errstate(over="ignore"):
-            buffers.append(values.astype("<f4").tobytes())
+            floats = values.astype("<f4")
+        buffers.append(floats.tobytes())
         start = position
-        position = position + values.size
+        position += values.size
         return {"at": start, "shape": values.shape}
 
-    text = json.dumps(plain({"version": version, "runs": runs}, reference)).encode()
+    data = plain({"version": version, "runs": runs}, reference)
+    text = json.dumps(data).encode()
     text += b" " * (-len(text) % 4)
-    return b"".join([len(text).to_bytes(4, "little"), text, *buffers])
+    length = len(text).to_bytes(4, "little")
+    return b"".join([length, text, *buffers])

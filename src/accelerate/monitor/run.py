@@ -14,7 +14,7 @@ from typing import Any
 
 from ..core.errors import ConfigurationError
 from ..core.files import user_path
-from ..core.objects import spans
+from ..core.objects import ranks_in_words
 from ..telemetry.records import FOLDER, HEADER_SIZE
 from .lines import Series, Tail, add_values, time_of
 from .steps import RankSteps
@@ -104,7 +104,7 @@ class Run:
         if self._missing:
             world_size = len(self._missing) + len(self.ranks) + len(self._bad)
             notes.append(
-                f"{world_size} ranks have begun, but nothing is recorded of {ranks_text(self._missing)}: "
+                f"{world_size} ranks have begun, but nothing is recorded of {ranks_in_words(self._missing)}: "
                 f"{'its file is' if len(self._missing) == 1 else 'their files are'} missing"
             )
         for tail in [*self._values.values(), *(tail for _, tail in self._tails.values())]:
@@ -233,22 +233,23 @@ class Run:
         records, replaced = tail.read()
         if replaced:
             self.events = [event for event in self.events if event["rank"] != rank]
-        records = [record for record in records if time_of(record) is not None]
-        self.work = next(
-            (one for one in reversed(records) if one.get("event") == "work"), self.work
-        )
-        records = [record for record in records if record.get("event") != "work"]
-        if records:
-            self.events += [
-                {**record, "event": str(record.get("event", "")), "rank": rank}
-                for record in records
-            ]
-            self.events.sort(key=lambda event: event["time"])
-            del self.events[:-MOST_EVENTS]
-        if records or replaced:
-            paths = [event.get("path") for event in self.events]
-            self._paths = {path for path in paths if isinstance(path, str)}
-        return bool(records) or replaced
+        events = []
+        for record in records:
+            if time_of(record) is None:
+                continue
+            name = str(record.get("event", ""))
+            if name == "work":
+                self.work = record
+            else:
+                events.append({**record, "event": name, "rank": rank})
+        if not events and not replaced:
+            return False
+        self.events += events
+        self.events.sort(key=lambda event: event["time"])
+        del self.events[:-MOST_EVENTS]
+        paths = [event.get("path") for event in self.events]
+        self._paths = {path for path in paths if isinstance(path, str)}
+        return True
 
     def file(self, name: str) -> Path | None:
         """A file that an event names, if it is a regular file within the folder of the run; else None."""
@@ -267,16 +268,6 @@ class Run:
             except OSError:
                 continue
         return None
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Ranks for people: "rank 3", "ranks 0, 4-7"."""
-    ranges = spans(sorted(ranks))
-    texts = [str(first) if first == last else f"{first}-{last}" for first, last in ranges]
-    shown = ", ".join(texts[:12]) + (
-        f" and {sum(b - a + 1 for a, b in ranges[12:])} others" if len(texts) > 12 else ""
-    )
-    return f"rank{'s' * (len(ranks) > 1)} {shown}"
 
 
 def values_files(folder: Path) -> list[Path]:

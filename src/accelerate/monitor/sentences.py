@@ -7,8 +7,7 @@ import math
 import re
 from collections.abc import Sequence
 
-from ..core.objects import size_of
-from .run import ranks_text
+from ..core.objects import ranks_in_words, size_of
 from .slow_ranks import Straggler
 from .summary import Summary
 from .view import WINDOW
@@ -117,7 +116,7 @@ def _incidents(summary: Summary) -> list[str]:
             what = "ran out of memory"
         else:
             what = f"reported a hang{reason}"
-        lines.append(f"{_capitalized(ranks_text(ranks))} {what}.")
+        lines.append(f"{_capitalized(ranks_in_words(ranks))} {what}.")
     return lines
 
 
@@ -156,7 +155,7 @@ def _loss_sentences(summary: Summary) -> list[str]:
         lines.append(f"The loss is {last:.4g}.")
     if summary.bad_loss is not None:
         if len(summary.bad_loss_ranks) < summary.ranks:
-            some = f" on {ranks_text(summary.bad_loss_ranks)}"
+            some = f" on {ranks_in_words(summary.bad_loss_ranks)}"
         else:
             some = ""
         lines.append(f"The loss is not finite{some}, first at step {summary.bad_loss:,}.")
@@ -182,7 +181,7 @@ def advice(summary: Summary) -> list[str]:
     for group in sorted(_groups(summary.stragglers), key=len, reverse=True)[:3]:
         phase = group[0].phase
         host = group[0].host
-        ranks = ranks_text([straggler.rank for straggler in group])
+        ranks = ranks_in_words([straggler.rank for straggler in group])
         if phase == "checkpoint":
             lines.append(
                 f"The others wait while {ranks} saves checkpoints: save less often, or with "
@@ -274,7 +273,7 @@ def _slow_sentence(group: Sequence[Straggler]) -> str:
         them = "them"
     wait = f" The others wait {_ms(slow.waiting)} a step for {them}."
     return (
-        f"{_capitalized(ranks_text([straggler.rank for straggler in group]))}{host} {were} slow in "
+        f"{_capitalized(ranks_in_words([straggler.rank for straggler in group]))}{host} {were} slow in "
         f"{_percent(slow.share)} of the steps (from {slow.first:,} to {slow.last:,}): {_ms(slow.excess)} a step, "
         f"{_percent(slow.ratio - 1)} above the median, of which {_ms(slow.phase_excess)} in {WORDS[slow.phase]}."
         + wait

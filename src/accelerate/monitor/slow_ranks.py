@@ -77,7 +77,8 @@ def briefly_slow_ranks(run: Run, shown: View) -> list[Straggler]:
         least = max(_SHORT, math.ceil(_SHORT * WINDOW / shown.width))
     longest = {}
     for row, buckets in _rows(shown):
-        times = np.split(buckets, np.flatnonzero(np.diff(buckets) > 1) + 1)
+        gaps = np.flatnonzero(np.diff(buckets) > 1)
+        times = np.split(buckets, gaps + 1)
         longest[row] = max(times, key=len)
     lengths = sorted(len(longest.get(row, ())) for row in range(len(shown.ranks)))
     often = 0
@@ -132,11 +133,12 @@ def _is_chance(shown: View, row: int, buckets: Array) -> bool:
     weight = shown.weight[row, around]
     lost = _above(row, shown.own[:, around]) * weight
     lost = lost[weight > 0]
-    segments = min(_MOST_SEGMENTS, len(lost) // 2)
-    if segments < 2:
+    count = min(_MOST_SEGMENTS, len(lost) // 2)
+    if count < 2:
         return False
-    means = np.array([segment.mean() for segment in np.array_split(lost, segments)])
-    standard_error = means.std(ddof=1) / math.sqrt(segments)
+    segments = np.array_split(lost, count)
+    means = np.array([segment.mean() for segment in segments])
+    standard_error = means.std(ddof=1) / math.sqrt(count)
     return bool(means.mean() <= _LEAST_ERRORS * standard_error)
 
 
@@ -174,7 +176,8 @@ def _straggler(run: Run, shown: View, row: int, buckets: Array) -> Straggler:
     longer = waits[is_other].mean(axis=0) - waits[row]
     # The first window of the view ends behind its first step.
     first = buckets[0]
-    if first <= np.searchsorted(np.cumsum(shown.weight[row]), WINDOW):
+    steps = np.cumsum(shown.weight[row])
+    if first <= np.searchsorted(steps, WINDOW):
         first = 0
     rank = shown.ranks[row]
     return Straggler(

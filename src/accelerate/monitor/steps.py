@@ -281,8 +281,8 @@ class RankSteps:
             self._size = size
 
     def _add_blocks(self, records: Array) -> None:
-        ids = _buckets_of(records, BLOCK)
         blocks = self._blocks
+        ids = _buckets_of(records, BLOCK)
         needed = int(ids[-1]) - blocks.first + 1
         if needed > len(blocks):
             self._blocks = Buckets.empty(blocks.first, BLOCK, max(needed, 2 * len(blocks)))
@@ -362,11 +362,12 @@ def _matrix(records: Array) -> Array:
     fields: Any = records.dtype.fields
     first = fields["seconds"][1]
     offsets = [fields[name][1] for name in COLUMNS if name in fields]
-    if offsets == list(range(first, first + 4 * len(COLUMNS), 4)):
-        shape = (len(records), len(COLUMNS))
+    shape = (len(records), len(COLUMNS))
+    side_by_side = range(first, first + 4 * len(COLUMNS), 4)
+    if offsets == list(side_by_side):
         strides = (records.dtype.itemsize, 4)
         return np.ndarray(shape, "<f4", records.data.cast("B"), first, strides)
-    matrix = np.full((len(records), len(COLUMNS)), np.nan, "f4")
+    matrix = np.full(shape, np.nan, "f4")
     for column, name in enumerate(COLUMNS):
         if name in fields:
             matrix[:, column] = records[name]
@@ -398,10 +399,13 @@ def reduced(records: Array, ids: Array) -> tuple[Array, Buckets]:
         weighted[_PER_RECORD] = values[_PER_RECORD]
     total = np.add.reduceat(weighted, starts, axis=1)
     weight = np.tile(np.add.reduceat(steps, starts), (len(COLUMNS), 1))
-    for column in np.flatnonzero(np.isnan(total).any(axis=1)):
+    is_incomplete = np.isnan(total).any(axis=1)
+    for column in np.flatnonzero(is_incomplete):
         is_known = ~np.isnan(values[column])
-        total[column] = np.add.reduceat(np.where(is_known, weighted[column], 0), starts)
-        weight[column] = np.add.reduceat(np.where(is_known, steps, 0), starts)
+        known_values = np.where(is_known, weighted[column], 0)
+        known_steps = np.where(is_known, steps, 0)
+        total[column] = np.add.reduceat(known_values, starts)
+        weight[column] = np.add.reduceat(known_steps, starts)
     skipped = (records["flags"] & FLAG_SKIPPED).astype("f8")
     numbers = ids[starts]
     buckets = Buckets(

@@ -129,8 +129,10 @@ def _summary(run: Run, shown: View, is_end: bool) -> Summary:
     period, is_usual = _period(run, shown, slow)
     begin = float(shown.time[recorded[0]] - bucket_seconds[recorded[0]])
     end = float(shown.time[recorded[-1]])
-    # What comes after the last step belongs to the newest steps.
-    until = math.inf if is_end else end
+    until = end
+    if is_end:
+        # What comes after the last step belongs to the newest steps.
+        until = math.inf
     evaluations = _evaluations(run, begin, until)
     restarts = _restarts(run, begin, end)
     restarting = 0.0
@@ -146,6 +148,13 @@ def _summary(run: Run, shown: View, is_end: bool) -> Summary:
     if len(finite_loss):
         loss_ends = (float(finite_loss[0]), float(finite_loss[-8:].mean()))
     bad_loss_ranks = np.flatnonzero(shown.bad_loss.any(axis=1))
+    bad_loss = None
+    if len(bad_loss_ranks):
+        bad_loss = _first_bad_step(run, shown)
+    memory = {}
+    for kind, high in shown.memory.items():
+        if np.isfinite(high).any():
+            memory[kind] = float(np.nanmax(high))
     return Summary(
         first=first,
         last=last,
@@ -167,14 +176,10 @@ def _summary(run: Run, shown: View, is_end: bool) -> Summary:
         restarting=restarting,
         loss=loss_ends,
         lowest_loss=_lowest(shown),
-        bad_loss=_first_bad_step(run, shown) if len(bad_loss_ranks) else None,
+        bad_loss=bad_loss,
         bad_loss_ranks=tuple(shown.ranks[row] for row in bad_loss_ranks),
         skipped=int(np.nansum(shown.skipped)),
-        memory={
-            kind: float(np.nanmax(high))
-            for kind, high in shown.memory.items()
-            if np.isfinite(high).any()
-        },
+        memory=memory,
         memory_growth=_growth(shown),
         stragglers=tuple(slow),
         incidents=_incidents(run, begin, until),
@@ -258,7 +263,8 @@ def _waiting(run: Run, first: int, last: int) -> float:
         if len(shown.ranks) < 2:
             return 0.0
         # The fastest communication has no wait.
-        waits = shown.waits - np.nan_to_num(shown.phases["communication"]).min(axis=0)
+        communication = np.nan_to_num(shown.phases["communication"])
+        waits = shown.waits - communication.min(axis=0)
         waited += float(np.nansum(waits * shown.weight))
         total += float(np.nansum(shown.seconds * shown.weight))
     if total > 0:
@@ -270,25 +276,31 @@ def _period(run: Run, shown: View, slow_ranks: Sequence[Straggler]) -> tuple[Per
     """The neighbouring steps that were slow on all ranks and cost most, if they stand out; and the buckets without."""
     is_usual = np.ones(len(shown.x), bool)
     weight = shown.weight.max(axis=0)
-    phases = {phase: np.nan_to_num(np.nanmean(shown.phases[phase], axis=0)) for phase in ALL_PHASES}
+    phases = {phase: _mean_over_ranks(shown.phases[phase]) for phase in ALL_PHASES}
     # Waiting has the cause in another rank, and checkpoints come back at intervals.
-    phases["backward"] -= np.nan_to_num(np.nanmean(shown.waits, axis=0) - phases["communication"])
+    phases["backward"] -= _mean_over_ranks(shown.waits)
+    phases["backward"] += phases["communication"]
     checkpoint = phases.pop("checkpoint")
-    seconds = np.nan_to_num(np.nanmean(shown.seconds, axis=0)) - checkpoint
+    seconds = _mean_over_ranks(shown.seconds) - checkpoint
     usual = _weighted_median(seconds, weight)
-    slow = np.flatnonzero((seconds > 1.4 * usual) & (weight > 0))
+    is_slow = (seconds > 1.4 * usual) & (weight > 0)
+    slow = np.flatnonzero(is_slow)
     if not len(slow):
         return None, is_usual
     losses = (seconds - usual) * weight
-    periods = np.split(slow, np.flatnonzero(np.diff(slow) > 1) + 1)
-    buckets = max(periods, key=lambda period: float(losses[period].sum()))
-    lost = float(losses[buckets].sum())
+    gaps = np.flatnonzero(np.diff(slow) > 1)
+    periods = np.split(slow, gaps + 1)
+    lost_in = [float(losses[period].sum()) for period in periods]
+    lost = max(lost_in)
+    buckets = periods[lost_in.index(lost)]
     first = int(shown.first[buckets[0]])
     last = int(shown.last[buckets[-1]])
     is_first = any(run.ranks[rank].begins_between(first, last) for rank in shown.ranks[:4])
-    least = _LEAST_WARM_UP if is_first else _LEAST_LOST
+    least = _LEAST_LOST
+    if is_first:
+        least = _LEAST_WARM_UP
     total = float(((seconds + checkpoint) * weight).sum())
-    if lost < max(0.05 * total, 0.5 * losses[slow].sum(), least):
+    if lost < least or lost < 0.05 * total or lost < 0.5 * losses[slow].sum():
         return None, is_usual
     if weight[buckets].sum() > 0.5 * weight.sum():
         return None, is_usual
@@ -307,6 +319,10 @@ def _period(run: Run, shown: View, slow_ranks: Sequence[Straggler]) -> tuple[Per
     mean = float(np.average(seconds[buckets], weights=weight[buckets]))
     slowest_phase = max(phases, key=excess)
     return Period(first, last, mean, usual, lost, slowest_phase, is_first), is_usual
+
+
+def _mean_over_ranks(values: Array) -> Array:
+    return np.asarray(np.nan_to_num(np.nanmean(values, axis=0)))
 
 
 def _evaluations(run: Run, begin: float, end: float) -> list[float]:
@@ -347,10 +363,14 @@ def _incidents(run: Run, begin: float, end: float) -> tuple[tuple[str, str, tupl
         if begin <= event["time"] <= end:
             message = ""
             if kind == "hang":
-                message = shorten(str(event.get("message", "")), 600, placeholder=" […]")
-            ranks.setdefault((kind, message), set()).add(event["rank"])
-    newest = list(ranks.items())[-4:]
-    return tuple((*incident, tuple(sorted(numbers))) for incident, numbers in newest)
+                message = str(event.get("message", ""))
+                message = shorten(message, 600, placeholder=" […]")
+            members = ranks.setdefault((kind, message), set())
+            members.add(event["rank"])
+    incidents = []
+    for (kind, message), members in ranks.items():
+        incidents.append((kind, message, tuple(sorted(members))))
+    return tuple(incidents[-4:])
 
 
 def _first_bad_step(run: Run, shown: View) -> int:
@@ -387,7 +407,10 @@ def _growth(shown: View) -> float:
         return 0.0
     first = buckets[0]
     last = buckets[-1]
-    means = [part.mean() for part in np.array_split(memory[buckets], 8)]
+    parts = np.array_split(memory[buckets], 8)
+    means = [part.mean() for part in parts]
     if memory[last] < 1.05 * memory[first] or np.diff(means).min() <= 0:
         return 0.0
-    return float((memory[last] - memory[first]) / (shown.x[last] - shown.x[first]) * 1000)
+    growth = memory[last] - memory[first]
+    steps = shown.x[last] - shown.x[first]
+    return float(growth / steps * 1000)

@@ -170,16 +170,15 @@ def _ranks(shown: View, summary: Summary, width: int) -> RenderableType:
                 shade = " "
             line.append(shade, "red" if marked else "cyan")
         first, last = rows[row]
+        name = Text(f"ranks {first}-{last}", "dim")
         if first == last:
-            name = f"rank {first}"
-        else:
-            name = f"ranks {first}-{last}"
-        is_slow = any(first <= straggler.rank <= last for straggler in summary.stragglers)
-        table.add_row(Text(name + (" slow" if is_slow else ""), "red" if is_slow else "dim"), line)
+            name = Text(f"rank {first}", "dim")
+        if any(first <= straggler.rank <= last for straggler in summary.stragglers):
+            name = Text(f"{name} slow", "red")
+        table.add_row(name, line)
+    left_out = ""
     if len(order) < len(rows):
         left_out = f", {len(order)} of {len(rows)} shown"
-    else:
-        left_out = ""
     return Panel(
         table,
         title=f"step time without communication, a line for each rank{left_out}",
@@ -210,11 +209,12 @@ def _events(run: Run) -> RenderableType | None:
             ranks = "all ranks"
         else:
             ranks = f"rank {event['ranks'][0]}"
-        facts = [f"step {event['step']:,}"] if "step" in event else []
-        facts += [str(event[name]) for name in ("message", "path") if name in event]
-        when = time.strftime("%H:%M:%S", time.localtime(float(event["time"])))
+        facts = [str(event[name]) for name in ("message", "path") if name in event]
+        if "step" in event:
+            facts.insert(0, f"step {event['step']:,}")
+        when = time.localtime(float(event["time"]))
         table.add_row(
-            when,
+            time.strftime("%H:%M:%S", when),
             ranks,
             event["event"].replace("_", " "),
             Text(", ".join(facts), no_wrap=True, overflow="ellipsis"),

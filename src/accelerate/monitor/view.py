@@ -12,7 +12,7 @@ import numpy as np
 
 from ..telemetry.records import PHASES, StepsHeader
 from .run import Run
-from .steps import COLUMN, Array, Buckets
+from .steps import COLUMN, SUMS, Array, Buckets
 
 # The window of the straggler rule has at least as many steps.
 WINDOW = 10
@@ -214,10 +214,13 @@ def _waits_within(seconds: Array, phases: dict[str, Array]) -> Array:
 
     def waits_in(*names: str) -> tuple[Array, Array]:
         """The waits in these phases, and the seconds before them."""
-        inside = np.where(np.isnan(seconds), np.nan, sum(durations[name] for name in names))
+        inside = np.where(np.isnan(seconds), np.nan, 0.0)
+        for name in names:
+            inside += durations[name]
         before = outside - inside
         excess = inside - np.nanmin(inside, axis=0)
-        return np.clip(np.nanmax(before, axis=0) - before, 0, excess), before
+        latest = np.nanmax(before, axis=0)
+        return np.clip(latest - before, 0, excess), before
 
     in_backward, _ = waits_in("backward")
     in_all, before = waits_in("forward", "backward", "optimizer")
@@ -253,12 +256,15 @@ def _throughput(
     ranks_buckets: list[Buckets], shares: list[float], seconds: Array, stacked: Any
 ) -> tuple[str, Array]:
     """The sum over ranks of what each processes in a second, what several process counted once."""
-    for unit in ("tokens", "samples"):
-        column = COLUMN[unit]
-        if any(buckets.weight[:, column].any() for buckets in ranks_buckets):
-            break
-    else:
+    recorded = set()
+    for buckets in ranks_buckets:
+        recorded |= {unit for unit in SUMS if buckets.weight[:, COLUMN[unit]].any()}
+    if not recorded:
         return "steps", _over(np.nanmean, 1 / seconds)
+    unit = "samples"
+    if "tokens" in recorded:
+        unit = "tokens"
+    column = COLUMN[unit]
     rank_rates = []
     for share, buckets in zip(shares, ranks_buckets, strict=True):
         is_recorded = buckets.weight[:, column] > 0
@@ -298,13 +304,17 @@ def stragglers(own: Array, seconds: Array, weight: Array) -> Array:
     mean = _moving(own, weight, buckets)
     step = _moving(seconds, weight, buckets)
     # NaN is sorted to the end.
+    ordered = np.sort(mean, axis=0)
     present = (~np.isnan(mean)).sum(axis=0)
     middle = np.maximum((present - 1) // 2, 0)
-    median = np.take_along_axis(np.sort(mean, axis=0), middle[None], axis=0)
-    has_enough = _summed(weight, buckets).max(axis=0) >= min(WINDOW, most.sum())
+    median = np.take_along_axis(ordered, middle[None], axis=0)
+    steps_of_window = _summed(weight, buckets).max(axis=0)
+    is_slow = weight > 0
+    is_slow &= steps_of_window >= min(WINDOW, most.sum())
     with np.errstate(invalid="ignore"):
-        is_above = (mean > median * (1 + EXCESS)) & (mean - median > OF_STEP * step)
-    return np.asarray(is_above & has_enough & (weight > 0))
+        is_slow &= mean > median * (1 + EXCESS)
+        is_slow &= mean - median > OF_STEP * step
+    return is_slow
 
 
 def _moving(values: Array, weight: Array, buckets: int) -> Array:
@@ -358,15 +368,16 @@ def _logged(run: Run, start: int, stop: int, width: int) -> dict[str, Curve]:
 
 def heat_rows(shown: View) -> tuple[list[tuple[int, int]], Array, Array, Array]:
     """The rows of the heat map: (first rank, last rank) of each, their own time, step time, and where one is slow."""
-    size = max(1, math.ceil(len(shown.ranks) / MOST_ROWS))
-    starts = range(0, len(shown.ranks), size)
-    groups = [shown.ranks[start : start + size] for start in starts]
-    rows = [(group[0], group[-1]) for group in groups]
+    count = len(shown.ranks)
+    size = max(1, math.ceil(count / MOST_ROWS))
+    starts = range(0, count, size)
+    rows = []
+    for start in starts:
+        group = shown.ranks[start : start + size]
+        rows.append((group[0], group[-1]))
     if size == 1:
         return rows, shown.own, shown.seconds, shown.slow
-    return (
-        rows,
-        np.fmax.reduceat(shown.own, starts),
-        np.fmax.reduceat(shown.seconds, starts),
-        np.logical_or.reduceat(shown.slow, starts),
-    )
+    own = np.fmax.reduceat(shown.own, starts)
+    seconds = np.fmax.reduceat(shown.seconds, starts)
+    slow = np.logical_or.reduceat(shown.slow, starts)
+    return rows, own, seconds, slow

@@ -66,15 +66,17 @@ class Estimate:
         """The row as plain data."""
         if self.failure is not None:
             return {"layout": self.layout.name, "not_estimated": self.failure}
-        return {
+        row = {
             "layout": self.layout.name,
             "fits": self.fits,
             "memory_bytes": list(self.memory),
             "memory_by_kind": self.kinds,
             "step_seconds": list(self.seconds),
             "sent_bytes": self.sent,
-            **({"distributed_config": dict(self.layout.loading)} if self.layout.loading else {}),
         }
+        if self.layout.loading:
+            row["distributed_config"] = dict(self.layout.loading)
+        return row
 
 
 def estimate(layout: PlannedLayout, step: Step, machine: Machine) -> Estimate:
@@ -90,13 +92,19 @@ def estimate(layout: PlannedLayout, step: Step, machine: Machine) -> Estimate:
             kinds[kind] = 0
     total = sum(kinds.values())
     # Kernels allocate by themselves, and there are gaps between blocks.
-    low, high = memory_interval(step, total, machine.memory_spread)
+    memory = memory_interval(step, total, machine.memory_spread)
     first, last = step.work
-    seconds = _seconds(last, machine) + (layout.accumulation - 1) * _seconds(first, machine) + extra
+    batches_before = layout.accumulation - 1
+    seconds = _seconds(last, machine) + batches_before * _seconds(first, machine) + extra
     seconds *= machine.time_scale * (1 + step.waiting)
-    times = Interval(seconds * (1 - machine.spread), seconds * (1 + machine.spread))
-    sent = _sent(last) + (layout.accumulation - 1) * _sent(first)
-    return Estimate(layout, Interval(low, high), kinds, times, sent, high <= machine.memory)
+    return Estimate(
+        layout,
+        memory,
+        kinds,
+        seconds=Interval(seconds * (1 - machine.spread), seconds * (1 + machine.spread)),
+        sent=_sent(last) + batches_before * _sent(first),
+        fits=memory.high <= machine.memory,
+    )
 
 
 def memory_interval(step: Step, total: int, spread: float) -> Interval:
@@ -112,9 +120,10 @@ def _sent(work: Work) -> int:
 def _seconds(work: Work, machine: Machine) -> float:
     compute = work.operations * machine.overhead + work.moved / machine.bandwidth
     for dtype, flops in work.flops.items():
-        compute += (
-            flops / machine.flops * (_SLOWER.get(dtype, 1.0) if machine.device != "cpu" else 1.0)
-        )
+        seconds = flops / machine.flops
+        if machine.device != "cpu":
+            seconds *= _SLOWER.get(dtype, 1.0)
+        compute += seconds
     messages = 0.0
     for (kind, _), (number, size) in work.messages.items():
         latency, speed = machine.links[kind]
@@ -155,12 +164,12 @@ def plan(
 
 def refused(model: nn.Module, ranks: int) -> list[Estimate]:
     """Rows for the layouts that a run refuses, with the reason."""
-    reasons = REFUSED | (REFUSED_EXPERTS if has_experts(model) else {})
-    return [
-        Estimate(PlannedLayout(name, ranks), failure=why)
-        for name, why in reasons.items()
-        if ranks > 1
-    ]
+    if ranks == 1:
+        return []
+    reasons = REFUSED
+    if has_experts(model):
+        reasons = REFUSED | REFUSED_EXPERTS
+    return [Estimate(PlannedLayout(name, ranks), failure=why) for name, why in reasons.items()]
 
 
 def _shrinks(row: Estimate, training: PlannedTraining, machine: Machine) -> bool:

@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import re
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..collectives.transport import all_gather_single
 from ..core import system
 from ..core.device_speeds import PUBLISHED, known_name
 from ..core.errors import ConfigurationError
@@ -96,18 +96,26 @@ def describe(
             f"--machine {text!r}: the device {what!r} is unknown; known are {', '.join(PUBLISHED)}. Else give its "
             f"memory, as 80GB, with --tflops and --link"
         )
-    published = PUBLISHED[_ASSUMED if size else what]
-    memory = float(size[1]) if size else published.memory
+    assumed = ""
+    unit = GIGA
+    if size:
+        published = PUBLISHED[_ASSUMED]
+        memory = float(size[1])
+        if size[2]:
+            unit = GIB
+        if not (tflops and link):
+            assumed = f"; speeds assumed: those of {_ASSUMED}"
+    else:
+        published = PUBLISHED[what]
+        memory = published.memory
     speed = (link or published.link * _REACHED) * GIGA
     if machines > 1:
-        speed = between * GIGA if between else speed / 10
-    if size and not (tflops and link):
-        assumed = f"; speeds assumed: those of {_ASSUMED}"
-    else:
-        assumed = ""
+        speed = speed / 10
+        if between:
+            speed = between * GIGA
     return Machine(
         ranks=machines * count,
-        memory=int(memory * (GIB if size and size[2] else GIGA)),
+        memory=int(memory * unit),
         device="cuda",
         machines=machines,
         flops=(tflops or published.tflops * _REACHED) * 1e12,
@@ -193,8 +201,6 @@ def _best(run: Callable[[], Any], inner: int = 1) -> float:
 
 
 def _measure(rank: int, ranks: int, port: int, threads: int, results: Any) -> None:
-    # torch 2.13 has other names for some collectives, which earlier versions do not.
-    warnings.simplefilter("ignore", FutureWarning)
     torch.set_num_threads(threads)
     store = dist.TCPStore("127.0.0.1", port, ranks, is_master=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
@@ -209,14 +215,14 @@ def _measure(rank: int, ranks: int, port: int, threads: int, results: Any) -> No
         "operation": _best(lambda: small.add_(1), inner=500),
         "links": {},
     }
-    for kind in _COLLECTIVES if ranks > 1 else ():
-        small_message, large_message = (_collective(kind, size, ranks, rank) for size in _SIZES)
-        # The first one after a product.
-        steps = (
-            functools.partial(lambda message: (a @ b, message()), small_message),
-            small_message,
-            large_message,
-        )
+    kinds: tuple[str, ...] = ()
+    if ranks > 1:
+        kinds = _COLLECTIVES
+    for kind in kinds:
+        small_message = _collective(kind, _SIZES[0], ranks, rank)
+        large_message = _collective(kind, _SIZES[1], ranks, rank)
+        after_product = functools.partial(lambda message: (a @ b, message()), small_message)
+        steps = (after_product, small_message, large_message)
         seconds["links"][kind] = [_best(step) for step in steps]
     dist.barrier()
     if rank == 0:
@@ -235,9 +241,11 @@ def _collective(kind: str, size: int, ranks: int, rank: int) -> Callable[[], Any
         case "all-reduce":
             return lambda: dist.all_reduce(full)
         case "all-gather":
-            return lambda: dist.all_gather_into_tensor(full, piece)
+            return lambda: all_gather_single(full, piece)
         case "reduce-scatter":
-            return lambda: dist.reduce_scatter_tensor(piece, full)
+            # Before torch 2.13 it has only the older name.
+            reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+            return lambda: reduce_scatter(piece, full)
         case "all-to-all":
             return lambda: dist.all_to_all_single(other, full)
         case "broadcast":

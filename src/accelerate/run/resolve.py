@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 import torch
 
 from ..config import checks
-from ..config.base import KwargsHandler
+from ..config.checks import KwargsHandler
 from ..config.precision import (
     AORecipeKwargs,
     AutocastKwargs,

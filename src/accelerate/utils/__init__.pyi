@@ -37,7 +37,7 @@ from ..collectives.tensors import reduce as reduce
 from ..collectives.verify import chained_operation as chained_operation
 from ..collectives.verify import verify_operation as verify_operation
 from ..commands.config.default import write_basic_config as write_basic_config
-from ..config.base import KwargsHandler as KwargsHandler
+from ..config.checks import KwargsHandler as KwargsHandler
 from ..config.deepspeed import DeepSpeedPlugin as DeepSpeedPlugin
 from ..config.deepspeed import get_active_deepspeed_plugin as get_active_deepspeed_plugin
 from ..config.deepspeed_file import HfDeepSpeedConfig as HfDeepSpeedConfig

@@ -5,7 +5,7 @@ from ..core.lazy import attach
 
 EXPORTS = {
     "collectives.tensors": ["TensorInformation"],
-    "config.base": ["KwargsHandler"],
+    "config.checks": ["KwargsHandler"],
     "config.deepspeed": ["DeepSpeedPlugin"],
     "config.fsdp": ["FullyShardedDataParallelPlugin"],
     "config.megatron": ["MegatronLMPlugin"],

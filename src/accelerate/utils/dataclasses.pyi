@@ -2,7 +2,7 @@
 # Written by tools/stubs.py from the table of accelerate.utils.dataclasses. Change the table, then run the script.
 
 from ..collectives.tensors import TensorInformation as TensorInformation
-from ..config.base import KwargsHandler as KwargsHandler
+from ..config.checks import KwargsHandler as KwargsHandler
 from ..config.deepspeed import DeepSpeedPlugin as DeepSpeedPlugin
 from ..config.fsdp import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from ..config.megatron import MegatronLMPlugin as MegatronLMPlugin

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is on the console of a launch whose ranks fail, and take long to end."""
+
+import sys
+
+import pytest
+
+from accelerate.launchers import streams
+from accelerate.launchers.spec import LaunchSpec, ProcessSpec, Program
+from accelerate.launchers.supervisor import supervise
+
+SAME = """
+import sys, time
+sys.stderr.write("Traceback (most recent call last):\\n  File x\\nRuntimeError: GPU {rank} is full\\n")
+sys.stderr.flush()
+time.sleep(1.0)
+sys.exit(1)
+"""
+LOST = SAME.replace("GPU {rank} is full", "Connection closed by peer")
+
+
+@pytest.fixture
+def launched(capfd, monkeypatch):
+    monkeypatch.setattr(streams, "DELAY", 0.2)
+
+    def run(*scripts):
+        spec = LaunchSpec(Program("x"), num_processes=len(scripts), progress_interval=0)
+        processes = [
+            ProcessSpec(
+                rank, rank, (sys.executable, "-S", "-c", script.replace("{rank}", str(rank))), {}
+            )
+            for rank, script in enumerate(scripts)
+        ]
+        code = supervise(spec, processes).code
+        return code, capfd.readouterr().err
+
+    return run
+
+
+def test_the_same_error_of_ranks_that_end_slowly_is_shown_once(launched):
+    code, text = launched(SAME, SAME, SAME)
+    assert code == 1 and text.count("Traceback") == 1
+    (line,) = [line for line in text.splitlines() if "the same error" in line]
+    assert "ranks" in line
+
+
+def test_a_lost_connection_waits_for_the_rank_that_failed(launched):
+    """Its traceback comes first, and lasts longer."""
+    code, text = launched(LOST, "import time; time.sleep(0.5)\n" + SAME)
+    assert code == 1 and text.count("Traceback") == 1 and "GPU 1 is full" in text
+    assert "rank 0: lost the connection" in text
