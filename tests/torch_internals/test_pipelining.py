@@ -14,7 +14,7 @@ from accelerate.torch_internals.pipelining import reshard_late, static_shapes
 
 
 @pytest.mark.skipif(
-    is_torch_version("<", "2.13") or is_torch_version(">=", "2.14.1"), reason="stages do not vote"
+    is_torch_version("<", "2.12") or is_torch_version(">=", "2.14.1"), reason="stages do not vote"
 )
 def test_stages_of_a_trace_do_not_vote() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode

@@ -14,7 +14,7 @@ from . import Internal
 STATIC_SHAPES = Internal(
     name="pipeline_static_shapes",
     what="torch.distributed.pipelining: _PipelineSchedule._warmup_p2p and PipelineStage._inference_mode",
-    versions="2.13 to 2.14.0; earlier versions do not vote, later ones not in a trace",
+    versions="2.12 to 2.14.0; earlier versions do not vote, later ones not in a trace",
     upstream="not reported",
     needed_by="accelerate plan: the estimates of pipelines with other schedules than gpipe",
     without="these layouts have no estimate: before the first batch torch's stages vote, by the value of a tensor, on "
@@ -26,7 +26,7 @@ STATIC_SHAPES = Internal(
 @contextlib.contextmanager
 def static_shapes() -> Iterator[None]:
     """A block in which all stages take the shapes that they were given."""
-    if not STATIC_SHAPES.is_on or is_torch_version("<", "2.13") or is_torch_version(">=", "2.14.1"):
+    if not STATIC_SHAPES.is_on or is_torch_version("<", "2.12") or is_torch_version(">=", "2.14.1"):
         yield
         return
     # It takes long to import.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pipeline's schedule cannot run on fake tensors: its stages vote on a value first, although shapes were given."""
 
-# torch: >=2.13,<2.14.1
+# torch: >=2.12,<2.14.1
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
