@@ -13,7 +13,7 @@ from accelerate.local_sgd import LocalSGD
 from accelerate.parallel.ddp.model import replica_of
 from accelerate.state import PartialState
 from accelerate.utils import DDPCommunicationHookType as Hook
-from accelerate.utils import GradientAccumulationPlugin
+from accelerate.utils import FullyShardedDataParallelPlugin, GradientAccumulationPlugin
 
 everywhere = on_ranks(1, 2, 4)
 
@@ -121,6 +121,112 @@ def test_accumulation_of_plain_losses():
         torch.tensor([[2.04]], dtype=torch.float64),
         1e-12,
     )
+
+
+@everywhere
+@pytest.mark.parametrize("clears", ["first", "last", "both"])
+def test_gradients_are_cleared_before_the_backward_or_after_the_step(clears):
+    """Two optimizers that alternate, windows of two batches, and a loader that ends within one."""
+    accelerator = fresh(gradient_accumulation_steps=2)
+    x = torch.arange(1.0, 4 * 5 + 1, dtype=torch.float64)[:, None]
+    models = [torch.nn.Linear(1, 1, bias=False, dtype=torch.float64) for _ in range(2)]
+    for model in models:
+        model.weight.data.fill_(1.0)
+    expected = []
+    for factor in (1, 3):
+        weight = 1.0
+        for _ in range(2):
+            for window in (x[:8], x[8:16], x[16:]):
+                # The loss of a batch is divided by the steps of a full window.
+                share = 1.0 if len(window) == 8 else 0.5
+                weight -= 0.01 * factor * share * float(window.mean())
+        expected.append(weight)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in models]
+    loader = DataLoader(TensorDataset(x), batch_size=4 // world())
+    *models, loader = accelerator.prepare(*models, loader)
+    optimizers = [accelerator.prepare(optimizer) for optimizer in optimizers]
+    for _ in range(2):
+        for (inputs,) in loader:
+            with accelerator.accumulate(*models):
+                for model, optimizer, factor in zip(models, optimizers, (1, 3), strict=True):
+                    if clears != "last":
+                        optimizer.zero_grad()
+                    accelerator.backward(factor * model(inputs).mean())
+                    optimizer.step()
+                    if clears != "first":
+                        optimizer.zero_grad()
+    for model, weight in zip(models, expected, strict=True):
+        (found,) = accelerator.unwrap_model(model).parameters()
+        close(found.detach(), torch.tensor([[weight]], dtype=torch.float64), 1e-9)
+
+
+def test_gradients_of_a_step_that_is_left_out_are_cleared():
+    accelerator = fresh(gradient_accumulation_steps=2)
+    model = torch.nn.Linear(1, 1, bias=False)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    for number in range(4):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.full((1, 1), 10.0**number)).sum())
+            if number == 1:
+                # As where a loss is not finite.
+                optimizer.zero_grad()
+                continue
+            optimizer.step()
+            optimizer.zero_grad()
+            if number == 2:
+                close(model.weight.grad, torch.tensor([[50.0]]))
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
+def test_clipping_inside_of_a_window_changes_nothing(layout):
+    options = {}
+    if layout == "fsdp2":
+        options["fsdp_plugin"] = FullyShardedDataParallelPlugin(fsdp_version=2)
+    accelerator = fresh(gradient_accumulation_steps=2, **options)
+    rank = accelerator.process_index
+    model = linear()
+    expected = [p.detach().clone() for p in model.parameters()]
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    x = torch.tensor([3.0, 1.0, 4.0, 2.0], dtype=torch.float64)
+    norms = []
+    for factor in (1.0, 2.0):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(factor * (1 + rank) * x[None]).sum())
+            norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.5))
+            if layout == "ddp" or factor == 2.0:
+                accelerator.clip_grad_value_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+    # The gradient of each row of the weight, and of the bias.
+    mean = sum(1.0 + r for r in range(world())) / world()
+    gradient = torch.cat([1.5 * mean * x, torch.ones(1, dtype=torch.float64)]).expand(3, 5)
+    local = torch.cat([0.5 * (1 + rank) * x, torch.full((1,), 0.5, dtype=torch.float64)])
+    close(norms[0], local.expand(3, 5).norm())
+    close(norms[1], gradient.norm(), 1e-9)
+    clipped = (gradient * (0.5 / (gradient.norm() + 1e-6))).clamp(-0.1, 0.1)
+    state = accelerator.get_state_dict(model)
+    if rank == 0:
+        close(state["weight"], expected[0] - clipped[:, :4], 1e-9)
+        close(state["bias"], expected[1] - clipped[:, 4], 1e-9)
+
+
+@on_ranks(2)
+def test_a_window_is_ended_early_by_a_backward_that_averages():
+    accelerator = fresh(gradient_accumulation_steps=4)
+    model = torch.nn.Linear(1, 1, bias=False, dtype=torch.float64)
+    model.weight.data.zero_()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    x = torch.full((1, 1), 4.0 * (1 + accelerator.process_index), dtype=torch.float64)
+    with accelerator.accumulate(model):
+        accelerator.backward(model(x).sum())
+        optimizer.step()
+    accelerator.sync_gradients = True
+    with pytest.raises(AccelerateError, match=r"SGD.*Linear"):
+        optimizer.step()
+    accelerator.backward(model(x).sum())
+    optimizer.step()
+    close(accelerator.unwrap_model(model).weight.detach(), torch.tensor([[-3.0]]))
 
 
 class Left(Exception):

@@ -285,7 +285,13 @@ class Accelerator(RunInterface):
         )
         controller = self._checkpoints.controller
         self._loop: MainLoop = MainLoop(
-            self._objects, self.strategy, self._items, guard, controller, self._exchange
+            self._objects,
+            self._accumulation,
+            self.strategy,
+            self._items,
+            guard,
+            controller,
+            self._exchange,
         )
         self._checkpoints.loop = self._loop
 
@@ -770,6 +776,7 @@ class Accelerator(RunInterface):
             weight *= window.scale
         else:
             steps = self.gradient_state.num_steps
+            window.unreduced.clear()
         try:
             if num_items is not None:
                 sync = self.gradient_state.sync_gradients
@@ -884,7 +891,7 @@ class Accelerator(RunInterface):
     ) -> torch.Tensor | None:
         """Scale gradients so that their total norm over all shards is at most `max_norm`.
 
-        Call it when gradients are synchronized (`sync_gradients`).
+        Inside of an accumulation window it scales nothing.
 
         Args:
             parameters: the parameters whose gradients are scaled together.
@@ -892,13 +899,19 @@ class Accelerator(RunInterface):
             norm_type: the order of the norm; `inf` for the largest absolute value.
 
         Returns:
-            The total norm before clipping. DeepSpeed clips in its own step, by its `gradient_clipping`, and returns
+            The total norm before clipping. Inside of a window, the norm of what this process has accumulated so far.
+            DeepSpeed clips in its own step, by its `gradient_clipping`, and returns
             the norm of the last step.
 
         Example:
             if accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)
         """
+        if not self.gradient_state.sync_gradients:
+            norm = self.strategy.accumulated_norm(parameters, norm_type)
+            if self.scaler is not None and norm is not None:
+                norm = norm / self.scaler.get_scale()
+            return norm
         begin = perf_counter()
         parameters = self._unscaled(parameters)
         try:
@@ -913,12 +926,14 @@ class Accelerator(RunInterface):
     def clip_grad_value_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float
     ) -> None:
-        """Clamp each element of the gradients to [-clip_value, clip_value].
+        """Clamp each element of the gradients to [-clip_value, clip_value]. Inside of a window it does nothing.
 
         Args:
             parameters: the parameters whose gradients are clamped.
             clip_value: the largest absolute value.
         """
+        if not self.gradient_state.sync_gradients:
+            return
         parameters = self._unscaled(parameters)
         self.strategy.clip_grad_value(parameters, clip_value)
 
@@ -1115,6 +1130,7 @@ class Accelerator(RunInterface):
         for average in self._objects.averages:
             average.release()
         self._objects.clear()
+        self._accumulation.release()
         self._checkpoints.controller.clear()
         for observer in self._loop.active:
             observer.released()

@@ -18,7 +18,7 @@ from .state import AcceleratorState, GradientState
 
 
 class AcceleratedOptimizer(torch.optim.Optimizer):
-    """A prepared optimizer. In the middle of an accumulation window `step` and `zero_grad` do nothing.
+    """A prepared optimizer. In an accumulation window it keeps gradients, and steps at the end.
 
     `Accelerator.prepare` makes it. Every other attribute is that of the wrapped optimizer.
 
@@ -38,6 +38,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     # That of the run that has prepared this optimizer.
     loop: RunLoop = NO_LOOP
     left_out: int = 0  # steps in a row
+    stepped_in: int = -1  # the accumulation window of its last step
 
     def __init__(
         self,
@@ -54,6 +55,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.gradient_state: GradientState = GradientState()
         self._is_overflow = False
         self._unscaled = False
+        self._has_used_gradients = False  # and has not cleared them
         self.steps_made: int = 0  # by this process, including steps that were skipped
         self.has_new_groups: bool = True  # since its last step
         self.average_loss = average_loss
@@ -98,7 +100,10 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return state
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Reset the gradients, at the end of an accumulation window only.
+        """Clear the gradients that a step has used.
+
+        In an accumulation window it does nothing before the step, so that a loop may call it before its backward or
+        after its step.
 
         Args:
             set_to_none: as in `torch.optim.Optimizer.zero_grad`; None leaves it to the wrapped optimizer.
@@ -106,7 +111,9 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: the wrapped optimizer has no such option.
         """
-        if not self.gradient_state.sync_gradients:
+        if self._has_used_gradients:
+            self._has_used_gradients = False
+        elif not self.gradient_state.sync_gradients or self.loop.keeps_gradients(self):
             return
         if set_to_none is None:
             self.optimizer.zero_grad()
@@ -156,6 +163,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         else:
             result = self._scaled_step(closure)
         self.steps_made += 1
+        self._has_used_gradients = True
         self.loop.after_step(self)
         return result
 

@@ -121,6 +121,13 @@ def test_gradients_that_are_cleared_before_the_step(clear, caplog):
     only(caplog, "test_first_step.py:", "were cleared between the backward and optimizer.step()")
 
 
+def test_gradients_of_a_window_that_the_model_clears(caplog):
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model, optimizer, loader = accelerator.prepare(*build())
+    train(accelerator, model, optimizer, loader, clear_before=model.zero_grad)
+    assert only(caplog, "SGD", "accumulation window", "zero_grad")
+
+
 def test_a_backward_that_does_not_reach_the_optimizer(caplog):
     accelerator = Accelerator(cpu=True)
     model, optimizer, _ = accelerator.prepare(*build())

@@ -115,6 +115,10 @@ class RunLoop:
         for observer in self.active:
             observer.end_pass(loader)
 
+    def keeps_gradients(self, optimizer: Any) -> bool:
+        """Whether gradients that are to be cleared belong to a step that is still to come."""
+        return False
+
     def before_step(self, optimizer: Any, closure: Callable[[], Any] | None) -> bool:
         """An optimizer is about to step. Returns whether it may: all ranks decide alike."""
         for observer in self.active:

@@ -7,7 +7,7 @@ A parameter that FSDP2 does not shard has them in `.grad`. For one that it shard
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from itertools import chain
 from typing import NamedTuple, TypedDict
 
@@ -25,6 +25,7 @@ from ..torch_internals.fsdp2 import (
     unsharded_parameter,
 )
 from . import materialize
+from .gradients import local
 
 # By the name of the place.
 Gradients = dict[str, torch.Tensor]
@@ -84,6 +85,17 @@ class AccumulatedGradients:
         if is_complete:
             self._all_places = places
         return places
+
+    def of_parameters(self, parameters: Container[int]) -> list[torch.Tensor]:
+        """This rank's gradients of the parameters with these ids."""
+        gradients = [p.grad for _, p in self._plain if id(p) in parameters]
+        for _, sharded in self._sharded:
+            shard, unsharded = sharded_parameter(sharded), unsharded_parameter(sharded)
+            if id(shard) in parameters or id(unsharded) in parameters:
+                gradients.append(shard.grad)
+                if unsharded is not None:
+                    gradients += [unsharded.grad, sharded.unsharded_accumulated_grad]
+        return [local(gradient) for gradient in gradients if gradient is not None]
 
     def take(self) -> Gradients:
         """Remove and return all gradients."""

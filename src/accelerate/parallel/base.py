@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ..core.errors import PrepareError
 from ..core.modules import move_module
 from ..precision.base import Precision
-from .gradients import clip_values, gradients_of, multiply
+from .gradients import clip_values, gradients_of, local, multiply
 from .prepared import PreparedModel
 
 if TYPE_CHECKING:
@@ -222,6 +222,13 @@ class Strategy:
     ) -> torch.Tensor:
         """Scale the gradients so that their total norm is at most `max_norm`; returns the norm before."""
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+
+    def accumulated_norm(
+        self, parameters: torch.Tensor | Iterable[torch.Tensor], norm_type: float = 2.0
+    ) -> torch.Tensor | None:
+        """The norm of the gradients that this process has in an unfinished window. It sends nothing."""
+        shards = [local(gradient) for gradient in gradients_of(parameters)]
+        return torch.nn.utils.get_total_norm(shards, norm_type)
 
     def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
         """Clamp every element of every gradient to [-clip_value, clip_value]."""

@@ -258,6 +258,20 @@ class ShardedStrategy(Strategy):
         """As `torch.nn.utils.clip_grad_norm_`, for DTensors of any mesh."""
         return norms.clip_grad_norm(parameters, max_norm, norm_type)
 
+    def accumulated_norm(
+        self, parameters: torch.Tensor | Iterable[torch.Tensor], norm_type: float = 2.0
+    ) -> torch.Tensor | None:
+        """As the base class, with the gradients that FSDP2 keeps beside the shards."""
+        if isinstance(parameters, torch.Tensor):
+            parameters = [parameters]
+        requested = {id(parameter) for parameter in parameters}
+        accumulated: list[torch.Tensor] = []
+        for prepared in self.prepared:
+            window = prepared.accumulated_gradients()
+            if isinstance(window, AccumulatedGradients):
+                accumulated += window.of_parameters(requested)
+        return torch.nn.utils.get_total_norm(accumulated, norm_type)
+
     def cast_parameters(self, model: nn.Module, units: Iterable[nn.Module] | None = None) -> None:
         """Cast the parameters if the precision does, and make FSDP2 use the new ones.
 

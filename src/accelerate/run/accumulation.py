@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
 from ..core.errors import AccelerateError
+from ..optimizer import AcceleratedOptimizer
 from ..parallel.prepared import PreparedModel
 from ..state import GradientState
 
@@ -26,6 +26,9 @@ class Accumulation:
         samples: with `exact`, its samples so far on all processes. first_samples: those of its first batch.
         scale: with `exact`, the weight of this batch's mean loss relative to that of the first batch.
         factor: with `exact`, what turns the gradients of the window into the mean over its samples, at its end.
+        is_first: the present batch is the first of its window.
+        number: counts the windows.
+        postponed: optimizers whose gradients were to be cleared in the last batch of this window, before they stepped.
         models: the models passed to `accumulate` for the present batch.
         is_open: whether a batch has begun and not ended.
         has_backward: whether `accelerator.backward` was called in the latest batch; None if it never was.
@@ -44,7 +47,10 @@ class Accumulation:
         self.models: tuple[PreparedModel, ...] = ()
         self.is_open: bool = False
         self.has_backward: bool | None = None
-        self.unreduced: weakref.WeakSet[PreparedModel] = weakref.WeakSet()
+        self.unreduced: list[PreparedModel] = []
+        self.is_first: bool = True
+        self.number: int = 0
+        self.postponed: list[AcceleratedOptimizer] = []
 
     def _check_models(self, models: tuple[PreparedModel, ...]) -> None:
         """Raise AccelerateError where the last batch of a window leaves out a model of an earlier one."""
@@ -73,7 +79,9 @@ class Accumulation:
         if not 0 < self.step < self.steps:
             self.step, self.steps = 0, options.get("num_steps", 1)
             self.samples = self.first_samples = 0
+            self._end_window()
         self.step += 1
+        self.is_first = self.step == 1
         sync = self.step == self.steps
         ends_pass = loader is not None and loader.end_of_dataloader
         if ends_pass and options.get("sync_with_dataloader", True):
@@ -101,11 +109,47 @@ class Accumulation:
             self.has_backward = False
         return sync
 
+    def _end_window(self) -> None:
+        for optimizer in self.postponed:
+            if optimizer.stepped_in != self.number:
+                # The loop has left out the step, and does not want the gradients.
+                optimizer.optimizer.zero_grad()
+        self.postponed.clear()
+        self.number += 1
+
+    def keeps_gradients(self, optimizer: AcceleratedOptimizer) -> bool:
+        """Whether `optimizer.zero_grad()` comes before the step that uses the gradients of this window.
+
+        A loop may clear gradients before its backward, or after its step. If no step follows in this window, they are
+        cleared when the next one begins.
+        """
+        if self.is_first or optimizer.stepped_in == self.number:
+            return False
+        self.postponed.append(optimizer)
+        return True
+
+    def check_reduced(self, optimizer: AcceleratedOptimizer) -> None:
+        """Raise AccelerateError for a step in the middle of a window, of gradients that differ on each process."""
+        for model in self.unreduced:
+            if model.trains_with(optimizer.optimizer):
+                raise AccelerateError(
+                    f"{type(optimizer.optimizer).__name__} steps in the middle of an accumulation window: the "
+                    f"gradients of {type(model.inner).__name__} have not been averaged, so that each process would "
+                    "train another model. sync_gradients = True does not average what a backward has left. A window "
+                    "ends with the last batch of a prepared loader; to end it elsewhere, run the forward and backward "
+                    "of its last batch outside of `accumulate`"
+                )
+
     def take_factor(self) -> float:
         """`factor`, for the first backward that synchronizes. The losses of further ones are weighted with it."""
         factor, self.factor = self.factor, 1.0
         self.scale *= factor
         return factor
+
+    def release(self) -> None:
+        """Forget what belongs to the present window."""
+        self.unreduced.clear()
+        self.postponed.clear()
 
     def state_dict(self) -> dict[str, int]:
         """The open window: its batches and samples."""
@@ -114,7 +158,7 @@ class Accumulation:
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continue a window. Its gradients have to be there."""
         self.step = self.samples = self.first_samples = 0
-        self.unreduced.clear()
+        self.release()
         self.__dict__.update(state)
 
 
@@ -135,8 +179,9 @@ class AccumulatedBatch:
             for model in self.models:
                 context = model.no_sync()
                 context.__enter__()
-                if not isinstance(context, contextlib.nullcontext):
-                    accumulation.unreduced.add(model)
+                reduces = isinstance(context, contextlib.nullcontext)
+                if not reduces and model not in accumulation.unreduced:
+                    accumulation.unreduced.append(model)
                 self.contexts.append(context)
 
     def __exit__(self, *error: Any) -> None:

@@ -110,6 +110,7 @@ class FirstStepCheck(RunObserver):
                 )
         if self._backwards == 3:
             self._compare_batches()
+        self._check_window()
         if self._backwards > _BACKWARDS:
             self.close()
 
@@ -215,6 +216,20 @@ class FirstStepCheck(RunObserver):
             self._batch = _checksum(inputs, self._batch)
 
     # -- what is checked on one rank
+
+    def _check_window(self) -> None:
+        """Log that gradients are gone which an earlier batch of the present accumulation window has left."""
+        run = self._run()
+        if run is None or run.accumulation.is_first or run.accumulation.has_backward:
+            return
+        for optimizer in self._reached:
+            is_open = optimizer.stepped_in != run.accumulation.number
+            if is_open and all(parameter.grad is None for parameter in parameters_of(optimizer)):
+                self._log(
+                    f"{user_line()}: the gradients of earlier batches of this accumulation window were cleared, so "
+                    f"that the {type(optimizer.optimizer).__name__} does not train on them: call zero_grad of the "
+                    "prepared optimizer, which clears after a step, instead of model.zero_grad()"
+                )
 
     def _check_parameters(self, optimizer: AcceleratedOptimizer, run: RunCheckpoints) -> bool:
         """Log and return whether a prepared model has gradients that this optimizer should step, and does not."""

@@ -17,6 +17,7 @@ from ..optimizer import AcceleratedOptimizer
 from ..parallel.base import Strategy
 from ..parallel.items import ItemWindow
 from ..runtime.step_exchange import StepExchange
+from .accumulation import Accumulation
 from .non_finite import NonFiniteGuard
 from .objects import RunObjects
 
@@ -28,6 +29,7 @@ class MainLoop(RunLoop):
 
     Args:
         objects: the prepared objects.
+        accumulation: the accumulation window.
         strategy: the layout.
         items: the accumulation window of backwards with `num_items`.
         guard: leaves steps out, with `Accelerator(non_finite=...)`.
@@ -38,6 +40,7 @@ class MainLoop(RunLoop):
     def __init__(
         self,
         objects: RunObjects,
+        accumulation: Accumulation,
         strategy: Strategy,
         items: ItemWindow,
         guard: NonFiniteGuard | None,
@@ -46,6 +49,7 @@ class MainLoop(RunLoop):
     ) -> None:
         super().__init__()
         self._objects = weakref.ref(objects)
+        self._accumulation = accumulation
         self.strategy = strategy
         self._items = items
         self._guard = guard
@@ -85,6 +89,10 @@ class MainLoop(RunLoop):
         for observer in self.active:
             observer.after_backward(loss, num_items)
 
+    def keeps_gradients(self, optimizer: AcceleratedOptimizer) -> bool:
+        """Whether the step that uses the gradients is still to come in this window."""
+        return self._accumulation.keeps_gradients(optimizer)
+
     def before_step(
         self, optimizer: AcceleratedOptimizer, closure: Callable[[], Any] | None
     ) -> bool:
@@ -96,7 +104,10 @@ class MainLoop(RunLoop):
         Raises:
             ConfigurationError: a pending resume was not done.
             PrepareError: of parameters added to a model, of a closure with `non_finite`, of averages.
+            AccelerateError: of gradients that were not averaged.
         """
+        if self._accumulation.unreduced:
+            self._accumulation.check_reduced(optimizer)
         objects = self._objects()
         if objects is not None:
             if optimizer.has_new_groups:
@@ -123,6 +134,7 @@ class MainLoop(RunLoop):
         for call in self.strategy.after_step:
             call()
         self._items.end()
+        optimizer.stepped_in = self._accumulation.number
         objects = self._objects()
         if objects is not None:
             for average in objects.averages:

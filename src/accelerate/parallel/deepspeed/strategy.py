@@ -193,6 +193,12 @@ class DeepSpeedZero(Strategy):
             )
         return self.engine.get_global_grad_norm()  # type: ignore[return-value]
 
+    def accumulated_norm(
+        self, parameters: torch.Tensor | Iterable[torch.Tensor], norm_type: float = 2.0
+    ) -> torch.Tensor | None:
+        """The norm of the last step, as `clip_grad_norm` returns it."""
+        return self._started_engine().get_global_grad_norm()  # type: ignore[return-value]
+
     def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
         """Raise ConfigurationError: the engine has stepped already."""
         raise ConfigurationError(
