@@ -2,15 +2,23 @@
 """The facade on one process: what it hands out, and what it refuses."""
 
 import copy
+import functools
+import inspect
 import pickle
 
 import pytest
 import torch
+from rank_pool import on_ranks
 from safetensors.torch import load_file
 from states import reset_states
 from torch.utils.data import DataLoader, TensorDataset
 
-from accelerate import Accelerator, cpu_offload, find_executable_batch_size
+from accelerate import (
+    Accelerator,
+    FullyShardedDataParallelPlugin,
+    cpu_offload,
+    find_executable_batch_size,
+)
 from accelerate.core.errors import PrepareError
 from accelerate.utils import set_seed
 
@@ -190,3 +198,151 @@ def test_a_pickled_accelerator_has_the_process_and_the_options(accelerator):
     assert accelerator._models == [model] and copied.unwrap_model(model) is model
     assert copied.on_main_process(lambda: "run")() == "run"
     copied.backward(copied.prepare(torch.nn.Linear(2, 1))(torch.ones(1, 2)).sum())
+
+
+# What the public methods of the API reach through `self`, found by overriding all of them there. The second line of
+# `save_state` is not called here: rank 0 may save alone, so that nobody else would come to a barrier.
+REACHED = {
+    "prepare": {
+        "prepare_model",
+        "prepare_optimizer",
+        "prepare_scheduler",
+        "prepare_data_loader",
+        "verify_device_map",
+    },
+    "prepare_model": {"verify_device_map"},
+    "accumulate": {"no_sync"},
+    "check_trigger": {"reduce"},
+    "clear": {"free_memory"},
+    "clip_grad_norm_": {"unscale_gradients"},
+    "clip_grad_value_": {"unscale_gradients"},
+    "gather_for_metrics": {"gather"},
+    "get_state_dict": {"unwrap_model"},
+    "save_model": {"get_state_dict", "save"},
+    "save_state": {"get_state_dict"},
+}
+
+
+def recorder(reached, callers):
+    """A subclass that overrides every public method, and records which one calls which."""
+
+    def recording(name, method):
+        @functools.wraps(method)
+        def call(*args, **kwargs):
+            for caller in callers:
+                reached.setdefault(caller, set()).add(name)
+            callers.append(name)
+            try:
+                return method(*args, **kwargs)
+            finally:
+                callers.pop()
+
+        return call
+
+    members = {}
+    for name in dir(Accelerator):
+        method = inspect.getattr_static(Accelerator, name)
+        if inspect.isfunction(method) and not name.startswith("_"):
+            members[name] = recording(name, method)
+    return type("Recorder", (Accelerator,), members)
+
+
+@pytest.mark.parametrize("mixed_precision", ["no", "fp16"])
+def test_public_methods_reach_each_other_through_self(tmp_path, mixed_precision):
+    reached, callers = {}, []
+    accelerator = recorder(reached, callers)(
+        cpu=True, gradient_accumulation_steps=2, mixed_precision=mixed_precision
+    )
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    loader = DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=2)
+    model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
+    accelerator.prepare_model(torch.nn.Linear(2, 1))
+    for (inputs,) in loader:
+        context = accelerator.accumulate(model)
+        callers.append("accumulate")
+        context.__enter__()
+        callers.clear()
+        loss = model(inputs).sum()
+        accelerator.backward(loss)
+        context.__exit__(None, None, None)
+        optimizer.step()
+    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    accelerator.clip_grad_value_(model.parameters(), 1.0)
+    accelerator.check_trigger()
+    accelerator.gather_for_metrics(loss.detach())
+    accelerator.save_model(model, tmp_path / "model")
+    accelerator.save_state(tmp_path / "state")
+    assert load_file(tmp_path / "model" / "model.safetensors").keys() == {"weight", "bias"}
+    accelerator.clear(model)
+    for caller, methods in REACHED.items():
+        assert methods <= reached.get(caller, set()), caller
+
+
+def test_a_state_dict_of_ones_own_is_saved(tmp_path):
+    class Trained(Accelerator):
+        def get_state_dict(self, model, unwrap=True):
+            state = super().get_state_dict(model, unwrap)
+            return {name: state[name] for name, p in model.named_parameters() if p.requires_grad}
+
+    accelerator = Trained(cpu=True)
+    model = torch.nn.Linear(2, 1)
+    model.bias.requires_grad_(False)
+    model = accelerator.prepare(model)
+    accelerator.save_state(tmp_path / "state")
+    accelerator.save_model(model, tmp_path / "model")
+    for folder in ("state", "model"):
+        assert load_file(tmp_path / folder / "model.safetensors").keys() == {"weight"}
+    expected = model.weight.detach().clone()
+    with torch.no_grad():
+        model.weight.zero_()
+    accelerator.load_state(tmp_path / "state", strict=False)
+    assert torch.equal(model.weight, expected)
+
+
+def test_methods_that_are_assigned_later_are_called(accelerator, monkeypatch, tmp_path):
+    model = torch.nn.Linear(2, 1)
+    prepared, saved = [], []
+    original = Accelerator.prepare_model
+
+    def prepare_model(self, model, **kwargs):
+        prepared.append(model)
+        return original(self, model, **kwargs)
+
+    monkeypatch.setattr(Accelerator, "prepare_model", prepare_model)
+    accelerator.save = lambda state, path, safe_serialization: saved.append((path, set(state)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    accelerator.prepare(model, optimizer)
+    assert prepared == [model]
+    accelerator.save_model(model, tmp_path)
+    assert saved == [(str(tmp_path / "model.safetensors"), {"weight", "bias"})]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("version", [0, 2])
+def test_an_overridden_prepare_model_trains_the_same(version):
+    """Two models with an optimizer each: each is laid out with its optimizer, as without the override."""
+
+    class Own(Accelerator):
+        def prepare_model(self, model, *args, **kwargs):
+            return super().prepare_model(model, *args, **kwargs)
+
+    results = []
+    for kind in (Accelerator, Own):
+        reset_states()
+        options = {}
+        if version:
+            options["fsdp_plugin"] = FullyShardedDataParallelPlugin(fsdp_version=version)
+        accelerator = kind(cpu=True, **options)
+        set_seed(0)
+        models = [torch.nn.Linear(4, 4, dtype=torch.float64) for _ in range(2)]
+        optimizers = [torch.optim.Adam(model.parameters(), lr=0.1) for model in models]
+        first, second, *optimizers = accelerator.prepare(*models, *optimizers)
+        inputs = torch.randn(2, 4, dtype=torch.float64)[accelerator.process_index]
+        accelerator.backward(second(first(inputs)).square().sum())
+        for optimizer in optimizers:
+            optimizer.step()
+        results.append(list(accelerator.get_state_dict(first).values()))
+    for expected, value in zip(*results, strict=True):
+        torch.testing.assert_close(value, expected)

@@ -6,9 +6,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -34,7 +35,7 @@ from .core.objects import forwarded
 from .core.trees import send_to_device
 from .data_loader import prepare_data_loader, skip_first_batches
 from .logging import MultiProcessAdapter, get_logger, print_or_log
-from .optimizer import AcceleratedOptimizer
+from .optimizer import AcceleratedOptimizer, parameters_of
 from .parallel.base import Bundle, Strategy
 from .parallel.ddp.strategy import sync_in_backward
 from .parallel.items import ItemWindow
@@ -50,7 +51,7 @@ from .run.accumulation import AccumulatedBatch, Accumulation
 from .run.averages import AveragedWeights
 from .run.checkpoints import RunCheckpoints, register_hook
 from .run.first_step import FirstStepCheck
-from .run.interface import RunInterface
+from .run.interface import RunInterface, replaceable
 from .run.loop import MainLoop
 from .run.non_finite import NonFiniteGuard, check_optimizer
 from .run.objects import PreparedModules, RunObjects, check_preparable
@@ -86,6 +87,13 @@ logger: MultiProcessAdapter = get_logger(__name__)
 
 # Distinguishes "not given" from each value, for arguments that a configuration object also has.
 _NOT_GIVEN: Any = object()
+
+
+class _Preparing(NamedTuple):
+    """What one call of `prepare` has beside a model."""
+
+    optimizers: Sequence[torch.optim.Optimizer] = ()
+    methods: Sequence[str] = ()
 
 
 class Accelerator(RunInterface):
@@ -260,8 +268,10 @@ class Accelerator(RunInterface):
     def _compose(self, project: ProjectConfiguration, trackers: TrackerGroup) -> None:
         """Make the parts of this run, without any prepared object."""
         self._accumulation = Accumulation(self.gradient_state, self._exact)
+        # What a replaced `prepare_model` does not pass on.
+        self._preparing = _Preparing()
         # The context of `accumulate()` without models, created once: it is entered for each batch.
-        self._batch = AccumulatedBatch(self._accumulation, ())
+        self._batch = AccumulatedBatch(self._accumulation)
         self._objects = RunObjects()
         self._exchange = StepExchange(self.state)
         self._items = ItemWindow(self.strategy, self._exchange)
@@ -294,6 +304,9 @@ class Accelerator(RunInterface):
             self._exchange,
         )
         self._checkpoints.loop = self._loop
+        self._checkpoints.replaced_state_dict = functools.partial(
+            _replaced_state_dict, weakref.ref(self)
+        )
 
     # -- prepare
 
@@ -345,12 +358,22 @@ class Accelerator(RunInterface):
         ]
         check_names([args[i] for i in models], methods)
         raw = [obj for obj in args if isinstance(obj, torch.optim.Optimizer)]
-        prepared = self._prepare_models(
-            [args[i] for i in models],
-            raw,
-            [self._is_placed(device_placement[i]) for i in models],
-            methods=methods,
-        )
+        prepare_model = self.replacement("prepare_model")
+        if prepare_model is None:
+            prepared = self._prepare_models(
+                [args[i] for i in models],
+                raw,
+                [self._is_placed(device_placement[i]) for i in models],
+                methods=methods,
+            )
+        else:
+            self._preparing = _Preparing(raw, methods)
+            try:
+                prepared = [
+                    prepare_model(args[i], device_placement=device_placement[i]) for i in models
+                ]
+            finally:
+                self._preparing = _Preparing()
         for i, model in zip(models, prepared, strict=True):
             result[i] = model
         # Schedulers come last: each looks up its optimizer among the prepared ones.
@@ -371,6 +394,7 @@ class Accelerator(RunInterface):
             return self.device_placement
         return requested
 
+    @replaceable
     def prepare_model(
         self,
         model: torch.nn.Module,
@@ -392,8 +416,13 @@ class Accelerator(RunInterface):
         """
         if not isinstance(model, torch.nn.Module):
             raise PrepareError(f"prepare_model takes a torch.nn.Module, not {type(model).__name__}")
+        optimizers, methods = self._preparing
         (prepared,) = self._prepare_models(
-            [model], [], [self._is_placed(device_placement)], evaluation_mode
+            [model],
+            [optimizer for optimizer in optimizers if _trains(optimizer, model)],
+            [self._is_placed(device_placement)],
+            evaluation_mode,
+            methods,
         )
         return prepared
 
@@ -697,24 +726,27 @@ class Accelerator(RunInterface):
         """
         if not models:
             return self._batch
-        return AccumulatedBatch(self._accumulation, tuple(map(self.prepared_model, models)))
+        prepared = tuple(map(self.prepared_model, models))
+        return AccumulatedBatch(self._accumulation, prepared, self.replacement("no_sync"))
 
-    @contextlib.contextmanager
-    def no_sync(self, model: torch.nn.Module) -> Iterator[None]:
-        """Run a block in which backward passes accumulate gradients without communication.
+    @replaceable
+    def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which backward passes accumulate gradients without communication.
 
         `accumulate` does this for accumulation windows, and decides when the optimizer steps.
 
         Args:
             model: a prepared model.
 
+        Returns:
+            A context manager.
+
         Example:
             with accelerator.no_sync(model):
                 accelerator.backward(criterion(model(first), targets))
             accelerator.backward(criterion(model(second), targets))  # reduces the gradients of both
         """
-        with self.prepared_model(model).no_sync():
-            yield
+        return self.prepared_model(model).no_sync()
 
     @staticmethod
     def trigger_sync_in_backward(model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
@@ -874,13 +906,15 @@ class Accelerator(RunInterface):
             parameters = [parameters]
         else:
             parameters = list(parameters)
-        if self.precision.scaler is None:
-            return parameters
-        requested = {id(parameter) for parameter in parameters}
+        requested: set[int] = set()
+        if self.precision.scaler is not None:
+            requested.update(map(id, parameters))
+        optimizers = []
         for optimizer in self._objects.optimizers:
-            for group in optimizer.param_groups:
-                if not requested.isdisjoint(map(id, group["params"])):
-                    optimizer.unscale()
+            groups = optimizer.param_groups if requested else ()
+            if any(not requested.isdisjoint(map(id, group["params"])) for group in groups):
+                optimizers.append(optimizer)
+        self.unscale_gradients(optimizers)
         return parameters
 
     def clip_grad_norm_(
@@ -1060,6 +1094,7 @@ class Accelerator(RunInterface):
             )
         return self.strategy.as_prepared(model)
 
+    @replaceable
     def unwrap_model(
         self,
         model: torch.nn.Module,
@@ -1078,6 +1113,7 @@ class Accelerator(RunInterface):
         """
         return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
 
+    @replaceable
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return the full state of a prepared model, under the names of the plain model.
 
@@ -1094,10 +1130,14 @@ class Accelerator(RunInterface):
         prepared = self.prepared_model(model)
         if any(has_offloaded_params(module) for module in model.modules()):
             return get_state_dict_offloaded_model(model)
+        unwrap_model = self.replacement("unwrap_model")
         with self.precision.swap_in_master_weights([model], [], [prepared.swappable()]):
-            if unwrap:
-                return prepared.state_dict()
-            return model.state_dict()
+            if not unwrap:
+                return model.state_dict()
+            if unwrap_model is not None and not prepared.is_partial:
+                state: dict[str, Any] = unwrap_model(model).state_dict()
+                return state
+            return prepared.state_dict()
 
     def verify_device_map(self, model: torch.nn.Module) -> bool:
         """Return whether a module of the model is distributed over several devices by a device map.
@@ -1306,7 +1346,7 @@ class Accelerator(RunInterface):
             max_shard_size: the largest size of a file, in bytes or as text such as "10GB".
             safe_serialization: save safetensors; otherwise torch's format.
         """
-        if self._checkpoints.save_adapters(
+        if self.replacement("get_state_dict") is None and self._checkpoints.save_adapters(
             self.prepared_model(model), save_directory, safe_serialization
         ):
             return
@@ -1317,12 +1357,14 @@ class Accelerator(RunInterface):
             safe_serialization,
             process=PartialState(),
             save_on_each_node=self.project_configuration.save_on_each_node,
+            write=self.replacement("save"),
         )
         print_or_log(
             logger,
             f"saved the weights of {class_name(self.unwrap_model(model))} in {save_directory}",
         )
 
+    @replaceable
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
         """Save an object on one process of the run, or on one process of each machine (`save_on_each_node`).
 
@@ -1547,6 +1589,21 @@ def _move_inputs(
 ) -> Any:
     """A forward pre-hook of models whose batches stay on the host until then."""
     return send_to_device((args, kwargs), device, non_blocking)
+
+
+def _replaced_state_dict(
+    reference: weakref.ref[Accelerator],
+) -> Callable[[torch.nn.Module], dict[str, Any]] | None:
+    """The `get_state_dict` that a subclass has, or a package has assigned. The checkpoints do not own the run."""
+    accelerator = reference()
+    if accelerator is None:
+        return None
+    return accelerator.replacement("get_state_dict")
+
+
+def _trains(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> bool:
+    trained = set(map(id, parameters_of(optimizer)))
+    return not trained.isdisjoint(map(id, model.parameters()))
 
 
 def _without_replica(model: torch.nn.Module) -> torch.nn.Module:

@@ -20,6 +20,7 @@ StateDict = dict[str, Any]
 # As in the API: a save hook is called with (models, weights, folder), a load hook with (models, folder).
 SaveHook = Callable[[list[torch.nn.Module], list[StateDict], str], object]
 LoadHook = Callable[[list[torch.nn.Module], str], object]
+StateOf = Callable[[torch.nn.Module], StateDict]
 
 
 class HasState(Protocol):
@@ -45,6 +46,7 @@ class RunState:
         save_hooks, load_hooks: the user's, called on every rank as the API calls them.
         sharded: writes and reads the models and optimizers that save shards.
         mesh: {dimension: size} of the layout that saves, for the manifest.
+        state_of: gives the state of each model that is not saved as shards; None: the models themselves do.
         entire: the same run with entire models, where `models` has adapters of some; else None.
     """
 
@@ -61,6 +63,7 @@ class RunState:
     load_hooks: Sequence[LoadHook] = ()
     sharded: ShardedState | None = None
     mesh: dict[str, int] = field(default_factory=dict)
+    state_of: StateOf | None = None
     entire: RunState | None = None
 
 

@@ -54,7 +54,7 @@ from .kinds import (
 )
 from .layout import Manifest, numbered, rank_document_name, rotate, set_aside, stamp
 from .ranks import ReportedError, SaveRanks
-from .run_state import RunState
+from .run_state import RunState, StateDict
 
 if TYPE_CHECKING:
     from .writer import Writer
@@ -387,8 +387,8 @@ def _is_collective(run: RunState, in_background: bool) -> bool:
     for kind in kinds(Written.WEIGHTS, Written.FILE):
         unsharded += [item for item in kind.objects(run) if not kind.in_shards(item)]
     gathers = any(getattr(item, "is_partial", False) for item in unsharded)
-    if run.save_hooks or gathers or run.sharded is None:
-        return bool(run.save_hooks) or gathers
+    if run.save_hooks or run.state_of or gathers or run.sharded is None:
+        return bool(run.save_hooks or run.state_of) or gathers
     # Registered objects may have DTensors.
     return bool(run.custom or run.averages) or run.sharded.is_collective(in_background)
 
@@ -444,7 +444,14 @@ def _collect(pending: PendingCheckpoint, run: RunState, in_background: bool) -> 
             "a run whose models and optimizers are partly sharded and partly not cannot be saved"
         )
     rank, is_native = pending.process.process_index, pending.options.layout == "native"
-    weights = [dict(part.checkpoint_state_dict()) for part in run.models if not part.saves_shards]
+    weights: list[StateDict] = []
+    for part in run.models:
+        if part.saves_shards:
+            continue
+        if run.state_of is None:
+            weights.append(dict(part.checkpoint_state_dict()))
+        else:
+            weights.append(dict(run.state_of(part.module)))
     states = {
         kind.name: [item.state_dict() for item in kind.objects(run) if not kind.in_shards(item)]
         for kind in kinds(Written.FILE)

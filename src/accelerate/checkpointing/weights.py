@@ -8,7 +8,7 @@ import logging
 import os
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,13 +56,15 @@ def save_model(
     *,
     process: PartialState,
     save_on_each_node: bool = False,
+    write: Callable[..., object] | None = None,
 ) -> None:
     """Write a model's full state into a folder: `model.safetensors`, or numbered shards and their index.
 
     Every rank may call it; the main process (of each machine, with `save_on_each_node`) writes. Of tied weights one is
     stored. Shards of an earlier save in the folder are removed. Without `safe_serialization`, torch.save writes.
     Raises ValueError when `save_directory` is a file, CheckpointError naming the entry that cannot be stored, OSError
-    naming the file or folder that cannot be written.
+    naming the file or folder that cannot be written. If given, `write(content, path, safe_serialization=...)`
+    writes each file.
     """
     folder = follow_links(user_path(save_directory, "save_model: save_directory"), "save_model")
     if folder.is_file():
@@ -94,6 +96,14 @@ def save_model(
     shards[0] = shards[0] + others
     contents = [{name: kept[name] for name in members} for members in shards]
     files = dict(zip(names, contents, strict=True))
+    if write is not None:
+        (folder / index).unlink(missing_ok=True)
+        for name, content in files.items():
+            write(content, str(folder / name), safe_serialization=safe_serialization)
+        if len(shards) > 1:
+            write_index(folder / index, files)
+        remove_stale(folder, single, pattern, index, set(names))
+        return
     _write_files(folder, files, aliases, index if len(shards) > 1 else None, safe_serialization)
     remove_stale(folder, single, pattern, index, set(names))
     logger.info("model weights saved in %s (%d file(s))", folder, len(names))

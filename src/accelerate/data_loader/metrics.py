@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ def gather_for_metrics(
     shards: int | None = None,
     group: dist.ProcessGroup | None = None,
     slices: dist.ProcessGroup | None = None,
+    gather_all: Callable[[Any], Any] | None = None,
 ) -> Any:
     """Gather nested data with one row for each sample from all ranks, each sample once.
 
@@ -38,12 +40,13 @@ def gather_for_metrics(
         shards: the number of shards of the data. None: the size of the group.
         group: ranks that have one shard each. None: all ranks.
         slices: ranks that computed on different slices of the same samples; each contributes its rows.
+        gather_all: gathers tensors from all ranks, instead of `gather`.
 
     Returns:
         The gathered data, on every rank.
     """
     as_objects = use_gather_object or not _only_tensors(input_data)
-    gathered = _each_once(input_data, loader, as_objects, shards, group)
+    gathered = _each_once(input_data, loader, as_objects, shards, group, gather_all)
     if slices is None:
         return gathered
     return _gather(gathered, as_objects, None, slices)
@@ -55,12 +58,16 @@ def _each_once(
     as_objects: bool,
     shards: int | None,
     group: dist.ProcessGroup | None,
+    gather_all: Callable[[Any], Any] | None,
 ) -> Any:
     if loader is not None and _is_uneven(loader):
         if as_objects:
             return gather_objects_counted(input_data, loader.batch_counts, group)
         return gather_counted(input_data, loader.batch_counts, group)
-    gathered = _gather(input_data, as_objects, shards, group)
+    if gather_all is not None and group is None and not as_objects:
+        gathered = gather_all(input_data)
+    else:
+        gathered = _gather(input_data, as_objects, shards, group)
     if loader is None or not loader.end_of_dataloader:
         return gathered
     remainder = loader.remainder

@@ -4,13 +4,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+
+import torch
 
 from ..core.errors import AccelerateError
 from ..optimizer import AcceleratedOptimizer
 from ..parallel.prepared import PreparedModel
 from ..state import GradientState
+
+NoSync = Callable[[torch.nn.Module], contextlib.AbstractContextManager[None]]
 
 
 class Accumulation:
@@ -165,10 +169,16 @@ class Accumulation:
 class AccumulatedBatch:
     """A context for one batch of an accumulation window: only the last one's backward communicates."""
 
-    __slots__ = ("accumulation", "contexts", "models")
+    __slots__ = ("accumulation", "contexts", "models", "no_sync")
 
-    def __init__(self, accumulation: Accumulation, models: tuple[PreparedModel, ...]) -> None:
+    def __init__(
+        self,
+        accumulation: Accumulation,
+        models: tuple[PreparedModel, ...] = (),
+        no_sync: NoSync | None = None,
+    ) -> None:
         self.accumulation: Accumulation = accumulation
+        self.no_sync: NoSync | None = no_sync
         self.models: tuple[PreparedModel, ...] = models
         self.contexts: list[contextlib.AbstractContextManager[Any]] = []
 
@@ -177,7 +187,10 @@ class AccumulatedBatch:
         sync = accumulation.begin(self.models)
         if not sync and not accumulation.gradient_state.plugin_kwargs.get("sync_each_batch", False):
             for model in self.models:
-                context = model.no_sync()
+                if self.no_sync is None:
+                    context = model.no_sync()
+                else:
+                    context = self.no_sync(model.module)
                 context.__enter__()
                 reduces = isinstance(context, contextlib.nullcontext)
                 if not reduces and model not in accumulation.unreduced:

@@ -23,7 +23,7 @@ from ..checkpointing.loading import resume as resume_run
 from ..checkpointing.preemption import DEFAULT_SIGNALS
 from ..checkpointing.rank_state import PendingGradients, RankState, is_same_layout
 from ..checkpointing.resume_controller import ResumeController
-from ..checkpointing.run_state import RunState
+from ..checkpointing.run_state import RunState, StateOf
 from ..checkpointing.saving import DamagedCheckpoint, Options, save_run
 from ..checkpointing.writer import Writer
 from ..config.training import ProjectConfiguration
@@ -79,6 +79,8 @@ class RunCheckpoints:
         )
         # Its observers are told of saves and loads. `Accelerator` makes it, after this.
         self.loop: RunLoop = RunLoop()
+        # The user's own `get_state_dict`, if there is one. `Accelerator` sets it.
+        self.replaced_state_dict: Callable[[], StateOf | None] = lambda: None
         # of a run that a signal has stopped; None: 128 plus its number
         self._exit_code: int | None = None
         self._writer: Writer | None = None
@@ -134,8 +136,10 @@ class RunCheckpoints:
             self._writer = self._writer or Writer()
         writer = None if blocking else self._writer
         with self._run_state(is_saved=True) as run:
-            if run.entire is not None and (layout == "compat" or run.save_hooks):
+            state_of = self.replaced_state_dict()
+            if run.entire is not None and (layout == "compat" or run.save_hooks or state_of):
                 run = run.entire
+            run.state_of = state_of
             saved = save_run(run, folder, process=PartialState(), options=options, writer=writer)
         if rotation is not None:
             self._damaged = []

@@ -33,6 +33,15 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+_REPLACEABLE: dict[str, Callable[..., Any]] = {}
+
+
+def replaceable(method: Method) -> Method:
+    """Register a method whose replacement (of a subclass, or assigned by a package) another method has to call."""
+    _REPLACEABLE[method.__name__] = method
+    return method
 
 
 def observed(
@@ -78,6 +87,18 @@ class RunInterface(ProcessView):
     _objects: RunObjects
     _loop: RunLoop
 
+    def replacement(self, name: str) -> Callable[..., Any] | None:
+        """Return what a subclass or an assignment has put in place of a method of the package; None by default.
+
+        Args:
+            name: the name of a method that another one reaches through `self`.
+        """
+        method = getattr(self, name)
+        if getattr(method, "__func__", None) is _REPLACEABLE[name]:
+            return None
+        replaced: Callable[..., Any] = method
+        return replaced
+
     # -- identity of the process
 
     distributed_type: DistributedType = forwarded(
@@ -105,6 +126,7 @@ class RunInterface(ProcessView):
 
     # -- data between the ranks
 
+    @replaceable
     @observed
     def gather(self, tensor: Any) -> Any:
         """Concatenate the tensors of all processes along dimension 0, in rank order.
@@ -150,6 +172,7 @@ class RunInterface(ProcessView):
             strategy.data_shard[1],
             strategy.data_group,
             None if strategy.sequence is None else strategy.sequence.last_group,
+            self.replacement("gather"),
         )
 
     @observed
@@ -207,7 +230,7 @@ class RunInterface(ProcessView):
         """Return whether any process called `set_trigger` since the last True. Every process must call it."""
         if self.flag_tensor is None:
             self.flag_tensor = torch.tensor(0, device=self.device)
-        if bool(collectives.reduce(self.flag_tensor, "sum") >= 1):
+        if bool(self.reduce(self.flag_tensor, "sum") >= 1):
             self.flag_tensor = torch.tensor(0, device=self.device)
             return True
         return False
