@@ -248,27 +248,6 @@ def test_what_has_no_plain_form_is_refused_with_its_place():
             encode(value, TensorSink(), "root")
 
 
-def test_entries_of_earlier_versions_are_read():
-    zone = {"$": "timezone", "v": [0, 3600, 0], "name": "UTC+01:00"}
-    small = {"$": "tensor", "dtype": "int64", "shape": [1], "b64": "BwAAAAAAAAA=", "id": 0}
-    document = [
-        {"$": "datetime", "v": "2024-01-01T00:00:00", "zone": zone},
-        small,
-        {"$": "tensor", "same": 0},
-        {"$": "ndarray", "v": {"$": "tensor", "ref": "x"}},
-        {
-            "$": "ndarray",
-            "dtype": {"text": "<i8", "char": "q"},
-            "shape": [1],
-            "b64": "BwAAAAAAAAA=",
-        },
-    ]
-    moment, first, second, array, numbers = decode(document, {"x": torch.arange(3)}, "a file")
-    assert moment.utcoffset() == datetime.timedelta(hours=1)
-    assert first.tolist() == second.tolist() == [7]
-    assert array.tolist() == [0, 1, 2] and numbers.tolist() == [7]
-
-
 def test_decoding_imports_nothing_and_calls_nothing(tmp_path, monkeypatch):
     marker = tmp_path / "imported"
     (tmp_path / "trap_module.py").write_text(f"open({str(marker)!r}, 'w')")

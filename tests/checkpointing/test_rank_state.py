@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from accelerate import Accelerator
-from accelerate.checkpointing.rank_state import is_same_layout
 from accelerate.parallel.base import Strategy
 from accelerate.parallel.registry import strategy_key
 from accelerate.precision.base import Precision
@@ -33,22 +31,6 @@ def test_a_window_does_not_depend_on_the_text_in_messages(tmp_path):
     assert report.progress["window_layout"] == {"strategy": "single", "processes": 1}
     assert accelerator._checkpoints.accumulation.step == 1
     assert not report.notes and torch.equal(model.weight.grad, saved)
-
-
-@pytest.mark.parametrize(
-    "saved, fits",
-    [
-        ({"strategy": "fsdp2", "dp_shard": 2}, True),
-        ({"strategy": "FSDP2", "dp_shard": 2}, True),
-        ({"strategy": "fsdp1", "dp_shard": 2}, False),
-        ({"strategy": "fsdp2", "dp_shard": 4}, False),
-        ({"strategy": "fsdp2"}, False),
-    ],
-    ids=str,
-)
-def test_layouts_are_compared_by_key_and_sizes(saved, fits):
-    """`FSDP2` is what earlier versions stored."""
-    assert is_same_layout(saved, {"strategy": "fsdp2", "dp_shard": 2}) is fits
 
 
 def test_a_strategy_of_another_package_is_known_by_its_class():

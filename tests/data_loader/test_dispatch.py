@@ -18,9 +18,8 @@ from accelerate.data_loader.assign import NO_BATCH, BatchAssigner
 from accelerate.data_loader.batch_source import BatchSource, plan_for
 from accelerate.data_loader.channel import BatchMessage, pack, padded_row, unpack
 from accelerate.data_loader.order import OwnGenerators, ReplayedOrder
-from accelerate.data_loader.position import StreamPosition
 from accelerate.data_loader.rows import count_rows, join_rows, repeat_rows, take_rows
-from accelerate.data_loader.steps import ShardSplit
+from accelerate.data_loader.steps import ShardSplit, StreamPosition
 
 
 def own_order():

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from accelerate.core.dtypes import BY_NAME
 from accelerate.core.errors import CheckpointError
+from accelerate.core.safetensors_header import BY_NAME
 from accelerate.placement import weight_files
 
 

@@ -15,6 +15,7 @@ from ..core.lazy import attach
 
 EXPORTS = {
     "checkpointing.layout": [
+        "CheckpointMismatch",
         "CorruptCheckpoint",
         "Manifest",
         "checkpoint_folder",
@@ -26,7 +27,6 @@ EXPORTS = {
         "verify",
     ],
     "checkpointing.loading": ["LoadReport", "load_newest", "load_run", "resume"],
-    "checkpointing.matching": ["CheckpointMismatch"],
     "checkpointing.merging": ["merge_fsdp_weights"],
     "checkpointing.preemption": ["PreemptionWatch"],
     "checkpointing.rank_state": ["PendingGradients"],

@@ -4,6 +4,7 @@
 from ..parallel.prepared import PreparedModel as PreparedModel
 from ..parallel.prepared import PreparedOptimizer as PreparedOptimizer
 from ..placement.tied import clean_state_dict_for_safetensors as clean_state_dict_for_safetensors
+from .layout import CheckpointMismatch as CheckpointMismatch
 from .layout import CorruptCheckpoint as CorruptCheckpoint
 from .layout import Manifest as Manifest
 from .layout import checkpoint_folder as checkpoint_folder
@@ -17,7 +18,6 @@ from .loading import LoadReport as LoadReport
 from .loading import load_newest as load_newest
 from .loading import load_run as load_run
 from .loading import resume as resume
-from .matching import CheckpointMismatch as CheckpointMismatch
 from .merging import merge_fsdp_weights as merge_fsdp_weights
 from .preemption import PreemptionWatch as PreemptionWatch
 from .rank_state import PendingGradients as PendingGradients

@@ -37,8 +37,7 @@ from ..state import PartialState
 from .checksums import checksums, differing
 from .files import Segment, host_view, segments
 from .gathering import PlacesByRank, gather_on_host
-from .layout import numbered
-from .matching import CheckpointMismatch
+from .layout import CheckpointMismatch, numbered
 from .run_state import RunState
 from .source import CheckpointReader, ModelWeights, weights_file
 
@@ -71,9 +70,9 @@ class AdapterModel(PreparedModel):
         self.layout = layout
         self.names = names
         self.is_partial: bool = prepared.is_partial
-        self._device: torch.device | None = (
-            getattr(prepared, "device", None) if prepared.is_partial else None
-        )
+        self._device: torch.device | None = None
+        if prepared.is_partial:
+            self._device = getattr(prepared, "device", None)
 
     @classmethod
     def of(cls, prepared: PreparedModel, known: AdapterLayout | None) -> AdapterModel | None:
@@ -83,9 +82,8 @@ class AdapterModel(PreparedModel):
             prepared: a prepared model.
             known: of an earlier call for it.
         """
-        if prepared.template is not None or (
-            prepared.is_partial and not isinstance(prepared, ShardedModel)
-        ):
+        is_gathered = prepared.is_partial and not isinstance(prepared, ShardedModel)
+        if prepared.template is not None or is_gathered:
             return None  # pipelines, DeepSpeed, FSDP1
         if not is_peft_model(prepared.module):
             return None
@@ -121,12 +119,11 @@ class AdapterModel(PreparedModel):
                 places = (f".modules_to_save.{other}." for other in self.names)
                 return all(name.replace(".original_module.", place) in adapter for place in places)
 
-            frozen = {
-                base_name(name): parameter
-                for name, parameter in named_parameters(self.inner)
-                if (name not in adapter and not is_replaced(name))
-                or name.split(".")[-2] == "base_layer"
-            }
+            frozen = {}
+            for name, parameter in named_parameters(self.inner):
+                is_base = name not in adapter and not is_replaced(name)
+                if is_base or name.split(".")[-2] == "base_layer":
+                    frozen[base_name(name)] = parameter
             self.layout.base = checksums(frozen, self._device)
         return self.layout.base
 
@@ -209,17 +206,20 @@ def with_adapters(
         run: the run with entire models.
         known: what earlier calls have found out of each model.
     """
-    parts = [AdapterModel.of(part, known.get(part)) or part for part in run.models]
-    adapters = {part.prepared: part for part in parts if isinstance(part, AdapterModel)}
+    parts: list[PreparedModel] = []
+    adapters: dict[PreparedModel | None, AdapterModel] = {}
+    for model in run.models:
+        part = AdapterModel.of(model, known.get(model))
+        parts.append(part or model)
+        if part is not None:
+            adapters[model] = part
+            known[model] = part.layout
     if not adapters or any(part.saves_shards for part in parts):
         return None
-    known.update({prepared: part.layout for prepared, part in adapters.items()})
-    optimizers = [
-        PreparedOptimizer(
-            trained.optimizer, adapters.get(trained.model, trained.model) if trained.model else None
-        )
-        for trained in run.optimizers
-    ]
+    optimizers = []
+    for trained in run.optimizers:
+        owner = adapters.get(trained.model, trained.model)
+        optimizers.append(PreparedOptimizer(trained.optimizer, owner))
     return replace(run, models=parts, optimizers=optimizers, sharded=None, entire=run)
 
 
@@ -268,11 +268,9 @@ def save_adapters(
     for name, pieces in files.items():
         with atomic_write(folder / name) as file:
             for piece in pieces:
-                file.write(
-                    host_view(piece.cpu().contiguous())
-                    if isinstance(piece, torch.Tensor)
-                    else piece
-                )
+                if isinstance(piece, torch.Tensor):
+                    piece = host_view(piece.cpu().contiguous())
+                file.write(piece)
 
 
 @dataclass
@@ -320,11 +318,11 @@ def adapter_weights(source: CheckpointReader, index: int, row: JSONObject) -> Ad
         reads.append((names, read))
 
     def read_all() -> dict[str, object]:
-        return {
-            names[key]: value
-            for names, read in reads
-            for key, value in read().items()
-            if key in names
-        }
+        values = {}
+        for names, read in reads:
+            for key, value in read().items():
+                if key in names:
+                    values[names[key]] = value
+        return values
 
     return AdapterWeights(folder, shapes, read_all, {}, base=row["base"])

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ..core.safetensors_header import dtype_name
 from ..placement.subclasses import inner_tensors
 from .gathering import local_blocks
 
@@ -33,8 +34,10 @@ def checksums(
     pieces: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         for part, inner in inner_tensors(tensor.detach()).items():
-            key = f"{name}.{part}" if part else name
-            pieces[key] = inner
+            if part:
+                pieces[f"{name}.{part}"] = inner
+            else:
+                pieces[name] = inner
     if not pieces:
         return {}
     has_plain = device is None or dist.get_rank() == 0
@@ -42,19 +45,23 @@ def checksums(
     totals = torch.stack([part.to(device or "cpu") for part in parts])
     if device is not None:
         dist.all_reduce(totals)
-    return {
-        name: f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} {total & (1 << 64) - 1:016x}"
-        for (name, tensor), total in zip(pieces.items(), totals.tolist(), strict=True)
-    }
+    texts = {}
+    for (name, tensor), total in zip(pieces.items(), totals.tolist(), strict=True):
+        unsigned = total & (1 << 64) - 1
+        texts[name] = f"{dtype_name(tensor.dtype)} {list(tensor.shape)} {unsigned:016x}"
+    return texts
 
 
 @torch.no_grad()
 def _sum_of(tensor: torch.Tensor, has_plain: bool) -> torch.Tensor:
     """The part of this rank's elements; those of a plain tensor are its part if `has_plain`."""
-    plain = [(tensor, (0,) * tensor.ndim)] if has_plain else []
-    blocks = local_blocks(tensor) if isinstance(tensor, DTensor) else plain
-    zero = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    return sum((_sum_of_block(block, offsets) for block, offsets in blocks), start=zero)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    if isinstance(tensor, DTensor):
+        for block, offsets in local_blocks(tensor):
+            total = total + _sum_of_block(block, offsets)
+    elif has_plain:
+        total = _sum_of_block(tensor, (0,) * tensor.ndim)
+    return total
 
 
 def _sum_of_block(tensor: torch.Tensor, offsets: Sequence[int]) -> torch.Tensor:
@@ -63,16 +70,22 @@ def _sum_of_block(tensor: torch.Tensor, offsets: Sequence[int]) -> torch.Tensor:
         return total
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
-    rows = tensor.reshape(1) if tensor.ndim == 0 else tensor
-    offsets = [*offsets, *[0] * (rows.ndim - len(offsets))]
-    step = max(1, _BLOCK * rows.shape[0] // rows.numel())
-    for start in range(0, rows.shape[0], step):
-        firsts = [offsets[0] + start, *offsets[1:]]
+    rows = torch.atleast_1d(tensor)
+    count = rows.shape[0]
+    step = max(1, _BLOCK * count // rows.numel())
+    for start in range(0, count, step):
+        # The index of the first element in each dimension.
+        firsts = [*offsets, *[0] * (rows.ndim - len(offsets))]
+        firsts[0] += start
         words, firsts[-1] = _words(rows[start : start + step], firsts[-1])
         for dimension in reversed(range(words.ndim)):
-            words = (
-                words * _multipliers(firsts[dimension], words.shape[-1], dimension, words.device)
-            ).sum(-1)
+            factors = _multipliers(
+                firsts[dimension],
+                words.shape[-1],
+                dimension,
+                words.device,
+            )
+            words = (words * factors).sum(-1)
         total = total + words
     return total
 
@@ -82,12 +95,15 @@ def _words(block: torch.Tensor, first: int) -> tuple[torch.Tensor, int]:
 
     A word that two ranks share is the sum of both, each with zeros for the other's elements.
     """
-    bits = block.contiguous().view(_INTEGERS[block.element_size()])
-    size = 8 // block.element_size()
-    before, after = first % size, -(first + bits.shape[-1]) % size
+    element_size = block.element_size()
+    bits = block.contiguous().view(_INTEGERS[element_size])
+    size = 8 // element_size
+    before = first % size
+    after = -(first + bits.shape[-1]) % size
     if before or after:
         bits = nn.functional.pad(bits, (before, after))
-    return bits.view(torch.int64), first // size
+    words = bits.view(torch.int64)
+    return words, first // size
 
 
 # Tensors of a model have few shapes. The largest result has 32 MiB.
@@ -102,6 +118,6 @@ def _multipliers(first: int, count: int, dimension: int, device: torch.device) -
 
 def differing(saved: Mapping[str, str], present: Mapping[str, str]) -> Iterable[str]:
     """A description of each tensor whose checksum differs, or that only one side has."""
-    for name in (*present, *(name for name in saved if name not in present)):
+    for name in {**present, **saved}:
         if saved.get(name) != present.get(name):
             yield f"{name} (saved {saved.get(name, 'none')}, here {present.get(name, 'none')})"

@@ -27,11 +27,16 @@ import torch
 from numpy.typing import NDArray
 
 from ..core import json_text
-from ..core.dtypes import NAMES, dtype_name, tensor_dtype, torch_dtype
 from ..core.errors import CheckpointError
 from ..core.json_text import JSONObject
-from ..core.safetensors_header import CorruptFile, read_header
-from ..core.trees import is_namedtuple
+from ..core.safetensors_header import (
+    NAMES,
+    CorruptFile,
+    dtype_name,
+    read_header,
+    tensor_dtype,
+    torch_dtype,
+)
 from .files import (
     BlockIO,
     Memory,
@@ -115,20 +120,6 @@ def _to_bytes(text: str) -> bytes:
     return base64.b64decode(text, validate=True)
 
 
-def _moment(kind: type[datetime.datetime] | type[datetime.time]) -> Callable[[JSONObject], object]:
-    def read(data: JSONObject) -> object:
-        moment = kind.fromisoformat(data["v"])
-        if "zone" in data:  # an earlier version wrote the time zone apart
-            if data["zone"]["$"] != "timezone":
-                raise ValueError(f"a time zone of type {data['zone']['$']} is not read")
-            moment = moment.replace(
-                tzinfo=datetime.timezone(datetime.timedelta(*data["zone"]["v"]))
-            )
-        return moment
-
-    return read
-
-
 def _iso_text(value: datetime.datetime | datetime.time) -> str:
     if not isinstance(value.tzinfo, datetime.timezone | None):
         raise ValueError(
@@ -152,8 +143,8 @@ _SCALARS: dict[type, tuple[str, Callable[[Any], object], Callable[[JSONObject], 
     torch.dtype: ("dtype", dtype_name, lambda data: torch_dtype(data["v"])),
     torch.device: ("device", str, lambda data: torch.device(data["v"])),
     type(pathlib.Path()): ("path", str, lambda data: pathlib.Path(data["v"])),
-    datetime.datetime: ("datetime", _iso_text, _moment(datetime.datetime)),
-    datetime.time: ("time", _iso_text, _moment(datetime.time)),
+    datetime.datetime: ("datetime", _iso_text, lambda data: datetime.datetime.fromisoformat(data["v"])),
+    datetime.time: ("time", _iso_text, lambda data: datetime.time.fromisoformat(data["v"])),
     datetime.date: ("date", datetime.date.isoformat, lambda data: datetime.date.fromisoformat(data["v"])),
     datetime.timedelta: (
         "timedelta", lambda value: [value.days, value.seconds, value.microseconds],
@@ -211,7 +202,7 @@ def _encode(value: Any, sink: TensorSink, path: str) -> object:
             else:
                 items = value
             return {"$": kind.__name__.lower(), "v": _encode_items(items, sink, path)}
-        if is_namedtuple(value):
+        if isinstance(value, tuple) and hasattr(kind, "_fields"):
             return {
                 "$": "namedtuple",
                 "type": _type_name(kind),
@@ -302,9 +293,6 @@ def _encode_array(value: NDArray[Any], sink: TensorSink, path: str) -> JSONObjec
 
 def _array_dtype(description: Any) -> np.dtype[Any]:
     """A dtype by NumPy's text for it. Raises ValueError unless its values are plain numbers, times or text."""
-    # an earlier version told C's long types apart
-    if isinstance(description, dict) and "text" in description:
-        description = description["text"]
     if isinstance(description, str):
         dtype = np.dtype(description)
     else:
@@ -336,8 +324,6 @@ class _Decoder:
         self.where = where
         self.unshare = unshare
         self.used: set[str] = set()
-        # an earlier version wrote equal small tensors once
-        self.small: dict[int, torch.Tensor] = {}
 
     def decode(self, data: object) -> Any:
         if isinstance(data, list):
@@ -418,30 +404,16 @@ class _Decoder:
                 tensor = tensor.clone()
             self.used.add(data["ref"])
             return tensor
-        if "same" in data:
-            return self.small[data["same"]].clone()
         dtype = tensor_dtype(data["dtype"])
         raw = bytearray(_to_bytes(data["b64"]))
         shape = tuple(data["shape"])
-        if raw:
-            tensor = torch.frombuffer(raw, dtype=dtype).reshape(shape).clone()
-        else:
-            tensor = torch.empty(shape, dtype=dtype)
-        if "id" in data:
-            self.small[data["id"]] = tensor
-        return tensor
+        if not raw:
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(raw, dtype=dtype).reshape(shape).clone()
 
     def _array(self, data: JSONObject) -> object:
-        if "class" in data:
-            raise ValueError(f"arrays of class {str(data['class'])[:40]} are not read")
-        if "v" in data:  # an earlier version wrote plain numbers as a tensor
-            return self.decode(data["v"]).numpy()
-        dtype = _array_dtype(data["dtype"])
-        if "bytes" in data:
-            raw = self.decode(data["bytes"]).numpy()
-        else:
-            raw = np.frombuffer(bytearray(_to_bytes(data["b64"])), np.uint8)
-        return raw.view(dtype).reshape(data["shape"])
+        raw = self.decode(data["bytes"]).numpy()
+        return raw.view(_array_dtype(data["dtype"])).reshape(data["shape"])
 
     def _known_type(self, name: object, base: type) -> Any:
         """A type by its module and name, taken only from modules that the program has imported itself."""

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +23,9 @@ from ..core.files import atomic_write, user_path
 from ..core.modules import class_name
 from ..parallel.adapters import CONFIG_FILE, is_merged, merged_module, original_module
 from ..parallel.fsdp.state import is_fsdp1
-from ..parallel.fsdp.units import reshard
 from ..parallel.pipeline.stage import StandIn
 from ..parallel.prepared import PreparedModel
-from ..parallel.sharded import ShardedModel
+from ..parallel.sharded import ShardedModel, reshard
 from ..parallel.unwrap import canonical_name, extract_model_from_parallel, is_peft_model
 from ..placement.sizes import convert_file_size_to_int
 from ..placement.subclasses import is_quantized_layer
@@ -97,31 +97,31 @@ def export(
 
 def _check(wrapped: nn.Module, model: nn.Module, merge_adapters: bool) -> None:
     """Raise ConfigurationError for a layout that has no unsharded tensors by name, and for what cannot be merged."""
-    incomplete = any(isinstance(module, StandIn) for module in model.modules()) or any(
-        parameter.is_meta or hasattr(parameter, "ds_shape") for parameter in model.parameters()
-    )
-    if is_fsdp1(wrapped) or incomplete:
+    is_incomplete = any(isinstance(module, StandIn) for module in model.modules())
+    for parameter in model.parameters():
+        if parameter.is_meta or hasattr(parameter, "ds_shape"):
+            is_incomplete = True
+    if is_fsdp1(wrapped) or is_incomplete:
         raise ConfigurationError(
             "export takes models under DDP, FSDP2 and tensor parallelism. Under FSDP1, DeepSpeed and pipelines call "
             "accelerator.save_state, and then `accelerate export CHECKPOINT FOLDER`; give offloaded models to "
             "accelerator.save_model"
         )
-    if merge_adapters and not (
-        is_peft_model(model) and hasattr(model.base_model, "merge_and_unload")
-    ):
+    has_adapters = is_peft_model(model)
+    can_merge = has_adapters and hasattr(model.base_model, "merge_and_unload")
+    if merge_adapters and not can_merge:
         raise ConfigurationError(
             f"export: merge_adapters=True, and this {class_name(model)} has no adapters that can be merged"
         )
-    if is_peft_model(model) and not merge_adapters:
+    if has_adapters and not merge_adapters:
         return
-    quantized = next(
-        (name for name, module in model.named_modules() if is_quantized_layer(module)), None
-    )
-    if quantized is not None:
-        raise ConfigurationError(
-            f"export writes unquantized weights, and {canonical_name(quantized)} is quantized. Use the model's own "
-            "save_pretrained; of a model of peft, export the adapter, load it with the unquantized base and merge that"
-        )
+    for name, module in model.named_modules():
+        if is_quantized_layer(module):
+            raise ConfigurationError(
+                f"export writes unquantized weights, and {canonical_name(name)} is quantized. Use the model's own "
+                "save_pretrained; of a model of peft, export the adapter, load it with the unquantized base and merge "
+                "that"
+            )
 
 
 @dataclass
@@ -141,45 +141,49 @@ def _pieces(model: nn.Module) -> Iterator[Piece]:
     """The persistent tensors of a model under its own names, with adapters merged. Of tied ones the first is kept."""
     seen: set[int] = set()
 
-    def visit(module: nn.Module, name: str) -> Iterator[Piece]:
-        prefix = canonical_name(f"{name}.") if name else ""
+    def visit(module: nn.Module, path: str) -> Iterator[Piece]:
+        prefix = canonical_name(path)
         if is_merged(module):
-            light = {
-                f"{prefix}{key}": value
-                for key, value in original_module(module).state_dict().items()
-            }
-
-            def read_merged(is_writer: bool) -> dict[str, torch.Tensor]:
-                copied = unsharded_copy(module, torch.device("cpu"), fill=True)
-                state = merged_module(copied).state_dict() if is_writer else {}
-                return {f"{prefix}{key}": value for key, value in state.items()}
-
-            yield Piece(light, read_merged)
+            yield _merged_piece(module, prefix)
             return
-        own: dict[str, torch.Tensor] = dict(module.named_parameters(recurse=False))
-        children = {f"{key}." for key, _ in module.named_children()}
-        state = {
-            key
-            for key in module.state_dict()
-            if not any(key.startswith(child) for child in children)
-        }
-        own |= {key: buffer for key, buffer in module.named_buffers(recurse=False) if key in state}
-        tensors = {f"{prefix}{key}": value for key, value in own.items() if id(value) not in seen}
-        seen.update(map(id, tensors.values()))
-        for key, tensor in tensors.items():
-
-            def read(is_writer: bool, key: str = key, tensor: torch.Tensor = tensor) -> Any:
-                return {key: _gathered(tensor)}
-
-            yield Piece({key: tensor}, read)
-        for key, child in module.named_children():
-            yield from visit(child, f"{name}.{key}" if name else key)
+        tensors: dict[str, torch.Tensor] = dict(module.named_parameters(recurse=False))
+        persistent = module.state_dict()
+        for name, buffer in module.named_buffers(recurse=False):
+            if name in persistent:
+                tensors[name] = buffer
+        for name, tensor in tensors.items():
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield Piece(
+                    {f"{prefix}{name}": tensor},
+                    functools.partial(_read_one, f"{prefix}{name}", tensor),
+                )
+        for name, child in module.named_children():
+            yield from visit(child, f"{path}{name}.")
 
     yield from visit(model, "")
 
 
-def _gathered(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+def _merged_piece(module: nn.Module, prefix: str) -> Piece:
+    """The tensors of a layer with adapters, as those of the plain layer."""
+
+    def read(is_writer: bool) -> dict[str, torch.Tensor]:
+        copied = unsharded_copy(module, torch.device("cpu"), fill=True)
+        if not is_writer:
+            return {}
+        return _below(prefix, merged_module(copied).state_dict())
+
+    return Piece(_below(prefix, original_module(module).state_dict()), read)
+
+
+def _below(prefix: str, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {f"{prefix}{name}": tensor for name, tensor in state.items()}
+
+
+def _read_one(name: str, tensor: torch.Tensor, is_writer: bool) -> dict[str, torch.Tensor]:
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
+    return {name: tensor.detach()}
 
 
 @torch.no_grad()
@@ -198,42 +202,51 @@ def write_weights(pieces: list[Piece], folder: Path, limit: int, is_writer: bool
         file: {name: light[name] for name in names}
         for file, names in zip(files, shards, strict=True)
     }
+    if not is_writer:
+        for piece in pieces:
+            piece.read(False)
+        return
     error: Exception | None = None
     with ExitStack() as stack:
         places: dict[str, tuple[Any, int]] = {}
         try:
-            if is_writer:
-                folder.mkdir(parents=True, exist_ok=True)
-                if (folder / CONFIG_FILE).exists():
-                    raise ConfigurationError(
-                        f"{folder} has adapters, which from_pretrained would add: give another folder"
-                    )
-                for file, content in contents.items():
-                    places.update(_open(stack.enter_context(atomic_write(folder / file)), content))
+            folder.mkdir(parents=True, exist_ok=True)
+            if (folder / CONFIG_FILE).exists():
+                raise ConfigurationError(
+                    f"{folder} has adapters, which from_pretrained would add: give another folder"
+                )
+            for file, content in contents.items():
+                places.update(_open(stack.enter_context(atomic_write(folder / file)), content))
         except Exception as caught:
             error = caught
         for piece in pieces:
-            values = piece.read(is_writer and error is None)
+            values = piece.read(error is None)
+            if error is not None:
+                continue
             try:
-                for name, value in values.items() if places and error is None else ():
-                    if value.shape != light[name].shape or value.dtype != light[name].dtype:
-                        raise CheckpointError(
-                            f"export: merging {name} made {value.dtype} {list(value.shape)} of it"
-                        )
-                    file, at = places[name]
-                    file.seek(at)
-                    file.write(host_view(value.cpu().contiguous()) if value.numel() else b"")
+                for name, value in values.items():
+                    _write_value(name, value, light[name], *places[name])
             except Exception as caught:
                 error = caught
         if error is not None:
             raise error
-    if not is_writer:
-        return
     if len(shards) > 1:
         write_index(folder / SAFE_WEIGHTS_INDEX_NAME, contents)
     remove_stale(
         folder, SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_PATTERN_NAME, SAFE_WEIGHTS_INDEX_NAME, set(files)
     )
+
+
+def _write_value(
+    name: str, value: torch.Tensor, light: torch.Tensor, file: Any, offset: int
+) -> None:
+    if value.shape != light.shape or value.dtype != light.dtype:
+        raise CheckpointError(
+            f"export: merging {name} made {value.dtype} {list(value.shape)} of it"
+        )
+    if value.numel():
+        file.seek(offset)
+        file.write(host_view(value.cpu().contiguous()))
 
 
 def _open(file: Any, light: dict[str, torch.Tensor]) -> Iterator[tuple[str, tuple[Any, int]]]:

@@ -32,9 +32,16 @@ from .compat import load_pickled
 from .documents import damage
 from .export import Piece, export, write_weights
 from .files import BlockIO, only_tensors, without_aliases
-from .layout import MANIFEST, check_files, checkpoints_dir, list_checkpoints, read_manifest
-from .matching import CheckpointMismatch, compare_names
+from .layout import (
+    MANIFEST,
+    CheckpointMismatch,
+    check_files,
+    checkpoints_dir,
+    list_checkpoints,
+    read_manifest,
+)
 from .merging import WINDOW, read_tensors, shard_tensors
+from .source import compare_names
 from .weights import plan_shards
 
 # The files and folders of models in a checkpoint, with their numbers. The main one has none in the names of files.
@@ -128,30 +135,22 @@ def export_checkpoint(
 
 def _find_model(checkpoint: Path) -> tuple[Path, JSONObject]:
     """The file or folder of a checkpoint's model, after its checksums were compared, and its row in the manifest."""
+    paths = []
     if checkpoint.is_dir():
-        paths = sorted(checkpoint.iterdir())
-    else:
-        paths = []
-    # A folder with a manifest is a checkpoint that the user has called so.
-    paths = [
-        path for path in paths if _MODELS.fullmatch(path.name) and not (path / MANIFEST).exists()
-    ]
+        for path in sorted(checkpoint.iterdir()):
+            # A folder with a manifest is a checkpoint that the user has called so.
+            if _MODELS.fullmatch(path.name) and not (path / MANIFEST).exists():
+                paths.append(path)
     if not paths and checkpoint.exists() and _MODELS.fullmatch(checkpoint.name):
         paths = [checkpoint]
+    if not paths and not checkpoint.exists():
+        raise CheckpointError(f"{checkpoint} does not exist")
     if not paths:
-        folders = (checkpoint, checkpoints_dir(checkpoint))
-        inside = []
-        for folder in folders:
-            inside += [path for _, path in list_checkpoints(folder)]
+        inside = [*list_checkpoints(checkpoint), *list_checkpoints(checkpoints_dir(checkpoint))]
+        hint = ""
         if inside:
-            hint = f": give one of those in it, such as {inside[-1]}"
-        else:
-            hint = ""
-        if checkpoint.exists():
-            what = "is not a checkpoint with a model"
-        else:
-            what = "does not exist"
-        raise CheckpointError(f"{checkpoint} {what}{hint}")
+            hint = f": give one of those in it, such as {inside[-1][1]}"
+        raise CheckpointError(f"{checkpoint} is not a checkpoint with a model{hint}")
     if len(paths) > 1:
         raise CheckpointError(
             f"{checkpoint} has several models: give one of them, such as {paths[-1]}"
@@ -160,13 +159,14 @@ def _find_model(checkpoint: Path) -> tuple[Path, JSONObject]:
     if not (path.parent / MANIFEST).exists():
         return path, {}
     manifest = read_manifest(path.parent)
+    names = [name for name in manifest.files if name.partition("/")[0] == path.name]
     with BlockIO() as io:
-        names = [
-            name for name in manifest.files if name == path.name or name.startswith(f"{path.name}/")
-        ]
         check_files(io, path.parent, manifest, names)
     match = _MODELS.fullmatch(path.name)
-    return path, manifest.models[int(next(filter(None, match.groups()), 0))] if match else {}
+    if match is None:
+        return path, {}
+    index = int(next(filter(None, match.groups()), 0))
+    return path, manifest.models[index]
 
 
 def _pieces(path: Path) -> list[Piece]:
@@ -179,11 +179,14 @@ def _pieces(path: Path) -> list[Piece]:
     elif path.suffix == ".safetensors":
         with damage(path):
             entries = read_header(path).entries
-        tensors = {
-            name: torch.empty(e.shape, dtype=e.dtype, device="meta") for name, e in entries.items()
-        }
+        tensors = {}
+        for name, entry in entries.items():
+            tensors[name] = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
         file = safe_open(path, framework="pt")  # maps the file
-        read = lambda group: {name: file.get_tensor(name) for name in group}  # noqa: E731
+
+        def read(group: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            return {name: file.get_tensor(name) for name in group}
+
     else:
         tensors, _ = without_aliases(only_tensors(load_pickled(path, mmap=True)))
         read = dict
@@ -193,8 +196,14 @@ def _pieces(path: Path) -> list[Piece]:
             canonical_name(name.removeprefix(prefix)): tensor for name, tensor in values.items()
         }
 
-    groups = [{name: tensors[name] for name in names} for names in plan_shards(tensors, WINDOW)]
-    return [Piece(plain(group), lambda _, group=group: plain(read(group))) for group in groups]  # type: ignore[misc]
+    def read_plain(group: dict[str, torch.Tensor], is_writer: bool) -> dict[str, torch.Tensor]:
+        return plain(read(group))
+
+    pieces = []
+    for names in plan_shards(tensors, WINDOW):
+        group = {name: tensors[name] for name in names}
+        pieces.append(Piece(plain(group), functools.partial(read_plain, group)))
+    return pieces
 
 
 def _configs_of(base: str, path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:

@@ -22,11 +22,10 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
-from ..core.dtypes import NAMES
 from ..core.errors import CheckpointError
 from ..core.files import named_errors, open_regular
 from ..core.json_text import JSONObject
-from ..core.safetensors_header import CorruptFile, Header, read_header
+from ..core.safetensors_header import NAMES, CorruptFile, Header, read_header
 from ..core.trees import map_leaves
 
 P = ParamSpec("P")

@@ -27,22 +27,17 @@ _known: WeakKeyDictionary[DeviceMesh, dict[object, list[Place]]] = WeakKeyDictio
 def local_blocks(tensor: DTensor) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
     """The blocks of `block_places`, and where each begins."""
     local = tensor.to_local()
-    at = 0
-    for offsets, sizes in block_places(tensor):
-        split = next(
-            (
-                dim
-                for dim, (all_, here) in enumerate(zip(local.shape, sizes, strict=True))
-                if all_ != here
-            ),
-            0,
-        )
-        if local.ndim:
-            block = local.narrow(split, at, sizes[split])
-        else:
-            block = local
-        at += sizes[split] if local.ndim else 0
-        yield block, offsets
+    places = block_places(tensor)
+    if len(places) == 1:
+        yield local, places[0][0]
+        return
+    start = 0
+    for offsets, sizes in places:
+        split = 0
+        while local.shape[split] == sizes[split]:
+            split += 1
+        yield local.narrow(split, start, sizes[split]), offsets
+        start += sizes[split]
 
 
 def block_places(tensor: DTensor) -> list[Place]:
@@ -56,27 +51,31 @@ def block_places(tensor: DTensor) -> list[Place]:
     if places is not None:
         return places
     coordinate = mesh.get_coordinate() or ()
-    is_copy = any(
-        at for at, placement in zip(coordinate, placements, strict=True) if placement.is_replicate()
-    )
-    if is_copy or not (mesh.mesh == 0).any():
-        chunks = []
-    else:
-        chunks = tensor.__create_chunk_list__()
-    places = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks if chunk.sizes.numel()]
+    is_copy = False
+    for index, placement in zip(coordinate, placements, strict=True):
+        if index and placement.is_replicate():
+            is_copy = True
+    places = []
+    if not is_copy and (mesh.mesh == 0).any():
+        for chunk in tensor.__create_chunk_list__():
+            if chunk.sizes.numel():
+                places.append((tuple(chunk.offsets), tuple(chunk.sizes)))
     known[placements, tensor.shape] = places
     return places
 
 
 def learn_places(tensors: Iterable[DTensor], known: PlacesByRank) -> None:
     """Add `block_places` of every rank to what is known. Every rank calls it; without unknown ones nothing is sent."""
-    unknown = {key: tensor for tensor in tensors if (key := layout_of(tensor)) not in known}
-    if unknown:
-        found: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-        dist.gather_object([block_places(tensor) for tensor in unknown.values()], found)
-        known.update(
-            {key: [places[at] for places in found or ()] for at, key in enumerate(unknown)}
-        )
+    layouts = {layout_of(tensor): tensor for tensor in tensors}
+    unknown = [key for key in layouts if key not in known]
+    if not unknown:
+        return
+    of_ranks: list[Any] | None = None
+    if dist.get_rank() == 0:
+        of_ranks = [None] * dist.get_world_size()
+    dist.gather_object([block_places(layouts[key]) for key in unknown], of_ranks)
+    for index, key in enumerate(unknown):
+        known[key] = [places[index] for places in of_ranks or ()]
 
 
 def layout_of(tensor: DTensor) -> object:
@@ -100,30 +99,27 @@ def gather_on_host(
     """
     # Those with the largest elements first: in a message, each block then begins at a multiple of its element's size.
     names = sorted(tensors, key=lambda name: -tensors[name].element_size())
-    sharded = {name: tensor for name in names if isinstance(tensor := tensors[name], DTensor)}
-    learn_places(sharded.values(), places)
+    sharded: dict[str, DTensor] = {}
+    full: dict[str, torch.Tensor] = {}
     is_first = dist.get_rank() == 0
-    if is_first:
-        full = {n: t.detach().to("cpu", copy=True) for n, t in tensors.items() if n not in sharded}
-    else:
-        full = {}
+    for name in names:
+        tensor = tensors[name]
+        if isinstance(tensor, DTensor):
+            sharded[name] = tensor
+        elif is_first:
+            full[name] = tensor.detach().to("cpu", copy=True)
+    learn_places(sharded.values(), places)
     for window in plan_shards(sharded, _WINDOW):
-        own = [block.detach() for name in window for block, _ in local_blocks(sharded[name])]
+        own: list[torch.Tensor] = []
+        for name in window:
+            own += [block.detach() for block, _ in local_blocks(sharded[name])]
         if is_first:
-            full.update(
-                {
-                    name: torch.empty(sharded[name].shape, dtype=sharded[name].dtype)
-                    for name in window
-                }
-            )
-            blocks = [
-                [
-                    _part(full[name], *place)
-                    for name in window
-                    for place in places[layout_of(sharded[name])][rank]
-                ]
-                for rank in range(dist.get_world_size())
-            ]
+            blocks: list[list[torch.Tensor]] = [[] for _ in range(dist.get_world_size())]
+            for name in window:
+                tensor = sharded[name]
+                full[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+                for row, rank_places in zip(blocks, places[layout_of(tensor)], strict=True):
+                    row += [_part(full[name], *place) for place in rank_places]
             _receive(blocks[1:], device)
             for block, source in zip(blocks[0], own, strict=True):
                 block.copy_(source)
@@ -135,28 +131,28 @@ def gather_on_host(
 
 
 def _part(full: torch.Tensor, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
-    return full[
-        tuple(slice(offset, offset + size) for offset, size in zip(offsets, shape, strict=True))
-    ]
+    for dimension, (offset, size) in enumerate(zip(offsets, shape, strict=True)):
+        full = full.narrow(dimension, offset, size)
+    return full
 
 
 def _receive(blocks: Sequence[Sequence[torch.Tensor]], device: torch.device) -> None:
     """Fill the blocks of each other rank, from rank 1 on, with one message of this rank."""
-    messages = [
-        torch.empty(sum(b.nbytes for b in row), dtype=torch.uint8, device=device) for row in blocks
-    ]
-    _communicate(
-        [dist.P2POp(dist.irecv, m, rank) for rank, m in enumerate(messages, 1) if m.numel()]
-    )
-    for row, message in zip(blocks, messages, strict=True):
-        if row:
-            pieces = message.cpu().split([block.nbytes for block in row])
-        else:
-            pieces = ()
+    rows = {rank: row for rank, row in enumerate(blocks, 1) if row}
+    messages = {}
+    requests = []
+    for rank, row in rows.items():
+        size = sum(block.nbytes for block in row)
+        messages[rank] = torch.empty(size, dtype=torch.uint8, device=device)
+        requests.append(dist.P2POp(dist.irecv, messages[rank], rank))
+    _communicate(requests)
+    for rank, row in rows.items():
+        pieces = messages[rank].cpu().split([block.nbytes for block in row])
         for block, piece in zip(row, pieces, strict=True):
             block.copy_(piece.view(block.dtype).view(block.shape))
 
 
 def _communicate(requests: list[dist.P2POp]) -> None:
-    for work in dist.batch_isend_irecv(requests) if requests else ():
-        work.wait()
+    if requests:
+        for work in dist.batch_isend_irecv(requests):
+            work.wait()

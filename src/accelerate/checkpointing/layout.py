@@ -59,6 +59,10 @@ class CorruptCheckpoint(CheckpointError):
     """A folder that is no valid checkpoint: its manifest is missing or unreadable, or a file differs from it."""
 
 
+class CheckpointMismatch(CheckpointError):
+    """A valid checkpoint of another model, optimizer or set of objects. The message lists the differences."""
+
+
 @dataclass(frozen=True)
 class Manifest:
     """The contents of a checkpoint.
@@ -410,6 +414,29 @@ def _hidden(directory: Path, name: str, kind: str) -> Iterator[Path]:
     if directory.is_dir():
         named = sorted(entry for entry in directory.iterdir() if pattern.fullmatch(entry.name))
         yield from (entry for entry in named if entry.is_dir() and not entry.is_symlink())
+
+
+@dataclass(frozen=True)
+class DamagedCheckpoint:
+    """A checkpoint that a load has skipped, with the identity of its folder at that time."""
+
+    name: str
+    reason: str
+    identity: tuple[int, int, int] | None
+
+    @classmethod
+    def found(cls, folder: Path, reason: str) -> DamagedCheckpoint:
+        """Create the record of a damaged checkpoint in `folder`."""
+        return cls(folder.name, reason, folder_identity(folder))
+
+
+def folder_identity(folder: Path) -> tuple[int, int, int] | None:
+    """What identifies a folder: another folder of the same name has another identity."""
+    try:
+        found = folder.lstat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_mtime_ns
 
 
 def set_aside(folder: Path) -> Path:

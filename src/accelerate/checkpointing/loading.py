@@ -15,11 +15,12 @@ from ..core.json_text import JSONObject
 from ..core.objects import values_in_words
 from ..core.trees import map_leaves
 from ..parallel.prepared import PreparedModel
-from ..runtime.agreement import Agreement, Process, Reduce, first
+from ..runtime.agreement import Agreement, Process, RankErrors, Reduce, first
 from .commit import FolderInUse, RunLocks, restore
 from .kinds import CLASSES, ObjectState, Written, kinds, loading
 from .layout import (
     ATTEMPTS,
+    CheckpointMismatch,
     CorruptCheckpoint,
     Manifest,
     always_replaced,
@@ -29,8 +30,6 @@ from .layout import (
     is_shared,
     reason,
 )
-from .matching import CheckpointMismatch
-from .ranks import error_text
 from .run_state import HasState, RunState
 from .source import CheckpointReader, ModelWeights, open_checkpoint
 
@@ -41,10 +40,6 @@ COMPLETION = 1800.0  # seconds within which every rank must have read and checke
 _ABSENT = (
     "Every process must call it, at the same place: not under `if accelerator.is_main_process`."
 )
-_ERRORS: dict[str, type[CheckpointError]] = {
-    "corrupt": CorruptCheckpoint,
-    "mismatch": CheckpointMismatch,
-}
 _UNCHANGED = "Nothing was changed."
 _LENIENT = (
     " Prepare the same objects as in the run that saved, or pass strict=False to load_state: then data loaders and "
@@ -272,51 +267,25 @@ def _agree(
     reduce: Reduce | None = None,
 ) -> Any:
     """What `reduce` makes of the values. If a rank has failed, the same error on all; `effect` is what is so then."""
-
-    def reduced(rows: dict[int, dict[str, Any]]) -> dict[str, Any]:
-        texts = {
-            r: row["text"].removeprefix(f"{folder}: ")
-            for r, row in rows.items()
-            if row["text"] is not None
-        }
-        if not texts:
-            return {
-                "result": reduce({rank: row["value"] for rank, row in rows.items()})
-                if reduce
-                else None
-            }
-        same = len(texts) == len(rows) and len(set(texts.values())) == 1
-        return {
-            "text": next(iter(texts.values())) if same else values_in_words(texts),
-            "everywhere": same,
-            "kinds": sorted({rows[rank]["kind"] for rank in texts}),
-        }
-
-    row = {
-        "kind": next((name for name, kind in _ERRORS.items() if isinstance(error, kind)), ""),
-        "value": value,
-        "text": None if error is None else error_text(error),
-    }
-    outcome = agreement.exchange(subject, row, timeout, reduce=reduced)
-    if "result" in outcome:
-        return outcome["result"]
-    is_everywhere, text = outcome["everywhere"], outcome["text"]
-    if "Nothing was" not in text:
-        text = f"{text.removesuffix('.')}. {effect}"
-    # Without a second traceback that says the same.
-    if (
-        is_everywhere
-        and error is not None
-        and (isinstance(error, CorruptCheckpoint) or text == str(error))
-    ):
-        raise error
-    if is_everywhere and isinstance(error, CheckpointError):
-        raise type(error)(text if str(folder) in text else f"{folder}: {text}") from error
-    # Damage first: an older checkpoint is tried then, by every rank.
-    error_class = next(
-        (kind for name, kind in _ERRORS.items() if name in outcome["kinds"]), CheckpointError
-    )
-    raise error_class(f"{folder} was not loaded: {text}") from error
+    try:
+        return agreement.exchange(subject, value, timeout, reduce=reduce, error=error)
+    except RankErrors as failed:
+        text = str(failed).replace(f"{folder}: ", "")
+        if failed.common is not None:
+            text = failed.common.removeprefix(f"{folder}: ")
+        if "Nothing was" not in text:
+            text = f"{text.removesuffix('.')}. {effect}"
+        if failed.common is not None and isinstance(error, CheckpointError):
+            # Without a second traceback that says the same.
+            if isinstance(error, CorruptCheckpoint) or text == str(error):
+                raise error from error.__cause__
+            raise type(error)(text if str(folder) in text else f"{folder}: {text}") from error
+        error_class = CheckpointError
+        # Damage counts most: every rank tries an older checkpoint then.
+        for kind in (CheckpointMismatch, CorruptCheckpoint):
+            if kind.__name__ in failed.classes:
+                error_class = kind
+        raise error_class(f"{folder} was not loaded: {text}") from error
 
 
 def _read(

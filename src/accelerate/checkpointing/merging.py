@@ -153,10 +153,10 @@ def shard_tensors(shards: Path) -> tuple[dict[str, torch.Tensor], str]:
     if all(name.startswith("optimizer.") for name in entries):
         raise CheckpointError(f"{shards} holds no tensors of a model")
     # The API's own shards name everything below `model.`; ours do not.
-    own = any(shards.glob("*.safetensors"))
-    return entries, "model." if not own and all(
-        name.startswith("model.") for name in entries
-    ) else ""
+    is_own = any(shards.glob("*.safetensors"))
+    if is_own or not all(name.startswith("model.") for name in entries):
+        return entries, ""
+    return entries, "model."
 
 
 def _merge_one(shards: Path, output: Path, index: int, safe: bool) -> Merged:
@@ -182,15 +182,14 @@ def _merge_one(shards: Path, output: Path, index: int, safe: bool) -> Merged:
 def _stream(shards: Path, entries: Mapping[str, torch.Tensor], prefix: str, path: Path) -> None:
     """Write a safetensors file, reading a few tensors of the shards at a time."""
     ordered = dict(sorted(entries.items(), key=lambda item: widest_first(item[1])))
+    plain = {name.removeprefix(prefix): tensor for name, tensor in ordered.items()}
     with atomic_write(path) as file:
-        file.write(
-            file_head({name.removeprefix(prefix): tensor for name, tensor in ordered.items()})
-        )
+        file.write(file_head(plain))
         for names in plan_shards(ordered, WINDOW):
             part = read_tensors(shards, {name: ordered[name] for name in names})
-            for name in names:
-                if part[name].numel():
-                    file.write(host_view(part[name]))
+            for tensor in part.values():
+                if tensor.numel():
+                    file.write(host_view(tensor))
 
 
 def read_tensors(shards: Path, entries: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -136,7 +136,7 @@ class RankState:
 
     def check_state_dict(self, state: StateDict) -> None:
         """Raise CheckpointError for a state that `load_state_dict` cannot take. Every rank calls it."""
-        if not is_same_layout(state["layout"], self.layout):
+        if state["layout"] != self.layout:
             return
         window = state["window"]
         if window is not None and self.gradients is not None:
@@ -151,7 +151,7 @@ class RankState:
     def load_state_dict(self, state: StateDict) -> list[str]:
         """Restore the state. Returns notes on what could not be restored."""
         window = state["window"]
-        if not is_same_layout(state["layout"], self.layout):
+        if state["layout"] != self.layout:
             if window is not None and window["gradients"]:
                 lost = "unfinished gradients, "
             else:
@@ -173,27 +173,6 @@ def is_empty(state: StateDict) -> bool:
     """Whether a state of a `RankState` has neither gradients nor states of models."""
     window = state.get("window")
     return "layout" in state and not state["strategy"] and not (window and window["gradients"])
-
-
-# What earlier versions stored of a strategy: its name in messages.
-_FORMER_NAMES = {
-    "single process": "single",
-    "DistributedDataParallel": "ddp",
-    "DistributedDataParallel on XLA": "xla",
-    "FSDP1": "fsdp1",
-    "FSDP2": "fsdp2",
-    "pipeline parallel": "pipeline",
-    "DeepSpeed": "deepspeed",
-    "tensor parallel": "tensor",
-}
-
-
-def is_same_layout(saved: Mapping[str, object], present: Mapping[str, object]) -> bool:
-    """Whether an unfinished window of one layout can be continued in the other."""
-    strategy = saved.get("strategy")
-    if isinstance(strategy, str):
-        strategy = _FORMER_NAMES.get(strategy, strategy)
-    return {**saved, "strategy": strategy} == present
 
 
 def _layout_text(layout: Mapping[str, str | int]) -> str:

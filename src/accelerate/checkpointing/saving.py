@@ -12,15 +12,25 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ..core.errors import CheckpointError, ConfigurationError
+from ..core.errors import CheckpointError, CommunicationError, ConfigurationError
 from ..core.files import follow_links, user_path
 from ..core.json_text import JSONObject
 from ..core.objects import ranks_in_words, spans, values_in_words
 from ..core.safetensors_header import ALIASES
 from ..core.torch_files import write_file
-from ..runtime.agreement import Process
+from ..runtime.agreement import (
+    Agreement,
+    OneProcess,
+    Process,
+    RankErrors,
+    Reduce,
+    default_connection,
+    error_text,
+)
+from ..runtime.communication import is_lost
+from ..runtime.passing import goes_alone
 from .commit import (
     UNFINISHED,
     RunLocks,
@@ -52,8 +62,16 @@ from .kinds import (
     rank_entries,
     session_rank_name,
 )
-from .layout import Manifest, numbered, rank_document_name, rotate, set_aside, stamp
-from .ranks import ReportedError, SaveRanks
+from .layout import (
+    DamagedCheckpoint,
+    Manifest,
+    folder_identity,
+    numbered,
+    rank_document_name,
+    rotate,
+    set_aside,
+    stamp,
+)
 from .run_state import RunState, StateDict
 
 if TYPE_CHECKING:
@@ -64,29 +82,6 @@ logger: logging.Logger = logging.getLogger(__name__)
 ARRIVAL = 30.0  # seconds within which every rank must have called
 COMPLETION = 1800.0  # seconds within which every rank must have written its files
 _VISIBLE = 10.0  # seconds until a folder made on another machine must be visible here
-
-
-@dataclass(frozen=True)
-class DamagedCheckpoint:
-    """A checkpoint that a load has skipped, with the identity of its folder at that time."""
-
-    name: str
-    reason: str
-    identity: tuple[int, int, int] | None
-
-    @classmethod
-    def found(cls, folder: Path, reason: str) -> DamagedCheckpoint:
-        """Create the record of a damaged checkpoint in `folder`."""
-        return cls(folder.name, reason, _identity(folder))
-
-
-def _identity(folder: Path) -> tuple[int, int, int] | None:
-    """What identifies a folder: another folder of the same name has another identity."""
-    try:
-        found = folder.lstat()
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino, found.st_mtime_ns
 
 
 @dataclass
@@ -218,7 +213,7 @@ class PendingCheckpoint:
         """Rename the damaged checkpoints that the run has skipped, so that it can use their numbers."""
         for damaged in self.options.damaged:
             folder = self.folder.with_name(damaged.name)
-            identity = _identity(folder)
+            identity = folder_identity(folder)
             if identity is None:
                 continue
             if identity != damaged.identity:
@@ -247,6 +242,110 @@ class PendingCheckpoint:
                 drop_temporary(self.temporary)
         finally:
             self.close()
+
+
+class ReportedError(Exception):
+    """An error of this rank while others may wait for it in a collective. They read it at the next exchange."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class SaveRanks:
+    """The ranks that save into one folder. Every rank has the same exchanges in the same order.
+
+    Args:
+        process: this rank.
+        folder: the checkpoint, for messages.
+        timeout: seconds within which every rank must come to an exchange.
+        name: of the sequence of exchanges. Another thread needs another name.
+    """
+
+    def __init__(
+        self, process: Process, folder: Path, timeout: float, name: str = "checkpoint"
+    ) -> None:
+        self.process: Process = process
+        self.folder = folder
+        self.timeout = timeout
+        self._agreement = Agreement(process, name)
+
+    def exchange(
+        self,
+        step: str,
+        error: BaseException | None,
+        value: object = None,
+        timeout: float | None = None,
+        absent: str = "",
+        reduce: Reduce | None = None,
+    ) -> Any:
+        """What `reduce` makes of the values of all ranks, as in `Agreement.exchange`.
+
+        Raises the errors of all ranks, if any, else that of `reduce`; the cause is this rank's own error.
+        """
+        try:
+            return self._agreement.exchange(
+                step, value, timeout or self.timeout, absent, reduce, error
+            )
+        except RankErrors as failed:
+            if error is not None and not isinstance(error, Exception):
+                raise error from None
+            raise self._error(str(failed)) from failed.__cause__
+
+    def go_alone(self, step: str, timeout: float) -> bool:
+        """Whether no other rank comes to the next exchange. If so, this rank, 0, goes on without them.
+
+        It is for a save of what every rank holds. Others come within `timeout` seconds, or not at all.
+        """
+        process, name = self.process, self._agreement.name
+        if process.process_index or process.num_processes == 1:
+            return False
+        # The exchange reports a store that is gone.
+        with contextlib.suppress(RuntimeError, ConnectionError):
+            if goes_alone(step, name, default_connection(), process.num_processes, timeout):
+                self.process = OneProcess()
+                self._agreement = Agreement(self.process, name)
+                return True
+        return False
+
+    def values(self, ranks: Sequence[int]) -> dict[int, Any]:
+        """The values that `ranks` have given in the last exchange, to be read before the next one."""
+        return self._agreement.values(ranks)
+
+    @contextlib.contextmanager
+    def reported_at_once(self) -> Iterator[None]:
+        """A block that may use collectives: an error of this rank is published for the others and raised at once.
+
+        Comparing errors first could deadlock, because other ranks may wait in a collective until this process ends.
+        An exchange of the calling thread must follow the block.
+        """
+        try:
+            yield
+        except (ReportedError, CommunicationError):
+            # Published already; or a failure of another rank has broken the collective, and the next exchange
+            # reports it.
+            raise
+        except Exception as error:
+            if is_lost(error) or self.process.num_processes == 1:
+                raise
+            self._agreement.refuse(str(self.raised_here(error)))
+            raise ReportedError(error) from error
+
+    def raised_here(self, error: BaseException) -> BaseException:
+        """The error to raise on the rank where it happened: an interrupt itself, any other as on the other ranks."""
+        if not isinstance(error, Exception):
+            return error
+        return self._error(f"rank {self.process.process_index}: {error_text(error)}")
+
+    def _error(self, text: str) -> CheckpointError:
+        exists = False
+        with contextlib.suppress(OSError):
+            exists = self.folder.exists()
+        if exists:
+            kept = "Its earlier content is unchanged."
+        else:
+            kept = "Earlier checkpoints are unchanged."
+        return CheckpointError(f"{self.folder} was not saved: {text.rstrip('.')}. {kept}")
 
 
 def _appears(folder: Path, seconds: float) -> bool:
@@ -383,21 +482,21 @@ def _collect_and_meet(
 
 def _is_collective(run: RunState, in_background: bool) -> bool:
     """Whether collecting the states may use collectives."""
-    unsharded: list[object] = []
-    for kind in kinds(Written.WEIGHTS, Written.FILE):
-        unsharded += [item for item in kind.objects(run) if not kind.in_shards(item)]
-    gathers = any(getattr(item, "is_partial", False) for item in unsharded)
-    if run.save_hooks or run.state_of or gathers or run.sharded is None:
-        return bool(run.save_hooks or run.state_of) or gathers
-    # Registered objects may have DTensors.
-    return bool(run.custom or run.averages) or run.sharded.is_collective(in_background)
+    if run.save_hooks or run.state_of:
+        return True
+    for item in run.parts:
+        if item.is_partial and not item.saves_shards:
+            return True
+    if run.sharded is None:
+        return False
+    if run.custom or run.averages:
+        return True  # they may have DTensors
+    return run.sharded.is_collective(in_background)
 
 
 def _is_on_every_rank(run: RunState) -> bool:
     """Whether each rank has all models and optimizers, as in data parallelism: one of them can save them."""
-    models = any(model.is_partial or model.saves_shards for model in run.models)
-    optimizers = any(each.is_partial or each.saves_shards for each in run.optimizers)
-    return not (models or optimizers)
+    return not any(part.is_partial or part.saves_shards for part in run.parts)
 
 
 @functools.cache
@@ -433,13 +532,7 @@ def _compare(rows: dict[int, JSONObject]) -> JSONObject:
 
 def _collect(pending: PendingCheckpoint, run: RunState, in_background: bool) -> None:
     """Collect the states that this rank writes. Every rank calls it: gathering sharded states uses collectives."""
-    if (
-        len(
-            {part.saves_shards for part in run.models}
-            | {part.saves_shards for part in run.optimizers}
-        )
-        > 1
-    ):
+    if len({part.saves_shards for part in run.parts}) > 1:
         raise CheckpointError(
             "a run whose models and optimizers are partly sharded and partly not cannot be saved"
         )
@@ -509,15 +602,16 @@ def _collect_weights(pending: PendingCheckpoint, index: int, state: dict[str, ob
         pending.pickled[numbered("pytorch_model", index, ".bin")] = state
         return
     tensors = only_tensors(state)
-    kept, aliases = without_aliases(tensors)
+    stored, aliases = without_aliases(tensors)
     # The tools of the safetensors format write the same entries, `alias: name`, for shared tensors.
     metadata = dict(aliases)
     if aliases:
         metadata[ALIASES] = json.dumps(aliases, separators=(",", ":"))
-    pending.files[numbered("model", index, ".safetensors")] = segments(kept, metadata)
-    rest = {name: value for name, value in state.items() if name not in tensors}
-    if rest:
-        pending.files.update(documents(numbered("model_extra", index, ""), rest, f"model {index}"))
+    pending.files[numbered("model", index, ".safetensors")] = segments(stored, metadata)
+    extra = {name: value for name, value in state.items() if name not in tensors}
+    if extra:
+        document = numbered("model_extra", index, "")
+        pending.files.update(documents(document, extra, f"model {index}"))
 
 
 def _plain(progress: dict[str, object]) -> dict[str, object]:
@@ -588,7 +682,6 @@ def complete(pending: PendingCheckpoint, ranks: SaveRanks) -> None:
 
 def _write(pending: PendingCheckpoint) -> dict[str, FileRecord]:
     """Write the files of this rank. Returns the records of its files, and of its share of the shards."""
-    records: dict[str, FileRecord] = {}
     names: list[str] = []
     if pending.sharded is not None:
         # Also after an error: the other ranks wait in a collective.
@@ -597,13 +690,15 @@ def _write(pending: PendingCheckpoint) -> dict[str, FileRecord]:
         return {}
     for name in (*pending.files, *pending.pickled):
         (pending.temporary / name).parent.mkdir(parents=True, exist_ok=True)
+    contents = [(pending.temporary / name, content) for name, content in pending.files.items()]
     with BlockIO() as io:
-        paths = [(pending.temporary / name, content) for name, content in pending.files.items()]
-        records = dict(zip(pending.files, io.write_all(paths), strict=True))
+        written = io.write_all(contents)
+        records = dict(zip(pending.files, written, strict=True))
         for name, value in pending.pickled.items():
             write_file(with_own_storages(value), pending.temporary / name)
             names.append(name)
-        records.update({name: io.record(pending.temporary / name) for name in names})
+        for name in names:
+            records[name] = io.record(pending.temporary / name)
     return records
 
 

@@ -51,13 +51,13 @@ from ..parallel.fsdp.state import (
     unwrapped,
 )
 from ..parallel.prepared import PreparedModel, PreparedOptimizer
-from ..torch_internals.optimizer_groups import without_empty_groups
+from ..runtime.agreement import error_text
+from ..torch_internals.optimizer_step import without_empty_groups
 from .documents import TensorSink, damage, decode, encode
 from .files import memory_of, only_tensors
-from .layout import model_shards, optimizer_shards
-from .matching import CheckpointMismatch, compare_names
-from .ranks import error_text
+from .layout import CheckpointMismatch, model_shards, optimizer_shards
 from .run_state import StateDict
+from .source import compare_names
 
 _OPTIONS = "options.json"
 # the names of the files of shards: a part of them does not tell that there were more
@@ -289,8 +289,9 @@ def _without_state(
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             names.update(names_by_id.get(id(parameter), ()))
-    options = (name for name in read_options(folder) if name.startswith("state."))
-    return names - {_owner_of(name, names) for name in (*shard_shapes(folder), *options)}
+    entries = [*shard_shapes(folder), *read_options(folder)]
+    saved = {_owner_of(name, names) for name in entries if not name.startswith("param_groups.")}
+    return names.difference(saved)
 
 
 def _optimizer_state(
@@ -421,27 +422,33 @@ def _finish_shards(checkpoint: Path, staged: Sequence[_Shards], compat: bool) ->
 
     Returns the names of the files whose checksums this rank computes.
     """
-    rank, world_size = 0, 1
+    rank = 0
+    world_size = 1
     if dist.is_initialized():
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-    files: list[Path] = []
+        rank = dist.get_rank()
+        world_size = dist.get_world_size()
+    written: list[Path] = []
     for shards in staged:
-        files += (checkpoint / shards.folder).rglob("*")
-    written = [file for file in files if file.is_file() and file.name not in (_OPTIONS, FILES)]
-    share = sorted(written)[rank::world_size]
+        for path in (checkpoint / shards.folder).rglob("*"):
+            if path.is_file() and path.name not in (_OPTIONS, FILES):
+                written.append(path)
+    paths = sorted(written)[rank::world_size]
     documents: dict[Path, object] = {}
-    for shards in staged if rank == 0 else ():
-        folder = checkpoint / shards.folder
-        if shards.options:
-            options = encode(shards.options, TensorSink(inline=1 << 30), "options")
-            documents[folder / _OPTIONS] = options
-        if not compat and folder.name.startswith(MODEL_NAME):
-            documents[folder / FILES] = sorted(file.name for file in folder.glob("*.safetensors"))
+    if rank == 0:
+        for shards in staged:
+            folder = checkpoint / shards.folder
+            if shards.options:
+                options = encode(shards.options, TensorSink(inline=1 << 30), "options")
+                documents[folder / _OPTIONS] = options
+            if not compat and folder.name.startswith(MODEL_NAME):
+                names = [path.name for path in folder.glob("*.safetensors")]
+                documents[folder / FILES] = sorted(names)
     # Errors of torch's writer are raised on all ranks; those of this one alone must not come between.
     for path, document in documents.items():
         with named_errors(path):
             path.write_text(json.dumps(document, allow_nan=False))
-    return [path.relative_to(checkpoint).as_posix() for path in (*share, *documents)]
+    paths += documents
+    return [path.relative_to(checkpoint).as_posix() for path in paths]
 
 
 class _Planner(dcp.DefaultSavePlanner):
@@ -614,23 +621,22 @@ def match_shards(
     if not tensors:
         return {}  # plain SGD has no tensors, and torch's writer leaves no file of shards
     saved = shard_shapes(folder)
-    missing = [name for name in tensors if name not in saved]
-    reshaped = [
-        name
-        for name, value in tensors.items()
-        if name in saved and saved[name] != tuple(value.shape)
-    ]
-    if strict and (missing or reshaped):
-        shapes = [
-            f"{name} (saved {list(saved[name])}, here {list(tensors[name].shape)})"
-            for name in reshaped
-        ]
-        raise CheckpointError(
-            f"{folder} does not fit: missing {missing}; of another shape {shapes}"
-        )
     prefix = _prefix(folder)
-    fitting = [name for name in tensors if name not in missing and name not in reshaped]
-    return {f"{prefix}{name}": tensors[name] for name in fitting}
+    missing = []
+    reshaped = []
+    fitting = {}
+    for name, tensor in tensors.items():
+        if name not in saved:
+            missing.append(name)
+        elif saved[name] != tuple(tensor.shape):
+            reshaped.append(f"{name} (saved {list(saved[name])}, here {list(tensor.shape)})")
+        else:
+            fitting[f"{prefix}{name}"] = tensor
+    if strict and (missing or reshaped):
+        raise CheckpointError(
+            f"{folder} does not fit: missing {missing}; of another shape {reshaped}"
+        )
+    return fitting
 
 
 def load_entries(wanted: StateDict, folder: Path, planner: dcp.LoadPlanner | None = None) -> None:
@@ -687,34 +693,37 @@ def read_optimizer(
         names_by_id: dict[int, str] = {}
         for module in modules:
             names_by_id.update({id(tensor): name for name, tensor in module.named_parameters()})
-        groups = [
-            [names_by_id[id(parameter)] for parameter in group["params"]]
-            for group in optimizer.param_groups
-        ]
+        groups = []
+        for group in optimizer.param_groups:
+            groups.append([names_by_id[id(parameter)] for parameter in group["params"]])
     names = [list(group) for group in groups]
+    # What the shards have of a parameter: its state, and the options of its group.
     states: dict[str, dict[str, object]] = {name: {} for name in itertools.chain(*names)}
     options: dict[str, dict[str, object]] = {name: {} for name in states}
     values: dict[str, object] = {**read_options(folder), **read_unsharded(folder)}
     for key, value in values.items():
         kind, _, entry = key.partition(".")
-        owner = entry.rpartition(".")[0]
-        while owner and owner not in states:
-            owner = owner.rpartition(".")[0]
-        if not owner:
+        owner = _owner_of(f"state.{entry}", states)
+        if owner is None:
             raise CheckpointError(
                 f"{folder} holds {key}, which belongs to no parameter of the prepared models"
             )
-        entries = states if kind == "state" else options
-        entries[owner][entry.removeprefix(f"{owner}.")] = value
+        name = entry.removeprefix(f"{owner}.")
+        if kind == "state":
+            states[owner][name] = value
+        else:
+            options[owner][name] = value
     state: dict[int, dict[str, object]] = {}
     param_groups = []
-    position = 0
+    numbers = itertools.count()
     for group, members in zip(optimizer.param_groups, names, strict=True):
-        positions = list(range(position, position + len(members)))
-        position += len(members)
-        saved = next((options[name] for name in members if options[name]), {})
-        param_groups.append({**group, **saved, "params": positions})
-        for number, name in zip(positions, members, strict=True):
+        merged = {**group, "params": []}
+        for name in members:
+            number = next(numbers)
+            merged["params"].append(number)
             if states[name]:
                 state[number] = states[name]
+        for name in reversed(members):
+            merged.update(options[name])
+        param_groups.append(merged)
     return {"state": state, "param_groups": param_groups}

@@ -17,13 +17,14 @@ from ..core.constants import MODEL_NAME, RNG_STATE_NAME, SAFE_MODEL_NAME
 from ..core.errors import CheckpointError
 from ..core.json_text import JSONObject
 from ..core.modules import class_name
+from ..core.objects import names_in_words
 from ..core.safetensors_header import read_header
 from ..parallel.prepared import PreparedModel, PreparedOptimizer
 from ..parallel.unwrap import canonical_name
 from ..runtime.agreement import Process
 from . import compat
 from .documents import damage, read_document, read_document_into
-from .files import BlockIO
+from .files import BlockIO, memory_of, only_tensors
 from .kinds import (
     SESSION,
     SESSION_RANK,
@@ -39,6 +40,7 @@ from .kinds import (
 from .layout import (
     MANIFEST,
     RANK_DOCUMENT,
+    CheckpointMismatch,
     CorruptCheckpoint,
     Manifest,
     check_files,
@@ -47,7 +49,6 @@ from .layout import (
     rank_document_name,
     read_manifest,
 )
-from .matching import CheckpointMismatch, Differences, compare_names
 from .rank_state import seeded
 from .run_state import RunState, StateDict
 
@@ -415,6 +416,58 @@ Shapes = Mapping[str, tuple[int, ...] | None]  # by entry; None for an entry tha
 
 
 @dataclass
+class Differences:
+    """How the entries of a file differ from those of a model."""
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.unexpected or self.shapes)
+
+    def __str__(self) -> str:
+        lines = []
+        if self.missing:
+            lines.append(f"missing in the checkpoint: {names_in_words(self.missing)}")
+        if self.unexpected:
+            lines.append(f"not in the model: {names_in_words(self.unexpected)}")
+        if self.shapes:
+            rows = [
+                f"{name} (saved {list(saved)}, here {list(here)})"
+                for name, (saved, here) in self.shapes.items()
+            ]
+            lines.append(f"of another shape: {names_in_words(rows)}")
+        return "; ".join(lines)
+
+
+def compare_names(
+    saved: Mapping[str, tuple[int, ...] | None], state: Mapping[str, object]
+) -> Differences:
+    """How saved entries ({name: shape}, None for an entry that is no tensor) differ from those of a model's state.
+
+    An entry that the file lacks is no difference when the model ties it to one that the file has.
+    """
+    differences = Differences()
+    present = {
+        memory_of(value)
+        for name, value in state.items()
+        if name in saved and isinstance(value, torch.Tensor)
+    }
+    for name, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            if name not in saved:
+                differences.missing.append(name)
+        elif name not in saved:
+            if memory_of(value) not in present:
+                differences.missing.append(name)
+        elif saved[name] is not None and tuple(value.shape) != saved[name]:
+            differences.shapes[name] = (saved[name] or (), tuple(value.shape))
+    differences.unexpected = [name for name in saved if name not in state]
+    return differences
+
+
+@dataclass
 class ModelWeights:
     """The saved weights of one model.
 
@@ -478,12 +531,15 @@ def _safetensors(io: BlockIO, path: Path) -> tuple[Shapes, Callable[[], Mapping[
         held = io.hold(path)
         header = read_header(held)
     shapes = {name: entry.shape for name, entry in header.entries.items()}
-    shapes.update({alias: shapes[name] for alias, name in header.aliases.items() if name in shapes})
+    for alias, name in header.aliases.items():
+        shapes[alias] = shapes[name]
 
     def read() -> Mapping[str, object]:
         # Views of the mapped file: what is copied from them is not held in memory twice.
         tensors = load_file(held)
-        return {**tensors, **{alias: tensors[name] for alias, name in header.aliases.items()}}
+        for alias, name in header.aliases.items():
+            tensors[alias] = tensors[name]
+        return tensors
 
     return shapes, read
 
@@ -493,8 +549,7 @@ def _pickled(path: Path, allow_pickle: bool) -> tuple[Shapes, Callable[[], Mappi
     state = compat.load_pickled(path, allow_pickle)
     if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
         raise CorruptCheckpoint(f"{path} is not the state of a model")
-    shapes = {
-        name: tuple(value.shape) if isinstance(value, torch.Tensor) else None
-        for name, value in state.items()
-    }
+    shapes: dict[str, tuple[int, ...] | None] = dict.fromkeys(state)
+    for name, tensor in only_tensors(state).items():
+        shapes[name] = tuple(tensor.shape)
     return shapes, lambda: state

@@ -7,7 +7,6 @@ Peak extra memory: one copy of what this rank writes, kept for the next save. A 
 from __future__ import annotations
 
 import atexit
-import itertools
 import logging
 import threading
 from collections.abc import Sequence
@@ -19,8 +18,7 @@ from ..core.devices import kind_of
 from ..core.errors import CheckpointError
 from ..core.trees import map_leaves
 from .files import BlockIO, Segment, host_view, is_host, nbytes
-from .ranks import SaveRanks
-from .saving import PendingCheckpoint, complete
+from .saving import PendingCheckpoint, SaveRanks, complete
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -88,13 +86,16 @@ class Writer:
 
     def copy(self, pending: PendingCheckpoint) -> None:
         """Copy the state to host memory, so that training can continue."""
-        pieces = itertools.chain.from_iterable(pending.files.values())
-        tensors = [piece for piece in pieces if isinstance(piece, torch.Tensor)]
-        copies = iter(self._snapshot(tensors))
-        pending.files = {
-            name: [next(copies) if isinstance(piece, torch.Tensor) else piece for piece in pieces]
-            for name, pieces in pending.files.items()
-        }
+        # The pieces of files that are tensors, each with its list.
+        tensors = []
+        places = []
+        for pieces in pending.files.values():
+            for index, piece in enumerate(pieces):
+                if isinstance(piece, torch.Tensor):
+                    tensors.append(piece)
+                    places.append((pieces, index))
+        for (pieces, index), copied in zip(places, self._snapshot(tensors), strict=True):
+            pieces[index] = copied
         # Pickled files keep their structure; they are an old format, copied the plain way.
         pending.pickled = map_leaves(
             lambda tensor: tensor.detach().to("cpu", copy=True), pending.pickled
@@ -102,32 +103,34 @@ class Writer:
 
     def _snapshot(self, tensors: Sequence[torch.Tensor]) -> list[Segment]:
         """Copies of the tensors in one buffer, which is kept: memory that is mapped takes a copy at full speed."""
-        places = []
+        starts = []
         size = 0
+        devices = set()
         for tensor in tensors:
-            places.append(size)
+            starts.append(size)
             size += -(-nbytes(tensor) // _ALIGN) * _ALIGN
+            if tensor.device.type != "cpu":
+                devices.add(tensor.device)
         if self._buffer is None or self._buffer.numel() < size:
-            device = next(
-                (tensor.device for tensor in tensors if tensor.device.type != "cpu"), None
-            )
-            pin = device is not None and kind_of(device).pin_memory
+            is_pinned = any(kind_of(device).pin_memory for device in devices)
             self._buffer = None
-            self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pin)
+            self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned)
         copies: list[Segment] = []
         pairs = []
-        for tensor, start in zip(tensors, places, strict=True):
-            place = self._buffer[start : start + nbytes(tensor)]
-            copies.append(host_view(place) if tensor.numel() else b"")
-            if is_host(tensor) and tensor.numel():
-                pairs.append((host_view(tensor), host_view(place)))
-            elif tensor.numel():
-                place.view(tensor.dtype).view(tensor.shape).copy_(
-                    tensor.detach(), non_blocking=True
-                )
+        for tensor, start in zip(tensors, starts, strict=True):
+            if not tensor.numel():
+                copies.append(b"")
+                continue
+            buffer = self._buffer[start : start + nbytes(tensor)]
+            copies.append(host_view(buffer))
+            if is_host(tensor):
+                pairs.append((host_view(tensor), host_view(buffer)))
+            else:
+                shaped = buffer.view(tensor.dtype).view(tensor.shape)
+                shaped.copy_(tensor.detach(), non_blocking=True)
         with BlockIO() as io:
             io.copy(pairs)
-        for device in {tensor.device for tensor in tensors if tensor.device.type != "cpu"}:
+        for device in devices:
             torch.accelerator.synchronize(device)
         return copies
 

@@ -11,9 +11,10 @@ from typing import Any, TypeVar
 
 from .errors import ConfigurationError, suggestion
 from .messages import warn
+from .option import Option
 from .option import as_text as as_text
 from .option import parse_bool as parse_bool
-from .options import checked_variables, row_of, variables
+from .options import checked_variables, variables
 
 T = TypeVar("T")
 
@@ -24,7 +25,7 @@ def get(name: str, default: str | None = None) -> str | None:
     A word of a list comes in the list's spelling. LookupError for a variable without a row in `core.options`,
     ConfigurationError for a value that its row does not accept.
     """
-    row = row_of(name)
+    row = _row_of(name)
     text = os.environ.get(name)
     if not text:
         return default
@@ -35,7 +36,7 @@ def get(name: str, default: str | None = None) -> str | None:
 
 def value(name: str) -> Any:
     """The value of a variable in the type of its row; None where it is unset."""
-    row = row_of(name)
+    row = _row_of(name)
     text = os.environ.get(name)
     if text:
         return row.read(text)
@@ -58,6 +59,15 @@ def get_int(name: str) -> int | None:
     if found is None:
         return None
     return int(found)
+
+
+def _row_of(variable: str) -> Option:
+    """The row of a variable. LookupError for one without a row: a typing error in this package."""
+    row = variables().get(variable)
+    if row is None:
+        meant = suggestion(variable, variables())
+        raise LookupError(f"the variable {variable} has no row in core/options.py{meant}")
+    return row
 
 
 # The API no longer has it. transformers 4 sets it to "false".
@@ -88,7 +98,7 @@ def check_run() -> None:
 
 def raw(name: str) -> str | None:
     """The text of a variable as it is; None where it is unset."""
-    return os.environ.get(row_of(name).variable)
+    return os.environ.get(_row_of(name).variable)
 
 
 def all_with_prefix(prefix: str) -> dict[str, str]:

@@ -161,3 +161,11 @@ def size_of(count: float) -> str:
     if power == 0:
         return f"{count:.0f} B"
     return f"{count:.2f} {_BINARY_UNITS[power]}"
+
+
+def names_in_words(names: Sequence[str], most: int = 20) -> str:
+    """The first entries of a list, and how many more there are."""
+    text = ", ".join(name[:300] for name in names[:most])
+    if len(names) > most:
+        return f"{text}, and {len(names) - most} more"
+    return text

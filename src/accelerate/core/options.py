@@ -15,7 +15,7 @@ from typing import Any
 
 from .device_kinds import VISIBLE
 from .enums import DynamoBackend, SageMakerDistributedType
-from .errors import ConfigurationError, suggestion
+from .errors import ConfigurationError
 from .option import ALWAYS, NEVER, SET, Group, Option
 from .strategy_options import DEEPSPEED, FP8_OPTIONS, FSDP, MEGATRON, PARALLELISM
 
@@ -751,12 +751,3 @@ def variables() -> Mapping[str, Option]:
 def checked_variables() -> tuple[Option, ...]:
     """The variables whose values are checked at the start of each run, with their rows."""
     return tuple(row for row in (*options().values(), *VARIABLES, *TORCHRUN) if row.variable)
-
-
-def row_of(variable: str) -> Option:
-    """The row of a variable. LookupError for one without a row: a typing error in this package."""
-    row = variables().get(variable)
-    if row is None:
-        meant = suggestion(variable, variables())
-        raise LookupError(f"the variable {variable} has no row in core/options.py{meant}")
-    return row

@@ -9,8 +9,13 @@ from .base import DataLoaderAdapter, DataLoaderStateMixin
 from .dispatch import DataLoaderDispatcher
 from .loader import DataLoaderShard, SkipDataLoader
 from .prepare import prepare_data_loader, skip_first_batches
-from .samplers import SeedableRandomSampler, SkipBatchSampler, get_sampler
-from .shard import BatchSamplerShard, IterableDatasetShard
+from .samplers import (
+    BatchSamplerShard,
+    IterableDatasetShard,
+    SeedableRandomSampler,
+    SkipBatchSampler,
+    get_sampler,
+)
 
 __all__ = [
     "BatchSamplerShard",

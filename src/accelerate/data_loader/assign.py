@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from .position import StreamPosition
 from .rows import has_rows, join_rows, repeat_rows, rows_of, take_rows
-from .steps import ReadPlan, ShardSplit, ShardStep, completed, real_counts
+from .steps import ReadPlan, ShardSplit, ShardStep, StreamPosition, completed, real_counts
 
 SliceFunction = Callable[..., Any]
 

@@ -40,10 +40,17 @@ from .order import (
     preserved,
     restore,
 )
-from .position import StreamPosition, WorkerRandom, as_stream_position
-from .samplers import innermost
-from .shard import IterableDatasetShard, open_stream, plan_of
-from .steps import ReadPlan, ShardSplit, ShardStep, is_generator, mark_last
+from .samplers import IterableDatasetShard, innermost, open_stream, plan_of
+from .steps import (
+    ReadPlan,
+    ShardSplit,
+    ShardStep,
+    StreamPosition,
+    WorkerRandom,
+    as_stream_position,
+    is_generator,
+    mark_last,
+)
 
 Fetch = Callable[[Any], Any]
 

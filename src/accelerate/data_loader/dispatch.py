@@ -19,9 +19,8 @@ from .batch_source import altered, has_state, is_iterable
 from .channel import READER, BatchChannel, BatchMessage, pack
 from .loader import PreparedLoader
 from .order import Order, draw_worker_seed, is_distributed
-from .position import StreamPosition, consumed_at
-from .shard import check_divisible
-from .steps import ReadPlan, ShardSplit, ShardStep, discard
+from .samplers import check_divisible
+from .steps import ReadPlan, ShardSplit, ShardStep, StreamPosition, consumed_at, discard
 
 
 class DataLoaderDispatcher(PreparedLoader):

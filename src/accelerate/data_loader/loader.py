@@ -33,9 +33,10 @@ from .order import (
     is_seeded,
     preserved,
 )
-from .position import Position, StreamPosition, as_stream_position, consumed_at, total_of
 from .prefetch import feed_for
 from .samplers import (
+    IterableDatasetShard,
+    Remainder,
     SeedableRandomSampler,
     check_skip,
     epoch_listeners,
@@ -43,8 +44,16 @@ from .samplers import (
     tell_epoch,
     with_sampler,
 )
-from .shard import IterableDatasetShard, Remainder
-from .steps import ReadPlan, ShardStep, discard
+from .steps import (
+    Position,
+    ReadPlan,
+    ShardStep,
+    StreamPosition,
+    as_stream_position,
+    consumed_at,
+    discard,
+    total_of,
+)
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -190,7 +199,9 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin, LoaderOptions):
         return self._pass(steps, plan, start)
 
     def _leave_pass(self) -> None:
-        if isinstance(self._order, ReplayedOrder) and isinstance(unwrapped(self.dataset), Iterator):
+        if isinstance(self._order, ReplayedOrder) and isinstance(
+            unwrapped(self.base_dataloader.dataset), Iterator
+        ):
             self._yielded = self._order.lead + self._order.drawn
         self._order = None
 

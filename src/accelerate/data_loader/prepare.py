@@ -18,14 +18,16 @@ from .dispatch import DataLoaderDispatcher, data_shards
 from .loader import DataLoaderShard, PreparedLoader, SkipDataLoader
 from .order import draw_worker_seed, is_distributed
 from .samplers import (
+    BatchSamplerShard,
+    IterableDatasetShard,
     SeedableRandomSampler,
     SkipBatchSampler,
+    check_divisible,
     check_skip,
     get_sampler,
     shuffles_plainly,
     with_sampler,
 )
-from .shard import BatchSamplerShard, IterableDatasetShard, check_divisible
 from .split import SplitLoader, check_split, is_split, splits_evenly
 from .steps import ShardSplit
 

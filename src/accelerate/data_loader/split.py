@@ -21,10 +21,9 @@ from ..state import PartialState
 from .batch_source import altered
 from .loader import DataLoaderShard
 from .order import Order, is_distributed
-from .position import SplitProgress, StreamPosition
 from .rows import count_rows, join_rows, repeat_rows
-from .shard import IterableDatasetShard
-from .steps import ReadPlan, ShardSplit, ShardStep
+from .samplers import IterableDatasetShard
+from .steps import ReadPlan, ShardSplit, ShardStep, SplitProgress, StreamPosition
 
 _NEXT = Call("the next step of a data loader whose dataset is split")
 # What a shard reports instead of a number of samples.

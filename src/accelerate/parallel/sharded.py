@@ -37,7 +37,6 @@ from .accumulated import AccumulatedGradients
 from .base import Bundle, Strategy
 from .context.region import ContextParallel
 from .fsdp import state as fsdp_state
-from .fsdp.units import reshard
 from .gradients import AgreeingScaler, GradientReducer
 from .prepared import PreparedModel
 from .sharded_optimizer import ParameterPlaces, Replacements, check_trains
@@ -294,3 +293,11 @@ def _mixed_loss() -> PrepareError:
         "the loss is a DTensor: it adds terms of sharded parameters to a plain tensor, which differs on each rank. "
         "Gather each term: sum(p.square().sum().full_tensor() for p in model.parameters())"
     )
+
+
+def reshard(modules: Iterable[nn.Module]) -> None:
+    """Reshard every FSDP2 unit inside of these modules."""
+    for module in modules:
+        for unit in module.modules():
+            if isinstance(unit, FSDPModule):
+                unit.reshard()

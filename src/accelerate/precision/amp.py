@@ -47,7 +47,9 @@ class MixedPrecision(Precision):
     ) -> contextlib.AbstractContextManager[Any]:
         """`torch.autocast` with the run's options or these."""
         options = options or self.options
-        kwargs = {} if options is None else options.to_kwargs()
+        kwargs = {}
+        if options is not None:
+            kwargs = options.to_kwargs()
         return torch.autocast(self.device_type, dtype=self.dtype, **kwargs)
 
     def wrap_forward(self, model: torch.nn.Module) -> torch.nn.Module:
@@ -66,14 +68,11 @@ class MixedPrecision(Precision):
     def wrap_method(self, model: torch.nn.Module, name: str) -> None:
         """Autocast around a method of the model."""
         method = getattr(model, name)
-        wrapped = convert_outputs_to_fp32(
-            _under_autocast(self, getattr(method, "__func__", method))
-        )
-        setattr(
-            model,
-            name,
-            types.MethodType(wrapped, model) if hasattr(method, "__func__") else wrapped,
-        )
+        inner = getattr(method, "__func__", method)
+        wrapped: Any = convert_outputs_to_fp32(_under_autocast(self, inner))
+        if inner is not method:
+            wrapped = types.MethodType(wrapped, model)
+        setattr(model, name, wrapped)
 
 
 def _replace_forward(module: torch.nn.Module, wrap: Callable[[Any], Any]) -> None:

@@ -194,9 +194,9 @@ def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | N
     """The names of the first and the last linear layer of `model`, in the order in which it registers them."""
     require_module(model, "find_first_last_linear_layers")
     names = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
-    if names:
-        return (names[0], names[-1])
-    return (None, None)
+    if not names:
+        return None, None
+    return names[0], names[-1]
 
 
 def filter_linear_layers(

@@ -79,13 +79,19 @@ def _to_engine(layer: nn.Module, linear: bool, norm: bool) -> nn.Module | None:
 def _from_engine(layer: nn.Module, linear: bool, norm: bool) -> nn.Module | None:
     engine = _engine()
     if linear and isinstance(layer, engine.Linear):
-        like = {"dtype": layer.weight.dtype, "device": layer.weight.device}
         return nn.Linear(
-            layer.in_features, layer.out_features, bias=_bias(layer) is not None, **like
+            layer.in_features,
+            layer.out_features,
+            bias=_bias(layer) is not None,
+            dtype=layer.weight.dtype,
+            device=layer.weight.device,
         )
     if norm and isinstance(layer, engine.LayerNorm):
         return nn.LayerNorm(
-            layer.weight.shape, eps=layer.eps, dtype=layer.weight.dtype, device=layer.weight.device
+            layer.weight.shape,
+            eps=layer.eps,
+            dtype=layer.weight.dtype,
+            device=layer.weight.device,
         )
     return None
 

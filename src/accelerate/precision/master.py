@@ -111,24 +111,22 @@ class MasterPrecision(MixedPrecision):
     def _in_place(
         self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
     ) -> Iterator[None]:
-        places = [
-            (module, name, parameter, master)
-            for model in models
-            for parameter, owners in _places(model)
-            if (master := self._master_of.get(parameter)) is not None
-            for module, name in owners
-        ]
-        pairs = list(
-            {id(parameter): (parameter, master) for _, _, parameter, master in places}.values()
-        )
+        # The modules and names that refer to a parameter, with it and its master weight.
+        places: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
+        for model in models:
+            for parameter, owners in _places(model):
+                master = self._master_of.get(parameter)
+                if master is not None:
+                    places += [(module, name, parameter, master) for module, name in owners]
+        by_parameter = {id(place[2]): place[2:] for place in places}
+        pairs = list(by_parameter.values())
         refresh(pairs)
-        attached = [
-            (step, optimizer)
-            for optimizer in optimizers
-            if (step := master_step_of(optimizer)) is not None
-        ]
-        for master_step, optimizer in attached:
-            master_step.enter(optimizer)
+        attached = []
+        for optimizer in optimizers:
+            master_step = master_step_of(optimizer)
+            if master_step is not None:
+                attached.append((master_step, optimizer))
+                master_step.enter(optimizer)
         for module, name, _, master in places:
             setattr(module, name, master)
         try:
@@ -143,11 +141,11 @@ class MasterPrecision(MixedPrecision):
 
 def _places(model: nn.Module) -> list[tuple[nn.Parameter, list[tuple[nn.Module, str]]]]:
     """Each parameter of a model, with the modules and names that refer to it."""
-    owners: dict[int, tuple[nn.Parameter, list[tuple[nn.Module, str]]]] = {}
+    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            owners.setdefault(id(parameter), (parameter, []))[1].append((module, name))
-    return list(owners.values())
+            owners.setdefault(parameter, []).append((module, name))
+    return list(owners.items())
 
 
 def _can_be_cast(parameter: nn.Parameter) -> bool:
@@ -194,12 +192,23 @@ class MasterStep:
             return
         self._changes = self.precision.changes
         self._visible = [list(group) for group in groups]
-        found = {id(p): (p, *self.precision.find(p)) for group in groups for p in group}
-        self._pairs = [(p, master) for p, _, master in found.values() if master is not None]
-        self._frozen = [p for p, was_cast, master in found.values() if was_cast and master is None]
-        self._to_master = {id(p): master for p, master in self._pairs}
-        self._to_parameter = {id(master): p for p, master in self._pairs}
-        self._stepped = [[self._to_master.get(id(p), p) for p in group] for group in groups]
+        self._pairs = []
+        self._frozen = []
+        self._to_master = {}
+        self._to_parameter = {}
+        self._stepped = []
+        for group in groups:
+            stepped = []
+            for parameter in group:
+                was_cast, master = self.precision.find(parameter)
+                if master is not None:
+                    self._to_master[id(parameter)] = master
+                    self._to_parameter[id(master)] = parameter
+                    self._pairs.append((parameter, master))
+                elif was_cast:
+                    self._frozen.append(parameter)
+                stepped.append(self._to_master.get(id(parameter), parameter))
+            self._stepped.append(stepped)
         refresh(self._pairs)
         self._versions = self._versions_now()
 
@@ -209,9 +218,10 @@ class MasterStep:
     def enter(self, optimizer: torch.optim.Optimizer) -> None:
         """Put the master weights into groups and state."""
         self.look(optimizer)
-        if self._frozen and (trained := [p for p in self._frozen if p.grad is not None]):
-            for parameter in trained:
+        for parameter in self._frozen:
+            if parameter.grad is not None:
                 self.precision.add_master(parameter)
+        if self._changes != self.precision.changes:
             self.look(optimizer)
         if self._versions_now() != self._versions:
             # The parameters were written since the last step, by a loaded state for example.
@@ -380,25 +390,33 @@ def refresh(pairs: Pairs) -> None:
 @torch.no_grad()
 def hand_over(pairs: Pairs) -> None:
     """Give the master weights the parameters' gradients, in fp32."""
-    rows = [(master, parameter.grad) for parameter, master in pairs if parameter.grad is not None]
-    gradients = [_local(_placed_as(gradient, master)) for master, gradient in rows]
-    wide = [torch.empty_like(gradient, dtype=torch.float32) for gradient in gradients]
+    masters = []
+    gradients = []
+    wide = []
+    for parameter, master in pairs:
+        if parameter.grad is not None:
+            gradient = _local(_placed_as(parameter.grad, master))
+            masters.append(master)
+            gradients.append(gradient)
+            wide.append(torch.empty_like(gradient, dtype=torch.float32))
     foreach.copy_(wide, gradients)
-    for (master, _), gradient in zip(rows, wide, strict=True):
+    for master, gradient in zip(masters, wide, strict=True):
         master.grad = _laid_out(gradient, master)
 
 
 @torch.no_grad()
 def copy_back(pairs: Pairs) -> None:
     """Round the master weights into the parameters."""
-    foreach.copy_(
-        [_local(parameter) for parameter, _ in pairs], [_local(master) for _, master in pairs]
-    )
+    parameters = [_local(parameter) for parameter, _ in pairs]
+    masters = [_local(master) for _, master in pairs]
+    foreach.copy_(parameters, masters)
 
 
 def _local(tensor: Any) -> torch.Tensor:
     """The local tensor of a DTensor; a plain tensor itself. Call it under `no_grad`: it shares memory."""
-    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    if hasattr(tensor, "to_local"):
+        tensor = tensor.to_local()
+    local: torch.Tensor = tensor
     return local
 
 

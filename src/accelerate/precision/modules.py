@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -73,29 +74,33 @@ def find_regions(model: nn.Module, policy: PrecisionPolicy) -> dict[nn.Module, t
     # Of each module by name: what the policy says, and the dtype around it.
     said: dict[str, torch.dtype | None] = {"": None}
     around: dict[str, torch.dtype | None] = {"": None}
-    for name, module in model.named_modules() if policy else ():
+    if not policy:
+        return regions
+    for name, module in model.named_modules():
         if not name:
             continue
         parent = name.rpartition(".")[0]
-        said[name] = next(
-            (dtype for pattern, dtype in policy.items() if fnmatchcase(name, pattern)), said[parent]
-        )
-        around[name], dtype = around[parent], said[name]
-        if (
-            dtype is not None
-            and dtype != around[parent]
-            and type(module).forward is not nn.Module.forward
-        ):
-            regions[module] = around[name] = dtype
+        dtype = said[parent]
+        for pattern, chosen in policy.items():
+            if fnmatchcase(name, pattern):
+                dtype = chosen
+                break
+        said[name] = dtype
+        around[name] = around[parent]
+        is_called = type(module).forward is not nn.Module.forward
+        if dtype is not None and dtype != around[parent] and is_called:
+            around[name] = dtype
+            regions[module] = dtype
     return regions
 
 
 def computing_in(dtype: torch.dtype, device_type: str, module: nn.Module, forward: Any) -> Any:
     """A module's forward in a dtype; in fp32 its inputs, parameters and buffers of half precision are cast."""
     is_wide = dtype is torch.float32
-    for tensor in (*module.parameters(), *module.buffers()) if is_wide else ():
-        if tensor.dtype in (torch.float16, torch.bfloat16):
-            replace_data(tensor, tensor.detach().float())
+    if is_wide:
+        for tensor in itertools.chain(module.parameters(), module.buffers()):
+            if tensor.dtype in (torch.float16, torch.bfloat16):
+                replace_data(tensor, tensor.detach().float())
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 import time
 import weakref
 from collections import OrderedDict
@@ -18,18 +19,19 @@ from torch.utils.hooks import RemovableHandle
 
 from ..checkpointing import layout
 from ..checkpointing.commit import RunLocks, can_restore
+from ..checkpointing.layout import DamagedCheckpoint
 from ..checkpointing.loading import LoadReport, load_newest, load_options, load_run
 from ..checkpointing.loading import resume as resume_run
-from ..checkpointing.preemption import DEFAULT_SIGNALS
-from ..checkpointing.rank_state import PendingGradients, RankState, is_same_layout
-from ..checkpointing.resume_controller import ResumeController
+from ..checkpointing.preemption import DEFAULT_SIGNALS, PreemptionWatch
+from ..checkpointing.rank_state import PendingGradients, RankState
 from ..checkpointing.run_state import RunState, StateOf
-from ..checkpointing.saving import DamagedCheckpoint, Options, save_run
+from ..checkpointing.saving import Options, save_run
 from ..checkpointing.writer import Writer
 from ..config.training import ProjectConfiguration
 from ..core.errors import ConfigurationError, MissingCheckpointError
 from ..core.files import user_path
 from ..core.observers import RunLoop
+from ..data_loader.loader import PreparedLoader
 from ..logging import MultiProcessAdapter, get_logger, print_or_log
 from ..parallel.base import Strategy
 from ..parallel.items import ItemWindow
@@ -37,8 +39,9 @@ from ..parallel.prepared import PreparedModel, PreparedOptimizer
 from ..parallel.registry import strategy_key
 from ..parallel.unwrap import extract_model_from_parallel, is_peft_model
 from ..precision.base import Precision
+from ..runtime.agreement import Process
 from ..runtime.step_exchange import StepExchange
-from ..state import AcceleratorState, PartialState
+from ..state import AcceleratorState, GradientState, PartialState
 from ..tracking.group import TrackerGroup
 from .accumulation import Accumulation
 from .objects import RunObjects
@@ -242,7 +245,7 @@ class RunCheckpoints:
             window = {"step": int(saved.get("accumulation_step", 0)) % steps, "steps": steps}
         # The gradients of another layout or number of processes have no place here: a window begins.
         present_layout = self._window_layout()
-        if is_same_layout(saved.get("window_layout", present_layout), present_layout):
+        if saved.get("window_layout", present_layout) == present_layout:
             self.accumulation.load_state_dict(window)
         else:
             self.accumulation.load_state_dict({})
@@ -480,3 +483,130 @@ def register_hook(
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook
     return handle
+
+
+class ResumeController:
+    """Resumes before the first pass over a loader, and stops a run between two batches.
+
+    Args:
+        load: bound method that loads the newest checkpoint and returns None where there is none.
+        leave: bound method that saves the run and ends this process; its argument is the reason.
+        exchange: by which the ranks agree on the step after which they stop.
+
+    References to the methods and the loaders are weak, so that a run is freed with its last reference.
+
+    A run stops between two batches of the loaders that it trains on, so that an evaluation is never cut in two: those
+    that were read at an optimizer's step.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[], LoadReport | None],
+        leave: Callable[[str], None],
+        exchange: StepExchange,
+    ) -> None:
+        self._load = weakref.WeakMethod(load)
+        self._leave = weakref.WeakMethod(leave)
+        self._exchange = exchange
+        self._report: LoadReport | None = None
+        # Whether to resume when a loader is first read, or the report is first requested: all objects are known then.
+        self.is_pending: bool = False
+        self._watch: PreemptionWatch | None = None
+        self._loaders: list[weakref.ref[PreparedLoader]] = []
+        self._trained: list[weakref.ref[PreparedLoader]] = []
+
+    # -- resume
+
+    @property
+    def report(self) -> LoadReport | None:
+        """What was resumed; None where nothing was found. A pending resume is done now."""
+        self.resume_if_pending()
+        return self._report
+
+    def resume(self) -> LoadReport | None:
+        """Load the newest checkpoint now."""
+        self.is_pending = False
+        load = self._load()
+        self._report = None if load is None else load()
+        return self._report
+
+    def resume_if_pending(self) -> None:
+        """Do now what waits for the first use."""
+        if self.is_pending:
+            self.resume()
+
+    # -- the loaders
+
+    def add_loader(self, loader: Any) -> None:
+        """Take a prepared loader in."""
+        self._loaders.append(weakref.ref(loader))
+
+    def record_step(self) -> None:
+        """An optimizer steps: the loader that is being read is trained on."""
+        loader = getattr(GradientState().active_dataloader, "origin", None)
+        if loader is not None and not self._is_trained(loader):
+            self._trained.append(weakref.ref(loader))
+
+    def _is_trained(self, loader: object) -> bool:
+        return any(loader is trained for trained in _alive(self._trained))
+
+    @property
+    def main_loader(self) -> PreparedLoader | None:
+        """The loader whose epoch is the run's: the first that was trained on, or the first of all before a step."""
+        return next(iter(_alive(self._trained) or _alive(self._loaders)), None)
+
+    @property
+    def main_index(self) -> int | None:
+        """Its place among the loaders, where the run has trained."""
+        for trained in _alive(self._trained):
+            for i, loader in enumerate(_alive(self._loaders)):
+                if loader is trained:
+                    return i
+            break
+        return None
+
+    def set_main_loader(self, index: int | None) -> None:
+        """The main loader of the run that was loaded, until this one has stepped."""
+        if index is not None and index < len(self._loaders):
+            self._trained = [self._loaders[index]]
+
+    def clear(self) -> None:
+        """Forget the loaders."""
+        self._loaders.clear()
+        self._trained.clear()
+
+    # -- stop
+
+    def watch_signals(self, process: Process, signals: Sequence[str]) -> bool:
+        """From here on the run stops when one of `signals` has reached any process. False from another thread."""
+        if (
+            not signals
+            or self._watch is not None
+            or threading.current_thread() is not threading.main_thread()
+        ):
+            return self._watch is not None
+        self._watch = PreemptionWatch(process, signals, exchange=self._exchange)
+        return True
+
+    def stop_if_requested(self, loader: object) -> None:
+        """Stop the run between two batches of a loader, if the ranks have agreed to."""
+        watch = self._watch
+        if watch is None or not watch.is_agreed:
+            return
+        leave = self._leave()
+        # The rest of an epoch (`skip_first_batches`) is read for the loader that the user prepared.
+        # Where `leave` is None the run was freed, and one of its loaders is still being read.
+        if leave is not None and self._is_trained(getattr(loader, "origin", loader)):
+            assert watch.received is not None
+            leave(watch.received)
+
+    def close(self) -> None:
+        """Restore the handlers of the signals."""
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+
+
+def _alive(references: list[weakref.ref[PreparedLoader]]) -> list[PreparedLoader]:
+    loaders = [reference() for reference in references]
+    return [loader for loader in loaders if loader is not None]

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from ..checkpointing.resume_controller import ResumeController
 from ..core.errors import ConfigurationError
 from ..core.observers import RunLoop
 from ..gradient_state import GradientState
@@ -18,6 +17,7 @@ from ..parallel.base import Strategy
 from ..parallel.items import ItemWindow
 from ..runtime.step_exchange import StepExchange
 from .accumulation import Accumulation
+from .checkpoints import ResumeController
 from .non_finite import NonFiniteGuard
 from .objects import RunObjects
 

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from ..core.errors import AccelerateError, CheckpointError
+from ..core.errors import AccelerateError, CheckpointError, ConfigurationError
 from ..core.objects import ranks_in_words, values_in_words
 from . import marks
 
@@ -295,6 +295,38 @@ def first(values: Mapping[int, Any]) -> Any:
     return values[min(values)]
 
 
+class RankErrors(CheckpointError):
+    """The errors that ranks have given in an exchange, or that its reduction has raised. Every rank raises this.
+
+    Fields:
+        common: the text of the error that all ranks have; None where they differ.
+        classes: the names of the classes of the errors.
+    """
+
+    def __init__(self, text: str, common: str | None, classes: Sequence[str]) -> None:
+        super().__init__(text)
+        self.common = common
+        self.classes = classes
+
+
+def error_text(error: BaseException) -> str:
+    """An error for a message of several ranks: without its class where it is one of this package's own."""
+    text = str(error) or type(error).__name__
+    if isinstance(error, (CheckpointError, ConfigurationError)):
+        return text
+    return f"{type(error).__name__}: {text}"
+
+
+def _joined(errors: Mapping[int, Sequence[str]], ranks: int) -> dict[str, Any]:
+    """The fields of `RankErrors`, from the text and the class of each rank's error."""
+    texts = {rank: text for rank, (text, _) in errors.items()}
+    classes = sorted({name for _, name in errors.values()})
+    common = None
+    if len(texts) == ranks and len(set(texts.values())) == 1:
+        common = texts[min(texts)]
+    return {"text": values_in_words(texts), "common": common, "classes": classes}
+
+
 class Agreement:
     """The ranks of one run, agreeing by name. Every rank has the same exchanges in the same order.
 
@@ -319,6 +351,7 @@ class Agreement:
         timeout: float,
         absent: str = "",
         reduce: Reduce | None = None,
+        error: BaseException | None = None,
     ) -> Any:
         """Give this rank's `value` (plain JSON data); return the same result on every rank, once all have come.
 
@@ -329,29 +362,57 @@ class Agreement:
             absent: what the absence of a rank may mean, for the message.
             reduce: makes the result of {rank: value}. One rank calls it, and all get what it returns, so this must be
                 plain JSON data whose size does not grow with the number of ranks. Its error is raised on all ranks.
+            error: of this rank, instead of a value.
 
         Raises:
-            CheckpointError: on every rank that came, where one has not within `timeout`, has refused, is in another
-                exchange, or where `reduce` raises.
+            RankErrors: on every rank, where a rank has given an error, or `reduce` raises one.
+            CheckpointError: on every rank that came, where one has not within `timeout`, has refused, or is in another
+                exchange.
         """
         self._value = value
-        if self._connection is None:
-            if reduce is None:
-                return None
-            return reduce({self.rank: value})
+        cause = error
 
-        def reduced(rows: dict[int, Any]) -> Any:
+        def reduced(rows: dict[int, Any]) -> dict[str, Any]:
+            nonlocal cause
+            errors = {rank: row for rank, (_, _, row) in rows.items() if row is not None}
+            if errors:
+                return {"errors": _joined(errors, len(rows))}
+            if reduce is None:
+                return {}
+            try:
+                return {"result": reduce({rank: value for rank, (_, value, _) in rows.items()})}
+            except dist.DistError:
+                raise
+            except Exception as caught:
+                cause = caught
+                row = [error_text(caught), type(caught).__name__]
+                return {"errors": _joined({self.rank: row}, len(rows))}
+
+        def compared(rows: dict[int, Any]) -> dict[str, Any]:
             subjects = {rank: row[0] for rank, row in rows.items()}
             if set(subjects.values()) != {subject}:
                 words = values_in_words(subjects)
                 raise CheckpointError(f"the ranks do different things at the same time: {words}")
-            if reduce is None:
-                return None
-            return reduce({rank: row[1] for rank, row in rows.items()})
+            return reduced(rows)
 
+        row = [subject, value, None]
+        if error is not None:
+            row[2] = [error_text(error), type(error).__name__]
+        if self._connection is None:
+            result = reduced({self.rank: row})
+        else:
+            result = self._outcome(subject, row, timeout, absent, compared)
+        if "errors" in result:
+            raise RankErrors(**result["errors"]) from cause
+        return result.get("result")
+
+    def _outcome(
+        self, subject: str, row: list[Any], timeout: float, absent: str, reduce: Reduce
+    ) -> dict[str, Any]:
+        """What the next round comes to. Raises CheckpointError where it has no result."""
         self._round = self._next()
         try:
-            outcome = self._round.exchange(subject, [subject, value], timeout, reduced)
+            outcome = self._round.exchange(subject, row, timeout, reduce)
         except StoreLostError as error:
             raise CheckpointError(
                 f"rank {self.rank}: the other ranks cannot be reached ({subject}): {error}. "
@@ -370,7 +431,8 @@ class Agreement:
             raise CheckpointError(
                 f"rank {self.rank}: {missing} did not come to `{subject}`{why}. {absent}".rstrip()
             )
-        return outcome.result
+        result: dict[str, Any] = outcome.result
+        return result
 
     def values(self, ranks: Sequence[int]) -> dict[int, Any]:
         """The values that `ranks` have given in the last exchange, to be read before the next one.

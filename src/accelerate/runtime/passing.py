@@ -43,8 +43,8 @@ def goes_alone(subject: str, name: str, connection: Connection, world: int, limi
     is_compared = is_logged = False
     try:
         for waited in pauses(2, limit):
-            for other_subject, _ in arrivals(name, connection, range(1, world)).values():
-                return bool(other_subject != subject)
+            for row in arrivals(name, connection, range(1, world)).values():
+                return bool(row[0] != subject)
             if waited >= limit or (number and store.check([f"{_COUNT}/{number}"])):
                 return True
             if store.check([f"{_SILENT}/1/{store.add(f'{_BEGUN}/0', 0)}"]):

@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of optimizers that run inside of something else, which torch's schedulers count as the optimizer's own."""
+"""Optimizers whose step runs inside of something else, which torch's schedulers count as the optimizer's own.
+
+And those with groups that have no parameters.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+
+import torch
 
 from . import Internal
 
@@ -19,6 +25,17 @@ COUNTED_STEP = Internal(
     "prepare, as transformers.Trainer makes it",
     without="AttributeError: 'function' object has no attribute '__func__' when such a scheduler is made",
     test="tests/torch_internals/test_optimizer_step.py::test_schedulers_count_a_step_that_was_replaced",
+)
+
+EMPTY_GROUPS = Internal(
+    name="empty_groups",
+    what="nothing private: groups without parameters are left out while torch loads a flattened state",
+    versions="2.11 to 2.14",
+    upstream="not reported",
+    needed_by="load_state with SHARDED_STATE_DICT of LoRA by transformers.Trainer, whose group without weight decay "
+    "(norms and biases) is empty",
+    without="IndexError: list index out of range in load_state",
+    test="tests/torch_internals/test_optimizer_step.py::test_a_group_may_be_empty",
 )
 
 # Takes the optimizer, the step that it had, and a closure or None.
@@ -72,3 +89,19 @@ def replace_step_below_hooks(optimizer: Any, run: RunStep) -> None:
         optimizer,
         lambda present, _, closure: hooked(present, *(() if closure is None else (closure,))),
     )
+
+
+@contextlib.contextmanager
+def without_empty_groups(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """A block in which an optimizer has only its groups with parameters. The others come back as they were."""
+    if not EMPTY_GROUPS.is_on:
+        yield
+        return
+    groups = optimizer.param_groups
+    optimizer.param_groups = [group for group in groups if group["params"]]
+    try:
+        yield
+    finally:
+        # Loading a state replaces the groups.
+        loaded = iter(optimizer.param_groups)
+        optimizer.param_groups = [next(loaded) if group["params"] else group for group in groups]

@@ -10,9 +10,9 @@ from torch import nn
 
 from ...core.errors import PrepareError
 from ...core.modules import class_name
-from ..fsdp.units import reshard
 from ..gradients import GradientReducer, UnreducedGradients
 from ..materialize import from_all
+from ..sharded import reshard
 from ..tensor.strategy import PartialSums
 from . import requirements
 from .sharing import (

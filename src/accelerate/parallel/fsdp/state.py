@@ -59,9 +59,10 @@ def is_fsdp1(model: nn.Module) -> bool:
 def parameter_names(model: nn.Module) -> dict[int, list[str]]:
     """By the id of a parameter, the plain names of what it contains: several for one that FSDP1 has flattened."""
     names = {id(parameter): [name] for name, parameter in materialize.named_parameters(model)}
-    for unit in flat_units(model):
-        if not unit.keeps_originals:
-            names[id(unit.flat)] = list(map(materialize.canonical_name, unit.names))
+    if is_fsdp1(model):
+        for unit in flat_units(model):
+            if not unit.keeps_originals:
+                names[id(unit.flat)] = list(map(materialize.canonical_name, unit.names))
     return names
 
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ...config.fsdp import FullyShardedDataParallelPlugin
@@ -323,11 +322,3 @@ def get_parameters_from_modules(
             move_module(module, device)
         parameters |= set(module.parameters())
     return parameters
-
-
-def reshard(modules: Iterable[nn.Module]) -> None:
-    """Reshard every FSDP2 unit inside of these modules."""
-    for module in modules:
-        for unit in module.modules():
-            if isinstance(unit, FSDPModule):
-                unit.reshard()

@@ -22,10 +22,9 @@ from .. import materialize, norms
 from ..accumulated import AccumulatedGradients
 from ..base import Bundle
 from ..compile import Compile
-from ..fsdp.units import reshard
 from ..optimizer_step import refuse_model_scope
 from ..prepared import PreparedModel
-from ..sharded import ShardedModel, ShardedStrategy
+from ..sharded import ShardedModel, ShardedStrategy, reshard
 from ..sharded_optimizer import ParameterPlaces, trains_nothing
 from ..tensor import strategy as tensor
 from ..unwrap import require_state_dict
