@@ -163,7 +163,7 @@ def test_a_rank_that_does_not_call_is_named(late, tmp_path):
     waits = state.process_index != late
     if not waits:
         state.wait_for_everyone()
-    options = Options(arrival_timeout=1.0) if waits else Options()
+    options = Options(timeout=1.0) if waits else Options()
     with pytest.raises(CheckpointError, match=f"rank {late} did not come"):
         save_run(run, tmp_path / "lonely", process=state, options=options)
     if waits:

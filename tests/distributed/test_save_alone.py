@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from rank_pool import on_ranks
 
 from accelerate import Accelerator
 from accelerate.checkpointing import verify
+from accelerate.runtime import agreement, passing
 
 EPOCHS, STEPS = 2, 4
 
@@ -156,3 +158,44 @@ def test_the_last_call_of_a_run(tmp_path):
     accelerator.save_state(tmp_path / "last")
     assert time.perf_counter() - begin < 15.0
     assert verify(tmp_path / "last").ranks == "rank 0 only"
+
+
+class Slow:
+    """A registered object whose state takes long on one rank."""
+
+    def __init__(self, seconds):
+        self.seconds = seconds
+
+    def state_dict(self):
+        time.sleep(self.seconds)
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def hundredfold(ranks=2, limit=1e9, pauses=agreement.pauses):
+    """The pauses of a clock on which a second is 100 seconds."""
+    for waited in pauses(ranks, limit / 100):
+        yield 100 * waited
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_rank_that_is_late_is_waited_for(late, tmp_path):
+    """By over 100 seconds: before it calls, and inside of the call."""
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(Net())
+    delay = 1.2 * (accelerator.process_index == late)
+    with (
+        mock.patch.object(agreement, "pauses", hundredfold),
+        mock.patch.object(passing, "pauses", hundredfold),
+    ):
+        time.sleep(delay)
+        accelerator.save_state(tmp_path / "before")
+        time.sleep(delay)
+        accelerator.load_state(tmp_path / "before")
+        accelerator.register_for_checkpointing(Slow(delay))
+        accelerator.save_state(tmp_path / "inside")
+    for name in ("before", "inside"):
+        assert verify(tmp_path / name).ranks == "all"

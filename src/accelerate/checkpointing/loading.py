@@ -12,10 +12,11 @@ from typing import Any
 
 from ..core.errors import CheckpointError, MissingCheckpointError
 from ..core.json_text import JSONObject
-from ..core.objects import values_in_words
+from ..core.objects import ranks_in_words, values_in_words
 from ..core.trees import map_leaves
 from ..parallel.prepared import PreparedModel
 from ..runtime.agreement import Agreement, Process, RankErrors, Reduce, first
+from ..runtime.passing import others_went_on
 from .commit import FolderInUse, RunLocks, restore
 from .kinds import CLASSES, ObjectState, Written, kinds, loading
 from .layout import (
@@ -35,8 +36,7 @@ from .source import CheckpointReader, ModelWeights, open_checkpoint
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-ARRIVAL = 30.0  # seconds within which every rank must have called
-COMPLETION = 1800.0  # seconds within which every rank must have read and checked its files
+COMPLETION = 1800.0  # seconds within which every rank must have come to an exchange
 _ABSENT = (
     "Every process must call it, at the same place: not under `if accelerator.is_main_process`."
 )
@@ -118,7 +118,6 @@ def load_run(
     strict: bool = True,
     allow_pickle: bool = False,
     models_only: bool = False,
-    arrival_timeout: float = ARRIVAL,
     timeout: float = COMPLETION,
 ) -> LoadReport:
     """Load a checkpoint into a run. Every rank calls it. Any number of processes may have saved it.
@@ -136,7 +135,8 @@ def load_run(
     if process.local_process_index == 0 and not folder.exists():
         restore(folder)
     agreement = Agreement(process)
-    agreement.exchange("load_state", str(folder), arrival_timeout, _ABSENT, _check_same)
+    _meet(agreement, timeout)
+    agreement.exchange("load_state", str(folder), timeout, _ABSENT, _check_same)
     for part in run.models:
         part.before_load()
     for _ in range(ATTEMPTS):
@@ -144,6 +144,17 @@ def load_run(
         if report is not None:
             return report
     raise always_replaced(folder)
+
+
+def _meet(agreement: Agreement, timeout: float) -> None:
+    """Raise CheckpointError where rank 0 calls alone: the other ranks were seen to go on."""
+    if agreement.rank:
+        agreement.announce("load_state")
+    elif others_went_on(agreement, "load_state", timeout):
+        others = ranks_in_words(range(1, agreement.world))
+        text = f"rank 0: {others} did not come to `load_state`, and went on. {_ABSENT}"
+        agreement.refuse(text)
+        raise CheckpointError(text)
 
 
 def _load(
@@ -503,7 +514,6 @@ def resume(
     *,
     process: Process,
     locks: RunLocks | None = None,
-    arrival_timeout: float = ARRIVAL,
     timeout: float = COMPLETION,
     **options: Any,
 ) -> LoadReport | None:
@@ -531,7 +541,8 @@ def resume(
             mine = {"in_use": f"nothing was resumed: {error}"}
         except OSError as error:
             mine = {"error": f"{directory} cannot be read: {reason(error)}"}
-    answer = agreement.exchange("load_state", mine, arrival_timeout, _ABSENT, first)
+    _meet(agreement, timeout)
+    answer = agreement.exchange("load_state", mine, timeout, _ABSENT, first)
     if "in_use" in answer:
         raise FolderInUse(answer["in_use"])
     if "error" in answer:
@@ -543,7 +554,6 @@ def resume(
                 run,
                 name,
                 process=process,
-                arrival_timeout=arrival_timeout,
                 timeout=timeout,
                 **options,
             )

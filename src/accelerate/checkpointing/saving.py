@@ -26,11 +26,10 @@ from ..runtime.agreement import (
     Process,
     RankErrors,
     Reduce,
-    default_connection,
     error_text,
 )
 from ..runtime.communication import is_lost
-from ..runtime.passing import goes_alone
+from ..runtime.passing import others_went_on
 from .commit import (
     UNFINISHED,
     RunLocks,
@@ -79,8 +78,7 @@ if TYPE_CHECKING:
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-ARRIVAL = 30.0  # seconds within which every rank must have called
-COMPLETION = 1800.0  # seconds within which every rank must have written its files
+COMPLETION = 1800.0  # seconds within which every rank must have come to an exchange
 _VISIBLE = 10.0  # seconds until a folder made on another machine must be visible here
 
 
@@ -97,7 +95,6 @@ class Options:
     layout: str = "native"
     safe_serialization: bool = True
     save_on_each_node: bool = False
-    arrival_timeout: float = ARRIVAL
     timeout: float = COMPLETION
     checkpoints: Path | None = None
     total_limit: int | None = None
@@ -275,7 +272,6 @@ class SaveRanks:
         step: str,
         error: BaseException | None,
         value: object = None,
-        timeout: float | None = None,
         absent: str = "",
         reduce: Reduce | None = None,
     ) -> Any:
@@ -284,29 +280,29 @@ class SaveRanks:
         Raises the errors of all ranks, if any, else that of `reduce`; the cause is this rank's own error.
         """
         try:
-            return self._agreement.exchange(
-                step, value, timeout or self.timeout, absent, reduce, error
-            )
+            return self._agreement.exchange(step, value, self.timeout, absent, reduce, error)
         except RankErrors as failed:
             if error is not None and not isinstance(error, Exception):
                 raise error from None
             raise self._error(str(failed)) from failed.__cause__
 
-    def go_alone(self, step: str, timeout: float) -> bool:
-        """Whether no other rank comes to the next exchange. If so, this rank, 0, goes on without them.
+    def announce(self, step: str) -> None:
+        """Tell rank 0 that this rank comes to the next exchange."""
+        if self.process.process_index:
+            self._agreement.announce(step)
 
-        It is for a save of what every rank holds. Others come within `timeout` seconds, or not at all.
-        """
-        process, name = self.process, self._agreement.name
-        if process.process_index or process.num_processes == 1:
-            return False
-        # The exchange reports a store that is gone.
-        with contextlib.suppress(RuntimeError, ConnectionError):
-            if goes_alone(step, name, default_connection(), process.num_processes, timeout):
-                self.process = OneProcess()
-                self._agreement = Agreement(self.process, name)
-                return True
-        return False
+    def is_left_alone(self, step: str) -> bool:
+        """Whether this is rank 0, and the other ranks were seen to go on instead of coming to the next exchange."""
+        return others_went_on(self._agreement, step, self.timeout)
+
+    def go_alone(self) -> None:
+        """Go on without the other ranks."""
+        self.process = OneProcess()
+        self._agreement = Agreement(self.process, self._agreement.name)
+
+    def refuse(self, text: str) -> None:
+        """Leave an error for a rank that comes to the next exchange later."""
+        self._agreement.refuse(text)
 
     def values(self, ranks: Sequence[int]) -> dict[int, Any]:
         """The values that `ranks` have given in the last exchange, to be read before the next one."""
@@ -358,10 +354,7 @@ def _appears(folder: Path, seconds: float) -> bool:
 
 
 _RANK_INLINE = 1 << 14  # bytes: generator states stay in the one file of a rank
-_ABSENT = (
-    "Every process must call it, at the same place of the loop; in data parallelism the main process may do so alone. "
-    "If a rank may come later than that, call `accelerator.wait_for_everyone()` before."
-)
+_ABSENT = "Every process must call it, at the same place of the loop; under DDP the main process may call it alone."
 
 
 def save_run(
@@ -380,7 +373,7 @@ def save_run(
     The ranks exchange values twice: when each has collected its states, and when each has written its files. The last
     rank that comes to the second exchange commits. Where collecting uses collectives, they also meet before it.
 
-    Raises CheckpointError on every rank when one of them fails, or does not call within `options.arrival_timeout`
+    Raises CheckpointError on every rank when one of them fails, or does not call within `options.timeout`
     seconds. The run is unchanged then, and so is an earlier checkpoint in `folder`.
     """
     given = user_path(folder, "save_state")
@@ -438,7 +431,7 @@ def _collect_and_meet(
     """
     options, is_collective = pending.options, _is_collective(run, in_background)
 
-    def meet(timeout: float) -> JSONObject:
+    def meet() -> JSONObject:
         row = {
             "folder": str(pending.given),
             "layout": options.layout,
@@ -447,21 +440,26 @@ def _collect_and_meet(
             "digests": pending.digests,
             "lost": pending.lost,
         }
-        agreed: JSONObject = ranks.exchange(
-            "save_state", pending.error, row, timeout, _ABSENT, _compare
-        )
+        agreed: JSONObject = ranks.exchange("save_state", pending.error, row, _ABSENT, _compare)
         pending.temporary_name = agreed["temporary"]
         return agreed
 
+    ranks.announce("save_state")
     with _noted(pending):
         pending.open()
         ranks.folder = pending.folder
         if not is_collective:
             _collect(pending, run, in_background)
-    if _is_on_every_rank(run) and not options.save_on_each_node:
-        pending.is_alone = ranks.go_alone("save_state", options.arrival_timeout)
+    if not options.save_on_each_node and ranks.is_left_alone("save_state"):
+        others = ranks_in_words(range(1, pending.world_size))
+        if not _is_on_every_rank(run):
+            text = f"rank 0: {others} did not come to `save_state`, and went on. {_ABSENT}"
+            ranks.refuse(text)
+            raise CheckpointError(text)
+        pending.is_alone = True
+        ranks.go_alone()
         pending.process = ranks.process
-    agreed = meet(options.arrival_timeout)
+    agreed = meet()
     if pending.is_alone:
         _warn_alone(ranks_in_words(range(1, pending.world_size)))
     if agreed["is_collective"]:
@@ -471,7 +469,7 @@ def _collect_and_meet(
                 if options.save_on_each_node:
                     pending.find_home()  # hooks may write into it
                 _collect(pending, run, in_background)
-        agreed = meet(options.timeout)
+        agreed = meet()
     if agreed["lost"] and pending.process.process_index == 0:
         logger.warning(
             "layout='compat' has no place for the %s: not saved. layout='native' saves it.",

@@ -217,9 +217,7 @@ class RunCheckpoints:
         self._before_load()
         directory = self._checkpoints_dir("resume()")
         with self._run_state(is_saved=False) as run:
-            report = resume_run(
-                run, directory, process=PartialState(), locks=self._locks, arrival_timeout=60.0
-            )
+            report = resume_run(run, directory, process=PartialState(), locks=self._locks)
         if report is not None:
             self._apply(report, "resumed", begin)
             self._record_damaged(report)

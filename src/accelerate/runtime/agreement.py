@@ -11,6 +11,7 @@ rank of the round decides at the limit; if that is missing too, the second one d
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -238,6 +239,7 @@ class Round:
             # All ranks are in this round, so none looks at the one before.
             self.store.delete_key(self.key("outcome", back=1))
             self.store.delete_key(self.key("came", back=1))
+            self.store.delete_key(self.key("announced", back=1))
 
     def settle(self, outcome: Mapping[str, Any]) -> None:
         """Write an outcome, in fields of `Outcome`. Nothing happens where there is one."""
@@ -270,13 +272,21 @@ class Round:
         return self.absent(ranks[:middle]) + self.absent(ranks[middle:])
 
 
-def arrivals(name: str, connection: Connection, ranks: Sequence[int]) -> dict[int, Any]:
-    """The value of the first of `ranks` that has come to the next round of a name, in which this rank is not yet."""
+def next_subject(name: str, connection: Connection, ranks: Sequence[int]) -> str | None:
+    """What other ranks have come to the next round of a name for, or have announced; None if none has.
+
+    Args:
+        name: of the rounds. This rank is not in the next one yet.
+        connection: that of this rank.
+        ranks: the other ranks.
+    """
     store, key = connection.store, f"agree/{name}/{connection.rounds.get(name, 0)}"
+    if store.check([f"{key}/announced"]):
+        return str(store.get(f"{key}/announced").decode())
     if not store.add(f"{key}/came", 0):
-        return {}
+        return None
     rank = next(rank for rank in ranks if store.check([f"{key}/{rank}"]))
-    return {rank: json.loads(store.get(f"{key}/{rank}"))}
+    return str(json.loads(store.get(f"{key}/{rank}"))[0])
 
 
 def log_wait(subject: str, rank: int, absent: Iterable[int], left: float) -> None:
@@ -343,6 +353,14 @@ class Agreement:
 
     def _next(self) -> Round:
         return Round(self.name, range(self.world), self.rank, self._connection)
+
+    def announce(self, subject: str) -> None:
+        """Tell the other ranks that this one is going to take part in the next exchange, however long that takes."""
+        if self._connection is not None:
+            number = self._connection.rounds.get(self.name, 0)
+            # The exchange reports a store that is gone.
+            with contextlib.suppress(dist.DistError):
+                self._connection.store.set(f"agree/{self.name}/{number}/announced", subject)
 
     def exchange(
         self,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether other ranks come to the point where rank 0 is or go past it: it saves alone what all ranks hold.
+"""Whether other ranks come to the point where rank 0 is or have gone past it: it saves alone what all ranks hold.
 
 Rank 0 posts in the run's store how far it is. In each other rank the thread of the hang watch looks for such a
 question a few times a second, and answers if its main thread is further. Nothing is on the path of a step.
@@ -7,13 +7,14 @@ question a few times a second, and answers if its main thread is further. Nothin
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from typing import Any
 
 from ..torch_internals.flight_recorder import newest, recorded
 from . import marks
-from .agreement import Connection, arrivals, log_wait, pauses
+from .agreement import Agreement, Connection, default_connection, log_wait, next_subject, pauses
 from .calls import LEDGER
 
 # The number of questions; odd while one is open. The last question. How often a rank has begun to answer, and, by rank
@@ -26,13 +27,22 @@ _ASK, _LOOK, _LOG = 0.02, 0.25, 5.0
 _SHARE, _PAUSE = 0.1, 1.0
 
 
-def goes_alone(subject: str, name: str, connection: Connection, world: int, limit: float) -> bool:
-    """Whether no other rank comes to the next round of `name`. Rank 0 calls it before it takes part.
+def others_went_on(agreement: Agreement, subject: str, limit: float) -> bool:
+    """Whether the other ranks do not come to the next exchange. Rank 0 calls it before it takes part.
 
-    It is so when another rank has gone past this point (to a later batch, to a collective that rank 0 has not begun,
-    to a round about something else), when rank 1 has left the run without an error, or when no rank has come after
-    `limit` seconds.
+    It is so only where one was seen to be past this point: in a later batch, in a collective that rank 0 has not
+    begun, in a round about something else; or where rank 1 has left the run without an error. Until one has announced
+    the exchange or has come to it, rank 0 looks for `limit` seconds.
     """
+    if agreement.rank or agreement.world == 1:
+        return False
+    # The exchange reports a store that is gone.
+    with contextlib.suppress(RuntimeError, ConnectionError):
+        return _went_on(subject, agreement.name, default_connection(), agreement.world, limit)
+    return False
+
+
+def _went_on(subject: str, name: str, connection: Connection, world: int, limit: float) -> bool:
     store = connection.store
     position: dict[str, Any] = {
         "subject": subject,
@@ -43,10 +53,13 @@ def goes_alone(subject: str, name: str, connection: Connection, world: int, limi
     is_compared = is_logged = False
     try:
         for waited in pauses(2, limit):
-            for row in arrivals(name, connection, range(1, world)).values():
-                return bool(row[0] != subject)
-            if waited >= limit or (number and store.check([f"{_COUNT}/{number}"])):
+            subject_of_others = next_subject(name, connection, range(1, world))
+            if subject_of_others is not None:
+                return subject_of_others != subject
+            if number and store.check([f"{_COUNT}/{number}"]):
                 return True
+            if waited >= limit:
+                return False
             if store.check([f"{_SILENT}/1/{store.add(f'{_BEGUN}/0', 0)}"]):
                 return all(cause["kind"] == marks.ENDED for cause in marks.entries(marks.CAUSES))
             if waited > _LOOK and marks.state_of(1, store):
