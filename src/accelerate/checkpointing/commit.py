@@ -29,7 +29,7 @@ from typing import BinaryIO
 import psutil
 
 from ..core.errors import CheckpointError, ConfigurationError
-from ..core.files import follow_links, fsync_path, lock_file, named_errors
+from ..core.files import O_BINARY, follow_links, fsync_path, lock_file, named_errors
 from ..core.json_text import JSONObject
 from .layout import MANIFEST, Manifest, free_name, is_api_file, read_manifest, siblings
 
@@ -117,7 +117,7 @@ def in_use_elsewhere(folder: Path) -> bool:
 def _take(path: Path) -> tuple[BinaryIO, JSONObject]:
     """Open the lock file, lock it, and write what this process is. Raises FolderInUse when another process has it."""
     while True:
-        file: BinaryIO = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+b")
+        file: BinaryIO = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | O_BINARY, 0o644), "r+b")
         try:
             lock_file(file.fileno())
         except BlockingIOError:

@@ -23,7 +23,7 @@ import torch
 from safetensors import safe_open
 
 from ..core.errors import CheckpointError
-from ..core.files import named_errors, open_regular
+from ..core.files import O_BINARY, fsync_path, named_errors, open_regular, read_at, write_at
 from ..core.json_text import JSONObject
 from ..core.safetensors_header import NAMES, CorruptFile, Header, read_header
 from ..core.trees import map_leaves
@@ -165,7 +165,7 @@ class BlockIO:
         records = []
         syncing: list[Future[None]] = []
         for path, segments in files:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | O_BINARY, 0o666)
             try:
                 with named_errors(path):
                     records.append(self._write_segments(descriptor, segments))
@@ -242,7 +242,7 @@ class BlockIO:
                 self._pool.submit(_check_block, descriptor, at, BLOCK, None)
                 for at in range(0, size, BLOCK)
             ]
-            os.fsync(descriptor)
+            fsync_path(path)
             return FileRecord(size, tuple(f"{job.result():08x}" for job in jobs), BLOCK)
         finally:
             os.close(descriptor)
@@ -288,12 +288,12 @@ def _cut(views: Iterable[memoryview], block: int) -> Iterator[tuple[int, list[me
 
 def _write_block(descriptor: int, offset: int, pieces: list[memoryview]) -> int:
     value = _sum_of(pieces)
-    _transfer(os.pwritev, descriptor, offset, pieces)
+    _transfer(write_at, descriptor, offset, pieces)
     return value
 
 
 def _read_block(descriptor: int, offset: int, pieces: list[memoryview], want: str | None) -> None:
-    end = _transfer(os.preadv, descriptor, offset, pieces)
+    end = _transfer(read_at, descriptor, offset, pieces)
     if want is not None:
         _compare(_sum_of(pieces), want, offset, end)
 
@@ -345,7 +345,7 @@ def _check_block(descriptor: int, offset: int, block: int, want: str | None, ahe
     value, at, end = 0, offset, offset + block
     buffer = memoryview(bytearray(min(block, 1 << 20)))
     while at < end:
-        done = os.preadv(descriptor, [buffer[: end - at]], at)
+        done = read_at(descriptor, [buffer[: end - at]], at)
         if done == 0:
             break
         value = zlib.crc32(buffer[:done], value)

@@ -13,7 +13,8 @@ from ..core.errors import ConfigurationError
 from ..runtime.agreement import Process
 from ..runtime.step_exchange import INTERVAL, StepExchange
 
-DEFAULT_SIGNALS = ("SIGTERM", "SIGUSR1")
+# Windows has one of them.
+DEFAULT_SIGNALS = tuple(name for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
 
 
 class PreemptionWatch:

@@ -8,12 +8,17 @@ import errno
 import importlib
 import os
 import stat
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from .errors import ConfigurationError
 
+# For `os.open`: Windows would translate the ends of lines without it.
+O_BINARY: int = getattr(os, "O_BINARY", 0)
+# Windows reads and writes at a position of a file in two calls.
+_POSITION = threading.Lock()
 # The byte that is locked on Windows, behind any content: its locks are mandatory, and a locked byte cannot be read.
 _LOCKED_BYTE = 1 << 30
 
@@ -131,9 +136,7 @@ def open_regular(path: str | os.PathLike[str]) -> int:
     """
     _require_regular(os.stat(path), path)
     # The file may be another one by now.
-    descriptor = os.open(
-        path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-    )
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | O_BINARY)
     try:
         _require_regular(os.fstat(descriptor), path)
     except BaseException:
@@ -170,12 +173,30 @@ def read_regular(path: str | os.PathLike[str], limit: int) -> bytes:
         return file.read()
 
 
+def read_at(descriptor: int, pieces: Sequence[memoryview], offset: int) -> int:
+    """Read from an offset of a file into pieces of memory; the number of bytes, which may be fewer than wanted."""
+    if hasattr(os, "preadv"):
+        return os.preadv(descriptor, pieces, offset)
+    with _POSITION, open(descriptor, "rb", buffering=0, closefd=False) as file:
+        file.seek(offset)
+        return file.readinto(pieces[0]) or 0
+
+
+def write_at(descriptor: int, pieces: Sequence[memoryview], offset: int) -> int:
+    """Write pieces of memory at an offset of a file; the number of bytes, which may be fewer than theirs."""
+    if hasattr(os, "pwritev"):
+        return os.pwritev(descriptor, pieces, offset)
+    with _POSITION:
+        os.lseek(descriptor, offset, os.SEEK_SET)
+        return os.write(descriptor, pieces[0])
+
+
 def fsync_path(path: str | os.PathLike[str]) -> None:
     """Make a file's content, or a folder's entries, survive a power cut."""
     # Windows syncs only files that are open for writing, and opens no folder: NTFS logs its entries itself.
     is_folder = os.path.isdir(path)
     try:
-        descriptor = os.open(path, os.O_RDONLY if is_folder else os.O_RDWR)
+        descriptor = os.open(path, os.O_RDONLY if is_folder else os.O_RDWR | O_BINARY)
     except PermissionError:
         if is_folder:
             return
@@ -198,7 +219,7 @@ def lock_file(descriptor: int, shared: bool = False) -> None:
         OSError: the system or its file system has no locks.
     """
     try:
-        import fcntl
+        fcntl: Any = importlib.import_module("fcntl")
     except ImportError:
         _lock_on_windows(descriptor)
         return

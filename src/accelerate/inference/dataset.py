@@ -7,13 +7,13 @@ import itertools
 import json
 import re
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
@@ -344,13 +344,17 @@ class _Queue:
 
     def __init__(self, processes: int) -> None:
         self._name = f"accelerate/map_dataset/{next(_calls)}"
-        # One process counts in a store of its own.
-        self._store: Any = dist.HashStore()
+        self._store: Any = None
         if processes > 1:
             self._store = default_connection().store
+        # One process counts by itself.
+        self._counts: Counter[str] = Counter()
 
     def _add(self, what: str, number: int) -> int:
-        return int(self._store.add(f"{self._name}/{what}", number))
+        if self._store is not None:
+            return int(self._store.add(f"{self._name}/{what}", number))
+        self._counts[what] += number
+        return self._counts[what]
 
     def next(self) -> int:
         """Return the number of the next part."""

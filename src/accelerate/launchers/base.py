@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shlex
 import signal
 import socket
@@ -114,13 +113,14 @@ def handling(
     names: Sequence[str], handler: Callable[[int, FrameType | None], None]
 ) -> Iterator[None]:
     """Call a handler for signals that arrive in the block. Outside the main thread nothing can."""
-    if threading.current_thread() is not threading.main_thread() or os.name != "posix":
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
-    former = {
-        number: signal.signal(number, handler)
-        for number in (signal.Signals[name] for name in names)
-    }
+    former = {}
+    for name in names:
+        if hasattr(signal, name):
+            number = getattr(signal, name)
+            former[number] = signal.signal(number, handler)
     try:
         yield
     finally:

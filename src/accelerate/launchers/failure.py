@@ -19,6 +19,7 @@ from .process import Rank
 from .streams import RANK_FAILED
 from .tracebacks import Cause, End, first_failure
 
+# By name: Windows has no SIGBUS.
 _MEANINGS = {
     "SIGSEGV": "invalid memory access: a defect in native code, an extension or the driver",
     "SIGABRT": "native code called abort(), as gloo does when ranks call different collectives",
@@ -222,7 +223,7 @@ def cause_of(code: int, output: str, rank: int | None = None, oom_kills: int = 0
 
 def _cause_of_signal(number: int, output: str, oom_kills: int) -> str:
     text = f"killed by {_signal_name(number)}"
-    if oom_kills and number == signal.SIGKILL:
+    if oom_kills and "SIGKILL" in text:
         return f"{text}: out of memory (recorded by the kernel for this control group)"
     for name, meaning in _MEANINGS.items():
         if name in text:

@@ -55,7 +55,8 @@ def run_functions(
     Raises:
         LaunchError: with the traceback of the process that failed first.
     """
-    context = multiprocessing.get_context("fork")
+    # Where the system cannot fork, the function and its arguments must be importable: Python sends them by name.
+    context: Any = multiprocessing.get_context("fork" if hasattr(os, "fork") else "spawn")
     started: list[tuple[BaseProcess, Connection]] = []
     parent = os.getpid()
     try:

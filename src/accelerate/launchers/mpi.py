@@ -55,7 +55,7 @@ def mpirun_command(
     }
     if implementation(mpirun) == "openmpi":
         command = [mpirun, "-n", str(processes), "--bind-to", "none"]
-        if os.name == "posix" and os.geteuid() == 0:
+        if hasattr(os, "geteuid") and os.geteuid() == 0:
             command.append("--allow-run-as-root")
         if hostfile:
             command += ["--hostfile", hostfile]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ..core import env
+from ..core.system import POSIX
 from .spec import LaunchSpec, ProcessSpec
 from .streams import Stream
 
@@ -62,7 +63,7 @@ class Rank:
             stdin=_stdin(self.spec.local_rank),
             stdout=output,
             stderr=error,
-            process_group=0 if os.name == "posix" else None,
+            process_group=0 if POSIX else None,
             preexec_fn=die_with(os.getpid(), self.spec.cpus),
         )
 
@@ -105,7 +106,6 @@ class Rank:
 
     def _open_stream(self, number: int, prefixed: bool) -> int:
         source, end = _channel(number)
-        os.set_blocking(source, False)
         name = {1: "stdout.log", 2: "stderr.log"}[number]
         log = None
         if self.log_folder:
@@ -156,12 +156,12 @@ class Rank:
 
     def kill_children(self) -> None:
         """Kill what an ended process left behind in its process group."""
-        if os.name == "posix":
+        if POSIX:
             self._send(signal.SIGKILL)
 
     def _send(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            if os.name == "posix":
+            if POSIX:
                 os.killpg(self.popen.pid, number)
             else:
                 os.kill(self.popen.pid, signal.SIGTERM)
@@ -178,7 +178,7 @@ def _stdin(local_rank: int) -> int | None:
 
 def _channel(number: int) -> tuple[int, int]:
     """Both ends of a stream: a pseudo terminal where the console is one, which keeps colours; otherwise a pipe."""
-    if os.name == "posix" and os.isatty(number):
+    if POSIX and os.isatty(number):
         import fcntl
         import pty
         import termios

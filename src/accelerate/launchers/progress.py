@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
+
 from ..telemetry.status import EVALUATING, STATES, TRAINING, Status, statuses
 from .spec import LaunchSpec
 
@@ -176,6 +178,6 @@ def _words(status: Status, now: float, rate: float, code: int | None) -> str:
 def _resident(pid: int) -> int:
     """Bytes resident of a process; 0 where that is not known."""
     try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, IndexError):
+        return int(psutil.Process(pid).memory_info().rss)
+    except psutil.Error:
         return 0

@@ -5,10 +5,14 @@ from __future__ import annotations
 
 import errno
 import os
+import queue
 import re
+import threading
 import time
 from collections.abc import Callable
 from typing import IO
+
+from ..core.system import POSIX
 
 TRACEBACK = b"Traceback (most recent call last):"
 # With C++ stacks: what torch logs where the rank that hosts the store is gone, before the error becomes a traceback.
@@ -20,6 +24,8 @@ DELAY_WHILE_PRINTING = 1.0
 DELAY_LOST = 30.0
 # Seconds for which an incomplete line waits for its end, so that lines of several ranks do not mix.
 LINE_WAIT = 0.1
+# Seconds for which a stream is waited for where only a thread can wait for it.
+READ_WAIT = 0.02
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Bytes of the most recent output that are kept.
 TAIL = 16384
@@ -39,6 +45,28 @@ def write_all(sink: int, data: bytes) -> None:
     except OSError as error:
         if error.errno in DISK_FULL:
             raise
+
+
+class _ThreadReader:
+    """Reads a pipe where pipes cannot be waited for. Its thread closes the pipe at its end."""
+
+    def __init__(self, source: int) -> None:
+        self._pieces: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        threading.Thread(target=self._run, args=(source,), daemon=True).start()
+
+    def _run(self, source: int) -> None:
+        with open(source, "rb", buffering=0) as file:
+            data = b" "
+            while data:
+                data = file.read(65536)
+                self._pieces.put(data)
+
+    def read(self) -> bytes:
+        """Return what has come, nothing at the end. Raises BlockingIOError where there is nothing new."""
+        try:
+            return self._pieces.get(timeout=READ_WAIT)
+        except queue.Empty:
+            raise BlockingIOError from None
 
 
 class Stream:
@@ -61,6 +89,11 @@ class Stream:
         delay_tracebacks: bool,
     ) -> None:
         self.source = source
+        self._threaded: _ThreadReader | None = None
+        if POSIX:
+            os.set_blocking(source, False)
+        else:
+            self._threaded = _ThreadReader(source)
         self.sink = sink
         self.prefix: bytes = (prefix or "").encode()
         self.log = log
@@ -90,7 +123,10 @@ class Stream:
     def read(self) -> None:
         """Read what is available. At the end of the stream `open` becomes False."""
         try:
-            data = os.read(self.source, 65536)
+            if self._threaded is None:
+                data = os.read(self.source, 65536)
+            else:
+                data = self._threaded.read()
         except BlockingIOError:
             return
         except OSError:
@@ -161,7 +197,8 @@ class Stream:
         """Close the source and the log file."""
         if self.open:
             self.open = False
-            os.close(self.source)
+            if self._threaded is None:
+                os.close(self.source)
             if self.log is not None:
                 self.log.close()
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from ..core import env, messages
 from ..core.objects import ranks_in_words
-from ..core.system import handles_signal
+from ..core.system import POSIX, handles_signal
 from . import failure as failures
 from . import tracebacks
 from .failure import Failure
@@ -185,7 +185,8 @@ class Supervisor:
             rank = self.make_rank(process, folder)
             self.ranks.append(rank)
             for stream in rank.streams:
-                self._selector.register(stream.source, selectors.EVENT_READ, stream.read)
+                if POSIX:
+                    self._selector.register(stream.source, selectors.EVENT_READ, stream.read)
         if self._status_folder is not None:
             # Imported while the ranks start.
             from .panel import Display
@@ -211,9 +212,16 @@ class Supervisor:
         for deadline in (self._stop_at, self._kill_at, self._cause_deadline):
             if deadline is not None:
                 timeout = min(timeout, max(0.0, deadline - now))
-        for key, _ in self._selector.select(timeout):
-            key.data()
-        for stream in self._streams():
+        open_streams = [stream for stream in self._streams() if stream.open]
+        if POSIX:
+            for key, _ in self._selector.select(timeout):
+                key.data()
+        elif open_streams:
+            for stream in open_streams:
+                stream.read()
+        else:
+            time.sleep(min(timeout, LINE_WAIT))
+        for stream in open_streams:
             if not stream.open and stream.source in self._selector.get_map():
                 self._selector.unregister(stream.source)
         for rank in self.ranks:
@@ -318,7 +326,7 @@ class Supervisor:
     def _kill_all(self) -> None:
         self._kill_at = time.monotonic() + 1.0
         for rank in self.ranks:
-            rank.signal(signal.SIGKILL if os.name == "posix" else signal.SIGTERM)
+            rank.signal(signal.SIGKILL if POSIX else signal.SIGTERM)
 
     def _handle_signal(self, number: int) -> None:
         name = signal.Signals(number).name
@@ -438,7 +446,7 @@ class Supervisor:
     @contextlib.contextmanager
     def _forwarding_signals(self) -> Iterator[None]:
         """Forward signals to the ranks; the end of a rank wakes the selector."""
-        if threading.current_thread() is not threading.main_thread() or os.name != "posix":
+        if threading.current_thread() is not threading.main_thread() or not POSIX:
             yield
             return
         wake, alarm = os.pipe()

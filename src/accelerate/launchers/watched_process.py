@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from types import FrameType
 
+from ..core.system import POSIX
 from ..core.topology import Topology
 from .process import FORWARDED, die_with
 
@@ -56,7 +57,7 @@ def main(command: list[str]) -> None:
         if not stopped:
             time.sleep(LAST_WORDS)
         _end_as(code)
-    if code < 0 or topology.launcher != "openmpi":
+    if POSIX and (code < 0 or topology.launcher != "openmpi"):
         # Hydra (MPICH, Intel MPI, MVAPICH) lets the others go on where one only fails, and stops them where one dies.
         os.kill(os.getpid(), signal.SIGKILL)
     sys.exit(code)

@@ -84,8 +84,9 @@ class PlannedRun(RunObserver):
 
 def _largest_process() -> int:
     """The largest resident size of this process, in bytes."""
-    if sys.platform == "win32":
-        return int(psutil.Process().memory_info().peak_wset)
+    peak_on_windows = getattr(psutil.Process().memory_info(), "peak_wset", None)
+    if peak_on_windows is not None:
+        return int(peak_on_windows)
     import resource
 
     size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -9,9 +9,11 @@ import faulthandler
 import gc
 import importlib
 import sys
+import tempfile
 import threading
 import time
 import traceback
+import uuid
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -106,9 +108,12 @@ def start_alone(kind: DeviceKind) -> None:
     """Make a group of one process where there is none, since functions such as `fully_shard` require one."""
     if not dist.is_initialized():
         _keep_out_of_defaults()
-        dist.init_process_group(
-            backend=with_host(kind), store=dist.HashStore(), rank=0, world_size=1
-        )
+        store: dist.Store
+        if hasattr(dist, "HashStore"):
+            store = dist.HashStore()
+        else:  # Windows
+            store = dist.FileStore(f"{tempfile.gettempdir()}/accelerate-{uuid.uuid4().hex}", 1)
+        dist.init_process_group(backend=with_host(kind), store=store, rank=0, world_size=1)
         _Exit.owner = True
     _arm()
 

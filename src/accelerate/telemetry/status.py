@@ -8,11 +8,12 @@ import mmap
 import os
 import shutil
 import struct
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+from ..core.files import lock_file
 
 STARTING, TRAINING, EVALUATING, SAVING, ENDED = range(5)
 STATES = ("starting", "training", "evaluating", "saving", "ended")
@@ -79,7 +80,7 @@ def new_folder() -> str | None:
 
     This process locks it until it ends. The folders of launchers that were killed, which have no lock, are removed.
     """
-    if sys.platform != "linux":
+    if not hasattr(os, "O_DIRECTORY"):
         import tempfile
 
         return tempfile.mkdtemp(prefix="accelerate-")
@@ -100,11 +101,9 @@ def new_folder() -> str | None:
 
 def _locked(folder: Path) -> int:
     """The descriptor of a folder, locked as long as it is open. OSError where another process has the lock."""
-    import fcntl
-
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock_file(descriptor)
     except OSError:
         os.close(descriptor)
         raise

@@ -22,6 +22,7 @@ import torch
 
 from ..core import devices, env
 from ..core.errors import ConfigurationError
+from ..core.files import O_BINARY
 from ..runtime import hang_watch, marks
 from .records import (
     HEADER_SIZE,
@@ -177,7 +178,7 @@ class TelemetryWriter:
             self._steps_path.parent.mkdir(parents=True, exist_ok=True)
             self._open_steps()
             self._events_fd = os.open(
-                self._events_path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666
+                self._events_path, os.O_RDWR | os.O_CREAT | os.O_APPEND | O_BINARY, 0o666
             )
             _drop_incomplete_line(self._events_fd)
         except OSError as error:
@@ -202,7 +203,7 @@ class TelemetryWriter:
             if not fits:
                 # Of another version, or cut off in its header.
                 os.replace(path, path.with_suffix(".steps.old"))
-        self._steps = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        self._steps = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | O_BINARY, 0o666)
         size = os.fstat(self._steps).st_size
         if not size:
             _append(self._steps, self._header)
@@ -242,10 +243,13 @@ class TelemetryWriter:
         with open(partial, "wb") as file:
             file.write(header)
             file.write(rows.tobytes())
-        os.replace(partial, self._steps_path)
         os.close(self._steps)
-        self._steps = os.open(self._steps_path, os.O_RDWR | os.O_APPEND)
-        self._count = len(rows)
+        self._steps = -1
+        # Windows replaces no file that a monitor reads at this moment. The next call merges it.
+        with contextlib.suppress(PermissionError):
+            os.replace(partial, self._steps_path)
+            self._count = len(rows)
+        self._steps = os.open(self._steps_path, os.O_RDWR | os.O_APPEND | O_BINARY)
 
     def _write_events(self) -> None:
         lines = []
@@ -316,6 +320,7 @@ def _drop_incomplete_line(descriptor: int) -> None:
     """Remove what a killed process has left of its last line."""
     size = os.fstat(descriptor).st_size
     start = max(0, size - (1 << 20))
-    tail = os.pread(descriptor, size - start, start)
+    os.lseek(descriptor, start, os.SEEK_SET)
+    tail = os.read(descriptor, size - start)
     if tail and not tail.endswith(b"\n"):
         os.ftruncate(descriptor, start + tail.rfind(b"\n") + 1)
