@@ -91,11 +91,9 @@ def test_offloaded_equals_resident(kind, x, tmp_path, monkeypatch):
 def test_the_inner_tensors_are_fetched_ahead(x, tmp_path, monkeypatch):
     monkeypatch.setattr(streaming, "MINIMUM", 0)
     read = []
-    fetch = streaming.WeightStream._fetch
+    fetch = streaming._read
     monkeypatch.setattr(
-        streaming.WeightStream,
-        "_fetch",
-        lambda self, request: read.append(request.names) or fetch(self, request),
+        streaming, "_read", lambda request: read.append(request.names) or fetch(request)
     )
     model = disk_offload(quantized("int8"), tmp_path)
     expected = outputs(quantized("int8"), x)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,8 @@ from .subclasses import convert_inner, inner_tensors
 
 # A smaller set of weights is read when it is needed: handing it to another thread takes as long as reading it.
 MINIMUM = 2**18  # bytes
+
+Weights = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,20 +39,42 @@ class FetchRequest:
     device: torch.device
 
 
-@dataclass(frozen=True)
-class _Fetched:
-    values: dict[str, torch.Tensor]
-    copied: Any = None  # the event behind the copies to an accelerator; None on the CPU
+class _Copies:
+    """The copies of weights to one accelerator: from pinned memory, on a stream of their own."""
 
-    def take(self, device: torch.device) -> dict[str, torch.Tensor]:
-        """Return the values once the current stream of the device may use them."""
-        if self.copied is not None:
-            stream = torch.accelerator.current_stream(device)
-            stream.wait_event(self.copied)
-            for value in self.values.values():
-                for inner in inner_tensors(value).values():
-                    inner.record_stream(stream)
-        return self.values
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.Stream(device=device)
+
+    def issued(self) -> Any:
+        """An event behind all that the device has been given to compute so far."""
+        event = torch.Event(self._device, blocking=True)
+        torch.accelerator.current_stream(self._device).record_event(event)
+        return event
+
+    def copy(self, values: Weights, before: Any) -> tuple[Weights, Any]:
+        """The copies of values on the device, made after an event, and the event behind them."""
+        pinned = {
+            name: convert_inner(value, torch.Tensor.pin_memory) for name, value in values.items()
+        }
+        # Not the stream but this thread waits: the allocator would take new memory for each module that waits.
+        before.synchronize()
+
+        def copied(inner: torch.Tensor) -> torch.Tensor:
+            # The allocator of pinned memory keeps a block until the copies from it are done.
+            return inner.to(self._device, non_blocking=True)
+
+        with self._stream:
+            copies = {name: convert_inner(value, copied) for name, value in pinned.items()}
+            return copies, self._stream.record_event()
+
+    def receive(self, copies: Weights, copied: Any) -> None:
+        """Let the current stream of the device use copies."""
+        stream = torch.accelerator.current_stream(self._device)
+        stream.wait_event(copied)
+        for value in copies.values():
+            for inner in inner_tensors(value).values():
+                inner.record_stream(stream)
 
 
 class WeightStream:
@@ -61,24 +85,24 @@ class WeightStream:
     starts. What is fetched ahead is at most as large as the largest module, or one module if all are larger than what
     remains, so that two modules are in memory at a time.
 
-    On the CPU, the pages of weights in files are read ahead. For accelerators weights are copied from pinned memory on
-    a stream of their own.
+    On the CPU, the pages of weights in files are read ahead. To an accelerator a module is copied when the module
+    before the current one has been computed, also where the CPU is far ahead of the device.
     """
 
     def __init__(self) -> None:
         self._requests: dict[int, FetchRequest] = {}
         self._next: dict[tuple[int, int], int] = {}
         self._last = (-1, -1)  # the last two modules
-        self.ahead: dict[int, Future[_Fetched]] = {}
+        self.ahead: dict[int, Future[tuple[Weights, Any]]] = {}
         self._largest = 0
         self._executor: ThreadPoolExecutor | None = None
-        self._copies: dict[torch.device, torch.Stream] = {}
+        self._copies: dict[torch.device, _Copies] = {}
 
     def __reduce__(self) -> Any:
         # A copy of a model learns its own order.
         return WeightStream, ()
 
-    def fetch(self, request: FetchRequest) -> dict[str, torch.Tensor]:
+    def fetch(self, request: FetchRequest) -> Weights:
         """Return what was fetched for the module that starts now, and begin to fetch for the modules after it.
 
         Returns:
@@ -94,15 +118,20 @@ class WeightStream:
         present = self.ahead.pop(module, None)
         expected = self._expected(self._last)
         for number in self.ahead.keys() - expected:
-            self.ahead.pop(number).cancel()
+            wrong = self.ahead.pop(number)
+            if not wrong.cancel() and self._requests[number].device.type != "cpu":
+                # A copy that has begun takes memory until it ends.
+                wait([wrong])
+            del wrong
         for number in expected:
             if number not in self.ahead:
-                if self._executor is None:
-                    self._executor = ThreadPoolExecutor(1, "weights")
-                self.ahead[number] = self._executor.submit(self._fetch, self._requests[number])
+                self._begin(number)
         if present is None:
             return {}
-        return present.result().take(request.device)
+        values, copied = present.result()
+        if copied is not None:
+            self._copies[request.device].receive(values, copied)
+        return values
 
     def _expected(self, last: tuple[int, int]) -> list[int]:
         """The modules that should run after the `last` two, as many as may be fetched ahead."""
@@ -119,26 +148,34 @@ class WeightStream:
             modules.append(number)
             last = (last[1], number)
 
-    def _fetch(self, request: FetchRequest) -> _Fetched:
+    def _begin(self, number: int) -> None:
+        """Begin to fetch the weights of a module."""
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(1, "weights")
+        request = self._requests[number]
         device = request.device
-        values = {name: request.source[name] for name in request.names}
         if device.type == "cpu":
-            for value in values.values():
-                for tensor in inner_tensors(value).values():
-                    # A touch of a page of a mapped file reads it, and Linux maps the 16 pages around it.
-                    tensor.detach().reshape(-1).view(torch.uint8)[:: 16 * mmap.PAGESIZE].sum()
-            return _Fetched(values)
+            self.ahead[number] = self._executor.submit(_read, request)
+            return
         if device not in self._copies:
-            self._copies[device] = torch.Stream(device=device)
-        stream = self._copies[device]
+            self._copies[device] = _Copies(device)
+        copies = self._copies[device]
+        self.ahead[number] = self._executor.submit(_copy, request, copies, copies.issued())
 
-        def copied(inner: torch.Tensor) -> torch.Tensor:
-            # The allocator of pinned memory keeps a block until the copies from it are done.
-            return inner.pin_memory().to(device, non_blocking=True)
 
-        with stream:
-            copies = {name: convert_inner(value, copied) for name, value in values.items()}
-            return _Fetched(copies, stream.record_event())
+def _read(request: FetchRequest) -> tuple[Weights, Any]:
+    """Weights whose pages are in memory."""
+    values = {name: request.source[name] for name in request.names}
+    for value in values.values():
+        for tensor in inner_tensors(value).values():
+            # A touch of a page of a mapped file reads it, and Linux maps the 16 pages around it.
+            tensor.detach().reshape(-1).view(torch.uint8)[:: 16 * mmap.PAGESIZE].sum()
+    return values, None
+
+
+def _copy(request: FetchRequest, copies: _Copies, before: Any) -> tuple[Weights, Any]:
+    """Weights on the device, copied after an event, and the event behind the copies."""
+    return copies.copy({name: request.source[name] for name in request.names}, before)
 
 
 def _can_stream(device: torch.device) -> bool:
