@@ -98,6 +98,29 @@ def test_broken_files_are_named(tmp_path):
         load_offloaded_weight(tmp_path / "short.dat", entry)
 
 
+@pytest.mark.parametrize("name", ["../outside", "a/../../outside", "{outside}", "link/outside"])
+def test_names_stay_in_their_folder(name, tmp_path):
+    folder, outside = tmp_path / "offload", tmp_path / "outside"
+    folder.mkdir()
+    (folder / "link").symlink_to(tmp_path)
+    name = name.format(outside=outside)
+    outside.with_suffix(".dat").write_bytes(b"12345678")
+    for write in (
+        offload_state_dict,
+        lambda folder, state: offload_weight(state[name], name, folder),
+    ):
+        with pytest.raises(CheckpointError, match="outside"):
+            write(folder, {name: torch.zeros(2)})
+    loader = OffloadedWeightsLoader(
+        save_folder=folder, index={name: {"dtype": "float32", "shape": [2]}}
+    )
+    with pytest.raises(CheckpointError, match="outside"):
+        loader[name]
+    assert outside.with_suffix(".dat").read_bytes() == b"12345678"
+    offload_weight(torch.ones(2), "a/inside", folder, index := {})
+    assert same(OffloadedWeightsLoader(save_folder=folder, index=index)["a/inside"], torch.ones(2))
+
+
 def test_loader_joins_memory_files_and_safetensors(tmp_path):
     state = {"a.w": torch.randn(3), "a.b": torch.randn(2).bfloat16()}
     offload_state_dict(tmp_path / "offload", state)

@@ -29,6 +29,17 @@ INDEX_NAME = "index.json"
 Index = MutableMapping[str, dict[str, Any]]
 
 
+def path_of(folder: str | os.PathLike[str], name: str) -> Path:
+    """The file of a weight in an offload folder. Raises CheckpointError for a name that leads out of it."""
+    path = Path(folder, f"{name}.dat")
+    has_folder = len(Path(name).parts) > 1
+    if has_folder and not Path(os.path.realpath(path.parent)).is_relative_to(
+        os.path.realpath(folder)
+    ):
+        raise CheckpointError(f"the weight name {name!r} leads out of the offload folder {folder}")
+    return path
+
+
 def offload_weight(
     weight: torch.Tensor, weight_name: str, offload_folder: Any, index: Index | None = None
 ) -> Any:
@@ -47,7 +58,7 @@ def offload_weight(
         raise ValueError(
             f"{weight_name} is on the meta device: it has no data to write to {offload_folder}"
         )
-    path = Path(offload_folder, f"{weight_name}.dat")
+    path = path_of(offload_folder, weight_name)
     path.parent.mkdir(parents=True, exist_ok=True)
     # A new file, never an old one cut short: weights that were read from that are mapped to it.
     path.unlink(missing_ok=True)
@@ -85,6 +96,7 @@ def load_offloaded_weight(
             # It tells torch which classes a file of plain data may contain.
             import torchao.quantization  # noqa: F401
 
+            require_regular(weight_file)
             weight: torch.Tensor = torch.load(weight_file, mmap=True, weights_only=True)
             return weight
         if not empty.numel():
@@ -259,7 +271,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
                 raise CheckpointError(
                     f"the index names {key} as a file of an offload folder, and no folder was given"
                 )
-            return load_offloaded_weight(os.path.join(self.save_folder, f"{key}.dat"), entry)
+            return load_offloaded_weight(path_of(self.save_folder, key), entry)
         tensor = self._files.tensor(entry["safetensors_file"], entry.get("weight_name", key))
         if self.device is not None:
             tensor = tensor.to(as_device(self.device))
