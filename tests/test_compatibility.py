@@ -252,6 +252,12 @@ def test_names_that_packages_import_from_the_utilities():
         ["embedding.weight"], 8, sizes, [("embedding", model), ("norm", None)]
     )
     assert found == (24, ["embedding"], [model])
+    sizes |= {"norm": 9, "norm.weight": 8}
+    tied, modules = ["norm.weight", "embedding.weight"], [("embedding", model), ("norm", None)]
+    found = modeling.get_module_size_with_ties(tied, 8, sizes, modules)
+    assert found == (25, ["norm", "embedding"], [None, model])
+    align = accelerate.big_modeling.attach_align_device_hook_on_blocks
+    assert align is accelerate.hooks.attach_align_device_hook_on_blocks
     plugin = accelerate.FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",

@@ -25,6 +25,9 @@ from .hooks import (
     add_hook_to_module,
     attach_align_device_hook,
 )
+from .placement.align import (
+    attach_align_device_hook_on_blocks as attach_align_device_hook_on_blocks,
+)
 from .placement.align import offloading_hook, restore_offloaded
 from .placement.device_map import check_device_map, plan_device_map
 from .placement.dispatch import check_complete, dispatch

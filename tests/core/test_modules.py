@@ -128,3 +128,47 @@ def test_a_weak_reference_to_a_parameter_is_named():
     ):
         move_module(model, "meta")
     assert kept() is model.weight
+
+
+class OwnParameters(nn.Module):
+    """Lists its trained part alone, with fewer arguments than torch's method, as published packages do."""
+
+    def __init__(self):
+        super().__init__()
+        self.policy, self.reference = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, x):
+        return self.policy(x) - self.reference(x)
+
+    def parameters(self):
+        return self.policy.parameters()
+
+
+def lazy_layers():
+    return nn.Sequential(nn.LazyLinear(4), nn.ReLU(), nn.LazyLinear(4))
+
+
+@pytest.mark.parametrize("make", [OwnParameters, lazy_layers])
+def test_unusual_parameters_train_as_in_a_plain_loop(make, tmp_path):
+    from accelerate import Accelerator
+
+    x = torch.randn(8, 4)
+
+    def train(model, optimizer, backward):
+        for _ in range(3):
+            backward(model(x).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+
+    torch.manual_seed(0)
+    plain = make()
+    train(plain, torch.optim.SGD(plain.parameters(), 0.1), torch.Tensor.backward)
+    torch.manual_seed(0)
+    model = make()
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    train(model, optimizer, accelerator.backward)
+    torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=0, atol=0)
+    accelerator.save_state(tmp_path / "state")
+    accelerator.load_state(tmp_path / "state")
+    torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=0, atol=0)

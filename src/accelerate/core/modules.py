@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
-from .errors import ConfigurationError, PrepareError, suggestion
+from . import messages
+from .errors import PrepareError, suggestion
 from .objects import flat_list
 
 
@@ -37,6 +39,14 @@ def get_module_children_bottom_up(
     if return_fqns:
         return named
     return [module for _, module in named]
+
+
+def direct_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of a module without those of its submodules.
+
+    Packages override `parameters` and `named_parameters` with fewer arguments, so torch's own method is called.
+    """
+    return dict(nn.Module.named_parameters(module, recurse=False))
 
 
 def named_bottom_up(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -74,7 +84,8 @@ def move_module(model: nn.Module, device: torch.device | str) -> nn.Module:
 
 def moves_in_place(model: nn.Module, device: torch.device | str) -> bool:
     """Whether a parameter can get its data on `device` by an assignment to `data`."""
-    parameter = next(model.parameters(), torch.empty(0)).detach()
+    parameters = (parameter for parameter in model.parameters() if not is_lazy(parameter))
+    parameter = next(parameters, torch.empty(0)).detach()
     try:
         parameter.data = torch.empty(0, dtype=parameter.dtype, device=device)
     except RuntimeError:
@@ -105,11 +116,8 @@ def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] 
 def class_names(model: nn.Module, option: str, classes: Any) -> list[str]:
     """The names of classes in an option, given as one or in any container.
 
-    Names that the model lists itself (`_no_split_modules`) may be those of parts that it does not have, and published
-    lists are for several families of models.
-
-    Raises:
-        ConfigurationError: no module of the model is of one of the classes.
+    Published lists are for several families of models, so a name that no module has is no error. If that are all
+    names, and the model does not list them itself (`_no_split_modules`), there is a warning.
     """
     names = flat_list(classes)
     present = {type(module).__name__ for module in model.modules()}
@@ -119,7 +127,7 @@ def class_names(model: nn.Module, option: str, classes: Any) -> list[str]:
         )
         if not set(declared).issuperset(names):
             near = suggestion(names[0], present)
-            raise ConfigurationError(
+            messages.warn(
                 f"{option}: no module of {type(model).__name__} is a {' or '.join(names)}{near}"
             )
     return names

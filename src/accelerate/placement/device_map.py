@@ -14,7 +14,7 @@ from torch import nn
 from ..core.errors import ConfigurationError
 from ..core.messages import warn
 from ..core.modules import class_names, require_module
-from ..logging import rank_0_logger
+from . import logger
 from .memory import get_balanced_memory, get_max_memory
 from .names import DeviceMap, complete_device_map, entry_for, is_within
 from .sizes import (
@@ -32,8 +32,6 @@ from .tied import (
     check_tied_parameters_on_same_device,
     find_tied_parameters,
 )
-
-_logger = rank_0_logger(__name__)
 
 
 def clean_device_map(device_map: dict[str, Any], module_name: str = "") -> dict[str, Any]:
@@ -194,7 +192,7 @@ def infer_auto_device_map(
     measured = measure(model, dtype, special_dtypes, unsplittable)
     tied = find_tied_parameters(model)
     if check_tied_parameters_in_config(model) and not tied:
-        _logger.warning(
+        logger.warning(
             "The model weights are not tied: call `model.tie_weights()` before `infer_auto_device_map`."
         )
     planner = _Planner(
@@ -423,7 +421,7 @@ class _Planner:
             if device not in self.device_map.values()
         ]
         if lines:
-            _logger.info(
+            logger.info(
                 "No module could be assigned to these devices, as their `max_memory` is too small:\n"
                 + "\n".join(lines)
                 + "\nThe minimum is that of this plan and may change with the other limits."

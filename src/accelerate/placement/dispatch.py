@@ -14,7 +14,7 @@ from torch import nn
 from ..core.errors import CheckpointError, PrepareError
 from ..core.imports import is_available
 from ..core.modules import class_names, move_module
-from ..logging import rank_0_logger
+from . import logger
 from .align import attach_align_device_hook_on_blocks, offloading_hook, restore_offloaded
 from .module_hooks import guard_moves
 from .names import Place, complete_device_map, device_for, entry_for, join, owner_of, tensor_at
@@ -28,8 +28,6 @@ from .sizes import named_module_tensors
 from .subclasses import data_address
 from .tensors import QUANTIZED, TiedCopies, as_device, set_module_tensor_to_device
 from .tied import find_tied_parameters, retie_parameters
-
-_logger = rank_0_logger(__name__)
 
 # How libraries mark a model whose weights bitsandbytes has quantised.
 _QUANTIZED_MARKS = ("is_loaded_in_8bit", "is_loaded_in_4bit")
@@ -94,7 +92,7 @@ def dispatch(
     )
     offloaded_to = [device for device in reversed(offloaded) if device in devices]
     if offloaded_to:
-        _logger.info(
+        logger.info(
             "Some parameters are on the meta device because they were offloaded to the "
             f"{' and '.join(offloaded_to)}."
         )

@@ -17,13 +17,14 @@ from torch.nn.parameter import is_lazy
 from ..core.errors import CheckpointError, ConfigurationError, WeightFileError
 from ..core.modules import model_has_dtensor, require_module
 from ..core.objects import size_of
-from ..logging import rank_0_logger
+from . import logger
 from .names import DeviceMap, Place, complete_device_map, device_for, entry_for, join, tensor_at
 from .offload import (
     check_folder,
     index_entry,
     load_offloaded_weight,
     offload_weight,
+    path_of,
     save_offload_index,
 )
 from .sizes import as_dtype
@@ -37,8 +38,6 @@ from .tensors import (
 )
 from .tied import find_tied_parameters, retie_parameters
 from .weight_files import SafetensorsFile, checkpoint_files, indexed_files, open_weights, shapes_in
-
-_logger = rank_0_logger(__name__)
 
 
 class Quantizer(Protocol):
@@ -227,12 +226,12 @@ class _Result:
     def log_differences(self, model: nn.Module, checkpoint: Any) -> None:
         kind = type(model).__name__
         if self.unexpected:
-            _logger.warning(
+            logger.warning(
                 f"Some weights of the model checkpoint at {checkpoint} were not used when initializing {kind}: "
                 f"{sorted(self.unexpected)}. Check that the checkpoint is one of this model."
             )
         if self.missing:
-            _logger.warning(
+            logger.warning(
                 f"Some weights of {kind} are not in the checkpoint {checkpoint}: {sorted(self.missing)}."
             )
 
@@ -427,7 +426,7 @@ class _Placement:
                 os.makedirs(self.folder, exist_ok=True)
                 save_offload_index(self.index, self.folder)
             if self.copied:
-                _logger.warning(
+                logger.warning(
                     f"{size_of(self.copied)} of offloaded weights were copied to {self.folder}: only weights of "
                     "safetensors files are read where they are, and only in the dtype of the file."
                 )
@@ -535,8 +534,7 @@ def load_offloaded_weights(
     entries = index or {}
 
     def read(name: str) -> torch.Tensor:
-        path = os.path.join(offload_folder, f"{name}.dat")
-        return load_offloaded_weight(path, entries[name]).clone()
+        return load_offloaded_weight(path_of(offload_folder, name), entries[name]).clone()
 
     for name in entries:
         if name.endswith("SCB"):

@@ -13,10 +13,8 @@ from ..core import devices
 from ..core.errors import ConfigurationError
 from ..core.modules import require_module
 from ..core.objects import flat_list
-from ..logging import rank_0_logger
+from . import logger
 from .sizes import Dtype, compute_module_sizes, convert_file_size_to_int
-
-_logger = rank_0_logger(__name__)
 
 MaxMemory = dict[Any, Any]
 
@@ -58,7 +56,7 @@ def get_max_memory(max_memory: MutableMapping[int | str, int | str] | None = Non
             )
         indices.append(device)
         if device not in present:
-            _logger.warning(
+            logger.warning(
                 f"Device {device} is not available, available devices are {list(present)}"
             )
     ordered: list[int | str] = [*sorted(indices), *_NAMED]
@@ -94,7 +92,7 @@ def _free_memory() -> MaxMemory:
             free[index] = devices.memory_info(device)[0]
             shared = shared or _is_integrated(kind, index)
         except RuntimeError as error:
-            _logger.warning(
+            logger.warning(
                 f"Device {kind}:{index} is left out, as its free memory is not known: {error}. "
                 "Give max_memory to use it"
             )
@@ -134,7 +132,7 @@ def get_balanced_memory(
         low_zero = False
         if max_memory is None:
             limits[shared[0]] *= _SHARE_OF_ONE
-            _logger.info(
+            logger.info(
                 f"The plan may fill {_SHARE_OF_ONE:.0%} of the memory that is free on device {shared[0]}; the rest is "
                 "left for what a forward pass needs. Give `max_memory` to fill more, at your own risk."
             )

@@ -11,9 +11,7 @@ from torch import nn
 
 from ..core.device_kinds import DEVICES
 from ..core.modules import require_module
-from ..logging import rank_0_logger
-
-_logger = rank_0_logger(__name__)
+from . import logger
 
 # Ways to move a module, by device type where torch has a method for it.
 MOVES = ("to", *(kind.type for kind in DEVICES.values() if kind.moves_modules))
@@ -182,7 +180,7 @@ def _unguard_moves(module: nn.Module) -> None:
 
 
 def _guarded_move(model: nn.Module, method: str, *args: Any, **kwargs: Any) -> Any:
-    _logger.warning("You shouldn't move a model that is dispatched using accelerate hooks.")
+    logger.warning("You shouldn't move a model that is dispatched using accelerate hooks.")
     if any(parameter.device.type == "meta" for parameter in model.parameters()):
         raise RuntimeError("You can't move a model that has some modules offloaded to cpu or disk.")
     return getattr(type(model), method)(model, *args, **kwargs)

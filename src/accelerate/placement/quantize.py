@@ -17,7 +17,7 @@ from ..core.availability import is_4bit_bnb_available, is_8bit_bnb_available
 from ..core.errors import ConfigurationError
 from ..core.imports import is_available
 from ..core.modules import require_module
-from ..logging import rank_0_logger
+from . import logger
 from .device_map import check_device_map, plan_device_map
 from .dispatch import dispatch
 from .load import load_checkpoint_in_model
@@ -28,8 +28,6 @@ from .tied import find_tied_parameters
 
 if TYPE_CHECKING:
     from torchao.core.config import AOBaseConfig
-
-_logger = rank_0_logger(__name__)
 
 
 def has_4bit_bnb_layers(model: nn.Module) -> bool:
@@ -98,7 +96,7 @@ def replace_linear_layers(
     for name, layer in layers.items():
         model.set_submodule(name, _quantizing(layer, config))
     if not layers:
-        _logger.warning(
+        logger.warning(
             "No linear modules were found to quantize. GPT-2, for example, has Conv1D layers instead."
         )
     return len(layers)
@@ -170,7 +168,7 @@ def quantized_device_map(
     """
     if device_map is None:
         device_map = {"": main_device()}
-        _logger.info(f"The device_map was not initialized. Setting device_map to {device_map}.")
+        logger.info(f"The device_map was not initialized. Setting device_map to {device_map}.")
     if isinstance(device_map, str):
         special: dict[str, Dtype] = {}
         for name, _ in model.named_parameters():
@@ -193,7 +191,7 @@ def quantized_device_map(
             "modules in a `device_map` of your own: they are then kept in `torch_dtype`."
         )
     if offloaded:
-        _logger.info(
+        logger.info(
             "Some modules are offloaded to the CPU or the disk. They are converted to 8 bit too."
         )
     return dict(device_map)
@@ -302,7 +300,7 @@ def _require_weights(model: nn.Module, weights_location: str | os.PathLike[str] 
 
 def _quantize_in_place(model: nn.Module, config: BnbQuantizationConfig) -> nn.Module:
     """Convert a model that holds its weights, and move it to the main device, where the new layers quantise."""
-    _logger.warning(
+    logger.warning(
         "A loaded model is quantized. Make it under `init_empty_weights()` to save memory."
     )
     full = config.keep_in_fp32_modules or []

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ..core.enums import CustomDtype
 from ..core.modules import require_module
@@ -135,9 +136,11 @@ def get_module_size_with_ties(
         modules_to_treat: the other modules, with their names.
     """
     tied = {}
-    for name, part in modules_to_treat:
-        if any(is_within(tied_name, name) for tied_name in tied_params):
-            tied[name] = part
+    # In the order of the parameters, as the API has it.
+    for tied_name in tied_params:
+        for name, part in modules_to_treat:
+            if is_within(tied_name, name):
+                tied[name] = part
     size = module_size + sum(module_sizes[name] for name in tied)
     shared = sum(module_sizes[name] for name in tied_params)
     return size - shared, list(tied), list(tied.values())
@@ -238,8 +241,11 @@ def measure(
                 continue
             counted.add(id(tensor))
             name = join(path, leaf)
-            size: Any
-            if is_quantized_tensor(tensor):
+            size: Any = 0
+            if is_lazy(tensor):
+                # Its first forward gives it a shape.
+                pass
+            elif is_quantized_tensor(tensor):
                 size = stored_bytes(tensor)
             elif name in special:
                 size = tensor.numel() * special[name]

@@ -13,7 +13,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..core.errors import PrepareError
-from ..core.modules import is_wrapper_subclass
+from ..core.modules import direct_parameters, is_wrapper_subclass
 
 # An index names classes. Only those of these packages are imported for it.
 _PACKAGES = ("torchao",)
@@ -60,7 +60,7 @@ def is_quantized_layer(module: nn.Module) -> bool:
     float8 = getattr(sys.modules.get("torchao.float8.float8_linear"), "Float8Linear", ())
     if isinstance(module, float8):
         return False
-    return any(map(is_quantized_tensor, module.parameters(recurse=False)))
+    return any(map(is_quantized_tensor, direct_parameters(module).values()))
 
 
 def refuse_lost_gradients(model: nn.Module) -> None:
@@ -70,7 +70,7 @@ def refuse_lost_gradients(model: nn.Module) -> None:
     their gradients only.
     """
     for name, module in model.named_modules():
-        if any(map(is_quantized_tensor, module.parameters(recurse=False))):
+        if any(map(is_quantized_tensor, direct_parameters(module).values())):
             module.register_forward_hook(functools.partial(_check_gradient, name))
 
 

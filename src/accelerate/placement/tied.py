@@ -12,10 +12,8 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..core.modules import require_module
-from ..logging import rank_0_logger
+from . import logger
 from .names import DeviceMap, device_for, owner_of, tensor_at
-
-_logger = rank_0_logger(__name__)
 
 
 def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
@@ -78,7 +76,7 @@ def check_tied_parameters_on_same_device(
     for group in tied_params:
         devices = {name: device_for(name, device_map) for name in group}
         if len(set(devices.values())) > 1:
-            _logger.warning(
+            logger.warning(
                 f"Tied parameters are on different devices: {devices}. "
                 "Please modify your custom device map or set `device_map='auto'`. "
             )
@@ -120,7 +118,7 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str,
         if len(group) > 1 and cleaned[group[0]].untyped_storage().nbytes():
             dropped += _separate(cleaned, group)
     if dropped:
-        _logger.warning(
+        logger.warning(
             f"Removed shared tensor {set(dropped)} while saving. This should be OK, but check by verifying that you "
             "don't receive any warning while reloading"
         )

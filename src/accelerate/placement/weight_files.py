@@ -18,9 +18,7 @@ from ..core.errors import CheckpointError, WeightFileError
 from ..core.files import require_regular
 from ..core.safetensors_header import CorruptFile, Header, read_header
 from ..core.torch_files import READ_ERRORS
-from ..logging import rank_0_logger
-
-_logger = rank_0_logger(__name__)
+from . import logger
 
 # How many bytes of a file may be mapped and touched before it is opened anew, so that its pages do not add up.
 _MAPPED = 64 * 2**20
@@ -41,7 +39,7 @@ def open_weights(checkpoint_file: str | os.PathLike[str], mapped: bool = True) -
         weights = SafetensorsFile(path, _MAPPED)
         written_by = weights.header.metadata.get("format")
         if written_by is None:
-            _logger.warning(
+            logger.warning(
                 f"The safetensors archive passed at {path} does not contain metadata. "
                 "Make sure to save your model with the `save_pretrained` method. Defaulting to 'pt' metadata."
             )

@@ -20,6 +20,7 @@ for _module in _MODULES:
     for _home, _names in importlib.import_module(f"{__name__}.{_module}").EXPORTS.items():
         EXPORTS.setdefault(_home, []).extend(_names)
 
+del EXPORTS["placement"]  # the logger of `utils.modeling` alone
 # `accelerate.utils.tqdm` is the function, not the module with the same name.
 del globals()["tqdm"]
 __getattr__, __dir__, __all__ = attach(__name__, EXPORTS, ["megatron_lm", "rich"])

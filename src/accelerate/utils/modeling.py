@@ -5,6 +5,7 @@ from ..core.lazy import attach
 
 EXPORTS = {
     "parallel.unwrap": ["is_peft_model"],
+    "placement": ["logger"],
     "placement.align": [
         "align_module_device",
         "get_state_dict_from_offload",

@@ -2,6 +2,7 @@
 # Written by tools/stubs.py from the table of accelerate.utils.modeling. Change the table, then run the script.
 
 from ..parallel.unwrap import is_peft_model as is_peft_model
+from ..placement import logger as logger
 from ..placement.align import align_module_device as align_module_device
 from ..placement.align import get_state_dict_from_offload as get_state_dict_from_offload
 from ..placement.align import get_state_dict_offloaded_model as get_state_dict_offloaded_model
