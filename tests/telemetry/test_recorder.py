@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import os
@@ -24,6 +25,7 @@ from accelerate.core.errors import ConfigurationError
 from accelerate.monitor.run import open_runs
 from accelerate.monitor.summary import summarize
 from accelerate.runtime import hang_watch
+from accelerate.telemetry import display as telemetry_display
 from accelerate.telemetry import start, writer
 from accelerate.telemetry.records import (
     FLAG_FIRST,
@@ -550,3 +552,48 @@ def test_the_launcher_sees_the_newest_state(tmp_path, monkeypatch):
     assert found.state == TRAINING and found.checkpoint == folder
     # Another object has the file.
     assert Accelerator(cpu=True)._recorder is None
+
+
+@pytest.mark.parametrize("way", ["load", "skip"])
+def test_the_progress_of_a_pass_that_begins_in_the_middle(tmp_path, monkeypatch, way):
+    """The launcher, a TrainJob and the bar count what was read before a resume, or is skipped."""
+    tqdm = pytest.importorskip("tqdm")
+    monkeypatch.setenv("ACCELERATE_STATUS_DIR", str(tmp_path))
+
+    def shown():
+        status = read_status(status_file(tmp_path, 0))
+        return status.epoch, status.batch, status.batches
+
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(make_data(32), 4))
+
+    def step(x):
+        accelerator.backward(model(x).sum())
+        optimizer.step()
+
+    for number, (x, _) in enumerate(loader):
+        step(x)
+        if number == 4:
+            break
+    folder = accelerator.save_state(tmp_path / "saved")
+    rest = loader
+    if way == "load":
+        accelerator.load_state(folder)
+    else:
+        rest = accelerator.skip_first_batches(loader, 5)
+    bar = telemetry_display.tqdm(rest, file=io.StringIO())
+    assert isinstance(bar, tqdm.tqdm) and (bar.initial, bar.total) == (5, 8)
+    numbers = []
+    for x, _ in bar:
+        step(x)
+        numbers.append(shown())
+    assert numbers == [(0, 6, 8), (0, 7, 8), (0, 8, 8)] and bar.n == 8
+    # The next pass is a whole one.
+    bar = telemetry_display.tqdm(loader, file=io.StringIO())
+    assert (bar.initial, bar.total) == (0, 8)
+    for x, _ in bar:
+        step(x)
+        break
+    assert shown() == (1, 1, 8)

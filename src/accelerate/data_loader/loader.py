@@ -77,11 +77,13 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin, LoaderOptions):
 
     Attributes:
         batches_read: batches that the present pass, or the last one, has yielded on this process.
+        batches_before: batches of the epoch that this pass has left out.
         iteration: the epoch of the next pass. It increases by one after each complete pass.
         skip_batches: steps skipped at the start of every pass.
     """
 
     batches_read: int = 0
+    batches_before: int = 0
     end_of_dataloader: bool
     remainder: int
     batch_counts: tuple[int, ...] | None
@@ -172,10 +174,12 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin, LoaderOptions):
 
     def __iter__(self) -> Iterator[Any]:
         self.loop.before_pass(self)
+        self.batches_before = self.first_batch
+        # Until a batch is read, as another call of `iter` may follow: tqdm makes two.
         resumed = self._pending
-        self._pending = None
         self._successor = None
         if resumed is not None and self.iteration > resumed.epoch:
+            self._pending = None
             self._finish_epoch(resumed)
             resumed = None
         start = StreamPosition()
@@ -197,6 +201,20 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin, LoaderOptions):
         if self._feed is not None:
             steps = self._feed.ahead(steps)
         return self._pass(steps, plan, start)
+
+    @property
+    def first_batch(self) -> int:
+        """The batch of the epoch, from 0, with which the next pass begins: another than 0 after a resume or a skip."""
+        skipped = self.batches_skipped
+        if self._pending is None or self.iteration > self._pending.epoch:
+            return skipped
+        return max(skipped, -(-self._pending.stream.consumed // self.plan().stride))
+
+    @property
+    def batches_skipped(self) -> int:
+        """Batches that every pass skips."""
+        plan = self.plan()
+        return -(-plan.skip // plan.stride)
 
     def _leave_pass(self) -> None:
         if isinstance(self._order, ReplayedOrder) and isinstance(
@@ -258,6 +276,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin, LoaderOptions):
     def _pass(
         self, steps: Iterator[ShardStep], plan: ReadPlan, start: StreamPosition
     ) -> Iterator[Any]:
+        self._pending = None
         self.begin()
         self.batches_read = 0
         complete = False

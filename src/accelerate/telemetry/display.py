@@ -14,7 +14,7 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
     """A progress bar of `tqdm.auto` that only the first process of each machine shows.
 
     Every process iterates; on the others the bar is disabled. Around a prepared loader it counts the samples of all
-    processes.
+    processes, those before a resume included.
 
     Args:
         *args: positional arguments of tqdm, the iterable first.
@@ -38,6 +38,9 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
         size = iterable.plan().global_batch
         if size is not None:
             kwargs = {"unit": " samples", "unit_scale": size, **kwargs}
+        first = iterable.first_batch
+        if first:
+            kwargs = {"initial": first, "total": len(iterable) + iterable.batches_skipped, **kwargs}
     return bar(*args, **kwargs)
 
 

@@ -242,7 +242,8 @@ class RunRecorder(RunObserver):
         if self._status is not None:
             batch = batches = 0
             if self._shown is not None:
-                batch, batches = self._shown.loader.batches_read, self._shown.batches
+                loader = self._shown.loader
+                batch, batches = loader.batches_before + loader.batches_read, self._shown.batches
             share, memory = self._share, self._memory[0]
             self._status.write(
                 state, self._step, time(), self._epoch, batch, batches, self._loss, self._read_samples * share,
@@ -307,7 +308,7 @@ class _Pass:
         self.before = before
         self.index: int = loader.plan().cut.index
         try:
-            self.batches = len(loader)
+            self.batches = len(loader) + loader.batches_skipped
         except (TypeError, NotImplementedError):
             self.batches = 0  # not known
         self.copied: float = loader.copy_seconds
