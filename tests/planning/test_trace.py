@@ -151,3 +151,11 @@ def test_accumulation_keeps_the_gradients_of_a_window():
     # At the peak, in a backward of the window, all gradients are there already.
     assert step.memory["gradients"] + step.memory["activations"] >= 4 * parameters
     assert layout.name == "single x4" and BATCH.of_rank(layout).samples == 2
+
+
+def test_gradients_of_a_window_of_shards_are_whole():
+    """No rank reduces them before the end of the window: they are gradients, and no messages."""
+    parameters = sum(p.numel() for p in Net().parameters())
+    layout = next(layout for layout in layouts.candidates(2) if layout.name == "fsdp")
+    ((_, step),) = trace.trace_all(training(), [layout.accumulated(2)])
+    assert step.memory["gradients"] >= 3 * parameters

@@ -27,6 +27,7 @@ from ..core import env
 from ..core.errors import AccelerateError
 from ..core.trees import leaves
 from ..launchers.variables import variables
+from ..parallel.accumulated import AccumulatedGradients
 from ..parallel.adopted.strategy import Adopted
 from ..parallel.base import Strategy
 from ..precision.base import Precision
@@ -319,8 +320,8 @@ def _batch(
         loss = loss_of(model(**batch))
         accelerator.backward(loss)
         del loss
-        parameters = list(model.parameters())
-        ledger.label([p.grad for p in parameters if p.grad is not None], GRADIENTS)
+        parameters = {id(parameter) for parameter in model.parameters()}
+        ledger.label(AccumulatedGradients(model).of_parameters(parameters), GRADIENTS)
         optimizer.step()
         for state in optimizer.state.values():
             ledger.label(leaves(state), OPTIMIZER)
