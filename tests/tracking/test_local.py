@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The local tracker: values as lines of JSON in the project folder."""
 
+import inspect
 import json
 import os
 import signal
@@ -68,6 +69,18 @@ def test_a_folder_that_cannot_be_made_stops_no_run(tmp_path, caplog):
     assert "are not written to its project folder" in caplog.text
     with pytest.raises(FileExistsError):
         LocalTracker("first", tmp_path).start()
+
+
+def test_values_before_the_start_are_missed_with_a_warning(tmp_path, caplog):
+    accelerator = Accelerator(cpu=True, project_dir=tmp_path)
+    accelerator.log({"loss": 1.0}, step=0)
+    assert not caplog.text
+    line = inspect.currentframe().f_lineno - 2
+    accelerator.init_trackers("run")
+    accelerator.log({"loss": 2.0}, step=1)
+    (record,) = caplog.records
+    assert f"{__file__}:{line}" in record.getMessage() and "init_trackers" in record.getMessage()
+    assert [row["step"] for row in read_values(tmp_path / "run")] == [1]
 
 
 def test_a_run_that_continues(tmp_path):

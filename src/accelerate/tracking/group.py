@@ -69,6 +69,8 @@ class TrackerGroup:
         # {tracker name: run key} from a loaded checkpoint: these trackers continue their runs.
         self.resumed_keys: dict[str, str] = {}
         self._warned = False
+        # The first call of `log` before trackers were started.
+        self._early_line = ""
         self._is_finished = False
         # Calls `log` in a thread; None calls it in the loop.
         self._background: BackgroundLog | None = None
@@ -95,6 +97,8 @@ class TrackerGroup:
                 logger.warning(
                     "the values of this run are not written to its project folder: %s", error
                 )
+        if self._early_line and self._all and not self._warned:
+            self._warn(self._early_line, "before accelerator.init_trackers(project_name)")
         _open[self] = os.getpid()
         # Before the functions of the client packages, which were registered earlier.
         if multiprocessing.parent_process() is None:
@@ -146,19 +150,22 @@ class TrackerGroup:
         """Log values to every tracker; `log_kwargs` is {tracker name: further arguments of its `log`}."""
         if self._is_finished or (not self.trackers and self.log_with):
             if not self._warned and PartialState().is_main_process:
-                self._warned = True
                 when = "after accelerator.end_training()"
                 if not self._is_finished:
                     when = "before accelerator.init_trackers(project_name)"
-                logger.warning(
-                    f"{user_line()}: accelerator.log was called {when}: the values are not logged"
-                )
+                self._warn(user_line(), when)
             return
+        if not self._all and not self._early_line:
+            self._early_line = user_line()
         if self._background is not None:
             self._log_later(self._background, values, step, log_kwargs or {})
             return
         for tracker in self._all:
             tracker.log(values, step=step, **(log_kwargs or {}).get(tracker.name, {}))  # type: ignore[arg-type]
+
+    def _warn(self, line: str, when: str) -> None:
+        self._warned = True
+        logger.warning(f"{line}: accelerator.log was called {when}: the values are not logged")
 
     def _log_later(
         self, log: BackgroundLog, values: Any, step: Any, log_kwargs: dict[str, dict[str, Any]]
