@@ -17,6 +17,7 @@ from accelerate.commands import test as checks
 from accelerate.commands.launch import launch_command, launch_command_parser
 from accelerate.config.launch_settings import given, resolve_settings
 from accelerate.core.options import GROUPS
+from accelerate.launchers.spec import Program
 
 
 def run(*arguments):
@@ -255,3 +256,18 @@ def test_the_api_s_names_of_parsers_and_helpers():
         "steps": 3,
         "name": "bert",
     }
+
+
+def test_options_behind_the_script_are_named_unless_it_has_them(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("plain.py").write_text("import sys")
+    Path("parses.py").write_text("parser.add_argument('--num_processes')")
+    for script, options in (
+        ("parses.py", ("--num_processes", "2")),
+        ("plain.py", ("--gpu_size", "2", "--seed=1")),
+    ):
+        launch.show_misplaced(Program(script, options))
+    assert capsys.readouterr().err == ""
+    launch.show_misplaced(Program("plain.py", ("--lr", "1", "--num-processes=2", "--multi_gpu")))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert all(fact in line for fact in ("plain.py", "--num-processes=2", "--multi_gpu"))

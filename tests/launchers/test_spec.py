@@ -48,6 +48,9 @@ def test_options_that_an_engine_does_not_use_are_reported():
         "--slurm_options: no effect without --engine slurm",
         *of_others,
     ]
+    settings = resolve_settings({"cpu": True, "gpu_ids": "0,1"})
+    (line,) = without_effect(launchers["local"], settings)
+    assert "gpu_ids" in line and "--cpu" in line
 
 
 def test_processes_of_a_machine_have_global_ranks():
@@ -92,6 +95,8 @@ def test_cpu_is_one_process_unless_more_are_asked_for():
     ("flags", "told"),
     [
         ({"num_processes": 0}, "num_processes=0 is out of range: use 1"),
+        ({"num_processes": -1}, "num_processes=-1 is out of range"),
+        ({"num_processes": 2, "parallelism_config_tp_size": 3}, "tp_size=3 .* starts 2"),
         ({"num_processes": 5}, "4 cuda devices"),
         ({"gpu_ids": "0,9"}, "no device 9"),
         ({"cpu": True, "num_processes": "all"}, "--cpu is on"),
@@ -270,5 +275,12 @@ def test_a_slurm_script_has_the_sizes(monkeypatch):
         "\nexport OMP_NUM_THREADS=3\n" in text
         and " --engine slurm --cpu --num_processes=4 --num_machines=2 " in text
     )
+    assert "\n#SBATCH --requeue\n" in text and "\n#SBATCH --signal=TERM@" in text
+    assert "Slurm's defaults" not in text
+    # One thread of a variable is no wish for one processor, on which the workers of a loader run too.
+    spec = launcher.spec._replace(threads=1, slurm_options="", device="cuda")
+    text = SlurmLauncher(spec).batch_script()
+    assert "#SBATCH --cpus-per-task" not in text and "#SBATCH --gpus-per-node=2" in text
+    assert "defaults apply to --time and --cpus-per-task" in text
     with pytest.raises(ConfigurationError, match="not an option of sbatch"):
         SlurmLauncher(launcher.spec._replace(slurm_options="partition gpu")).check()

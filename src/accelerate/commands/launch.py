@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config import launch_file
@@ -38,6 +40,13 @@ OF_TORCHRUN = {
     "start_method": "leave it out, each rank is a new interpreter",
     "run_path": "leave it out, and give the path of the script",
 }
+
+
+# Options that no script has, as they say how many of it run and where.
+OF_THE_LAUNCH = (
+    "num_processes", "nproc_per_node", "num_machines", "machine_rank", "main_process_ip", "main_process_port",
+    "gpu_ids", "multi_gpu", "config_file", "use_fsdp", "use_deepspeed",
+)  # fmt: skip
 
 
 class Help(argparse.Action):
@@ -171,6 +180,7 @@ def launch_command(args: argparse.Namespace, in_place: bool = False) -> None:
         return
     if not settings["quiet"]:
         messages.show(summary(settings, spec))
+    show_misplaced(spec.program)
     code: object = 0
     try:
         code = launcher.run()
@@ -185,6 +195,25 @@ def launch_command(args: argparse.Namespace, in_place: bool = False) -> None:
             )
     if code:
         sys.exit(code)
+
+
+def show_misplaced(program: Program) -> None:
+    """Name options of processes and machines behind the script's name, if the script does not mention them."""
+    if program.kind != "script" or not os.path.isfile(program.name):
+        return
+    text = Path(program.name).read_text(errors="replace")
+    rows = [options()[name] for name in OF_THE_LAUNCH]
+    spellings = {flag: row.name for row in rows for flag in row.spellings}
+    misplaced = []
+    for word in program.args:
+        name = spellings.get(word.split("=")[0])
+        if name is not None and name not in text:
+            misplaced.append(word)
+    if misplaced:
+        messages.show(
+            f"{', '.join(misplaced)} goes to {program.name}, which does not mention it: an option of the launch comes "
+            "before the script"
+        )
 
 
 def launch_flags() -> set[str]:

@@ -111,7 +111,12 @@ def given(args: object) -> dict[str, Any]:
 
 def _decide(option: Option, flags: Mapping[str, Any], file: LaunchFile | None) -> Setting:
     if option.name in flags:
-        return Setting(option.convert(flags[option.name], where=option.flag), f"flag {option.flag}")
+        value = option.convert(flags[option.name], where=option.flag)
+        if value is None and option.kind == "count":
+            raise ConfigurationError(
+                f"{option.flag}={brief(flags[option.name])} is out of range: use {option.accepted}, or all"
+            )
+        return Setting(value, f"flag {option.flag}")
     text = env.raw(option.variable) if option.variable else None
     if text:
         return Setting(option.read(text), f"variable {option.variable}")

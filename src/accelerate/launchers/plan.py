@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import os
 from typing import Any
 
@@ -26,6 +27,7 @@ def plan(settings: Settings, program: Program, in_place: bool = False) -> Launch
         device, count = _device(settings, present)
     machines, nnodes = _machines(settings)
     processes = _processes(settings, count, machines)
+    _check_sizes(settings, processes)
     shared = variables(settings)
     if device != "cpu" and _gpu_ids(settings) and present.visible:
         shared[present.visible] = settings["gpu_ids"]
@@ -164,6 +166,25 @@ def _processes(settings: Settings, count: int, machines: int) -> int:
     if requested is None:
         return max(1, count) * machines
     return int(requested)
+
+
+def _check_sizes(settings: Settings, processes: int) -> None:
+    """ConfigurationError where the processes cannot be divided by the sizes of the layout."""
+    if not settings["use_parallelism_config"]:
+        return
+    names = [
+        name
+        for name in settings
+        if name.startswith("parallelism_config_") and name.endswith("_size")
+    ]
+    sizes = {name: settings[name] for name in names if settings[name] and settings[name] > 1}
+    product = math.prod(sizes.values())
+    if processes % product:
+        factors = " x ".join(settings.shown(name) for name in sizes)
+        raise ConfigurationError(
+            f"{factors} = {product} processes, but {settings.shown('num_processes')} starts {processes}: start a "
+            "multiple of them, or change a size"
+        )
 
 
 def _threads(settings: Settings, local_processes: int) -> int | None:

@@ -33,6 +33,8 @@ ALIVE = frozenset(
     }
 )
 POLL = 1.0
+# Seconds before the end of a job's time in which its ranks may save.
+SAVE_TIME = 120
 # A node's name need not resolve everywhere; the controller knows its address.
 FIND_ADDRESS = (
     'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1); '
@@ -115,11 +117,20 @@ class SlurmLauncher(Launcher):
         lines = ["#!/bin/bash", f"#SBATCH --job-name={self.job_name}"]
         lines += [f"#SBATCH --nodes={spec.num_machines}", f"#SBATCH --ntasks={spec.num_processes}"]
         lines.append(f"#SBATCH --ntasks-per-node={spec.local_processes}")
-        if spec.threads is not None:
+        if spec.threads is not None and spec.threads > 1:
             lines.append(f"#SBATCH --cpus-per-task={spec.threads}")
         if spec.device != "cpu":
             lines.append(f"#SBATCH --gpus-per-node={spec.local_processes}")
+        # A failed machine, or the end of the time: the ranks get SIGTERM in time to save.
+        lines += ["#SBATCH --requeue", f"#SBATCH --signal=TERM@{SAVE_TIME}"]
         lines += [f"#SBATCH {_directive(option)}" for option in self.options]
+        left_out = [
+            name for name in ("--time", "--cpus-per-task") if f" {name}=" not in "\n".join(lines)
+        ]
+        if left_out:
+            lines.append(
+                f"# Slurm's defaults apply to {' and '.join(left_out)}: --slurm_options sets them."
+            )
         lines.append("")
         variables = spec.common_variables().items()
         lines += [

@@ -60,6 +60,8 @@ def without_effect(launcher: type[Launcher], settings: Settings) -> list[str]:
     lines = []
     if unused:
         lines.append(f"{', '.join(unused)}: no effect with the engine {launcher.name}")
+    if settings["cpu"] and settings.origin("gpu_ids").startswith("flag "):
+        lines.append(f"{settings.shown('gpu_ids')}: no effect with --cpu")
     flags = [row for row in options().values() if settings.origin(row.name).startswith("flag ")]
     for option in flags:
         if option.engine and launcher.name not in option.engine.split(" or "):
