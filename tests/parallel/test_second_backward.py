@@ -10,7 +10,6 @@ from torch import nn
 
 from accelerate import Accelerator
 from accelerate.config.training import DistributedDataParallelKwargs
-from accelerate.core.errors import PrepareError
 
 pytestmark = pytest.mark.usefixtures("float64")
 STEPS = 3
@@ -75,6 +74,17 @@ def two_forwards_then_backwards(model, x, backward):
     first, second = model(x), model(-2 * x)
     backward(first.square().mean())
     backward(second.abs().mean())
+
+
+def backwards_of_forwards_without_sync(run, model, x):
+    losses = []
+    for factor in (1, -2, 3):
+        with run.no_sync(model):
+            losses.append(model(factor * x).square().mean())
+    for loss in losses[:-1]:
+        run.backward(loss)
+    with run.trigger_sync_in_backward(model):
+        run.backward(losses[-1])
 
 
 CASES = [
@@ -154,12 +164,23 @@ def test_matches_the_plain_loop(name):
     if name.startswith("ddp"):
         # Here the head's bias is not in the second loss.
         CASES.remove(second_derivative)
-        for case in (two_backwards, two_forwards_then_backwards, penalties_one_by_one):
-            CASES.remove(case)
-            run, model, _ = prepared(name)
-            with pytest.raises(PrepareError, match=r"Net had no forward since.*Add the losses"):
-                case(model, batches(1)[0][0], run.backward)
     check(name)
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
+def test_several_forwards_and_a_triggered_reduction(name):
+    run, model, optimizer = prepared(name)
+    expected, plain_optimizer = make()
+    for parts in batches(run.num_processes):
+        backwards_of_forwards_without_sync(run, model, parts[run.process_index])
+        for x in parts:
+            losses = [expected(factor * x).square().mean() for factor in (1, -2, 3)]
+            (sum(losses) / len(parts)).backward()
+        for each in (optimizer, plain_optimizer):
+            each.step()
+            each.zero_grad()
+    compare_state(run, model, expected.state_dict())
 
 
 @on_ranks(2)

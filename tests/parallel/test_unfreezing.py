@@ -66,20 +66,24 @@ def compare(name, change):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", ["fsdp1", "fsdp2", "tp"])
+@pytest.mark.parametrize("name", ["ddp, unused", "fsdp1", "fsdp2", "tp"])
 def test_equals_the_plain_loop(name):
     compare(name, alternate)
     compare(name, unfreeze)
 
 
 @on_ranks(2)
-def test_ddp_is_exact_or_names_the_remedy():
-    compare("ddp, unused", alternate)
-    for name in ("ddp", "ddp, unused"):
-        with pytest.raises(
-            PrepareError, match=r"2\.weight was frozen when Sequential was prepared"
-        ):
-            compare(name, unfreeze)
+def test_ddp_averages_gradients_of_unfrozen_parameters():
+    compare("ddp", unfreeze)
+
+
+@on_ranks(2)
+def test_a_model_that_was_frozen_as_a_whole_is_refused():
+    run = Accelerator(cpu=True)
+    model = run.prepare(nn.Linear(2, 1).requires_grad_(False))
+    model.requires_grad_(True)
+    with pytest.raises(PrepareError, match=r"Linear.*weight.*[Pp]repare"):
+        run.backward(model(torch.ones(1, 2)).sum())
 
 
 @on_ranks(2)

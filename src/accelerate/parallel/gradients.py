@@ -124,6 +124,18 @@ def all_reduce(
         foreach.copy_(bucket, reduced)
 
 
+@torch.no_grad()
+def average(parameters: Sequence[nn.Parameter], device: torch.device) -> None:
+    """Average gradients over all ranks. Where some ranks have no gradient of a parameter, theirs counts as zero."""
+    has_gradient = [parameter.grad is not None for parameter in parameters]
+    ranks_with_gradient = torch.tensor(has_gradient, dtype=torch.int32, device=device)
+    dist.all_reduce(ranks_with_gradient)
+    for parameter, count in zip(parameters, ranks_with_gradient.tolist(), strict=True):
+        if count and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    all_reduce(gradients_of(parameters), None, average=True)
+
+
 def buckets(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Tensors by message: of one device and dtype each, in their order."""
     messages: list[list[torch.Tensor]] = []

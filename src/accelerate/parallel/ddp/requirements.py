@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -28,23 +28,22 @@ def check_device(model: nn.Module) -> None:
         )
 
 
-def check_frozen(frozen: Mapping[str, nn.Parameter], model: nn.Module) -> None:
-    """Raise PrepareError for a parameter that trains since `prepare`: DDP would not average its gradient."""
-    name = next((name for name, p in frozen.items() if p.requires_grad), None)
-    if name is not None:
-        raise PrepareError(
-            f"{name} was frozen when {type(model).__name__} was prepared, and DDP would not average its "
-            "gradient. Unfreeze it before prepare and freeze it again after (with find_unused_parameters=True of "
-            "DistributedDataParallelKwargs), or prepare the model and its optimizer again"
-        )
+def check_frozen(model: nn.Module) -> None:
+    """Raise PrepareError for a model without DDP, since nothing trained in `prepare`, that trains now."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            raise PrepareError(
+                f"all of {type(model).__name__} was frozen when it was prepared, and {name} is not any more: the "
+                "processes may have different values of it. Prepare the model and its optimizer again"
+            )
 
 
-def second_backward(model: nn.Module) -> PrepareError:
-    """The error for a backward that reaches a model without a forward since the last one."""
+def unanswered(model: nn.Module) -> PrepareError:
+    """The error for gradients that are not reduced by DDP itself, in a block of `join_uneven_inputs`."""
     return PrepareError(
-        f"DDP reduces one backward for each forward, and {type(model).__name__} had no forward since the "
-        "last backward, or only under no_sync: the gradients would be those of this rank. Add the losses of its "
-        "forwards and call backward once, or use accelerator.trigger_sync_in_backward"
+        f"join_uneven_inputs: a process that has finished answers one backward for each forward of "
+        f"{type(model).__name__}, of the parameters that trained in prepare. Here a second backward, one after a "
+        "forward under no_sync, or an unfrozen parameter needs more messages. Use even_batches=True"
     )
 
 

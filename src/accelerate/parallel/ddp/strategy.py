@@ -21,6 +21,7 @@ from ...placement.subclasses import is_quantized_tensor
 from ...precision.base import Precision
 from ...torch_internals import ddp
 from ..base import Strategy, one_shard_each
+from ..gradients import average
 from . import requirements
 from .model import ReplicatedModel, replica_of
 
@@ -41,6 +42,7 @@ class DataParallel(Strategy):
     ) -> None:
         super().__init__(device, precision)
         self.options: DistributedDataParallelKwargs = options or DistributedDataParallelKwargs()
+        self._is_joining = False
 
     def prepare_model(self, model: torch.nn.Module, evaluation: bool = False) -> ReplicatedModel:
         """Everything that is done to one model, in its order."""
@@ -87,43 +89,49 @@ class DataParallel(Strategy):
         return ReplicatedModel(module, self.precision, element_size)
 
     def backward(self, loss: torch.Tensor, **kwargs: object) -> None:
-        """The backward. DDP reduces the gradients of one backward for each forward; a second one is an error."""
+        """The backward. DDP reduces the gradients of one backward for each forward; all others are averaged here."""
         synced: list[tuple[ReplicatedModel, DistributedDataParallel]] = []
         for prepared in self.prepared:
-            if isinstance(prepared, ReplicatedModel):
-                requirements.check_frozen(prepared.frozen, prepared.inner)
-                prepared.has_run = True
-                replica = replica_of(prepared.module)
-                if (
-                    replica is not None
-                    and ddp.reduces(replica)
-                    and hasattr(replica, "expects_backward")
-                ):
-                    synced.append((prepared, replica))
+            if not isinstance(prepared, ReplicatedModel):
+                continue
+            prepared.has_run = True
+            replica = replica_of(prepared.module)
+            if replica is None:
+                if prepared.frozen:
+                    requirements.check_frozen(prepared.inner)
+            elif hasattr(replica, "expects_backward") and ddp.reduces(replica):
+                synced.append((prepared, replica))
         reached: list[DistributedDataParallel] = []
+        # Two models may share parameters.
         reduced: set[int] = set()
-        if not all(replica.expects_backward for _, replica in synced):
-            for model, replica in synced:
-                if replica.expects_backward:
-                    reduced.update(map(id, model.reduced.values()))
+        for prepared, replica in synced:
+            if replica.expects_backward:
+                reduced.update(map(id, prepared.reduced.values()))
+        # By the replica: what DDP does not reduce in this backward.
+        unreduced: dict[DistributedDataParallel, list[torch.nn.Parameter]] = {}
         with contextlib.ExitStack() as stack:
             for prepared, replica in synced:
                 if replica.syncs_late and replica.find_unused_parameters:
                     ddp.expect_backward(replica, [loss])
-                if len(synced) > 1 or not replica.expects_backward:
-                    trained = [p for p in prepared.reduced.values() if p.requires_grad]
-                    if not replica.expects_backward:
-                        # Two models may share parameters.
-                        trained = [p for p in trained if id(p) not in reduced]
-                    hook = register_multi_grad_hook(
-                        trained, functools.partial(_reach, replica, reached), mode="any"
-                    )
-                    stack.callback(hook.remove)
-                else:
+                trained = [p for p in prepared.reduced.values() if p.requires_grad]
+                unreduced[replica] = [p for p in prepared.frozen.values() if p.requires_grad]
+                if not replica.expects_backward:
+                    trained = [p for p in trained if id(p) not in reduced]
+                    unreduced[replica] += trained
+                elif len(synced) == 1:
                     reached.append(replica)
+                    continue
+                hook = register_multi_grad_hook(
+                    trained, functools.partial(_reach, replica, reached), mode="any"
+                )
+                stack.callback(hook.remove)
             super().backward(loss, **kwargs)
         for replica in reached:
             replica.expects_backward = False  # type: ignore[assignment]
+            if unreduced[replica]:
+                if self._is_joining:
+                    raise requirements.unanswered(replica.module)
+                average(unreduced[replica], self.device)
 
     def arguments(self, model: torch.nn.Module) -> dict[str, Any]:
         """The arguments of DDP besides the model."""
@@ -153,6 +161,8 @@ class DataParallel(Strategy):
                     if isinstance(replica, DistributedDataParallel):
                         stack.callback(replica.register_forward_pre_hook(check).remove)
             stack.enter_context(Join(joined))
+            stack.callback(setattr, self, "_is_joining", self._is_joining)
+            self._is_joining = True
             yield
 
 
@@ -160,8 +170,6 @@ def _reach(
     replica: DistributedDataParallel, reached: list[DistributedDataParallel], _: torch.Tensor
 ) -> None:
     """A hook of the first gradient of a model in a backward."""
-    if not replica.expects_backward:
-        raise requirements.second_backward(replica.module)
     reached.append(replica)
 
 
