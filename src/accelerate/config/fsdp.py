@@ -43,7 +43,8 @@ class FullyShardedDataParallelPlugin:
         auto_wrap_policy: TRANSFORMER_BASED_WRAP (classes of `transformer_cls_names_to_wrap`, else the model's
             `_no_split_modules`), SIZE_BASED_WRAP (`min_num_params`), NO_WRAP, or a function like torch's policies.
         cpu_offload: keep shards in host memory between uses. mixed_precision_policy: torch's object, a dict of dtypes
-            or one of fp16, bf16, fp32.
+            or one of fp16, bf16, fp32. In version 2 its `output_dtype` is what the model returns; by default outputs
+            stay in the dtype of the computation.
         ignored_modules: modules (or a regular expression over their names) that stay unsharded.
         cpu_ram_efficient_loading: only rank 0 holds the full weights on the way to the shards.
     """
@@ -73,8 +74,6 @@ class FullyShardedDataParallelPlugin:
     min_num_params: int | None = None
 
     def __post_init__(self) -> None:
-        # Whether the policy of precision is the run's, not the user's.
-        self.policy_is_filled = False
         # Whether the user has chosen what happens after the forward; else it is the default.
         self.reshard_is_given: bool = (
             self.reshard_after_forward is not None or self.sharding_strategy is not None

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class MixedPrecision(Precision):
-    """Forward under `torch.autocast(dtype)`; outputs in fp32; the weights stay as they are."""
+    """Forward under `torch.autocast(dtype)`; outputs in fp32 except under FSDP2; the weights stay as they are."""
 
     native_amp = True
 
@@ -52,7 +52,7 @@ class MixedPrecision(Precision):
             kwargs = options.to_kwargs()
         return torch.autocast(self.device_type, dtype=self.dtype, **kwargs)
 
-    def wrap_forward(self, model: torch.nn.Module) -> torch.nn.Module:
+    def wrap_forward(self, model: torch.nn.Module, full_outputs: bool = True) -> torch.nn.Module:
         """Autocast around the model's forward. The original stays at `model._original_forward`."""
         restore_forward(model)
         for module, dtype in find_regions(model, self.modules).items():
@@ -60,9 +60,14 @@ class MixedPrecision(Precision):
                 module, functools.partial(computing_in, dtype, self.device_type, module)
             )
             module.policy_dtype = dtype  # type: ignore[assignment]
-        _replace_forward(
-            model, lambda forward: convert_outputs_to_fp32(_under_autocast(self, forward))
-        )
+
+        def wrap(forward: Any) -> Any:
+            forward = _under_autocast(self, forward)
+            if full_outputs:
+                return convert_outputs_to_fp32(forward)
+            return forward
+
+        _replace_forward(model, wrap)
         return model
 
     def wrap_method(self, model: torch.nn.Module, name: str) -> None:
@@ -116,7 +121,7 @@ class ScaledPrecision(MixedPrecision):
             device_type, **kwargs
         )
 
-    def wrap_forward(self, model: torch.nn.Module) -> torch.nn.Module:
+    def wrap_forward(self, model: torch.nn.Module, full_outputs: bool = True) -> torch.nn.Module:
         """As the base class. Raises PrepareError for float16 parameters."""
         half = next(
             (
@@ -132,7 +137,7 @@ class ScaledPrecision(MixedPrecision):
                 f"{type(model).__name__} is float16: its gradients could not be unscaled. Load the model in float32 "
                 "(or bfloat16 with mixed_precision='bf16')."
             )
-        return super().wrap_forward(model)
+        return super().wrap_forward(model, full_outputs)
 
 
 def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:

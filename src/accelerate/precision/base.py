@@ -37,8 +37,8 @@ class Precision:
     def convert(self, model: torch.nn.Module, repoint: Repoint) -> None:
         """Replace layers of a model before it is laid out; `repoint` takes the (former, present) parameters."""
 
-    def wrap_forward(self, model: torch.nn.Module) -> torch.nn.Module:
-        """The model, computing its forward in this precision."""
+    def wrap_forward(self, model: torch.nn.Module, full_outputs: bool = True) -> torch.nn.Module:
+        """The model, computing its forward in this precision. Outputs are fp32 with `full_outputs`."""
         return model
 
     def wrap_method(self, model: torch.nn.Module, name: str) -> None:

@@ -157,9 +157,9 @@ class TransformerEnginePrecision(Float8Precision):
             if name in linear and layer is not linear[name]
         ]
 
-    def wrap_forward(self, model: torch.nn.Module) -> torch.nn.Module:
+    def wrap_forward(self, model: torch.nn.Module, full_outputs: bool = True) -> torch.nn.Module:
         """bf16 autocast, and inside of it the engine's fp8 autocast."""
-        model = super().wrap_forward(model)
+        model = super().wrap_forward(model, full_outputs)
         return fp8_te.apply_fp8_autowrap(model, self.recipe)
 
 

@@ -11,6 +11,7 @@ from counting import Messages
 from rank_pool import on_ranks
 from states import reset_states
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from windows import ACCUMULATION, CLIP, token_batches, token_loss, train_by_hand
 
@@ -201,11 +202,25 @@ def test_one_plugin_for_two_runs():
         policy = accelerator.state.fsdp_plugin.mixed_precision_policy
         assert getattr(policy, "param_dtype", None) is dtype, (precision, policy)
         assert accelerator.state.fsdp_plugin is accelerator.strategy.plugin
-        # One more of the same run is laid out alike, and its outputs are fp32 alike.
+        # One more of the same run is laid out alike.
         another = Accelerator(cpu=True).strategy
         assert another.name == "FSDP2" and another.plugin.mixed_precision_policy is policy
-        assert another.full_outputs is accelerator.strategy.full_outputs is (precision != "no")
     assert plugin.mixed_precision_policy is None
+
+
+@on_ranks(2)
+def test_outputs_stay_in_the_dtype_of_the_computation():
+    low = torch.bfloat16
+    wide = MixedPrecisionPolicy(low, low, output_dtype=torch.float32)
+    for policy, expected in ((None, low), (wide, torch.float32)):
+        accelerator = fresh(
+            Plugin(fsdp_version=2, mixed_precision_policy=policy), mixed_precision="bf16"
+        )
+        model = accelerator.prepare(nn.Linear(WIDTH, 2))
+        output = model(torch.ones(1, WIDTH))
+        assert output.dtype is expected and output.grad_fn is not None
+        accelerator.backward(output.sum())
+        assert all(parameter.grad.dtype is torch.float32 for parameter in model.parameters())
 
 
 @on_ranks(2)

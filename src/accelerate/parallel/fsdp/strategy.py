@@ -86,7 +86,7 @@ class FullyShardedDataParallel(ShardedStrategy):
         plugin: FullyShardedDataParallelPlugin,
         parallelism: ParallelismConfig | None = None,
     ) -> None:
-        self.full_outputs: bool = fill_policy(plugin, 2, precision)
+        fill_policy(plugin, 2, precision)
         super().__init__(device, precision, parallelism)
         sent = backends_of(transport.group_of(None))
         if plugin.offloads_shards and device.type not in ("cpu", "meta") and "cpu" not in sent:
@@ -105,7 +105,8 @@ class FullyShardedDataParallel(ShardedStrategy):
             self.sequence.check(model)
 
         # Precision.
-        model = self.precision.wrap_forward(model)
+        # The units' policy has the dtype of what they return.
+        model = self.precision.wrap_forward(model, full_outputs=evaluation)
         model = self.apply_transforms(model, before_layout=True)
         reducers: list[GradientReducer] = []
         if evaluation:
@@ -138,7 +139,7 @@ class FullyShardedDataParallel(ShardedStrategy):
                 units.recompute(self.device, bool(plugin.activation_checkpointing_offload))
 
             # Sharding, and values.
-            shard_units(units, weights, plugin, self.shards, self.full_outputs)
+            shard_units(units, weights, plugin, self.shards)
 
             # Master weights; gradients that FSDP2 does not reduce.
             self.cast_parameters(model)
@@ -209,7 +210,7 @@ def shard_units(
     weights: materialize.Weights,
     plugin: FullyShardedDataParallelPlugin,
     shards: dist.DeviceMesh,
-    full_outputs: bool,
+    full_outputs: bool = False,
 ) -> None:
     """Shard the units of a model in place, children before parents, and give it its values."""
     model = units.model

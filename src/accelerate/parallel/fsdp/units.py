@@ -27,20 +27,15 @@ from ..materialize import named_tensors
 Policy = Callable[..., bool]
 
 
-def fill_policy(plugin: FullyShardedDataParallelPlugin, version: int, precision: Precision) -> bool:
-    """Set the run's mixed-precision policy on a plugin without one; returns whether outputs are converted to fp32.
+def fill_policy(plugin: FullyShardedDataParallelPlugin, version: int, precision: Precision) -> None:
+    """Set the run's mixed-precision policy on a plugin without one.
 
-    They are, as under the other strategies, unless the user gave a policy.
     Raises ConfigurationError for a plugin of the other version.
     """
     if plugin.fsdp_version != version:
         raise ConfigurationError(f"fsdp_version={plugin.fsdp_version} is not FSDP{version}")
-    if not precision.native_amp:
-        return False
-    if plugin.mixed_precision_policy is None:
+    if precision.native_amp and plugin.mixed_precision_policy is None:
         plugin.set_mixed_precision(precision.name)
-        plugin.policy_is_filled = True
-    return plugin.policy_is_filled
 
 
 def keep_unpacked(model: torch.nn.Module) -> None:
