@@ -35,7 +35,7 @@ from .core.objects import forwarded
 from .core.trees import send_to_device
 from .data_loader import prepare_data_loader, skip_first_batches
 from .logging import MultiProcessAdapter, get_logger, print_or_log
-from .optimizer import AcceleratedOptimizer, parameters_of
+from .optimizer import AcceleratedOptimizer, is_optimizer, parameters_of, plain_optimizer
 from .parallel.base import Bundle, Strategy
 from .parallel.ddp.strategy import sync_in_backward
 from .parallel.items import ItemWindow
@@ -357,7 +357,7 @@ class Accelerator(RunInterface):
             name for name in checks.texts("forward_methods", forward_methods) if name != "forward"
         ]
         check_names([args[i] for i in models], methods)
-        raw = [obj for obj in args if isinstance(obj, torch.optim.Optimizer)]
+        raw = [obj for obj in args if is_optimizer(obj)]
         prepare_model = self.replacement("prepare_model")
         if prepare_model is None:
             prepared = self._prepare_models(
@@ -380,7 +380,7 @@ class Accelerator(RunInterface):
         for i, obj in enumerate(args):
             if isinstance(obj, torch.utils.data.DataLoader):
                 result[i] = self.prepare_data_loader(obj, device_placement=device_placement[i])
-            elif isinstance(obj, torch.optim.Optimizer):
+            elif is_optimizer(obj):
                 result[i] = self.prepare_optimizer(obj, device_placement=device_placement[i])
         for i, obj in enumerate(args):
             if isinstance(obj, torch.optim.lr_scheduler.LRScheduler | AcceleratedScheduler):
@@ -437,7 +437,8 @@ class Accelerator(RunInterface):
         twins = [self._prepared_twin(model, evaluation) for model in models]
         bundle = Bundle(
             models=[],
-            optimizers=[getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers],
+            optimizers=[plain_optimizer(optimizer) for optimizer in optimizers],
+            earlier=[optimizer.optimizer for optimizer in self._objects.optimizers],
             place=[],
             evaluation=evaluation,
         )
@@ -549,7 +550,7 @@ class Accelerator(RunInterface):
             if optimizer not in self._objects.optimizers:
                 self._observe(optimizer)
             return optimizer
-        if not isinstance(optimizer, torch.optim.Optimizer):
+        if not is_optimizer(optimizer):
             raise PrepareError(
                 f"prepare_optimizer takes a torch.optim.Optimizer, not {type(optimizer).__name__}"
             )

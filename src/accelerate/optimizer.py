@@ -210,6 +210,21 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return f"AcceleratedOptimizer({self.optimizer!r})"
 
 
+def is_optimizer(obj: object) -> bool:
+    """Whether an object is an optimizer, or has all that one has, as the wrapper of schedulefree."""
+    if isinstance(obj, torch.optim.Optimizer):
+        return True
+    names = ("param_groups", "state", "step", "zero_grad", "state_dict", "load_state_dict")
+    return all(hasattr(obj, name) for name in names)
+
+
+def plain_optimizer(optimizer: Any) -> Any:
+    """The optimizer inside of a prepared one; any other as it is."""
+    if isinstance(optimizer, AcceleratedOptimizer):
+        return optimizer.optimizer
+    return optimizer
+
+
 def parameters_of(optimizer: Any) -> list[torch.Tensor]:
     """The parameters of all groups of an optimizer, prepared or not."""
     parameters: list[torch.Tensor] = []

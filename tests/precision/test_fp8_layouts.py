@@ -151,8 +151,9 @@ def follow(what, expected, folder):
     for number, (x, y) in enumerate(loader):
         with accelerator.accumulate(model):
             output = model(x)
-            assert output.dtype is torch.float32
-            loss = nn.functional.mse_loss(output, y)
+            is_sharded = accelerator.strategy.name == "FSDP2"
+            assert output.dtype is (torch.bfloat16 if is_sharded else torch.float32)
+            loss = nn.functional.mse_loss(output.float(), y)
             accelerator.backward(loss)
             if accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)

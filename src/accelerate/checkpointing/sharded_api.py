@@ -22,6 +22,7 @@ from ..config.fsdp import FullyShardedDataParallelPlugin
 from ..core.constants import MODEL_NAME, OPTIMIZER_NAME
 from ..core.errors import CheckpointError, ConfigurationError
 from ..core.torch_files import write_atomically
+from ..optimizer import plain_optimizer
 from ..parallel.fsdp.state import full_options, optimizer_state
 from ..state import AcceleratorState, is_initialized
 from .compat import load_pickled
@@ -129,7 +130,7 @@ def _master_weights(
     precision: Any = getattr(accelerator, "precision", None)
     if precision is None:
         return contextlib.nullcontext()
-    inner = [getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers]
+    inner = [plain_optimizer(optimizer) for optimizer in optimizers]
     context: contextlib.AbstractContextManager[object]
     context = precision.swap_in_master_weights(
         [model], inner, [accelerator.prepared_model(model).swappable()]
@@ -221,7 +222,7 @@ def save_fsdp_optimizer(
     """Save the optimizer of a sharded model: `optimizer.bin` for a full state, else the folder `optimizer_<index>`."""
     folder = Path(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    inner = getattr(optimizer, "optimizer", optimizer)
+    inner = plain_optimizer(optimizer)
     with _master_weights(accelerator, model, optimizer):
         if _kind(fsdp_plugin) == "FULL_STATE_DICT" or not use_dcp:
             config = getattr(fsdp_plugin, "optim_state_dict_config", None)
@@ -251,7 +252,7 @@ def load_fsdp_optimizer(
     It is read in the form that is there; where both are, `use_dcp` chooses.
     """
     folder = Path(input_dir)
-    inner = getattr(optimizer, "optimizer", optimizer)
+    inner = plain_optimizer(optimizer)
     accelerator.wait_for_everyone()
     path = optimizer_shards(folder, optimizer_index)
     file = folder / numbered(OPTIMIZER_NAME, optimizer_index, ".bin")

@@ -32,12 +32,14 @@ class Bundle:
         optimizers: the plain optimizers, without `prepare`'s wrappers.
         place: for each model, whether it is moved to the device.
         evaluation: no gradients will be taken.
+        earlier: plain optimizers that were prepared before. They may have parameters of these models.
     """
 
     models: list[torch.nn.Module] = field(default_factory=list)
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     place: list[bool] = field(default_factory=list)
     evaluation: bool = False
+    earlier: list[torch.optim.Optimizer] = field(default_factory=list)
 
 
 class PreparedModels:

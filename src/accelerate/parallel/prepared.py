@@ -18,6 +18,7 @@ from torch import nn
 
 from ..core.errors import PrepareError
 from ..core.modules import class_name
+from ..optimizer import plain_optimizer
 from ..precision.base import Precision
 from ..torch_internals.compiled import uncompiled
 from .adapters import config_text
@@ -252,7 +253,7 @@ class PreparedOptimizer:
     @property
     def inner(self) -> Any:
         """The optimizer without the wrapper that `prepare` put around it."""
-        return getattr(self.optimizer, "optimizer", self.optimizer)
+        return plain_optimizer(self.optimizer)
 
     @property
     def is_partial(self) -> bool:

@@ -39,7 +39,7 @@ from .context.region import ContextParallel
 from .fsdp import state as fsdp_state
 from .gradients import AgreeingScaler, GradientReducer
 from .prepared import PreparedModel
-from .sharded_optimizer import ParameterPlaces, Replacements, check_trains
+from .sharded_optimizer import ParameterPlaces, Replacements, check_trained, reshard_before_step
 from .unwrap import explain_others, gather_for, require_state_dict
 
 logger: MultiProcessAdapter = get_logger(__name__)
@@ -206,12 +206,12 @@ class ShardedStrategy(Strategy):
             require_state_dict(prepared.module)
             prepared_models.append(prepared)
             self.prepared.add([prepared])
-        trained: set[int] = set()
-        for prepared in prepared_models:
-            trained.update(id(parameter) for parameter in prepared.module.parameters())
+        for optimizer in bundle.earlier:
+            if self.replacements.repoint(optimizer):
+                reshard_before_step(optimizer, prepared_models)
         for optimizer in bundle.optimizers:
             self.replacements.repoint(optimizer)
-            check_trains(optimizer, trained)
+        check_trained(bundle, prepared_models, self.prepared)
         return prepared_models
 
     def join(

@@ -11,10 +11,10 @@ Between two steps parameters, gradients and state are DTensors.
 from __future__ import annotations
 
 import functools
-import operator
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,8 +24,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..core.errors import PrepareError
 from ..core.messages import warn
+from ..optimizer import is_optimizer, parameters_of
 from ..torch_internals.dtensor import as_dtensor
-from ..torch_internals.optimizer_step import replace_step_below_hooks
+from ..torch_internals.optimizer_step import replace_step, replace_step_below_hooks
+from .base import Bundle
 from .materialize import local_shard
 from .optimizer_step import OPT_OUT, Scope, find_scope, is_elementwise
 from .prepared import PreparedModel
@@ -75,8 +77,8 @@ class Replacements:
         for former, present in pairs:
             self._present[former] = present
 
-    def __contains__(self, former: torch.Tensor) -> bool:
-        return former in self._present
+    def __contains__(self, former: object) -> bool:
+        return isinstance(former, torch.Tensor) and former in self._present
 
     def of(self, parameter: nn.Parameter) -> nn.Parameter:
         """The present parameter, after any number of replacements."""
@@ -84,18 +86,52 @@ class Replacements:
             parameter = found
         return parameter
 
-    def repoint(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make an optimizer train the present parameters; its state is laid out as they are."""
-        for group in optimizer.param_groups:
-            for position, former in enumerate(group["params"]):
-                present = self.of(former)
-                if present is former:
-                    continue
-                group["params"][position] = present
-                if former in optimizer.state:
-                    optimizer.state[present] = lay_out_state(
-                        optimizer.state.pop(former), former, present
-                    )
+    def repoint(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Make an optimizer train the present parameters; its state is laid out as they are.
+
+        Returns whether it had parameters that were replaced.
+        """
+        replaced = False
+        for container in containers_of(optimizer):
+            if isinstance(container, list):
+                for position, value in enumerate(container):
+                    if value in self:
+                        container[position] = self.of(value)
+                        replaced = True
+            elif any(key in self for key in container):
+                entries = list(container.items())
+                container.clear()
+                for key, value in entries:
+                    if key not in self:
+                        container[key] = value
+                        continue
+                    present = self.of(key)
+                    if isinstance(value, dict):
+                        container[present] = lay_out_state(value, key, present)
+                    else:
+                        container[present] = lay_out_state({"": value}, key, present)[""]
+        return replaced
+
+
+def containers_of(optimizer: Any) -> list[Any]:
+    """The lists and dicts that an optimizer keeps parameters and state in, also those of optimizers inside of it."""
+    containers: list[Any] = []
+    seen: set[int] = set()
+    remaining = [optimizer.param_groups, optimizer.state, optimizer]
+    while remaining:
+        value = remaining.pop(0)
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, list):
+            containers.append(value)
+            remaining += value
+        elif isinstance(value, dict):
+            containers.append(value)
+            remaining += value.values()
+        elif is_optimizer(value):
+            remaining += vars(value).values()
+    return containers
 
 
 def lay_out_state(
@@ -128,13 +164,30 @@ def repoint_all(
         replacements.repoint(optimizer)
 
 
-def check_trains(optimizer: torch.optim.Optimizer, known: set[int]) -> None:
-    """Raise PrepareError for an optimizer without a parameter whose id is in `known`: those of prepared models."""
+def check_trained(
+    bundle: Bundle, prepared_now: Iterable[PreparedModel], all_prepared: Iterable[PreparedModel]
+) -> None:
+    """Raise PrepareError for an optimizer of foreign parameters beside a model that no optimizer trains.
+
+    Where each model has an optimizer, one of other parameters may be right.
+    """
     stepped: set[int] = set()
-    for group in optimizer.param_groups:
-        stepped.update(id(parameter) for parameter in group["params"])
-    if known and stepped and not stepped & known:
-        raise trains_nothing(optimizer)
+    for optimizer in (*bundle.optimizers, *bundle.earlier):
+        stepped.update(map(id, parameters_of(optimizer)))
+    has_untrained = False
+    for prepared in prepared_now:
+        trainable = {id(p) for p in prepared.module.parameters() if p.requires_grad}
+        if trainable and trainable.isdisjoint(stepped):
+            has_untrained = True
+    if not has_untrained:
+        return
+    known: set[int] = set()
+    for prepared in all_prepared:
+        known.update(map(id, prepared.module.parameters()))
+    for optimizer in bundle.optimizers:
+        parameters = parameters_of(optimizer)
+        if parameters and known.isdisjoint(map(id, parameters)):
+            raise trains_nothing(optimizer)
 
 
 def trains_nothing(optimizer: torch.optim.Optimizer) -> PrepareError:
@@ -169,8 +222,19 @@ def reshard_before_step(
     for prepared in prepared_models:
         for root in prepared.units():
             units += [weakref.ref(unit) for unit in root.modules() if isinstance(unit, FSDPModule)]
-    if units:
+    if not units:
+        return
+    if isinstance(optimizer, torch.optim.Optimizer):
         optimizer.register_step_pre_hook(functools.partial(_reshard, units))
+        return
+
+    def run(_: object, step: Step, closure: Closure | None) -> object:
+        _reshard(units)
+        if closure is None:
+            return step()
+        return step(closure)
+
+    replace_step(optimizer, run)
 
 
 def _reshard(units: Sequence[weakref.ref[FSDPModule]], *_: object) -> None:
@@ -250,9 +314,13 @@ def _local(value: object, parameter: DTensor) -> object:
 
 def step_unsharded(optimizer: torch.optim.Optimizer) -> None:
     """Make an optimizer step on unsharded parameters, gradients and state from now on."""
-    if not steps_unsharded(optimizer):
+    if steps_unsharded(optimizer):
+        return
+    if isinstance(optimizer, torch.optim.Optimizer):
         replace_step_below_hooks(optimizer, _run_unsharded)
-        optimizer.__dict__[_UNSHARDED] = True
+    else:
+        replace_step(optimizer, _run_unsharded)
+    optimizer.__dict__[_UNSHARDED] = _UnshardedCopies()
 
 
 def steps_unsharded(optimizer: torch.optim.Optimizer) -> bool:
@@ -261,92 +329,132 @@ def steps_unsharded(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _run_unsharded(optimizer: torch.optim.Optimizer, step: Step, closure: Closure | None) -> object:
-    tensors = _Unsharded(optimizer)
-    tensors.enter()
+    copies: _UnshardedCopies = optimizer.__dict__[_UNSHARDED]
+    copies.enter(optimizer)
     try:
         if closure is None:
             return step()
 
         def evaluate() -> object:
             # The closure computes with the model, whose parameters are sharded.
-            tensors.leave()
+            copies.leave(optimizer)
             try:
                 return closure()
             finally:
-                tensors.enter()
+                copies.enter(optimizer)
 
         return step(evaluate)
     finally:
-        tensors.leave()
+        copies.leave(optimizer)
 
 
-class _Unsharded:
-    """An optimizer's sharded parameters, and the unsharded copies that it steps."""
+class _UnshardedCopies:
+    """The unsharded copies of an optimizer's sharded parameters, which it steps.
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-        self.sharded: list[DTensor] = []
-        for group in optimizer.param_groups:
-            self.sharded += [p for p in group["params"] if isinstance(p, DTensor)]
-        # The same objects in all evaluations of one step: optimizers may keep references to parameters.
-        self.full = [
-            torch.nn.Parameter(
-                torch.empty(p.shape, dtype=p.dtype, device=p.device_mesh.device_type),
-                requires_grad=p.requires_grad,
-            )
-            for p in self.sharded
-        ]
+    They are the same objects in all steps, since optimizers keep references to parameters. Between steps they are
+    empty.
+    """
+
+    def __init__(self) -> None:
+        # By the id of the sharded parameter: (that, its copy).
+        self._pairs: dict[int, tuple[DTensor, nn.Parameter]] = {}
 
     @torch.no_grad()
-    def enter(self) -> None:
+    def enter(self, optimizer: torch.optim.Optimizer) -> None:
         """Gather parameters, gradients and state, and give the optimizer the copies."""
-        state = self.optimizer.state
-        values: list[DTensor] = list(self.sharded)
-        values += [p.grad for p in self.sharded if isinstance(p.grad, DTensor)]
-        # In the order of the parameters, which is the same on each rank.
-        entries = [state.get(p, {}) for p in self.sharded]
-        for entry in entries:
-            values += [value for value in entry.values() if isinstance(value, DTensor)]
-        gathered = {id(value): _gather(value) for value in values}
-        for parameter, full, entry in zip(self.sharded, self.full, entries, strict=True):
-            full.copy_(gathered[id(parameter)])
-            if parameter.grad is None:
-                full.grad = None
+        sharded: list[DTensor] = []
+        for group in optimizer.param_groups:
+            sharded += [p for p in group["params"] if isinstance(p, DTensor)]
+        containers = containers_of(optimizer)
+        entries = _state_entries(containers, sharded)
+        values: list[Any] = list(sharded)
+        values += [parameter.grad for parameter in sharded]
+        values += [mapping[name] for mapping, name, _ in entries]
+        gathered = {id(value): _gather(value) for value in values if isinstance(value, DTensor)}
+        for parameter in sharded:
+            full = gathered[id(parameter)]
+            if id(parameter) in self._pairs:
+                copy = self._pairs[id(parameter)][1]
+                copy.data = full
             else:
-                full.grad = gathered.get(id(parameter.grad), parameter.grad)
-            if parameter in state:
-                # The entry itself is kept: only its tensors are others.
-                for name, value in entry.items():
-                    entry[name] = gathered.get(id(value), value)
-        self._replace(self.sharded, self.full)
+                copy = nn.Parameter(full)
+                self._pairs[id(parameter)] = (parameter, copy)
+            copy.requires_grad_(parameter.requires_grad)
+            copy.grad = gathered.get(id(parameter.grad), parameter.grad)
+        for mapping, name, _ in entries:
+            mapping[name] = gathered.get(id(mapping[name]), mapping[name])
+        present = {number: copy for number, (_, copy) in self._pairs.items()}
+        _replace_parameters(containers, present)
 
     @torch.no_grad()
-    def leave(self) -> None:
+    def leave(self, optimizer: torch.optim.Optimizer) -> None:
         """Keep this rank's shards of the results, and give the optimizer the sharded parameters."""
-        state = self.optimizer.state
-        for parameter, full in zip(self.sharded, self.full, strict=True):
-            local = parameter.to_local()
-            local.copy_(local_shard(full, parameter))
-            full.grad = None
-            entry = state.get(full, {})
-            for name, value in entry.items():
-                is_tensor = isinstance(value, torch.Tensor)
-                if is_tensor and value.ndim and value.shape == parameter.shape:
-                    shard = local_shard(value, parameter).to(local.device, copy=True)
-                    entry[name] = as_dtensor(shard, parameter)
-        self._replace(self.full, self.sharded)
+        containers = containers_of(optimizer)
+        present: dict[int, DTensor] = {}
+        for parameter, copy in self._pairs.values():
+            present[id(copy)] = parameter
+            if copy.numel() != parameter.numel():
+                # It is in no group any more.
+                continue
+            parameter.to_local().copy_(local_shard(copy, parameter))
+            gradient = parameter.grad
+            if copy.grad is None:
+                parameter.grad = None
+            elif isinstance(gradient, DTensor) and gradient.placements == parameter.placements:
+                gradient.to_local().copy_(local_shard(copy.grad, parameter))
+            else:
+                parameter.grad = _shard(copy.grad, parameter)
+        copies = [copy for _, copy in self._pairs.values()]
+        for mapping, name, copy in _state_entries(containers, copies):
+            value = mapping[name]
+            is_tensor = isinstance(value, torch.Tensor)
+            if is_tensor and value.ndim and value.shape == copy.shape:
+                mapping[name] = _shard(value, present[id(copy)])
+        _replace_parameters(containers, present)
+        for copy in copies:
+            copy.grad = None
+            copy.data = copy.new_empty(0)
 
-    def _replace(self, former: Sequence[torch.Tensor], present: Sequence[torch.Tensor]) -> None:
-        """Replace the parameters in groups and state, in their places and order."""
-        other = {id(old): new for old, new in zip(former, present, strict=True)}
-        for group in self.optimizer.param_groups:
+
+def _shard(value: torch.Tensor, parameter: DTensor) -> DTensor:
+    """This rank's shard of an unsharded value, laid out as a parameter."""
+    device = parameter.to_local().device
+    return as_dtensor(local_shard(value, parameter).to(device, copy=True), parameter)
+
+
+def _state_entries(
+    containers: Iterable[Any], parameters: Sequence[torch.Tensor]
+) -> list[tuple[dict[Any, Any], Any, Any]]:
+    """(mapping, name, parameter) of each value of a parameter's state, in the order of the parameters.
+
+    That is the same on all ranks, which the order of a state need not be.
+    """
+    numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
+    entries = []
+    for container in containers:
+        if not isinstance(container, dict):
+            continue
+        for key, value in container.items():
+            if id(key) not in numbers:
+                continue
+            if isinstance(value, dict):
+                entries += [(value, name, key) for name in value]
+            else:
+                entries.append((container, key, key))
+    entries.sort(key=lambda entry: numbers[id(entry[2])])
+    return entries
+
+
+def _replace_parameters(containers: Iterable[Any], present: Mapping[int, torch.Tensor]) -> None:
+    """Replace parameters, by their ids, in lists and as keys of dicts, in their places and order."""
+    for container in containers:
+        if isinstance(container, list):
             # The list itself is kept: LBFGS has a reference to it.
-            group["params"][:] = [other.get(id(p), p) for p in group["params"]]
-        state = self.optimizer.state
-        entries = [(other.get(id(key), key), entry) for key, entry in state.items()]
-        if any(map(operator.is_not, (key for key, _ in entries), state)):
-            state.clear()
-            state.update(entries)
+            container[:] = [present.get(id(value), value) for value in container]
+        elif any(id(key) in present for key in container):
+            entries = [(present.get(id(key), key), value) for key, value in container.items()]
+            container.clear()
+            container.update(entries)
 
 
 def _gather(value: DTensor) -> torch.Tensor:

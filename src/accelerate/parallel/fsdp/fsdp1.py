@@ -36,6 +36,7 @@ from ..activation import checkpoint_activations
 from ..base import Bundle, Strategy, one_shard_each
 from ..optimizer_step import refuse_flat_shards
 from ..prepared import GroupShapes, PreparedModel
+from ..sharded_optimizer import check_trained
 from ..unwrap import require_state_dict
 from . import fsdp1_state, requirements
 from . import state as fsdp_state
@@ -211,8 +212,9 @@ class FullyShardedDataParallel1(Strategy):
                 require_state_dict(prepared.module)
             prepared_models.append(prepared)
             self.prepared.add([prepared])
-        for optimizer in bundle.optimizers:
+        for optimizer in (*bundle.optimizers, *bundle.earlier):
             fsdp1_state.repoint(optimizer, self._plain_models())
+        check_trained(bundle, prepared_models, self.prepared)
         return prepared_models
 
     def _plain_models(self) -> list[PlainModel]:

@@ -22,7 +22,6 @@ from ...core.errors import CheckpointError, PrepareError
 from ...torch_internals.fsdp1 import FlatUnit, flat_units
 from .. import materialize
 from ..materialize import complete, skeleton, without_storage
-from ..sharded_optimizer import check_trains
 from . import state as fsdp_state
 
 
@@ -100,7 +99,7 @@ def repoint(optimizer: torch.optim.Optimizer, models: Sequence[PlainModel]) -> N
     """Make an optimizer that was made before the models were flattened train the flat parameters.
 
     With `use_orig_params` it has the right ones already. Raises PrepareError for an optimizer whose groups a flat
-    parameter would mix, that has stepped, or that would train nothing.
+    parameter would mix, or that has stepped.
     """
     group_of: dict[int, int] = {}
     for number, group in enumerate(optimizer.param_groups):
@@ -108,10 +107,8 @@ def repoint(optimizer: torch.optim.Optimizer, models: Sequence[PlainModel]) -> N
     fresh: dict[int, list[nn.Parameter]] = {}
     gone: set[int] = set()
     sharded: set[int] = set()
-    names: set[int] = set()
     for model in models:
         sharded.update(map(id, model.split))
-        names.update(model.names)
         for flat, members in model.flattened():
             # The number of the group, None for a member that is freed or in no group.
             homes = {group_of.get(id(member)) for member in members}
@@ -132,7 +129,6 @@ def repoint(optimizer: torch.optim.Optimizer, models: Sequence[PlainModel]) -> N
         )
     for number, group in enumerate(optimizer.param_groups):
         group["params"] = [p for p in group["params"] if id(p) not in gone] + fresh.get(number, [])
-    check_trains(optimizer, names)
 
 
 def full_model_state(
