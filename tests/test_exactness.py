@@ -7,6 +7,7 @@ from rank_pool import on_ranks
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from accelerate import Accelerator
+from accelerate.utils import FullyShardedDataParallelPlugin
 
 EPOCHS = 3
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -124,3 +125,44 @@ def test_every_step_is_that_of_one_process(kind, size, local, steps, dtype, loss
     for number, (ours, plain) in enumerate(zip(found, expected, strict=True)):
         distance = max(float((a - b).abs().max()) for a, b in zip(ours, plain, strict=True))
         assert distance <= TOLERANCE[dtype], f"step {number} is off by {distance}"
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("plugin", [None, 2], ids=["ddp", "fsdp2"])
+def test_two_models_with_a_backward_each_in_a_window_that_ends_early(plugin):
+    options = {}
+    if plugin is not None:
+        options["fsdp_plugin"] = FullyShardedDataParallelPlugin(fsdp_version=plugin)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, exact=True, **options)
+
+    def models_and_optimizers():
+        models = [network(torch.float64) for _ in range(2)]
+        return models, [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+
+    def loss_of(number, model, x, y):
+        return torch.nn.functional.mse_loss(model((number + 1) * x), y)
+
+    # Windows of 8, 8 and 3 samples.
+    models, optimizers = models_and_optimizers()
+    for window in loader_of("tensors", 19, 8, torch.float64):
+        x, y = pair(window)
+        for number, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            loss_of(number, model, x, y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    expected = [model.state_dict() for model in models]
+    models, optimizers = models_and_optimizers()
+    loader = loader_of("tensors", 19, 2, torch.float64)
+    *models, first, second, loader = accelerator.prepare(*models, *optimizers, loader)
+    for batch in loader:
+        x, y = pair(batch)
+        with accelerator.accumulate(*models):
+            for number, model in enumerate(models):
+                accelerator.backward(loss_of(number, model, x, y))
+            for optimizer in (first, second):
+                optimizer.step()
+                optimizer.zero_grad()
+    for model, state in zip(models, expected, strict=True):
+        found = accelerator.get_state_dict(model)
+        for name, value in found.items():
+            torch.testing.assert_close(value, state[name], rtol=0, atol=1e-10)

@@ -214,10 +214,14 @@ class Strategy:
         self.backward(loss, **kwargs)
         if factor is not None:
             # Read only now: during the backward a sharded model has other parameters.
-            parameters: dict[int, torch.nn.Parameter] = {}
-            for model in models:
-                parameters.update((id(parameter), parameter) for parameter in model.parameters())
-            multiply(gradients_of(parameters.values()), factor())
+            multiply(self.window_gradients(list(models)), factor())
+
+    def window_gradients(self, models: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
+        """The gradients of prepared models at the end of an accumulation window, after a backward."""
+        parameters: dict[int, torch.nn.Parameter] = {}
+        for model in models:
+            parameters.update((id(parameter), parameter) for parameter in model.parameters())
+        return gradients_of(parameters.values())
 
     def clip_grad_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0

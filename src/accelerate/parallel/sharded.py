@@ -251,6 +251,18 @@ class ShardedStrategy(Strategy):
         for prepared in self.prepared:
             gradients.finish(prepared.reducers)
 
+    def window_gradients(self, models: Sequence[nn.Module]) -> list[torch.Tensor]:
+        """Also those that wait for a reduction, of models that this backward has not reached."""
+        if len(models) == 1:
+            return super().window_gradients(models)
+        gradients: list[torch.Tensor] = []
+        for prepared in self.prepared:
+            window = prepared.accumulated_gradients()
+            if prepared.module in models and isinstance(window, AccumulatedGradients):
+                trained = set(map(id, prepared.trained_parameters()))
+                gradients += window.of_parameters(trained)
+        return gradients
+
     def clip_grad_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor:
