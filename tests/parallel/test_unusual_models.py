@@ -186,3 +186,11 @@ def test_layers_that_change_their_weight_on_a_cpu_leave_it(version):
     for _ in range(2):
         with torch.no_grad():
             torch.testing.assert_close(model(ROWS.double()), expected, rtol=0, atol=1e-12)
+
+
+@on_ranks(2)
+def test_ddp_refuses_an_embedding_whose_forward_changes_the_rows_of_one_process():
+    with pytest.raises(PrepareError, match=r"1 \(EmbeddingBag\).*max_norm"):
+        Accelerator(cpu=True).prepare(
+            nn.Sequential(nn.Identity(), nn.EmbeddingBag(5, 6, max_norm=1.0))
+        )

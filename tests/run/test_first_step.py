@@ -3,6 +3,7 @@
 
 import copy
 import inspect
+import itertools
 import logging
 import pickle
 
@@ -16,7 +17,7 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.core.errors import PrepareError
 from accelerate.local_sgd import LocalSGD
 from accelerate.run.first_step import FirstStepCheck
-from accelerate.utils import gather_object
+from accelerate.utils import ParallelismConfig, gather_object
 
 
 def build(rate=0.1):
@@ -475,3 +476,51 @@ def test_batches_that_are_skipped_again_after_load_state(way, tmp_path, caplog):
         else True
     )
     assert way == "continue" or not warnings(caplog)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("layout", ["ddp", "fsdp1", "fsdp2", "pipeline"])
+@pytest.mark.parametrize("clip", ["torch", "accelerator"])
+def test_clipping_by_the_norm_of_a_part_of_the_gradients(layout, clip):
+    recorder = recorded()
+    options = {
+        "ddp": {},
+        "fsdp1": {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=1)},
+        "fsdp2": {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2)},
+        "pipeline": {"parallelism_config": ParallelismConfig(pp_size=2)},
+    }[layout]
+    accelerator = Accelerator(cpu=True, **options)
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    clips = {"torch": nn.utils.clip_grad_norm_, "accelerator": accelerator.clip_grad_norm_}
+    for _ in range(3):
+        rows = torch.ones(4, 4) * (1 + accelerator.strategy.data_shard[0])
+        accelerator.backward(model(rows).square().mean())
+        clips[clip](model.parameters(), 1e-3)
+        optimizer.step()
+        optimizer.zero_grad()
+    logged = gather_object(warnings(recorder))
+    if clip == "torch" and layout in ("fsdp1", "pipeline"):
+        assert len(logged) == 1 and "accelerator.clip_grad_norm_" in logged[0]
+    else:
+        assert not logged
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("averages", [False, True])
+def test_a_model_that_was_not_prepared_beside_its_optimizer(averages):
+    recorder = recorded()
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, loader = build()
+    optimizer, loader = accelerator.prepare(optimizer, loader)
+    for inputs, targets in itertools.chain(loader, loader, loader):
+        accelerator.backward(nn.functional.mse_loss(model(inputs), targets))
+        if averages:
+            for parameter in model.parameters():
+                parameter.grad = accelerator.reduce(parameter.grad, "mean")
+        optimizer.step()
+        optimizer.zero_grad()
+    logged = gather_object(warnings(recorder))
+    assert len(logged) == (0 if averages else 1)
+    assert all("4 parameters" in text and "prepare" in text for text in logged)

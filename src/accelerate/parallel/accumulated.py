@@ -23,6 +23,7 @@ from ..torch_internals.fsdp2 import (
     sharded_parameter,
     shards_of,
     unsharded_parameter,
+    waiting_gradients,
 )
 from . import materialize
 from .gradients import local
@@ -92,9 +93,7 @@ class AccumulatedGradients:
         for _, sharded in self._sharded:
             shard, unsharded = sharded_parameter(sharded), unsharded_parameter(sharded)
             if id(shard) in parameters or id(unsharded) in parameters:
-                gradients.append(shard.grad)
-                if unsharded is not None:
-                    gradients += [unsharded.grad, sharded.unsharded_accumulated_grad]
+                gradients += [shard.grad, *waiting_gradients(sharded)]
         return [local(gradient) for gradient in gradients if gradient is not None]
 
     def take(self) -> Gradients:

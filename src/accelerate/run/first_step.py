@@ -26,6 +26,7 @@ from ..core.stacks import user_line
 from ..core.trees import leaves
 from ..logging import MultiProcessAdapter, get_logger
 from ..optimizer import AcceleratedOptimizer, parameters_of
+from ..parallel.gradients import local
 from ..runtime import marks
 from ..state import GradientState
 from ..torch_internals.compiled import has_compiled_regions, uncompiled
@@ -37,6 +38,10 @@ logger: MultiProcessAdapter = get_logger(__name__)
 _BACKWARDS = 64
 # Elements of each tensor of a batch that are compared between ranks.
 _ELEMENTS = 1024
+# Steps after which parameters of no prepared model that differ are reported: a script that averages them has done so.
+_ALONE = 16
+# By how much factors may differ, relative to them, and be the same one.
+_FACTOR_TOLERANCE = 1e-2
 _UNPREPARED_EFFECT = (
     "so it steps at every batch of an accumulation window and without the scaler of fp16"
 )
@@ -70,6 +75,14 @@ class FirstStepCheck(RunObserver):
         )
         # by the last backward
         self._reached: weakref.WeakSet[AcceleratedOptimizer] = weakref.WeakSet()
+        # Elements of an optimizer's gradients after the last backward, and the checksum before its first step of
+        # parameters that no prepared model has.
+        self._gradients: weakref.WeakKeyDictionary[AcceleratedOptimizer, list[float]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._foreign: weakref.WeakKeyDictionary[AcceleratedOptimizer, int] = (
+            weakref.WeakKeyDictionary()
+        )
         self._backwards = 0
         self._is_in_backward = self._is_in_step = False
         self._stepped_too_early = self._has_infinite_loss = False
@@ -139,6 +152,8 @@ class FirstStepCheck(RunObserver):
         for optimizer in run.objects.optimizers:
             if any(parameter.grad is not None for parameter in parameters_of(optimizer)):
                 self._reached.add(optimizer)
+                if _is_divided(run):
+                    self._gradients[optimizer] = _gradient_elements(optimizer)
 
     def before_step(
         self, optimizer: AcceleratedOptimizer, closure: Callable[[], Any] | None
@@ -146,9 +161,18 @@ class FirstStepCheck(RunObserver):
         """Check the first step of a prepared optimizer."""
         self._is_in_step = True
         run = self._run()
-        if run is None or self._steps.get(optimizer):
+        steps = self._steps.get(optimizer, 0)
+        if run is not None and steps and optimizer in self._foreign:
+            self._compare_foreign(optimizer, run, steps)
+        if run is None or steps:
             return
         self._note_step_in_backward(optimizer, run)
+        if self._count_shards() > 1 and dist.is_initialized():
+            checksum = _checksum(_foreign_parameters(optimizer, run), None)
+            if checksum is not None:
+                self._foreign[optimizer] = checksum
+        if _is_divided(run):
+            self._compare_factors(optimizer, run)
         has_note = self._check_parameters(optimizer, run)
         if not has_note and closure is None and not _keeps_gradients(optimizer, run):
             self._check_gradients(optimizer, run)
@@ -161,7 +185,7 @@ class FirstStepCheck(RunObserver):
         has_stepped = run is None or all(
             self._steps.get(other, 0) > 1 for other in run.objects.optimizers
         )
-        if has_stepped and not self._stepped_too_early:
+        if has_stepped and not self._stepped_too_early and not self._foreign:
             self._compare_batches()
             self.close()
 
@@ -317,6 +341,45 @@ class FirstStepCheck(RunObserver):
                 "it: pass the DataLoader to accelerator.prepare, or let each process choose its own samples"
             )
 
+    def _compare_factors(self, optimizer: AcceleratedOptimizer, run: RunCheckpoints) -> None:
+        """Log that ranks with parts of a model have multiplied their gradients by different numbers."""
+        before = self._gradients.pop(optimizer, [])
+        factor = _common_factor(before, _gradient_elements(optimizer))
+        if factor is None:
+            return
+        number = run.objects.optimizers.index(optimizer)
+        rank = dist.get_rank()
+        first = self._first(f"factor {number}", [rank, factor])
+        if first is not None and abs(first[1] - factor) > _FACTOR_TOLERANCE * abs(factor):
+            self._log(
+                f"{user_line()}: before the step the gradients on rank {rank} were multiplied by {factor:.3g}, and "
+                f"those on rank {first[0]} by {first[1]:.3g}. torch.nn.utils.clip_grad_norm_ computes the norm of the "
+                f"part of the model that a process has under {run.strategy.name}: call "
+                "accelerator.clip_grad_norm_(model.parameters(), max_norm) instead"
+            )
+
+    def _compare_foreign(
+        self, optimizer: AcceleratedOptimizer, run: RunCheckpoints, steps: int
+    ) -> None:
+        """Log that parameters of no prepared model were equal on all ranks before the first step, and never since.
+
+        A script may average them itself, every few steps.
+        """
+        foreign = _foreign_parameters(optimizer, run)
+        before, present = self._foreign[optimizer], _checksum(foreign, None)
+        number, rank = run.objects.optimizers.index(optimizer), dist.get_rank()
+        first = self._first(f"foreign {number} {steps}", [rank, before, present])
+        if first is None or first[1] != before or (first[0] != rank and first[2] == present):
+            del self._foreign[optimizer]
+        elif steps == _ALONE:
+            del self._foreign[optimizer]
+            if first[0] != rank:
+                self._log(
+                    f"{user_line()}: the {type(optimizer.optimizer).__name__} trains {len(foreign)} parameters that "
+                    f"belong to no prepared model. They have differed on each process for {steps} steps: nothing "
+                    "averages their gradients: pass the model that has them to accelerator.prepare"
+                )
+
     def _end_batches(self) -> None:
         self._batch = None
         for handle in self._forward_hooks:
@@ -364,6 +427,42 @@ def _keeps_gradients(optimizer: Any, run: RunCheckpoints) -> bool:
     return not run.strategy.divides_loss or hasattr(
         getattr(optimizer, "optimizer", optimizer), "fused_backward"
     )
+
+
+def _foreign_parameters(optimizer: AcceleratedOptimizer, run: RunCheckpoints) -> list[torch.Tensor]:
+    """The parameters of an optimizer that no prepared model has."""
+    trained = _trained(run)
+    return [p.detach() for p in parameters_of(optimizer) if id(p) not in trained]
+
+
+def _is_divided(run: RunCheckpoints) -> bool:
+    """Whether each of several processes has a part of the gradients, and their norm is that of all parts."""
+    if not dist.is_initialized() or dist.get_backend() == dist.Backend.FAKE:
+        return False
+    return dist.get_world_size() > 1 and not run.strategy.has_replicas and run.strategy.divides_loss
+
+
+def _gradient_elements(optimizer: AcceleratedOptimizer) -> list[float]:
+    """The first elements of this rank's first gradients."""
+    elements: list[float] = []
+    gradients = [local(p.grad) for p in parameters_of(optimizer) if p.grad is not None]
+    for gradient in gradients[:8]:
+        if gradient.layout is torch.strided and gradient.is_floating_point():
+            elements += gradient.detach().flatten()[:16].tolist()
+    return elements
+
+
+def _common_factor(before: list[float], after: list[float]) -> float | None:
+    """The number by which all elements were multiplied; None if there is none, or too few elements show it."""
+    if len(before) != len(after):
+        return None
+    factors = [now / former for former, now in zip(before, after, strict=True) if former]
+    if len(factors) < 4:
+        return None
+    smallest, largest = min(factors), max(factors)
+    if largest - smallest > _FACTOR_TOLERANCE * abs(largest):
+        return None
+    return largest
 
 
 def _identities(*optimizers: Any) -> set[int]:

@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -92,6 +93,15 @@ def module_parameter(shard: FSDPParam) -> nn.Parameter:
 def unsharded_parameter(shard: FSDPParam) -> nn.Parameter | None:
     """The parameter that the module has while it computes; None before it was gathered for the first time."""
     return getattr(shard, "_unsharded_param", None)
+
+
+def waiting_gradients(shard: FSDPParam) -> list[torch.Tensor]:
+    """The gradients that wait for a reduction: of the unsharded parameter, and their sum in another dtype."""
+    unsharded = unsharded_parameter(shard)
+    if unsharded is None:
+        return []
+    gradients = (unsharded.grad, shard.unsharded_accumulated_grad)
+    return [gradient for gradient in gradients if gradient is not None]
 
 
 @contextlib.contextmanager

@@ -423,3 +423,49 @@ def test_a_replaced_is_fsdp2_is_reported():
         reset_states()
         Accelerator(cpu=True, fsdp_plugin=Plugin(fsdp_version=1))
         assert "fsdp_version=1" in str(get_logger().warning.call_args)
+
+
+class Writing(nn.Module):
+    """`write` changes a parameter in the forward."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.block = nn.Linear(WIDTH, WIDTH)
+        self.write = write
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.write(self)
+        return self.block(x)
+
+
+def clamp(model):
+    model.block.weight.data.clamp_(-0.01, 0.01)
+
+
+def assign(model):
+    model.block.weight.data = 0.9 * model.block.weight.data
+
+
+def nothing(model):
+    model.block.weight.data.clamp_(-10, 10)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("write", [clamp, assign, nothing])
+def test_a_forward_that_writes_parameters(write):
+    accelerator = fresh(Plugin(fsdp_version=2))
+    model = accelerator.prepare(Writing(write))
+    x = torch.ones(1, WIDTH)
+    with torch.no_grad():
+        model(x)
+    if write is nothing:
+        model(x)
+        return
+    with pytest.raises(ValueError, match=r"Writing.*block\.weight.*ignored_modules"):
+        model(x)
+    accelerator = fresh(Plugin(fsdp_version=2, ignored_modules="block"))
+    model = accelerator.prepare(Writing(write))
+    before = model.block.weight.detach().clone()
+    model(x)
+    assert not torch.equal(model.block.weight, before)

@@ -28,6 +28,17 @@ def check_device(model: nn.Module) -> None:
         )
 
 
+def check_renormalized(model: nn.Module) -> None:
+    """Raise PrepareError for an embedding whose forward changes the rows that this process reads."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            raise PrepareError(
+                f"{name or 'the model'} ({type(module).__name__}) has max_norm={module.max_norm}: its forward changes "
+                "the rows that a process reads, so that the processes would train different models. Leave max_norm "
+                "out, and limit the norms after each step"
+            )
+
+
 def check_frozen(model: nn.Module) -> None:
     """Raise PrepareError for a model without DDP, since nothing trained in `prepare`, that trains now."""
     for name, parameter in model.named_parameters():

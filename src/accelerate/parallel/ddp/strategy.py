@@ -65,6 +65,8 @@ class DataParallel(Strategy):
     def replicate(self, model: torch.nn.Module) -> DistributedDataParallel:
         """The model inside of DDP, with the communication hook and equal master weights."""
         requirements.check_device(model)
+        if dist.get_world_size() > 1:
+            requirements.check_renormalized(model)
         arguments = self.arguments(model)
         if any(is_quantized_tensor(parameter) for parameter in model.parameters()):
             # Imports DTensor.

@@ -212,13 +212,15 @@ class FullyShardedDataParallel1(Strategy):
                 require_state_dict(prepared.module)
             prepared_models.append(prepared)
             self.prepared.add([prepared])
-        for optimizer in (*bundle.optimizers, *bundle.earlier):
-            fsdp1_state.repoint(optimizer, self._plain_models())
+        for optimizer in bundle.optimizers:
+            fsdp1_state.repoint(optimizer, self._plain_models(self.prepared))
+        for optimizer in bundle.earlier:
+            fsdp1_state.repoint(optimizer, self._plain_models(prepared_models))
         check_trained(bundle, prepared_models, self.prepared)
         return prepared_models
 
-    def _plain_models(self) -> list[PlainModel]:
-        sharded = [prepared for prepared in self.prepared if isinstance(prepared, Fsdp1Model)]
+    def _plain_models(self, models: Iterable[PreparedModel]) -> list[PlainModel]:
+        sharded = [prepared for prepared in models if isinstance(prepared, Fsdp1Model)]
         return [prepared._plain for prepared in sharded if prepared._plain is not None]
 
     def backward(self, loss: torch.Tensor, **kwargs: object) -> None:
@@ -244,7 +246,9 @@ class FullyShardedDataParallel1(Strategy):
                 raise ConfigurationError(
                     "torch.compile works on FSDP1 with use_orig_params=True (FSDP_USE_ORIG_PARAMS=true)"
                 )
-            flattened = chain.from_iterable(other.parts() for other in self._plain_models())
+            flattened = chain.from_iterable(
+                other.parts() for other in self._plain_models(self.prepared)
+            )
             requirements.check(
                 model, self.name, self.plugin.ignored_modules, self.prepared, flattened
             )
@@ -281,7 +285,7 @@ class FullyShardedDataParallel1(Strategy):
         # The first rank counts what is replicated.
         if dist.get_rank(group_):
             elsewhere.update(map(id, listed))
-            for plain in self._plain_models():
+            for plain in self._plain_models(self.prepared):
                 elsewhere.difference_update(map(id, plain.split))
         return norms.clip_grad_norm(listed, max_norm, norm_type, (group_,), self.device, elsewhere)
 

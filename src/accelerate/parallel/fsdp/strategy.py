@@ -26,11 +26,13 @@ from ...runtime import group, mesh
 from ...runtime.channel import backends_of
 from .. import materialize
 from ..adopted.layout import find_layout, reducers_of
+from ..compile import Compile
 from ..gradients import GradientReducer, UnreducedGradients
 from ..sharded import ShardedModel, ShardedStrategy
 from ..tensor import strategy as tensor
 from ..unwrap import running_methods
 from . import requirements
+from .forward_writes import refuse_writes
 from .units import Units, fill_policy, keep_unpacked, plan_units
 
 
@@ -140,6 +142,10 @@ class FullyShardedDataParallel(ShardedStrategy):
 
             # Sharding, and values.
             shard_units(units, weights, plugin, self.shards)
+
+            if not any(isinstance(transform, Compile) for transform in self.transforms):
+                # Its hooks would be compiled.
+                refuse_writes(model)
 
             # Master weights; gradients that FSDP2 does not reduce.
             self.cast_parameters(model)
