@@ -1250,10 +1250,10 @@ class Accelerator(RunInterface):
         Args:
             input_dir: the folder; by default the newest valid checkpoint of the project.
             load_kwargs: arguments of `torch.load`. Only `weights_only=False` has an effect: it trusts pickled objects
-                in a folder in the API's own format. Tensors are loaded to the devices of the prepared objects,
-                whatever `map_location` is.
+                in a folder in the API's own format.
             load_model_func_kwargs: `strict`, `models_only` and `allow_pickle`, as for
-                `accelerate.checkpointing.load_run`.
+                `accelerate.checkpointing.load_run`; and `map_location`, "cpu" or "on_device". States are read piece by
+                piece in host memory and end on the devices of their objects with either.
 
         Returns:
             A report of what was loaded.

@@ -3,19 +3,32 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from unittest import mock
 
 import pytest
 import torch
 from ranks import Script
 
 from accelerate import Accelerator
-from accelerate.checkpointing import RunState, list_checkpoints, save_run, verify
+from accelerate.checkpointing import (
+    RunState,
+    commit,
+    list_checkpoints,
+    load_run,
+    rotate,
+    save_run,
+    verify,
+)
 from accelerate.checkpointing.commit import FolderInUse, RunLocks, lock_path
 from accelerate.core.errors import CheckpointError
 from accelerate.utils import ProjectConfiguration
@@ -101,7 +114,7 @@ def test_the_second_of_two_live_runs_is_refused(tmp_path, other):
         assert first.save().startswith("saved")
     first.kill()
     place = root / "checkpoints"
-    assert names(root) == [".checkpoints.lock", "checkpoints"]
+    assert names(root) == ["checkpoints"]
     assert third.save().startswith("saved")  # at once, although the dead run has left its lock
     third.end()
     kept = [folder.name for _, folder in list_checkpoints(place)]
@@ -141,10 +154,9 @@ def test_a_script_that_saves_once_leaves_nothing(tmp_path, process):
         run.save_state(blocking=False)
         run._checkpoints._writer.wait()
         assert max(names(tmp_path / "checkpoints")) == f"checkpoint_{runs.index(run)}"
+        assert names(tmp_path) == ["checkpoints", "one", "two"]
     for run in runs:
-        assert names(tmp_path)[0] == ".checkpoints.lock"
         run.end_training()
-    assert names(tmp_path) == ["checkpoints", "one", "two"]
     assert names(tmp_path / "checkpoints") == ["checkpoint_0", "checkpoint_1"]
 
 
@@ -197,15 +209,35 @@ def test_a_lock_that_was_lost_stops_the_commit(tmp_path, process):
     assert names(tmp_path) == [".c.lock", "c"]
 
 
-def test_a_lock_file_that_was_deleted_is_made_again(tmp_path):
-    accelerator = Accelerator(
-        project_config=ProjectConfiguration(tmp_path, automatic_checkpoint_naming=True)
-    )
-    for _ in range(2):
-        accelerator.save_state()
-        lock_path(tmp_path, tmp_path / "checkpoints").unlink()
-    accelerator.end_training()
-    assert names(tmp_path) == ["checkpoints"]
+def link(path, notes):
+    path.symlink_to(notes)
+
+
+def hard_link(path, notes):
+    path.hardlink_to(notes)
+
+
+def pipe(path, notes):
+    os.mkfifo(path)
+
+
+def folder(path, notes):
+    path.mkdir()
+
+
+@pytest.mark.parametrize("make", [link, hard_link, pipe, folder])
+def test_what_is_no_lock_file_is_left_alone(tmp_path, process, make):
+    notes = tmp_path / "notes.txt"
+    notes.write_text("a month of work")
+    lock = lock_path(tmp_path / "c")
+    make(lock, notes)
+    with pytest.raises(CheckpointError, match=r"link|pipe|is not a lock|directory|folder"):
+        save(process, tmp_path / "c")
+    assert notes.read_text() == "a month of work"
+    assert names(tmp_path) == [".c.lock", "notes.txt"]
+    (shutil.rmtree if lock.is_dir() and not lock.is_symlink() else os.unlink)(lock)
+    save(process, tmp_path / "c")
+    assert names(tmp_path) == ["c", "notes.txt"]
 
 
 CONTEND = """
@@ -261,3 +293,75 @@ def test_a_read_only_folder_is_loaded_from(tmp_path, process, small_run, monkeyp
     accelerator.prepare(fresh.model, fresh.optimizer, fresh.scheduler)
     accelerator.register_for_checkpointing(fresh.registered)
     assert accelerator.resume(signals=()).folder.name == "checkpoint_0"
+
+
+class Killed(BaseException):
+    """In place of a kill."""
+
+
+@contextlib.contextmanager
+def killed_at(step):
+    """Files and folders are renamed and removed `step` times, and then no more."""
+    calls = itertools.count()
+
+    def counted(function):
+        def call(*args, **options):
+            if next(calls) >= step:
+                raise Killed
+            return function(*args, **options)
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for name in ("rename", "replace", "unlink", "rmdir"):
+            stack.enter_context(mock.patch.object(os, name, counted(getattr(os, name))))
+        yield
+
+
+@pytest.mark.parametrize("reason", ["overlay", "a folder of the user"])
+def test_a_checkpoint_whose_folder_is_not_renamed(tmp_path, process, monkeypatch, reason):
+    """It is replaced by its files. Killed at any step, a load finds one of both entirely, and the user's files."""
+    folder, rename = tmp_path / "c", os.rename
+    save(process, folder, step=0)
+    if reason == "overlay":
+        monkeypatch.setattr(commit, "_exchange", lambda one, other: False)
+        inode = folder.stat().st_ino
+
+        def refused(source, target, **_):
+            if os.stat(source).st_ino == inode:
+                raise OSError(errno.EXDEV, "Invalid cross-device link", str(source))
+            rename(source, target)
+
+        monkeypatch.setattr(os, "rename", refused)
+    else:
+        (folder / "runs").mkdir()
+        (folder / "runs" / "events").write_text("of the user")
+        inode = (folder / "runs").stat().st_ino
+    steps = []
+    for kill in itertools.count():
+        with contextlib.suppress(Killed), killed_at(kill):
+            save(process, folder, step=kill + 1)
+            steps.append("saved")
+        report = load_run(RunState(), folder, process=process)
+        steps.append(report.progress["step"])
+        verify(folder)
+        if reason != "overlay":
+            assert (folder / "runs").stat().st_ino == inode
+            assert (folder / "runs" / "events").read_text() == "of the user"
+        if "saved" in steps:
+            break
+    assert len(set(steps)) > 2 and steps[-1] == kill + 1, steps
+    save(process, folder, step=-1)
+    assert names(tmp_path) == ["c"] and verify(folder).progress == {"step": -1}
+
+
+def test_rotation_of_what_cannot_be_renamed(tmp_path, process, monkeypatch):
+    for number in range(3):
+        save(process, tmp_path / f"checkpoint_{number}", step=number)
+
+    def refused(*_):
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    monkeypatch.setattr(os, "rename", refused)
+    rotate(tmp_path, 1)
+    assert names(tmp_path) == ["checkpoint_2"]

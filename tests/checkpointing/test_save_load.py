@@ -18,6 +18,7 @@ import pytest
 import torch
 from ranks import Script
 
+from accelerate import Accelerator
 from accelerate.checkpointing import (
     CheckpointMismatch,
     CorruptCheckpoint,
@@ -28,13 +29,14 @@ from accelerate.checkpointing import (
     commit,
     load_newest,
     load_run,
+    loading,
     newest_valid,
     resume,
     save_run,
     verify,
 )
 from accelerate.checkpointing.files import BlockIO
-from accelerate.checkpointing.layout import MANIFEST
+from accelerate.checkpointing.layout import MANIFEST, candidates
 from accelerate.core.errors import CheckpointError, ConfigurationError
 
 
@@ -152,6 +154,40 @@ def test_the_newest_valid_one_is_taken_and_the_skipped_are_told(tmp_path, small_
         load_newest(small_run().bundle(), tmp_path / "none", process=process)
 
 
+def test_a_directory_whose_checkpoints_are_rotated_while_it_is_read(
+    tmp_path, small_run, process, monkeypatch
+):
+    """The only one was removed after it was listed, and a newer one is there."""
+    saved(small_run, process, tmp_path / "checkpoint_0")
+
+    def rotated(directory):
+        listing = candidates(directory)
+        if (tmp_path / "checkpoint_0").exists():
+            (tmp_path / "checkpoint_0").rename(tmp_path / "checkpoint_1")
+        return listing
+
+    monkeypatch.setattr(loading, "candidates", rotated)
+    report = load_newest(small_run(seed=5).bundle(), tmp_path, process=process)
+    assert report.folder.name == "checkpoint_1" and not report.skipped
+
+
+def test_where_files_are_read_to(tmp_path):
+    """The states are on the devices of their objects with each value of the API's, and another one is refused."""
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(2, 2)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+    optimizer.step()
+    accelerator.save_state(tmp_path / "c")
+    average = optimizer.state[model.weight]["exp_avg"].clone()
+    for map_location in (None, "cpu", "on_device"):
+        optimizer.state[model.weight]["exp_avg"].zero_()
+        accelerator.load_state(tmp_path / "c", map_location=map_location)
+        assert torch.equal(optimizer.state[model.weight]["exp_avg"], average)
+    with pytest.raises(ConfigurationError, match="map_location='cuda'"):
+        accelerator.load_state(tmp_path / "c", map_location="cuda")
+
+
 def test_a_foreign_file_is_refused_by_name(tmp_path, small_run, process, same_tensors):
     """One that the manifest does not list but a load could take for its own, and one of another checkpoint."""
     for number in (0, 1, 2):
@@ -220,7 +256,7 @@ def test_another_optimizer_and_other_numbers_of_objects(tmp_path, small_run, pro
         (fewer, "parameters saved"),
         (torch.optim.AdamW(parameters[::-1]), r"parameter 0: shape \[4, 4\] saved, \[4\] here"),
     ):
-        with pytest.raises(CheckpointMismatch, match=needle):
+        with pytest.raises(CheckpointMismatch, match=f"{needle}.*models_only=True"):
             load_run(
                 other.bundle(optimizers=[PreparedOptimizer(optimizer)]),
                 tmp_path / "c",
@@ -235,6 +271,10 @@ def test_another_optimizer_and_other_numbers_of_objects(tmp_path, small_run, pro
             process=process,
         )
     assert same_tensors(before, other.weights())
+    bundle = other.bundle(optimizers=[PreparedOptimizer(fewer)], schedulers=[], custom=[])
+    load_run(bundle, tmp_path / "c", process=process, models_only=True)
+    assert not fewer.state
+    assert same_tensors(other.weights(), saved(small_run, process, tmp_path / "again").weights())
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO])
@@ -482,20 +522,21 @@ def test_a_folder_that_is_saved_over_while_it_is_read(tmp_path, process, monkeyp
 def test_what_is_made_anew_while_a_folder_is_replaced_stays(
     tmp_path, small_run, process, monkeypatch
 ):
+    """The user writes just before and just after that."""
     folder = tmp_path / "c"
     run = saved(small_run, process, folder)
-    (folder / "runs").mkdir()
-    (folder / "runs" / "events").write_text("before")
-    (folder / "runs" / "log").write_text("before")
-    sync = commit.fsync_path
+    swapped = commit._swapped
 
-    def user_writes(path):
-        sync(path)
-        if path == folder.parent and not (folder / "runs").exists():  # the folder is replaced
-            (folder / "runs").mkdir()
-            (folder / "runs" / "log").write_text("anew")
+    def user_writes(swap, folder):
+        (folder / "runs").mkdir()
+        (folder / "runs" / "events").write_text("before")
+        (folder / "runs" / "log").write_text("before")
+        older = swapped(swap, folder)
+        (folder / "runs").mkdir()
+        (folder / "runs" / "log").write_text("anew")
+        return older
 
-    monkeypatch.setattr(commit, "fsync_path", user_writes)
+    monkeypatch.setattr(commit, "_swapped", user_writes)
     save_run(run.bundle(), folder, process=process)
     texts = {entry.name: entry.read_text() for entry in (folder / "runs").iterdir()}
     assert texts == {"events": "before", "log": "anew", "log.earlier": "before"}

@@ -206,4 +206,6 @@ def test_files_that_are_missing(tmp_path):
     assert notes[1].startswith(
         "5 ranks have begun, but nothing is recorded of ranks 1, 2: their files are missing"
     )
-    assert notes[2].endswith("rank_00000.events.jsonl cannot be read: Is a directory")
+    assert notes[2].endswith(
+        "rank_00000.events.jsonl cannot be read: it is a folder, not a regular file"
+    )

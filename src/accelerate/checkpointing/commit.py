@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A folder that appears complete or not at all, saved by one run at a time.
 
-It is written next to its place, synced, then renamed atomically. The process that prepares it has the system's lock
-(flock) of a file, which ends with the process, also on a network file system that has such locks. On one that has
-none, a run whose lock file another run has written to fails at its next commit.
+It is written next to its place, synced, then renamed atomically. During a save the process that prepares it has the
+system's lock (flock) of a file next to it, which ends with the process, also on a network file system that has such
+locks. On one that has none, a run whose lock file another run has written to fails at its commit. Between the saves of
+a run, its lock is in a folder of this machine: nothing of ours is in the user's folders then.
 """
 
 from __future__ import annotations
@@ -14,12 +15,16 @@ import ctypes
 import ctypes.util
 import errno
 import functools
+import getpass
+import hashlib
 import json
 import logging
 import os
 import shutil
 import socket
+import stat
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable
@@ -29,9 +34,24 @@ from typing import BinaryIO
 import psutil
 
 from ..core.errors import CheckpointError, ConfigurationError
-from ..core.files import O_BINARY, follow_links, fsync_path, lock_file, named_errors
+from ..core.files import (
+    follow_links,
+    fsync_path,
+    lock_file,
+    named_errors,
+    open_regular,
+    read_regular,
+)
 from ..core.json_text import JSONObject
-from .layout import MANIFEST, Manifest, free_name, is_api_file, read_manifest, siblings
+from .layout import (
+    MANIFEST,
+    Manifest,
+    free_name,
+    is_api_file,
+    parse_manifest,
+    read_manifest,
+    siblings,
+)
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -62,9 +82,20 @@ class RunLocks:
 
         Raises FolderInUse when another live run has it, or OSError of the system.
         """
-        path = lock_path(folder, directory)
+        return self._acquire(lock_path(folder, directory), directory or folder)
+
+    def acquire_run(self, directory: Path) -> None:
+        """Take or keep a directory for the saves of this run, among the runs of this machine.
+
+        It is a lock outside of the user's folders. Raises FolderInUse when another live run has it.
+        """
+        path = _run_lock_path(directory)
+        if path is not None:
+            self._acquire(path, directory)
+
+    def _acquire(self, path: Path, folder: Path) -> JSONObject:
         if path not in _FILES or not _is_at(path, _FILES[path][0]):
-            _FILES[path] = _take(path)
+            _FILES[path] = _take(path, folder)
         _OWNERS.setdefault(path, set()).add(self)
         self._paths.add(path)
         return _FILES[path][1]
@@ -93,19 +124,37 @@ def lock_path(folder: Path, directory: Path | None = None) -> Path:
     return locked.with_name(f".{locked.name}.lock")
 
 
+def _run_lock_path(directory: Path) -> Path | None:
+    """The lock file of a run that saves into a directory, in a folder of this user; None where there can be none."""
+    real = os.path.realpath(directory)
+    if hasattr(os, "geteuid"):
+        user: object = os.geteuid()
+    else:
+        user = getpass.getuser()
+    folder = Path(tempfile.gettempdir(), f"accelerate-runs-{user}")
+    with contextlib.suppress(OSError):
+        folder.mkdir(mode=0o700, exist_ok=True)
+        status = folder.lstat()
+        is_own = status.st_uid == user or os.name == "nt"
+        if stat.S_ISDIR(status.st_mode) and is_own:
+            name = hashlib.blake2b(os.fsencode(real), digest_size=16).hexdigest()
+            return folder / f"{name}.lock"
+    return None
+
+
 def check_lock(folder: Path, directory: Path | None, content: JSONObject) -> None:
     """Raise FolderInUse unless a lock has the content that another process of this run has put there."""
     path = lock_path(folder, directory)
     present = _read(path)
     if present != content:
-        raise FolderInUse(_in_use(path, present))
+        raise FolderInUse(_in_use(directory or folder, present))
 
 
 def in_use_elsewhere(folder: Path) -> bool:
     """Whether a process other than this one saves into the folder now."""
     for path in (lock_path(folder), lock_path(folder, folder.parent)):
         try:
-            with open(path, "rb") as file:
+            with open(path, "rb", opener=open_regular) as file:
                 lock_file(file.fileno(), shared=True)
         except BlockingIOError:
             return path not in _FILES
@@ -114,10 +163,10 @@ def in_use_elsewhere(folder: Path) -> bool:
     return False
 
 
-def _take(path: Path) -> tuple[BinaryIO, JSONObject]:
+def _take(path: Path, folder: Path) -> tuple[BinaryIO, JSONObject]:
     """Open the lock file, lock it, and write what this process is. Raises FolderInUse when another process has it."""
     while True:
-        file: BinaryIO = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | O_BINARY, 0o644), "r+b")
+        file: BinaryIO = os.fdopen(open_regular(path, os.O_RDWR | os.O_CREAT), "r+b")
         try:
             lock_file(file.fileno())
         except BlockingIOError:
@@ -125,9 +174,15 @@ def _take(path: Path) -> tuple[BinaryIO, JSONObject]:
             if holder is not None and _is_parent(holder):
                 return file, holder
             file.close()
-            raise FolderInUse(_in_use(path, holder)) from None
+            raise FolderInUse(_in_use(folder, holder)) from None
         except OSError as error:
             logger.debug("%s: no lock on this file system: %s", path, error)
+        if file.read(1) not in (b"", b"{", b"\0"):
+            file.close()
+            raise ConfigurationError(
+                f"{path} is not a lock file of this package: rename or remove it"
+            )
+        file.seek(0)
         if _is_at(path, file):
             command = " ".join(sys.argv)[:200] or sys.executable
             content = {
@@ -160,10 +215,12 @@ def _is_at(path: Path, file: BinaryIO) -> bool:
 def _read(path: Path) -> JSONObject | None:
     """The content of a lock file; None where there is none, or it cannot be understood."""
     try:
-        holder = json.loads(path.read_bytes()[: 1 << 16])
-        return holder if {"host", "pid", "since", "command"} <= set(holder) else None
-    except (FileNotFoundError, NotADirectoryError, ValueError, TypeError):
-        return None
+        holder: JSONObject = json.loads(read_regular(path, 1 << 16))
+        if {"host", "pid", "since", "command"} <= set(holder):
+            return holder
+    except (OSError, ValueError, TypeError):
+        pass
+    return None
 
 
 def _is_parent(holder: JSONObject) -> bool:
@@ -172,8 +229,7 @@ def _is_parent(holder: JSONObject) -> bool:
     return is_here and any(parent.pid == holder["pid"] for parent in psutil.Process().parents())
 
 
-def _in_use(path: Path, holder: JSONObject | None) -> str:
-    folder = path.with_name(path.name.removeprefix(".").removesuffix(".lock"))
+def _in_use(folder: Path, holder: JSONObject | None) -> str:
     other = "a run that its lock file does not name"
     if holder is not None:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder["since"]))
@@ -306,15 +362,86 @@ def _replace(temporary: Path, folder: Path) -> None:
     # A folder of this name is never removed as a leftover: it may contain files of the user until the end.
     swap = folder.with_name(f".{folder.name}.swap-{uuid.uuid4().hex[:8]}")
     os.rename(temporary, swap)
-    if not _exchange(swap, folder):
-        # There is no atomic exchange (macOS, some network file systems). After a kill between the two renames,
-        # `recover_interrupted_commit` completes the second.
-        aside = folder.with_name(f".{folder.name}.swap-{uuid.uuid4().hex[:8]}")
-        os.rename(folder, aside)
-        os.rename(swap, folder)
-        swap = aside
+    older = None
+    if not _has_foreign(folder):
+        older = _swapped(swap, folder)
+    if older is None:
+        _move_over(swap, folder)
+        return
     fsync_path(folder.parent)
-    _clear(swap, folder)
+    _clear(older, folder)
+
+
+def _has_foreign(folder: Path) -> bool:
+    """Whether a folder has entries that no checkpoint has written: a volume may be mounted on one."""
+    tops = {name.partition("/")[0] for name in _listed(folder)}
+    return any(entry.name not in tops and not is_api_file(entry.name) for entry in folder.iterdir())
+
+
+def _swapped(swap: Path, folder: Path) -> Path | None:
+    """Put `swap` in the place of `folder`, and return the older one; None where that cannot be renamed.
+
+    It cannot in a lower layer of an overlay, as the image of a container.
+    """
+    if _exchange(swap, folder):
+        return swap
+    # There is no atomic exchange (macOS, some network file systems). After a kill between the two renames,
+    # `recover_interrupted_commit` completes the second.
+    aside = folder.with_name(f".{folder.name}.swap-{uuid.uuid4().hex[:8]}")
+    try:
+        os.rename(folder, aside)
+    except OSError as error:
+        logger.debug("%s cannot be renamed: %s", folder, error)
+        return None
+    os.rename(swap, folder)
+    return aside
+
+
+REPLACED = ".replaced"  # in a swap folder: the manifest of the checkpoint whose files it replaces
+
+
+def _move_over(swap: Path, folder: Path) -> None:
+    """Replace a checkpoint file by file, the manifest last. Nothing else in its folder changes.
+
+    Until the end `swap` has what is missing, and `recover_interrupted_commit` goes on here after a kill.
+    """
+    marker = swap / REPLACED
+    if not marker.exists():
+        if (folder / MANIFEST).exists():
+            os.rename(folder / MANIFEST, marker)
+        else:
+            marker.touch()
+        fsync_path(swap)
+        fsync_path(folder)
+    if (swap / MANIFEST).exists():
+        names = {*read_manifest(swap).files}
+        for name in _foreign_names(folder, marker) - names:
+            with contextlib.suppress(IsADirectoryError, FileNotFoundError):
+                (folder / name).unlink()
+        for name in sorted(names):
+            if not (swap / name).exists():
+                continue  # moved before the kill
+            target = folder / name
+            if target.is_dir() and not target.is_symlink():
+                os.rename(target, free_name(target, "earlier"))
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(swap / name, target)
+            fsync_path(target.parent)
+        os.replace(swap / MANIFEST, folder / MANIFEST)
+        fsync_path(folder)
+    shutil.rmtree(swap)
+
+
+def _foreign_names(folder: Path, marker: Path) -> set[str]:
+    """The files of the replaced checkpoint that are in a folder, and others that a load could take for such."""
+    names: set[str] = set()
+    with contextlib.suppress(CheckpointError, OSError):
+        names.update(parse_manifest(marker).files)
+    for entry in folder.iterdir():
+        if is_api_file(entry.name):
+            names.add(entry.name)
+            names.update(path.relative_to(folder).as_posix() for path in entry.rglob("*"))
+    return names
 
 
 def recover_interrupted_commit(folder: Path) -> None:
@@ -322,10 +449,13 @@ def recover_interrupted_commit(folder: Path) -> None:
 
     The caller owns the folder's lock, or knows that no run saves into it.
     """
-    leftovers = list(siblings(folder, "swap"))
-    if not leftovers:
-        return
-    if not folder.exists():
+    leftovers = []
+    for swap in siblings(folder, "swap"):
+        if (swap / REPLACED).exists() and folder.exists():
+            _move_over(swap, folder)
+        else:
+            leftovers.append(swap)
+    if leftovers and not folder.exists():
         # Killed between the two renames: the newest complete checkpoint takes the place.
         manifests = [old / MANIFEST for old in leftovers if (old / MANIFEST).exists()]
         if manifests:
@@ -344,13 +474,13 @@ def can_restore(folder: Path) -> bool:
 
 
 def restore(folder: Path) -> None:
-    """Before a load: put a checkpoint back that a kill between two renames has left next to its place.
+    """Before a load: complete a commit that a kill has interrupted, with what it has left next to the folder.
 
     Nothing is done while a run saves into the folder, nor where nothing can be written.
     """
     with contextlib.suppress(OSError, ConfigurationError):
         target = follow_links(folder, "load_state")
-        if not target.exists() and not in_use_elsewhere(target):
+        if not (target / MANIFEST).exists() and not in_use_elsewhere(target):
             recover_interrupted_commit(target)
 
 
@@ -410,6 +540,6 @@ def _exchange(one: Path, other: Path) -> bool:
     if function(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
         return True
     code = ctypes.get_errno()
-    if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM):
+    if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM, errno.EXDEV, errno.EBUSY):
         return False
     raise OSError(code, os.strerror(code), str(one), None, str(other))

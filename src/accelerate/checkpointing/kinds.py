@@ -313,7 +313,8 @@ def check_optimizer(
             rows.append(f"parameters in each group: {saved} saved, {counts} here")
     if rows:
         raise CheckpointMismatch(
-            f"{folder} does not fit optimizer {index} ({here['class']}): {names_in_words(rows)}. Nothing was loaded."
+            f"{folder} does not fit optimizer {index} ({here['class']}): {names_in_words(rows)}. Nothing was loaded. "
+            "To load the weights alone, pass models_only=True to load_state."
         )
 
 

@@ -120,9 +120,8 @@ def stamp() -> JSONObject:
 
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint. Raises CorruptCheckpoint when there is none or it cannot be trusted."""
-    path = folder / MANIFEST
     try:
-        data = json_text.read(path)
+        return parse_manifest(folder / MANIFEST)
     except (FileNotFoundError, NotADirectoryError):
         if not folder.is_dir():
             if folder.exists():
@@ -137,6 +136,14 @@ def read_manifest(folder: Path) -> Manifest:
         raise CorruptCheckpoint(
             f"{folder} has no {MANIFEST}: it is not a finished checkpoint, or another library wrote it"
         ) from None
+
+
+def parse_manifest(path: Path) -> Manifest:
+    """The manifest in a file. Raises CorruptCheckpoint when it cannot be trusted, FileNotFoundError without one."""
+    try:
+        data = json_text.read(path)
+    except (FileNotFoundError, NotADirectoryError):
+        raise
     except (OSError, json_text.JSONTextError) as error:
         raise CorruptCheckpoint(f"{path} cannot be read: {reason(error)}") from error
     if (
@@ -397,9 +404,14 @@ def rotate(directory: str | Path, total_limit: int | None) -> list[Path]:
 
 
 def discard(folder: Path) -> None:
-    """Remove a folder: gone under its name at once, its files after that."""
+    """Remove a folder: gone under its name at once, its files after that. One that cannot be renamed goes in place."""
     trash = folder.with_name(f".{folder.name}.trash-{uuid.uuid4().hex[:8]}")
-    folder.rename(trash)
+    try:
+        folder.rename(trash)
+    except OSError:
+        (folder / MANIFEST).unlink(missing_ok=True)
+        shutil.rmtree(folder)
+        return
     shutil.rmtree(trash, ignore_errors=True)
 
 
@@ -442,7 +454,8 @@ def folder_identity(folder: Path) -> tuple[int, int, int] | None:
 def set_aside(folder: Path) -> Path:
     """Rename a damaged checkpoint to `<name>.damaged` (or `.damaged-2`, ...), which frees its number; the new path."""
     target = free_name(folder, "damaged")
-    os.rename(folder, target)
+    # By copies where the folder cannot be renamed.
+    shutil.move(folder, target)
     return target
 
 

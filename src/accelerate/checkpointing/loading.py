@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ..core.errors import CheckpointError, MissingCheckpointError
+from ..core.errors import CheckpointError, ConfigurationError, MissingCheckpointError
 from ..core.json_text import JSONObject
 from ..core.objects import ranks_in_words, values_in_words
 from ..core.trees import map_leaves
@@ -21,6 +21,7 @@ from .commit import FolderInUse, RunLocks, restore
 from .kinds import CLASSES, ObjectState, Written, kinds, loading
 from .layout import (
     ATTEMPTS,
+    MANIFEST,
     CheckpointMismatch,
     CorruptCheckpoint,
     Manifest,
@@ -132,7 +133,7 @@ def load_run(
     unexpected and differently shaped entries, CheckpointError for anything else.
     """
     folder = Path(folder)
-    if process.local_process_index == 0 and not folder.exists():
+    if process.local_process_index == 0 and not (folder / MANIFEST).exists():
         restore(folder)
     agreement = Agreement(process)
     _meet(agreement, timeout)
@@ -258,8 +259,15 @@ def _unfit(rows: dict[int, JSONObject]) -> dict[str, str] | None:
     return unfit
 
 
-def load_options(load_kwargs: dict[str, Any] | None) -> dict[str, Any]:
-    """Arguments of `torch.load`, as arguments of `load_run`."""
+def load_options(load_kwargs: dict[str, Any] | None, map_location: object = None) -> dict[str, Any]:
+    """Arguments of `torch.load`, as arguments of `load_run`.
+
+    Raises ConfigurationError for a `map_location` that the API does not have: it names where its files are read to.
+    """
+    if map_location not in (None, "cpu", "on_device"):
+        raise ConfigurationError(
+            f"load_state: map_location={map_location!r} is neither 'cpu' nor 'on_device'"
+        )
     arguments = dict(load_kwargs or {})
     arguments.pop("map_location", None)
     if not arguments.pop("weights_only", True):
@@ -524,53 +532,69 @@ def resume(
     """
     directory = Path(directory)
     agreement = Agreement(process)
-    mine: JSONObject = {}
-    if process.process_index == 0:
-        try:
-            if locks is not None and directory.is_dir():
-                try:
-                    locks.acquire(directory, directory)
-                except OSError as error:
-                    logger.debug("no lock for %s: %s", directory, error)  # the first save takes it
-            folders, unfit = candidates(directory)
-            mine = {
-                "names": list(map(str, folders)),
-                "skipped": [(str(folder), why) for folder, why in unfit],
-            }
-        except FolderInUse as error:
-            mine = {"in_use": f"nothing was resumed: {error}"}
-        except OSError as error:
-            mine = {"error": f"{directory} cannot be read: {reason(error)}"}
     _meet(agreement, timeout)
-    answer = agreement.exchange("load_state", mine, timeout, _ABSENT, first)
-    if "in_use" in answer:
-        raise FolderInUse(answer["in_use"])
-    if "error" in answer:
-        raise CheckpointError(f"rank 0: {answer['error']}")
-    passed = [(Path(name), why) for name, why in answer["skipped"]]
-    for name in answer["names"]:
-        try:
-            report = load_run(
-                run,
-                name,
-                process=process,
-                timeout=timeout,
-                **options,
-            )
-        except CorruptCheckpoint as error:
-            passed.append((Path(name), str(error)))
-            continue
-        newest = int(name.rpartition("_")[2])
-        report.skipped = [
-            (path, why) for path, why in passed if int(path.name.rpartition("_")[2]) > newest
-        ]
-        for path, why in report.skipped if process.process_index == 0 else ():
-            logger.warning("checkpoint %s was skipped: %s", path, why)
-        return report
-    if not passed:
+    # By checkpoint: why it was not loaded.
+    damaged: dict[str, str] = {}
+    skipped: dict[str, str] = {}
+    for _ in range(ATTEMPTS):
+        listing = _listing(agreement, directory, locks, timeout)
+        names = [name for name in listing["names"] if name not in damaged]
+        for name in names:
+            try:
+                report = load_run(run, name, process=process, timeout=timeout, **options)
+            except CorruptCheckpoint as error:
+                damaged[name] = str(error)
+                continue
+            newest = _number(name)
+            for path, why in {**listing["skipped"], **damaged}.items():
+                if _number(path) > newest:
+                    report.skipped.append((Path(path), why))
+            for folder, why in report.skipped if process.process_index == 0 else ():
+                logger.warning("checkpoint %s was skipped: %s", folder, why)
+            return report
+        # What was listed may have made room for newer ones meanwhile: they are in the next list.
+        if not names and listing["skipped"] == skipped:
+            break
+        skipped = listing["skipped"]
+    damaged = {name: why for name, why in damaged.items() if name in listing["names"]}
+    reasons = {**listing["skipped"], **damaged}
+    if not reasons:
         return None
-    reports = "; ".join(f"{path.name}: {why}" for path, why in passed)
+    reports = "; ".join(f"{Path(path).name}: {why}" for path, why in reasons.items())
     raise CheckpointError(
         f"no valid checkpoint is left in {directory}: {reports}. Nothing was moved or removed: restore one of them, "
         "or move them away to start anew"
     )
+
+
+def _number(path: str) -> int:
+    return int(path.rpartition("_")[2])
+
+
+def _listing(
+    agreement: Agreement, directory: Path, locks: RunLocks | None, timeout: float
+) -> JSONObject:
+    """The checkpoints of a directory as rank 0 sees them: names to try, and why others are skipped."""
+    listing: JSONObject = {}
+    if agreement.rank == 0:
+        try:
+            if locks is not None and directory.is_dir():
+                try:
+                    locks.acquire_run(directory)
+                except OSError as error:
+                    logger.debug("no lock for %s: %s", directory, error)  # the first save takes it
+            folders, unfit = candidates(directory)
+            listing = {
+                "names": list(map(str, folders)),
+                "skipped": {str(folder): why for folder, why in unfit},
+            }
+        except FolderInUse as error:
+            listing = {"in_use": f"nothing was resumed: {error}"}
+        except OSError as error:
+            listing = {"error": f"{directory} cannot be read: {reason(error)}"}
+    answer: JSONObject = agreement.exchange("load_state", listing, timeout, _ABSENT, first)
+    if "in_use" in answer:
+        raise FolderInUse(answer["in_use"])
+    if "error" in answer:
+        raise CheckpointError(f"rank 0: {answer['error']}")
+    return answer

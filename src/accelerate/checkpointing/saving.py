@@ -88,7 +88,7 @@ class Options:
 
     Fields:
         checkpoints: the directory to rotate in after the commit; None for no rotation.
-        locks: the locks that the run keeps until its end. None takes a lock for this save only.
+        locks: where the run keeps, to its end, that it saves into `checkpoints`. None: it does not.
         damaged: checkpoints that a load has skipped. Those in the same directory are renamed before the save.
     """
 
@@ -194,10 +194,14 @@ class PendingCheckpoint:
 
     def _make_temporary(self) -> None:
         """Take the folder's lock, free its name, create the temporary folder."""
-        self.locks = self.options.locks or RunLocks()
-        self.locks.acquire(
-            self.folder if self._is_damaged else save_target(self.folder), self.options.checkpoints
-        )
+        directory = self.options.checkpoints
+        if self.options.locks is not None and directory is not None:
+            self.options.locks.acquire_run(directory)
+        target = self.folder
+        if not self._is_damaged:
+            target = save_target(self.folder)
+        self.locks = RunLocks()
+        self.locks.acquire(target, directory)
         self._free_numbers()
         self.folder = save_target(self.folder)
         self.temporary_name = open_temporary(self.folder, self.temporary_name).name
@@ -228,8 +232,8 @@ class PendingCheckpoint:
             )
 
     def close(self) -> None:
-        """Release a lock that is not the run's."""
-        if self.locks is not None and self.options.locks is None:
+        """Release the lock of this save."""
+        if self.locks is not None:
             self.locks.release()
 
     def discard(self) -> None:

@@ -144,7 +144,8 @@ class CheckpointReader:
         if rows:
             raise CheckpointMismatch(
                 f"{self.folder} was saved by another run: {'; '.join(rows)}. Nothing was loaded. Prepare and register "
-                "the same objects in the same order before loading."
+                "the same objects in the same order before loading. To load the weights alone, pass models_only=True "
+                "to load_state."
             )
 
     def about(self, kind: StateKind, index: int) -> JSONObject | None:

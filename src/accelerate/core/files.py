@@ -129,14 +129,21 @@ def atomic_write(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO[
         raise
 
 
-def open_regular(path: str | os.PathLike[str]) -> int:
-    """A descriptor for reading a regular file, or one that links lead to.
+def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
+    """A descriptor of a regular file. `open` takes this function as its `opener`.
 
-    Raises OSError for anything else, and never waits: opening a named pipe would, for somebody who writes to it.
+    A link is followed for reading, and refused for writing: what it leads to is not ours. Raises OSError for anything
+    else, and never waits: opening a named pipe would, for somebody at its other end.
     """
-    _require_regular(os.stat(path), path)
+    if flags & (os.O_WRONLY | os.O_RDWR):
+        if os.path.islink(path):
+            raise OSError(errno.ELOOP, "it is a symbolic link, not a regular file", os.fspath(path))
+        flags |= getattr(os, "O_NOFOLLOW", 0)
+    else:
+        _require_regular(os.stat(path), path)
     # The file may be another one by now.
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | O_BINARY)
+    flags |= getattr(os, "O_NONBLOCK", 0) | O_BINARY
+    descriptor = os.open(path, flags, 0o666)
     try:
         _require_regular(os.fstat(descriptor), path)
     except BaseException:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from ..core import env, messages
 from ..core.device_kinds import DEVICES
 from ..core.errors import ConfigurationError, LaunchError
+from ..core.files import open_regular
 from ..core.imports import is_available
 from ..core.objects import is_secret
 from .base import AGENT, Launcher, handling
@@ -262,7 +263,7 @@ def running_cluster() -> str | None:
     """
     path = Path(env.get("RAY_TMPDIR") or "/tmp", "ray", "ray_current_cluster")
     try:
-        with open(path) as file:
+        with open(path, opener=open_regular) as file:
             status = os.fstat(file.fileno())
             if status.st_uid not in (0, os.geteuid()) or status.st_mode & 0o022:
                 raise ConfigurationError(

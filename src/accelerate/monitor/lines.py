@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from ..core.files import open_regular
+
 # Bytes that one call reads, so that a page does not wait for a long file. The next call continues.
 MOST_BYTES = 8 << 20
 # JSON has no such numbers; they are written as text.
@@ -39,7 +41,7 @@ class Tail:
     def read(self) -> tuple[list[dict[str, Any]], bool]:
         """Return the new objects, and whether the file is another one than before, so that the old ones are gone."""
         try:
-            with open(self.path, "rb") as file:
+            with open(self.path, "rb", opener=open_regular) as file:
                 status = os.fstat(file.fileno())
                 identity = (status.st_dev, status.st_ino)
                 replaced = self._identity is not None and (

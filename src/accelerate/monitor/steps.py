@@ -11,6 +11,7 @@ from typing import IO, Any
 import numpy as np
 
 from ..core.errors import ConfigurationError
+from ..core.files import open_regular
 from ..telemetry.records import (
     FLAG_FIRST,
     FLAG_SKIPPED,
@@ -163,7 +164,7 @@ class RankSteps:
         Returns:
             Whether there are new records.
         """
-        with open(self.path, "rb", buffering=0) as file:
+        with open(self.path, "rb", buffering=0, opener=open_regular) as file:
             if self.count and self._mark != self._identify(file):
                 # The records were merged, or the file was replaced.
                 self._open_file()
@@ -303,7 +304,7 @@ class RankSteps:
         end = (stop - 1) // width + 1
         buckets = Buckets.empty(first, width, end - first)
         if width < BLOCK:
-            with open(self.path, "rb", buffering=0) as file:
+            with open(self.path, "rb", buffering=0, opener=open_regular) as file:
                 records = self._records(file, first * width + 1, end * width)
             if len(records):
                 buckets.add(*reduced(records, _buckets_of(records, width)))
@@ -325,7 +326,7 @@ class RankSteps:
     def steps_per_record(self, start: int, stop: int) -> float:
         """How many of the steps from `start` to `stop` a record covers, on average."""
         records = steps = 0
-        with open(self.path, "rb", buffering=0) as file:
+        with open(self.path, "rb", buffering=0, opener=open_regular) as file:
             for segment in self._segments:
                 first = max(segment.first, start)
                 last = min(segment.last, stop)
@@ -339,7 +340,7 @@ class RankSteps:
 
     def begins_between(self, first: int, last: int) -> bool:
         """Whether a process made its first step between these."""
-        with open(self.path, "rb", buffering=0) as file:
+        with open(self.path, "rb", buffering=0, opener=open_regular) as file:
             records = self._records(file, first, min(last, first + BLOCK))
         return bool((records["flags"] & FLAG_FIRST).any())
 

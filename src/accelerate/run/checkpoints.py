@@ -180,7 +180,8 @@ class RunCheckpoints:
         """See `Accelerator.load_state`."""
         begin = time.perf_counter()
         self._before_load()
-        options = {**load_options(load_kwargs), **options}
+        map_location = options.pop("map_location", None)
+        options = {**load_options(load_kwargs, map_location), **options}
         with self._run_state(is_saved=False) as run:
             if input_dir is None:
                 report = load_newest(

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..core.errors import ConfigurationError
+from ..core.files import open_regular
 
 # The folder of the records in the folder of a run.
 FOLDER = "telemetry"
@@ -113,7 +114,7 @@ def read_header(path: Path) -> tuple[StepsHeader, np.dtype[Any]]:
     Raises:
         ConfigurationError: the file is not one of telemetry, or its header is incomplete.
     """
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=open_regular) as file:
         text = file.read(HEADER_SIZE)
     version: Any = VERSION
     try:
