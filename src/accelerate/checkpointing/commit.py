@@ -15,7 +15,6 @@ import ctypes
 import ctypes.util
 import errno
 import functools
-import getpass
 import hashlib
 import json
 import logging
@@ -128,14 +127,14 @@ def _run_lock_path(directory: Path) -> Path | None:
     """The lock file of a run that saves into a directory, in a folder of this user; None where there can be none."""
     real = os.path.realpath(directory)
     if hasattr(os, "geteuid"):
-        user: object = os.geteuid()
+        user = os.geteuid()
     else:
-        user = getpass.getuser()
+        user = 0  # Windows has a temporary folder for each user
     folder = Path(tempfile.gettempdir(), f"accelerate-runs-{user}")
     with contextlib.suppress(OSError):
         folder.mkdir(mode=0o700, exist_ok=True)
         status = folder.lstat()
-        is_own = status.st_uid == user or os.name == "nt"
+        is_own = status.st_uid == user or not hasattr(os, "geteuid")
         if stat.S_ISDIR(status.st_mode) and is_own:
             name = hashlib.blake2b(os.fsencode(real), digest_size=16).hexdigest()
             return folder / f"{name}.lock"
