@@ -109,7 +109,9 @@ def prepare_pippy(
     def forward(args: Args, kwargs: Kwargs) -> object:
         with torch.no_grad():
             args, kwargs = trees.send_to_device((args, kwargs), state.device)
-            return runner.forward(runner.new_batch(args, kwargs), on_all_ranks=gather_output)
+            batch = runner.new_batch(args, kwargs)
+            runner.find_shapes(batch)
+            return runner.forward(batch, on_all_ranks=gather_output)
 
     staged.replace_forward(forward)
     model.hf_split_points = points  # type: ignore[assignment]

@@ -7,7 +7,7 @@ import inspect
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -17,6 +17,8 @@ from ...core.errors import PrepareError
 from .p2p import TensorSpec, is_spec, specs_in
 from .remote_tensor import RemoteTensor
 from .requirements import COLLECTING
+
+T = TypeVar("T")
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -203,20 +205,16 @@ def join(
     return trees.replace_leaves(outputs[0], joined), batched
 
 
-def resize(
-    unit_outputs: Mapping[int, list[object]], size: int, batch_size: int
-) -> dict[int, list[object]]:
-    """The described outputs of units for a micro-batch of `size` samples, as for `batch_size` samples."""
+def resize(described: T, size: int, batch_size: int) -> T:
+    """What was described for a micro-batch of `size` samples, as for `batch_size` samples."""
 
     def change(spec: TensorSpec) -> TensorSpec:
         if spec.shape and spec.shape[0] == size:
             return replace(spec, shape=(batch_size, *spec.shape[1:]))
         return spec
 
-    return {
-        unit: [trees.map_leaves(change, call, is_spec) for call in calls]
-        for unit, calls in unit_outputs.items()
-    }
+    resized: T = trees.map_leaves(change, described, is_spec)
+    return resized
 
 
 def loss_of(output: object) -> torch.Tensor | None:
@@ -281,38 +279,34 @@ class BatchKey(NamedTuple):
     structure: Hashable
     training: bool
     grad: bool
-
-
-@dataclass(frozen=True)
-class StageFailure:
-    """The error of a stage, sent to the others."""
-
-    stage: int
-    text: str
-
-
-@dataclass
-class StageMessage:
-    """What a stage sends first with a new batch: boundaries by the size of a micro-batch, a digest of its inputs."""
-
-    boundaries: dict[int, Boundary]
-    digest: str
+    scheduled: bool = False
 
 
 @dataclass
 class BatchShapes:
-    """What the first batch of its shapes has shown.
+    """Shapes of a kind of batches.
 
     Fields:
         boundaries: stage -> samples of a micro-batch -> what it sends to the next stage.
-        tail: (samples, described outputs of all units before the tail) of a micro-batch.
+        unit_outputs: the described outputs of all units before the tail, for the complete batch.
         output: the described output of the model. loss_index: which of its tensors is the loss.
+        is_complete: whether all ranks know the output.
     """
 
     boundaries: dict[int, dict[int, Boundary]] = field(default_factory=dict)
-    tail: tuple[int, dict[int, list[object]]] | None = None
+    unit_outputs: dict[int, list[object]] = field(default_factory=dict)
     output: object = None
     loss_index: int | None = None
+    is_complete: bool = False
+
+
+@dataclass
+class ShapeMessage:
+    """What a stage sends to the next for a new kind of batch: shapes, a digest of the inputs, why a stage failed."""
+
+    shapes: BatchShapes
+    digest: str
+    failure: str = ""
 
 
 @dataclass
@@ -328,25 +322,17 @@ class Batch:
     """One call of the model.
 
     Fields:
-        key: equal for batches of equal shapes. is_new: the first of its shapes, whose boundaries are sent along.
+        key: equal for batches of equal shapes.
         graphs: by stage, one for each micro-batch. tail: that of the tail over the complete batch.
-        local, local_gradients: what stages of one rank pass to each other, by the number of the sending stage.
         outputs: of the last stage, one for each micro-batch. output: of the model, on the last stage.
-        failure, error: of a stage that failed, and the exception where it was this one.
         backward: what the loop's backward runs.
     """
 
     inputs: MicroBatches
     shapes: BatchShapes
     key: BatchKey
-    grad: bool
-    is_new: bool
     graphs: dict[int, list[SavedGraph]] = field(default_factory=dict)
     tail: SavedGraph | None = None
-    local: dict[int, list[list[torch.Tensor]]] = field(default_factory=dict)
-    local_gradients: dict[int, list[OutputGradients]] = field(default_factory=dict)
     outputs: list[object] = field(default_factory=list)
     output: object = None
-    failure: StageFailure | None = None
-    error: Exception | None = None
     backward: Callable[[Batch, OutputGradients], None] | None = None

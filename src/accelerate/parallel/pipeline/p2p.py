@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import pickle
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, TypeVar
@@ -124,9 +125,14 @@ class P2PChannel:
         self.size: int = dist.get_world_size(group)
         # A tensor must stay alive until it was sent.
         self._pending: list[tuple[dist.Work | None, torch.Tensor]] = []
+        # What stages of this rank send each other.
+        self._local: deque[Any] = deque()
 
     def send(self, tensors: Iterable[torch.Tensor], to: int) -> None:
         """Start to send tensors to a rank."""
+        if to == self.rank:
+            self._local.append([tensor.detach() for tensor in tensors])
+            return
         for tensor in tensors:
             self._send(_as_sent(tensor.detach().contiguous()), to)
 
@@ -142,6 +148,8 @@ class P2PChannel:
 
     def post_receive(self, specs: Sequence[TensorSpec], sender: int) -> PendingReceive:
         """Start to receive tensors; `wait()` returns them."""
+        if sender == self.rank:
+            return PendingReceive(self._local.popleft(), [])
         tensors = [spec.empty(self.device) for spec in specs]
         works = [
             dist.irecv(_as_sent(tensor), group=self.group, group_src=sender) for tensor in tensors
@@ -150,12 +158,17 @@ class P2PChannel:
 
     def send_object(self, value: object, to: int) -> None:
         """Start to send a picklable object to a rank."""
+        if to == self.rank:
+            self._local.append(value)
+            return
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         self._send(torch.tensor([data.numel()], dtype=torch.int64, device=self.device), to)
         self._send(data.to(self.device), to)
 
     def receive_object(self, sender: int) -> Any:
         """Receive an object from a rank."""
+        if sender == self.rank:
+            return self._local.popleft()
         size = torch.empty(1, dtype=torch.int64, device=self.device)
         dist.recv(size, group=self.group, group_src=sender)
         data = torch.empty(int(size), dtype=torch.uint8, device=self.device)

@@ -11,9 +11,9 @@ the output is the plain model's, whatever mean its loss takes.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.autograd.function import FunctionCtx
@@ -29,9 +29,8 @@ from .microbatch import (
     Boundary,
     OutputGradients,
     SavedGraph,
+    ShapeMessage,
     Stage,
-    StageFailure,
-    StageMessage,
     join,
     loss_of,
     resize,
@@ -69,10 +68,10 @@ class Runner:
         self.anchor: torch.Tensor = torch.zeros((), device=self.channel.device, requires_grad=True)
         self.before_backward: Callable[[], None] = lambda: None
 
-    # -- forward
+    # -- a batch
 
     def new_batch(self, args: Args, kwargs: Kwargs) -> Batch:
-        """The batch of a call. All ranks of the pipeline have the same inputs, so they agree on what is known.
+        """The batch of a call.
 
         Raises:
             PrepareError: the call is one of torch.func, or its inputs cannot be split.
@@ -92,175 +91,208 @@ class Runner:
         inputs = self.splitter.split(args, kwargs, first)
         self.trained = self.trained or training
         key = BatchKey(structure_key((inputs.args, inputs.kwargs)), training, grad)
-        shapes = self.shapes.get(key)
-        return Batch(inputs, shapes or BatchShapes(), key, grad, is_new=shapes is None)
+        return Batch(inputs, BatchShapes(), key)
+
+    def find_shapes(self, batch: Batch, scheduled: bool = False) -> None:
+        """Give a batch its shapes. For the first one of its kind, a micro-batch of each size passes all stages.
+
+        All ranks of the pipeline have the same inputs, so they agree on what is known.
+
+        Args:
+            batch: the batch.
+            scheduled: the last stage computes the model's output for each micro-batch, not for the complete batch.
+
+        Raises:
+            PrepareError: a stage could not compute, or has other inputs than the stage before it.
+        """
+        batch.key = batch.key._replace(scheduled=scheduled)
+        if batch.key not in self.shapes:
+            buffers = list(self.staged.model.buffers())
+            values = [buffer.clone() for buffer in buffers]
+            try:
+                self.shapes[batch.key] = self._pass_shapes(batch)
+            finally:
+                self.staged.show(None)
+                for buffer, value in zip(buffers, values, strict=True):
+                    # A graph may have saved the buffer: its version stays.
+                    buffer.data.copy_(value)
+        batch.shapes = self.shapes[batch.key]
+
+    def _pass_shapes(self, batch: Batch) -> BatchShapes:
+        """Send the shapes from stage to stage, each of which adds its own."""
+        digest = batch.inputs.digest() if self.channel.has_values else ""
+        message, error = ShapeMessage(batch.shapes, digest), None
+        examples: dict[int, list[torch.Tensor]] = {}
+        for number in sorted(self.stages):
+            if number:
+                message = self.channel.receive_object(self.ranks[number - 1])
+                batch.shapes = message.shapes
+            if number and not message.failure:
+                for size, boundary in batch.shapes.boundaries[number - 1].items():
+                    pending = self.channel.post_receive(boundary.specs, self.ranks[number - 1])
+                    examples[size] = pending.wait()
+            if not message.failure:
+                try:
+                    if message.digest != digest:
+                        raise PrepareError(
+                            "this rank was given other inputs than the stage before it: all ranks of a pipeline read "
+                            "the same samples, as the loader that prepare returns gives them"
+                        )
+                    examples = self._add_shapes(number, batch, examples)
+                except Exception as raised:
+                    error, message.failure = raised, _failure(number, raised)
+            if number != self.last:
+                self.channel.send_object(message, self.ranks[number + 1])
+            if number != self.last and not message.failure:
+                for tensors in examples.values():
+                    self.channel.send(tensors, self.ranks[number + 1])
+        shapes: BatchShapes = self._from_source(message.shapes, message.failure, error)
+        return shapes
+
+    def _add_shapes(
+        self, number: int, batch: Batch, examples: Mapping[int, list[torch.Tensor]]
+    ) -> dict[int, list[torch.Tensor]]:
+        """Add the shapes of a stage. Returns its output for a micro-batch of each size."""
+        shapes, inputs, outputs = batch.shapes, batch.inputs, {}
+        stop = self.stop(number)
+        if batch.key.scheduled:
+            stop = self.cut.bounds[number + 1]
+        for size in dict.fromkeys(inputs.sizes):
+            segment = self.segment(number, stop, size, batch)
+            segment.record = True
+            received = self._require_grad(number, size, batch, examples.get(size, []))
+            micro = inputs.sizes.index(size)
+            output = self._compute_segment(number, segment, received, micro, batch)
+            outputs[size] = list(trees.leaves(output))
+            if number != self.last:
+                described = describe(output, f"the output of {self.cut.units[stop - 1]}")
+                boundaries = shapes.boundaries.setdefault(number, {})
+                boundaries[size] = Boundary(described, segment.unit_outputs)
+            elif batch.key.scheduled:
+                returned = self.returned(output)
+                shapes.output = describe(returned, "the model's output")
+                loss = loss_of(returned)
+                numbered = enumerate(trees.leaves(returned))
+                shapes.loss_index = next((n for n, tensor in numbered if tensor is loss), None)
+            elif not shapes.unit_outputs:
+                shapes.unit_outputs = resize(segment.unit_outputs, size, inputs.batch_size)
+        return outputs
+
+    def _from_source(self, value: object, failure: str, error: Exception | None) -> Any:
+        """The value of the last stage, on all ranks. Where a stage failed, every rank raises."""
+        value, failure = self.channel.broadcast_object((value, failure), self.source)
+        self.channel.wait_for_sends()
+        if error is not None:
+            raise error
+        if failure:
+            raise PrepareError(failure)
+        return value
+
+    # -- forward
 
     def forward(self, batch: Batch, on_all_ranks: bool = True) -> object:
         """All micro-batches through all stages; the model's output, on every rank or on the last stage's only."""
         try:
             for number in sorted(self.stages):
                 self._stage_forward(number, batch)
-            if self.last in self.stages and batch.failure is None:
-                try:
-                    self._finish_output(batch)
-                except Exception as error:
-                    self._keep_failure(self.last, batch, error)
+            if not batch.shapes.is_complete:
+                self._find_output(batch)
+            elif self.last in self.stages:
+                self._finish_output(batch)
         finally:
             self.staged.show(None)
         batch.backward = self._backward
         return self.distribute_output(batch, on_all_ranks)
 
-    def _keep_failure(self, number: int, batch: Batch, error: Exception) -> None:
-        """With a new batch, keep a stage's error: the others wait for a message, which then reports the error."""
-        if not batch.is_new:
-            raise error
-        batch.failure, batch.error = StageFailure(number, f"{type(error).__name__}: {error}"), error
+    def _find_output(self, batch: Batch) -> None:
+        """Compute the output of the first batch of its kind, and tell all ranks its shapes."""
+        described, failure, error = None, "", None
+        if self.last in self.stages:
+            try:
+                self._finish_output(batch)
+                described = describe(self.returned(batch.output), "the model's output")
+            except Exception as raised:
+                error, failure = raised, _failure(self.last, raised)
+        batch.shapes.output = self._from_source(described, failure, error)
+        batch.shapes.is_complete = True
 
     def _stage_forward(self, number: int, batch: Batch) -> None:
-        """All micro-batches through one stage; of a new batch the stage's message comes before the tensors."""
-        self._receive_message(number, batch)
-        if batch.failure is None:
-            pending = self._post_receives(number, batch)
-        else:
-            pending = []
-        message = StageMessage({}, self._digest(batch))
-        # Two stages of a rank may send to one peer: then all is received before anything is sent.
-        sends_at_once = not batch.is_new and len(self.stages) == 1 and number != self.last
+        """All micro-batches through one stage."""
+        pending = self._post_receives(number, batch)
         graphs = batch.graphs[number] = []
         for micro, size in enumerate(batch.inputs.sizes):
-            if number and pending:
-                received = self._received(number, micro, batch, pending)
-            else:
-                received = []
-            if batch.failure is not None:
+            received = pending[micro].wait() if number else []
+            received = self._require_grad(number, size, batch, received)
+            segment = self.segment(number, self.stop(number), size, batch)
+            output = self._compute_segment(number, segment, received, micro, batch)
+            tensors = list(trees.leaves(output))
+            graphs.append(SavedGraph(received, tensors))
+            if number == self.last:
+                batch.outputs.append(output)
                 continue
-            try:
-                outputs, boundary = self._compute(number, micro, batch, received)
-            except Exception as error:
-                self._keep_failure(number, batch, error)
-                continue
-            if boundary is not None:
-                message.boundaries.setdefault(size, boundary)
-            graphs.append(SavedGraph(received, outputs))
-            if sends_at_once:
-                self.channel.send(outputs, self.ranks[number + 1])
-        if number == self.last:
-            return
-        peer = self.ranks[number + 1]
-        if batch.is_new and batch.failure is None:
-            batch.shapes.boundaries[number] = message.boundaries
-        if peer == self.channel.rank:
-            batch.local[number] = [graph.outputs for graph in graphs]
-            return
-        if batch.is_new:
-            self.channel.send_object(batch.failure or message, peer)
-        if not sends_at_once and batch.failure is None:
-            for graph in graphs:
-                self.channel.send(graph.outputs, peer)
-
-    def _digest(self, batch: Batch) -> str:
-        """What shows that stages were given other inputs, of a new batch that has values."""
-        if batch.is_new and self.channel.has_values:
-            return batch.inputs.digest()
-        return ""
-
-    def _receive_message(self, number: int, batch: Batch) -> None:
-        """Of a new batch, what the stage before sends."""
-        if not batch.is_new or number == 0 or self.ranks[number - 1] == self.channel.rank:
-            return
-        message: StageMessage | StageFailure = self.channel.receive_object(self.ranks[number - 1])
-        if isinstance(message, StageFailure):
-            batch.failure = batch.failure or message
-            return
-        batch.shapes.boundaries[number - 1] = message.boundaries
-        if message.digest != self._digest(batch) and batch.failure is None:
-            # The tensors that follow are received all the same.
-            self._keep_failure(
-                number,
-                batch,
-                PrepareError(
-                    "this rank was given other inputs than the stage before it: all ranks of a pipeline read the same "
-                    "samples, as the loader that prepare returns gives them"
-                ),
-            )
-            for pending in self._post_receives(number, batch):
-                pending.wait()
+            self._check_specs(number, batch.shapes.boundaries[number][size].specs, tensors)
+            self.channel.send(tensors, self.ranks[number + 1])
 
     def _post_receives(self, number: int, batch: Batch) -> list[PendingReceive]:
         """Start to receive all micro-batches of a stage."""
         if number == 0:
             return []
-        sender, boundaries = self.ranks[number - 1], batch.shapes.boundaries[number - 1]
-        if sender == self.channel.rank:
-            return [
-                PendingReceive([t.detach() for t in tensors], [])
-                for tensors in batch.local.pop(number - 1)
-            ]
+        boundaries = batch.shapes.boundaries[number - 1]
         return [
-            self.channel.post_receive(boundaries[size].specs, sender) for size in batch.inputs.sizes
+            self.channel.post_receive(boundaries[size].specs, self.ranks[number - 1])
+            for size in batch.inputs.sizes
         ]
 
-    def _received(
-        self, number: int, micro: int, batch: Batch, pending: list[PendingReceive]
+    def _require_grad(
+        self, number: int, size: int, batch: Batch, received: list[torch.Tensor]
     ) -> list[torch.Tensor]:
-        tensors = pending[micro].wait()
-        specs = batch.shapes.boundaries[number - 1][batch.inputs.sizes[micro]].specs
-        for tensor, spec in zip(tensors, specs, strict=True):
-            if batch.grad:
+        """What a stage received, which requires grad where it did on the stage before."""
+        if number and batch.key.grad:
+            specs = batch.shapes.boundaries[number - 1][size].specs
+            for tensor, spec in zip(received, specs, strict=True):
                 tensor.requires_grad_(spec.requires_grad)
-        return tensors
+        return received
 
-    def _compute(
-        self, number: int, micro: int, batch: Batch, received: Sequence[torch.Tensor]
-    ) -> tuple[list[torch.Tensor], Boundary | None]:
-        """One micro-batch through one stage: its output tensors, and for a new batch their boundary."""
-        size = batch.inputs.sizes[micro]
-        if number == self.last:
-            stop = self.cut.tail
-        else:
-            stop = self.cut.bounds[number + 1]
-        segment = self.segment(number, stop, size, batch)
-        segment.leave, segment.record = True, batch.is_new
-        if segment.start == stop:
+    def stop(self, number: int) -> int:
+        """The unit at which a stage stops; the last one stops before the tail."""
+        return self.cut.tail if number == self.last else self.cut.bounds[number + 1]
+
+    def _compute_segment(
+        self,
+        number: int,
+        segment: Segment,
+        received: Sequence[torch.Tensor],
+        micro: int,
+        batch: Batch,
+    ) -> object:
+        """The output of one micro-batch's segment."""
+        if segment.start == segment.stop:
             # All units of the last stage belong to the tail.
-            output: object = fill(batch.shapes.boundaries[number - 1][size].output, received)
-        else:
-            output = self.run(number, segment, received, *batch.inputs.microbatch(micro))
-        tensors = list(trees.leaves(output))
-        if number == self.last:
-            batch.outputs.append(output)
-            if batch.shapes.tail is None:
-                batch.shapes.tail = (size, segment.unit_outputs)
-            return tensors, None
-        where = f"the output of {self.cut.units[stop - 1]}"
-        if batch.is_new:
-            return tensors, Boundary(describe(output, where), segment.unit_outputs)
-        for spec, tensor in zip(batch.shapes.boundaries[number][size].specs, tensors, strict=True):
-            if (tensor.shape, tensor.dtype, tensor.requires_grad) != (
-                spec.shape,
-                spec.dtype,
-                spec.requires_grad,
-            ):
+            return fill(segment.received, received)
+        return self.run(number, segment, received, *batch.inputs.microbatch(micro))
+
+    def _check_specs(
+        self, number: int, specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]
+    ) -> None:
+        for spec, tensor in zip(specs, tensors, strict=True):
+            now = TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+            if now != spec:
                 raise PrepareError(
-                    f"{where} was {spec} for an earlier batch of the same inputs and is {describe(tensor, '')} now: "
-                    "shapes must follow from those of the inputs, and parameters that are frozen or unfrozen during "
-                    "training need a new prepare"
+                    f"the output of {self.cut.units[self.stop(number) - 1]} was {spec} for an earlier batch of the "
+                    f"same inputs and is {now} now: shapes must follow from those of the inputs, and parameters that "
+                    "are frozen or unfrozen during training need a new prepare"
                 )
-        return tensors, None
 
     def segment(self, number: int, stop: int, size: int, batch: Batch) -> Segment:
         """The segment of a stage up to a unit, for a micro-batch of `size` samples."""
+        # In a schedule, the last stage computes what follows its units for each micro-batch.
+        leave = number != self.last or not batch.key.scheduled
+        segment = Segment(self.cut.bounds[number], stop, leave=leave, grad=batch.key.grad)
         if number:
             before = batch.shapes.boundaries[number - 1][size]
-        else:
-            before = None
-        if before is None:
-            unit_outputs = {}
-        else:
-            unit_outputs = copy.copy(before.unit_outputs)
-        segment = Segment(self.cut.bounds[number], stop, unit_outputs=unit_outputs, grad=batch.grad)
-        # What `run` fills with the received tensors.
-        segment.received = None if before is None else before.output  # type: ignore[assignment]
+            segment.unit_outputs = dict(before.unit_outputs)
+            # What `run` fills with the received tensors.
+            segment.received = before.output  # type: ignore[assignment]
         return segment
 
     def run(
@@ -287,12 +319,8 @@ class Runner:
         """The model's output on the last stage: the tail on what the last block returned for all micro-batches."""
         joined, inputs = join(batch.outputs, batch.inputs.sizes, self.channel.device)
         batch.outputs = []
-        assert batch.shapes.tail is not None
-        size, unit_outputs = batch.shapes.tail
-        unit_outputs = resize(unit_outputs, size, batch.inputs.batch_size)
-        segment = Segment(
-            self.cut.tail, len(self.cut.units), unit_outputs=unit_outputs, grad=batch.grad
-        )
+        segment = Segment(self.cut.tail, len(self.cut.units), grad=batch.key.grad)
+        segment.unit_outputs = batch.shapes.unit_outputs
         stage = self.stages[self.last]
 
         def compute(_: int, received: Sequence[torch.Tensor]) -> object:
@@ -311,24 +339,6 @@ class Runner:
     def distribute_output(self, batch: Batch, on_all_ranks: bool = True) -> object:
         """The output of the last stage, with a graph behind it, on every rank; otherwise None on the others."""
         at_source = self.channel.rank == self.source
-        if batch.is_new:
-            described: object = None
-            if at_source and batch.failure is None:
-                try:
-                    described = describe(self.returned(batch.output), "the model's output")
-                except Exception as error:
-                    self._keep_failure(self.last, batch, error)
-            message = self.channel.broadcast_object(batch.failure or described, self.source)
-            if isinstance(message, StageFailure):
-                self.channel.wait_for_sends()
-                if batch.error is not None:
-                    raise batch.error
-                raise PrepareError(
-                    f"stage {message.stage} of the pipeline could not compute: {message.text}"
-                )
-            batch.shapes.output = message
-            batch.shapes.loss_index = _loss_index(message)
-            self.shapes[batch.key] = batch.shapes
         specs = specs_in(batch.shapes.output)
         if at_source:
             tensors = [
@@ -347,7 +357,7 @@ class Runner:
         if not (on_all_ranks or at_source):
             return None
         batch.output = None
-        if batch.grad and any(spec.requires_grad for spec in specs):
+        if batch.key.grad and any(spec.requires_grad for spec in specs):
             tensors = list(_PipelineOutput.apply(self.anchor, self, batch, specs, tensors))
         return fill(batch.shapes.output, tensors)
 
@@ -377,13 +387,13 @@ class Runner:
 
     def _backward(self, batch: Batch, grads: OutputGradients) -> None:
         for number in sorted(self.stages, reverse=True):
-            arriving = (
-                self._output_backward(batch, grads)
-                if number == self.last
-                else self._post_gradients(number, batch)
-            )
-            for micro, graph in enumerate(batch.graphs[number]):
-                self._microbatch_backward(number, batch, graph, arriving[micro])
+            arriving: Sequence[Any]
+            if number == self.last:
+                arriving = self._output_backward(batch, grads)
+            else:
+                arriving = self._post_gradients(number, batch)
+            for graph, gradients in zip(batch.graphs[number], arriving, strict=True):
+                self._microbatch_backward(number, graph, gradients)
             batch.graphs[number] = []
         self.channel.wait_for_sends()
 
@@ -401,38 +411,31 @@ class Runner:
             for offset, size in zip(batch.inputs.offsets, batch.inputs.sizes, strict=True)
         ]
 
-    def _post_gradients(
-        self, number: int, batch: Batch
-    ) -> Sequence[PendingReceive | OutputGradients]:
-        sender = self.ranks[number + 1]
-        if sender == self.channel.rank:
-            return batch.local_gradients.pop(number + 1)
-        boundaries = [batch.shapes.boundaries[number][size] for size in batch.inputs.sizes]
-        return [
-            self.channel.post_receive(
-                [spec for spec in boundary.specs if spec.requires_grad], sender
-            )
-            for boundary in boundaries
-        ]
+    def _post_gradients(self, number: int, batch: Batch) -> list[PendingReceive]:
+        boundaries = batch.shapes.boundaries[number]
+        pending = []
+        for size in batch.inputs.sizes:
+            specs = [spec for spec in boundaries[size].specs if spec.requires_grad]
+            pending.append(self.channel.post_receive(specs, self.ranks[number + 1]))
+        return pending
 
-    def _microbatch_backward(
-        self, number: int, batch: Batch, graph: SavedGraph, grads: PendingReceive | OutputGradients
-    ) -> None:
+    def _microbatch_backward(self, number: int, graph: SavedGraph, grads: Any) -> None:
         outputs = graph.outputs
-        if number != self.last:
+        if isinstance(grads, PendingReceive):
             outputs = [tensor for tensor in outputs if tensor.requires_grad]
-        _backward_through(outputs, grads.wait() if isinstance(grads, PendingReceive) else grads)
+            grads = grads.wait()
+        _backward_through(outputs, grads)
         if number == 0:
             return
         inputs = [tensor for tensor in graph.inputs if tensor is not None and tensor.requires_grad]
         gradients = [
             torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in inputs
         ]
-        peer = self.ranks[number - 1]
-        if peer == self.channel.rank:
-            batch.local_gradients.setdefault(number, []).append(gradients)
-        else:
-            self.channel.send(gradients, peer)
+        self.channel.send(gradients, self.ranks[number - 1])
+
+
+def _failure(number: int, error: Exception) -> str:
+    return f"stage {number} of the pipeline could not compute: {type(error).__name__}: {error}"
 
 
 def _is_wrapped(tensor: torch.Tensor) -> bool:
@@ -442,15 +445,6 @@ def _is_wrapped(tensor: torch.Tensor) -> bool:
     except NotImplementedError:
         return tensor.layout is torch.strided
     return False
-
-
-def _loss_index(description: object) -> int | None:
-    """Which tensor of the described output is the loss."""
-    tensors = [
-        torch.empty(spec.shape, dtype=spec.dtype, device="meta") for spec in specs_in(description)
-    ]
-    loss = loss_of(fill(description, tensors))
-    return next((number for number, tensor in enumerate(tensors) if tensor is loss), None)
 
 
 def _backward_through(outputs: Sequence[torch.Tensor], grads: OutputGradients) -> None:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Schedules that interleave forward and backward (torch's classes), for a model that returns its loss.
 
-The first batch of its shapes runs in GPipe's order too, which shows what is sent between the stages. The backward runs
-inside the call of the model. Its gradients are kept separately and take their factor (accumulation, loss scale, items)
-when the loop calls backward.
+The backward runs inside the call of the model. Its gradients are kept separately and take their factor (accumulation,
+loss scale, items) when the loop calls backward.
 """
 
 from __future__ import annotations
@@ -22,7 +21,15 @@ from ...precision.base import Precision
 from ...torch_internals.pipelining import reshard_late
 from ..accumulated import AccumulatedGradients, Gradients
 from ..gradients import multiply
-from .microbatch import Batch, BatchKey, OutputGradients, loss_of
+from .microbatch import (
+    Batch,
+    BatchKey,
+    BatchShapes,
+    MicroBatches,
+    OutputGradients,
+    loss_of,
+    resize,
+)
 from .p2p import TensorSpec, fill, specs_in
 from .runner import Runner
 
@@ -87,7 +94,7 @@ class ScheduleRunner:
         """
         inputs = batch.inputs
         if self.options.schedule_row.implementation is None or not (
-            batch.grad and batch.key.training
+            batch.key.grad and batch.key.training
         ):
             return None
         count = self.runner.splitter.num_microbatches
@@ -112,7 +119,8 @@ class ScheduleRunner:
     def forward(self, batch: Batch, weights: list[float]) -> object:
         """Forward and backward of all micro-batches; the model's output, on every rank."""
         runner, index = self.runner, batch.shapes.loss_index
-        self._check_output(batch)
+        if not batch.shapes.is_complete:
+            self._complete(batch.shapes, batch.inputs)
         # In float64, so that the weight of a micro-batch is not rounded before it meets a loss in float64.
         if runner.channel.device.type == "mps":
             dtype = torch.float32
@@ -145,20 +153,23 @@ class ScheduleRunner:
         batch.backward = lambda _, grads: self._apply(running, grads)
         return runner.distribute_output(batch)
 
-    def _check_output(self, batch: Batch) -> None:
-        specs, index = specs_in(batch.shapes.output), batch.shapes.loss_index
+    def _complete(self, shapes: BatchShapes, inputs: MicroBatches) -> None:
+        """The output of the complete batch follows from that of a micro-batch."""
+        specs, index, size = specs_in(shapes.output), shapes.loss_index, inputs.sizes[0]
         if index is None or not specs[index].requires_grad:
             raise PrepareError(
                 f"schedule={self.options.schedule!r} computes the backward of each micro-batch's loss, and the model "
                 "returns no loss in training: call it with labels, prepare it with a loss_fn, or use schedule='gpipe'"
             )
         for number, spec in enumerate(specs):
-            if number != index and spec.shape[:1] != (batch.inputs.batch_size,):
+            if number != index and spec.shape[:1] != (size,):
                 raise PrepareError(
                     f"the model's output has, in addition to its loss, a tensor of shape {spec.shape} without a batch "
                     "dimension, which cannot be merged from micro-batches: use schedule='gpipe', or "
                     "gather_output=False"
                 )
+        shapes.output = resize(shapes.output, size, inputs.batch_size)
+        shapes.is_complete = True
 
     def _compute(
         self, running: ScheduledBatch, number: int, received: Sequence[torch.Tensor]
@@ -166,10 +177,8 @@ class ScheduleRunner:
         """The next micro-batch through one stage: what is sent to the next, or the weighted loss."""
         runner, batch = self.runner, running.batch
         micro = running.started[number] = running.started.get(number, -1) + 1
-        segment = runner.segment(
-            number, runner.cut.bounds[number + 1], batch.inputs.sizes[micro], batch
-        )
-        segment.leave = number != runner.last
+        stop = runner.cut.bounds[number + 1]
+        segment = runner.segment(number, stop, batch.inputs.sizes[micro], batch)
         if segment.received is not None:
             segment.received = fill(segment.received, received)
         output = runner.staged.run(segment, *batch.inputs.microbatch(micro))

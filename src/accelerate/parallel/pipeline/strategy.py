@@ -290,17 +290,15 @@ def call(piped: Stages, args: Args, kwargs: Kwargs) -> object:
     training = runner.staged.model.training
     batch = runner.new_batch(args, kwargs)
     weights = schedules.weights(batch)
+    with random.seeded():
+        runner.find_shapes(batch, scheduled=weights is not None)
     with random.seeded() if training else contextlib.nullcontext():
-        if weights is None or batch.is_new:
+        if weights is None:
             output = runner.forward(batch)
         else:
-            output = None
-    if weights is not None:
-        batch = runner.new_batch(args, kwargs) if batch.is_new else batch
-        with random.seeded():
             output = schedules.forward(batch, weights)
     if training:
         random.calls += 1
-    if not batch.grad:
+    if not batch.key.grad:
         reshard(runner.stages.values())
     return output
