@@ -16,7 +16,7 @@ from torch import nn
 from ..core import trees
 from ..core.errors import PrepareError
 from ..core.modules import class_names, replace_data, require_module
-from ..parallel.pipeline.microbatch import BatchSplitter, Stage, disable_caches
+from ..parallel.pipeline.microbatch import BatchSplitter, disable_caches
 from ..parallel.pipeline.observe import observe
 from ..parallel.pipeline.p2p import P2PChannel
 from ..parallel.pipeline.runner import Runner
@@ -30,7 +30,7 @@ from ..parallel.pipeline.split import (
     last_units,
     module_bytes,
 )
-from ..parallel.pipeline.stage import Args, Kwargs, StagedModel
+from ..parallel.pipeline.stage import Args, Kwargs, Stage, StagedModel
 from ..parallel.pipeline.stage_plan import order_conflict
 from ..state import PartialState
 
@@ -81,25 +81,14 @@ def prepare_pippy(
     unsplit = class_names(model, "no_split_module_classes", no_split_module_classes)
     points, cut, carried, reads = _cut(model, split_points, unsplit, example, state.num_processes)
     full_forward = model.forward
-    start, stop = cut.bounds[state.process_index : state.process_index + 2]
-    units = [model.get_submodule(name) for name in cut.units]
-    shared_parameters = {
-        id(parameter) for name, parameter in model.named_parameters() if name in reads
-    }
-    staged = StagedModel(
-        model,
-        cut.units,
-        range(start, stop),
-        state.device,
-        None,
-        carried,
-        cut.bounds,
-        shared_parameters,
-    )
-    staged.watch(units[start:stop])
+    rank = state.process_index
+    units = [model.get_submodule(cut.units[number]) for number in cut.units_of([rank])]
+    shared = {id(parameter) for name, parameter in model.named_parameters() if name in reads}
+    staged = StagedModel(model, cut, [rank], state.device, carried, shared)
+    stages = {rank: Stage(rank, units)}
+    staged.watch(stages.values())
     for tensor in (*model.parameters(), *model.buffers()):
         replace_data(tensor, tensor.detach().to(state.device))
-    stages = {state.process_index: Stage(state.process_index, units[start:stop])}
     group = dist.group.WORLD
     assert group is not None
     channel, splitter = P2PChannel(group, state.device), BatchSplitter(full_forward, (), chunks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch.distributed as dist
@@ -16,9 +17,9 @@ from .. import materialize
 from ..fsdp.strategy import shard_model
 from ..fsdp.units import find_modules
 from ..sharded_optimizer import ParameterPlaces
-from .microbatch import Stage
 from .model import TiedParameters
 from .p2p import P2PChannel
+from .stage import Stage
 from .stage_plan import StagePlan
 
 if TYPE_CHECKING:
@@ -33,21 +34,64 @@ class Sharing(NamedTuple):
     maybe_unused: bool
 
 
-def ranks_of_parameters(
-    model: nn.Module, plan: StagePlan, locations: Mapping[int, set[int]], ranks: Sequence[int]
-) -> dict[str, Sharing]:
-    """Plain name, of a model that is not cut yet -> who has the parameter, for those that several ranks have."""
+@dataclass
+class ModelParts:
+    """What one rank has of a model that is not cut yet. Names are plain.
+
+    Fields:
+        shapes: of the parameters of the complete model, in its order.
+        template: a module whose state has the names and shapes of the complete model's.
+        stages: the numbers of the rank's stages. foreign: the units of the others.
+        parameters: ids of the rank's parameters. names: all names of them.
+        sharing: by all names, who has the parameters that several ranks have.
+        unsharded: names of parameters that FSDP2 leaves unsharded. They are read on several stages, or tied between
+            two stages of one rank, which FSDP2 shards separately.
+    """
+
+    shapes: dict[str, list[int]]
+    template: nn.Module
+    stages: list[int]
+    foreign: list[nn.Module]
+    parameters: set[int] = field(default_factory=set)
+    names: set[str] = field(default_factory=set)
+    sharing: dict[str, Sharing] = field(default_factory=dict)
+    unsharded: set[str] = field(default_factory=set)
+
+
+def parts_of_rank(model: nn.Module, plan: StagePlan, ranks: Sequence[int], rank: int) -> ModelParts:
+    """What a rank has of a model. `ranks`: by stage, the rank that has it."""
+    cut, locations = plan.cut, plan.locations(model)
+    named = dict(materialize.named_parameters(model))
+    complete = materialize.without_storage(model.state_dict(keep_vars=True))
+    stages = [stage for stage, owner in enumerate(ranks) if owner == rank]
+    own_units = cut.units_of(stages)
+    parts = ModelParts(
+        shapes={name: list(parameter.shape) for name, parameter in named.items()},
+        template=materialize.skeleton(type(model).__name__, complete),
+        stages=stages,
+        foreign=[
+            model.get_submodule(unit)
+            for number, unit in enumerate(cut.units)
+            if number not in own_units
+        ],
+        unsharded=set(plan.reads),
+    )
     inside: set[int] = set()
-    for name in plan.cut.units:
-        inside.update(map(id, model.get_submodule(name).parameters()))
-    numbers = {id(parameter): number for number, parameter in enumerate(model.parameters())}
-    sharing: dict[str, Sharing] = {}
+    for unit in cut.units:
+        inside.update(map(id, model.get_submodule(unit).parameters()))
+    numbers = {id(parameter): number for number, parameter in enumerate(named.values())}
     for name, parameter in materialize.named_parameters(model, remove_duplicate=False):
         key = id(parameter)
-        having = tuple(sorted({ranks[stage] for stage in locations[key]}))
-        if len(having) > 1:
-            sharing[name] = Sharing(having, numbers[key], key not in inside)
-    return sharing
+        owners = [ranks[stage] for stage in sorted(locations[key])]
+        if rank in owners:
+            parts.parameters.add(key)
+            parts.names.add(name)
+        if len(set(owners)) > 1:
+            sharing = Sharing(tuple(sorted(set(owners))), numbers[key], key not in inside)
+            parts.sharing[name] = sharing
+        if len(set(owners)) < len(owners):
+            parts.unsharded.add(name)
+    return parts
 
 
 def tied_parameters(
@@ -57,28 +101,15 @@ def tied_parameters(
     places: dict[int, tuple[nn.Module, str, Sharing]] = {}
     for prefix, module in model.named_modules():
         for name, _ in module.named_parameters(recurse=False):
-            who = sharing.get(materialize.canonical_name(f"{prefix}.{name}" if prefix else name))
-            if who is not None:
-                places.setdefault(who.number, (module, name, who))
+            full_name = ".".join(filter(None, (prefix, name)))
+            shared = sharing.get(materialize.canonical_name(full_name))
+            if shared is not None:
+                places.setdefault(shared.number, (module, name, shared))
     tied = TiedParameters(channel)
-    for _, (module, name, who) in sorted(places.items(), key=lambda item: item[0]):
-        tied.add(module, name, who.ranks, who.maybe_unused)
+    for number in sorted(places):
+        module, name, shared = places[number]
+        tied.add(module, name, shared.ranks, shared.maybe_unused)
     return tied
-
-
-def shared_parameters(
-    model: nn.Module, plan: StagePlan, locations: Mapping[int, set[int]], ranks: Sequence[int]
-) -> set[str]:
-    """Plain names of parameters that FSDP2 leaves unsharded.
-
-    They are read on several stages, or tied between two stages of one rank, which FSDP2 shards separately.
-    """
-    names = set(plan.reads)
-    for name, parameter in materialize.named_parameters(model):
-        sharing = [ranks[stage] for stage in locations[id(parameter)]]
-        if len(set(sharing)) < len(sharing):
-            names.add(name)
-    return names
 
 
 def fill_or_shard(

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One call of a pipelined model: its micro-batches, what passes between stages, and the merged output."""
+"""How the inputs of a pipelined model are split into micro-batches, and outputs are merged."""
 
 from __future__ import annotations
 
 import inspect
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from ...core import trees
 from ...core.errors import PrepareError
-from .p2p import TensorSpec, is_spec, specs_in
+from .p2p import TensorSpec, is_spec
 from .remote_tensor import RemoteTensor
 from .requirements import COLLECTING
 
@@ -172,36 +172,27 @@ def join(
     no values in the result, so that its use is an error.
 
     Returns:
-        The output, and its tensors that have a batch dimension, which are detached; None for the others.
+        The output, with specs of its tensors that have a batch dimension, and these tensors, which are detached; None
+        for the others.
     """
-    columns = list(zip(*(list(trees.leaves(output)) for output in outputs), strict=True))
-    joined: list[torch.Tensor] = []
+    joined: list[object] = []
     batched: list[torch.Tensor | None] = []
-    for column in columns:
+    for column in zip(*map(trees.leaves, outputs), strict=True):
         first = column[0]
-        if all(
-            tensor.dim() and tensor.shape[0] == size
-            for tensor, size in zip(column, sizes, strict=True)
-        ):
-            tensor = torch.cat([part.detach() for part in column]).requires_grad_(
-                first.requires_grad
-            )
-            joined.append(tensor)
-            batched.append(tensor)
+        if [tuple(tensor.shape[:1]) for tensor in column] == [(size,) for size in sizes]:
+            tensor = torch.cat([part.detach() for part in column])
+            batched.append(tensor.requires_grad_(first.requires_grad))
+            joined.append(TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.requires_grad))
             continue
         batched.append(None)
         if not first.requires_grad and all(torch.equal(first, other) for other in column[1:]):
             joined.append(first)
             continue
-        joined.append(
-            RemoteTensor.of(
-                first.shape,
-                first.dtype,
-                device,
-                f"a tensor of shape {tuple(first.shape)} that a block returned for a micro-batch of {sizes[0]} "
-                "samples: what the blocks pass to the end of the model must have the batch as its first dimension",
-            )
+        origin = (
+            f"a tensor of shape {tuple(first.shape)} that a block returned for a micro-batch of {sizes[0]} samples: "
+            "what the blocks pass to the end of the model must have the batch as its first dimension"
         )
+        joined.append(RemoteTensor.of(first.shape, first.dtype, device, origin))
     return trees.replace_leaves(outputs[0], joined), batched
 
 
@@ -233,106 +224,3 @@ def loss_of(output: object) -> torch.Tensor | None:
         ),
         None,
     )
-
-
-# Of tensors; None for one that gets none.
-OutputGradients = Sequence[torch.Tensor | None]
-
-
-class Stage(nn.Module):
-    """The units of one stage as one module, which FSDP2 can shard.
-
-    Fields:
-        compute: called with the number of this stage and the received tensors.
-    """
-
-    compute: Callable[[int, Sequence[torch.Tensor]], object]
-
-    def __init__(self, number: int, units: Sequence[nn.Module]) -> None:
-        super().__init__()
-        self.number = number
-        self.units: nn.ModuleList = nn.ModuleList(units)
-
-    def forward(self, *received: torch.Tensor) -> object:
-        """Compute a micro-batch."""
-        return self.compute(self.number, received)
-
-
-@dataclass
-class Boundary:
-    """What passes from one stage to the next, for micro-batches of one size.
-
-    Fields:
-        output: the described output. unit_outputs: those of all units before, by unit, call by call.
-    """
-
-    output: object
-    unit_outputs: dict[int, list[object]]
-
-    def __post_init__(self) -> None:
-        self.specs: list[TensorSpec] = specs_in(self.output)
-
-
-class BatchKey(NamedTuple):
-    """Equal for batches that are computed in the same way: the structure of the inputs, and the modes."""
-
-    structure: Hashable
-    training: bool
-    grad: bool
-    scheduled: bool = False
-
-
-@dataclass
-class BatchShapes:
-    """Shapes of a kind of batches.
-
-    Fields:
-        boundaries: stage -> samples of a micro-batch -> what it sends to the next stage.
-        unit_outputs: the described outputs of all units before the tail, for the complete batch.
-        output: the described output of the model. loss_index: which of its tensors is the loss.
-        is_complete: whether all ranks know the output.
-    """
-
-    boundaries: dict[int, dict[int, Boundary]] = field(default_factory=dict)
-    unit_outputs: dict[int, list[object]] = field(default_factory=dict)
-    output: object = None
-    loss_index: int | None = None
-    is_complete: bool = False
-
-
-@dataclass
-class ShapeMessage:
-    """What a stage sends to the next for a new kind of batch: shapes, a digest of the inputs, why a stage failed."""
-
-    shapes: BatchShapes
-    digest: str
-    failure: str = ""
-
-
-@dataclass
-class SavedGraph:
-    """The autograd graph of one micro-batch in one stage: its inputs and outputs."""
-
-    inputs: Sequence[torch.Tensor | None]
-    outputs: list[torch.Tensor]
-
-
-@dataclass
-class Batch:
-    """One call of the model.
-
-    Fields:
-        key: equal for batches of equal shapes.
-        graphs: by stage, one for each micro-batch. tail: that of the tail over the complete batch.
-        outputs: of the last stage, one for each micro-batch. output: of the model, on the last stage.
-        backward: what the loop's backward runs.
-    """
-
-    inputs: MicroBatches
-    shapes: BatchShapes
-    key: BatchKey
-    graphs: dict[int, list[SavedGraph]] = field(default_factory=dict)
-    tail: SavedGraph | None = None
-    outputs: list[object] = field(default_factory=list)
-    output: object = None
-    backward: Callable[[Batch, OutputGradients], None] | None = None

@@ -23,9 +23,9 @@ from ..gradients import GradientReducer, all_reduce, deferred, gradients_of, loc
 from ..prepared import GroupShapes
 from ..sharded import ShardedModel
 from . import state
-from .microbatch import Stage
 from .p2p import P2PChannel
 from .schedules import ScheduleRunner
+from .stage import Stage
 
 
 @dataclass

@@ -7,13 +7,16 @@ the output; its backward sends each micro-batch's gradient from the last stage t
 
 The tail is what follows the last block (final norm, head, the model's own loss). It runs once on the complete batch:
 the output is the plain model's, whatever mean its loss takes.
+
+torch's schedules compute forward and backward in one call and a loss for each micro-batch. A loop that computes its
+loss itself, between the two, needs this order of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import FunctionCtx
@@ -21,24 +24,93 @@ from torch.autograd.function import FunctionCtx
 from ...core import trees
 from ...core.errors import AccelerateError, PrepareError
 from ...gradient_state import GradientState
-from .microbatch import (
-    Batch,
-    BatchKey,
-    BatchShapes,
-    BatchSplitter,
-    Boundary,
-    OutputGradients,
-    SavedGraph,
-    ShapeMessage,
-    Stage,
-    join,
-    loss_of,
-    resize,
-    structure_key,
-)
+from .microbatch import BatchSplitter, MicroBatches, join, loss_of, resize, structure_key
 from .p2p import P2PChannel, PendingReceive, TensorSpec, describe, fill, specs_in
 from .split import StageSplit
-from .stage import Args, Kwargs, Segment, StagedModel
+from .stage import Args, Kwargs, Segment, Stage, StagedModel
+
+# Of tensors; None for one that gets none.
+OutputGradients = Sequence[torch.Tensor | None]
+
+
+@dataclass
+class Boundary:
+    """What passes from one stage to the next, for micro-batches of one size.
+
+    Fields:
+        output: the described output. unit_outputs: those of all units before, by unit, call by call.
+    """
+
+    output: object
+    unit_outputs: dict[int, list[object]]
+
+    def __post_init__(self) -> None:
+        self.specs: list[TensorSpec] = specs_in(self.output)
+
+
+class BatchKey(NamedTuple):
+    """Equal for batches that are computed in the same way: the structure of the inputs, and the modes."""
+
+    structure: Hashable
+    training: bool
+    grad: bool
+    scheduled: bool = False
+
+
+@dataclass
+class BatchShapes:
+    """Shapes of a kind of batches.
+
+    Fields:
+        boundaries: stage -> samples of a micro-batch -> what it sends to the next stage.
+        unit_outputs: the described outputs of all units before the tail, for the complete batch.
+        output: the described output of the model. loss_index: which of its tensors is the loss.
+        is_complete: whether all ranks know the output.
+    """
+
+    boundaries: dict[int, dict[int, Boundary]] = field(default_factory=dict)
+    unit_outputs: dict[int, list[object]] = field(default_factory=dict)
+    output: object = None
+    loss_index: int | None = None
+    is_complete: bool = False
+
+
+@dataclass
+class ShapeMessage:
+    """What a stage sends to the next for a new kind of batch: shapes, a digest of the inputs, why a stage failed."""
+
+    shapes: BatchShapes
+    digest: str
+    failure: str = ""
+
+
+@dataclass
+class SavedGraph:
+    """The autograd graph of one micro-batch in one stage: its inputs and outputs."""
+
+    inputs: Sequence[torch.Tensor | None]
+    outputs: list[torch.Tensor]
+
+
+@dataclass
+class Batch:
+    """One call of the model.
+
+    Fields:
+        key: equal for batches of equal shapes.
+        graphs: by stage, one for each micro-batch. tail: that of the tail over the complete batch.
+        outputs: of the last stage, one for each micro-batch. output: of the model, on the last stage.
+        backward: what the loop's backward runs.
+    """
+
+    inputs: MicroBatches
+    shapes: BatchShapes
+    key: BatchKey
+    graphs: dict[int, list[SavedGraph]] = field(default_factory=dict)
+    tail: SavedGraph | None = None
+    outputs: list[object] = field(default_factory=list)
+    output: object = None
+    backward: Callable[[Batch, OutputGradients], None] | None = None
 
 
 @dataclass(eq=False)
@@ -76,21 +148,23 @@ class Runner:
         Raises:
             PrepareError: the call is one of torch.func, or its inputs cannot be split.
         """
+        tensors = list(trees.leaves((args, kwargs)))
         parameters: list[torch.Tensor] = []
         for stage in self.stages.values():
             parameters += stage.parameters()
         are_leaves = all(parameter.is_leaf for parameter in parameters)
-        if not are_leaves or any(map(_is_wrapped, trees.leaves((args, kwargs)))):
+        if not are_leaves or any(map(_is_wrapped, tensors)):
             raise PrepareError(
                 "the pipelined model was called inside of torch.func (functional_call, vmap, ...), whose tensors and "
                 "parameters do not reach the stages of other ranks. Use DDP for such a model"
             )
-        training, grad = self.staged.model.training, torch.is_grad_enabled()
+        training = self.staged.model.training
         # The last batch of an epoch may have few samples, also where a resumed run begins with it.
         first = training and not self.trained and not GradientState().end_of_dataloader
         inputs = self.splitter.split(args, kwargs, first)
         self.trained = self.trained or training
-        key = BatchKey(structure_key((inputs.args, inputs.kwargs)), training, grad)
+        structure = structure_key((inputs.args, inputs.kwargs))
+        key = BatchKey(structure, training, torch.is_grad_enabled())
         return Batch(inputs, BatchShapes(), key)
 
     def find_shapes(self, batch: Batch, scheduled: bool = False) -> None:
@@ -107,30 +181,29 @@ class Runner:
         """
         batch.key = batch.key._replace(scheduled=scheduled)
         if batch.key not in self.shapes:
-            buffers = list(self.staged.model.buffers())
-            values = [buffer.clone() for buffer in buffers]
             try:
                 self.shapes[batch.key] = self._pass_shapes(batch)
             finally:
                 self.staged.show(None)
-                for buffer, value in zip(buffers, values, strict=True):
-                    # A graph may have saved the buffer: its version stays.
-                    buffer.data.copy_(value)
         batch.shapes = self.shapes[batch.key]
 
     def _pass_shapes(self, batch: Batch) -> BatchShapes:
         """Send the shapes from stage to stage, each of which adds its own."""
-        digest = batch.inputs.digest() if self.channel.has_values else ""
+        digest = ""
+        if self.channel.has_values:
+            digest = batch.inputs.digest()
         message, error = ShapeMessage(batch.shapes, digest), None
-        examples: dict[int, list[torch.Tensor]] = {}
+        micros = self._examples(batch)
         for number in sorted(self.stages):
+            received: list[list[torch.Tensor]] = [[] for _ in micros]
             if number:
-                message = self.channel.receive_object(self.ranks[number - 1])
+                sender = self.ranks[number - 1]
+                message = self.channel.receive_object(sender)
                 batch.shapes = message.shapes
             if number and not message.failure:
-                for size, boundary in batch.shapes.boundaries[number - 1].items():
-                    pending = self.channel.post_receive(boundary.specs, self.ranks[number - 1])
-                    examples[size] = pending.wait()
+                pending = self._post_receives(number, batch, micros)
+                received = [tensors.wait() for tensors in pending]
+            outputs: list[list[torch.Tensor]] = []
             if not message.failure:
                 try:
                     if message.digest != digest:
@@ -138,44 +211,49 @@ class Runner:
                             "this rank was given other inputs than the stage before it: all ranks of a pipeline read "
                             "the same samples, as the loader that prepare returns gives them"
                         )
-                    examples = self._add_shapes(number, batch, examples)
+                    outputs = self._add_shapes(number, batch, micros, received)
                 except Exception as raised:
                     error, message.failure = raised, _failure(number, raised)
             if number != self.last:
-                self.channel.send_object(message, self.ranks[number + 1])
-            if number != self.last and not message.failure:
-                for tensors in examples.values():
-                    self.channel.send(tensors, self.ranks[number + 1])
+                receiver = self.ranks[number + 1]
+                self.channel.send_object(message, receiver)
+                for tensors in outputs:
+                    self.channel.send(tensors, receiver)
         shapes: BatchShapes = self._from_source(message.shapes, message.failure, error)
         return shapes
 
+    def _examples(self, batch: Batch) -> list[int]:
+        """Micro-batches that show the shapes: one of each size."""
+        sizes = batch.inputs.sizes
+        return [sizes.index(size) for size in dict.fromkeys(sizes)]
+
     def _add_shapes(
-        self, number: int, batch: Batch, examples: Mapping[int, list[torch.Tensor]]
-    ) -> dict[int, list[torch.Tensor]]:
-        """Add the shapes of a stage. Returns its output for a micro-batch of each size."""
-        shapes, inputs, outputs = batch.shapes, batch.inputs, {}
-        stop = self.stop(number)
-        if batch.key.scheduled:
-            stop = self.cut.bounds[number + 1]
-        for size in dict.fromkeys(inputs.sizes):
-            segment = self.segment(number, stop, size, batch)
+        self, number: int, batch: Batch, micros: Sequence[int], received: list[list[torch.Tensor]]
+    ) -> list[list[torch.Tensor]]:
+        """Add the shapes of a stage. Returns its output tensors for each of these micro-batches."""
+        shapes = batch.shapes
+        outputs = []
+        for micro, tensors in zip(micros, received, strict=True):
+            size = batch.inputs.sizes[micro]
+            self._require_grad(number, micro, batch, tensors)
+            segment = self.segment(number, micro, batch)
             segment.record = True
-            received = self._require_grad(number, size, batch, examples.get(size, []))
-            micro = inputs.sizes.index(size)
-            output = self._compute_segment(number, segment, received, micro, batch)
-            outputs[size] = list(trees.leaves(output))
+            output = self._compute(number, segment, tensors, micro, batch)
+            outputs.append(list(trees.leaves(output)))
             if number != self.last:
-                described = describe(output, f"the output of {self.cut.units[stop - 1]}")
+                described = describe(output, f"the output of {self.cut.units[segment.stop - 1]}")
                 boundaries = shapes.boundaries.setdefault(number, {})
                 boundaries[size] = Boundary(described, segment.unit_outputs)
             elif batch.key.scheduled:
                 returned = self.returned(output)
                 shapes.output = describe(returned, "the model's output")
                 loss = loss_of(returned)
-                numbered = enumerate(trees.leaves(returned))
-                shapes.loss_index = next((n for n, tensor in numbered if tensor is loss), None)
+                are_loss = [tensor is loss for tensor in trees.leaves(returned)]
+                if True in are_loss:
+                    shapes.loss_index = are_loss.index(True)
             elif not shapes.unit_outputs:
-                shapes.unit_outputs = resize(segment.unit_outputs, size, inputs.batch_size)
+                batch_size = batch.inputs.batch_size
+                shapes.unit_outputs = resize(segment.unit_outputs, size, batch_size)
         return outputs
 
     def _from_source(self, value: object, failure: str, error: Exception | None) -> Any:
@@ -218,46 +296,49 @@ class Runner:
 
     def _stage_forward(self, number: int, batch: Batch) -> None:
         """All micro-batches through one stage."""
-        pending = self._post_receives(number, batch)
+        micros = range(len(batch.inputs.sizes))
+        pending = self._post_receives(number, batch, micros)
         graphs = batch.graphs[number] = []
-        for micro, size in enumerate(batch.inputs.sizes):
-            received = pending[micro].wait() if number else []
-            received = self._require_grad(number, size, batch, received)
-            segment = self.segment(number, self.stop(number), size, batch)
-            output = self._compute_segment(number, segment, received, micro, batch)
+        for micro in micros:
+            received: list[torch.Tensor] = []
+            if number:
+                received = pending[micro].wait()
+                self._require_grad(number, micro, batch, received)
+            segment = self.segment(number, micro, batch)
+            output = self._compute(number, segment, received, micro, batch)
             tensors = list(trees.leaves(output))
             graphs.append(SavedGraph(received, tensors))
             if number == self.last:
                 batch.outputs.append(output)
-                continue
-            self._check_specs(number, batch.shapes.boundaries[number][size].specs, tensors)
-            self.channel.send(tensors, self.ranks[number + 1])
+            else:
+                self._check_specs(self._boundary(number, micro, batch).specs, tensors, segment)
+                self.channel.send(tensors, self.ranks[number + 1])
 
-    def _post_receives(self, number: int, batch: Batch) -> list[PendingReceive]:
-        """Start to receive all micro-batches of a stage."""
+    def _boundary(self, number: int, micro: int, batch: Batch) -> Boundary:
+        """What a stage sends of a micro-batch."""
+        size = batch.inputs.sizes[micro]
+        return batch.shapes.boundaries[number][size]
+
+    def _post_receives(
+        self, number: int, batch: Batch, micros: Sequence[int]
+    ) -> list[PendingReceive]:
+        """Start to receive micro-batches of a stage."""
         if number == 0:
             return []
-        boundaries = batch.shapes.boundaries[number - 1]
-        return [
-            self.channel.post_receive(boundaries[size].specs, self.ranks[number - 1])
-            for size in batch.inputs.sizes
-        ]
+        sender = self.ranks[number - 1]
+        boundaries = [self._boundary(number - 1, micro, batch) for micro in micros]
+        return [self.channel.post_receive(boundary.specs, sender) for boundary in boundaries]
 
     def _require_grad(
-        self, number: int, size: int, batch: Batch, received: list[torch.Tensor]
-    ) -> list[torch.Tensor]:
-        """What a stage received, which requires grad where it did on the stage before."""
+        self, number: int, micro: int, batch: Batch, received: Sequence[torch.Tensor]
+    ) -> None:
+        """What a stage received requires grad where it did on the stage before."""
         if number and batch.key.grad:
-            specs = batch.shapes.boundaries[number - 1][size].specs
+            specs = self._boundary(number - 1, micro, batch).specs
             for tensor, spec in zip(received, specs, strict=True):
                 tensor.requires_grad_(spec.requires_grad)
-        return received
 
-    def stop(self, number: int) -> int:
-        """The unit at which a stage stops; the last one stops before the tail."""
-        return self.cut.tail if number == self.last else self.cut.bounds[number + 1]
-
-    def _compute_segment(
+    def _compute(
         self,
         number: int,
         segment: Segment,
@@ -265,53 +346,43 @@ class Runner:
         micro: int,
         batch: Batch,
     ) -> object:
-        """The output of one micro-batch's segment."""
+        """The output of one micro-batch's segment, inside of its stage's module, which FSDP2 may shard."""
         if segment.start == segment.stop:
             # All units of the last stage belong to the tail.
             return fill(segment.received, received)
-        return self.run(number, segment, received, *batch.inputs.microbatch(micro))
+        args, kwargs = batch.inputs.microbatch(micro)
+
+        def compute(_: int, received: Sequence[torch.Tensor]) -> object:
+            return self.staged.run(segment, args, kwargs, received)
+
+        stage = self.stages[number]
+        stage.compute = compute
+        return stage(*received)
 
     def _check_specs(
-        self, number: int, specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]
+        self, specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor], segment: Segment
     ) -> None:
         for spec, tensor in zip(specs, tensors, strict=True):
             now = TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
             if now != spec:
                 raise PrepareError(
-                    f"the output of {self.cut.units[self.stop(number) - 1]} was {spec} for an earlier batch of the "
-                    f"same inputs and is {now} now: shapes must follow from those of the inputs, and parameters that "
-                    "are frozen or unfrozen during training need a new prepare"
+                    f"the output of {self.cut.units[segment.stop - 1]} was {spec} for an earlier batch of the same "
+                    f"inputs and is {now} now: shapes must follow from those of the inputs, and parameters that are "
+                    "frozen or unfrozen during training need a new prepare"
                 )
 
-    def segment(self, number: int, stop: int, size: int, batch: Batch) -> Segment:
-        """The segment of a stage up to a unit, for a micro-batch of `size` samples."""
-        # In a schedule, the last stage computes what follows its units for each micro-batch.
-        leave = number != self.last or not batch.key.scheduled
-        segment = Segment(self.cut.bounds[number], stop, leave=leave, grad=batch.key.grad)
+    def segment(self, number: int, micro: int, batch: Batch) -> Segment:
+        """The segment of a stage for a micro-batch: up to the next stage, up to the tail, or to the forward's end."""
+        stop = self.cut.bounds[number + 1]
+        runs_tail = number == self.last and batch.key.scheduled
+        if number == self.last and not runs_tail:
+            stop = self.cut.tail
+        segment = Segment(self.cut.bounds[number], stop, leave=not runs_tail, grad=batch.key.grad)
         if number:
-            before = batch.shapes.boundaries[number - 1][size]
+            before = self._boundary(number - 1, micro, batch)
             segment.unit_outputs = dict(before.unit_outputs)
-            # What `run` fills with the received tensors.
-            segment.received = before.output  # type: ignore[assignment]
+            segment.received = before.output
         return segment
-
-    def run(
-        self,
-        number: int,
-        segment: Segment,
-        received: Sequence[torch.Tensor],
-        args: Args,
-        kwargs: Kwargs,
-    ) -> object:
-        """Run a segment inside of its stage's module, which FSDP2 may shard."""
-
-        def compute(_: int, received: Sequence[torch.Tensor]) -> object:
-            if segment.received is not None:
-                segment.received = fill(segment.received, received)
-            return self.staged.run(segment, args, kwargs)
-
-        self.stages[number].compute = compute
-        return self.stages[number](*received)
 
     # -- the output
 
@@ -321,17 +392,13 @@ class Runner:
         batch.outputs = []
         segment = Segment(self.cut.tail, len(self.cut.units), grad=batch.key.grad)
         segment.unit_outputs = batch.shapes.unit_outputs
-        stage = self.stages[self.last]
+        segment.received = joined
+        args, kwargs = batch.inputs.args, batch.inputs.kwargs
 
         def compute(_: int, received: Sequence[torch.Tensor]) -> object:
-            # FSDP2 may have replaced what requires grad, to see its backward.
-            batched = iter(received)
-            pairs = zip(trees.leaves(joined), inputs, strict=True)
-            segment.received = trees.replace_leaves(
-                joined, [x if y is None else next(batched) for x, y in pairs]
-            )
-            return self.staged.run(segment, batch.inputs.args, batch.inputs.kwargs)
+            return self.staged.run(segment, args, kwargs, received)
 
+        stage = self.stages[self.last]
         stage.compute = compute
         batch.output = stage(*(tensor for tensor in inputs if tensor is not None))
         batch.tail = SavedGraph(inputs, list(trees.leaves(self.returned(batch.output))))
@@ -341,9 +408,8 @@ class Runner:
         at_source = self.channel.rank == self.source
         specs = specs_in(batch.shapes.output)
         if at_source:
-            tensors = [
-                tensor.detach().contiguous() for tensor in trees.leaves(self.returned(batch.output))
-            ]
+            outputs = trees.leaves(self.returned(batch.output))
+            tensors = [tensor.detach().contiguous() for tensor in outputs]
             if [tuple(tensor.shape) for tensor in tensors] != [spec.shape for spec in specs]:
                 raise PrepareError(
                     "the model's output has other shapes than for an earlier batch of the same inputs: a pipeline "
@@ -397,26 +463,27 @@ class Runner:
             batch.graphs[number] = []
         self.channel.wait_for_sends()
 
-    def _output_backward(self, batch: Batch, grads: OutputGradients) -> Sequence[OutputGradients]:
+    def _output_backward(self, batch: Batch, grads: OutputGradients) -> list[OutputGradients]:
         """The gradients of what the last block returned for each micro-batch."""
         assert batch.tail is not None
         _backward_through(batch.tail.outputs, grads)
-        gradients = [None if tensor is None else tensor.grad for tensor in batch.tail.inputs]
+        parts: list[list[torch.Tensor | None]] = [[] for _ in batch.inputs.sizes]
+        for tensor in batch.tail.inputs:
+            gradients: Sequence[torch.Tensor | None] = [None] * len(parts)
+            if tensor is not None and tensor.grad is not None:
+                gradients = tensor.grad.split(batch.inputs.sizes)
+            for part, gradient in zip(parts, gradients, strict=True):
+                part.append(gradient)
         batch.tail = None
-        return [
-            [
-                None if gradient is None else gradient.narrow(0, offset, size)
-                for gradient in gradients
-            ]
-            for offset, size in zip(batch.inputs.offsets, batch.inputs.sizes, strict=True)
-        ]
+        return list(parts)
 
     def _post_gradients(self, number: int, batch: Batch) -> list[PendingReceive]:
-        boundaries = batch.shapes.boundaries[number]
+        """Start to receive the gradients of what a stage sent."""
         pending = []
-        for size in batch.inputs.sizes:
-            specs = [spec for spec in boundaries[size].specs if spec.requires_grad]
-            pending.append(self.channel.post_receive(specs, self.ranks[number + 1]))
+        for micro in range(len(batch.inputs.sizes)):
+            specs = self._boundary(number, micro, batch).specs
+            trained = [spec for spec in specs if spec.requires_grad]
+            pending.append(self.channel.post_receive(trained, self.ranks[number + 1]))
         return pending
 
     def _microbatch_backward(self, number: int, graph: SavedGraph, grads: Any) -> None:
@@ -427,10 +494,14 @@ class Runner:
         _backward_through(outputs, grads)
         if number == 0:
             return
-        inputs = [tensor for tensor in graph.inputs if tensor is not None and tensor.requires_grad]
-        gradients = [
-            torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in inputs
-        ]
+        gradients = []
+        for tensor in graph.inputs:
+            if tensor is None or not tensor.requires_grad:
+                continue
+            gradient = tensor.grad
+            if gradient is None:
+                gradient = torch.zeros_like(tensor)
+            gradients.append(gradient)
         self.channel.send(gradients, self.ranks[number - 1])
 
 
@@ -449,13 +520,13 @@ def _is_wrapped(tensor: torch.Tensor) -> bool:
 
 def _backward_through(outputs: Sequence[torch.Tensor], grads: OutputGradients) -> None:
     """Backward from those outputs that have a gradient."""
-    pairs = [
-        (tensor, grad)
-        for tensor, grad in zip(outputs, grads, strict=True)
-        if grad is not None and tensor.requires_grad
-    ]
-    if pairs:
-        torch.autograd.backward([tensor for tensor, _ in pairs], [grad for _, grad in pairs])
+    tensors, gradients = [], []
+    for tensor, gradient in zip(outputs, grads, strict=True):
+        if gradient is not None and tensor.requires_grad:
+            tensors.append(tensor)
+            gradients.append(gradient)
+    if tensors:
+        torch.autograd.backward(tensors, gradients)
 
 
 class _OfBatch(FunctionCtx):

@@ -21,17 +21,9 @@ from ...precision.base import Precision
 from ...torch_internals.pipelining import reshard_late
 from ..accumulated import AccumulatedGradients, Gradients
 from ..gradients import multiply
-from .microbatch import (
-    Batch,
-    BatchKey,
-    BatchShapes,
-    MicroBatches,
-    OutputGradients,
-    loss_of,
-    resize,
-)
+from .microbatch import MicroBatches, loss_of, resize
 from .p2p import TensorSpec, fill, specs_in
-from .runner import Runner
+from .runner import Batch, BatchKey, BatchShapes, OutputGradients, Runner
 
 _CACHED_SCHEDULES = 4
 # torch keeps so many stages of a rank gathered at a time (2.13, `_add_unshard_reshard`). With no more stages than
@@ -143,12 +135,13 @@ class ScheduleRunner:
             running.gradients = self.accumulated.take()
             self.accumulated.add(former)
         if runner.channel.rank == runner.source:
-            tensors = [
-                torch.stack([w * loss for w, loss in zip(weights, column, strict=True)]).sum(0)
-                if number == index
-                else torch.cat(column)
-                for number, column in enumerate(zip(*running.outputs, strict=True))
-            ]
+            tensors = []
+            for number, column in enumerate(zip(*running.outputs, strict=True)):
+                if number == index:
+                    weighted = [weight * loss for weight, loss in zip(weights, column, strict=True)]
+                    tensors.append(torch.stack(weighted).sum(0))
+                else:
+                    tensors.append(torch.cat(column))
             batch.output = fill(batch.shapes.output, tensors)
         batch.backward = lambda _, grads: self._apply(running, grads)
         return runner.distribute_output(batch)
@@ -176,20 +169,17 @@ class ScheduleRunner:
     ) -> object:
         """The next micro-batch through one stage: what is sent to the next, or the weighted loss."""
         runner, batch = self.runner, running.batch
-        micro = running.started[number] = running.started.get(number, -1) + 1
-        stop = runner.cut.bounds[number + 1]
-        segment = runner.segment(number, stop, batch.inputs.sizes[micro], batch)
-        if segment.received is not None:
-            segment.received = fill(segment.received, received)
-        output = runner.staged.run(segment, *batch.inputs.microbatch(micro))
+        micro = running.started.get(number, 0)
+        running.started[number] = micro + 1
+        args, kwargs = batch.inputs.microbatch(micro)
+        output = runner.staged.run(runner.segment(number, micro, batch), args, kwargs, received)
         if number != runner.last:
             # torch's stages send tensors as they are.
             return tuple(tensor.contiguous() for tensor in trees.leaves(output))
         loss = loss_of(output)
         assert loss is not None
-        running.outputs.append(
-            [tensor.detach() for tensor in trees.leaves(runner.returned(output))]
-        )
+        returned = trees.leaves(runner.returned(output))
+        running.outputs.append([tensor.detach() for tensor in returned])
         return loss * (running.seed * running.weights[micro]).to(loss.dtype)
 
     def _apply(self, running: ScheduledBatch, grads: OutputGradients) -> None:
@@ -200,7 +190,8 @@ class ScheduleRunner:
                 f"schedule={self.options.schedule!r} computes the gradient of the loss that the model returns, and "
                 "the loss of this loop uses other tensors of its output: use schedule='gpipe'"
             )
-        gradient = None if index is None else grads[index]
+        assert index is not None
+        gradient = grads[index]
         if gradient is None:
             return
         if self.runner.channel.has_values:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,6 +43,13 @@ class StageSplit:
     def stage_of(self, unit: int) -> int:
         """Return the stage of a unit."""
         return next(stage for stage in range(self.stages) if unit < self.bounds[stage + 1])
+
+    def units_of(self, stages: Iterable[int]) -> list[int]:
+        """Return the numbers of the units of some stages."""
+        units: list[int] = []
+        for stage in sorted(stages):
+            units += range(self.bounds[stage], self.bounds[stage + 1])
+        return units
 
 
 def find_units(model: nn.Module, no_split: Sequence[str] = (), nested: bool = False) -> list[Unit]:

@@ -21,11 +21,31 @@ from torch import nn
 from ...core import trees
 from ...core.errors import PrepareError
 from ...core.modules import class_name
-from .p2p import describe, is_spec
+from .p2p import describe, fill, is_spec
 from .remote_tensor import RemoteTensor, first_remote
+from .split import StageSplit
 
 Args = tuple[object, ...]
 Kwargs = dict[str, object]
+
+
+class Stage(nn.Module):
+    """The units of one stage as one module, which FSDP2 can shard.
+
+    Fields:
+        compute: called with the number of this stage and the received tensors.
+    """
+
+    compute: Callable[[int, Sequence[torch.Tensor]], object]
+
+    def __init__(self, number: int, units: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.number = number
+        self.units: nn.ModuleList = nn.ModuleList(units)
+
+    def forward(self, *received: torch.Tensor) -> object:
+        """Compute a micro-batch."""
+        return self.compute(self.number, received)
 
 
 class SegmentEnd(BaseException):
@@ -40,7 +60,7 @@ class Segment:
     """Units [start, stop) of a forward, and what they need from the others.
 
     Fields:
-        received: the output of unit start - 1, and those of the carried modules before it.
+        received: the described output of unit start - 1, and those of the carried modules before it.
         unit_outputs: the described outputs of the units before, by unit, call by call. With `record`, those of the
             segment's own units are added.
         leave: whether unit stop - 1 ends the forward, whatever follows.
@@ -51,7 +71,7 @@ class Segment:
 
     start: int
     stop: int
-    received: tuple[object, dict[str, list[object]]] | None = None
+    received: Any = None
     unit_outputs: dict[int, list[object]] = field(default_factory=dict)
     record: bool = False
     leave: bool = False
@@ -100,39 +120,37 @@ class StagedModel:
     """A model whose forward can run segment by segment.
 
     Args:
-        model: in which stand-ins replace all units but those in `own`.
-        units: names, in the order in which they compute.
-        own: numbers of the units that this rank has.
+        model: in which stand-ins replace all units but those of this rank's stages.
+        cut: the stages.
+        stages: this rank's stages.
         device: of remote tensors.
-        loss_fn: computes the loss where the model is called with `labels`.
         carried: name of a unit, or of a module with several -> the number of its last unit.
-        bounds: stage s has units[bounds[s]:bounds[s + 1]].
-        kept: ids of parameters of other units that this rank has, too.
+        shared: ids of parameters of other units that this rank has, too.
+        loss_fn: computes the loss where the model is called with `labels`.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        units: Sequence[str],
-        own: Collection[int],
+        cut: StageSplit,
+        stages: Iterable[int],
         device: torch.device,
+        carried: Mapping[str, int],
+        shared: Collection[int],
         loss_fn: Callable[[object, object], torch.Tensor] | None = None,
-        carried: Mapping[str, int] | None = None,
-        bounds: Sequence[int] = (),
-        kept: Collection[int] = (),
     ) -> None:
         self.model = model
-        self.units: tuple[str, ...] = tuple(units)
-        self.own: list[int] = sorted(own)
+        self.cut = cut
+        self.units: tuple[str, ...] = cut.units
+        self.own: list[int] = cut.units_of(stages)
         self.device = device
-        self.bounds: Sequence[int] = bounds or (0, len(units))
         self.segment: Segment | None = None
-        self.carried: Mapping[str, int] = carried or {}
+        self.carried = carried
         self.forward: Callable[..., object] = model.forward
         if loss_fn is not None:
             self.forward = functools.partial(_call_with_loss, model.forward, loss_fn)
         originals = {number: model.get_submodule(name) for number, name in enumerate(self.units)}
-        self._drop_tensors(originals, kept)
+        self._drop_tensors(originals, shared)
         self.stand_ins: dict[int, StandIn] = {
             number: StandIn(self, number, original) for number, original in originals.items()
         }
@@ -146,35 +164,28 @@ class StagedModel:
         self._own_units = {number: originals[number] for number in self.own}
         self.show(None)
 
-    def _drop_tensors(self, units: Mapping[int, nn.Module], kept: Collection[int]) -> None:
+    def _drop_tensors(self, units: Mapping[int, nn.Module], shared: Collection[int]) -> None:
         """Replace the tensors of other stages by remote ones."""
-        own = [
-            tensor
-            for number in self.own
-            for tensor in (*units[number].parameters(), *units[number].buffers())
-        ]
-        kept_ids = {*kept, *map(id, own)}
-        for number, unit in units.items():
-            for prefix, module in unit.named_modules() if number not in self.own else ():
-                tensors = [
-                    *module.named_parameters(recurse=False),
-                    *module.named_buffers(recurse=False),
-                ]
-                for name, tensor in tensors:
-                    if id(tensor) in kept_ids:
+        present = set(shared)
+        for number in self.own:
+            present.update(map(id, units[number].parameters()))
+            present.update(map(id, units[number].buffers()))
+        for number in sorted(units.keys() - set(self.own)):
+            for prefix, module in units[number].named_modules():
+                tensors = dict(module.named_parameters(recurse=False))
+                tensors.update(module.named_buffers(recurse=False))
+                for name, tensor in tensors.items():
+                    if id(tensor) in present:
                         continue
                     full_name = ".".join(filter(None, (self.units[number], prefix, name)))
                     origin = (
-                        f"{full_name}, which only stage {self.stage_of(number)} has. Give `example_inputs` "
+                        f"{full_name}, which only stage {self.cut.stage_of(number)} has. Give `example_inputs` "
                         "(PipelineParallelConfig): prepare then finds parameters that are used outside of their "
                         "module; or name `split_points` that do not separate them"
                     )
+                    remote = RemoteTensor.of(tensor.shape, tensor.dtype, self.device, origin)
                     delattr(module, name)
-                    setattr(
-                        module,
-                        name,
-                        RemoteTensor.of(tensor.shape, tensor.dtype, self.device, origin),
-                    )
+                    setattr(module, name, remote)
 
     def __deepcopy__(self, memo: object) -> StagedModel:
         """Refuse: the forward of the copy would run the stages of the original."""
@@ -184,18 +195,20 @@ class StagedModel:
             "({name: parameter.clone()}), or use FSDP2 or DDP, whose models can be copied"
         )
 
-    def watch(self, units: Iterable[nn.Module]) -> None:
+    def watch(self, stages: Iterable[Stage]) -> None:
         """Put this rank's units, as they are laid out, into the model, and hooks on them, behind those of FSDP2."""
+        units: list[nn.Module] = []
+        for stage in stages:
+            units += stage.units
         self._own_units = dict(zip(self.own, units, strict=True))
         self.show(None)
         for name, last in self.carried.items():
             hooked = [self.model.get_submodule(name)]
             if name in self.units:
                 number = self.units.index(name)
-                hooked = [
-                    self.stand_ins[number],
-                    *([self._own_units[number]] if number in self._own_units else []),
-                ]
+                hooked = [self.stand_ins[number]]
+                if number in self._own_units:
+                    hooked.append(self._own_units[number])
             for module in hooked:
                 module.register_forward_hook(functools.partial(self._after_carried, name, last))
         for number, unit in self._own_units.items():
@@ -228,8 +241,16 @@ class StagedModel:
                 for parent, name in places:
                     setattr(parent, name, module)
 
-    def run(self, segment: Segment, args: Args, kwargs: Kwargs) -> object:
+    def run(
+        self, segment: Segment, args: Args, kwargs: Kwargs, received: Sequence[torch.Tensor] = ()
+    ) -> object:
         """Run a segment.
+
+        Args:
+            segment: what is computed.
+            args: positional inputs of the model.
+            kwargs: keyword inputs of the model.
+            received: the tensors of what was received.
 
         Returns:
             (output of unit stop - 1, outputs of carried modules), or the model's output where the forward ends.
@@ -238,6 +259,8 @@ class StagedModel:
             PrepareError: the forward calls units in another order than the model was cut for, or a stage uses values
                 that another one has.
         """
+        # FSDP2 may have replaced tensors that require grad, to see their backward.
+        segment.received = fill(segment.received, received)
         if len(self.own) > segment.stop - segment.start:
             self.show(segment)
         self.segment = segment
@@ -261,10 +284,6 @@ class StagedModel:
             raise remote.fail()
         return output
 
-    def stage_of(self, unit: int) -> int:
-        """The stage that computes a unit."""
-        return next(stage for stage, stop in enumerate(self.bounds[1:]) if unit < stop)
-
     def call_earlier(self, number: int) -> object:
         """The output of a unit before the segment: of the last one what was received, of others remote tensors."""
         segment, name = self.segment, self.units[number]
@@ -278,7 +297,6 @@ class StagedModel:
             raise self._order_error(f"calls {name} behind {self.units[segment.start - 1]}")
         if number == segment.start - 1:
             segment.started = True
-            assert segment.received is not None
             return segment.received[0]
         call = segment.calls.get(number, 0)
         segment.calls[number] = call + 1
@@ -286,9 +304,9 @@ class StagedModel:
         if call >= len(outputs):
             raise self._order_error(f"calls {name} more often than on its own stage")
         origin = (
-            f"the output of {name}, which only stage {self.stage_of(number)} has. Name {name!r}, or the module that "
-            "returns it to other modules, in `carried` (PipelineParallelConfig): its output is then sent to all later "
-            "stages; or give `example_inputs`, and prepare finds such outputs"
+            f"the output of {name}, which only stage {self.cut.stage_of(number)} has. Name {name!r}, or the module "
+            "that returns it to other modules, in `carried` (PipelineParallelConfig): its output is then sent to all "
+            "later stages; or give `example_inputs`, and prepare finds such outputs"
         )
         return trees.map_leaves(
             lambda spec: RemoteTensor.of(spec.shape, spec.dtype, self.device, origin),
@@ -334,7 +352,6 @@ class StagedModel:
             return output
         outputs = segment.carried.setdefault(name, [])
         if segment.start > last + 1:
-            assert segment.received is not None
             output = segment.received[1][name][len(outputs)]
         outputs.append(output)
         return output

@@ -29,14 +29,14 @@ from ..sharded_optimizer import ParameterPlaces, trains_nothing
 from ..tensor import strategy as tensor
 from ..unwrap import require_state_dict
 from . import requirements, state
-from .layout import fill_or_shard, ranks_of_parameters, shared_parameters, tied_parameters
-from .microbatch import BatchSplitter, Stage, disable_caches
+from .layout import fill_or_shard, parts_of_rank, tied_parameters
+from .microbatch import BatchSplitter, disable_caches
 from .model import PipelinedModel, StageRandom, Stages
 from .observe import Observation
 from .p2p import P2PChannel
 from .runner import Runner
 from .schedules import ScheduleRunner, reduction_of
-from .stage import Args, Kwargs, StagedModel
+from .stage import Args, Kwargs, Stage, StagedModel
 from .stage_plan import plan_stages
 
 
@@ -126,88 +126,53 @@ class PipelineParallel(ShardedStrategy):
         if evaluation:
             self.precision.after_layout(model)
             return self.as_prepared(self.apply_transforms(model, before_layout=False))
-        options, count = self.options, self.options.num_microbatches or self.channel.size
-        requirements.check(model, options, count)
+        options = self.options
+        microbatches = options.num_microbatches or self.channel.size
+        requirements.check(model, options, microbatches)
         disable_caches(model)
-        splitter = BatchSplitter(model.forward, options.whole_inputs, count)
-
-        # Where each stage begins, and which parameters it needs.
+        splitter = BatchSplitter(model.forward, options.whole_inputs, microbatches)
         plan = plan_stages(model, options, len(self.ranks), self.channel, self.observed)
-        cut, locations = plan.cut, plan.locations(model)
-        numbers = [stage for stage, rank in enumerate(self.ranks) if rank == self.channel.rank]
-        own_units: list[int] = []
-        for stage in numbers:
-            own_units += range(cut.bounds[stage], cut.bounds[stage + 1])
-        own = {key for key, stages in locations.items() if stages & set(numbers)}
-        listed = materialize.named_parameters(model, remove_duplicate=False)
-        own_names = {name for name, parameter in listed if id(parameter) in own}
-        shapes = {
-            name: list(parameter.shape) for name, parameter in materialize.named_parameters(model)
-        }
-        template = materialize.skeleton(
-            type(model).__name__, materialize.without_storage(model.state_dict(keep_vars=True))
-        )
+        parts = parts_of_rank(model, plan, self.ranks, self.channel.rank)
 
         # Weights: those of rank 0 for this rank's stages; the rest loses its memory, and its place to stand-ins.
-        foreign = [
-            model.get_submodule(name)
-            for number, name in enumerate(cut.units)
-            if number not in own_units
-        ]
-        several = ranks_of_parameters(model, plan, locations, self.ranks)
-        unsharded = shared_parameters(model, plan, locations, self.ranks)
-        has_weights = state.distribute(model, own, foreign, self.channel)
+        has_weights = state.distribute(model, parts.parameters, parts.foreign, self.channel)
         if self.layout.tp_enabled and self.mesh is not None:
             # The plan is that of the complete model: modules of other stages are split too, without memory.
             tensor.split_model(model, self.mesh["tp"], self.layout.tp_handler)
-        present = materialize.named_parameters(model, remove_duplicate=False)
-        kept = {id(parameter) for name, parameter in present if name in own_names}
+        listed = materialize.named_parameters(model, remove_duplicate=False)
+        present = {id(parameter) for name, parameter in listed if name in parts.names}
         staged = StagedModel(
-            model,
-            cut.units,
-            own_units,
-            self.device,
-            options.loss_fn,
-            plan.carried,
-            cut.bounds,
-            kept,
+            model, plan.cut, parts.stages, self.device, plan.carried, present, options.loss_fn
         )
-        stages = {
-            stage: Stage(
-                stage,
-                [
-                    model.get_submodule(name)
-                    for name in cut.units[slice(*cut.bounds[stage : stage + 2])]
-                ],
-            )
-            for stage in numbers
-        }
-        fill_or_shard(self, model, stages, has_weights, unsharded)
-        units: list[nn.Module] = []
-        for own_stage in stages.values():
-            units += own_stage.units
-        staged.watch(units)
+        stages: dict[int, Stage] = {}
+        for number in parts.stages:
+            names = [plan.cut.units[unit] for unit in plan.cut.units_of([number])]
+            stages[number] = Stage(number, [model.get_submodule(name) for name in names])
+        fill_or_shard(self, model, stages, has_weights, parts.unsharded)
+        staged.watch(stages.values())
         self.cast_parameters(model, stages.values())
         self._compile(stages)
 
-        # What runs them.
+        # What runs them, and reduces their gradients.
         runner = Runner(
-            staged, cut, stages, self.ranks, self.channel, splitter, options.gather_output
+            staged, plan.cut, stages, self.ranks, self.channel, splitter, options.gather_output
         )
         accumulated = AccumulatedGradients(model, [model, *stages.values()])
-        sharded = {id(sharded_parameter(shard)) for shard in shards_of(stages.values())}
+        shards = {id(sharded_parameter(shard)) for shard in shards_of(stages.values())}
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        reductions = []
+        if self.plugin is not None:
+            reductions = [reduction_of(number, stages[number], runner) for number in stages]
         piped = Stages(
             ScheduleRunner(runner, options, self.precision, accumulated),
-            tied_parameters(model, several, self.channel),
+            tied_parameters(model, parts.sharing, self.channel),
             StageRandom(self.channel, next(self._model_numbers), self.data_shard[0]),
-            shapes,
-            template,
+            parts.shapes,
+            parts.template,
             self.gradient_group,
             is_sharded=self.plugin is not None,
-            unsharded=[p for p in model.parameters() if id(p) not in sharded and p.requires_grad],
-            reductions=[]
-            if self.plugin is None
-            else [reduction_of(n, stage, runner) for n, stage in stages.items()],
+            unsharded=[parameter for parameter in trained if id(parameter) not in shards],
+            reductions=reductions,
         )
         piped.defer_reduction()
         runner.before_backward = piped.tied.before_backward

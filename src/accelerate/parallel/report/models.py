@@ -16,10 +16,9 @@ from ..ddp.model import ReplicatedModel, replica_of
 from ..deepspeed.engine import engine_bytes, engine_master_weights
 from ..deepspeed.model import EngineModel, UntrainedModel
 from ..gradients import buckets, local
-from ..pipeline.microbatch import BatchShapes
 from ..pipeline.model import PipelinedModel
 from ..pipeline.p2p import TensorSpec, specs_in
-from ..pipeline.runner import Runner
+from ..pipeline.runner import BatchShapes, Runner
 from ..prepared import PreparedModel
 from ..sharded import ShardedModel
 from . import memory
