@@ -74,6 +74,8 @@ def build_step(
         device_placement: move the state to the devices of the parameters.
         offload_chunk: keep the state in host memory, and stream this many bytes at a time; None: do not.
     """
+    # 0. The innermost step is watched once, where that shows whether the layout can take it.
+    strategy.watch_step(optimizer)
     # 1. The step of shards is that of a single process, and uses no stale unsharded parameters.
     if strategy.shards_parameters:
         # Imports DTensor.

@@ -19,7 +19,7 @@ from ..fsdp.units import find_modules
 from ..sharded_optimizer import ParameterPlaces
 from .model import TiedParameters
 from .p2p import P2PChannel
-from .stage import Stage
+from .stage import Stage, present_buffers
 from .stage_plan import StagePlan
 
 if TYPE_CHECKING:
@@ -41,8 +41,8 @@ class ModelParts:
     Fields:
         shapes: of the parameters of the complete model, in its order.
         template: a module whose state has the names and shapes of the complete model's.
-        stages: the numbers of the rank's stages. foreign: the units of the others.
-        parameters: ids of the rank's parameters. names: all names of them.
+        stages: the numbers of the rank's stages.
+        tensors: ids of the rank's parameters and buffers. names: all names of its parameters.
         sharing: by all names, who has the parameters that several ranks have.
         unsharded: names of parameters that FSDP2 leaves unsharded. They are read on several stages, or tied between
             two stages of one rank, which FSDP2 shards separately.
@@ -51,8 +51,7 @@ class ModelParts:
     shapes: dict[str, list[int]]
     template: nn.Module
     stages: list[int]
-    foreign: list[nn.Module]
-    parameters: set[int] = field(default_factory=set)
+    tensors: set[int]
     names: set[str] = field(default_factory=set)
     sharing: dict[str, Sharing] = field(default_factory=dict)
     unsharded: set[str] = field(default_factory=set)
@@ -64,16 +63,13 @@ def parts_of_rank(model: nn.Module, plan: StagePlan, ranks: Sequence[int], rank:
     named = dict(materialize.named_parameters(model))
     complete = materialize.without_storage(model.state_dict(keep_vars=True))
     stages = [stage for stage, owner in enumerate(ranks) if owner == rank]
-    own_units = cut.units_of(stages)
+    own_units = {cut.units[number] for number in cut.units_of(stages)}
+    foreign = [model.get_submodule(unit) for unit in cut.units if unit not in own_units]
     parts = ModelParts(
         shapes={name: list(parameter.shape) for name, parameter in named.items()},
         template=materialize.skeleton(type(model).__name__, complete),
         stages=stages,
-        foreign=[
-            model.get_submodule(unit)
-            for number, unit in enumerate(cut.units)
-            if number not in own_units
-        ],
+        tensors=set(map(id, present_buffers(model, foreign))),
         unsharded=set(plan.reads),
     )
     inside: set[int] = set()
@@ -84,7 +80,7 @@ def parts_of_rank(model: nn.Module, plan: StagePlan, ranks: Sequence[int], rank:
         key = id(parameter)
         owners = [ranks[stage] for stage in sorted(locations[key])]
         if rank in owners:
-            parts.parameters.add(key)
+            parts.tensors.add(key)
             parts.names.add(name)
         if len(set(owners)) > 1:
             sharing = Sharing(tuple(sorted(set(owners))), numbers[key], key not in inside)

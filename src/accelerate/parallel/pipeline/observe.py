@@ -78,15 +78,20 @@ def observe(
         args: positional inputs of the forward.
         kwargs: keyword inputs of the forward.
     """
-    on_meta = {
-        name: tensor.to("meta")
-        for name, tensor in (*model.named_parameters(), *model.named_buffers())
-    }
+    # Under each name, but modules under one name each: torch 2.13 leaves the replacements in one that has two.
+    on_meta: dict[str, torch.Tensor] = {}
+    replaced: dict[int, torch.Tensor] = {}
+    for prefix, module in model.named_modules():
+        tensors = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+        tensors.update(module.named_buffers(recurse=False, remove_duplicate=False))
+        for name, tensor in tensors.items():
+            full_name = ".".join(filter(None, (prefix, name)))
+            on_meta[full_name] = replaced.setdefault(id(tensor), tensor.to("meta"))
 
     def run_on_meta() -> object:
         inputs = trees.map_leaves(lambda tensor: tensor.to("meta"), (tuple(args), dict(kwargs)))
         with torch.device("meta"):
-            return functional_call(model, on_meta, *inputs)
+            return functional_call(model, on_meta, *inputs, tie_weights=False)
 
     try:
         return _record(model, units, run_on_meta, on_meta)

@@ -55,12 +55,17 @@ class StageSplit:
 def find_units(model: nn.Module, no_split: Sequence[str] = (), nested: bool = False) -> list[Unit]:
     """Units in the order of the model: entries of its lists of blocks, and modules outside of the lists.
 
+    A module that is registered under several names is one unit, under the first of them.
+
     Args:
         model: the model.
         no_split: names of classes that become one unit each.
         nested: look for lists inside of the entries of lists, too.
     """
-    return list(_units(model, "", frozenset(no_split), nested))
+    units: dict[nn.Module, Unit] = {}
+    for unit in _units(model, "", frozenset(no_split), nested):
+        units.setdefault(model.get_submodule(unit.name), unit)
+    return list(units.values())
 
 
 def _units(

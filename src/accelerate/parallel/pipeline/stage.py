@@ -156,10 +156,10 @@ class StagedModel:
         }
         numbers = {id(original): number for number, original in originals.items()}
         self._places: dict[int, list[tuple[nn.Module, str]]] = {number: [] for number in originals}
-        for parent in list(model.modules()):
-            for name, child in parent.named_children():
-                if id(child) in numbers:
-                    self._places[numbers[id(child)]].append((parent, name))
+        for path, module in list(model.named_modules(remove_duplicate=False)):
+            if id(module) in numbers:
+                parent, _, name = path.rpartition(".")
+                self._places[numbers[id(module)]].append((model.get_submodule(parent), name))
         self._present: dict[int, nn.Module] = dict(originals)
         self._own_units = {number: originals[number] for number in self.own}
         self.show(None)
@@ -169,8 +169,9 @@ class StagedModel:
         present = set(shared)
         for number in self.own:
             present.update(map(id, units[number].parameters()))
-            present.update(map(id, units[number].buffers()))
-        for number in sorted(units.keys() - set(self.own)):
+        foreign = sorted(units.keys() - set(self.own))
+        present.update(map(id, present_buffers(self.model, [units[number] for number in foreign])))
+        for number in foreign:
             for prefix, module in units[number].named_modules():
                 tensors = dict(module.named_parameters(recurse=False))
                 tensors.update(module.named_buffers(recurse=False))
@@ -355,6 +356,22 @@ class StagedModel:
             output = segment.received[1][name][len(outputs)]
         outputs.append(output)
         return output
+
+
+def present_buffers(model: nn.Module, foreign: Iterable[nn.Module]) -> list[torch.Tensor]:
+    """The buffers of all modules of a model but those that are in foreign units only."""
+    skipped = set(foreign)
+    buffers: list[torch.Tensor] = []
+    seen: set[nn.Module] = set()
+    modules = [model]
+    while modules:
+        module = modules.pop()
+        if module in skipped or module in seen:
+            continue
+        seen.add(module)
+        buffers += module.buffers(recurse=False)
+        modules += module.children()
+    return buffers
 
 
 def _call_with_loss(

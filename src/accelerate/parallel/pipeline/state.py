@@ -175,16 +175,14 @@ def load_full_optimizer_state(
 
 
 @torch.no_grad()
-def distribute(
-    model: nn.Module, own: Collection[int], foreign: Sequence[nn.Module], channel: P2PChannel
-) -> bool:
-    """Give the parameters with ids in `own`, and the buffers of all but the foreign modules, rank 0's values.
+def distribute(model: nn.Module, present: Collection[int], channel: P2PChannel) -> bool:
+    """Give the parameters and buffers with ids in `present` rank 0's values.
 
     They are moved to the channel's device; all other tensors lose their memory. Every rank calls it with a model of
     the same structure.
 
     Returns:
-        Whether rank 0 has weights. If not (they are on meta), those of the own stages are yet to be initialised.
+        Whether rank 0 has weights. If not (they are on meta), those of the rank's stages are yet to be initialised.
     """
     listed = list(materialize.named_tensors(model))
     shapes = [(name, tuple(tensor.shape)) for name, tensor in listed]
@@ -197,22 +195,14 @@ def distribute(
         raise PrepareError(
             f"this rank's model differs from rank 0's ({different}): build the same on all ranks"
         )
-    dropped: set[int] = set()
-    for module in foreign:
-        dropped.update(map(id, module.buffers()))
-    kept = {
-        id(t)
-        for _, t in listed
-        if (id(t) in own if isinstance(t, nn.Parameter) else id(t) not in dropped)
-    }
     values: dict[int, torch.Tensor] = {}
     for _, tensor in () if from_meta else listed:
         value = materialize.broadcast_tensor(tensor, tensor.shape, tensor.dtype, channel.device)
-        if id(tensor) in kept:
+        if id(tensor) in present:
             values[id(tensor)] = value
 
     def replacement(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in kept:
+        if id(tensor) not in present:
             return tensor.data.to("meta")
         value = values.pop(id(tensor), None)
         if value is None:

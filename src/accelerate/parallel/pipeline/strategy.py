@@ -22,10 +22,11 @@ from .. import materialize, norms
 from ..accumulated import AccumulatedGradients
 from ..base import Bundle
 from ..compile import Compile
-from ..optimizer_step import refuse_model_scope
+from ..optimizer_step import Scope, find_scope, refuse_model_scope
 from ..prepared import PreparedModel
 from ..sharded import ShardedModel, ShardedStrategy, reshard
 from ..sharded_optimizer import ParameterPlaces, trains_nothing
+from ..step_scope import watch_first_step
 from ..tensor import strategy as tensor
 from ..unwrap import require_state_dict
 from . import requirements, state
@@ -135,7 +136,7 @@ class PipelineParallel(ShardedStrategy):
         parts = parts_of_rank(model, plan, self.ranks, self.channel.rank)
 
         # Weights: those of rank 0 for this rank's stages; the rest loses its memory, and its place to stand-ins.
-        has_weights = state.distribute(model, parts.parameters, parts.foreign, self.channel)
+        has_weights = state.distribute(model, parts.tensors, self.channel)
         if self.layout.tp_enabled and self.mesh is not None:
             # The plan is that of the complete model: modules of other stages are split too, without memory.
             tensor.split_model(model, self.mesh["tp"], self.layout.tp_handler)
@@ -233,6 +234,11 @@ class PipelineParallel(ShardedStrategy):
         self.replacements.repoint(optimizer)
 
     # -- the step
+
+    def watch_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """A step that combines parameters would combine those of this rank's stages."""
+        if find_scope(optimizer) is Scope.UNKNOWN:
+            watch_first_step(optimizer, "pp_size", self.channel.from_all)
 
     def clip_grad_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
