@@ -230,7 +230,7 @@ def test_losses():
 class Chain(nn.Module):
     """Blocks with a dropout; what stands beside them is chosen."""
 
-    def __init__(self, skip=False, norm_first=False, batch_norm=False):
+    def __init__(self, skip=False, norm_first=False):
         super().__init__()
         self.skip = skip
         self.embed = nn.Linear(4, 8)
@@ -240,7 +240,7 @@ class Chain(nn.Module):
             nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)) for _ in range(4)
         )
         if not norm_first:
-            self.norm = nn.BatchNorm1d(8) if batch_norm else nn.LayerNorm(8)
+            self.norm = nn.LayerNorm(8)
 
     def forward(self, x):
         first = x = self.embed(x)
@@ -306,7 +306,6 @@ def refusals():
         "no loss": (Chain, inside, "call it with labels", forward),
         "other samples": (Chain, four, "given other inputs", with_other_samples),
         "other samples, in turns": (Chain, turns, "given other inputs", with_other_samples),
-        "statistics": (lambda: Chain(batch_norm=True), four, "BatchNorm1d"),
         "an input": (Chain, mask, "mask"),
         "example inputs": (Chain, inputs, "unexpected keyword argument 'y'"),
         "hidden states": (
@@ -337,7 +336,7 @@ def test_stages_balanced_by_time_in_the_order_observed():
 
 
 class Recurrent(nn.Module):
-    """LSTMs also return states, whose batch is their second dimension and which nothing uses."""
+    """LSTMs also return states, whose batch is their second dimension."""
 
     def __init__(self, seed=0):
         super().__init__()
@@ -363,14 +362,27 @@ class WithStates(Recurrent):
         return self.head(x + state[0][:, None])
 
 
+class SequenceFirst(Recurrent):
+    """Between its blocks a sequence comes first, as long as a micro-batch has samples."""
+
+    def __init__(self, seed=0):
+        super().__init__(seed)
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(16, 2, 32, 0) for _ in range(4))
+
+    def forward(self, tokens):
+        x = self.embed(tokens[:, :4]).transpose(0, 1)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.transpose(0, 1)).repeat(1, 2, 1)
+
+
 @on_ranks(2)
+@pytest.mark.parametrize("make", [Recurrent, WithStates, SequenceFirst])
 @pytest.mark.parametrize("count", [2, 3])
-def test_tensors_without_a_batch_dimension(count):
-    """Also where micro-batches differ in size, and with them such tensors."""
+def test_blocks_whose_batch_is_another_dimension(count, make):
+    """Also where micro-batches differ in size."""
     PartialState(cpu=True)
-    check_run(Recurrent, Options(num_microbatches=count), steps=4, pp_size=2)
-    needed = "the blocks pass to the end of the model must have the batch as its first dimension"
-    refused(WithStates, Options(num_microbatches=count), needed, lambda model: model(TOKENS))
+    check_run(make, Options(num_microbatches=count), steps=4, pp_size=2)
 
 
 @on_ranks(2)

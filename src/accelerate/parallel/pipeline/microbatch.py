@@ -50,7 +50,10 @@ class MicroBatches:
 
     def microbatch(self, number: int) -> tuple[Args, Kwargs]:
         """Arguments and keyword arguments of one micro-batch; tensors are views."""
-        start, size = self.offsets[number], self.sizes[number]
+        return self.part(self.offsets[number], self.sizes[number])
+
+    def part(self, start: int, size: int) -> tuple[Args, Kwargs]:
+        """Arguments and keyword arguments of `size` samples; tensors are views."""
 
         def cut(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.dim() and tensor.shape[0] == self.batch_size:
@@ -164,12 +167,17 @@ def structure_key(value: object) -> Hashable:
 
 
 def join(
-    outputs: Sequence[object], sizes: Sequence[int], device: torch.device
+    outputs: Sequence[object],
+    sizes: Sequence[int],
+    dimensions: Sequence[int | None],
+    device: torch.device,
 ) -> tuple[object, list[torch.Tensor | None]]:
     """A block's outputs for all micro-batches as one output for the batch.
 
-    A tensor without a batch dimension must be the same in all micro-batches. Any other one (the states of an LSTM) has
-    no values in the result, so that its use is an error.
+    `dimensions` has that of the batch for each tensor; None where no dimension has the size of a micro-batch.
+
+    A tensor without a batch dimension must be the same in all micro-batches. Any other one has no values in the
+    result, so that its use is an error.
 
     Returns:
         The output, with specs of its tensors that have a batch dimension, and these tensors, which are detached; None
@@ -177,10 +185,10 @@ def join(
     """
     joined: list[object] = []
     batched: list[torch.Tensor | None] = []
-    for column in zip(*map(trees.leaves, outputs), strict=True):
+    for dimension, *column in zip(dimensions, *map(trees.leaves, outputs), strict=True):
         first = column[0]
-        if [tuple(tensor.shape[:1]) for tensor in column] == [(size,) for size in sizes]:
-            tensor = torch.cat([part.detach() for part in column])
+        if dimension is not None:
+            tensor = torch.cat([part.detach() for part in column], dimension)
             batched.append(tensor.requires_grad_(first.requires_grad))
             joined.append(TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.requires_grad))
             continue
@@ -190,10 +198,27 @@ def join(
             continue
         origin = (
             f"a tensor of shape {tuple(first.shape)} that a block returned for a micro-batch of {sizes[0]} samples: "
-            "what the blocks pass to the end of the model must have the batch as its first dimension"
+            "what the blocks pass to the end of the model must have a dimension of samples"
         )
         joined.append(RemoteTensor.of(first.shape, first.dtype, device, origin))
     return trees.replace_leaves(outputs[0], joined), batched
+
+
+def batch_dimensions(
+    tensors: Sequence[torch.Tensor], size: int, others: Sequence[torch.Tensor], other_size: int
+) -> list[int | None]:
+    """The dimension of the batch in each of a block's output tensors, by those for another number of samples.
+
+    With the same number of samples it is the first one, where that has their number.
+    """
+    dimensions: list[int | None] = []
+    for tensor, other in zip(tensors, others, strict=True):
+        sizes = list(zip(tensor.shape, other.shape, strict=False))
+        candidates = [number for number, pair in enumerate(sizes) if pair == (size, other_size)]
+        if size == other_size:
+            candidates = [number for number in candidates if number == 0]
+        dimensions.append(candidates[0] if candidates else None)
+    return dimensions
 
 
 def resize(described: T, size: int, batch_size: int) -> T:

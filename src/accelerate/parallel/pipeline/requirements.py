@@ -17,16 +17,14 @@ from ...core.imports import is_torch_version
 
 # Options of transformers models that request the outputs of all blocks.
 COLLECTING = ("output_hidden_states", "output_attentions", "output_router_logits")
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 @dataclass(frozen=True)
 class Request:
-    """A model, the options of its pipeline, and the number of micro-batches."""
+    """A model and the options of its pipeline."""
 
     model: nn.Module
     options: PipelineParallelConfig
-    microbatches: int
 
     @property
     def inputs(self) -> dict[str, inspect.Parameter]:
@@ -39,17 +37,6 @@ class Requirement(NamedTuple):
 
     violated: Callable[[Request], str]
     message: str
-
-
-def _batch_norm(request: Request) -> str:
-    for name, module in request.model.named_modules():
-        if (
-            isinstance(module, _BATCH_NORMS)
-            and module.track_running_stats
-            and request.microbatches > 1
-        ):
-            return f"{name} ({type(module).__name__})"
-    return ""
 
 
 def _unknown_inputs(request: Request) -> str:
@@ -87,11 +74,6 @@ REQUIREMENTS = (
         f"schedule={{!r}} needs a later torch than {torch.__version__}, whose schedule of that name computes "
         "wrong gradients for some layers (docs/reference/pipeline_schedules.md): use schedule='interleaved' or '1f1b'",
     ),
-    Requirement(
-        _batch_norm,
-        "{} takes statistics of a batch, which a pipeline divides: freeze it, use a norm of single samples, or set "
-        "num_microbatches=1",
-    ),
     Requirement(_unknown_inputs, "whole_inputs names {}, which the model's forward does not take"),
     Requirement(
         lambda request: (
@@ -106,9 +88,9 @@ REQUIREMENTS = (
 )
 
 
-def check(model: nn.Module, options: PipelineParallelConfig, microbatches: int) -> None:
+def check(model: nn.Module, options: PipelineParallelConfig) -> None:
     """Raise PrepareError for the first requirement that a model or its options violate."""
-    request = Request(model, options, microbatches)
+    request = Request(model, options)
     for requirement in REQUIREMENTS:
         problem = requirement.violated(request)
         if problem:

@@ -14,6 +14,7 @@ loss itself, between the two, needs this order of its own.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -24,7 +25,15 @@ from torch.autograd.function import FunctionCtx
 from ...core import trees
 from ...core.errors import AccelerateError, PrepareError
 from ...gradient_state import GradientState
-from .microbatch import BatchSplitter, MicroBatches, join, loss_of, resize, structure_key
+from .microbatch import (
+    BatchSplitter,
+    MicroBatches,
+    batch_dimensions,
+    join,
+    loss_of,
+    resize,
+    structure_key,
+)
 from .p2p import P2PChannel, PendingReceive, TensorSpec, describe, fill, specs_in
 from .split import StageSplit
 from .stage import Args, Kwargs, Segment, Stage, StagedModel
@@ -64,12 +73,16 @@ class BatchShapes:
     Fields:
         boundaries: stage -> samples of a micro-batch -> what it sends to the next stage.
         unit_outputs: the described outputs of all units before the tail, for the complete batch.
+        dimensions: that of the batch in each tensor that the last block returns.
+        buffers: those outside of units that the tail writes.
         output: the described output of the model. loss_index: which of its tensors is the loss.
         is_complete: whether all ranks know the output.
     """
 
     boundaries: dict[int, dict[int, Boundary]] = field(default_factory=dict)
     unit_outputs: dict[int, list[object]] = field(default_factory=dict)
+    dimensions: list[int | None] = field(default_factory=list)
+    buffers: list[str] = field(default_factory=list)
     output: object = None
     loss_index: int | None = None
     is_complete: bool = False
@@ -137,6 +150,10 @@ class Runner:
         self.source: int = self.ranks[self.last]
         self.shapes: dict[BatchKey, BatchShapes] = {}
         self.trained: bool = False
+        # In training and in evaluation: the dimensions of the batch in what the last block returns.
+        self.dimensions: dict[bool, list[int | None]] = {}
+        # The modes of which a batch was seen.
+        self.modes: set[bool] = set()
         self.anchor: torch.Tensor = torch.zeros((), device=self.channel.device, requires_grad=True)
         self.before_backward: Callable[[], None] = lambda: None
 
@@ -193,15 +210,16 @@ class Runner:
         if self.channel.has_values:
             digest = batch.inputs.digest()
         message, error = ShapeMessage(batch.shapes, digest), None
-        micros = self._examples(batch)
+        parts = self._examples(batch)
+        sizes = [size for _, size in parts]
         for number in sorted(self.stages):
-            received: list[list[torch.Tensor]] = [[] for _ in micros]
+            received: list[list[torch.Tensor]] = [[] for _ in parts]
             if number:
                 sender = self.ranks[number - 1]
                 message = self.channel.receive_object(sender)
                 batch.shapes = message.shapes
             if number and not message.failure:
-                pending = self._post_receives(number, batch, micros)
+                pending = self._post_receives(number, batch, sizes)
                 received = [tensors.wait() for tensors in pending]
             outputs: list[list[torch.Tensor]] = []
             if not message.failure:
@@ -211,7 +229,7 @@ class Runner:
                             "this rank was given other inputs than the stage before it: all ranks of a pipeline read "
                             "the same samples, as the loader that prepare returns gives them"
                         )
-                    outputs = self._add_shapes(number, batch, micros, received)
+                    outputs = self._add_shapes(number, batch, parts, received)
                 except Exception as raised:
                     error, message.failure = raised, _failure(number, raised)
             if number != self.last:
@@ -222,29 +240,47 @@ class Runner:
         shapes: BatchShapes = self._from_source(message.shapes, message.failure, error)
         return shapes
 
-    def _examples(self, batch: Batch) -> list[int]:
-        """Micro-batches that show the shapes: one of each size."""
-        sizes = batch.inputs.sizes
-        return [sizes.index(size) for size in dict.fromkeys(sizes)]
+    def _examples(self, batch: Batch) -> list[tuple[int, int]]:
+        """(start, size) of micro-batches that show the shapes: one of each size.
+
+        In each mode, the first batch shows with others what depends on the samples and on their number.
+        """
+        inputs = batch.inputs
+        sizes = dict(zip(reversed(inputs.sizes), reversed(inputs.offsets), strict=True))
+        parts = [(start, size) for size, start in reversed(sizes.items())]
+        is_first = batch.key.training not in self.modes
+        self.modes.add(batch.key.training)
+        if is_first and len(inputs.sizes) > 1:
+            start, size = inputs.offsets[1], inputs.sizes[1]
+            parts.append((start, max(size - 1, 1)))
+        return parts
 
     def _add_shapes(
-        self, number: int, batch: Batch, micros: Sequence[int], received: list[list[torch.Tensor]]
+        self,
+        number: int,
+        batch: Batch,
+        parts: Sequence[tuple[int, int]],
+        received: list[list[torch.Tensor]],
     ) -> list[list[torch.Tensor]]:
-        """Add the shapes of a stage. Returns its output tensors for each of these micro-batches."""
-        shapes = batch.shapes
-        outputs = []
-        for micro, tensors in zip(micros, received, strict=True):
-            size = batch.inputs.sizes[micro]
-            self._require_grad(number, micro, batch, tensors)
-            segment = self.segment(number, micro, batch)
+        """Add the shapes of a stage. Returns its output tensors for each of these parts of a batch."""
+        shapes, buffers = batch.shapes, self.staged.buffers
+        outputs: list[list[torch.Tensor]] = []
+        written: list[dict[str, torch.Tensor]] = []
+        for (start, size), tensors in zip(parts, received, strict=True):
+            self._require_grad(number, size, batch, tensors)
+            segment = self.segment(number, size, batch)
             segment.record = True
-            output = self._compute(number, segment, tensors, micro, batch)
+            observing: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+            if self.channel.has_values:
+                observing = buffers.observed(written)
+            with observing:
+                output = self._compute(number, segment, tensors, *batch.inputs.part(start, size))
             outputs.append(list(trees.leaves(output)))
             if number != self.last:
                 described = describe(output, f"the output of {self.cut.units[segment.stop - 1]}")
                 boundaries = shapes.boundaries.setdefault(number, {})
                 boundaries[size] = Boundary(described, segment.unit_outputs)
-            elif batch.key.scheduled:
+            elif batch.key.scheduled and not outputs[1:]:
                 returned = self.returned(output)
                 shapes.output = describe(returned, "the model's output")
                 loss = loss_of(returned)
@@ -254,7 +290,26 @@ class Runner:
             elif not shapes.unit_outputs:
                 batch_size = batch.inputs.batch_size
                 shapes.unit_outputs = resize(segment.unit_outputs, size, batch_size)
+        if written:
+            buffers.add_written(number, written)
+        if number == self.last and not batch.key.scheduled:
+            shapes.dimensions = self._dimensions(batch, parts, outputs)
         return outputs
+
+    def _dimensions(
+        self,
+        batch: Batch,
+        parts: Sequence[tuple[int, int]],
+        outputs: Sequence[list[torch.Tensor]],
+    ) -> list[int | None]:
+        """The dimension of the batch in each tensor that the last block returns, as a pair of parts shows it."""
+        training = batch.key.training
+        dimensions = self.dimensions.get(training, [])
+        if len(parts) > 1 or len(dimensions) != len(outputs[0]):
+            _, size = parts[0]
+            _, other_size = parts[-1]
+            self.dimensions[training] = batch_dimensions(outputs[0], size, outputs[-1], other_size)
+        return self.dimensions[training]
 
     def _from_source(self, value: object, failure: str, error: Exception | None) -> Any:
         """The value of the last stage, on all ranks. Where a stage failed, every rank raises."""
@@ -279,62 +334,68 @@ class Runner:
                 self._finish_output(batch)
         finally:
             self.staged.show(None)
+        self.staged.buffers.commit()
         batch.backward = self._backward
         return self.distribute_output(batch, on_all_ranks)
 
     def _find_output(self, batch: Batch) -> None:
         """Compute the output of the first batch of its kind, and tell all ranks its shapes."""
         described, failure, error = None, "", None
+        names: list[str] = []
         if self.last in self.stages:
+            buffers = self.staged.buffers.outside(self.cut.units)
+            before = {name: buffer.clone() for name, buffer in buffers.items()}
             try:
                 self._finish_output(batch)
                 described = describe(self.returned(batch.output), "the model's output")
+                if self.channel.has_values:
+                    names = self.staged.buffers.changed(before)
             except Exception as raised:
                 error, failure = raised, _failure(self.last, raised)
-        batch.shapes.output = self._from_source(described, failure, error)
+        batch.shapes.output, batch.shapes.buffers = self._from_source(
+            (described, names), failure, error
+        )
         batch.shapes.is_complete = True
 
     def _stage_forward(self, number: int, batch: Batch) -> None:
         """All micro-batches through one stage."""
-        micros = range(len(batch.inputs.sizes))
-        pending = self._post_receives(number, batch, micros)
+        sizes = batch.inputs.sizes
+        pending = self._post_receives(number, batch, sizes)
         graphs = batch.graphs[number] = []
-        for micro in micros:
+        for micro, size in enumerate(sizes):
             received: list[torch.Tensor] = []
             if number:
                 received = pending[micro].wait()
-                self._require_grad(number, micro, batch, received)
-            segment = self.segment(number, micro, batch)
-            output = self._compute(number, segment, received, micro, batch)
+                self._require_grad(number, size, batch, received)
+            segment = self.segment(number, size, batch)
+            args, kwargs = batch.inputs.microbatch(micro)
+            with self.staged.buffers.copied(number):
+                output = self._compute(number, segment, received, args, kwargs)
             tensors = list(trees.leaves(output))
             graphs.append(SavedGraph(received, tensors))
             if number == self.last:
                 batch.outputs.append(output)
             else:
-                self._check_specs(self._boundary(number, micro, batch).specs, tensors, segment)
+                boundary = batch.shapes.boundaries[number][size]
+                self._check_specs(boundary.specs, tensors, segment)
                 self.channel.send(tensors, self.ranks[number + 1])
 
-    def _boundary(self, number: int, micro: int, batch: Batch) -> Boundary:
-        """What a stage sends of a micro-batch."""
-        size = batch.inputs.sizes[micro]
-        return batch.shapes.boundaries[number][size]
-
     def _post_receives(
-        self, number: int, batch: Batch, micros: Sequence[int]
+        self, number: int, batch: Batch, sizes: Sequence[int]
     ) -> list[PendingReceive]:
         """Start to receive micro-batches of a stage."""
         if number == 0:
             return []
         sender = self.ranks[number - 1]
-        boundaries = [self._boundary(number - 1, micro, batch) for micro in micros]
-        return [self.channel.post_receive(boundary.specs, sender) for boundary in boundaries]
+        boundaries = batch.shapes.boundaries[number - 1]
+        return [self.channel.post_receive(boundaries[size].specs, sender) for size in sizes]
 
     def _require_grad(
-        self, number: int, micro: int, batch: Batch, received: Sequence[torch.Tensor]
+        self, number: int, size: int, batch: Batch, received: Sequence[torch.Tensor]
     ) -> None:
         """What a stage received requires grad where it did on the stage before."""
         if number and batch.key.grad:
-            specs = self._boundary(number - 1, micro, batch).specs
+            specs = batch.shapes.boundaries[number - 1][size].specs
             for tensor, spec in zip(received, specs, strict=True):
                 tensor.requires_grad_(spec.requires_grad)
 
@@ -343,14 +404,13 @@ class Runner:
         number: int,
         segment: Segment,
         received: Sequence[torch.Tensor],
-        micro: int,
-        batch: Batch,
+        args: Args,
+        kwargs: Kwargs,
     ) -> object:
         """The output of one micro-batch's segment, inside of its stage's module, which FSDP2 may shard."""
         if segment.start == segment.stop:
             # All units of the last stage belong to the tail.
             return fill(segment.received, received)
-        args, kwargs = batch.inputs.microbatch(micro)
 
         def compute(_: int, received: Sequence[torch.Tensor]) -> object:
             return self.staged.run(segment, args, kwargs, received)
@@ -371,15 +431,21 @@ class Runner:
                     "frozen or unfrozen during training need a new prepare"
                 )
 
-    def segment(self, number: int, micro: int, batch: Batch) -> Segment:
-        """The segment of a stage for a micro-batch: up to the next stage, up to the tail, or to the forward's end."""
+    def segment(self, number: int, size: int, batch: Batch) -> Segment:
+        """The segment of a stage for `size` samples: up to the next stage, up to the tail, or to the forward's end."""
         stop = self.cut.bounds[number + 1]
         runs_tail = number == self.last and batch.key.scheduled
         if number == self.last and not runs_tail:
             stop = self.cut.tail
-        segment = Segment(self.cut.bounds[number], stop, leave=not runs_tail, grad=batch.key.grad)
+        segment = Segment(
+            self.cut.bounds[number],
+            stop,
+            leave=not runs_tail,
+            is_part=len(batch.inputs.sizes) > 1,
+            grad=batch.key.grad,
+        )
         if number:
-            before = self._boundary(number - 1, micro, batch)
+            before = batch.shapes.boundaries[number - 1][size]
             segment.unit_outputs = dict(before.unit_outputs)
             segment.received = before.output
         return segment
@@ -388,7 +454,8 @@ class Runner:
 
     def _finish_output(self, batch: Batch) -> None:
         """The model's output on the last stage: the tail on what the last block returned for all micro-batches."""
-        joined, inputs = join(batch.outputs, batch.inputs.sizes, self.channel.device)
+        dimensions = batch.shapes.dimensions
+        joined, inputs = join(batch.outputs, batch.inputs.sizes, dimensions, self.channel.device)
         batch.outputs = []
         segment = Segment(self.cut.tail, len(self.cut.units), grad=batch.key.grad)
         segment.unit_outputs = batch.shapes.unit_outputs
@@ -418,7 +485,8 @@ class Runner:
         elif on_all_ranks:
             tensors = [spec.empty(self.channel.device) for spec in specs]
         if on_all_ranks:
-            self.channel.broadcast(tensors, self.source)
+            buffers = [self.staged.buffers.present(name) for name in batch.shapes.buffers]
+            self.channel.broadcast([*tensors, *buffers], self.source)
         self.channel.wait_for_sends()
         if not (on_all_ranks or at_source):
             return None
@@ -459,8 +527,11 @@ class Runner:
             else:
                 arriving = self._post_gradients(number, batch)
             for graph, gradients in zip(batch.graphs[number], arriving, strict=True):
-                self._microbatch_backward(number, graph, gradients)
+                # Units that are computed again write their buffers again.
+                with self.staged.buffers.copied(number):
+                    self._microbatch_backward(number, graph, gradients)
             batch.graphs[number] = []
+        self.staged.buffers.commit()
         self.channel.wait_for_sends()
 
     def _output_backward(self, batch: Batch, grads: OutputGradients) -> list[OutputGradients]:
@@ -468,10 +539,10 @@ class Runner:
         assert batch.tail is not None
         _backward_through(batch.tail.outputs, grads)
         parts: list[list[torch.Tensor | None]] = [[] for _ in batch.inputs.sizes]
-        for tensor in batch.tail.inputs:
+        for tensor, dimension in zip(batch.tail.inputs, batch.shapes.dimensions, strict=True):
             gradients: Sequence[torch.Tensor | None] = [None] * len(parts)
-            if tensor is not None and tensor.grad is not None:
-                gradients = tensor.grad.split(batch.inputs.sizes)
+            if tensor is not None and tensor.grad is not None and dimension is not None:
+                gradients = tensor.grad.split(batch.inputs.sizes, dimension)
             for part, gradient in zip(parts, gradients, strict=True):
                 part.append(gradient)
         batch.tail = None
@@ -480,8 +551,8 @@ class Runner:
     def _post_gradients(self, number: int, batch: Batch) -> list[PendingReceive]:
         """Start to receive the gradients of what a stage sent."""
         pending = []
-        for micro in range(len(batch.inputs.sizes)):
-            specs = self._boundary(number, micro, batch).specs
+        for size in batch.inputs.sizes:
+            specs = batch.shapes.boundaries[number][size].specs
             trained = [spec for spec in specs if spec.requires_grad]
             pending.append(self.channel.post_receive(trained, self.ranks[number + 1]))
         return pending

@@ -134,6 +134,7 @@ class ScheduleRunner:
             runner.staged.show(None)
             running.gradients = self.accumulated.take()
             self.accumulated.add(former)
+        runner.staged.buffers.commit()
         if runner.channel.rank == runner.source:
             tensors = []
             for number, column in enumerate(zip(*running.outputs, strict=True)):
@@ -172,7 +173,9 @@ class ScheduleRunner:
         micro = running.started.get(number, 0)
         running.started[number] = micro + 1
         args, kwargs = batch.inputs.microbatch(micro)
-        output = runner.staged.run(runner.segment(number, micro, batch), args, kwargs, received)
+        segment = runner.segment(number, batch.inputs.sizes[micro], batch)
+        with runner.staged.buffers.copied(number):
+            output = runner.staged.run(segment, args, kwargs, received)
         if number != runner.last:
             # torch's stages send tensors as they are.
             return tuple(tensor.contiguous() for tensor in trees.leaves(output))

@@ -21,12 +21,15 @@ from torch import nn
 from ...core import trees
 from ...core.errors import PrepareError
 from ...core.modules import class_name
+from .buffers import StageBuffers
 from .p2p import describe, fill, is_spec
 from .remote_tensor import RemoteTensor, first_remote
 from .split import StageSplit
 
 Args = tuple[object, ...]
 Kwargs = dict[str, object]
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class Stage(nn.Module):
@@ -64,6 +67,7 @@ class Segment:
         unit_outputs: the described outputs of the units before, by unit, call by call. With `record`, those of the
             segment's own units are added.
         leave: whether unit stop - 1 ends the forward, whatever follows.
+        is_part: whether it computes one of several micro-batches.
         grad: whether a backward will follow.
         started: whether unit start - 1 was called.
         calls: how often each unit before was called. carried: outputs of carried modules here, call by call.
@@ -75,6 +79,7 @@ class Segment:
     unit_outputs: dict[int, list[object]] = field(default_factory=dict)
     record: bool = False
     leave: bool = False
+    is_part: bool = False
     grad: bool = False
     started: bool = False
     calls: dict[int, int] = field(default_factory=dict)
@@ -203,6 +208,10 @@ class StagedModel:
             units += stage.units
         self._own_units = dict(zip(self.own, units, strict=True))
         self.show(None)
+        self.buffers = StageBuffers(self.model)
+        for name, module in self.model.named_modules():
+            if isinstance(module, _BATCH_NORMS):
+                module.register_forward_pre_hook(functools.partial(self._before_batch_norm, name))
         for name, last in self.carried.items():
             hooked = [self.model.get_submodule(name)]
             if name in self.units:
@@ -321,6 +330,15 @@ class StagedModel:
             "was cut for. Give `example_inputs` (PipelineParallelConfig), from which prepare finds the order, or "
             "`split_points`"
         )
+
+    def _before_batch_norm(self, name: str, module: nn.Module, args: object) -> None:
+        has_statistics = module.running_mean is not None and module.running_var is not None
+        takes_statistics = module.training or not has_statistics
+        if takes_statistics and self.segment is not None and self.segment.is_part:
+            raise PrepareError(
+                f"{name} ({type(module).__name__}) takes statistics of a batch, which a pipeline divides: freeze it "
+                "(evaluation mode), use a norm of single samples, or set num_microbatches=1"
+            )
 
     def _after_unit(self, number: int, unit: nn.Module, args: object, output: object) -> None:
         segment = self.segment

@@ -129,7 +129,7 @@ class PipelineParallel(ShardedStrategy):
             return self.as_prepared(self.apply_transforms(model, before_layout=False))
         options = self.options
         microbatches = options.num_microbatches or self.channel.size
-        requirements.check(model, options, microbatches)
+        requirements.check(model, options)
         disable_caches(model)
         splitter = BatchSplitter(model.forward, options.whole_inputs, microbatches)
         plan = plan_stages(model, options, len(self.ranks), self.channel, self.observed)
