@@ -48,7 +48,7 @@ PEER_PACKAGE := $(CLIENTS_VENV)/peer
 
 .PHONY: help install install-engines engine-programs demo test test-torch test-all test-engines test-faults test-clients test-device test-frameworks test-trackers \
 	screenshots test-install check \
-	check-style check-types check-names check-budgets format bench bench-plan bench-clients gpu-check docs docs-serve clean
+	check-style check-types check-names check-budgets check-subjects format bench bench-plan bench-clients gpu-check docs docs-serve clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -100,7 +100,7 @@ screenshots: docs  ## write pictures of the monitor, a report and the site to bu
 test-install: $(INSTALL_STAMP)  ## install the wheel and its clients in fresh environments; needs the package index
 	INSTALL_TESTS=1 OMP_NUM_THREADS=1 $(INSTALL_VENV)/bin/python -m pytest -p no:xdist tests/packaging $(PYTEST_ARGS)
 
-check: check-style check-types check-names check-budgets  ## check lint, format, types, layers, public names and sizes
+check: check-style check-types check-names check-budgets check-subjects  ## check lint, format, types, layers, public names and sizes
 
 check-style: $(STAMP)
 	$(BIN)/ruff check .
@@ -114,6 +114,9 @@ check-names: $(STAMP)  # the import layers too
 
 check-budgets: $(STAMP)  # the size of the source, and its uses of private names of other libraries
 	$(BIN)/python tools/budgets.py
+
+check-subjects: $(STAMP)
+	$(BIN)/python tools/subjects.py
 
 format: $(STAMP)  ## apply automatic lint fixes and format the code
 	$(BIN)/ruff check --fix .

@@ -5,6 +5,7 @@ import copy
 import functools
 import inspect
 import pickle
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -13,13 +14,16 @@ from safetensors.torch import load_file
 from states import reset_states
 from torch.utils.data import DataLoader, TensorDataset
 
+import accelerate.accelerator
 from accelerate import (
     Accelerator,
+    AutocastKwargs,
     FullyShardedDataParallelPlugin,
+    PartialState,
     cpu_offload,
     find_executable_batch_size,
 )
-from accelerate.core.errors import PrepareError
+from accelerate.core.errors import ConfigurationError, PrepareError
 from accelerate.utils import set_seed
 
 
@@ -346,3 +350,105 @@ def test_an_overridden_prepare_model_trains_the_same(version):
         results.append(list(accelerator.get_state_dict(first).values()))
     for expected, value in zip(*results, strict=True):
         torch.testing.assert_close(value, expected)
+
+
+@on_ranks(2)
+def test_functions_and_methods_that_packages_replace_lay_out_models():
+    """The replaced function of FSDP2 and the replaced method of `prepare` are called, and train as without them."""
+    calls = []
+    results = []
+    original = accelerate.accelerator.fsdp2_prepare_model
+
+    class Own(Accelerator):
+        def _prepare_fsdp2(self, *args):
+            calls.append("method")
+            return super()._prepare_fsdp2(*args)
+
+    def shard(accelerator, model):
+        calls.append("function")
+        return original(accelerator, model)
+
+    for kind in (Accelerator, Own):
+        reset_states()
+        accelerator = kind(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+        set_seed(0)
+        model = torch.nn.Linear(4, 4, dtype=torch.float64)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        inputs = torch.randn(2, 4, dtype=torch.float64)[accelerator.process_index]
+        accelerator.backward(model(inputs).square().sum())
+        optimizer.step()
+        results.append(list(accelerator.get_state_dict(model).values()))
+        accelerate.accelerator.fsdp2_prepare_model = shard
+    assert calls == ["method", "function"]
+    for expected, value in zip(*results, strict=True):
+        torch.testing.assert_close(value, expected)
+
+
+def test_a_replaced_function_that_is_not_called_is_named(monkeypatch, caplog):
+    monkeypatch.setattr("accelerate.utils.fsdp_utils.fsdp2_load_full_state_dict", print)
+    for _ in range(2):
+        Accelerator(cpu=True).prepare(torch.nn.Linear(2, 1))
+    assert caplog.text.count("fsdp2_load_full_state_dict") == 1
+
+
+def test_attributes_that_scripts_assign(accelerator):
+    loader = accelerator.prepare(DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=2))
+    handlers = ("init", "profile", "scaler", "fp8_recipe", "ao_recipe", "te_recipe", "msamp_recipe")
+    for name in (f"{kind}_handler" for kind in handlers):
+        value = object()
+        setattr(accelerator, name, value)
+        assert getattr(accelerator, name) is value
+    for name in ("has_lomo_optimizer", "has_fp8_handler"):
+        setattr(accelerator, name, True)
+        assert getattr(accelerator, name) is True
+    hooks = OrderedDict()
+    for name in ("_save_model_state_pre_hook", "_load_model_state_pre_hook"):
+        setattr(accelerator, name, hooks)
+        assert getattr(accelerator, name) is hooks
+    accelerator.state.fork_launched = True
+    assert PartialState().fork_launched
+    loader.gradient_state = accelerator.gradient_state
+    assert loader.gradient_state is accelerator.gradient_state
+
+
+@pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
+def test_autocast_follows_assigned_attributes(mixed_precision):
+    accelerator = Accelerator(cpu=True, mixed_precision=mixed_precision)
+    model = accelerator.prepare(torch.nn.Linear(2, 2))
+
+    def computes_in():
+        with accelerator.autocast():
+            return torch.nn.functional.linear(torch.ones(1, 2), torch.ones(2, 2)).dtype
+
+    assert (computes_in() is torch.bfloat16) == (mixed_precision == "bf16")
+    accelerator.autocast_handler = AutocastKwargs(enabled=False)
+    assert computes_in() is torch.float32
+    accelerator.autocast_handler = None
+    accelerator.native_amp = False
+    assert computes_in() is torch.float32
+    assert model(torch.ones(1, 2)).dtype is torch.float32
+
+
+def test_an_assigned_scaler_trains_as_without_it():
+    results = []
+    for scaler in (None, torch.amp.GradScaler("cpu", init_scale=4.0)):
+        reset_states()
+        accelerator = Accelerator(cpu=True)
+        accelerator.scaler = scaler
+        set_seed(0)
+        model = torch.nn.Linear(2, 1)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in range(2):
+            accelerator.backward(model(torch.ones(1, 2)).sum())
+            accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(model.weight.detach())
+    torch.testing.assert_close(*results)
+
+
+def test_the_older_spelling_of_fp16():
+    assert Accelerator(cpu=True, fp16=True).mixed_precision == "fp16"
+    with pytest.raises(ConfigurationError, match="bf16"):
+        Accelerator(cpu=True, fp16=True, mixed_precision="bf16")

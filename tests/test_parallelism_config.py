@@ -2,11 +2,15 @@
 """ParallelismConfig: sizes, names and refusals; the recipes of fp8 and the words of Megatron-LM beside it."""
 
 import pytest
+import torch
+from rank_pool import on_ranks
 
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.config.megatron import MegatronLMPlugin
 from accelerate.config.parallel import DeepSpeedSequenceParallelConfig, TorchContextParallelConfig
 from accelerate.config.precision import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from accelerate.parallelism_config import ParallelismConfig
+from accelerate.runtime.mesh import data_shard
 
 
 def test_sizes_and_names():
@@ -25,6 +29,62 @@ def test_sizes_and_names():
     config.tp_size = 1  # libraries set sizes afterwards
     assert config.total_size == 8 and not config.tp_enabled
     assert config.to_json()["dp_shard_size"] == 2
+
+
+class ExpertParallel(ParallelismConfig):
+    """As packages add a dimension: it is outermost, and counts in the total size."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        self._sizes["ep"] = 1
+        self._set_size("ep", 2)
+
+    @property
+    def total_size(self):
+        return super().total_size * self.ep_size
+
+    @property
+    def active_mesh_dims(self):
+        return ["ep", *super().active_mesh_dims]
+
+    def _get_mesh(self):
+        dims = self.active_mesh_dims
+        return tuple(dims), tuple(self._sizes[name] for name in dims)
+
+
+def test_a_dimension_of_another_package():
+    config = ExpertParallel(dp_shard_size=2)
+    assert config.mesh_shape == {"ep": 2, "dp_shard": 2}
+    config.validate(4)
+    assert [data_shard(config, rank) for rank in range(4)] == [(0, 2), (1, 2), (0, 2), (1, 2)]
+    config = ParallelismConfig(dp_shard_size=2)
+    assert config._get_mesh() == (("dp_shard",), (2,))
+    config._set_size("ep", 2)
+    assert config.mesh_shape == {"dp_shard": 2, "ep": 2}
+    config.validate(4)
+    assert [data_shard(config, rank) for rank in range(4)] == [(0, 2), (0, 2), (1, 2), (1, 2)]
+
+
+@on_ranks(2)
+def test_a_mesh_of_another_package_alone():
+    accelerator = Accelerator(cpu=True, parallelism_config=ExpertParallel())
+    assert accelerator.torch_device_mesh["ep"].size() == 2
+
+
+@on_ranks(4)
+def test_the_mesh_has_the_dimension_of_another_package():
+    accelerator = Accelerator(
+        cpu=True,
+        parallelism_config=ExpertParallel(dp_shard_size=2),
+        fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2),
+    )
+    mesh = accelerator.torch_device_mesh
+    assert {name: mesh[name].size() for name in ("ep", "dp_shard")} == {"ep": 2, "dp_shard": 2}
+    model = accelerator.prepare(torch.nn.Linear(2, 1, dtype=torch.float64))
+    inputs = torch.eye(2, dtype=torch.float64)[mesh["dp_shard"].get_local_rank()]
+    accelerator.backward(model(inputs).sum())
+    expected = torch.full((1, 2), 0.5, dtype=torch.float64)
+    torch.testing.assert_close(model.weight.grad.full_tensor(), expected)
 
 
 def test_variables(monkeypatch):

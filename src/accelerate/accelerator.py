@@ -29,9 +29,9 @@ from .config.training import (
 from .core import env, memory
 from .core.enums import DistributedType, DynamoBackend, LoggerType, RNGType
 from .core.errors import ConfigurationError, PrepareError
-from .core.lazy import public_names
+from .core.lazy import public_names, replaced
 from .core.modules import class_name, model_has_dtensor, require_module
-from .core.objects import forwarded
+from .core.objects import computed, forwarded
 from .core.trees import send_to_device
 from .data_loader import prepare_data_loader, skip_first_batches
 from .logging import MultiProcessAdapter, get_logger, print_or_log
@@ -88,6 +88,15 @@ logger: MultiProcessAdapter = get_logger(__name__)
 # Distinguishes "not given" from each value, for arguments that a configuration object also has.
 _NOT_GIVEN: Any = object()
 
+# Where packages replace functions of the API, and functions that nothing here calls, by the module that defines them.
+_EXPORTERS = ("accelerator", "utils.fsdp_utils", "utils")
+_UNCALLED = {
+    "fsdp2_load_full_state_dict": "parallel.fsdp.by_hand",
+    "fsdp2_prepare_auto_wrap_policy": "parallel.fsdp.by_hand",
+    "_get_model_state_dict": "checkpointing.sharded_api",
+    "_set_model_state_dict": "checkpointing.sharded_api",
+}
+
 
 class _Preparing(NamedTuple):
     """What one call of `prepare` has beside a model."""
@@ -140,6 +149,7 @@ class Accelerator(RunInterface):
         non_finite_limit: with "skip", this many steps in a row that are left out raise NonFiniteError.
         precision_policy: {pattern of module names: dtype} of modules that do not compute in `mixed_precision`, as
             {"*norm*": torch.float32}. The first pattern that matches a name counts.
+        fp16: an older spelling of `mixed_precision="fp16"`.
 
     Raises:
         ConfigurationError: arguments contradict each other, or a value is not valid.
@@ -181,7 +191,14 @@ class Accelerator(RunInterface):
         non_finite: str | None = None,
         non_finite_limit: int = 10,
         precision_policy: Mapping[str, torch.dtype] | None = None,
+        fp16: bool = False,
     ) -> None:
+        if checks.truth("fp16", fp16):
+            if mixed_precision not in (None, "fp16"):
+                raise ConfigurationError(
+                    f"fp16=True means mixed_precision='fp16', and mixed_precision={mixed_precision!r} is given too"
+                )
+            mixed_precision = "fp16"
         if non_finite is None:
             non_finite = env.get("ACCELERATE_NON_FINITE", "ignore")
         non_finite = checks.word("non_finite", non_finite, ("skip", "raise", "ignore"))
@@ -347,7 +364,38 @@ class Accelerator(RunInterface):
                 f"`device_placement` should be a list with {len(args)} elements (the number of objects passed), "
                 f"it has {len(device_placement)}"
             )
+        replaced_names = [
+            name for name, home in _UNCALLED.items() if replaced(name, home, _EXPORTERS)
+        ]
+        if type(self).distributed_type is not RunInterface.distributed_type:
+            replaced_names.append("Accelerator.distributed_type")
+        if replaced_names:
+            _warn_of_replaced(tuple(replaced_names))
+        layout = None
+        if self.is_fsdp2:
+            layout = self.replacement("_prepare_fsdp2")
+        elif self.distributed_type is DistributedType.DEEPSPEED:
+            layout = self.replacement("_prepare_deepspeed")
+        if layout is None:
+            return self._prepare_together(args, device_placement, forward_methods)
+        prepared = tuple(layout(*args))
+        for obj in prepared:
+            if isinstance(obj, torch.nn.Module):
+                add_forward_methods(self.prepared_model(obj), forward_methods)
+        if len(prepared) == 1:
+            return prepared[0]
+        return prepared
+
+    def _prepare_together(
+        self,
+        args: tuple[Any, ...],
+        device_placement: Sequence[bool | None],
+        forward_methods: Sequence[str] = (),
+    ) -> Any:
         if self.parallelism_config is not None and self.parallelism_config.cp_enabled:
+            if self.replacement("_prepare_cp") is not None:
+                # The package that has replaced it splits the sequences itself.
+                self.strategy.sequence = None
             args = tuple(self._prepare_cp(*args))
         args = tuple(self.strategy.prepare_together(list(args), self.split_batches))
         check_preparable(args)
@@ -459,6 +507,13 @@ class Accelerator(RunInterface):
                 bundle.place[i] = False
             if not evaluation:
                 refuse_lost_gradients(model)
+        if self.is_fsdp2 and not evaluation:
+            shard = replaced("fsdp2_prepare_model", "parallel.fsdp.by_hand", _EXPORTERS)
+            if shard is not None:
+                bundle.models = [
+                    _shard_elsewhere(self.strategy, functools.partial(shard, self), model)
+                    for model in bundle.models
+                ]
         # transformers.Trainer prepares models that transformers has sharded for evaluation, and trains them itself.
         if not evaluation and any(model_has_dtensor(model) for model in bundle.models):
             self._adopt(bundle.models)
@@ -851,10 +906,10 @@ class Accelerator(RunInterface):
             optimizer.optimizer.fused_backward(loss, learning_rate)
         self._loop.after_backward(loss, None)
 
-    @property
-    def has_lomo_optimizer(self) -> bool:
-        """Whether a prepared optimizer steps in its backward, as LOMO's do."""
-        return bool(self._lomo_optimizers())
+    has_lomo_optimizer: bool = computed(
+        lambda self: bool(self._lomo_optimizers()),
+        "Whether a prepared optimizer steps in its backward, as LOMO's do.",
+    )
 
     def _lomo_optimizers(self) -> list[Any]:
         optimizers = self._objects.optimizers
@@ -1518,17 +1573,25 @@ class Accelerator(RunInterface):
         "_objects.custom", "The objects that were registered.", True
     )
     _save_model_state_pre_hook: Any = forwarded(
-        "_checkpoints.save_hooks", "The hooks of `save_state`, by number."
+        "_checkpoints.save_hooks", "The hooks of `save_state`, by number.", settable=True
     )
     _load_model_state_pre_hook: Any = forwarded(
-        "_checkpoints.load_hooks", "The hooks of `load_state`, by number."
+        "_checkpoints.load_hooks", "The hooks of `load_state`, by number.", settable=True
     )
 
+    @replaceable
     def _prepare_deepspeed(self, *args: Any) -> tuple[Any, ...]:
-        """What `prepare` returns, as a tuple also for one object."""
-        prepared = self.prepare(*args)
+        """What `prepare` returns under DeepSpeed, as a tuple. Some packages replace it."""
+        prepared = self._prepare_together(args, [None] * len(args))
         return prepared if len(args) > 1 else (prepared,)
 
+    @replaceable
+    def _prepare_fsdp2(self, *args: Any) -> tuple[Any, ...]:
+        """What `prepare` returns under FSDP2, as a tuple. Some packages replace it."""
+        prepared = self._prepare_together(args, [None] * len(args))
+        return prepared if len(args) > 1 else (prepared,)
+
+    @replaceable
     def _prepare_cp(self, *args: Any) -> tuple[Any, ...]:
         """The objects to prepare under context parallelism. Some packages replace it."""
         return args
@@ -1600,6 +1663,25 @@ def _replaced_state_dict(
     if accelerator is None:
         return None
     return accelerator.replacement("get_state_dict")
+
+
+def _shard_elsewhere(
+    strategy: Any, shard: Callable[[torch.nn.Module], torch.nn.Module], model: torch.nn.Module
+) -> torch.nn.Module:
+    """A model that another package's function has sharded; optimizers are pointed to the parameters that it made."""
+    from .parallel.sharded_optimizer import ParameterPlaces
+
+    places = ParameterPlaces(model)
+    model = shard(model)
+    strategy.replacements.add(places.replaced())
+    return model
+
+
+@functools.cache
+def _warn_of_replaced(names: tuple[str, ...]) -> None:
+    logger.warning(
+        f"{', '.join(names)} of accelerate was replaced, which changes nothing: prepare and checkpoints do not call it"
+    )
 
 
 def _trains(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> bool:

@@ -20,8 +20,6 @@ from .core.messages import warn
 from .core.options import options
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch.distributed.device_mesh import DeviceMesh
 
 # Outermost first: ranks of the innermost dimensions sit next to each other, where communication is densest.
@@ -79,6 +77,8 @@ class ParallelismConfig:
             self._read_size(name)
         for name in ("cp", "sp"):
             self._read_backend(name)
+        # Packages add dimensions of their own, whose ranks read the same samples.
+        self._sizes: dict[str, int] = {name: getattr(self, f"{name}_size") for name in MESH_ORDER}
         for name, kind in _HANDLERS.items():
             if not self._take_handler(name, kind):
                 warn(
@@ -155,6 +155,21 @@ class ParallelismConfig:
         return {name: getattr(self, f"{name}_size") for name in MESH_ORDER}
 
     @property
+    def mesh_shape(self) -> dict[str, int]:
+        """Dimension -> size of the mesh, outermost first. Those that `_get_mesh` leaves out are innermost."""
+        names, sizes = self._get_mesh() or ((), ())
+        shape = dict(zip(names, sizes, strict=True))
+        for name, size in self._sizes.items():
+            if name not in MESH_ORDER and name not in shape and size > 1:
+                shape[name] = size
+        return shape
+
+    def _set_size(self, parallelism: str, size: int) -> None:
+        """Set the size of a dimension, also of one that another package adds."""
+        self._sizes[parallelism] = size
+        setattr(self, f"{parallelism}_size", size)
+
+    @property
     def total_size(self) -> int:
         """The product of all sizes: the number of processes."""
         return math.prod(self.sizes.values())
@@ -207,7 +222,8 @@ class ParallelismConfig:
         return self._active("dp_replicate") + ["dp_shard_cp"]
 
     def _active(self, *names: str) -> list[str]:
-        return [name for name in names if getattr(self, f"{name}_size") > 1]
+        sizes = self.sizes
+        return [name for name in names if sizes[name] > 1]
 
     def validate(self, world_size: int) -> None:
         """Check that the product of the sizes is the number of processes.
@@ -218,7 +234,8 @@ class ParallelismConfig:
         Raises:
             ConfigurationError: it is not.
         """
-        if self.total_size != world_size:
+        # Whether a package counts its own dimensions in `total_size` is up to it.
+        if world_size not in (self.total_size, math.prod(self.mesh_shape.values())):
             origins = {name: f" ({variable})" for name, variable in self._variables.items()}
             factors = [
                 f"{name}_size={size}{origins.get(name, '')}"
@@ -231,13 +248,15 @@ class ParallelismConfig:
                 f"Start {self.total_size}, or change one of the sizes."
             )
 
-    def _get_mesh(self) -> tuple[Sequence[str], Sequence[int]]:
+    def _get_mesh(self) -> tuple[tuple[str, ...], tuple[int, ...]] | tuple[()]:
         """The names of the mesh's dimensions and their sizes, outermost first. Some packages replace it."""
         names = [name for name in MESH_ORDER if self.sizes[name] > 1]
         if self.dp_replicate_enabled and not self.dp_shard_cp_dim_names and self.non_dp_dim_names:
             # Copies of a tensor-parallel or pipelined model are FSDP's with shards of one rank.
             names.insert(names.index("dp_replicate") + 1, "dp_shard")
-        return names, [self.sizes[name] for name in names]
+        if not names:
+            return ()
+        return tuple(names), tuple(self.sizes[name] for name in names)
 
     def _validate_accelerator(self, accelerator: Any) -> None:
         """Check the sizes against the processes of a run. Some packages replace it."""
@@ -250,22 +269,22 @@ class ParallelismConfig:
         exist: `dp` (its ranks see different samples), `dp_shard_cp` (FSDP shards over it), `dp_cp` (losses are
         averaged over it). Ranks that share a sequence, by cp or by sp, are among the last two.
         """
-        names, shape = self._get_mesh() or ((), ())
-        if not names:
+        shape = self.mesh_shape
+        if not shape:
             return None
         from torch.distributed.device_mesh import init_device_mesh
 
         from .torch_internals import device_mesh
 
-        mesh = init_device_mesh(device_type, tuple(shape), mesh_dim_names=tuple(names))
+        mesh = init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
         for flat, inner in (
             ("dp", ("dp_replicate", "dp_shard")),
             ("dp_shard_cp", ("dp_shard", "cp", "sp")),
             ("dp_cp", ("dp_replicate", "dp_shard", "cp", "sp")),
         ):
-            present = tuple(name for name in inner if name in names)
+            present = [name for name in inner if name in shape]
             if present:
-                device_mesh.flatten(mesh[present], flat)
+                device_mesh.flatten(mesh[present], flat)  # type: ignore[index]
         return mesh
 
     @property

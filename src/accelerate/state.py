@@ -34,6 +34,10 @@ if TYPE_CHECKING:
     from .parallelism_config import ParallelismConfig
 
 
+# What the shared states are, except on XLA devices.
+SharedDict = dict
+
+
 class ThreadLocalSharedDict(threading.local):
     """A class attribute: a dict that all instances share, one for each thread. Each thread may replace its own."""
 
@@ -251,16 +255,10 @@ class PartialState(ProcessView):
         kind = devices.kind_of(device)
         distributed_type, used_backend = DistributedType.NO, None
         if topology.world_size > 1:
-            # "nccl" is the API's word for the device's own backend.
-            wanted = kind.backend
-            if backend not in (None, "nccl"):
-                wanted = str(backend)
-            if _use_sagemaker_dp or backends.uses_smddp():
-                wanted = backends.SMDDP
+            wanted, distributed_type = self._prepare_backend(cpu, _use_sagemaker_dp, backend)
             if _host_tensors and wanted == kind.backend:
                 wanted = group.with_host(kind)
             used_backend = group.start(topology, wanted, timeout, init_method or kind.init_method)
-            distributed_type = kind.distributed
             if backends.uses_deepspeed():
                 backends.start_deepspeed(device)
         # Set at once, after everything has succeeded.
@@ -279,6 +277,20 @@ class PartialState(ProcessView):
             from .runtime.hardware import set_numa_affinity
 
             set_numa_affinity(topology.local_rank)
+
+    def _prepare_backend(
+        self, cpu: bool = False, sagemaker_dp: bool = False, backend: str | None = None
+    ) -> tuple[str, DistributedType]:
+        """The backend of several processes and their kind of run. Some packages replace it."""
+        topology = _present_topology()
+        device = devices.select(topology.local_rank, topology.local_world_size, cpu)
+        kind = devices.kind_of(device)
+        if sagemaker_dp or backends.uses_smddp():
+            return backends.SMDDP, kind.distributed
+        # "nccl" is the API's word for the device's own backend.
+        if backend in (None, "nccl"):
+            return kind.backend, kind.distributed
+        return str(backend), kind.distributed
 
     def __repr__(self) -> str:
         backend = f"  Backend: {self.backend}" if self.backend else ""
@@ -509,6 +521,10 @@ class AcceleratorState(ProcessView):
     def fork_launched(self) -> bool:
         """See `PartialState.fork_launched`."""
         return PartialState().fork_launched
+
+    @fork_launched.setter
+    def fork_launched(self, value: bool) -> None:
+        PartialState().fork_launched = value
 
     def destroy_process_group(self, group: dist.ProcessGroup | None = None) -> None:
         """See `PartialState.destroy_process_group`."""

@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """`accelerate config` and the API's configuration objects."""
 
+import argparse
 import builtins
 
 import pytest
 
 from accelerate.commands import config
-from accelerate.commands.config import questions
+from accelerate.commands.config import config_utils, questions
+from accelerate.commands.config.config import config_command_parser
 from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
+from accelerate.commands.config.update import update_command_parser
+from accelerate.commands.env import env_command_parser
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.core import system
 from accelerate.core.enums import ComputeEnvironment, DistributedType
@@ -202,3 +206,30 @@ def test_each_question_has_help_and_a_way_back(monkeypatch, tmp_path, capsys):
     assert load_config_from_file(questions.run(tmp_path / "c.yaml")).num_machines == 1
     told = capsys.readouterr().out
     assert list(left) == [] and "`accelerate launch --num_machines`" in " ".join(told.split())
+
+
+def test_single_questions_for_other_packages(monkeypatch, capsys):
+    answers = iter(["", "many", "3", "7", "1"])
+    monkeypatch.setattr("builtins.input", lambda *prompt: next(answers))
+    assert config_utils._ask_field("a name: ", default="none") == "none"
+    assert config_utils._ask_field("how many: ", int, error_message="a number") == 3
+    assert capsys.readouterr().out == "a number\n"
+    convert = config_utils._convert_mixed_precision
+    assert config_utils._ask_options("precision", ["no", "fp16"], convert).value == "fp16"
+    assert config_utils._convert_distributed_mode(4).value == "MULTI_GPU"
+    assert config_utils._convert_yes_no_to_bool("Yes") is True
+
+
+def test_commands_as_functions(tmp_path, capsys):
+    path = tmp_path / "old.yaml"
+    path.write_text("distributed_type: 'NO'\nuse_cpu: true\n")
+    commands = argparse.ArgumentParser()
+    subparsers = commands.add_subparsers()
+    update_command_parser(subparsers, [])
+    env_command_parser(subparsers)
+    config_command_parser(subparsers)
+    args = commands.parse_args(["update", "--config_file", str(path)])
+    assert args.func(args) is None
+    assert load_config_from_file(path).use_cpu
+    args = commands.parse_args(["env", "--config_file", str(path)])
+    assert args.func(args)["config"]["use_cpu"] is True

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib.metadata
 import json
@@ -15,7 +16,7 @@ from ..core import installation, system
 from ..core.errors import ConfigurationError
 from ..core.objects import masked
 from ..core.version import __version__
-from .parser import Parser, listing
+from .parser import command_parser, listing
 
 PACKAGES = (
     "torch",
@@ -76,12 +77,10 @@ def _devices() -> list[str]:
     return [f"{kind}:{index} {names(index)}" for index in range(torch.accelerator.device_count())]
 
 
-def parser() -> Parser:
-    """Return the parser of `accelerate env`."""
-    made = Parser(
-        prog="accelerate env",
-        description="Describe this installation and this machine, for bug reports.",
-    )
+def env_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+    """Return the parser of `accelerate env`, or add it to `subparsers`."""
+    description = "Describe this installation and this machine, for bug reports."
+    made = command_parser("env", description, env_command, subparsers)
     made.add_argument(
         "--config_file", default=None, help="Configuration file to show instead of the default one."
     )
@@ -89,8 +88,17 @@ def parser() -> Parser:
     return made
 
 
+# The name that every command has.
+parser = env_command_parser
+
+
 def main(argv: list[str] | None = None) -> None:
     """Run `accelerate env`."""
-    args = parser().parse_args(argv)
+    env_command(env_command_parser().parse_args(argv))
+
+
+def env_command(args: argparse.Namespace) -> dict[str, Any]:
+    """Print the description with parsed arguments, and return it."""
     facts = gather(args.config_file)
     print(json.dumps(facts, indent=2) if args.json else listing(facts))
+    return facts

@@ -206,7 +206,7 @@ class Parser(argparse.ArgumentParser):
 def command_parser(
     name: str,
     description: str,
-    run: Callable[[argparse.Namespace], None],
+    run: Callable[[argparse.Namespace], object],
     subparsers: Any = None,
     foreign: Mapping[str, str] = types.MappingProxyType({}),
     **more: Any,

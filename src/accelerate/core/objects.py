@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import operator
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set, ValuesView
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set, ValuesView
 from typing import Any
 
 _BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -64,6 +64,31 @@ def forwarded(path: str, doc: str, settable: bool = False) -> Any:
         setattr(recursive_getattr(self, owner) if owner else self, name, value)
 
     return property(operator.attrgetter(path), assign if settable else None, doc=doc)
+
+
+def computed(compute: Callable[[Any], Any], doc: str) -> Any:
+    """An attribute with a computed value, until another one is assigned to it.
+
+    Args:
+        compute: gives the value, from the object that has the attribute.
+        doc: the docstring of the attribute.
+
+    Returns:
+        The attribute. Declare its type where it is assigned.
+    """
+    return _Computed(compute, doc)
+
+
+class _Computed:
+    def __init__(self, compute: Callable[[Any], Any], doc: str) -> None:
+        self.compute = compute
+        self.__doc__ = doc
+
+    # Without `__set__`, an assigned value is in the object's own attributes, which come first.
+    def __get__(self, obj: Any, owner: type) -> Any:
+        if obj is None:
+            return self
+        return self.compute(obj)
 
 
 def get_pretty_name(obj: Any) -> str:

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, SequentialSampler
 
 from ..collectives.rng import synchronize_rng_states
 from ..core.errors import CheckpointError
+from ..core.objects import computed
 from ..core.observers import RunLoop
 from ..runtime import marks
 from ..state import GradientState
@@ -158,10 +159,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin, LoaderOptions):
         # A copy, also in another process, makes passes of its own.
         return functools.partial(type(self).around, **self.options()), (self.base_dataloader,)
 
-    @property
-    def gradient_state(self) -> GradientState:
-        """The shared gradient state."""
-        return GradientState()
+    # All objects of this class share one state.
+    gradient_state: GradientState = computed(lambda self: GradientState(), "The gradient state.")
 
     @property
     def copy_seconds(self) -> float:

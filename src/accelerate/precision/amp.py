@@ -45,7 +45,9 @@ class MixedPrecision(Precision):
     def autocast(
         self, options: AutocastKwargs | None = None
     ) -> contextlib.AbstractContextManager[Any]:
-        """`torch.autocast` with the run's options or these."""
+        """`torch.autocast` with the run's options or these; nothing where `native_amp` was set to False."""
+        if not self.native_amp:
+            return contextlib.nullcontext()
         options = options or self.options
         kwargs = {}
         if options is not None:

@@ -18,17 +18,19 @@ from ..config.training import (
     ProjectConfiguration,
 )
 from ..core.enums import DistributedType, FP8BackendType
-from ..core.objects import forwarded
+from ..core.objects import computed, forwarded
 from ..core.observers import RunLoop
 from ..data_loader.metrics import gather_for_metrics
 from ..parallel.base import Strategy
 from ..parallel.ddp.strategy import DataParallel
+from ..precision.amp import MixedPrecision
 from ..precision.base import Precision
 from ..state import AcceleratorState, GradientState, ProcessView
 from .objects import RunObjects
 from .resolve import Plan
 
 if TYPE_CHECKING:
+    from ..config.precision import AutocastKwargs
     from ..parallelism_config import ParallelismConfig
 
 P = ParamSpec("P")
@@ -250,35 +252,44 @@ class RunInterface(ProcessView):
             self.strategy.options = value or DistributedDataParallelKwargs()
 
     scaler_handler: Any = forwarded(
-        "plan.handlers.scaler", "The `GradScalerKwargs` of the run, or None."
+        "plan.handlers.scaler", "The `GradScalerKwargs` of the run, or None.", settable=True
     )
     init_handler: Any = forwarded(
-        "plan.handlers.init", "The `InitProcessGroupKwargs` of the run, or None."
-    )
-    autocast_handler: Any = forwarded(
-        "plan.handlers.autocast", "The `AutocastKwargs` of the run, or None."
-    )
-    profile_handler: Any = forwarded(
-        "plan.handlers.profile", "The `ProfileKwargs` of the run, or None."
-    )
-
-    fp8_recipe_handler: Any = forwarded(
-        "plan.handlers.fp8_recipe", "The recipe of fp8 training, or None."
-    )
-    ao_recipe_handler: Any = forwarded(
-        "plan.handlers.ao", "The `AORecipeKwargs` of the run, or None."
-    )
-    te_recipe_handler: Any = forwarded(
-        "plan.handlers.te", "The `TERecipeKwargs` of the run, or None."
-    )
-    msamp_recipe_handler: Any = forwarded(
-        "plan.handlers.msamp", "The `MSAMPRecipeKwargs` of the run, or None."
+        "plan.handlers.init", "The `InitProcessGroupKwargs` of the run, or None.", settable=True
     )
 
     @property
-    def has_fp8_handler(self) -> bool:
-        """Whether a recipe of fp8 training was given."""
-        return self.fp8_recipe_handler is not None
+    def autocast_handler(self) -> Any:
+        """The `AutocastKwargs` of the run, or None."""
+        return self.plan.handlers.autocast
+
+    @autocast_handler.setter
+    def autocast_handler(self, value: AutocastKwargs | None) -> None:
+        self.plan.handlers.autocast = value
+        if isinstance(self.precision, MixedPrecision):
+            self.precision.options = value
+
+    profile_handler: Any = forwarded(
+        "plan.handlers.profile", "The `ProfileKwargs` of the run, or None.", settable=True
+    )
+
+    fp8_recipe_handler: Any = computed(
+        lambda self: self.plan.handlers.fp8_recipe, "The recipe of fp8 training, or None."
+    )
+    ao_recipe_handler: Any = forwarded(
+        "plan.handlers.ao", "The `AORecipeKwargs` of the run, or None.", settable=True
+    )
+    te_recipe_handler: Any = forwarded(
+        "plan.handlers.te", "The `TERecipeKwargs` of the run, or None.", settable=True
+    )
+    msamp_recipe_handler: Any = forwarded(
+        "plan.handlers.msamp", "The `MSAMPRecipeKwargs` of the run, or None.", settable=True
+    )
+
+    has_fp8_handler: bool = computed(
+        lambda self: self.fp8_recipe_handler is not None,
+        "Whether a recipe of fp8 training was given.",
+    )
 
     @property
     def fp8_enabled(self) -> bool:
@@ -305,7 +316,9 @@ class RunInterface(ProcessView):
             optimizer.scaler = scaler
 
     native_amp: bool = forwarded(
-        "precision.native_amp", "Whether the forward runs under torch's autocast."
+        "precision.native_amp",
+        "Whether forwards run under torch's autocast. Set to False, those of mixed precision do not either.",
+        settable=True,
     )
 
     @property

@@ -188,7 +188,12 @@ def resolve(request: Request) -> Resolved:
         from ..parallel.compile import Compile
 
         strategy.transforms = (*strategy.transforms, Compile(state.dynamo_plugin))
-    state.__dict__["device_mesh"] = getattr(strategy, "mesh", None)
+    mesh = getattr(strategy, "mesh", None)
+    layout = state.parallelism_config
+    if mesh is None and layout is not None and set(layout.mesh_shape) - set(layout.sizes):
+        # Another package has added a dimension, and uses the mesh itself.
+        mesh = layout.get_device_mesh(state.device.type)
+    state.__dict__["device_mesh"] = mesh
     plan = Plan(
         state.mixed_precision, accumulation, dynamo, handlers, exact, strategy.name, origins
     )

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import TYPE_CHECKING
 
 from ..core.errors import ConfigurationError
-from ..parallelism_config import MESH_ORDER, ParallelismConfig
+from ..parallelism_config import ParallelismConfig
 
 if TYPE_CHECKING:
     import torch
@@ -33,14 +34,14 @@ def build_mesh(config: ParallelismConfig, world_size: int, device_type: str) -> 
 
 def coordinates(config: ParallelismConfig, rank: int) -> dict[str, int]:
     """Dimension -> this rank's place in it, for every dimension of the layout."""
-    if not 0 <= rank < config.total_size:
-        raise ConfigurationError(
-            f"rank {rank} is outside the layout, which has {config.total_size} ranks"
-        )
-    places = {}
-    for name in reversed(MESH_ORDER):
-        rank, places[name] = divmod(rank, config.sizes[name])
-    return {name: places[name] for name in MESH_ORDER}
+    shape = config.mesh_shape
+    count = math.prod(shape.values())
+    if not 0 <= rank < count:
+        raise ConfigurationError(f"rank {rank} is outside the layout, which has {count} ranks")
+    places = dict.fromkeys(config.sizes, 0)
+    for name in reversed(shape):
+        rank, places[name] = divmod(rank, shape[name])
+    return places
 
 
 def data_shard(config: ParallelismConfig, rank: int) -> tuple[int, int]:

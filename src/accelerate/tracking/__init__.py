@@ -5,7 +5,7 @@ from ..core.enums import LoggerType
 from ..core.lazy import attach
 
 EXPORTS = {
-    "tracking.base": ["GeneralTracker", "on_main_process"],
+    "tracking.base": ["GeneralTracker", "logger", "on_main_process"],
     "tracking.local": ["LocalTracker", "read_values"],
     "tracking.registry": [
         "LOGGER_TYPE_TO_CLASS",

@@ -4,6 +4,7 @@
 from . import registry as registry
 from .aim import AimTracker as AimTracker
 from .base import GeneralTracker as GeneralTracker
+from .base import logger as logger
 from .base import on_main_process as on_main_process
 from .clearml import ClearMLTracker as ClearMLTracker
 from .comet_ml import CometMLTracker as CometMLTracker

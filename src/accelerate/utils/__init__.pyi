@@ -224,6 +224,7 @@ from ..launchers.notebook import PrepareForLaunch as PrepareForLaunch
 from ..launchers.notebook import install_xla as install_xla
 from ..launchers.ports import get_free_port as get_free_port
 from ..launchers.ports import is_port_in_use as is_port_in_use
+from ..launchers.sagemaker import _convert_nargs_to_dict as _convert_nargs_to_dict
 from ..parallel.compile import compile_regions as compile_regions
 from ..parallel.compile import compile_regions_deepspeed as compile_regions_deepspeed
 from ..parallel.compile import compile_regions_fsdp2 as compile_regions_fsdp2

@@ -8,5 +8,6 @@ from ..launchers.compat import prepare_sagemager_args_inputs as prepare_sagemage
 from ..launchers.compat import prepare_simple_launcher_cmd_env as prepare_simple_launcher_cmd_env
 from ..launchers.compat import prepare_tpu as prepare_tpu
 from ..launchers.notebook import PrepareForLaunch as PrepareForLaunch
+from ..launchers.sagemaker import _convert_nargs_to_dict as _convert_nargs_to_dict
 
 EXPORTS: dict[str, list[str]]

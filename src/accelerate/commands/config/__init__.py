@@ -21,6 +21,7 @@ from ..parser import Parser, print_error, table
 from . import config_args, questions
 from .config_args import ClusterConfig, SageMakerConfig, load_config_from_file
 from .default import write_basic_config
+from .update import update_config_command
 
 __all__ = [
     "ClusterConfig",
@@ -109,7 +110,7 @@ def _run(action: str, arguments: list[str]) -> None:
         if path:
             messages.show(f"wrote {path}")
     elif action == "update":
-        _update(args.config_file)
+        update_config_command(args)
     else:
         if args.config_file:
             path = Path(args.config_file).expanduser()
@@ -118,19 +119,6 @@ def _run(action: str, arguments: list[str]) -> None:
         check_writable(path, "config_file")
         path = questions.run(path)
         messages.show(f"wrote {path}")
-
-
-def _update(named: str | None) -> None:
-    """Write a file again with the current keys; print what each older spelling has become."""
-    file = launch_file.read(named or launch_file.default_file())
-    for note in file.notes:
-        print(note)
-    current = load_config_from_file(file.path).to_dict()
-    # Numbers that the file left to the machine stay left to it.
-    if "num_processes" not in file.data and current.get("num_processes") == -1:
-        del current["num_processes"]
-    launch_file.write(file.path, current)
-    messages.show(f"updated {file.path}")
 
 
 def explain(settings: Settings, everything: bool = False, names: Sequence[str] = ()) -> str:

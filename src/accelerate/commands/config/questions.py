@@ -265,7 +265,12 @@ QUESTIONS: tuple[Question, ...] = (
 
 
 def run(path: Path, questions: Sequence[Question] = QUESTIONS) -> Path:
-    """Put the questions, show a summary, and write the file. `<` or the left arrow goes back a question."""
+    """Put the questions, show a summary, and write the file."""
+    return launch_file.write(path, ask(f"Write this to {path}?", questions))
+
+
+def ask(confirmation: str, questions: Sequence[Question] = QUESTIONS) -> dict[str, Any]:
+    """Put the questions and show a summary; return what a file has. `<` or the left arrow goes back a question."""
     answers: Answers = {}
     visited: list[int] = []
     position = 0
@@ -286,11 +291,9 @@ def run(path: Path, questions: Sequence[Question] = QUESTIONS) -> Path:
                 continue
         else:
             print("\n" + listing(to_file(answers)))
-            if (
-                choose(f"\nWrite this to {path}?", ((True, "yes"), (False, "no, go back")), True)
-                is True
-            ):
-                return launch_file.write(path, to_file(answers))
+            yes_or_back = ((True, "yes"), (False, "no, go back"))
+            if choose(f"\n{confirmation}", yes_or_back, True) is True:
+                return to_file(answers)
         position = visited.pop() if visited else 0
 
 
