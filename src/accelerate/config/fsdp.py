@@ -74,6 +74,8 @@ class FullyShardedDataParallelPlugin:
     min_num_params: int | None = None
 
     def __post_init__(self) -> None:
+        # Whether the policy of precision is the run's, not the user's.
+        self.policy_is_filled = False
         # Whether the user has chosen what happens after the forward; else it is the default.
         self.reshard_is_given: bool = (
             self.reshard_after_forward is not None or self.sharding_strategy is not None

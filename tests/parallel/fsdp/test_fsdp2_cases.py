@@ -212,9 +212,15 @@ def test_one_plugin_for_two_runs():
 def test_outputs_stay_in_the_dtype_of_the_computation():
     low = torch.bfloat16
     wide = MixedPrecisionPolicy(low, low, output_dtype=torch.float32)
-    for policy, expected in ((None, low), (wide, torch.float32)):
+    cases = (
+        ("bf16", None, low),
+        ("bf16", wide, torch.float32),
+        # Scaled losses are too large for fp16.
+        ("fp16", None, torch.float32),
+    )
+    for precision, policy, expected in cases:
         accelerator = fresh(
-            Plugin(fsdp_version=2, mixed_precision_policy=policy), mixed_precision="bf16"
+            Plugin(fsdp_version=2, mixed_precision_policy=policy), mixed_precision=precision
         )
         model = accelerator.prepare(nn.Linear(WIDTH, 2))
         output = model(torch.ones(1, WIDTH))

@@ -98,6 +98,8 @@ class FullyShardedDataParallel(ShardedStrategy):
                 f"the group with backend={group.with_host(kind_of(device))!r}"
             )
         self.plugin = plugin
+        # The gradient of a scaled loss is too large for fp16.
+        self.full_outputs: bool = plugin.policy_is_filled and precision.scaler is not None
         self.shards: dist.DeviceMesh = mesh.fsdp_mesh(self.layout, self.mesh, device)
         self.gradient_group: dist.ProcessGroup | None = mesh.group_of(self.mesh, "dp_cp")
 
@@ -141,7 +143,7 @@ class FullyShardedDataParallel(ShardedStrategy):
                 units.recompute(self.device, bool(plugin.activation_checkpointing_offload))
 
             # Sharding, and values.
-            shard_units(units, weights, plugin, self.shards)
+            shard_units(units, weights, plugin, self.shards, self.full_outputs)
 
             if not any(isinstance(transform, Compile) for transform in self.transforms):
                 # Its hooks would be compiled.

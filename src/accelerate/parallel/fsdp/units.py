@@ -36,6 +36,7 @@ def fill_policy(plugin: FullyShardedDataParallelPlugin, version: int, precision:
         raise ConfigurationError(f"fsdp_version={plugin.fsdp_version} is not FSDP{version}")
     if precision.native_amp and plugin.mixed_precision_policy is None:
         plugin.set_mixed_precision(precision.name)
+        plugin.policy_is_filled = True
 
 
 def keep_unpacked(model: torch.nn.Module) -> None:
