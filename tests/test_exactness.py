@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """exact=True against the plain single-process loop, after every step, for sizes that do not divide."""
 
+import copy
+
 import pytest
 import torch
 from rank_pool import on_ranks
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from accelerate import Accelerator
+from accelerate.core.errors import AccelerateError
 from accelerate.utils import FullyShardedDataParallelPlugin
 
 EPOCHS = 3
@@ -166,3 +169,121 @@ def test_two_models_with_a_backward_each_in_a_window_that_ends_early(plugin):
         found = accelerator.get_state_dict(model)
         for name, value in found.items():
             torch.testing.assert_close(value, state[name], rtol=0, atol=1e-10)
+
+
+def read_ahead(loader):
+    batches = iter(loader)
+    present = next(batches, None)
+    while present is not None:
+        following = next(batches, None)
+        yield present
+        present = following
+
+
+@on_ranks(1, 2, 4)
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("order", [read_ahead, list])
+def test_the_weight_is_that_of_the_batch_which_the_forward_reads(order, steps, nproc):
+    size, batch_size = 37, 4
+    inputs = torch.cat(data(size, torch.float64), dim=1)
+    torch.manual_seed(1)
+    expected = torch.nn.Linear(6, 1, dtype=torch.float64)
+    model = copy.deepcopy(expected)
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+    rows = list(inputs.split(batch_size * nproc))
+    ends = [number % steps == steps - 1 for number in range(len(rows))]
+    if order is read_ahead and steps > 1:
+        # The last batch is read by then, and after it no pass is open.
+        ends[-2:] = [True, False]
+    window = []
+    for batch, is_end in zip(rows, ends, strict=True):
+        window.append(batch)
+        if is_end:
+            x = torch.cat(window)
+            torch.nn.functional.mse_loss(expected(x[:, :-1]), x[:, -1:]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            window = []
+
+    accelerator = Accelerator(gradient_accumulation_steps=steps, exact=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(TensorDataset(inputs), batch_size=batch_size)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for (x,) in order(loader):
+        with accelerator.accumulate(model):
+            loss = torch.nn.functional.mse_loss(model(x[:, :-1]), x[:, -1:])
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    weight = accelerator.unwrap_model(model).weight.detach()
+    assert (weight - expected.weight).abs().max() < 1e-9
+
+
+@on_ranks(1, 2, 4)
+def test_a_closure_decides_on_the_mean_over_all_samples(nproc):
+    """A line search on ranks with unequal batches, the last of which has none of some ranks."""
+    x, y = data(4 * nproc + 3, torch.float64)
+    plain = network(torch.float64)
+    model = copy.deepcopy(plain)
+    options = {"lr": 1.0, "max_iter": 4, "line_search_fn": "strong_wolfe"}
+    optimizer = torch.optim.LBFGS(plain.parameters(), **options)
+    for start in range(0, len(x), 4 * nproc):
+        rows = slice(start, start + 4 * nproc)
+
+        def closure(rows=rows):
+            optimizer.zero_grad()
+            loss = torch.nn.functional.mse_loss(plain(x[rows]), y[rows])
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+    accelerator = Accelerator(exact=True)
+    prepared, stepper, loader = accelerator.prepare(
+        model,
+        torch.optim.LBFGS(model.parameters(), **options),
+        DataLoader(TensorDataset(x, y), batch_size=4),
+    )
+    for inputs, targets in loader:
+
+        def weighed(inputs=inputs, targets=targets):
+            stepper.zero_grad()
+            loss = torch.nn.functional.mse_loss(prepared(inputs), targets)
+            accelerator.backward(loss)
+            return loss
+
+        stepper.step(weighed)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (ours - theirs).abs().max() < 1e-8
+
+
+@on_ranks(2)
+def test_batches_of_other_weights_in_one_loss(nproc):
+    accelerator = Accelerator(exact=True)
+    x, y = data(10, torch.float64)
+    loaders = [DataLoader(TensorDataset(x, y), batch_size=size) for size in (3, 4)]
+    model, *loaders = accelerator.prepare(network(torch.float64), *loaders)
+    number = 0
+    for batches in zip(*loaders, strict=True):
+        losses = [torch.nn.functional.mse_loss(model(a), b) for a, b in batches]
+        number += 1
+        if number == 1:
+            accelerator.backward(sum(losses))
+        else:
+            with pytest.raises(AccelerateError, match=r"4, 2 samples.*num_items"):
+                accelerator.backward(sum(losses))
+    assert number == 2
+
+
+def test_samples_that_collate_leaves_out(caplog):
+    accelerator = Accelerator(exact=True)
+
+    def collate(samples):
+        return torch.utils.data.default_collate(samples[1:])
+
+    loader = DataLoader(TensorDataset(*data(8, torch.float64)), batch_size=4, collate_fn=collate)
+    model, loader = accelerator.prepare(network(torch.float64), loader)
+    for x, y in loader:
+        accelerator.backward(torch.nn.functional.mse_loss(model(x), y))
+    warnings = [record.getMessage() for record in caplog.records if "exact" in record.getMessage()]
+    assert len(warnings) == 1 and "collate_fn" in warnings[0] and "num_items" in warnings[0]

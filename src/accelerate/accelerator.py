@@ -49,6 +49,7 @@ from .placement.subclasses import refuse_lost_gradients
 from .precision.modules import check_matches
 from .run.accumulation import AccumulatedBatch, Accumulation
 from .run.averages import AveragedWeights
+from .run.batch_weights import BatchWeights
 from .run.checkpoints import RunCheckpoints, register_hook
 from .run.first_step import FirstStepCheck
 from .run.interface import RunInterface, replaceable
@@ -287,6 +288,9 @@ class Accelerator(RunInterface):
         self._accumulation = Accumulation(self.gradient_state, self._exact)
         # What a replaced `prepare_model` does not pass on.
         self._preparing = _Preparing()
+        self._weights: BatchWeights | None = None
+        if self._exact:
+            self._weights = BatchWeights()
         # The context of `accumulate()` without models, created once: it is entered for each batch.
         self._batch = AccumulatedBatch(self._accumulation)
         self._objects = RunObjects()
@@ -314,6 +318,7 @@ class Accelerator(RunInterface):
         self._loop: MainLoop = MainLoop(
             self._objects,
             self._accumulation,
+            self._weights,
             self.strategy,
             self._items,
             guard,
@@ -533,6 +538,8 @@ class Accelerator(RunInterface):
                 prepared.module.register_forward_pre_hook(move, prepend=True, with_kwargs=True)
             if not evaluation:
                 add_forward_methods(prepared, methods)
+                if self._weights is not None and uncompiled(prepared.module) is prepared.module:
+                    self._weights.watch(prepared.module)
                 for observer in self._loop.active:
                     observer.after_prepare(prepared)
         self._objects.models += fresh
@@ -839,10 +846,13 @@ class Accelerator(RunInterface):
         for observer in self._loop.active:
             observer.before_backward(loss)
         weight = 1.0
-        if self._exact:
-            loader = self.gradient_state.active_dataloader
-            if loader is not None:
-                weight = loader.batch_weight
+        if self._weights is not None:
+            in_window = self._accumulation.is_open and self._accumulation.steps > 1
+            batch = self._weights.take(num_items is not None, in_window)
+            if batch is not None:
+                weight = batch.weight
+                if in_window:
+                    self._accumulation.weigh(batch)
         if num_items is not None and weight == 0.0:
             num_items = 0  # those of a placeholder
         self._compute_gradients(loss, num_items, weight, kwargs)
@@ -857,6 +867,7 @@ class Accelerator(RunInterface):
     ) -> None:
         window, strategy = self._accumulation, self.strategy
         window.has_backward = True
+        window.weight = weight
         factor = 1.0
         if window.is_open:
             steps = window.steps

@@ -146,7 +146,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         may_step = self.loop.before_step(self, closure)
         self.has_new_groups = False
         if closure is not None and self.average_loss is not None:
-            closure = partial(_averaged, self.average_loss, closure)
+            closure = partial(_averaged, self.average_loss, self.loop.weighted, closure)
         if not may_step:
             result, self._is_overflow = None, True
             if self.scaler is not None:
@@ -233,8 +233,10 @@ def parameters_of(optimizer: Any) -> list[torch.Tensor]:
     return parameters
 
 
-def _averaged(average: Callable[[Any], Any], closure: Callable[[], Any]) -> Any:
-    return average(closure())
+def _averaged(
+    average: Callable[[Any], Any], weighted: Callable[[Any], Any], closure: Callable[[], Any]
+) -> Any:
+    return average(weighted(closure()))
 
 
 # The API's name for the function that moves a state.

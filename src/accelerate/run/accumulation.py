@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from ..core.errors import AccelerateError
 from ..optimizer import AcceleratedOptimizer
 from ..parallel.prepared import PreparedModel
 from ..state import GradientState
+from .batch_weights import WeighedBatch
 
 NoSync = Callable[[torch.nn.Module], contextlib.AbstractContextManager[None]]
 
@@ -28,8 +30,10 @@ class Accumulation:
         step: batches of the present window so far; 0 at the end of a loader, which ends it.
         steps: the batches that it ends with: what was set at its first one.
         samples: with `exact`, its samples so far on all processes. first_samples: those of its first batch.
+        batch, loader: with `exact`, the present batch that was counted, and the loader whose batches are.
         scale: with `exact`, the weight of this batch's mean loss relative to that of the first batch.
         factor: with `exact`, what turns the gradients of the window into the mean over its samples, at its end.
+        weight: with `exact`, the weight of the last loss in the mean over the ranks.
         is_first: the present batch is the first of its window.
         number: counts the windows.
         postponed: optimizers whose gradients were to be cleared in the last batch of this window, before they stepped.
@@ -46,12 +50,15 @@ class Accumulation:
         self.steps: int = 1
         self.samples: int = 0
         self.first_samples: int = 0
+        self.batch: WeighedBatch | None = None
+        self.loader: weakref.ref[Any] | None = None
         self.scale: float = 1.0
         self.factor: float = 1.0
         self.models: tuple[PreparedModel, ...] = ()
         self.is_open: bool = False
         self.has_backward: bool | None = None
         self.unreduced: list[PreparedModel] = []
+        self.weight: float = 1.0
         self.is_first: bool = True
         self.number: int = 0
         self.postponed: list[AcceleratedOptimizer] = []
@@ -83,6 +90,7 @@ class Accumulation:
         if not 0 < self.step < self.steps:
             self.step, self.steps = 0, options.get("num_steps", 1)
             self.samples = self.first_samples = 0
+            self.loader = None
             self._end_window()
         self.step += 1
         self.is_first = self.step == 1
@@ -101,14 +109,8 @@ class Accumulation:
                 self._check_models(models)
         self.models = models
         self.is_open = True
-        if self.exact and loader is not None and loader.batch_counts:
-            samples = sum(loader.batch_counts)
-            self.first_samples = self.first_samples or samples
-            self.samples += samples
-            self.scale = samples / self.first_samples
-            self.factor = 1.0
-            if sync:
-                self.factor = self.first_samples * self.steps / self.samples
+        self.scale = self.factor = 1.0
+        self.batch = None
         if self.has_backward:
             self.has_backward = False
         return sync
@@ -144,6 +146,19 @@ class Accumulation:
                     "of its last batch outside of `accumulate`"
                 )
 
+    def weigh(self, batch: WeighedBatch) -> None:
+        """Add the samples of the batch that a backward is of, and set its scale.
+
+        A window counts those of one loader. What others yield beside its batches is scaled as they are.
+        """
+        if self.batch is None and (self.loader is None or self.loader() is batch.loader()):
+            self.batch, self.loader = batch, batch.loader
+            self.first_samples = self.first_samples or batch.samples
+            self.samples += batch.samples
+            self.scale = batch.samples / self.first_samples
+            if self.gradient_state.sync_gradients:
+                self.factor = self.first_samples * self.steps / self.samples
+
     def take_factor(self) -> float:
         """`factor`, for the first backward that synchronizes. The losses of further ones are weighted with it."""
         factor, self.factor = self.factor, 1.0
@@ -163,6 +178,7 @@ class Accumulation:
         """Continue a window. Its gradients have to be there."""
         self.step = self.samples = self.first_samples = 0
         self.release()
+        self.loader = None
         self.__dict__.update(state)
 
 
@@ -187,12 +203,11 @@ class AccumulatedBatch:
         sync = accumulation.begin(self.models)
         if not sync and not accumulation.gradient_state.plugin_kwargs.get("sync_each_batch", False):
             for model in self.models:
-                if self.no_sync is None:
-                    context = model.no_sync()
-                else:
+                context = model.no_sync()
+                reduces = isinstance(context, contextlib.nullcontext)
+                if self.no_sync is not None:
                     context = self.no_sync(model.module)
                 context.__enter__()
-                reduces = isinstance(context, contextlib.nullcontext)
                 if not reduces and model not in accumulation.unreduced:
                     accumulation.unreduced.append(model)
                 self.contexts.append(context)

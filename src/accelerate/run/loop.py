@@ -17,6 +17,7 @@ from ..parallel.base import Strategy
 from ..parallel.items import ItemWindow
 from ..runtime.step_exchange import StepExchange
 from .accumulation import Accumulation
+from .batch_weights import BatchWeights
 from .checkpoints import ResumeController
 from .non_finite import NonFiniteGuard
 from .objects import RunObjects
@@ -30,6 +31,7 @@ class MainLoop(RunLoop):
     Args:
         objects: the prepared objects.
         accumulation: the accumulation window.
+        weights: with `exact`, the weights of batches.
         strategy: the layout.
         items: the accumulation window of backwards with `num_items`.
         guard: leaves steps out, with `Accelerator(non_finite=...)`.
@@ -41,6 +43,7 @@ class MainLoop(RunLoop):
         self,
         objects: RunObjects,
         accumulation: Accumulation,
+        weights: BatchWeights | None,
         strategy: Strategy,
         items: ItemWindow,
         guard: NonFiniteGuard | None,
@@ -50,6 +53,7 @@ class MainLoop(RunLoop):
         super().__init__()
         self._objects = weakref.ref(objects)
         self._accumulation = accumulation
+        self._weights = weights
         self.strategy = strategy
         self._items = items
         self._guard = guard
@@ -65,6 +69,13 @@ class MainLoop(RunLoop):
         self._controller.resume_if_pending()
         for observer in self.active:
             observer.before_pass(loader)
+
+    def batch(self, loader: Any, data: Any) -> None:
+        """With `exact`, note the weight of the batch."""
+        if self._weights is not None:
+            self._weights.add(loader, data)
+        for observer in self.active:
+            observer.batch(loader, data)
 
     def end_batch(self, loader: Any) -> None:
         """Stop the run where a signal requests it."""
@@ -108,6 +119,8 @@ class MainLoop(RunLoop):
         """
         if self._accumulation.unreduced:
             self._accumulation.check_reduced(optimizer)
+        # A closure clears gradients inside of the step.
+        optimizer.stepped_in = self._accumulation.number
         objects = self._objects()
         if objects is not None:
             if optimizer.has_new_groups:
@@ -129,12 +142,21 @@ class MainLoop(RunLoop):
         self._guard.check_closure(closure)
         return not self._guard.leaves_out(optimizer)
 
+    def weighted(self, loss: Any) -> Any:
+        """The loss that a closure returns, times the weight that its backward had."""
+        weight = self._accumulation.weight
+        if loss is None or weight == 1.0:
+            return loss
+        if weight == 0.0:
+            # The mean over a placeholder may not be finite.
+            return torch.zeros_like(torch.as_tensor(loss))
+        return loss * weight
+
     def after_step(self, optimizer: AcceleratedOptimizer) -> None:
         """Do what the layout does after a step, end the window of items, update averages, exchange signals."""
         for call in self.strategy.after_step:
             call()
         self._items.end()
-        optimizer.stepped_in = self._accumulation.number
         objects = self._objects()
         if objects is not None:
             for average in objects.averages:
