@@ -326,6 +326,27 @@ def test_another_base(tmp_path):
         accelerator.load_state(tmp_path / "adapter")
 
 
+@on_ranks(2, env=on_cpu())
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+def test_a_base_that_was_written_in_the_program_that_saved(layout, tmp_path):
+    """Also by `data`, which no version shows. A save afterwards has the checksums of the new values."""
+    options, _ = arguments(layout, 2)
+    accelerator = Accelerator(cpu=True, **options)
+    model, _ = prepared(accelerator, "lora")
+    frozen = [p for p in accelerator.unwrap_model(model).parameters() if not p.requires_grad]
+    accelerator.save_state(tmp_path / "first")
+    accelerator.load_state(tmp_path / "first")
+    with torch.no_grad():
+        frozen[0].add_(1)
+    accelerator.save_state(tmp_path / "second")
+    accelerator.load_state(tmp_path / "second")
+    with pytest.raises(CheckpointMismatch, match=r"1 of .* frozen"):
+        accelerator.load_state(tmp_path / "first")
+    frozen[1].data.add_(1)
+    with pytest.raises(CheckpointMismatch, match=r"1 of .* frozen"):
+        accelerator.load_state(tmp_path / "second")
+
+
 @pytest.mark.parametrize("change", ["unfrozen", "buffer", "hook", "compat"])
 def test_a_base_that_changes_is_saved_too(change, tmp_path):
     """Of a model whose base trains or has statistics, where hooks take the weights, and in the API's own format."""

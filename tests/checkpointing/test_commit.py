@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from unittest import mock
 
@@ -196,6 +197,20 @@ def foreign(path):
     path.write_text(json.dumps(row))
 
 
+def test_a_run_that_is_freed_leaves_no_open_file(tmp_path):
+    """Also without `end_training`: another process may save into its folder then."""
+    for number in range(2):
+        accelerator = Accelerator(
+            project_config=ProjectConfiguration(
+                tmp_path / str(number), automatic_checkpoint_naming=True
+            )
+        )
+        accelerator.save_state()
+        assert len(commit._FILES) == 1
+        del accelerator
+        assert not commit._FILES
+
+
 def test_a_lock_that_was_lost_stops_the_commit(tmp_path, process):
     """Taken by another run on a file system without locks: what that run saves is not replaced."""
     save(process, tmp_path / "c", step=1)
@@ -247,7 +262,8 @@ from accelerate.checkpointing.commit import FolderInUse, RunLocks
 print("ready", flush=True)
 time.sleep(float(sys.stdin.readline()) - time.time())
 try:
-    RunLocks().acquire(Path(sys.argv[1]))
+    locks = RunLocks()
+    locks.acquire(Path(sys.argv[1]))
     print("taken", flush=True)
 except FolderInUse:
     print("in use", flush=True)
@@ -353,6 +369,25 @@ def test_a_checkpoint_whose_folder_is_not_renamed(tmp_path, process, monkeypatch
     assert len(set(steps)) > 2 and steps[-1] == kill + 1, steps
     save(process, folder, step=-1)
     assert names(tmp_path) == ["c"] and verify(folder).progress == {"step": -1}
+
+
+def test_a_checkpoint_is_read_while_its_files_are_replaced(tmp_path, process, monkeypatch):
+    folder = tmp_path / "c"
+    save(process, folder, step=0)
+    (folder / "notes").touch()
+    replace, readers = os.replace, []
+
+    def slow(source, target):
+        if not readers:
+            readers.append(threading.Thread(target=lambda: readers.append(verify(folder))))
+            readers[0].start()
+            time.sleep(0.2)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", slow)
+    save(process, folder, step=1)
+    readers[0].join()
+    assert readers[1].progress == {"step": 1}
 
 
 def test_rotation_of_what_cannot_be_renamed(tmp_path, process, monkeypatch):

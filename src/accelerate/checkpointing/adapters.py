@@ -34,6 +34,7 @@ from ..parallel.prepared import GroupShapes, PreparedModel, PreparedOptimizer
 from ..parallel.sharded import ShardedModel
 from ..parallel.unwrap import is_peft_model
 from ..state import PartialState
+from ..torch_internals.tensor_memory import version_of
 from .checksums import checksums, differing
 from .files import Segment, host_view, segments
 from .gathering import PlacesByRank, gather_on_host
@@ -50,12 +51,14 @@ class AdapterLayout:
         trained: {name: whether it trains} of all parameters when `names` were found.
         names: the tensors of the adapters; None where the model cannot be saved as adapters.
         base: the checksums of all other parameters, which are frozen; empty until they are needed.
+        versions: of these parameters when `base` was computed, which tell whether they were written since.
         places: where the shards of the adapters and of their optimizer's state belong.
     """
 
     trained: dict[str, bool]
     names: AdapterNames | None
     base: dict[str, str] = field(default_factory=dict)
+    versions: list[int] = field(default_factory=list)
     places: PlacesByRank = field(default_factory=dict)
 
 
@@ -108,24 +111,43 @@ class AdapterModel(PreparedModel):
 
     @property
     def base(self) -> Mapping[str, str]:
-        """The checksums of the frozen parameters that no adapter has. Each rank reads its shards once."""
-        if not self.layout.base:
-            adapter: set[str] = set()
-            for entries in self.names.values():
-                adapter.update(entries.values())
-
-            def is_replaced(name: str) -> bool:
-                """Whether every adapter trains another module (of `modules_to_save`) instead of this one."""
-                places = (f".modules_to_save.{other}." for other in self.names)
-                return all(name.replace(".original_module.", place) in adapter for place in places)
-
-            frozen = {}
-            for name, parameter in named_parameters(self.inner):
-                is_base = name not in adapter and not is_replaced(name)
-                if is_base or name.split(".")[-2] == "base_layer":
-                    frozen[base_name(name)] = parameter
-            self.layout.base = checksums(frozen, self._device)
+        """The checksums of the frozen parameters that no adapter has."""
         return self.layout.base
+
+    @functools.cached_property
+    def _frozen(self) -> dict[str, torch.Tensor]:
+        """The parameters of the base by their names in it."""
+        adapter: set[str] = set()
+        for entries in self.names.values():
+            adapter.update(entries.values())
+
+        def is_replaced(name: str) -> bool:
+            """Whether every adapter trains another module (of `modules_to_save`) instead of this one."""
+            places = (f".modules_to_save.{other}." for other in self.names)
+            return all(name.replace(".original_module.", place) in adapter for place in places)
+
+        frozen: dict[str, torch.Tensor] = {}
+        for name, parameter in named_parameters(self.inner):
+            is_base = name not in adapter and not is_replaced(name)
+            if is_base or name.split(".")[-2] == "base_layer":
+                frozen[base_name(name)] = parameter
+        return frozen
+
+    def _compute_base(self) -> None:
+        """Compute the checksums of the base, for which ranks communicate. Each rank reads its shards."""
+        self.layout.versions = [version_of(parameter) for parameter in self._frozen.values()]
+        self.layout.base = checksums(self._frozen, self._device)
+
+    def _check_base(self) -> None:
+        """Compute the checksums again where a rank has written its parameters since."""
+        versions = [version_of(parameter) for parameter in self._frozen.values()]
+        is_written = versions != self.layout.versions
+        if self._device is not None:
+            written = torch.tensor(int(is_written), device=self._device)
+            dist.all_reduce(written, dist.ReduceOp.MAX)
+            is_written = bool(written)
+        if is_written or not self.layout.base:
+            self._compute_base()
 
     @functools.cached_property
     def _tensors(self) -> dict[str, torch.Tensor]:
@@ -139,8 +161,9 @@ class AdapterModel(PreparedModel):
         return {**super().about(), "adapters": list(self.names), "base": dict(self.base)}
 
     def before_load(self) -> None:
-        """Compute the checksums of the base, for which ranks communicate."""
-        self.base  # noqa: B018
+        """Compute the checksums of the base, which may have been written in a way that versions do not show."""
+        self.prepared.reshard()
+        self._compute_base()
 
     def saved_entries(self) -> dict[str, torch.Tensor]:
         """The tensors of the adapters by their names in the model, with the shapes of the plain model."""
@@ -152,7 +175,8 @@ class AdapterModel(PreparedModel):
         Raises:
             CheckpointError: on every rank, for a tensor that does not have what the ranks have trained.
         """
-        self.before_load()
+        self.prepared.reshard()
+        self._check_base()
         with torch.inference_mode(False), torch.no_grad():
             tensors = self._tensors
             if self._device is None:

@@ -26,6 +26,7 @@ import sys
 import tempfile
 import time
 import uuid
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
@@ -44,6 +45,7 @@ from ..core.files import (
 from ..core.json_text import JSONObject
 from .layout import (
     MANIFEST,
+    REPLACED,
     Manifest,
     free_name,
     is_api_file,
@@ -56,7 +58,7 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 # By lock file: the file, open and locked, with its content, and the `RunLocks` of this process that use it.
 _FILES: dict[Path, tuple[BinaryIO, JSONObject]] = {}
-_OWNERS: dict[Path, set[RunLocks]] = {}
+_OWNERS: dict[Path, weakref.WeakSet[RunLocks]] = {}
 if hasattr(os, "register_at_fork"):
     # The system's lock is shared with a forked child until the child closes the file.
     os.register_at_fork(after_in_child=_FILES.clear)
@@ -68,13 +70,14 @@ class FolderInUse(CheckpointError):
 
 
 class RunLocks:
-    """The locks of one run, from `acquire` to `release`, or to the end of the process.
+    """The locks of one run, from `acquire` to `release`, until it is freed, or to the end of the process.
 
     Only the process that prepares a folder takes its lock. Several runs of one process share a lock.
     """
 
     def __init__(self) -> None:
         self._paths: set[Path] = set()
+        weakref.finalize(self, _close_unused, self._paths).atexit = False
 
     def acquire(self, folder: Path, directory: Path | None = None) -> JSONObject:
         """Take or keep the lock of a folder to save into, or of the directory of its kind. Returns its content.
@@ -95,26 +98,33 @@ class RunLocks:
     def _acquire(self, path: Path, folder: Path) -> JSONObject:
         if path not in _FILES or not _is_at(path, _FILES[path][0]):
             _FILES[path] = _take(path, folder)
-        _OWNERS.setdefault(path, set()).add(self)
+        _OWNERS.setdefault(path, weakref.WeakSet()).add(self)
         self._paths.add(path)
         return _FILES[path][1]
 
     def release(self) -> None:
         """Release all locks. A lock file is removed unless another run of this process uses it."""
-        while self._paths:
-            path = self._paths.pop()
-            owners = _OWNERS.get(path, set())
-            owners.discard(self)
-            if not owners and path in _FILES:
-                file, content = _FILES.pop(path)
-                with file, contextlib.suppress(OSError):
-                    if content["pid"] == os.getpid() and _read(path) == content:
-                        try:
-                            path.unlink()
-                        except PermissionError:
-                            # Windows removes no open file, and so none that another run has opened meanwhile.
-                            file.close()
-                            path.unlink()
+        for path in self._paths:
+            if path in _OWNERS:
+                _OWNERS[path].discard(self)
+        _close_unused(self._paths)
+
+
+def _close_unused(paths: set[Path]) -> None:
+    """Close and remove the lock files that no run of this process uses any more. Empties `paths`."""
+    while paths:
+        path = paths.pop()
+        if list(_OWNERS.get(path, ())) or path not in _FILES:
+            continue
+        file, content = _FILES.pop(path)
+        with file, contextlib.suppress(OSError):
+            if content["pid"] == os.getpid() and _read(path) == content:
+                try:
+                    path.unlink()
+                except PermissionError:
+                    # Windows removes no open file, and so none that another run has opened meanwhile.
+                    file.close()
+                    path.unlink()
 
 
 def lock_path(folder: Path, directory: Path | None = None) -> Path:
@@ -394,9 +404,6 @@ def _swapped(swap: Path, folder: Path) -> Path | None:
         return None
     os.rename(swap, folder)
     return aside
-
-
-REPLACED = ".replaced"  # in a swap folder: the manifest of the checkpoint whose files it replaces
 
 
 def _move_over(swap: Path, folder: Path) -> None:

@@ -10,6 +10,7 @@ import os
 import platform
 import re
 import shutil
+import time
 import uuid
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -36,6 +37,7 @@ from .files import BlockIO, FileRecord
 T = TypeVar("T")
 
 MANIFEST = "checkpoint_manifest.json"
+REPLACED = ".replaced"  # in a swap folder: the manifest of the checkpoint whose files it replaces
 FORMAT = "accelerate-checkpoint"
 VERSION = 1
 ATTEMPTS = 50  # to read a folder that is replaced meanwhile
@@ -249,11 +251,19 @@ def verify(folder: str | Path) -> Manifest:
 
 
 def fingerprint(folder: Path) -> int | None:
-    """A checksum of the manifest's text, which is another one after each save; None where there is no manifest."""
-    try:
-        return zlib.crc32(read_regular(folder / MANIFEST, json_text.LIMIT))
-    except OSError:
-        return None
+    """A checksum of the manifest's text, which is another one after each save; None where there is no manifest.
+
+    A manifest that is missing because a save replaces it, file by file, is waited for.
+    """
+    real = Path(os.path.realpath(folder))
+    for _ in range(100):
+        try:
+            return zlib.crc32(read_regular(folder / MANIFEST, json_text.LIMIT))
+        except OSError:
+            if not any((swap / REPLACED).exists() for swap in siblings(real, "swap")):
+                break
+            time.sleep(0.02)
+    return None
 
 
 def read_unreplaced(folder: Path, read: Callable[[], T]) -> T:
