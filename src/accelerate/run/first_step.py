@@ -212,6 +212,10 @@ class FirstStepCheck(RunObserver):
         if run is None or self._is_in_step:
             return
         self._note_step_in_backward(optimizer, run)
+        for prepared in run.objects.optimizers:
+            if prepared.optimizer is optimizer:
+                # Its gradients are used, and may be cleared.
+                self._reached.discard(prepared)
         # A step with learning rate 0 trains nothing: torch makes one to create the state that it loads.
         trains = any(group.get("lr", 1) for group in optimizer.param_groups)
         if self._steps.get(optimizer) or not trains:

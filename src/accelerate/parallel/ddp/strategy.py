@@ -106,26 +106,27 @@ class DataParallel(Strategy):
         reached: list[DistributedDataParallel] = []
         # Two models may share parameters.
         reduced: set[int] = set()
-        for prepared, replica in synced:
-            if replica.expects_backward:
-                reduced.update(map(id, prepared.reduced.values()))
+        if not all(replica.expects_backward for _, replica in synced):
+            for prepared, replica in synced:
+                if replica.expects_backward:
+                    reduced.update(map(id, prepared.reduced.values()))
         # By the replica: what DDP does not reduce in this backward.
         unreduced: dict[DistributedDataParallel, list[torch.nn.Parameter]] = {}
         with contextlib.ExitStack() as stack:
             for prepared, replica in synced:
                 if replica.syncs_late and replica.find_unused_parameters:
                     ddp.expect_backward(replica, [loss])
-                trained = [p for p in prepared.reduced.values() if p.requires_grad]
-                unreduced[replica] = [p for p in prepared.frozen.values() if p.requires_grad]
-                if not replica.expects_backward:
-                    trained = [p for p in trained if id(p) not in reduced]
-                    unreduced[replica] += trained
-                elif len(synced) == 1:
+                unfrozen = [p for p in prepared.frozen.values() if p.requires_grad]
+                unreduced[replica] = unfrozen
+                if replica.expects_backward and len(synced) == 1:
                     reached.append(replica)
                     continue
-                hook = register_multi_grad_hook(
-                    trained, functools.partial(_reach, replica, reached), mode="any"
-                )
+                trained = [p for p in prepared.reduced.values() if p.requires_grad]
+                if not replica.expects_backward:
+                    trained = [p for p in trained if id(p) not in reduced]
+                    unreduced[replica] = unfrozen + trained
+                reach = functools.partial(_reach, replica, reached)
+                hook = register_multi_grad_hook([*trained, *unfrozen], reach, mode="any")
                 stack.callback(hook.remove)
             super().backward(loss, **kwargs)
         for replica in reached:
