@@ -12,14 +12,14 @@ from .core.lazy import public_names
 
 
 class LocalSGD:
-    """A context in which gradients are not synchronized. Parameters are averaged every `local_sgd_steps` steps.
+    """A context in which gradients are not synchronized. Parameters are averaged at intervals.
 
     Source: Stich, "Local SGD Converges Fast and Communicates Little" (2019).
 
     Args:
         accelerator: the accelerator that prepared the model.
         model: the prepared model.
-        local_sgd_steps: steps of the optimizer between two averages.
+        local_sgd_steps: calls of `step` between two averages. In an accumulation window each batch makes one.
         enabled: False makes the context do nothing.
 
     Raises:
@@ -65,9 +65,7 @@ class LocalSGD:
             self._no_sync.__exit__(*error)
 
     def step(self) -> None:
-        """Count a step of the optimizer, and average the parameters after every `local_sgd_steps` of them."""
-        if not self.accelerator.sync_gradients:
-            return
+        """Count a batch, and average the parameters after every `local_sgd_steps` of them."""
         self.num_steps += 1
         if self.enabled and self.num_steps % self.local_sgd_steps == 0:
             self._average()

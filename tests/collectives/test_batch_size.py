@@ -53,6 +53,15 @@ def test_a_rule_of_ones_own():
     assert next(sizes, None) is None
 
 
+def test_a_rule_that_returns_the_same_size_again():
+    @find_executable_batch_size(starting_batch_size=16, reduce_batch_size_fn=lambda: 8)
+    def train(batch_size):
+        raise MemoryError
+
+    with pytest.raises(RuntimeError, match=r"8.*reduce_batch_size_fn"):
+        train()
+
+
 def test_the_failed_attempt_is_freed_before_the_next():
     import weakref
 

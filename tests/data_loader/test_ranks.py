@@ -497,3 +497,31 @@ def test_positions_go_from_one_kind_to_another():
             seen += ids(batch)[: resumed.batch_counts[my_rank()]]
         assert sorted(sum(all_ranks(seen), [])) == list(range(23))  # noqa: RUF017
         assert len(list(resumed)) == -(-23 // (2 * world()))
+
+
+@everywhere
+@pytest.mark.parametrize("size", [13, 16, 17, 24])
+def test_the_length_of_a_dispatched_loader_is_that_of_its_pass(size):
+    raw = DataLoader(list(range(size)), batch_size=4)
+    loader = prepare_data_loader(
+        raw, CPU, put_on_device=True, dispatch_batches=True, even_batches=False
+    )
+    assert len(loader) == len(list(loader))
+
+
+@everywhere
+@pytest.mark.parametrize("dispatch", [True, False])
+def test_several_rows_for_each_sample_are_gathered(dispatch):
+    loader = prepare_data_loader(
+        DataLoader(torch.arange(11), batch_size=2),
+        CPU,
+        put_on_device=True,
+        dispatch_batches=dispatch,
+    )
+    rows = []
+    objects = []
+    for batch in loader:
+        rows += gather_for_metrics(batch.repeat_interleave(3), loader).tolist()
+        objects += gather_for_metrics([str(i) for i in batch.tolist() for _ in "ab"], loader)
+    assert rows == [i for i in range(11) for _ in range(3)]
+    assert objects == [str(i) for i in range(11) for _ in range(2)]

@@ -72,12 +72,19 @@ def find_executable_batch_size(
     def search(*args: object, **kwargs: object) -> Any:
         nonlocal batch_size
         _check_arguments(function, args)
+        tried = set()
         clear_device_cache(garbage_collection=True)
         while batch_size > 0:
             fits, result = _Attempt(batch_size).run(function, args, kwargs)
             if fits:
                 return result
+            tried.add(batch_size)
             batch_size = smaller()
+            if batch_size in tried:
+                raise RuntimeError(
+                    f"No executable batch size found: memory has run out with {batch_size}, and reduce_batch_size_fn "
+                    "returns that size again. It has to return a smaller one each time"
+                )
         raise RuntimeError("No executable batch size found, reached zero.")
 
     return search

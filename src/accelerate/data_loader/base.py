@@ -34,6 +34,11 @@ class DataLoaderStateMixin:
     loop: RunLoop = NO_LOOP
     _open_passes = 0
 
+    @property
+    def last_step_size(self) -> int | None:
+        """Samples in an incomplete last step on all shards, with repetitions; None where that is not known."""
+        return None
+
     def reset(self) -> None:
         """Clear the attributes of the last batch."""
         self.end_of_dataloader = False

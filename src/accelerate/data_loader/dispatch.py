@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -111,7 +112,18 @@ class DataLoaderDispatcher(PreparedLoader):
         return plan
 
     def __len__(self) -> int:
-        return len(self.plan())
+        plan = self.plan()
+        steps = len(plan)
+        cut = plan.cut
+        rest = max(0, plan.total() - plan.skip) % plan.stride
+        if cut.even or cut.exact or plan.drop_last or not rest or plan.size is None:
+            return steps
+        # The samples of an incomplete last step are split equally.
+        samples = rest
+        if not plan.of_samples:
+            samples = len(self.get_sampler()) - (plan.total() - rest) * plan.size
+        part = math.ceil(samples / cut.shards)
+        return (plan.total() - plan.skip) // plan.stride + (part * cut.index < samples)
 
     @property
     def _reads(self) -> bool:
@@ -163,6 +175,13 @@ class DataLoaderDispatcher(PreparedLoader):
             return assigner.steps(steps)
 
         return _assigned(open_steps, channel, plan.cut.index)
+
+    @property
+    def last_step_size(self) -> int | None:
+        """The samples are split equally first."""
+        if self.batch_counts is None:
+            return None
+        return max(self.batch_counts) * len(self.batch_counts)
 
     def _draw_as_reader(self) -> None:
         """Draw the numbers that the start of a torch loader draws, as the API does on every rank."""

@@ -413,6 +413,11 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin, LoaderOptions):
             return int(dataset.total_length)
         return len(dataset)
 
+    @property
+    def last_step_size(self) -> int | None:
+        """Each shard fills its batch."""
+        return self.plan().global_batch
+
     def get_sampler(self) -> Any:
         """The sampler of single indices inside this loader; None where there is none."""
         if is_iterable(self.base_dataloader):

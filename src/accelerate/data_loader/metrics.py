@@ -15,6 +15,7 @@ from ..collectives.metrics import gather_counted, gather_objects_counted
 from ..collectives.objects import gather_each
 from ..collectives.tensors import gather_nested
 from ..core import trees
+from ..core.messages import warn
 from ..logging import MultiProcessAdapter, get_logger
 from .steps import real_counts
 
@@ -77,16 +78,30 @@ def _each_once(
         )
     if remainder <= 0:
         return gathered
+    filled = getattr(loader, "last_step_size", None) or remainder
     if as_objects:
-        return gathered[:remainder]
+        return gathered[: _real_rows(len(gathered), remainder, filled)]
 
     def without_filling(rows: torch.Tensor) -> torch.Tensor:
         # One process does not gather, so a 0-d tensor is still one.
         if rows.ndim == 0:
             return rows
-        return rows[:remainder]
+        return rows[: _real_rows(len(rows), remainder, filled)]
 
     return trees.map_leaves(without_filling, gathered)
+
+
+def _real_rows(rows: int, samples: int, filled: int) -> int:
+    """How many of the gathered rows are of the last step's samples, of which there are `filled` with repetitions."""
+    if rows > filled > samples and rows % filled == 0:
+        # Several for each sample, as sequences that a model has generated.
+        return rows // filled * samples
+    if rows > filled > samples:
+        warn(
+            f"gather_for_metrics: {rows} rows are no multiple of the {filled} samples in the last step, so rows "
+            f"that fill it cannot be told from others: the first {samples} are returned"
+        )
+    return samples
 
 
 def _gather(
