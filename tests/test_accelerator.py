@@ -19,6 +19,7 @@ from accelerate import (
     Accelerator,
     AutocastKwargs,
     FullyShardedDataParallelPlugin,
+    ParallelismConfig,
     PartialState,
     cpu_offload,
     find_executable_batch_size,
@@ -452,3 +453,24 @@ def test_the_older_spelling_of_fp16():
     assert Accelerator(cpu=True, fp16=True).mixed_precision == "fp16"
     with pytest.raises(ConfigurationError, match="bf16"):
         Accelerator(cpu=True, fp16=True, mixed_precision="bf16")
+
+
+@on_ranks(2)
+def test_a_replaced_preparation_of_context_parallelism_splits_sequences_itself():
+    class Own(Accelerator):
+        def _prepare_cp(self, *args):
+            return args
+
+    accelerator = Own(
+        cpu=True,
+        parallelism_config=ParallelismConfig(cp_size=2),
+        fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2),
+    )
+    set_seed(0)
+    model = accelerator.prepare(torch.nn.Linear(4, 1, dtype=torch.float64))
+    tokens = torch.ones(2, 8, 4, dtype=torch.float64)
+    with accelerator.maybe_context_parallel(buffers=[tokens], buffer_seq_dims=[1]):
+        assert tokens.shape == (2, 8, 4)
+        accelerator.backward(model(tokens).sum())
+    expected = torch.full((1, 4), 16.0, dtype=torch.float64)
+    torch.testing.assert_close(model.weight.grad.full_tensor(), expected)

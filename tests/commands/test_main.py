@@ -249,6 +249,7 @@ def test_the_api_s_names_of_parsers_and_helpers():
         "fsdp_version": 2
     }
     assert estimate.add_timm_hub_prefix("timm/resnet18") == "hf-hub:timm/resnet18"
+    assert estimate.add_timm_hub_prefix("resnet18") == "resnet18"
     words = ["--rate", "5e-5", "--train", "False", "--steps", "3", "--name", "bert"]
     assert launch._convert_nargs_to_dict(words) == {
         "rate": 5e-5,

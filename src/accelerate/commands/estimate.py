@@ -389,7 +389,9 @@ def gather_data(args: argparse.Namespace) -> list[list[Any]]:
 
 
 def add_timm_hub_prefix(model_name: str) -> str:
-    """The name of a model of the Hub as `timm.create_model` takes it."""
+    """The name of a model of the Hub as `timm.create_model` takes it; names of timm's own models stay."""
+    if "/" not in model_name:
+        return model_name
     return f"hf-hub:{model_name.removeprefix('hf-hub:')}"
 
 
