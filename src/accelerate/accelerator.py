@@ -669,7 +669,7 @@ class Accelerator(RunInterface):
             split_batches=self.split_batches,
         )
         if not self.split_batches:
-            prepared._steps_per_call = self.strategy.data_shard[1]
+            prepared.steps_per_call = self.strategy.data_shard[1]
         self._objects.schedulers.append(prepared)
         return prepared
 

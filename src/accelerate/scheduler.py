@@ -30,6 +30,9 @@ class AcceleratedScheduler:
 
     `Accelerator.prepare` makes it. Every other attribute is that of the wrapped scheduler.
 
+    Attributes:
+        steps_per_call: steps of the schedule in a call without a value.
+
     Args:
         scheduler: the wrapped scheduler.
         optimizers: the prepared optimizer, or a list of them, that it belongs to.
@@ -58,9 +61,9 @@ class AcceleratedScheduler:
         self.split_batches = split_batches
         self.gradient_state: GradientState = GradientState()
         state = AcceleratorState()
-        self._steps_per_call = 1
+        self.steps_per_call: int = 1
         if not split_batches:
-            self._steps_per_call = count_data_shards(state.parallelism_config, state.num_processes)
+            self.steps_per_call = count_data_shards(state.parallelism_config, state.num_processes)
         # that count towards the end of a schedule (`adjust_scheduler`)
         self._batches_without_step = 0
         self._calls = self._calls_past_end = 0
@@ -84,7 +87,7 @@ class AcceleratedScheduler:
         for optimizer in self.optimizers:
             if optimizer.step_was_skipped:
                 return
-        steps = self._steps_per_call
+        steps = self.steps_per_call
         if any(value is not None for value in (*args, *kwargs.values())):
             steps = 1
         elif self._has_end:
@@ -100,9 +103,9 @@ class AcceleratedScheduler:
         schedule, end = self.scheduler, None
         if isinstance(schedule, lr_scheduler.OneCycleLR):
             end = schedule.total_steps - self._batches_without_step
-        elif self._steps_per_call > 1 and isinstance(schedule, lr_scheduler.CosineAnnealingLR):
+        elif self.steps_per_call > 1 and isinstance(schedule, lr_scheduler.CosineAnnealingLR):
             end = schedule.T_max
-        elif self._steps_per_call > 1 and schedule.end_factor < schedule.start_factor:
+        elif self.steps_per_call > 1 and schedule.end_factor < schedule.start_factor:
             end = schedule.total_iters
         self._calls += 1
         if end is None or schedule.last_epoch < end:
@@ -115,7 +118,7 @@ class AcceleratedScheduler:
             _logger.warning(
                 f"{type(schedule).__name__} has ended at step {end} of its schedule, after "
                 f"{self._calls - self._calls_past_end} calls in this run, and the loop goes on: a call advances it by "
-                f"{self._steps_per_call}. Give it as many steps as one process would need for all data, or pass "
+                f"{self.steps_per_call}. Give it as many steps as one process would need for all data, or pass "
                 "step_scheduler_with_optimizer=False to Accelerator to advance it by one"
             )
 

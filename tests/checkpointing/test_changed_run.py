@@ -62,6 +62,30 @@ def test_another_batch_size_reads_the_rest_of_the_samples(tmp_path, caplog):
     )
 
 
+def train_with_schedule(steps, batch_size, path, loads):
+    run = Run(
+        batch_size,
+        schedule=lambda one: torch.optim.lr_scheduler.LambdaLR(one, lambda step: 1.0 + step),
+    )
+    if loads:
+        run.accelerator.load_state(path)
+    for _, rows in zip(range(steps), run.loader, strict=False):
+        run.accelerator.backward(run.model(rows).mean())
+        run.optimizer.step()
+        run.schedule.step()
+        run.optimizer.zero_grad()
+    if not loads:
+        run.accelerator.save_state(path)
+    return run.schedule.get_last_lr()[0]
+
+
+def test_a_schedule_keeps_its_speed_on_other_ranks_with_the_same_batch(ranks, tmp_path):
+    path = tmp_path / "c"
+    assert ranks(2).run(train_with_schedule, 2, 2, path, False)[0] == pytest.approx(0.5)
+    # On one rank a call would be one step.
+    assert ranks(1).run(train_with_schedule, 2, 4, path, True)[0] == pytest.approx(0.9)
+
+
 def test_an_open_window_keeps_its_length(tmp_path):
     run = Run(accumulate=4)
     read, _ = run.train(5)

@@ -257,6 +257,11 @@ class RunCheckpoints:
             )
             report.notes.append(note)
             logger.warning(f"{report.folder}: {note}")
+        elif samples and samples == samples_here:
+            # Other ranks that read as many samples together: the schedule goes on at its speed.
+            steps_per_call = saved.get("scheduler_steps", [])
+            for scheduler, steps in zip(self.objects.schedulers, steps_per_call, strict=False):
+                scheduler.steps_per_call = steps
         self._steps_before = report.step
         for optimizer in self.objects.optimizers:
             optimizer.steps_made = 0
@@ -411,6 +416,7 @@ class RunCheckpoints:
             "window": self.accumulation.state_dict() if has_gradients else {},
             "window_layout": self._window_layout(),
             **self._step_sizes(),
+            "scheduler_steps": [each.steps_per_call for each in self.objects.schedulers],
             "iteration": self.project.iteration,
             "training_loader": self.controller.main_index,
             "trackers": self.trackers.run_keys(),
