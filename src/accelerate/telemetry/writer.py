@@ -22,7 +22,7 @@ import torch
 
 from ..core import devices, env
 from ..core.errors import ConfigurationError
-from ..core.files import O_BINARY
+from ..core.files import open_regular
 from ..runtime import hang_watch, marks
 from .records import (
     HEADER_SIZE,
@@ -177,9 +177,7 @@ class TelemetryWriter:
         try:
             self._steps_path.parent.mkdir(parents=True, exist_ok=True)
             self._open_steps()
-            self._events_fd = os.open(
-                self._events_path, os.O_RDWR | os.O_CREAT | os.O_APPEND | O_BINARY, 0o666
-            )
+            self._events_fd = open_regular(self._events_path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
             _drop_incomplete_line(self._events_fd)
         except OSError as error:
             self._fail(error)
@@ -203,7 +201,7 @@ class TelemetryWriter:
             if not fits:
                 # Of another version, or cut off in its header.
                 os.replace(path, path.with_suffix(".steps.old"))
-        self._steps = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | O_BINARY, 0o666)
+        self._steps = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         size = os.fstat(self._steps).st_size
         if not size:
             _append(self._steps, self._header)
@@ -249,7 +247,7 @@ class TelemetryWriter:
         with contextlib.suppress(PermissionError):
             os.replace(partial, self._steps_path)
             self._count = len(rows)
-        self._steps = os.open(self._steps_path, os.O_RDWR | os.O_APPEND | O_BINARY)
+        self._steps = open_regular(self._steps_path, os.O_RDWR | os.O_APPEND)
 
     def _write_events(self) -> None:
         lines = []

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ..core.errors import ConfigurationError
-from ..core.files import atomic_write
+from ..core.files import atomic_write, open_regular
 from .base import ClientTracker, checked, on_main_process
 from .values import flat, number
 
@@ -48,7 +48,9 @@ class LocalTracker(ClientTracker):
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / "values.jsonl"
         # A name of a file may have bytes that are no text: JSON escapes these.
-        file = open(path, "a", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115 - `_close` closes it
+        # `_close` closes it.
+        descriptor = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        file = open(descriptor, "a", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
         size = path.stat().st_size
         if size and _last_byte(path, size) != b"\n":
             # A process was killed within a line.
@@ -142,7 +144,8 @@ def read_values(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
         FileNotFoundError: the folder has no `values.jsonl`.
     """
     rows: dict[object, dict[str, Any]] = {}
-    with open(Path(folder, "values.jsonl"), encoding="utf-8", errors="replace") as file:
+    path = Path(folder, "values.jsonl")
+    with open(path, encoding="utf-8", errors="replace", opener=open_regular) as file:
         for number_of_line, line in enumerate(file):
             try:
                 record = json.loads(line)
