@@ -194,6 +194,21 @@ def test_a_save_before_the_first_pass_is_one_of_the_resumed_run(tmp_path):
     assert all(map(torch.equal, again.weights(), first.weights()))
 
 
+def test_a_run_that_names_its_folders_is_stopped_and_resumed_under_a_number(tmp_path):
+    for stop in range(2):
+        run = Run(tmp_path, stop_at=3)
+        run.accelerator.project_configuration.automatic_checkpoint_naming = False
+        report = run.accelerator.resume()
+        assert (report.step if report else 0) == run.steps.done == 3 * stop
+        if report:
+            run.accelerator.save_state(tmp_path / "named")
+        with pytest.raises(SystemExit):
+            for batch in run.main:
+                run.batch(batch)
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["checkpoint_0", "checkpoint_2"]
+
+
 def test_what_cannot_work_is_said_at_once(tmp_path):
     with pytest.raises(ConfigurationError, match="resume='always': it is 'auto'"):
         Run(tmp_path, resume="always")
@@ -201,10 +216,6 @@ def test_what_cannot_work_is_said_at_once(tmp_path):
     with pytest.raises(ConfigurationError, match=r"resume='auto'\) needs a folder"):
         Accelerator(cpu=True, resume="auto")
     reset_states()
-    unnamed = Accelerator(cpu=True, project_dir=str(tmp_path))
-    with pytest.raises(ConfigurationError, match="automatic_checkpoint_naming=True"):
-        unnamed.resume()
-    assert unnamed.resume(signals=()) is None and unnamed.resumed is None
     run = Run(tmp_path / "r", resume="auto")
     with pytest.raises(ConfigurationError, match=r"read `accelerator\.resumed` before the loop"):
         run.batch((torch.ones(2, 2), torch.ones(2, 1)))

@@ -106,11 +106,12 @@ class RunCheckpoints:
         safe_serialization: bool = True,
         blocking: bool = True,
         layout: str = "native",
+        is_numbered: bool = False,
     ) -> str:
-        """See `Accelerator.save_state`."""
+        """See `Accelerator.save_state`. `is_numbered`: under the next number, also in a run that names its folders."""
         self.controller.resume_if_pending()
         project = self.project
-        folder, rotation = self._checkpoint_folder(output_dir)
+        folder, rotation = self._checkpoint_folder(output_dir, is_numbered)
         taken = rotation is not None and all(
             folder.name != damaged.name for damaged in self._damaged
         )
@@ -267,7 +268,9 @@ class RunCheckpoints:
             optimizer.steps_made = 0
         for observer in self.loop.active:
             observer.loaded(str(report.folder), report.step, time.perf_counter() - begin)
-        if "iteration" in report.progress and self.project.automatic_checkpoint_naming:
+        # A signal has a resumed run save under the next number, also where the run names its folders.
+        is_numbered = self.project.automatic_checkpoint_naming or done == "resumed"
+        if is_numbered and "iteration" in report.progress:
             self.project.iteration = int(report.progress["iteration"]) + 1
 
     def _step_sizes(self) -> dict[str, int]:
@@ -287,26 +290,18 @@ class RunCheckpoints:
     def resume_at_first_use(self) -> None:
         """Resume when a prepared loader is first read, and stop on the default signals."""
         self._checkpoints_dir("Accelerator(resume='auto')")
-        self._watch_signals(DEFAULT_SIGNALS)
+        self.controller.watch_signals(PartialState(), DEFAULT_SIGNALS)
         self.controller.is_pending = True
 
     def resume(self, signals: Sequence[str], exit_code: int | None) -> LoadReport | None:
         """See `Accelerator.resume`."""
         self._exit_code = exit_code
         self._checkpoints_dir("resume()")
-        self._watch_signals(signals)
+        self.controller.watch_signals(PartialState(), signals)
         return self.controller.resume()
 
-    def _watch_signals(self, signals: Sequence[str]) -> None:
-        if signals and not self.project.automatic_checkpoint_naming:
-            raise ConfigurationError(
-                "a run that is stopped by a signal saves under the next number: set "
-                "ProjectConfiguration(automatic_checkpoint_naming=True), or resume(signals=()) to handle no signal"
-            )
-        self.controller.watch_signals(PartialState(), signals)
-
     def _save_and_exit(self, name: str) -> None:
-        folder = self.save()
+        folder = self.save(is_numbered=True)
         logger.warning(f"stop requested ({name}): saved {folder}")
         self.trackers.finish()
         # A launcher stops the other ranks as soon as one has ended with an error code.
@@ -342,11 +337,11 @@ class RunCheckpoints:
         return layout.checkpoints_dir(project)
 
     def _checkpoint_folder(
-        self, output_dir: str | os.PathLike[str] | None
+        self, output_dir: str | os.PathLike[str] | None, is_numbered: bool
     ) -> tuple[Path, Path | None]:
         """The folder of the next checkpoint, and the directory to rotate in when it is named automatically."""
         project = self.project
-        if project.automatic_checkpoint_naming:
+        if project.automatic_checkpoint_naming or is_numbered:
             directory = self._checkpoints_dir("save_state()")
             return layout.checkpoint_folder(directory.parent, project.iteration), directory
         if output_dir is None:
