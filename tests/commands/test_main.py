@@ -272,3 +272,13 @@ def test_options_behind_the_script_are_named_unless_it_has_them(tmp_path, monkey
     launch.show_misplaced(Program("plain.py", ("--lr", "1", "--num-processes=2", "--multi_gpu")))
     (line,) = capsys.readouterr().err.splitlines()
     assert all(fact in line for fact in ("plain.py", "--num-processes=2", "--multi_gpu"))
+
+
+def test_a_closed_standard_output_is_no_error():
+    done = subprocess.run(
+        ["sh", "-c", f"{sys.executable} -m accelerate.commands.main completion bash >&-"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (0, "")

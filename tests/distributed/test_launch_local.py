@@ -154,10 +154,11 @@ def test_signals_and_codes_are_told_in_words(launch):
 
 
 STUBBORN = """
-import os, signal, time
+import os, signal, subprocess, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 signal.signal(signal.SIGINT, signal.SIG_IGN)
-print("pid", os.getpid(), flush=True)
+child = subprocess.Popen(["sleep", "60"]).pid
+print("pid", os.getpid(), child, flush=True)
 time.sleep(60)
 """
 
@@ -171,9 +172,10 @@ def test_nobody_is_left_behind(tmp_path, number):
         env=clean_environment(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         start_new_session=True,
     )  # fmt: skip
-    pids = [int(launcher.stdout.readline().split()[1]) for _ in range(2)]
+    words = [launcher.stdout.readline().split() for _ in range(2)]
+    pids = [int(pid) for _, *both in words for pid in both]
     launcher.send_signal(number)
-    launcher.communicate(timeout=40)
+    launcher.wait(timeout=40)
     assert launcher.returncode == (-9 if number == signal.SIGKILL else 128 + number)
     until(lambda: not any(map(is_running, pids)), timeout=30)
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from accelerate.launchers import streams
+from accelerate.launchers import streams, supervisor
 from accelerate.launchers.spec import LaunchSpec, ProcessSpec, Program
 from accelerate.launchers.supervisor import supervise
 
@@ -49,3 +49,13 @@ def test_a_lost_connection_waits_for_the_rank_that_failed(launched):
     code, text = launched(LOST, "import time; time.sleep(0.5)\n" + SAME)
     assert code == 1 and text.count("Traceback") == 1 and "GPU 1 is full" in text
     assert "rank 0: lost the connection" in text
+
+
+def test_a_rank_that_a_signal_has_stopped_is_named(launched, monkeypatch):
+    monkeypatch.setattr(supervisor, "PAUSE", 0.2)
+    stops = "import os, signal, subprocess\n" + (
+        "subprocess.Popen(['sh', '-c', f'sleep 1.5; kill -CONT {os.getpid()}'])\n"
+        "os.kill(os.getpid(), signal.SIGSTOP)\n"
+    )
+    code, text = launched(stops, "import time; time.sleep(1.5)")
+    assert code == 0 and text.count("kill -CONT") == 1 and "rank 0 (pid" in text

@@ -11,7 +11,16 @@ from accelerate.runtime.hang_watch import compared, explain
 from accelerate.torch_internals.flight_recorder import Recorded
 
 
-def status(calls="", line="train.py:91", within="", pending=(), call=None, cpu=0.0, is_busy=False):
+def status(
+    calls="",
+    line="train.py:91",
+    within="",
+    pending=(),
+    call=None,
+    cpu=0.0,
+    is_debugged=False,
+    child="",
+):
     pending = [
         {
             "group": "0/default_pg",
@@ -25,7 +34,8 @@ def status(calls="", line="train.py:91", within="", pending=(), call=None, cpu=0
     return {
         "calls": calls, "line": line, "within": within, "pending": pending, "recent": [], "before": [],
         "last": {one["group"]: one["number"] for one in pending}, "call": call, "seconds": 12.3, "cpu": cpu,
-        "is_busy": is_busy,
+        "is_debugged": is_debugged,
+        "child": child,
     }  # fmt: skip
 
 
@@ -66,10 +76,13 @@ def test_ranks_that_are_not_in_a_collective():
     text = explain({0: backward()}, {1: "has ended", 2: "", 3: "is stopped (process 7)"})
     assert "stands still for 12 s: no answer from rank 2 (stopped, killed, or" in text
     assert "; rank 1 has ended; rank 3 is stopped (process 7)" in text
-    # Where no rank waits for another, or one is in a debugger or has a child process that computes.
+    # A child process that computes is named.
+    text = explain({0: status("run", child="77 (python work.py)"), 1: gather()}, {})
+    assert "rank 0 is in `run`" in text and "77 (python work.py)" in text
+    # Where no rank waits for another, or one is in a debugger.
     loads = status(within="load", line="train.py:20")
     assert explain({0: saves, 1: loads}, {}) is None and explain({0: loads}, {1: ""}) is None
-    assert explain({0: status("run", is_busy=True), 1: gather()}, {}) is None
+    assert explain({0: status("run", is_debugged=True), 1: gather()}, {}) is None
 
 
 def test_a_debugger_in_a_stack():

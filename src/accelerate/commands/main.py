@@ -47,6 +47,7 @@ def usage() -> str:
 
 def main(*command: str) -> None:
     """Entry point of `accelerate`, and with the name of a command that of `accelerate-<command>`."""
+    _open_closed_streams()
     arguments = [*command, *sys.argv[1:]]
     if len(arguments) > 1 and arguments[0] == "help":
         arguments = [arguments[1], "-h"]
@@ -97,6 +98,17 @@ def main(*command: str) -> None:
         # Else a file or folder of the arguments.
         print_error(error)
         sys.exit(1)
+
+
+def _open_closed_streams() -> None:
+    """Let a standard stream that the caller has closed be the null device: else the next file becomes that stream."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            # It gets the lowest number that is free.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115
 
 
 def _command(module: str) -> ModuleType:

@@ -246,6 +246,15 @@ def handles_signal(pid: int, number: int) -> bool:
     return bool(int(mask, 16) >> (number - 1) & 1)
 
 
+def is_paused(pid: int) -> bool:
+    """Whether a signal has stopped a process (SIGSTOP, SIGTSTP). Known on Linux only; elsewhere False."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return text.rpartition(")")[2].split()[0] == "T"
+
+
 @functools.cache
 def machine_identity() -> str:
     """Equal for processes that see each other's process ids: those of one machine and one container."""

@@ -6,12 +6,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -66,6 +67,11 @@ class Rank:
             process_group=0 if POSIX else None,
             preexec_fn=die_with(os.getpid(), self.spec.cpus),
         )
+
+    @property
+    def is_child(self) -> bool:
+        """Whether it is a child process of this one: one that another program starts may run on another machine."""
+        return isinstance(self.popen, subprocess.Popen)
 
     @property
     def host(self) -> str:
@@ -190,6 +196,32 @@ def _channel(number: int) -> tuple[int, int]:
         fcntl.ioctl(end, termios.TIOCSWINSZ, size)
         return source, end
     return os.pipe()
+
+
+# A shell that waits for a line. If the pipe ends without one, it kills these process groups.
+_GUARD = 'read line || kill -s KILL -- "$@"'
+
+
+@contextlib.contextmanager
+def guarded(ranks: Sequence[Rank]) -> Iterator[None]:
+    """A block in which another process kills what ranks have started, if this one is killed.
+
+    A rank dies with its launcher by itself, but not what it has started.
+    """
+    groups = [f"-{rank.popen.pid}" for rank in ranks if rank.is_child]
+    shell = shutil.which("sh")
+    if not groups or shell is None or os.name != "posix":
+        yield
+        return
+    command = [shell, "-c", _GUARD, "sh", *groups]
+    silent = subprocess.DEVNULL
+    guard = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=silent, stderr=silent, start_new_session=True
+    )
+    try:
+        yield
+    finally:
+        guard.communicate(b"\n")
 
 
 def die_with(parent: int, cpus: tuple[int, ...] | None = None) -> Callable[[], None] | None:

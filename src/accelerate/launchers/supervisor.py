@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING
 
 from ..core import env, messages
 from ..core.objects import ranks_in_words
-from ..core.system import POSIX, handles_signal
+from ..core.system import POSIX, handles_signal, is_paused
 from . import failure as failures
 from . import tracebacks
 from .failure import Failure
-from .process import FORWARDED, Rank
+from .process import FORWARDED, Rank, guarded
 from .spec import LaunchSpec, ProcessSpec
 from .streams import LINE_WAIT, Stream, write_all
 from .tracebacks import Cause
@@ -37,6 +37,8 @@ _STARTED = time.strftime("%Y%m%d-%H%M%S")
 # where the failure is the rank's own, and where it lost the connection to another or names one.
 GRACE = 0.05
 GRACE_LOST = 5.0
+# Seconds between two looks for ranks that a signal has stopped.
+PAUSE = 5.0
 # Seconds for ranks with their own handler of SIGTERM, which save a checkpoint first.
 SAVE_TIME = 30.0
 ENDING = frozenset({"SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT"})
@@ -94,6 +96,11 @@ class Supervisor:
         # Until when another machine may report the cause of a failure of all ranks here.
         self._cause_deadline: float | None = None
         self._oom_kills = failures.oom_kills()
+        # When the states of the processes were looked at, and the ranks that a signal had stopped by then, once or
+        # for longer.
+        self._looked = 0.0
+        self._paused: set[int] = set()
+        self._named: set[int] = set()
         # Where the ranks publish their states, and what shows them.
         self._status_folder: str | None = None
         self._display: Display | None = None
@@ -187,6 +194,7 @@ class Supervisor:
             for stream in rank.streams:
                 if POSIX:
                     self._selector.register(stream.source, selectors.EVENT_READ, stream.read)
+        self._contexts.enter_context(guarded(self.ranks))
         if self._status_folder is not None:
             # Imported while the ranks start.
             from .panel import Display
@@ -273,6 +281,7 @@ class Supervisor:
         if self._display is not None:
             self._show_progress(self._display)
         now = time.monotonic()
+        self._look_for_paused(now)
         ended = [rank for rank in self.ranks if rank.poll()]
         has_failed = any(rank.code for rank in ended)
         if has_failed and self._kill_at is None and len(ended) != self._ended_count:
@@ -284,6 +293,27 @@ class Supervisor:
             self._stop(signal.SIGTERM)
         if self._kill_at is not None and now >= self._kill_at:
             self._kill_all()
+
+    def _look_for_paused(self, now: float) -> None:
+        """Name ranks that a signal has stopped for a while: the others wait for them."""
+        if now - self._looked < PAUSE or len(self.ranks) == 1:
+            return
+        self._looked = now
+        paused = set()
+        for rank in self.ranks:
+            if rank.code is not None or not rank.is_child or not is_paused(rank.popen.pid):
+                continue
+            paused.add(rank.rank)
+            if rank.rank in self._paused - self._named:
+                self._named.add(rank.rank)
+                pid = rank.popen.pid
+                text = (
+                    f"accelerate: rank {rank.rank} (pid {pid}) was stopped by a signal, and the others wait for it: "
+                    f"`kill -CONT {pid}` lets it continue"
+                )
+                self._print([text])
+        self._named &= paused
+        self._paused = paused
 
     def _show_progress(self, display: Display) -> None:
         pids = {}

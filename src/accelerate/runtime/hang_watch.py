@@ -3,9 +3,10 @@
 
 Nothing here is on the path of a step. The thread sleeps. It looks at the ledger and the batches read; if they show no
 progress for the limit, it asks all ranks through the store where they are. Each rank's thread answers, whatever its
-main thread does. One rank prints the report, if some ranks wait in a collective for one that neither a debugger nor
-a child process at work explains; an agreement has a limit and messages of its own. The stacks are faulthandler's
-(`stacks.py`), written without a signal, which would interrupt what the main thread does.
+main thread does. One rank prints the report, if some ranks wait in a collective for one that no debugger explains;
+where a child process computes meanwhile, it is a line that names it, and no warning. An agreement has a limit and
+messages of its own. The stacks are faulthandler's (`stacks.py`), written without a signal, which would interrupt what
+the main thread does.
 
 Ranks that wait in different collectives of the same number will wait for ever. Each rank that has waited for a moment
 leaves its collective in the store, where the next one compares, so that this is reported long before the limit.
@@ -21,12 +22,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
+from textwrap import shorten
 from typing import Any, ClassVar
 
 import psutil
 import torch.distributed as dist
 
-from ..core import env
+from ..core import env, messages
 from ..core.objects import by_text, ranks_in_words
 from ..torch_internals.flight_recorder import Recorded, newest, recorded
 from . import marks, stacks
@@ -136,7 +138,8 @@ class HangWatch:
         self._newest: dict[str, int] | None = None
         self._mismatches: int | None = None
         self._patience = 0
-        self._children = 0.0  # seconds that child processes had on a CPU when the stand-still began
+        # Seconds that each child process had on a CPU when the stand-still began.
+        self._children: dict[int, float] = {}
         self.folder: str = ""  # with the file of this rank, once it was written
         self._progress()
         self._run_number = begin_answers(self.rank)
@@ -293,6 +296,10 @@ class HangWatch:
             text += (
                 f"\n  The stacks and the last collectives of each rank: {folder} (on its machine)"
             )
+        if any(status["child"] for status in statuses.values() if not _waiting(status)):
+            # It may be as it should, or a child in an endless loop.
+            messages.show(text)
+            return
         self._reported = stood
         logger.warning("%s", text)
         for call in on_report:
@@ -301,7 +308,7 @@ class HangWatch:
     def _status(self, text: str) -> Status:
         """Where this process is, in plain JSON data.
 
-        line, within, calls: as in `StackPlace`. is_busy: in a debugger, or a child process computes.
+        line, within, calls: as in `StackPlace`. is_debugged: in a debugger. child: a child process that computes.
         seconds: since the last progress; cpu: those of them on a CPU.
         call, before: the collective of this package in which it is, and those before it.
         pending, recent, last: torch's collectives, and the number of the last one in each group.
@@ -321,12 +328,10 @@ class HangWatch:
         pending = []
         if seconds > moment:
             pending = [call for call in calls if call.is_pending and call.age > moment]
-        is_busy = stacks.has_debugger(text, self._watched)
-        if not is_busy:
-            is_busy = _children_cpu() - self._children > QUIET * seconds
         return {
             **stacks.place_in(text, self._watched)._asdict(),
-            "is_busy": is_busy,
+            "is_debugged": stacks.has_debugger(text, self._watched),
+            "child": self._child_at_work(QUIET * seconds),
             "seconds": seconds,
             "cpu": time.process_time() - self._cpu,
             "call": own_call,
@@ -336,14 +341,24 @@ class HangWatch:
             "last": newest(calls),
         }
 
+    def _child_at_work(self, least: float) -> str:
+        """The busiest child process of the stand-still, if all had more than so many seconds on a CPU."""
+        seconds = {pid: cpu - self._children.get(pid, 0.0) for pid, cpu in _children_cpu().items()}
+        if sum(seconds.values()) <= least:
+            return ""
+        pid = max(seconds, key=seconds.__getitem__)
+        with contextlib.suppress(psutil.Error):
+            return f"{pid} ({shorten(' '.join(psutil.Process(pid).cmdline()), 80, placeholder=' ...')})"
+        return str(pid)
 
-def _children_cpu() -> float:
-    """Seconds on a CPU of the processes that this one has started, and that still run."""
-    total = 0.0
+
+def _children_cpu() -> dict[int, float]:
+    """Seconds on a CPU of each process that this one has started, and that still runs."""
+    seconds = {}
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            total += sum(child.cpu_times()[:2])
-    return total
+            seconds[child.pid] = sum(child.cpu_times()[:2])
+    return seconds
 
 
 def _collectives() -> list[str]:
@@ -397,7 +412,7 @@ def explain(statuses: Mapping[int, Status], absent: Mapping[int, str]) -> str | 
         absent: the other ranks, and why they do not answer, as "has ended"; empty where that is not known.
 
     Returns:
-        The text; None where no rank waits for another, or for one whose debugger or child process is at work.
+        The text; None where no rank waits for another, or for one in a debugger.
     """
     waiting: dict[int, str] = {}
     elsewhere: dict[int, Status] = {}
@@ -407,7 +422,7 @@ def explain(statuses: Mapping[int, Status], absent: Mapping[int, str]) -> str | 
             waiting[rank] = text
         else:
             elsewhere[rank] = status
-    if not waiting or any(status["is_busy"] for status in elsewhere.values()):
+    if not waiting or any(status["is_debugged"] for status in elsewhere.values()):
         return None
     seconds = f"{max(statuses[rank]['seconds'] for rank in waiting):.0f} s"
     clauses = []
@@ -468,7 +483,10 @@ def _elsewhere(status: Status) -> str:
     function = status["calls"] or status["within"]
     if function:
         text = f"`{function}` ({text})"
-    return f"is in {text}, with {status['cpu']:.1f} s of CPU time in {status['seconds']:.0f} s"
+    text = f"is in {text}, with {status['cpu']:.1f} s of CPU time in {status['seconds']:.0f} s"
+    if status["child"]:
+        text += f", while its child process {status['child']} computes"
+    return text
 
 
 def _differences(statuses: Mapping[int, Status], waiting: Iterable[int]) -> list[str]:
