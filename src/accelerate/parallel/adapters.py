@@ -163,6 +163,11 @@ def adapted_plan(
     """
     patterns = [(wildcard(pattern), style) for pattern, style in plan.items()]
     modules = dict(model.named_modules())
+    adapters: Mapping[str, Any] = model.peft_config  # type: ignore[assignment]
+    prefix = "base_model.model."
+    if any(config.is_prompt_learning for config in adapters.values()):
+        # No tuner lies between peft's model and the base.
+        prefix = "base_model."
     found: dict[str, Any] = {}
     for name, module in modules.items():
         if hasattr(module, "base_layer") and hasattr(module, "parameter_name"):
@@ -170,7 +175,7 @@ def adapted_plan(
                 f"{name} adapts parameters of experts (target_parameters), which tensor parallelism does not split: "
                 "leave target_parameters out, or shard the model with FSDP2"
             )
-        inside = name.removeprefix("base_model.model.")
+        inside = name.removeprefix(prefix)
         inside = re.sub(r"\.(base_layer|original_module|modules_to_save\.[^.]+)$", "", inside)
         style = next((style for pattern, style in patterns if pattern.fullmatch(inside)), None)
         if style is None or is_merged(module) or "token_adapter" in name.split("."):
@@ -180,7 +185,6 @@ def adapted_plan(
         if word != "base_layer" or isinstance(module, nn.Embedding):
             continue
         layer: Any = modules[outer]
-        adapters: Mapping[str, Any] = model.peft_config  # type: ignore[assignment]
         others = {config.peft_type.value for config in adapters.values()} - {"LORA"} or {
             type(variant).__name__.removesuffix("LinearVariant")
             for variant in layer.lora_variant.values()

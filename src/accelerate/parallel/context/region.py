@@ -422,6 +422,7 @@ class ContextParallel:
                 enable_gqa=enable_gqa,
             )
         _check_shapes(query, key, value, region, enable_gqa)
+        query, key, value = _broadcast(query, key, value)
         if attn_mask is not None and is_causal:
             raise ConfigurationError(
                 "scaled_dot_product_attention has an attn_mask and is_causal=True: give one"
@@ -579,19 +580,38 @@ def _check_shapes(
             f"attention over {query.shape[-2]} rows, and {region.part}: are all of the model's inputs among the "
             "buffers of maybe_context_parallel?"
         )
-    if query.shape[0] != key.shape[0] or key.shape[:-1] != value.shape[:-1]:
+    for dimension in range(query.dim() - 2):
+        sizes = {key.shape[dimension], value.shape[dimension], 1}
+        if dimension == 0:
+            sizes.add(query.shape[0])
+        if len(sizes) > 2:
+            raise ConfigurationError(
+                f"attention under {size}: batches or heads of {tuple(query.shape)}, {tuple(key.shape)} and "
+                f"{tuple(value.shape)} differ"
+            )
+    if query.dim() == 3:
+        return
+    key_heads = max(key.shape[1], value.shape[1])
+    # torch broadcasts one key head over the query heads.
+    if key_heads not in (1, query.shape[1]) and (not enable_gqa or query.shape[1] % key_heads):
         raise ConfigurationError(
-            f"attention under {size}: batches and heads of keys and values differ"
-        )
-    if (
-        query.dim() == 4
-        and query.shape[1] != key.shape[1]
-        and (not enable_gqa or query.shape[1] % key.shape[1])
-    ):
-        raise ConfigurationError(
-            f"attention with {query.shape[1]} query heads and {key.shape[1]} key heads: pass enable_gqa=True, and a "
+            f"attention with {query.shape[1]} query heads and {key_heads} key heads: pass enable_gqa=True, and a "
             "number of query heads that is divisible by that of key heads"
         )
+
+
+def _broadcast(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Query, key and value of one batch size, key and value with the same heads."""
+    batch = max(query.shape[0], key.shape[0], value.shape[0])
+    query = query.expand(batch, *query.shape[1:])
+    sizes = [batch]
+    if key.dim() == 4:
+        sizes.append(max(key.shape[1], value.shape[1]))
+    key = key.expand(*sizes, *key.shape[-2:])
+    value = value.expand(*sizes, *value.shape[-2:])
+    return query, key, value
 
 
 class SequenceLoader:

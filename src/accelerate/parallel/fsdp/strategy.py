@@ -30,6 +30,7 @@ from ..compile import Compile
 from ..gradients import GradientReducer, UnreducedGradients
 from ..sharded import ShardedModel, ShardedStrategy
 from ..tensor import strategy as tensor
+from ..tensor.between import Region, look_first
 from ..unwrap import running_methods
 from . import requirements
 from .forward_writes import refuse_writes
@@ -113,6 +114,7 @@ class FullyShardedDataParallel(ShardedStrategy):
         model = self.precision.wrap_forward(model, full_outputs=evaluation)
         model = self.apply_transforms(model, before_layout=True)
         reducers: list[GradientReducer] = []
+        split: list[Region] = []
         if evaluation:
             pass
         elif isinstance(model, FSDPModule):
@@ -135,7 +137,7 @@ class FullyShardedDataParallel(ShardedStrategy):
             if self.tensor_group is not None and self.mesh is not None:
                 # Ranks cut their shards out of equal weights.
                 weights.make_all_equal(model)
-                tensor.split_model(model, self.mesh["tp"], self.layout.tp_handler)
+                split = tensor.split_model(model, self.mesh["tp"], self.layout.tp_handler)
                 units.find_again()
 
             # Activation checkpointing.
@@ -158,6 +160,7 @@ class FullyShardedDataParallel(ShardedStrategy):
 
         # Compilation.
         model = self.apply_transforms(model, before_layout=False)
+        look_first(model, split)
         if self.sequence is not None:
             self.sequence.watch(model)
         prepared = self.as_prepared(model)

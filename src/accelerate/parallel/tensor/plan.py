@@ -209,10 +209,10 @@ def _plan_of_block(name: str, children: Mapping[str, nn.Module]) -> dict[str, st
                 continue
             # A norm over all heads at once would need an all-reduce inside of it.
             over_all_heads = max(parameter.numel() for parameter in child.parameters()) >= outputs
-            if key in _HEAD_NORMS and not over_all_heads:
-                plan[f"{prefix}{key}"] = "replicated_with_grad_allreduce"
-            else:
+            if over_all_heads:
                 unknown.append(key)
+            elif key in _HEAD_NORMS:
+                plan[f"{prefix}{key}"] = "replicated_with_grad_allreduce"
         if unknown:
             likely = {re.sub(r"\b\d+\b", "*", key): word for key, word in plan.items()}
             raise PrepareError(

@@ -25,6 +25,11 @@ HEADS = (
 )
 
 
+def is_inside(name: str, module: str) -> bool:
+    """Whether the name of a module is that of one inside of another, whose name is empty for the model itself."""
+    return not module or name.startswith(f"{module}.")
+
+
 @dataclass(frozen=True)
 class Split:
     """A model that is about to be split.
@@ -45,15 +50,39 @@ class Split:
             if isinstance(style, ColwiseParallel | RowwiseParallel):
                 yield name, self.modules[name], isinstance(style, ColwiseParallel)
 
-    def attentions(self) -> list[tuple[str, nn.Module]]:
-        """The modules that have layers with sharded outputs, and one that reads them."""
-        columns, rows = set[str](), set[str]()
+    def columns(self) -> list[str]:
+        """The layers whose outputs stay sharded."""
+        columns = []
         for name, style in self.styles.items():
             if isinstance(style, ColwiseParallel) and isinstance(style.output_layouts[0], Shard):
-                columns.add(name.removesuffix(".base_layer").rpartition(".")[0])
-            elif isinstance(style, RowwiseParallel):
-                rows.add(name.removesuffix(".base_layer").rpartition(".")[0])
-        return [(name, module) for name, module in self.modules.items() if name in columns & rows]
+                columns.append(name)
+        return columns
+
+    def regions(self) -> dict[str, str]:
+        """Layer that reads sharded features -> the innermost module that has it and layers that return them."""
+        columns = self.columns()
+        regions = {}
+        for name, style in self.styles.items():
+            if not isinstance(style, RowwiseParallel) or not isinstance(
+                style.input_layouts[0], Shard
+            ):
+                continue
+            parent = name
+            while parent:
+                parent = parent.rpartition(".")[0]
+                if any(is_inside(column, parent) for column in columns):
+                    regions[name] = parent
+                    break
+        return regions
+
+    def attentions(self) -> list[tuple[str, nn.Module]]:
+        """The modules that have layers with sharded outputs, which a layer reads."""
+        regions = set(self.regions().values())
+        owners = set[str]()
+        for column in self.columns():
+            if any(is_inside(column, region) for region in regions):
+                owners.add(column.removesuffix(".base_layer").rpartition(".")[0])
+        return [(name, module) for name, module in self.modules.items() if name in owners]
 
     def heads(self) -> Iterator[tuple[str, nn.Module, str, int]]:
         """(name, module, attribute, number) of the numbers of heads that attention modules keep."""

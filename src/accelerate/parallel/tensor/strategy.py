@@ -25,6 +25,7 @@ from ..sharded import ShardedModel, ShardedStrategy
 from ..sharded_optimizer import ParameterPlaces
 from . import plan as tensor_plan
 from . import requirements
+from .between import Region, look_first, regions_of
 
 
 class TensorParallel(ShardedStrategy):
@@ -47,17 +48,19 @@ class TensorParallel(ShardedStrategy):
         model = self.precision.wrap_forward(model)
         model = self.apply_transforms(model, before_layout=True)
         reducers: list[GradientReducer] = []
+        regions: list[Region] = []
         if not evaluation:
             weights = materialize.Weights(model, self.device)
             # Ranks cut their shards out of equal weights.
             weights.make_all_equal(model)
-            split_model(model, self.mesh["tp"], self.layout.tp_handler)  # type: ignore[index]
+            regions = split_model(model, self.mesh["tp"], self.layout.tp_handler)  # type: ignore[index]
             weights.fill(model)
             self.cast_parameters(model)
             reducers.append(PartialSums(model.parameters()))
         self.precision.after_layout(model)
         # Compilation is the last of these.
         model = self.apply_transforms(model, before_layout=False)
+        look_first(model, regions)
         prepared = self.as_prepared(model)
         prepared.reducers = reducers
         return prepared
@@ -108,13 +111,13 @@ class PartialSums(GradientReducer):
 
 def split_model(
     model: nn.Module, ranks: DeviceMesh, options: TorchTensorParallelConfig | None = None
-) -> bool:
+) -> list[Region]:
     """Split the layers of a model in place over `ranks`, which have equal weights.
 
     Without a plan in `options`, the model's own (`_tp_plan`) is used; without that, one is inferred.
 
     Returns:
-        False where it was split before.
+        What lies between the split layers; nothing where the model was split before.
 
     Raises:
         PrepareError: before anything is split, for a plan or a size that does not fit the model.
@@ -123,7 +126,7 @@ def split_model(
     is_sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
     if is_sharded and get_model_tp_size(model) == ranks.size():
         # transformers has split it while it was loaded.
-        return False
+        return []
     requirements.check_plain(model)
     styles, loss = tensor_plan.styles_of(model, options, ranks.size())
     split = requirements.Split(dict(model.named_modules()), styles, ranks.size())
@@ -143,9 +146,12 @@ def split_model(
             if layers.get(child, child) is not child:
                 setattr(module, key, layers[child])
     _retie(places)
+    regions = regions_of(split, dict(model.named_modules()), ranks)
+    for region in regions:
+        region.watch()
     if loss is not None:
         loss.wrap_forward(model)
-    return True
+    return regions
 
 
 def _retie(places: ParameterPlaces) -> None:

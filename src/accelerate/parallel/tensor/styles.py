@@ -76,7 +76,10 @@ class Rowwise(RowStyle):
         if type(module) is nn.Linear and not self.full_input:
             _distribute(module, mesh, weight=Shard(1), bias=Replicate())
             return as_split(module, RowLinear, ranks=mesh, along_sequence=self.along_sequence)
-        return super().split(module, mesh)
+        split = super().split(module, mesh)
+        if self.use_local_output:
+            split.register_forward_hook(_copied)
+        return split
 
 
 class SequenceNorm(NormStyle):
@@ -170,6 +173,11 @@ def _gathered(value: object) -> object:
     if not isinstance(value, DTensor):
         return value
     return value.redistribute(placements=(Replicate(),)).to_local()
+
+
+def _copied(module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
+    # What torch's style returns is a view that may not be changed in place.
+    return output.clone()
 
 
 def _mapped(output: object, change: Callable[[object], object]) -> object:
