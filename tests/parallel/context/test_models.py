@@ -199,6 +199,15 @@ def bert():
     return transformers.BertForMaskedLM(config).train()
 
 
+def falcon():
+    """One key head, which torch's attention broadcasts over the query heads."""
+    torch.manual_seed(0)
+    drops = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.FalconConfig(vocab_size=VOCABULARY, **sizes, **drops)
+    return transformers.FalconForCausalLM(config).train()
+
+
 def documents():
     """Positions that start anew within a row, at other places in each row; of one row nowhere."""
     starts = ([0, 5, 6], [0, 9], [0])
@@ -256,8 +265,10 @@ def test_masks(what, kind):
 @pytest.mark.parametrize(
     ("build", "padding"),
     pairs(
-        [llama, gpt2, bert], ["behind", "before"],
-        usual=[(llama, "behind"), (llama, "before"), (gpt2, "before"), (bert, "before")],
+        [llama, gpt2, bert, falcon], ["behind", "before"],
+        usual=[
+            (llama, "behind"), (llama, "before"), (gpt2, "before"), (bert, "before"), (falcon, "before"),
+        ],
     ),
 )  # fmt: skip
 def test_padding_that_has_labels(build, padding, kind):

@@ -171,6 +171,20 @@ def test_a_path_beside_the_split_layers_is_refused():
         loss_of(model, 0)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [nn.utils.parametrizations.weight_norm, nn.utils.weight_norm],
+    ids=["parametrization", "hook"],
+)
+@on_ranks(2)
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_weight_that_is_computed_is_refused(change):
+    model = Net()
+    change(model.blocks[1].up)
+    with pytest.raises(PrepareError, match=r"blocks\.1\.up.*weight is computed"):
+        start(PLAN).prepare(model)
+
+
 SIZED = {
     "Cohere": (
         lambda: language_model("Cohere", use_qk_norm=True),
@@ -195,3 +209,16 @@ def test_what_needs_all_features_is_named(what):
         loss_of(model, 0)
     (note,) = caught.value.__notes__
     assert all(name in note for name in (*names, "tp_size=2"))
+
+
+@on_ranks(2)
+def test_soft_prompts():
+    """The base of peft's model is split by its own plan."""
+    peft = pytest.importorskip("peft")
+    config = transformers.LlamaConfig(**SIZES, pad_token_id=0)
+    prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+
+    def make():
+        return peft.get_peft_model(transformers.LlamaForCausalLM(config), prompts)
+
+    train(start(None), make)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+from torch.nn.utils import parametrize
 
 from ...core.errors import PrepareError
 from ...placement.subclasses import is_quantized_layer
@@ -118,6 +119,16 @@ def _quantized(split: Split) -> Iterator[str]:
             )
 
 
+def _computed(split: Split) -> Iterator[str]:
+    for name, module, _ in split.layers():
+        parameters = dict(module.named_parameters(recurse=False))
+        if "weight" not in parameters or parametrize.is_parametrized(module):
+            yield (
+                f"the tensor-parallel plan splits {name}, whose weight is computed in each forward (parametrization, "
+                "weight norm or pruning): give a plan without it"
+            )
+
+
 def _sharded_already(split: Split) -> Iterator[str]:
     for name, module, _ in split.layers():
         if isinstance(module.weight, DTensor):
@@ -171,6 +182,7 @@ REQUIREMENTS: tuple[Callable[[Split], Iterator[str]], ...] = (
     _transformer_engine,
     _other_modules,
     _quantized,
+    _computed,
     _sharded_already,
     _renormalized,
     _undivided,
