@@ -116,6 +116,9 @@ def test_registering_checks_the_class(table):
     class Nameless(GeneralTracker):
         requires_logging_directory = False
 
+    class Folderless(GeneralTracker):
+        name = "folderless"
+
     class All(Recorder):
         name = "all"
 
@@ -123,6 +126,7 @@ def test_registering_checks_the_class(table):
         (dict, "subclass"),
         (5, "subclass"),
         (Nameless, "needs a `name`"),
+        (Folderless, "requires_logging_directory"),
         (All, "'all'"),
     ):
         with pytest.raises(ConfigurationError, match=told):
