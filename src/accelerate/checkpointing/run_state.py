@@ -66,11 +66,6 @@ class RunState:
     state_of: StateOf | None = None
     entire: RunState | None = None
 
-    @property
-    def parts(self) -> list[PreparedModel | PreparedOptimizer]:
-        """The models and the optimizers."""
-        return [*self.models, *self.optimizers]
-
 
 def check_custom(objects: Sequence[object]) -> None:
     """Raise ValueError, naming the classes, unless each object has `state_dict` and `load_state_dict`."""

@@ -20,6 +20,7 @@ from ..core.json_text import JSONObject
 from ..core.objects import ranks_in_words, spans, values_in_words
 from ..core.safetensors_header import ALIASES
 from ..core.torch_files import write_file
+from ..parallel.prepared import PreparedModel, PreparedOptimizer
 from ..runtime.agreement import (
     Agreement,
     OneProcess,
@@ -482,11 +483,15 @@ def _collect_and_meet(
     return bool(agreed["is_any_different"])
 
 
+def _parts(run: RunState) -> list[PreparedModel | PreparedOptimizer]:
+    return [*run.models, *run.optimizers]
+
+
 def _is_collective(run: RunState, in_background: bool) -> bool:
     """Whether collecting the states may use collectives."""
     if run.save_hooks or run.state_of:
         return True
-    for item in run.parts:
+    for item in _parts(run):
         if item.is_partial and not item.saves_shards:
             return True
     if run.sharded is None:
@@ -498,7 +503,7 @@ def _is_collective(run: RunState, in_background: bool) -> bool:
 
 def _is_on_every_rank(run: RunState) -> bool:
     """Whether each rank has all models and optimizers, as in data parallelism: one of them can save them."""
-    return not any(part.is_partial or part.saves_shards for part in run.parts)
+    return not any(part.is_partial or part.saves_shards for part in _parts(run))
 
 
 @functools.cache
@@ -534,7 +539,7 @@ def _compare(rows: dict[int, JSONObject]) -> JSONObject:
 
 def _collect(pending: PendingCheckpoint, run: RunState, in_background: bool) -> None:
     """Collect the states that this rank writes. Every rank calls it: gathering sharded states uses collectives."""
-    if len({part.saves_shards for part in run.parts}) > 1:
+    if len({part.saves_shards for part in _parts(run)}) > 1:
         raise CheckpointError(
             "a run whose models and optimizers are partly sharded and partly not cannot be saved"
         )

@@ -38,7 +38,10 @@ def others_went_on(agreement: Agreement, subject: str, limit: float) -> bool:
         return False
     # The exchange reports a store that is gone.
     with contextlib.suppress(RuntimeError, ConnectionError):
-        return _went_on(subject, agreement.name, default_connection(), agreement.world, limit)
+        connection = default_connection()
+        if next_subject(agreement.name, connection, range(1, agreement.world)) == subject:
+            return False
+        return _went_on(subject, agreement.name, connection, agreement.world, limit)
     return False
 
 
