@@ -91,8 +91,14 @@ def prepare_pippy(
         replace_data(tensor, tensor.detach().to(state.device))
     group = dist.group.WORLD
     assert group is not None
-    channel, splitter = P2PChannel(group, state.device), BatchSplitter(full_forward, (), chunks)
-    runner = Runner(staged, cut, stages, range(state.num_processes), channel, splitter)
+    runner = Runner(
+        staged,
+        cut,
+        stages,
+        ranks=range(state.num_processes),
+        channel=P2PChannel(group, state.device),
+        splitter=BatchSplitter(full_forward, (), chunks),
+    )
 
     # The user's module keeps its class, configuration and names; only what runs is another.
     def forward(args: Args, kwargs: Kwargs) -> object:

@@ -267,6 +267,18 @@ def test_random():
     )
 
 
+class Packing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.LSTM(size, 4, batch_first=True) for size in (1, 4, 4, 4))
+
+    def forward(self, x):
+        x = nn.utils.rnn.pack_padded_sequence(x, [4] * len(x), batch_first=True)
+        for block in self.blocks:
+            x = block(x)[0]
+        return nn.utils.rnn.pad_packed_sequence(x, batch_first=True)[0]
+
+
 def refusals():
     """What is prepared, the options, what the error has in it, what is done with the model, other objects."""
     four, x = (
@@ -310,6 +322,13 @@ def refusals():
         "example inputs": (Chain, inputs, "unexpected keyword argument 'y'"),
         "hidden states": (
             Chain, four, "output_hidden_states=True", lambda model: model(x, output_hidden_states=True),
+        ),
+        "packed": (
+            Chain, four, "PackedSequence",
+            lambda model: model(nn.utils.rnn.pack_padded_sequence(x[..., None], [4] * 8, batch_first=True)),
+        ),
+        "packed between blocks": (
+            Packing, four, "output of blocks.0 contains a PackedSequence", lambda model: model(x[..., None]),
         ),
         "an optimizer": (Chain, four, "would train nothing", lambda model: None, foreign),
     }  # fmt: skip

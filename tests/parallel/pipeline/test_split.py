@@ -137,3 +137,10 @@ def test_options_from_variables(monkeypatch) -> None:
         2,
     )
     assert PipelineParallelConfig(schedule="gpipe", num_microbatches=2).stages_per_rank == 1
+
+
+def test_entries_of_a_dict_outside_of_the_blocks_are_units():
+    """As peft keeps the encoders of prompts: the dict itself is subscripted, not called."""
+    model = nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(2, 2)])})
+    model["prompts"] = nn.ModuleDict({"default": nn.Embedding(2, 2)})
+    assert [unit.name for unit in find_units(model)] == ["blocks.0", "prompts.default"]

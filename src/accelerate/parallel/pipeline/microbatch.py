@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence
 
 from ...core import trees
 from ...core.errors import PrepareError
@@ -105,6 +106,12 @@ class BatchSplitter:
         ):
             kwargs = {self.positions[len(args) - 1]: args[-1], **kwargs}
             args = args[:-1]
+        packed = trees.first_leaf((args, kwargs), lambda value: isinstance(value, PackedSequence))
+        if packed is not None:
+            raise PrepareError(
+                "an input of the pipelined model is a PackedSequence, whose rows are time steps: pass padded "
+                "sequences with their lengths, and pack them in the block that uses them"
+            )
         requested = [name for name in COLLECTING if kwargs.get(name) is True]
         if requested:
             raise PrepareError(

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.rnn import PackedSequence
 
 from ...core import trees
 from ...core.errors import PrepareError
@@ -77,6 +78,10 @@ def describe(value: object, where: str) -> object:
             )
         return TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
+    if trees.first_leaf(value, lambda part: isinstance(part, PackedSequence)) is not None:
+        raise PrepareError(
+            f"{where} contains a PackedSequence, whose rows are time steps and not samples: return padded sequences"
+        )
     found = trees.map_leaves(spec, value)
     _check_plain(found, where)
     return found

@@ -52,6 +52,9 @@ class StageSplit:
         return units
 
 
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
 def find_units(model: nn.Module, no_split: Sequence[str] = (), nested: bool = False) -> list[Unit]:
     """Units in the order of the model: entries of its lists of blocks, and modules outside of the lists.
 
@@ -81,7 +84,7 @@ def _units(
         elif (
             (nested or not in_list)
             and type(child).__name__ not in no_split
-            and any(isinstance(inner, (nn.ModuleList, nn.Sequential)) for inner in child.modules())
+            and any(isinstance(inner, _CONTAINERS) for inner in child.modules())
         ):
             yield from _units(child, path, no_split, nested)
         else:
