@@ -441,7 +441,9 @@ def _foreign_parameters(optimizer: AcceleratedOptimizer, run: RunCheckpoints) ->
 
 def _is_divided(run: RunCheckpoints) -> bool:
     """Whether each of several processes has a part of the gradients, and their norm is that of all parts."""
-    if not dist.is_initialized() or dist.get_backend() == dist.Backend.FAKE:
+    if not dist.is_available() or not dist.is_initialized():
+        return False
+    if dist.get_backend() == dist.Backend.FAKE:
         return False
     return dist.get_world_size() > 1 and not run.strategy.has_replicas and run.strategy.divides_loss
 
