@@ -7,7 +7,7 @@ import copy
 import functools
 import io
 import pickle
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import torch
@@ -47,6 +47,15 @@ _CLASSES = {
 }
 
 
+_PATHS = {
+    "Path": PurePosixPath,
+    "PosixPath": PurePosixPath,
+    "PurePosixPath": PurePosixPath,
+    "WindowsPath": PureWindowsPath,
+    "PureWindowsPath": PureWindowsPath,
+}
+
+
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         allowed = (module in _MODULES and name in _CLASSES) or (module, name) in _NAMES
@@ -56,8 +65,10 @@ class _IndexUnpickler(pickle.Unpickler):
             and isinstance(getattr(torch, name, None), torch.dtype)
         ):
             allowed = True
-        if module == "pathlib" and name in ("PosixPath", "PurePosixPath", "Path"):
-            allowed = True
+        # Only a note of where the shards were written. Python 3.13 pickles it under another module, and one of Windows
+        # cannot be made elsewhere.
+        if module in ("pathlib", "pathlib._local") and name in _PATHS:
+            return _PATHS[name]
         if not allowed:
             raise pickle.UnpicklingError(f"it names {module}.{name}")
         return super().find_class(module, name)
