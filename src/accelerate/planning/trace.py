@@ -30,6 +30,7 @@ from ..launchers.variables import variables
 from ..parallel.accumulated import AccumulatedGradients
 from ..parallel.adopted.strategy import Adopted
 from ..parallel.base import Strategy
+from ..parallel.context.attention import ContextAttention
 from ..precision.base import Precision
 from ..run.first_step import FirstStepCheck
 from ..torch_internals import pipelining, tracing
@@ -292,9 +293,13 @@ def _accelerator_of(
         from .stages import trace_as_stage
 
         trace_as_stage(accelerator.strategy, training.model, path)
-    if accelerator.strategy.sequence is not None:
+    sequence = accelerator.strategy.sequence
+    if sequence is not None:
         # The states of random generators have no values either: none is seeded.
-        accelerator.strategy.sequence.random.kinds = ()
+        sequence.random.kinds = ()
+        if isinstance(sequence.attention, ContextAttention):
+            # torch's causal bias is no fake tensor. Its kernels store no mask.
+            sequence.attention.causal_mask = lambda rows, keys: None
     return accelerator
 
 

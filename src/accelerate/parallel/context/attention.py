@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -123,6 +123,8 @@ class ContextAttention(SplitAttention):
     ) -> None:
         super().__init__(group, layout, random)
         self.all_to_all = all_to_all
+        # Makes the mask of a chunk from the numbers of its rows and keys.
+        self.causal_mask: Callable[[int, int], torch.Tensor | None] = causal_lower_right
 
     def __call__(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
@@ -144,7 +146,8 @@ class ContextAttention(SplitAttention):
         ):
             end = (chunk + 1) * size
             keys, values = key[:, :, :end], value[:, :, :end]
-            outputs.append(self.attend(part, keys, values, call, causal_lower_right(size, end)))
+            mask = self.causal_mask(size, end)
+            outputs.append(self.attend(part, keys, values, call, mask))
         return torch.cat(outputs, dim=2)
 
     def sent(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Sent:
