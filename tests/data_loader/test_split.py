@@ -276,3 +276,27 @@ def test_refuses_what_would_lose_samples():
     FILES["empty"] = [(0, 5), (100, 0)]
     with pytest.raises(PrepareError, match="process 1 of 2 has no samples"):
         list(prepare_data_loader(build("empty")))
+
+
+@on_ranks(2)
+@pytest.mark.skipif(not importlib.util.find_spec("datasets"), reason="missing")
+def test_a_part_of_a_stream_has_the_rows_of_one_process():
+    """`skip` and `take` count the samples of the whole stream, as where a validation part is taken off."""
+    import datasets
+
+    whole = datasets.IterableDataset.from_generator(
+        numbers, gen_kwargs={"shards": [0, 1, 2, 3]}
+    ).shuffle(seed=0, buffer_size=4)
+    for part in (whole.skip(6), whole.take(6).map(lambda row: row)):
+        expected = [row["id"] for row in part]
+        loader = prepare_data_loader(
+            DataLoader(part, batch_size=2), dispatch_batches=False, put_on_device=False
+        )
+        found = [gather_for_metrics(batch["id"], loader) for batch in loader]
+        assert sorted(torch.cat(found).tolist()) == sorted(expected)
+
+
+def numbers(shards):
+    for shard in shards:
+        for number in range(5):
+            yield {"id": 5 * shard + number}

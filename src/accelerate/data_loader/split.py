@@ -85,10 +85,20 @@ _BY_RANK: dict[str, Callable[[Any, Any], bool]] = {
 
 
 def splits_evenly(dataset: Any, shards: int) -> bool:
-    """Whether each of `shards` processes can read equally many of the dataset's own shards (files, mostly)."""
-    return (
-        is_splittable(dataset) and dataset.num_shards >= shards and dataset.num_shards % shards == 0
-    )
+    """Whether each of `shards` processes can read equally many of the dataset's own shards (files, mostly).
+
+    A stream after `skip` or `take` begins or ends at other samples in a shard than in the whole.
+    """
+    if not is_splittable(dataset) or dataset.num_shards % shards or dataset.num_shards < shards:
+        return False
+    state = None
+    if hasattr(dataset, "state_dict"):  # older versions have none
+        state = dataset.state_dict()
+    while isinstance(state, dict):
+        if "skipped" in state or "taken" in state:
+            return False
+        state = state.get("examples_iterable")
+    return True
 
 
 class SplitLoader(DataLoaderShard):
