@@ -264,10 +264,6 @@ def hyperparameters(words: list[str]) -> dict[str, Any]:
     return parameters
 
 
-# Its name in the API.
-_convert_nargs_to_dict = hyperparameters
-
-
 def _is_name(word: str) -> bool:
     """Whether a word names an argument; a negative number does not."""
     return re.fullmatch(r"--?[A-Za-z_][\w.-]*", word) is not None

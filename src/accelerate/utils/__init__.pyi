@@ -37,6 +37,7 @@ from ..collectives.tensors import reduce as reduce
 from ..collectives.verify import chained_operation as chained_operation
 from ..collectives.verify import verify_operation as verify_operation
 from ..commands.config.default import write_basic_config as write_basic_config
+from ..commands.launch import _convert_nargs_to_dict as _convert_nargs_to_dict
 from ..config.checks import KwargsHandler as KwargsHandler
 from ..config.deepspeed import DeepSpeedPlugin as DeepSpeedPlugin
 from ..config.deepspeed import get_active_deepspeed_plugin as get_active_deepspeed_plugin
@@ -224,7 +225,6 @@ from ..launchers.notebook import PrepareForLaunch as PrepareForLaunch
 from ..launchers.notebook import install_xla as install_xla
 from ..launchers.ports import get_free_port as get_free_port
 from ..launchers.ports import is_port_in_use as is_port_in_use
-from ..launchers.sagemaker import _convert_nargs_to_dict as _convert_nargs_to_dict
 from ..parallel.compile import compile_regions as compile_regions
 from ..parallel.compile import compile_regions_deepspeed as compile_regions_deepspeed
 from ..parallel.compile import compile_regions_fsdp2 as compile_regions_fsdp2

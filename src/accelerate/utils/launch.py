@@ -12,7 +12,7 @@ EXPORTS = {
         "prepare_simple_launcher_cmd_env",
         "prepare_tpu",
     ],
-    "launchers.sagemaker": ["_convert_nargs_to_dict"],
+    "commands.launch": ["_convert_nargs_to_dict"],
     "launchers.notebook": ["PrepareForLaunch"],
 }
 
