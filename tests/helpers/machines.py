@@ -85,8 +85,9 @@ class Launch:
         return code
 
     def ranks(self) -> list[int]:
-        """The process ids of all that it has started."""
-        return children(self.process.pid)
+        """The process ids of its ranks: without the shell that waits for the end of the launcher."""
+        pids = children(self.process.pid)
+        return [pid for pid in pids if Path(f"/proc/{pid}/comm").read_text().strip() != "sh"]
 
     def kill_rank(self) -> None:
         os.kill(self.ranks()[0], signal.SIGKILL)

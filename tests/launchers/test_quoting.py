@@ -30,9 +30,11 @@ def test_a_batch_script_holds_what_was_given(text):
     spec = LaunchSpec(program, num_processes=2, variables={"NAME": text})
     script = SlurmLauncher(spec).batch_script()
     # sbatch reads directives up to the first command.
-    directives = script.partition("\n\n")[0].splitlines()[1:]
+    comments = script.partition("\n\n")[0].splitlines()[1:]
+    directives = [line for line in comments if line.startswith("#SBATCH")]
     assert [line.partition("=")[0] for line in directives] == [
         "#SBATCH --job-name", "#SBATCH --nodes", "#SBATCH --ntasks", "#SBATCH --ntasks-per-node",
+        "#SBATCH --requeue", "#SBATCH --signal",
     ]  # fmt: skip
     assert all(len(line.split()) == 2 for line in directives)
     words = shlex.split(script.partition("export NAME=")[2], comments=False)

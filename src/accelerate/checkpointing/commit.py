@@ -200,9 +200,10 @@ def _take(path: Path, folder: Path) -> tuple[BinaryIO, JSONObject]:
                 "since": time.time(),
                 "command": command,
             }
-            file.truncate()
-            file.write(json.dumps(content).encode())
-            file.flush()
+            with named_errors(path):
+                file.truncate()
+                file.write(json.dumps(content).encode())
+                file.flush()
             return file, content
         file.close()  # its run has removed it since it was opened
 

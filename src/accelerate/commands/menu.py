@@ -18,7 +18,7 @@ class BulletMenu:
 
     def __init__(self, prompt: str | None = None, choices: Sequence[str] = ()) -> None:
         self.prompt = prompt
-        self.choices = list(choices)
+        self.choices: list[str] = list(choices)
 
     def run(self, default_choice: int = 0) -> int:
         """Return the index of the choice. An empty answer is `default_choice`."""

@@ -208,7 +208,7 @@ class StagedModel:
             units += stage.units
         self._own_units = dict(zip(self.own, units, strict=True))
         self.show(None)
-        self.buffers = StageBuffers(self.model)
+        self.buffers: StageBuffers = StageBuffers(self.model)
         for name, module in self.model.named_modules():
             if isinstance(module, _BATCH_NORMS):
                 module.register_forward_pre_hook(functools.partial(self._before_batch_norm, name))

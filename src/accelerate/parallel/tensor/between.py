@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -63,7 +63,7 @@ class Region:
             if not isinstance(parameter, DTensor):
                 owner, _, key = path.rpartition(".")
                 self.undecided[path] = (module.get_submodule(owner), key)
-        self.is_new = True
+        self.is_new: bool = True
         self.handles: list[RemovableHandle] = []
 
     def watch(self) -> None:
@@ -172,10 +172,9 @@ def regions_of(split: Split, modules: Mapping[str, nn.Module], mesh: DeviceMesh)
     return regions
 
 
-def look_first(model: nn.Module, regions: Iterable[Region]) -> None:
+def look_first(model: nn.Module, regions: Sequence[Region]) -> None:
     """Have a compiled model run uncompiled until its first forward with gradients, whose graph the regions read."""
-    undecided = [region for region in regions if region.undecided]
-    if not undecided or not (is_compiled_module(model) or has_compiled_regions(model)):
+    if not regions or not (is_compiled_module(model) or has_compiled_regions(model)):
         return
     blocks: list[contextlib.ExitStack] = []
 
@@ -186,7 +185,7 @@ def look_first(model: nn.Module, regions: Iterable[Region]) -> None:
 
     def leave(module: nn.Module, args: object, output: object) -> None:
         blocks.pop().close()
-        if not any(region.is_new for region in undecided):
+        if not any(region.is_new for region in regions):
             for handle in handles:
                 handle.remove()
 
