@@ -24,8 +24,8 @@ def momentum(parameters):
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01)
 
 
-class Projecting(torch.optim.Optimizer):
-    """Removes from each gradient what is parallel to the parameter. Has the groups and the state of the other one."""
+class Wrapper(torch.optim.Optimizer):
+    """Has the groups of the other one."""
 
     def __init__(self, parameters):
         self.optimizer = momentum(parameters)
@@ -35,6 +35,11 @@ class Projecting(torch.optim.Optimizer):
         self.defaults = self.optimizer.defaults
 
     param_groups = property(lambda self: self.optimizer.param_groups)
+
+
+class Projecting(Wrapper):
+    """Removes from each gradient what is parallel to the parameter. Has the state of the other one too."""
+
     state = property(lambda self: self.optimizer.state)
 
     @torch.no_grad()
@@ -70,19 +75,14 @@ class Sharpness(torch.optim.Optimizer):
         self.base.step()
 
 
-class SlowWeights(torch.optim.Optimizer):
+class SlowWeights(Wrapper):
     """Moves every second step half the way back. The slow weights are copies from before `prepare`."""
 
     def __init__(self, parameters):
-        self.optimizer = momentum(parameters)
-        self._patch_step_function()
-        self._optimizer_step_pre_hooks = OrderedDict()
-        self._optimizer_step_post_hooks = OrderedDict()
+        super().__init__(parameters)
         self.defaults, self.state, self.count = {}, defaultdict(dict), 0
         for p in self.param_groups[0]["params"]:
             self.state[p]["slow"] = p.detach().clone()
-
-    param_groups = property(lambda self: self.optimizer.param_groups)
 
     @torch.no_grad()
     def step(self, closure=None):

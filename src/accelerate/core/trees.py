@@ -6,13 +6,14 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from .objects import flat_list
 
 Leaf = Callable[[Any], bool]
+Origin = TypeVar("Origin")
 
 
 def is_torch_tensor(tensor: object) -> bool:
@@ -258,3 +259,24 @@ def slice_tensors(
 ) -> Any:
     """Nested data with every tensor cut by `tensor_slice` along dimension 0."""
     return map_leaves(lambda leaf: leaf[tensor_slice], data)
+
+
+class Origins(Generic[Origin]):
+    """From what each tensor was computed."""
+
+    def __init__(self) -> None:
+        self._origins: dict[int, frozenset[Origin]] = {}
+        # Tensors are kept alive, so that no id is reused.
+        self._alive: list[torch.Tensor] = []
+
+    def record(self, tensor: torch.Tensor, origins: frozenset[Origin]) -> None:
+        """Replace the origins of a tensor."""
+        self._alive.append(tensor)
+        self._origins[id(tensor)] = origins
+
+    def of(self, data: Any) -> frozenset[Origin]:
+        """The origins of all tensors in nested data."""
+        origins: frozenset[Origin] = frozenset()
+        for tensor in leaves(data):
+            origins |= self._origins.get(id(tensor), frozenset())
+        return origins

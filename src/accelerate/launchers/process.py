@@ -210,7 +210,7 @@ def guarded(ranks: Sequence[Rank]) -> Iterator[None]:
     """
     groups = [f"-{rank.popen.pid}" for rank in ranks if rank.is_child]
     shell = shutil.which("sh")
-    if not groups or shell is None or os.name != "posix":
+    if not groups or shell is None or not POSIX:
         yield
         return
     command = [shell, "-c", _GUARD, "sh", *groups]

@@ -91,26 +91,16 @@ class Replacements:
 
         Returns whether it had parameters that were replaced.
         """
-        replaced = False
-        for container in containers_of(optimizer):
-            if isinstance(container, list):
-                for position, value in enumerate(container):
-                    if value in self:
-                        container[position] = self.of(value)
-                        replaced = True
-            elif any(key in self for key in container):
-                entries = list(container.items())
-                container.clear()
-                for key, value in entries:
-                    if key not in self:
-                        container[key] = value
-                        continue
-                    present = self.of(key)
-                    if isinstance(value, dict):
-                        container[present] = lay_out_state(value, key, present)
-                    else:
-                        container[present] = lay_out_state({"": value}, key, present)[""]
-        return replaced
+        containers = containers_of(optimizer)
+        formers: list[nn.Parameter] = []
+        for container in containers:
+            formers += [value for value in container if value in self]
+        present = {id(former): self.of(former) for former in formers}
+        for mapping, name, former in _state_entries(containers, formers):
+            state = lay_out_state({name: mapping[name]}, former, present[id(former)])
+            mapping[name] = state[name]
+        _replace_parameters(containers, present)
+        return bool(formers)
 
 
 def containers_of(optimizer: Any) -> list[Any]:

@@ -31,11 +31,10 @@ class _Recorder(TorchFunctionMode):
         self.optimizer = optimizer
         self.is_paused = False
         self.combines = False
-        # By the id of a tensor, numbers of parameters; those of each row for stacked values. Tensors are kept alive,
-        # so that no id is reused.
-        self.origins: dict[int, frozenset[int]] = {}
-        self.rows: dict[int, list[frozenset[int]]] = {}
-        self.alive: list[torch.Tensor] = []
+        # Numbers of parameters.
+        self.origins = trees.Origins[int]()
+        # By the id of a tensor of stacked values, that tensor (so that no id is reused), and the origins of each row.
+        self.rows: dict[int, tuple[torch.Tensor, list[frozenset[int]]]] = {}
         self.mark_sources()
 
     def mark_sources(self) -> None:
@@ -60,16 +59,8 @@ class _Recorder(TorchFunctionMode):
     def mark(self, tensors: Iterable[torch.Tensor], origins: frozenset[int]) -> None:
         """Record from which parameters tensors were computed."""
         for tensor in tensors:
-            self.alive.append(tensor)
-            self.origins[id(tensor)] = origins
+            self.origins.record(tensor, origins)
         self.combines = self.combines or len(origins) > 1
-
-    def origins_of(self, value: object) -> frozenset[int]:
-        """The parameters from which the tensors in nested data were computed."""
-        origins: frozenset[int] = frozenset()
-        for tensor in trees.leaves(value):
-            origins |= self.origins.get(id(tensor), frozenset())
-        return origins
 
     def __torch_function__(
         self,
@@ -91,13 +82,13 @@ class _Recorder(TorchFunctionMode):
             common = [value for value in args if isinstance(value, torch.Tensor)]
             results = output or args[0]
             for result, *entries in zip(results, *lists, strict=False):
-                self.mark([result], self.origins_of([entries, common]))
+                self.mark([result], self.origins.of([entries, common]))
             return output
         rows = self._rows_of(name, args, kwargs)
         if rows:
             self._mark_rows(name, output, rows)
             return output
-        origins = self.origins_of((args, kwargs))
+        origins = self.origins.of((args, kwargs))
         if origins:
             written = [kwargs.get("out")]
             if name.endswith("_") or name.startswith("__i"):
@@ -110,9 +101,11 @@ class _Recorder(TorchFunctionMode):
     ) -> list[frozenset[int]]:
         """From which parameters each row of the arguments was computed, where they stack values of parameters."""
         if name == "stack" and not kwargs and len(args) == 1:
-            return [self.origins_of(entry) for entry in args[0]]
+            return [self.origins.of(entry) for entry in args[0]]
         stacked = [
-            self.rows[id(value)] for value in trees.leaves((args, kwargs)) if id(value) in self.rows
+            self.rows[id(value)][1]
+            for value in trees.leaves((args, kwargs))
+            if id(value) in self.rows
         ]
         return [frozenset().union(*origins) for origins in zip(*stacked, strict=False)]
 
@@ -125,8 +118,7 @@ class _Recorder(TorchFunctionMode):
             return
         for tensor in results:
             if tensor.shape[:1] == (len(rows),):
-                self.alive.append(tensor)
-                self.rows[id(tensor)] = rows
+                self.rows[id(tensor)] = (tensor, rows)
             else:
                 self.mark([tensor], frozenset().union(*rows))
 

@@ -138,9 +138,8 @@ class _Recorder(TorchFunctionMode):
         self.owners: dict[str, set[str]] = {}
         # The unit that is computing.
         self.inside: str | None = None
-        # By the id of a tensor. Tensors are kept alive, so that no id is reused.
-        self.origins: dict[int, frozenset[str]] = {}
-        self.alive: list[torch.Tensor] = []
+        # Names of units.
+        self.origins = trees.Origins[str]()
 
     def __torch_function__(
         self,
@@ -166,17 +165,14 @@ class _Recorder(TorchFunctionMode):
 
     def use(self, value: object) -> frozenset[str]:
         """Record that tensors are used now; the units from whose outputs they were computed."""
-        found: frozenset[str] = frozenset()
-        for tensor in trees.leaves(value):
-            found |= self.origins.get(id(tensor), frozenset())
-        self.seen.last_use.update(dict.fromkeys(found, len(self.seen.calls)))
-        return found
+        origins = self.origins.of(value)
+        self.seen.last_use.update(dict.fromkeys(origins, len(self.seen.calls)))
+        return origins
 
     def made(self, value: object, origins: frozenset[str]) -> None:
         """Record from which units' outputs tensors were computed."""
         for tensor in trees.leaves(value):
-            self.alive.append(tensor)
-            self.origins[id(tensor)] = origins | self.origins.get(id(tensor), frozenset())
+            self.origins.record(tensor, origins | self.origins.of(tensor))
 
     @contextlib.contextmanager
     def hooked(self, model: nn.Module, units: Sequence[str]) -> Iterator[None]:
@@ -196,8 +192,7 @@ class _Recorder(TorchFunctionMode):
                     self.inside = None
                     self.seen.calls.append(name)
                     for tensor in trees.leaves(output):
-                        self.alive.append(tensor)
-                        self.origins[id(tensor)] = frozenset({name})
+                        self.origins.record(tensor, frozenset({name}))
 
             return hook
 
