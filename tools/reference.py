@@ -20,8 +20,8 @@ import accelerate
 from accelerate import torch_internals
 from accelerate.core import options
 from accelerate.core.device_kinds import DEVICES
+from accelerate.core.enums import PIPELINE_SCHEDULES
 from accelerate.core.option import ALWAYS, NEVER, SET, Option, as_text
-from accelerate.core.pipeline_schedules import PIPELINE_SCHEDULES
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 NOTE = "<!-- Written by tools/reference.py. Change the registry that it reads, then run the script. -->\n"
@@ -37,7 +37,7 @@ SUBJECTS = {
     ),
     "Nested data": ("core.trees",),
     "Random numbers": ("collectives.rng",),
-    "Memory and batch size": ("collectives.batch_size", "core.memory"),
+    "Memory and batch size": ("collectives.batch_size", "core.devices"),
     "Configuration objects": ("config", "parallelism_config"),
     "Enumerations": ("core.enums",),
     "Precision and quantization": ("precision", "placement.quantize"),

@@ -26,7 +26,7 @@ from .config.training import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
-from .core import env, memory
+from .core import devices, env
 from .core.enums import DistributedType, DynamoBackend, LoggerType, RNGType
 from .core.errors import ConfigurationError, PrepareError
 from .core.lazy import public_names, replaced
@@ -891,7 +891,7 @@ class Accelerator(RunInterface):
                 factors = torch.tensor(window.take_factor(), dtype=torch.float64)
                 strategy.backward_items(loss, lambda: factors, self._window_models(), **kwargs)
         except RuntimeError as error:
-            memory.report_exhausted(error)
+            devices.report_exhausted(error)
             raise_lost(error, "`accelerator.backward`")
             raise
 
@@ -1232,7 +1232,7 @@ class Accelerator(RunInterface):
         Example:
             model, optimizer = accelerator.free_memory(model, optimizer)
         """
-        released = memory.release_memory(*objects)
+        released = devices.release_memory(*objects)
         self.strategy.release()
         for average in self._objects.averages:
             average.release()

@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 
 from .config import checks
-from .core import devices, env, extensions
+from .core import devices, env
 from .core.enums import DistributedType, DynamoBackend, PrecisionType
 from .core.errors import ConfigurationError
+from .core.imports import extension_names
 from .core.lazy import public_names
 from .core.topology import Topology
 from .gradient_state import GradientState as GradientState
@@ -552,7 +553,7 @@ def _parse_precision(requested: str | None) -> str:
     text = str(getattr(requested, "value", requested)).lower()
     if text in PrecisionType.list():
         return text
-    added = extensions.names("precision")
+    added = extension_names("precision")
     if text not in added:
         choices = ", ".join([*PrecisionType.list(), *added])
         raise ConfigurationError(f"{origin}={requested!r} is unknown: use one of {choices}")

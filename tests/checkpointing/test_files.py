@@ -18,7 +18,7 @@ from accelerate.checkpointing.files import (
     without_aliases,
 )
 from accelerate.core.errors import CheckpointError
-from accelerate.core.safetensors_header import CorruptFile, read_header
+from accelerate.core.tensor_files import CorruptFile, read_header
 
 
 def mixed() -> dict[str, torch.Tensor]:

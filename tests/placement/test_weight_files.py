@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from accelerate.core.errors import CheckpointError
-from accelerate.core.safetensors_header import BY_NAME
+from accelerate.core.tensor_files import BY_NAME
 from accelerate.placement import weight_files
 
 

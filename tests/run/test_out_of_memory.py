@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from accelerate import Accelerator
-from accelerate.core import devices, memory
+from accelerate.core import devices
 from accelerate.telemetry.records import events_file
 from accelerate.utils import find_executable_batch_size
 
@@ -81,7 +81,7 @@ def test_the_state_of_the_allocator_is_written(works, tmp_path, monkeypatch, cap
     )
     with monkeypatch.context() as patch:
         patch.setattr(devices, "module_of", lambda device: module)
-        memory.report_exhausted(
+        devices.report_exhausted(
             torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         )
     accelerator.end_training()

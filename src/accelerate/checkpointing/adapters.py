@@ -17,7 +17,7 @@ from torch import nn
 from ..core.errors import CheckpointError
 from ..core.files import atomic_write, follow_links, user_path
 from ..core.json_text import JSONObject
-from ..core.torch_files import write_atomically
+from ..core.tensor_files import write_atomically
 from ..core.trees import leaves, map_leaves
 from ..parallel.adapters import (
     CONFIG_FILE,

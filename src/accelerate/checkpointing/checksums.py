@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..core.safetensors_header import dtype_name
+from ..core.tensor_files import dtype_name
 from ..placement.subclasses import inner_tensors
 from .gathering import local_blocks
 

@@ -22,7 +22,7 @@ from torch.types import FileLike
 from ..core.constants import RNG_STATE_NAME, SAMPLER_NAME
 from ..core.errors import CheckpointError
 from ..core.files import require_regular
-from ..core.torch_files import READ_ERRORS
+from ..core.tensor_files import READ_ERRORS
 from .documents import damage
 from .layout import LOADER_NAME, numbered
 from .rank_state import accelerators, check_generators

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from ..core import json_text
 from ..core.errors import CheckpointError
 from ..core.json_text import JSONObject
-from ..core.safetensors_header import (
+from ..core.tensor_files import (
     NAMES,
     CorruptFile,
     dtype_name,

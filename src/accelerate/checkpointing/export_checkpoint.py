@@ -22,7 +22,7 @@ from ..core.constants import FSDP_MODEL_NAME, MODEL_NAME, SAFE_MODEL_NAME
 from ..core.errors import CheckpointError, ConfigurationError
 from ..core.files import atomic_write
 from ..core.json_text import JSONObject
-from ..core.safetensors_header import read_header
+from ..core.tensor_files import read_header
 from ..parallel.adapters import adapter_folder, base_name
 from ..parallel.materialize import complete
 from ..parallel.unwrap import canonical_name

@@ -25,7 +25,7 @@ from safetensors import safe_open
 from ..core.errors import CheckpointError
 from ..core.files import O_BINARY, fsync_path, named_errors, open_regular, read_at, write_at
 from ..core.json_text import JSONObject
-from ..core.safetensors_header import NAMES, CorruptFile, Header, read_header
+from ..core.tensor_files import NAMES, CorruptFile, Header, read_header
 from ..core.trees import map_leaves
 
 P = ParamSpec("P")

@@ -31,7 +31,7 @@ from ..core.constants import (
 from ..core.errors import CheckpointError
 from ..core.files import read_regular, require_regular
 from ..core.json_text import JSONObject
-from ..core.safetensors_header import CorruptFile
+from ..core.tensor_files import CorruptFile
 from .files import BlockIO, FileRecord
 
 T = TypeVar("T")

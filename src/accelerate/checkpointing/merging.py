@@ -19,7 +19,7 @@ from ..core import json_text
 from ..core.constants import MODEL_NAME, OPTIMIZER_NAME, SAFE_MODEL_NAME
 from ..core.errors import CheckpointError, ConfigurationError
 from ..core.files import atomic_write
-from ..core.torch_files import write_atomically
+from ..core.tensor_files import write_atomically
 from ..state import PartialState
 from .documents import damage
 from .files import BlockIO, file_head, host_view, widest_first

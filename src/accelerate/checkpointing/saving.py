@@ -18,8 +18,7 @@ from ..core.errors import CheckpointError, CommunicationError, ConfigurationErro
 from ..core.files import follow_links, user_path
 from ..core.json_text import JSONObject
 from ..core.objects import ranks_in_words, spans, values_in_words
-from ..core.safetensors_header import ALIASES
-from ..core.torch_files import write_file
+from ..core.tensor_files import ALIASES, write_file
 from ..parallel.prepared import PreparedModel, PreparedOptimizer
 from ..runtime.agreement import (
     Agreement,

@@ -40,8 +40,7 @@ from ..core.constants import MODEL_NAME
 from ..core.devices import kind_of
 from ..core.errors import CheckpointError
 from ..core.files import named_errors, read_regular, require_regular
-from ..core.safetensors_header import read_header
-from ..core.torch_files import READ_ERRORS
+from ..core.tensor_files import READ_ERRORS, read_header
 from ..parallel.fsdp.state import (
     drop_states,
     is_fsdp1,

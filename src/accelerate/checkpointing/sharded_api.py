@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 from ..config.fsdp import FullyShardedDataParallelPlugin
 from ..core.constants import MODEL_NAME, OPTIMIZER_NAME
 from ..core.errors import CheckpointError, ConfigurationError
-from ..core.torch_files import write_atomically
+from ..core.tensor_files import write_atomically
 from ..optimizer import plain_optimizer
 from ..parallel.fsdp.state import full_options, optimizer_state
 from ..state import AcceleratorState, is_initialized

@@ -18,7 +18,7 @@ from ..core.errors import CheckpointError
 from ..core.json_text import JSONObject
 from ..core.modules import class_name
 from ..core.objects import names_in_words
-from ..core.safetensors_header import read_header
+from ..core.tensor_files import read_header
 from ..parallel.prepared import PreparedModel, PreparedOptimizer
 from ..parallel.unwrap import canonical_name
 from ..runtime.agreement import Process

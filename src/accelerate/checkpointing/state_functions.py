@@ -15,7 +15,7 @@ from torch.serialization import MAP_LOCATION
 from ..core.constants import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from ..core.errors import ConfigurationError, MissingCheckpointError
 from ..core.files import user_path
-from ..core.torch_files import write_atomically
+from ..core.tensor_files import write_atomically
 from ..parallel.prepared import PreparedModel, PreparedOptimizer
 from ..state import PartialState
 from .compat import load_pickled

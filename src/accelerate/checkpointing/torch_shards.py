@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from ..core.errors import CheckpointError
 from ..core.files import read_regular, require_regular
-from ..core.torch_files import READ_ERRORS
+from ..core.tensor_files import READ_ERRORS
 from .compat import load_pickled
 from .layout import reason
 

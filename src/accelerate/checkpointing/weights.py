@@ -25,7 +25,7 @@ from ..core.constants import (
 from ..core.errors import CheckpointError, ConfigurationError
 from ..core.files import atomic_write, follow_links, fsync_path, user_path
 from ..core.messages import warn
-from ..core.torch_files import write_atomically, write_file
+from ..core.tensor_files import write_atomically, write_file
 from ..placement.sizes import convert_file_size_to_int
 from ..state import PartialState
 from .compat import load_pickled

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..core.memory import clear_device_cache, report_exhausted, should_reduce_batch_size
+from ..core.devices import clear_device_cache, report_exhausted, should_reduce_batch_size
 from ..runtime import group
 from ..runtime.agreement import Round
 from ..torch_internals.flight_recorder import newest, recorded

@@ -12,7 +12,7 @@ from shutil import which
 from typing import Any
 
 from ..config import launch_file
-from ..core import installation, system
+from ..core import imports, system
 from ..core.errors import ConfigurationError
 from ..core.objects import masked
 from ..core.version import __version__
@@ -41,9 +41,9 @@ def gather(config_file: str | None = None) -> dict[str, Any]:
             packages[name] = importlib.metadata.version(name)
     facts: dict[str, Any] = {
         "accelerate": __version__,
-        "implementation": installation.IMPLEMENTATION,
-        "folder": str(installation.FOLDER),
-        "problems": installation.problems(),
+        "implementation": imports.IMPLEMENTATION,
+        "folder": str(imports.FOLDER),
+        "problems": imports.installation_problems(),
         "scanners": "CVE-2026-69112 (PYSEC-2026-3804) concerns Hugging Face's accelerate, not this package",
         "command": which("accelerate"),
         "platform": platform.platform(),

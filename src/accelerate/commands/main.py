@@ -57,7 +57,7 @@ def main(*command: str) -> None:
     name = arguments[0]
     words = arguments[1:]
     if name in ("-v", "--version", "version"):
-        from ..core.installation import IMPLEMENTATION
+        from ..core.imports import IMPLEMENTATION
         from ..core.version import __version__
 
         print(f"accelerate {__version__} ({IMPLEMENTATION})")

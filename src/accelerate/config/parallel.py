@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..core import env
+from ..core.enums import PIPELINE_SCHEDULES, PipelineSchedule
 from ..core.errors import ConfigurationError
-from ..core.pipeline_schedules import PIPELINE_SCHEDULES, PipelineSchedule
 from ..core.strategy_options import SP_ATTENTION
 from . import checks
 

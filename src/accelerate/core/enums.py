@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names a value may take: kinds of run, precisions, backends, trackers. No torch: the command line reads it."""
+"""The names a value may take: kinds of run, precisions, backends, trackers, schedules of pipelines. No torch."""
 
 from __future__ import annotations
 
 import enum
+from typing import NamedTuple
 
 
 class EnumWithContains(enum.EnumMeta):
@@ -105,30 +106,33 @@ class DynamoBackend(str, BaseEnum):
 class LoggerType(BaseEnum):
     """The experiment trackers: one row for each.
 
-    A row holds the name that `log_with` takes, which is also the name of the tracker's module in
-    `accelerate.tracking`; its class in that module; and the packages of which one must be installed (the name itself
-    by default).
+    A row holds the name that `log_with` takes; the tracker's module in `accelerate.tracking` and its class there; and
+    the packages of which one must be installed (the name itself by default).
     """
 
     _value_: str
+    module: str
     class_name: str
     packages: tuple[str, ...]
 
     ALL = "all"
-    AIM = "aim", "AimTracker"
-    TENSORBOARD = "tensorboard", "TensorBoardTracker", "tensorboard", "tensorboardX"
-    WANDB = "wandb", "WandBTracker"
-    TRACKIO = "trackio", "TrackioTracker"
-    COMETML = "comet_ml", "CometMLTracker"
-    MLFLOW = "mlflow", "MLflowTracker"
-    CLEARML = "clearml", "ClearMLTracker"
-    DVCLIVE = "dvclive", "DVCLiveTracker"
-    SWANLAB = "swanlab", "SwanLabTracker"
+    AIM = "aim", "clients", "AimTracker"
+    TENSORBOARD = "tensorboard", "tensorboard", "TensorBoardTracker", "tensorboard", "tensorboardX"
+    WANDB = "wandb", "clients", "WandBTracker"
+    TRACKIO = "trackio", "clients", "TrackioTracker"
+    COMETML = "comet_ml", "clients", "CometMLTracker"
+    MLFLOW = "mlflow", "mlflow", "MLflowTracker"
+    CLEARML = "clearml", "clearml", "ClearMLTracker"
+    DVCLIVE = "dvclive", "clients", "DVCLiveTracker"
+    SWANLAB = "swanlab", "clients", "SwanLabTracker"
 
-    def __new__(cls, name: str, class_name: str = "", *packages: str) -> LoggerType:
+    def __new__(
+        cls, name: str, module: str = "", class_name: str = "", *packages: str
+    ) -> LoggerType:
         """Create a member from its row."""
         member = object.__new__(cls)
         member._value_ = name
+        member.module = module
         member.class_name = class_name
         member.packages = packages or (name,)
         return member
@@ -170,3 +174,43 @@ class DDPCommunicationHookType(BaseEnum):
     BF16 = "bf16"
     POWER_SGD = "power_sgd"
     BATCHED_POWER_SGD = "batched_power_sgd"
+
+
+class PipelineSchedule(NamedTuple):
+    """One schedule of pipeline parallelism.
+
+    Fields:
+        implementation: the schedule class, as "module:class". None: GPipe's order, which `parallel.pipeline` runs
+            itself, with any loss.
+        stages_per_rank: how many stages each rank must have; None: any number, two by default.
+        v_shaped: the last stages run back from the last rank to the first; otherwise ranks take stages in turns.
+        splits_backward: computes the gradients of inputs and of weights separately.
+        minimum_torch: the oldest torch version whose class computes correct gradients.
+    """
+
+    implementation: str | None
+    stages_per_rank: int | None = None
+    v_shaped: bool = False
+    splits_backward: bool = False
+    minimum_torch: str = "2.11"
+
+
+# Before 2.13, torch's schedules that split the backward compute wrong gradients where weights meet the inputs in
+# several places (an LSTM).
+_TORCH = "torch.distributed.pipelining.schedules"
+PIPELINE_SCHEDULES = {
+    "gpipe": PipelineSchedule(None, stages_per_rank=1),
+    "1f1b": PipelineSchedule(f"{_TORCH}:Schedule1F1B", stages_per_rank=1),
+    "looped_bfs": PipelineSchedule(f"{_TORCH}:ScheduleLoopedBFS"),
+    "interleaved": PipelineSchedule(f"{_TORCH}:ScheduleInterleaved1F1B"),
+    "zero_bubble": PipelineSchedule(
+        f"{_TORCH}:ScheduleInterleavedZeroBubble", splits_backward=True, minimum_torch="2.13"
+    ),
+    "zbv": PipelineSchedule(
+        f"{_TORCH}:ScheduleZBVZeroBubble",
+        stages_per_rank=2,
+        v_shaped=True,
+        splits_backward=True,
+        minimum_torch="2.13",
+    ),
+}

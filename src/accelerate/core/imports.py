@@ -1,19 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which optional packages are installed: one table by name. No package is imported to find out."""
+"""What is installed: optional packages, what other packages add to this one, and whose files these are."""
 
 from __future__ import annotations
 
 import functools
 import importlib.metadata
 import importlib.util
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, TypeVar
 
 from packaging.version import Version, parse
 
 from .constants import STR_OPERATION_TO_FUNC
+from .errors import ConfigurationError, suggestion
+from .messages import PREFIX
+from .version import API_VERSION, __version__
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+# What other packages register by entry points: kind -> the group.
+GROUPS = {
+    "strategy": "accelerate.strategies",
+    "transform": "accelerate.transforms",
+    "precision": "accelerate.precisions",
+}
 
 # Packages whose distribution must be installed, as a module of the name alone may be something else; each with the
 # name of the distribution. Any other package is available where its module is found.
@@ -97,3 +109,68 @@ def required(name: str, function: F) -> F:
         return function(*args, **kwargs)
 
     return wrapper  # type: ignore[return-value]
+
+
+def extension_names(kind: str) -> list[str]:
+    """The names that installed packages have registered for a kind."""
+    return sorted({entry.name for entry in importlib.metadata.entry_points(group=GROUPS[kind])})
+
+
+def load_extension(kind: str, name: str, own: Iterable[str] = ()) -> Any:
+    """What a package registered under `name`. The error for an unknown one names those of this package, `own`, too.
+
+    Raises ConfigurationError for a name that nobody has registered, that two packages have, or that does not load.
+    """
+    found = list(importlib.metadata.entry_points(group=GROUPS[kind], name=name))
+    if not found:
+        known = sorted([*own, *extension_names(kind)])
+        raise ConfigurationError(
+            f"no installed package registers a {kind} {name!r} (entry points {GROUPS[kind]!r}); there are: "
+            f"{', '.join(known) or 'none'}{suggestion(name, known)}"
+        )
+    if len({entry.value for entry in found}) > 1:
+        owners = ", ".join(
+            f"{entry.value} ({entry.dist.name if entry.dist else '?'})" for entry in found
+        )
+        raise ConfigurationError(
+            f"several packages register a {kind} {name!r}: {owners}. Uninstall all but one"
+        )
+    try:
+        return found[0].load()
+    except (ImportError, AttributeError) as error:
+        raise ConfigurationError(
+            f"the {kind} {name!r} ({found[0].value}) does not load: {error}"
+        ) from error
+
+
+FOLDER = Path(__file__).parent.parent
+IMPLEMENTATION = f"independent implementation of the Accelerate API {API_VERSION}"
+REMEDY = (
+    "Run `pip uninstall -y accelerate` until it finds nothing, delete the folder if it is still there, and install "
+    "the distribution that you want"
+)
+
+
+def warn_mixed() -> None:
+    """Warn that files of another distribution lie among ours."""
+    warnings.warn(
+        f"{PREFIX}{FOLDER} contains the files of two distributions named accelerate, so imports may fail or behave "
+        f"wrongly. {REMEDY}.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+def installation_problems() -> list[str]:
+    """Compare our version with the metadata of the installed distributions: a sentence for each problem."""
+    installed = importlib.metadata.distributions(name="accelerate")
+    others = [
+        f"{one.version} in {one.locate_file('')}" for one in installed if one.version != __version__
+    ]
+    if not others:
+        return []
+    return [
+        f"the files in {FOLDER} are version {__version__}, but the metadata, from which client packages read the "
+        f"version, is that of {', '.join(others)}. Install this package again. If it is the other distribution: "
+        f"{REMEDY}"
+    ]

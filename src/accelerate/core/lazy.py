@@ -34,7 +34,7 @@ _DEFINED_IN = {
 # The other distribution of this name has a module where this one has a package. The file exists if pip installed one
 # over the other, in either order.
 if os.path.exists(os.path.join(os.path.dirname(os.path.dirname(__file__)), "tracking.py")):
-    from .installation import warn_mixed
+    from .imports import warn_mixed
 
     warn_mixed()
 

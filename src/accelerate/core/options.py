@@ -39,9 +39,9 @@ LAUNCHERS = {
 
 
 def _added_precisions() -> list[str]:
-    from . import extensions
+    from .imports import extension_names
 
-    return extensions.names("precision")
+    return extension_names("precision")
 
 
 def _log_level(text: str, where: str) -> None:

@@ -6,9 +6,9 @@ from __future__ import annotations
 from typing import Any
 
 from . import constants
+from .enums import PIPELINE_SCHEDULES
 from .errors import ConfigurationError
 from .option import Group, Option, parse_bool
-from .pipeline_schedules import PIPELINE_SCHEDULES
 
 SP_ATTENTION = ("flash_attention_2", "flash_attention_3", "sdpa")
 _OFFLOAD = ("none", "cpu", "nvme")

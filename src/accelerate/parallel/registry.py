@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ..core import extensions
+from ..core.imports import load_extension
 
 if TYPE_CHECKING:
     from .base import Strategy, Transform
@@ -32,7 +32,7 @@ TRANSFORMS: dict[str, tuple[str, str]] = {
 def strategy_class(name: str) -> type[Strategy]:
     """The class of one of ours, or of one that an installed package registers (`accelerate.strategies`)."""
     found: type[Strategy] = (
-        _imported(STRATEGIES[name]) if name in STRATEGIES else extensions.load("strategy", name)
+        _imported(STRATEGIES[name]) if name in STRATEGIES else load_extension("strategy", name)
     )
     return found
 
@@ -49,7 +49,7 @@ def strategy_key(strategy: Strategy) -> str:
 def transform_class(name: str) -> type[Transform]:
     """The class of one of ours, or of one that an installed package registers (`accelerate.transforms`)."""
     if name not in TRANSFORMS:
-        loaded: type[Transform] = extensions.load("transform", name, TRANSFORMS)
+        loaded: type[Transform] = load_extension("transform", name, TRANSFORMS)
         return loaded
     found: type[Transform] = _imported(TRANSFORMS[name])
     return found

@@ -17,7 +17,7 @@ from ..core import json_text
 from ..core.errors import CheckpointError, ConfigurationError
 from ..core.files import atomic_write, require_regular
 from ..core.modules import is_wrapper_subclass
-from ..core.torch_files import READ_ERRORS
+from ..core.tensor_files import READ_ERRORS
 from .names import Place, is_within
 from .sizes import as_dtype
 from .streaming import WeightStream

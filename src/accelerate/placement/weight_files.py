@@ -16,8 +16,7 @@ from ..core import json_text
 from ..core.constants import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from ..core.errors import CheckpointError, WeightFileError
 from ..core.files import require_regular
-from ..core.safetensors_header import CorruptFile, Header, read_header
-from ..core.torch_files import READ_ERRORS
+from ..core.tensor_files import READ_ERRORS, CorruptFile, Header, read_header
 from . import logger
 
 # How many bytes of a file may be mapped and touched before it is opened anew, so that its pages do not add up.

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from ..core.pipeline_schedules import PIPELINE_SCHEDULES
+from ..core.enums import PIPELINE_SCHEDULES
 
 # Layouts that a run refuses, and why; those of models with experts.
 REFUSED = {

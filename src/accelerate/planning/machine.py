@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ..collectives.transport import all_gather_single
 from ..core import system
-from ..core.device_speeds import PUBLISHED, known_name
+from ..core.device_kinds import PUBLISHED, known_name
 from ..core.errors import ConfigurationError
 from ..launchers.ports import get_free_port
 

@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 import torch
 
-from ..core import devices, memory, messages
+from ..core import devices, messages
 from ..core.files import atomic_write
 from ..core.objects import size_of
 from ..state import PartialState
@@ -44,8 +44,8 @@ class OutOfMemory:
         self._objects = weakref.ref(objects)
         self._recorder = recorder
         self._has_reported = False
-        if _notify not in memory.exhausted_hooks:
-            memory.exhausted_hooks.append(_notify)
+        if _notify not in devices.exhausted_hooks:
+            devices.exhausted_hooks.append(_notify)
             sys.excepthook = functools.partial(_report_uncaught, sys.excepthook)
         _watching.add(self)
 
@@ -94,7 +94,7 @@ def _report_uncaught(
 ) -> None:
     """The hook of exceptions that end the process. It calls the former one."""
     with contextlib.suppress(Exception):
-        memory.report_exhausted(error)
+        devices.report_exhausted(error)
     former(kind, error, trace)
 
 

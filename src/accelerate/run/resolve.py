@@ -30,10 +30,10 @@ from ..config.training import (
     ProfileKwargs,
     TorchDynamoPlugin,
 )
-from ..core import devices, env, extensions
+from ..core import devices, env
 from ..core.enums import DistributedType, DynamoBackend, FP8BackendType, PrecisionType
 from ..core.errors import ConfigurationError, PrepareError
-from ..core.imports import is_available
+from ..core.imports import is_available, load_extension
 from ..core.lazy import public_name
 from ..core.modules import class_name
 from ..core.topology import Topology
@@ -504,7 +504,7 @@ def _precision(
             scaler = get_grad_scaler(DistributedType.FSDP, **options.to_kwargs())
         return ScaledPrecision(device, handlers.autocast, handlers.scaler, scaler)
     if name not in PrecisionType.list():
-        added: Precision = extensions.load("precision", name)(state.device)
+        added: Precision = load_extension("precision", name)(state.device)
         return added
     return make_fp8(device, handlers.autocast, *_fp8_backend(handlers), gathers)
 

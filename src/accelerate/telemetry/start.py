@@ -16,7 +16,7 @@ import torch
 
 from ..config.training import ProjectConfiguration
 from ..core import devices, env, messages
-from ..core.device_speeds import PUBLISHED, known_name
+from ..core.device_kinds import PUBLISHED, known_name
 from ..core.errors import ConfigurationError
 from ..core.files import user_path
 from ..core.option import parse_bool

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experiment trackers: one base class, one module for each service, and the table of names that `log_with` takes."""
+"""Experiment trackers: their base classes, those of the services, and the table of names that `log_with` takes."""
 
 from ..core.enums import LoggerType
 from ..core.lazy import attach
@@ -14,11 +14,9 @@ EXPORTS = {
         "register_tracker_class",
         "start_trackers",
     ],
-    **{
-        f"tracking.{kind.value}": [kind.class_name]
-        for kind in LoggerType
-        if kind is not LoggerType.ALL
-    },
 }
+for kind in LoggerType:
+    if kind is not LoggerType.ALL:
+        EXPORTS.setdefault(f"tracking.{kind.module}", []).append(kind.class_name)
 
 __getattr__, __dir__, __all__ = attach(__name__, EXPORTS, ["registry"], all_public=True)

@@ -18,7 +18,7 @@ from .local import LocalTracker
 
 # name -> class; `register_tracker_class` adds to it
 LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {
-    kind.value: getattr(importlib.import_module(f"{__package__}.{kind.value}"), kind.class_name)
+    kind.value: getattr(importlib.import_module(f"{__package__}.{kind.module}"), kind.class_name)
     for kind in LoggerType
     if kind is not LoggerType.ALL
 }

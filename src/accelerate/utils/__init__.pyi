@@ -167,6 +167,9 @@ from ..core.constants import WEIGHTS_INDEX_NAME as WEIGHTS_INDEX_NAME
 from ..core.constants import WEIGHTS_NAME as WEIGHTS_NAME
 from ..core.constants import WEIGHTS_PATTERN_NAME as WEIGHTS_PATTERN_NAME
 from ..core.constants import XPU_PROFILING_AVAILABLE_PYTORCH_VERSION as XPU_PROFILING_AVAILABLE_PYTORCH_VERSION
+from ..core.devices import clear_device_cache as clear_device_cache
+from ..core.devices import release_memory as release_memory
+from ..core.devices import should_reduce_batch_size as should_reduce_batch_size
 from ..core.enums import BaseEnum as BaseEnum
 from ..core.enums import ComputeEnvironment as ComputeEnvironment
 from ..core.enums import CustomDtype as CustomDtype
@@ -192,9 +195,6 @@ from ..core.env import str_to_bool as str_to_bool
 from ..core.errors import DistributedOperationException as DistributedOperationException
 from ..core.imports import compare_versions as compare_versions
 from ..core.imports import is_torch_version as is_torch_version
-from ..core.memory import clear_device_cache as clear_device_cache
-from ..core.memory import release_memory as release_memory
-from ..core.memory import should_reduce_batch_size as should_reduce_batch_size
 from ..core.modules import get_model_tp_size as get_model_tp_size
 from ..core.modules import get_module_children_bottom_up as get_module_children_bottom_up
 from ..core.modules import get_module_class_from_name as get_module_class_from_name

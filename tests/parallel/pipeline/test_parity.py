@@ -31,8 +31,8 @@ from torch import nn
 from torch.distributed.pipelining import Schedule1F1B, schedules
 
 from accelerate.config.parallel import PipelineParallelConfig as Options
+from accelerate.core.enums import PIPELINE_SCHEDULES
 from accelerate.core.imports import is_torch_version
-from accelerate.core.pipeline_schedules import PIPELINE_SCHEDULES
 from accelerate.state import PartialState
 from accelerate.torch_internals.fsdp2 import shard_groups
 

@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Safetensors files: the names of dtypes in them, and their header, read with care: where each tensor is."""
+"""Files of tensors that others may have edited: the header of safetensors, read with care, and torch.save."""
 
 from __future__ import annotations
 
 import math
 import os
+import pickle
+import struct
+import zipfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from . import json_text
-from .files import open_regular
+from .files import atomic_write, named_errors, open_regular
 from .json_text import JSONObject
 
 NAMES: dict[torch.dtype, str] = {
@@ -149,3 +153,45 @@ def tensor_dtype(name: object) -> torch.dtype:
     if found not in NAMES:
         raise ValueError(f"tensors of dtype {name} are not saved")
     return found
+
+
+# What torch's reader of plain data raises for files that were changed or cut short.
+READ_ERRORS = (
+    pickle.UnpicklingError,
+    zipfile.BadZipFile,
+    EOFError,
+    OSError,
+    RuntimeError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    ArithmeticError,
+    AssertionError,
+    ImportError,
+    MemoryError,
+    struct.error,
+    zlib.error,
+)
+
+
+def write_file(value: object, path: str | os.PathLike[str]) -> None:
+    """Write a file with torch.save. Raises OSError where it cannot be written, as for a full disk."""
+    with named_errors(path):
+        try:
+            # For a path, torch raises a RuntimeError about the place in the file.
+            with open(path, "wb") as file:
+                torch.save(value, file)
+        except RuntimeError as error:
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__context__
+            if cause is None:
+                raise
+            raise cause from None
+
+
+def write_atomically(value: object, path: str | os.PathLike[str]) -> None:
+    """Write a file with torch.save that appears complete or not at all."""
+    with atomic_write(path) as file:
+        torch.save(value, file)

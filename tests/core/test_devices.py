@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 
-from accelerate.core.memory import clear_device_cache, release_memory, should_reduce_batch_size
+from accelerate.core.devices import clear_device_cache, release_memory, should_reduce_batch_size
 
 
 @pytest.mark.parametrize(
