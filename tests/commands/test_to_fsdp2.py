@@ -5,7 +5,7 @@ import pytest
 import yaml
 
 from accelerate.commands import launch
-from accelerate.commands.to_fsdp2 import main
+from accelerate.commands.to_fsdp2 import main, to_fsdp2_command, to_fsdp2_command_parser
 from accelerate.config import launch_file
 
 OLD = """\
@@ -150,3 +150,16 @@ def test_what_cannot_be_is_refused_and_nothing_written(tmp_path, capsys):
     source.write_text("distributed_type: FSDP\nfsdp_config:\n  fsdp_sharding_strategy: SHARD\n")
     assert "'SHARD' is not one of FULL_SHARD" in refused("--output_file", target)
     assert not target.exists()
+
+
+def test_the_function_raises_errors_of_files(tmp_path):
+    source, target = tmp_path / "old.yaml", tmp_path / "new.yaml"
+    words = ["--config_file", str(source), "--output_file", str(target)]
+    args = to_fsdp2_command_parser().parse_args(words)
+    with pytest.raises(FileNotFoundError, match=r"old\.yaml"):
+        to_fsdp2_command(args)
+    source.write_text(OLD)
+    target.write_text("mine")
+    with pytest.raises(FileExistsError, match=r"new\.yaml.*--overwrite"):
+        to_fsdp2_command(args)
+    assert target.read_text() == "mine"

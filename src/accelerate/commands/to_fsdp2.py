@@ -151,36 +151,40 @@ def to_fsdp2_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 parser = to_fsdp2_command_parser
 
 
-def _target(source: Path, output: str | None, overwrite: bool) -> Path:
-    if output is None and not overwrite:
-        raise ConfigurationError(
-            "give --output_file for the result, or --overwrite to write over the file itself"
-        )
-    target = source if output is None else Path(output).expanduser()
-    check_writable(target, "--config_file" if output is None else "--output_file")
-    if target.exists() and not overwrite:
-        raise ConfigurationError(
-            f"--output_file {target} exists already: give another one, or --overwrite"
-        )
-    return target
-
-
 def main(argv: list[str] | None = None) -> None:
-    """Entry point of the command."""
-    to_fsdp2_command(to_fsdp2_command_parser().parse_args(argv))
+    """Entry point of the command. Exits with 2, and writes nothing, where the file cannot be converted."""
+    args = to_fsdp2_command_parser().parse_args(argv)
+    with exit_on(ConfigurationError, OSError):
+        to_fsdp2_command(args)
 
 
 def to_fsdp2_command(args: argparse.Namespace) -> None:
-    """Run the command with parsed arguments. Exits with 2, and writes nothing, where the file cannot be converted."""
+    """Run the command with parsed arguments.
+
+    Raises:
+        FileNotFoundError: there is no such configuration file.
+        FileExistsError: the output exists, and it is not to be overwritten.
+        ConfigurationError: the file cannot be converted, or the output cannot be written.
+    """
     source = Path(args.config_file).expanduser()
-    with exit_on(ConfigurationError, OSError):
-        target = _target(source, args.output_file, args.overwrite)
-        file = launch_file.read(source)
-        try:
-            data, changes = convert(file.data)
-        except ConfigurationError as error:
-            raise ConfigurationError(f"{source}: {error}") from None
-        launch_file.write(target, data)
+    file = launch_file.read(source)
+    target = source
+    if args.output_file is not None:
+        target = Path(args.output_file).expanduser()
+        check_writable(target, "--output_file")
+    elif not args.overwrite:
+        raise ConfigurationError(
+            "give --output_file for the result, or --overwrite to write over the file itself"
+        )
+    if target.exists() and not args.overwrite:
+        raise FileExistsError(
+            f"--output_file {target} exists already: give another one, or --overwrite"
+        )
+    try:
+        data, changes = convert(file.data)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{source}: {error}") from None
+    launch_file.write(target, data)
     for line in [*file.notes, *changes] or [f"{source} is for FSDP2 already: nothing changes"]:
         print(line)
     messages.show(f"wrote {target}")
