@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 import itertools
 import random
@@ -18,8 +19,9 @@ from states import all_ranks
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from accelerate.core.errors import CheckpointError, PrepareError
-from accelerate.data_loader import prepare_data_loader, skip_first_batches
+from accelerate.data_loader import DataLoaderShard, prepare_data_loader, skip_first_batches
 from accelerate.data_loader.metrics import gather_for_metrics
+from accelerate.data_loader.split import SplitLoader
 from accelerate.state import PartialState
 
 READ = []
@@ -33,6 +35,7 @@ class Files(IterableDataset):
     shuffled: bool = False
     epoch: int = 0
     _distributed: object = None
+    _ex_iterable: object = dataclasses.field(default_factory=object)
 
     @property
     def num_shards(self):
@@ -280,23 +283,51 @@ def test_refuses_what_would_lose_samples():
 
 @on_ranks(2)
 @pytest.mark.skipif(not importlib.util.find_spec("datasets"), reason="missing")
-def test_a_part_of_a_stream_has_the_rows_of_one_process():
-    """`skip` and `take` count the samples of the whole stream, as where a validation part is taken off."""
+def test_a_stream_has_the_rows_of_one_process():
+    """Steps that count, group or interleave see the samples of the whole stream; else processes read shards."""
     import datasets
 
-    whole = datasets.IterableDataset.from_generator(
-        numbers, gen_kwargs={"shards": [0, 1, 2, 3]}
-    ).shuffle(seed=0, buffer_size=4)
-    for part in (whole.skip(6), whole.take(6).map(lambda row: row)):
-        expected = [row["id"] for row in part]
-        loader = prepare_data_loader(
-            DataLoader(part, batch_size=2), dispatch_batches=False, put_on_device=False
+    def whole(factor=5):
+        return datasets.IterableDataset.from_generator(
+            numbers, gen_kwargs={"shards": [0, 1, 2, 3], "factor": [factor] * 4}
         )
+
+    def grouped(batch):
+        return {
+            "id": [sum(batch["id"][start : start + 3]) for start in range(0, len(batch["id"]), 3)]
+        }
+
+    shuffled = whole().shuffle(seed=0, buffer_size=4)
+    mixed = [whole().skip(6), whole(100).take(7)]
+    interleaved = functools.partial(datasets.interleave_datasets, [whole(), whole(100)])
+    streams = {
+        shuffled.map(lambda row: row): SplitLoader,
+        datasets.concatenate_datasets([whole(), whole(100)]).filter(
+            lambda row: row["id"] % 3
+        ): SplitLoader,
+        interleaved(stopping_strategy="all_exhausted_without_replacement"): SplitLoader,
+        shuffled.skip(6): DataLoaderShard,
+        shuffled.take(6).map(lambda row: row): DataLoaderShard,
+        datasets.concatenate_datasets(mixed): DataLoaderShard,
+        datasets.interleave_datasets(mixed): DataLoaderShard,
+        interleaved(probabilities=[0.6, 0.4], seed=0): DataLoaderShard,
+        whole().map(grouped, batched=True, batch_size=7): DataLoaderShard,
+        whole().batch(3).map(lambda row: {"id": sum(row["id"])}): DataLoaderShard,
+        whole().map(
+            lambda row, index: {"id": 100 * row["id"] + index}, with_indices=True
+        ): DataLoaderShard,
+    }
+    for stream, kind in streams.items():
+        expected = [row["id"] for row in stream]
+        loader = prepare_data_loader(
+            DataLoader(stream, batch_size=2), dispatch_batches=False, put_on_device=False
+        )
+        assert type(loader) is kind
         found = [gather_for_metrics(batch["id"], loader) for batch in loader]
         assert sorted(torch.cat(found).tolist()) == sorted(expected)
 
 
-def numbers(shards):
-    for shard in shards:
+def numbers(shards, factor):
+    for shard, size in zip(shards, factor, strict=True):
         for number in range(5):
-            yield {"id": 5 * shard + number}
+            yield {"id": size * shard + number}

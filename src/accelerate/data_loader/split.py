@@ -18,6 +18,7 @@ from ..core.errors import CheckpointError, PrepareError
 from ..runtime.calls import Call
 from ..runtime.channel import signature
 from ..state import PartialState
+from ..torch_internals.dataset_streams import treats_rows_alone
 from .batch_source import altered
 from .loader import DataLoaderShard
 from .order import Order, is_distributed
@@ -87,18 +88,14 @@ _BY_RANK: dict[str, Callable[[Any, Any], bool]] = {
 def splits_evenly(dataset: Any, shards: int) -> bool:
     """Whether each of `shards` processes can read equally many of the dataset's own shards (files, mostly).
 
-    A stream after `skip` or `take` begins or ends at other samples in a shard than in the whole.
+    Not after a step that counts, groups or interleaves samples, which gives other rows of a shard than of the whole.
     """
-    if not is_splittable(dataset) or dataset.num_shards % shards or dataset.num_shards < shards:
-        return False
-    state = None
-    if hasattr(dataset, "state_dict"):  # older versions have none
-        state = dataset.state_dict()
-    while isinstance(state, dict):
-        if "skipped" in state or "taken" in state:
-            return False
-        state = state.get("examples_iterable")
-    return True
+    return (
+        is_splittable(dataset)
+        and dataset.num_shards >= shards
+        and dataset.num_shards % shards == 0
+        and treats_rows_alone(dataset)
+    )
 
 
 class SplitLoader(DataLoaderShard):
