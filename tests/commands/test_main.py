@@ -274,9 +274,10 @@ def test_options_behind_the_script_are_named_unless_it_has_them(tmp_path, monkey
     assert all(fact in line for fact in ("plain.py", "--num-processes=2", "--multi_gpu"))
 
 
-def test_a_closed_standard_output_is_no_error():
+@pytest.mark.parametrize("command", ["main completion bash", "launch -h"])
+def test_a_closed_standard_output_is_no_error(command):
     done = subprocess.run(
-        ["sh", "-c", f"{sys.executable} -m accelerate.commands.main completion bash >&-"],
+        ["sh", "-c", f"{sys.executable} -m accelerate.commands.{command} >&-"],
         capture_output=True,
         text=True,
         timeout=60,

@@ -90,7 +90,7 @@ def test_a_panel_below_the_output(tmp_path):
     plain = re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", text).replace("\r", "\n")
     assert (
         "script.py · 2 processes ──" in plain
-        and "ranks 0-1 training" in plain
+        and "ranks 0, 1 training" in plain
         and "loss 0.125" in plain
     )
     assert re.search(
@@ -177,4 +177,4 @@ def test_figures(tmp_path, monkeypatch):
     )
     now = 1100.0
     assert watched.read({}, {3: -9}).ranks == ["rank 2 no step for 1:34", "rank 3 failed (-9)"]
-    assert watched.read({}, {2: 0, 3: 0}).ranks == ["ranks 2-3 ended"]
+    assert watched.read({}, {2: 0, 3: 0}).ranks == ["ranks 2, 3 ended"]

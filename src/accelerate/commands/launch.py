@@ -272,4 +272,6 @@ if not TYPE_CHECKING:
     __getattr__ = public_names(__name__)
 
 if __name__ == "__main__":
-    main()
+    from .main import launch
+
+    launch()

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import psutil
 
+from ..core.objects import by_text
 from ..telemetry.status import EVALUATING, STATES, TRAINING, Status, statuses
 from .spec import LaunchSpec
 
@@ -103,7 +104,8 @@ class Progress:
         words = {}
         for rank, status in published.items():
             words[rank] = _words(status, now, step_rate, ended.get(rank))
-        return Figures(first.step, fraction, epoch, left, measures, _of_neighbours(words))
+        ranks = [f"{members} {state}" for members, state in by_text(words)]
+        return Figures(first.step, fraction, epoch, left, measures, ranks)
 
     def _rates(
         self, now: float, step: int, samples: float, tokens: float
@@ -124,23 +126,6 @@ class Progress:
             (samples - first_samples) / seconds,
             (tokens - first_tokens) / seconds,
         )
-
-
-def _of_neighbours(words: Mapping[int, str]) -> list[str]:
-    """The states of the ranks; neighbours in the same state are shown together."""
-    spans: list[tuple[int, int, str]] = []
-    for rank, state in words.items():
-        begin = rank
-        if spans and spans[-1][1:] == (rank - 1, state):
-            begin, _, _ = spans.pop()
-        spans.append((begin, rank, state))
-    lines = []
-    for begin, end, state in spans:
-        if begin == end:
-            lines.append(f"rank {begin} {state}")
-        else:
-            lines.append(f"ranks {begin}-{end} {state}")
-    return lines
 
 
 def amount(number: float) -> str:
