@@ -4,6 +4,7 @@
 import copy
 import functools
 import inspect
+import os
 import pickle
 from collections import OrderedDict
 
@@ -25,7 +26,7 @@ from accelerate import (
     find_executable_batch_size,
 )
 from accelerate.core.errors import ConfigurationError, PrepareError
-from accelerate.utils import set_seed
+from accelerate.utils import ProjectConfiguration, set_seed
 
 
 @pytest.fixture
@@ -205,8 +206,7 @@ def test_a_pickled_accelerator_has_the_process_and_the_options(accelerator):
     copied.backward(copied.prepare(torch.nn.Linear(2, 1))(torch.ones(1, 2)).sum())
 
 
-# What the public methods of the API reach through `self`, found by overriding all of them there. The second line of
-# `save_state` is not called here: rank 0 may save alone, so that nobody else would come to a barrier.
+# What the public methods of the API reach through `self`, found by overriding all of them there.
 REACHED = {
     "prepare": {
         "prepare_model",
@@ -386,6 +386,22 @@ def test_functions_and_methods_that_packages_replace_lay_out_models():
         torch.testing.assert_close(value, expected)
 
 
+def test_a_replaced_wait_comes_before_a_numbered_save(tmp_path):
+    """Without one no rank waits, since rank 0 may save alone."""
+    calls = []
+
+    class Waiting(Accelerator):
+        def wait_for_everyone(self):
+            calls.append(sorted(os.listdir(tmp_path)))
+            super().wait_for_everyone()
+
+    project = ProjectConfiguration(tmp_path, automatic_checkpoint_naming=True)
+    accelerator = Waiting(cpu=True, project_config=project)
+    accelerator.prepare(torch.nn.Linear(1, 1))
+    accelerator.save_state()
+    assert calls == [[]] and os.listdir(tmp_path) == ["checkpoints"]
+
+
 def test_a_replaced_function_that_is_not_called_is_named(monkeypatch, caplog):
     monkeypatch.setattr("accelerate.utils.fsdp_utils.fsdp2_load_full_state_dict", print)
     for _ in range(2):
@@ -411,6 +427,15 @@ def test_attributes_that_scripts_assign(accelerator):
     assert PartialState().fork_launched
     loader.gradient_state = accelerator.gradient_state
     assert loader.gradient_state is accelerator.gradient_state
+    accelerator.fp8_enabled = True
+    assert accelerator.fp8_enabled is True
+    optimizer = accelerator.prepare(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1))
+    optimizer.accelerator_state = state = object()
+    assert optimizer.accelerator_state is state
+    accelerator.gradient_state.dataloader_references = [None, loader]
+    assert accelerator.gradient_state.active_dataloader is loader
+    accelerator.gradient_state.dataloader_references = [None]
+    assert not accelerator.gradient_state.in_dataloader
 
 
 @pytest.mark.parametrize("mixed_precision", ["no", "bf16"])

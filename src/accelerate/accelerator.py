@@ -1303,6 +1303,9 @@ class Accelerator(RunInterface):
         if save_model_func_kwargs:
             names = ", ".join(sorted(save_model_func_kwargs))
             raise ConfigurationError(f"save_state got unknown arguments: {names}")
+        wait = self.replacement("wait_for_everyone")
+        if wait is not None and self.project_configuration.automatic_checkpoint_naming:
+            wait()
         return self._checkpoints.save(output_dir, safe_serialization, blocking, layout)
 
     def load_state(

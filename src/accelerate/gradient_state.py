@@ -89,6 +89,10 @@ class GradientState:
         """The prepared loaders that are being read, outermost first, after a leading None."""
         return [None if reference is None else reference() for reference in self._references]
 
+    @dataloader_references.setter
+    def dataloader_references(self, loaders: list[Any]) -> None:
+        self._references = [None, *map(weakref.ref, loaders[1:])]
+
     @property
     def end_of_dataloader(self) -> bool:
         """Whether the active loader's present batch is its last."""

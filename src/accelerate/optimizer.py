@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .core.lazy import public_names
-from .core.objects import forwarded
+from .core.objects import computed, forwarded
 from .core.observers import NO_LOOP, RunLoop
 from .core.trees import send_to_device
 from .state import AcceleratorState, GradientState
@@ -72,11 +72,9 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
                 if has_elements and value.device != parameter.device:
                     state[name] = send_to_device(value, parameter.device)
 
-    @property
-    def accelerator_state(self) -> AcceleratorState:
-        """The shared options of the run."""
-        return AcceleratorState()
-
+    accelerator_state: AcceleratorState = computed(
+        lambda self: AcceleratorState(), "The shared options of the run."
+    )
     state: Any = forwarded("optimizer.state", "The state of each parameter.", settable=True)
     param_groups: Any = forwarded(
         "optimizer.param_groups", "The parameters in groups with options.", settable=True

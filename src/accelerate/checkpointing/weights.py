@@ -22,7 +22,7 @@ from ..core.constants import (
     WEIGHTS_NAME,
     WEIGHTS_PATTERN_NAME,
 )
-from ..core.errors import CheckpointError, ConfigurationError
+from ..core.errors import ConfigurationError, WeightFileError
 from ..core.files import atomic_write, follow_links, fsync_path, user_path
 from ..core.messages import warn
 from ..core.tensor_files import write_atomically, write_file
@@ -62,7 +62,7 @@ def save_model(
 
     Every rank may call it; the main process (of each machine, with `save_on_each_node`) writes. Of tied weights one is
     stored. Shards of an earlier save in the folder are removed. Without `safe_serialization`, torch.save writes.
-    Raises ValueError when `save_directory` is a file, CheckpointError naming the entry that cannot be stored, OSError
+    Raises ValueError when `save_directory` is a file, WeightFileError naming the entry that cannot be stored, OSError
     naming the file or folder that cannot be written. If given, `write(content, path, safe_serialization=...)`
     writes each file.
     """
@@ -113,7 +113,7 @@ def clean_tensors(state: Mapping[str, object]) -> dict[str, torch.Tensor]:
     """The tensors of a state; an entry of another kind cannot stand in a safetensors file and is named in an error."""
     bad = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
     if bad:
-        raise CheckpointError(
+        raise WeightFileError(
             f"these entries are not tensors, and a safetensors file cannot contain them: {', '.join(bad[:20])}. "
             "Pass safe_serialization=False, or leave them out of the state dict."
         )

@@ -220,6 +220,17 @@ def _one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"
 
 
+def create_ascii_table(headers: list[str], rows: list[list[str]], title: str) -> str:
+    """A table of text below a title.
+
+    Args:
+        headers: the name of each column.
+        rows: the cells of each row.
+        title: the line above the table.
+    """
+    return f"{title}\n\n{table(rows, headers)}"
+
+
 def report(name: str, model: nn.Module, found: list[Footprint]) -> str:
     """The tables of the command."""
     from ..core.objects import size_of

@@ -220,7 +220,7 @@ class RunInterface(ProcessView):
             tensor, dim=dim, pad_index=pad_index, pad_first=pad_first
         )
 
-    wait_for_everyone = observed(ProcessView.wait_for_everyone)
+    wait_for_everyone = replaceable(observed(ProcessView.wait_for_everyone))
 
     # -- a flag that any process may raise
 
@@ -291,10 +291,9 @@ class RunInterface(ProcessView):
         "Whether a recipe of fp8 training was given.",
     )
 
-    @property
-    def fp8_enabled(self) -> bool:
-        """Whether the run computes in fp8."""
-        return self.mixed_precision == "fp8"
+    fp8_enabled: bool = computed(
+        lambda self: self.mixed_precision == "fp8", "Whether the run computes in fp8."
+    )
 
     # Transformer Engine's autocast is put around the forward before the model is laid out, in every layout.
     delayed_fp8_autocast = False
