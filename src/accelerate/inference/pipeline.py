@@ -29,9 +29,9 @@ from ..parallel.pipeline.split import (
     is_inside,
     last_units,
     module_bytes,
+    order_conflict,
 )
 from ..parallel.pipeline.stage import Args, Kwargs, Stage, StagedModel
-from ..parallel.pipeline.stage_plan import order_conflict
 from ..state import PartialState
 
 

@@ -18,8 +18,7 @@ from torch import nn
 from ..parallel.base import Strategy
 from ..parallel.pipeline.microbatch import disable_caches
 from ..parallel.pipeline.p2p import P2PChannel
-from ..parallel.pipeline.split import computing_units
-from ..parallel.pipeline.stage_plan import observe_dummies
+from ..parallel.pipeline.split import computing_units, observe_dummies
 from ..parallel.pipeline.strategy import PipelineParallel
 
 T = TypeVar("T")

@@ -8,8 +8,7 @@ from torch import nn
 from accelerate.config.parallel import PipelineParallelConfig as Options
 from accelerate.core.errors import PrepareError
 from accelerate.parallel.pipeline.observe import observe
-from accelerate.parallel.pipeline.split import computing_units
-from accelerate.parallel.pipeline.stage_plan import cut_along
+from accelerate.parallel.pipeline.split import computing_units, cut_along
 
 
 class Model(nn.Module):

@@ -9,7 +9,7 @@ the first ones show.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -18,6 +18,8 @@ from ...core.errors import PrepareError
 
 # (module, name) where a buffer is registered.
 Place = tuple[nn.Module, str]
+# By name.
+Buffers = dict[str, torch.Tensor]
 
 
 class StageBuffers:
@@ -31,7 +33,7 @@ class StageBuffers:
     def __init__(self, model: nn.Module) -> None:
         self.places: dict[str, list[Place]] = {}
         self.written: dict[int, set[str]] = {}
-        self._results: dict[str, torch.Tensor] = {}
+        self._results: Buffers = {}
         names: dict[int, str] = {}
         for prefix, module in model.named_modules():
             for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
@@ -39,77 +41,68 @@ class StageBuffers:
                 first_name = names.setdefault(id(buffer), full_name)
                 self.places.setdefault(first_name, []).append((module, name))
 
-    def present(self, name: str) -> torch.Tensor:
-        """A buffer as it is now."""
-        module, attribute = self.places[name][0]
-        buffer: torch.Tensor = getattr(module, attribute)
-        return buffer
+    def present(self, names: Iterable[str]) -> Buffers:
+        """Buffers as they are now."""
+        buffers = {}
+        for name in names:
+            module, attribute = self.places[name][0]
+            buffers[name] = getattr(module, attribute)
+        return buffers
 
-    def outside(self, units: Sequence[str]) -> dict[str, torch.Tensor]:
-        """The buffers that no unit has."""
-        prefixes = tuple(f"{unit}." for unit in units)
-        return {name: self.present(name) for name in self.places if not name.startswith(prefixes)}
+    def changed(self, before: Buffers, now: Buffers) -> Buffers:
+        """Those buffers that have other values now than before."""
+        return {name: value for name, value in now.items() if not _equal(value, before[name])}
 
-    def changed(self, before: Mapping[str, torch.Tensor]) -> list[str]:
-        """The names of the buffers that have other values than before."""
-        return [name for name, value in before.items() if not _equal(value, self.present(name))]
-
-    def replace(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Register other tensors."""
+    def _replace(self, values: Buffers) -> None:
         for name, value in values.items():
             for module, attribute in self.places[name]:
                 setattr(module, attribute, value)
 
     @contextlib.contextmanager
-    def copied(self, stage: int) -> Iterator[None]:
-        """A block in which a micro-batch writes copies of a stage's buffers, whose values `commit` keeps."""
-        originals = {name: self.present(name) for name in self.written.get(stage, ())}
-        self.replace({name: original.clone() for name, original in originals.items()})
+    def copied(self, names: Iterable[str]) -> Iterator[Buffers]:
+        """A block that writes copies of these buffers, which it yields when it ends."""
+        originals = self.present(names)
+        self._replace({name: original.clone() for name, original in originals.items()})
+        results: Buffers = {}
         try:
-            yield
-            self._results.update((name, self.present(name)) for name in originals)
+            yield results
+            results.update(self.present(originals))
         finally:
-            self.replace(originals)
+            self._replace(originals)
+
+    @contextlib.contextmanager
+    def micro_batch(self, stage: int) -> Iterator[None]:
+        """A block in which a micro-batch writes copies of a stage's buffers, whose values `commit` keeps."""
+        with self.copied(self.written.get(stage, ())) as results:
+            yield
+        self._results.update(results)
 
     def commit(self) -> None:
         """Keep what the micro-batches of a batch have written."""
         with torch.no_grad():
-            for name, value in self._results.items():
-                self.present(name).copy_(value)
+            for name, buffer in self.present(self._results).items():
+                buffer.copy_(self._results[name])
         self._results = {}
 
-    @contextlib.contextmanager
-    def observed(self, results: list[dict[str, torch.Tensor]]) -> Iterator[None]:
-        """A block that changes no buffer. What it has written is appended to `results`."""
-        originals = {name: self.present(name) for name in self.places}
-        copies = {name: original.clone() for name, original in originals.items()}
-        self.replace(copies)
-        try:
-            yield
-            now = {name: self.present(name) for name in originals}
-            results.append(
-                {name: value for name, value in now.items() if not _equal(value, originals[name])}
-            )
-        finally:
-            self.replace(originals)
-
-    def add_written(self, stage: int, results: Sequence[Mapping[str, torch.Tensor]]) -> None:
+    def add_written(self, stage: int, results: Sequence[Buffers]) -> None:
         """Take note of what several micro-batches have written.
 
         Raises:
             PrepareError: their values differ.
         """
-        first = results[0]
-        for other in results[1:]:
-            for name in sorted(first.keys() | other.keys()):
-                if name not in first or name not in other or not _equal(first[name], other[name]):
-                    module, attribute = self.places[name][0]
-                    raise PrepareError(
-                        f"the forward of {name.rpartition('.')[0] or 'the model'} ({type(module).__name__}) writes to "
-                        f"its buffer {attribute!r} what depends on the samples, and a pipeline computes a batch in "
-                        "parts: set num_microbatches=1, or freeze it"
-                    )
-        self.written.setdefault(stage, set()).update(first)
+        before = self.present(self.places)
+        for name in self.places:
+            values = [result[name] for result in results]
+            if all(_equal(value, before[name]) for value in values):
+                continue
+            if not all(_equal(value, values[0]) for value in values):
+                module, attribute = self.places[name][0]
+                raise PrepareError(
+                    f"the forward of {name.rpartition('.')[0] or 'the model'} ({type(module).__name__}) writes to "
+                    f"its buffer {attribute!r} what depends on the samples, and a pipeline computes a batch in "
+                    "parts: set num_microbatches=1, or freeze it"
+                )
+            self.written.setdefault(stage, set()).add(name)
 
 
 def _equal(tensor: torch.Tensor, other: torch.Tensor) -> bool:

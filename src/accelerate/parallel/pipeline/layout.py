@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parameters of a pipeline: which ranks share one, and how those of a stage are sharded or initialised."""
+"""The parameters of a pipeline: which ranks have one, its values, and its gradient where several ranks have it."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -16,11 +17,11 @@ from ...runtime import mesh
 from .. import materialize
 from ..fsdp.strategy import shard_model
 from ..fsdp.units import find_modules
+from ..gradients import local
 from ..sharded_optimizer import ParameterPlaces
-from .model import TiedParameters
 from .p2p import P2PChannel
+from .split import StagePlan
 from .stage import Stage, present_buffers
-from .stage_plan import StagePlan
 
 if TYPE_CHECKING:
     from .strategy import PipelineParallel
@@ -63,49 +64,78 @@ def parts_of_rank(model: nn.Module, plan: StagePlan, ranks: Sequence[int], rank:
     named = dict(materialize.named_parameters(model))
     complete = materialize.without_storage(model.state_dict(keep_vars=True))
     stages = [stage for stage, owner in enumerate(ranks) if owner == rank]
-    own_units = {cut.units[number] for number in cut.units_of(stages)}
-    foreign = [model.get_submodule(unit) for unit in cut.units if unit not in own_units]
+    units = {unit: model.get_submodule(unit) for unit in cut.units}
+    in_units: set[nn.Parameter] = set()
+    for unit in units.values():
+        in_units.update(unit.parameters())
+    for number in cut.units_of(stages):
+        del units[cut.units[number]]
     parts = ModelParts(
         shapes={name: list(parameter.shape) for name, parameter in named.items()},
         template=materialize.skeleton(type(model).__name__, complete),
         stages=stages,
-        tensors=set(map(id, present_buffers(model, foreign))),
+        tensors=set(map(id, present_buffers(model, units.values()))),
         unsharded=set(plan.reads),
     )
-    inside: set[int] = set()
-    for unit in cut.units:
-        inside.update(map(id, model.get_submodule(unit).parameters()))
-    numbers = {id(parameter): number for number, parameter in enumerate(named.values())}
+    numbers = {parameter: number for number, parameter in enumerate(named.values())}
     for name, parameter in materialize.named_parameters(model, remove_duplicate=False):
-        key = id(parameter)
-        owners = [ranks[stage] for stage in sorted(locations[key])]
+        stages_with_it = locations[id(parameter)]
+        owners = {ranks[stage] for stage in stages_with_it}
         if rank in owners:
-            parts.tensors.add(key)
+            parts.tensors.add(id(parameter))
             parts.names.add(name)
-        if len(set(owners)) > 1:
-            sharing = Sharing(tuple(sorted(set(owners))), numbers[key], key not in inside)
-            parts.sharing[name] = sharing
-        if len(set(owners)) < len(owners):
+        if len(owners) > 1:
+            maybe_unused = parameter not in in_units
+            ordered = tuple(sorted(owners))
+            parts.sharing[name] = Sharing(ordered, numbers[parameter], maybe_unused)
+        if len(owners) < len(stages_with_it):
             parts.unsharded.add(name)
     return parts
 
 
-def tied_parameters(
-    model: nn.Module, sharing: Mapping[str, Sharing], channel: P2PChannel
-) -> TiedParameters:
-    """The parameters of this rank that other ranks have too, in the same order on all of them."""
-    places: dict[int, tuple[nn.Module, str, Sharing]] = {}
-    for prefix, module in model.named_modules():
-        for name, _ in module.named_parameters(recurse=False):
-            full_name = ".".join(filter(None, (prefix, name)))
-            shared = sharing.get(materialize.canonical_name(full_name))
-            if shared is not None:
-                places.setdefault(shared.number, (module, name, shared))
-    tied = TiedParameters(channel)
-    for number in sorted(places):
-        module, name, shared = places[number]
-        tied.add(module, name, shared.ranks, shared.maybe_unused)
-    return tied
+@torch.no_grad()
+def distribute(model: nn.Module, present: Collection[int], channel: P2PChannel) -> bool:
+    """Give the parameters and buffers with ids in `present` rank 0's values.
+
+    They are moved to the channel's device; all other tensors lose their memory. Every rank calls it with a model of
+    the same structure.
+
+    Returns:
+        Whether rank 0 has weights. If not (they are on meta), those of the rank's stages are yet to be initialised.
+    """
+    named = dict(materialize.named_tensors(model))
+    shapes = {name: tuple(tensor.shape) for name, tensor in named.items()}
+    is_meta = any(tensor.is_meta for tensor in named.values())
+    shapes_of_first, is_meta = channel.from_first((shapes, is_meta))
+    if list(shapes_of_first.items()) != list(shapes.items()):
+        different = [
+            name
+            for name in {**shapes_of_first, **shapes}
+            if shapes.get(name) != shapes_of_first.get(name)
+        ]
+        raise PrepareError(
+            f"this rank's model differs from rank 0's ({', '.join(different[:3]) or 'the order of its tensors'}): "
+            "build the same on all ranks"
+        )
+    values: dict[int, torch.Tensor] = {}
+    for tensor in named.values():
+        if not is_meta:
+            value = materialize.broadcast_tensor(tensor, tensor.shape, tensor.dtype, channel.device)
+            if id(tensor) in present:
+                values[id(tensor)] = value
+
+    def replacement(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in present:
+            return tensor.data.to("meta")
+        value = values.get(id(tensor), tensor)
+        if value is not tensor and tensor.device.type == value.device.type:
+            # The object stays: an optimizer may have it.
+            tensor.data = value
+            return tensor
+        return value
+
+    materialize.replace_tensors(model, replacement)
+    return not is_meta
 
 
 def fill_or_shard(
@@ -132,17 +162,15 @@ def fill_or_shard(
             if materialize.where_meta(stage) is not None:
                 materialize.allocate(stage, strategy.device)
                 materialize.initialise(stage, strategy.device, ranks)
-    inside: set[int] = set()
+    modules: set[nn.Module] = set()
     for stage in stages.values():
-        inside.update(map(id, stage.modules()))
+        modules.update(stage.modules())
     for owners in places:
         # A tied parameter was replaced where a stage uses it: its other places follow.
-        present = {id(getattr(module, name)) for module, name in owners}
-        chosen = next(
-            (getattr(module, name) for module, name in owners if id(module) in inside), None
-        )
-        for module, name in owners if len(present) > 1 else ():
-            setattr(module, name, chosen)
+        replaced = [getattr(module, name) for module, name in owners if module in modules]
+        for module, name in owners:
+            if replaced:
+                setattr(module, name, replaced[0])
     left = materialize.where_meta(model)
     if left:
         raise PrepareError(
@@ -154,10 +182,9 @@ def fill_or_shard(
 def _same_stages(channel: P2PChannel) -> dist.ProcessGroup:
     """The ranks that have the same stages. All ranks make the groups."""
     count = dist.get_world_size() // channel.size
-    groups: list[dist.ProcessGroup] = [
-        dist.new_group(list(range(rank * count, (rank + 1) * count)))
-        for rank in range(channel.size)
-    ]
+    groups: list[dist.ProcessGroup] = []
+    for first in range(0, dist.get_world_size(), count):
+        groups.append(dist.new_group(list(range(first, first + count))))
     return groups[channel.rank]
 
 
@@ -179,10 +206,101 @@ def _shard(
         parameter for name, parameter in materialize.named_parameters(model) if name in unsharded
     }
     for number, stage in stages.items():
-        inside = {id(module) for module in stage.modules()}
-        plugin.ignored_modules = [module for module in ignored if id(module) in inside] or None
+        inside = set(stage.modules())
+        plugin.ignored_modules = [module for module in ignored if module in inside] or None
         # What the model returns is fp32, as under any layout; what stages send is not.
         full = strategy.precision.native_amp and number == len(strategy.ranks) - 1
         shard_model(
             stage, plugin, shards, strategy.device, ranks=ranks, full_outputs=full, unsharded=shared
         )
+
+
+@dataclass
+class _TiedParameter:
+    """A parameter at `owner.name` on several ranks, now and where it is replaced."""
+
+    owner: nn.Module
+    name: str
+    sharing: Sharing
+    summed: torch.Tensor | None = None  # the gradient that has the sum over the ranks
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        parameter: nn.Parameter = getattr(self.owner, self.name)
+        return parameter
+
+
+class TiedParameters:
+    """Parameters on stages of several ranks, each gradient the sum over them. The first rank counts it in norms.
+
+    Args:
+        model: this rank's, as it is laid out.
+        sharing: by all names, who has the parameters that several ranks have.
+        channel: of the pipeline.
+    """
+
+    def __init__(
+        self, model: nn.Module, sharing: Mapping[str, Sharing], channel: P2PChannel
+    ) -> None:
+        self.channel = channel
+        places: dict[int, _TiedParameter] = {}
+        for prefix, module in model.named_modules():
+            for name, _ in module.named_parameters(recurse=False):
+                full_name = f"{prefix}.{name}".removeprefix(".")
+                shared = sharing.get(materialize.canonical_name(full_name))
+                if shared is not None:
+                    places.setdefault(shared.number, _TiedParameter(module, name, shared))
+        # In the same order on all ranks.
+        self._tied: list[_TiedParameter] = [places[number] for number in sorted(places)]
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the tied parameters of this rank."""
+        return [tied.parameter for tied in self._tied]
+
+    def _is_first(self, tied: _TiedParameter) -> bool:
+        return tied.sharing.ranks[0] == self.channel.rank
+
+    def counted_elsewhere(self) -> set[int]:
+        """Return the ids of the parameters that another rank counts."""
+        return {id(tied.parameter) for tied in self._tied if not self._is_first(tied)}
+
+    def before_backward(self) -> None:
+        """Only the first rank keeps a sum to accumulate on; the others start from zero."""
+        for tied in self._tied:
+            gradient = tied.parameter.grad
+            if gradient is not None and gradient is tied.summed and not self._is_first(tied):
+                local(gradient).zero_()
+            tied.summed = None
+
+    def sum(self) -> None:
+        """Sum the gradients of each tied parameter over its ranks."""
+        for tied in self._tied:
+            parameter, ranks = tied.parameter, tied.sharing.ranks
+            if not parameter.requires_grad:
+                continue
+            if tied.sharing.maybe_unused and self.channel.has_values:
+                # A parameter without a gradient on any rank gets none, as in a plain model.
+                has_gradient = torch.tensor([parameter.grad is not None], dtype=torch.uint8)
+                used = has_gradient.to(self.channel.device)
+                self._sum(used, ranks)
+                if not used.item():
+                    continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            self._sum(local(parameter.grad), ranks)
+            tied.summed = parameter.grad
+
+    def _sum(self, gradient: torch.Tensor, ranks: tuple[int, ...]) -> None:
+        group, (first, *others) = self.channel.group, ranks
+        arrived = torch.empty_like(gradient, memory_format=torch.contiguous_format)
+        if self.channel.rank != first:
+            dist.send(gradient.contiguous(), group=group, group_dst=first)
+            dist.recv(arrived, group=group, group_src=first)
+            gradient.copy_(arrived)
+            return
+        for other in others:
+            dist.recv(arrived, group=group, group_src=other)
+            gradient.add_(arrived)
+        total = gradient.contiguous()
+        for other in others:
+            dist.send(total, group=group, group_dst=other)

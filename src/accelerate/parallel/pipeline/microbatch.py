@@ -61,11 +61,9 @@ class MicroBatches:
                 return tensor.narrow(0, start, size)
             return tensor
 
-        args = tuple(trees.map_leaves(cut, value) for value in self.args)
-        kwargs = {
-            name: value if name in self.undivided else trees.map_leaves(cut, value)
-            for name, value in self.kwargs.items()
-        }
+        args: Args = trees.map_leaves(cut, tuple(self.args))
+        kwargs: Kwargs = trees.map_leaves(cut, dict(self.kwargs))
+        kwargs.update((name, self.kwargs[name]) for name in self.undivided & kwargs.keys())
         return args, kwargs
 
 
@@ -86,10 +84,10 @@ class BatchSplitter:
     ) -> None:
         self.undivided: set[str] = set(undivided)
         self.num_microbatches = num_microbatches
-        parameters = inspect.signature(forward).parameters.values()
-        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         self.positions: list[str] = [
-            parameter.name for parameter in parameters if parameter.kind in positional
+            name
+            for name, parameter in inspect.signature(forward).parameters.items()
+            if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
         ]
 
     def split(self, args: Args, kwargs: Kwargs, first: bool) -> MicroBatches:
@@ -98,14 +96,10 @@ class BatchSplitter:
         Raises:
             PrepareError: for inputs that cannot be split; with `first`, also for a batch of too few samples.
         """
-        # An input that stays complete has to be known by its name.
-        while (
-            self.undivided
-            and args
-            and any(name in self.undivided for name in self.positions[: len(args)])
-        ):
-            kwargs = {self.positions[len(args) - 1]: args[-1], **kwargs}
-            args = args[:-1]
+        if self.undivided:
+            # An input that stays complete has to be known by its name.
+            kwargs = {**dict(zip(self.positions, args, strict=False)), **kwargs}
+            args = args[len(self.positions) :]
         packed = trees.first_leaf((args, kwargs), lambda value: isinstance(value, PackedSequence))
         if packed is not None:
             raise PrepareError(
@@ -118,14 +112,8 @@ class BatchSplitter:
                 f"the pipelined model was called with {requested[0]}=True: outputs of the blocks of other stages are "
                 "not collected"
             )
-        tensors = [
-            leaf
-            for value in (
-                *args,
-                *(value for name, value in kwargs.items() if name not in self.undivided),
-            )
-            for leaf in trees.leaves(value)
-        ]
+        divided = [value for name, value in kwargs.items() if name not in self.undivided]
+        tensors = list(trees.leaves([*args, *divided]))
         if any(tensor.requires_grad for tensor in tensors):
             raise PrepareError(
                 "an input of the pipelined model requires grad: a pipeline returns no input gradients"
@@ -160,11 +148,10 @@ def disable_caches(model: nn.Module) -> None:
 def structure_key(value: object) -> Hashable:
     """Equal for inputs of equal structure, shapes and dtypes."""
     if isinstance(value, torch.Tensor):
-        return tuple(value.shape), value.dtype
-    if isinstance(value, (list, tuple)):
-        return tuple(structure_key(entry) for entry in value)
-    if isinstance(value, Mapping):
-        return tuple((name, structure_key(entry)) for name, entry in value.items())
+        return TensorSpec.of(value)
+    inner = trees.children(value)
+    if inner is not None:
+        return tuple((name, structure_key(entry)) for name, entry in inner.items())
     if isinstance(value, (type(None), bool, int, str)):
         return value
     return type(value).__qualname__
@@ -178,7 +165,7 @@ def join(
     sizes: Sequence[int],
     dimensions: Sequence[int | None],
     device: torch.device,
-) -> tuple[object, list[torch.Tensor | None]]:
+) -> tuple[object, list[torch.Tensor], list[list[torch.Tensor]]]:
     """A block's outputs for all micro-batches as one output for the batch.
 
     `dimensions` has that of the batch for each tensor; None where no dimension has the size of a micro-batch.
@@ -187,28 +174,30 @@ def join(
     result, so that its use is an error.
 
     Returns:
-        The output, with specs of its tensors that have a batch dimension, and these tensors, which are detached; None
-        for the others.
+        The output, with specs of its tensors that have a batch dimension; these tensors; and, by micro-batch, the
+        leaves that they are joined from, which get gradients.
     """
     joined: list[object] = []
-    batched: list[torch.Tensor | None] = []
-    for dimension, *column in zip(dimensions, *map(trees.leaves, outputs), strict=True):
+    tensors: list[torch.Tensor] = []
+    leaves: list[list[torch.Tensor]] = []
+    for output in outputs:
+        parts = trees.leaves(output)
+        leaves.append([part.detach().requires_grad_(part.requires_grad) for part in parts])
+    for dimension, *column in zip(dimensions, *leaves, strict=True):
         first = column[0]
         if dimension is not None:
-            tensor = torch.cat([part.detach() for part in column], dimension)
-            batched.append(tensor.requires_grad_(first.requires_grad))
-            joined.append(TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.requires_grad))
-            continue
-        batched.append(None)
-        if not first.requires_grad and all(torch.equal(first, other) for other in column[1:]):
+            tensor = torch.cat(column, dimension)
+            tensors.append(tensor)
+            joined.append(TensorSpec.of(tensor))
+        elif not first.requires_grad and all(torch.equal(first, other) for other in column[1:]):
             joined.append(first)
-            continue
-        origin = (
-            f"a tensor of shape {tuple(first.shape)} that a block returned for a micro-batch of {sizes[0]} samples: "
-            "what the blocks pass to the end of the model must have a dimension of samples"
-        )
-        joined.append(RemoteTensor.of(first.shape, first.dtype, device, origin))
-    return trees.replace_leaves(outputs[0], joined), batched
+        else:
+            origin = (
+                f"a tensor of shape {tuple(first.shape)} that a block returned for a micro-batch of {sizes[0]} "
+                "samples: what the blocks pass to the end of the model must have a dimension of samples"
+            )
+            joined.append(RemoteTensor.of(first.shape, first.dtype, device, origin))
+    return trees.replace_leaves(outputs[0], joined), tensors, leaves
 
 
 def batch_dimensions(
@@ -220,11 +209,12 @@ def batch_dimensions(
     """
     dimensions: list[int | None] = []
     for tensor, other in zip(tensors, others, strict=True):
-        sizes = list(zip(tensor.shape, other.shape, strict=False))
-        candidates = [number for number, pair in enumerate(sizes) if pair == (size, other_size)]
-        if size == other_size:
-            candidates = [number for number in candidates if number == 0]
-        dimensions.append(candidates[0] if candidates else None)
+        dimension = None
+        for number, pair in enumerate(zip(tensor.shape, other.shape, strict=False)):
+            tells = size != other_size or number == 0
+            if dimension is None and tells and pair == (size, other_size):
+                dimension = number
+        dimensions.append(dimension)
     return dimensions
 
 
@@ -248,11 +238,8 @@ def loss_of(output: object) -> torch.Tensor | None:
         named = getattr(output, "loss", None)
     if isinstance(named, torch.Tensor):
         return named
-    return next(
-        (
-            tensor
-            for tensor in trees.leaves(output)
-            if tensor.dim() == 0 and tensor.is_floating_point()
-        ),
-        None,
-    )
+    for tensor in trees.leaves(output):
+        if tensor.dim() == 0 and tensor.is_floating_point():
+            scalar: torch.Tensor = tensor
+            return scalar
+    return None

@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,16 +16,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ...core import trees
 from ...core.errors import CheckpointError
 from ...precision.base import Precision
+from .. import materialize
 from ..accumulated import AccumulatedGradients
 from ..context.region import ContextParallel
+from ..fsdp.state import broadcast_state, full_on_host
 from ..gradients import GradientReducer, all_reduce, deferred, gradients_of, local
 from ..prepared import GroupShapes
 from ..sharded import ShardedModel
-from . import state
+from ..sharded_optimizer import lay_out_state
+from .layout import TiedParameters
 from .p2p import P2PChannel
 from .schedules import ScheduleRunner
 from .stage import Stage
@@ -134,13 +142,67 @@ class PipelinedModel(ShardedModel):
 
     # -- state
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the full state, collected on rank 0."""
-        return state.full_model_state(self.inner, self.stages.schedules.runner.channel)
+    def _collected(self, entries: dict[str, Any]) -> dict[str, Any]:
+        """The entries of all stages on rank 0, one message for each; nothing on other ranks."""
+        channel = self.stages.schedules.runner.channel
+        if dist.get_global_rank(channel.group, 0) != 0:
+            return {}
+        if channel.rank != 0:
+            for entry in (*entries.items(), None):
+                channel.send_object(entry, 0)
+            return {}
+        for peer in range(1, channel.size):
+            for name, value in iter(functools.partial(channel.receive_object, peer), None):
+                entries.setdefault(name, value)
+        return entries
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the full state under plain names, in the host memory of rank 0; empty on other ranks."""
+        state: dict[str, Any] = {}
+        copied: dict[int, torch.Tensor] = {}
+        for name, value in self.inner.state_dict(keep_vars=True).items():
+            if isinstance(value, torch.Tensor):
+                # Tied tensors share their memory in a state, too.
+                if id(value) not in copied:
+                    copied[id(value)] = full_on_host(value)
+                value = copied[id(value)]
+            state[materialize.canonical_name(name)] = value
+        return self._collected(state)
+
+    @torch.no_grad()
     def load_state_dict(self, state_: Mapping[str, Any], strict: bool = True) -> None:
-        """Load a full state into this rank's stages."""
-        state.load_full_model_state(self.inner, dict(state_), self.device, strict)
+        """Load a full state, which only rank 0 needs to have, one tensor at a time.
+
+        Raises:
+            CheckpointError: on every rank, for shapes, or with `strict` names, that do not fit.
+        """
+        shapes = {
+            name: value.shape
+            for name, value in self.template.state_dict().items()
+            if isinstance(value, torch.Tensor)
+        }
+        saved = {name: (value.shape, value.dtype) for name, value in state_.items()}
+        saved = materialize.from_first(saved, self.device)
+        missing = [name for name in shapes if name not in saved]
+        unknown = [name for name in saved if name not in shapes]
+        other = [name for name in saved if name in shapes and saved[name][0] != shapes[name]]
+        if other or (strict and (missing or unknown)):
+            raise CheckpointError(
+                f"the state does not fit the model: missing {missing[:5]}; unknown {unknown[:5]}; of another shape "
+                f"{other[:5]}"
+            )
+        targets = {}
+        for name, value in self.inner.state_dict(keep_vars=True).items():
+            targets[materialize.canonical_name(name)] = value
+        for name, (shape, dtype) in saved.items():
+            if name not in shapes:
+                continue
+            value = materialize.broadcast_tensor(state_.get(name), shape, dtype, self.device)
+            target = targets.get(name)
+            if isinstance(target, DTensor):
+                target.to_local().copy_(materialize.local_shard(value, target))
+            elif target is not None:
+                target.copy_(value)
 
     def trains_with(self, optimizer: torch.optim.Optimizer) -> bool:
         """Also where this rank's stages have none of the optimizer's parameters."""
@@ -157,17 +219,53 @@ class PipelinedModel(ShardedModel):
         return stages.groups[optimizer]
 
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return the optimizer's full state, collected on rank 0."""
-        channel = self.stages.schedules.runner.channel
-        return state.full_optimizer_state(self.inner, optimizer, self._names_of(optimizer), channel)
+        """Return the full state in the form of a single process's optimizer, on rank 0; empty on other ranks."""
+        groups = self._names_of(optimizer)
+        names = {parameter: name for name, parameter in materialize.named_parameters(self.inner)}
+        entries: dict[str, Any] = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter in optimizer.state:
+                    entry = dict(optimizer.state[parameter])
+                    entries[names[parameter]] = trees.map_leaves(full_on_host, entry)
+        entries = self._collected(entries)
+        if dist.get_rank() != 0:
+            return {}
+        positions = {name: number for number, name in enumerate(itertools.chain(*groups))}
+        param_groups = []
+        for group, group_names in zip(optimizer.param_groups, groups, strict=True):
+            options = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+            param_groups.append({**options, "params": [positions[name] for name in group_names]})
+        by_position = {positions[name]: entry for name, entry in entries.items()}
+        return {"state": dict(sorted(by_position.items())), "param_groups": param_groups}
 
     def load_optimizer_state_dict(
         self, optimizer: torch.optim.Optimizer, state_: Mapping[str, object]
     ) -> None:
-        """Load an optimizer's full state."""
-        state.load_full_optimizer_state(
-            self.inner, optimizer, dict(state_), self._names_of(optimizer), self.device
-        )
+        """Load the optimizer state of a single process, which only rank 0 needs to have."""
+        groups = self._names_of(optimizer)
+        other_entries, states = broadcast_state(state_, groups, self.device)
+        saved_groups = other_entries["param_groups"]
+        saved_positions = itertools.chain(*(group["params"] for group in saved_groups))
+        saved_names = dict(zip(saved_positions, itertools.chain(*groups), strict=True))
+        names = {parameter: name for name, parameter in materialize.named_parameters(self.inner)}
+        # The optimizer itself knows how its state is kept: it counts its own parameters.
+        owned: dict[str | None, tuple[int, nn.Parameter]] = {}
+        param_groups = []
+        count = 0
+        for group, options in zip(optimizer.param_groups, saved_groups, strict=True):
+            positions = range(count, count + len(group["params"]))
+            count = positions.stop
+            param_groups.append({**options, "params": list(positions)})
+            for position, parameter in zip(positions, group["params"], strict=True):
+                owned[names.get(parameter)] = (position, parameter)
+        by_position: dict[int, object] = {}
+        for saved_position, entry in states:
+            name = saved_names[saved_position]
+            if name in owned:
+                position, parameter = owned[name]
+                by_position[position] = lay_out_state(dict(entry), parameter, parameter)
+        optimizer.load_state_dict({"state": by_position, "param_groups": param_groups})
 
     def optimizer_group_shapes(self, optimizer: torch.optim.Optimizer) -> GroupShapes:
         """Return the shape of each parameter of the full model, for each group of the optimizer."""
@@ -185,92 +283,6 @@ class PipelinedModel(ShardedModel):
     def load_rank_state(self, state: Mapping[str, Any]) -> None:
         """Restore what `rank_state` returned."""
         self.stages.random.calls = state["calls"]
-
-
-@dataclass
-class _TiedParameter:
-    """A parameter at `owner.name` on several ranks. `maybe_unused`: then it gets no gradient, as in a plain model."""
-
-    owner: nn.Module
-    name: str
-    ranks: tuple[int, ...]
-    maybe_unused: bool
-    summed: torch.Tensor | None = None  # the gradient that has the sum over the ranks
-
-    @property
-    def parameter(self) -> nn.Parameter:
-        parameter: nn.Parameter = getattr(self.owner, self.name)
-        return parameter
-
-
-class TiedParameters:
-    """Parameters on stages of several ranks, each gradient the sum over them. The first rank counts it in norms."""
-
-    def __init__(self, channel: P2PChannel) -> None:
-        self.group: dist.ProcessGroup = channel.group
-        self.rank: int = channel.rank
-        self.has_values: bool = channel.has_values
-        self._tied: list[_TiedParameter] = []
-
-    def add(
-        self, owner: nn.Module, name: str, ranks: Iterable[int], maybe_unused: bool = False
-    ) -> None:
-        """The parameter at `owner.name`, now or later, is on these ranks of the group."""
-        self._tied.append(_TiedParameter(owner, name, tuple(sorted(ranks)), maybe_unused))
-
-    def parameters(self) -> list[nn.Parameter]:
-        """Return the tied parameters of this rank."""
-        return [tied.parameter for tied in self._tied]
-
-    def counted_elsewhere(self) -> set[int]:
-        """Return the ids of the parameters that another rank counts."""
-        return {id(tied.parameter) for tied in self._tied if tied.ranks[0] != self.rank}
-
-    def before_backward(self) -> None:
-        """Only the first rank keeps a sum to accumulate on; the others start from zero."""
-        for tied in self._tied:
-            gradient = tied.parameter.grad
-            if gradient is not None and gradient is tied.summed and tied.ranks[0] != self.rank:
-                local(gradient).zero_()
-            tied.summed = None
-
-    def sum(self) -> None:
-        """Sum the gradients of each tied parameter over its ranks."""
-        for tied in self._tied:
-            parameter = tied.parameter
-            if not parameter.requires_grad:
-                continue
-            asks = tied.maybe_unused and self.has_values
-            if asks and not self._any_used(parameter, tied.ranks):
-                continue
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            self._sum(local(parameter.grad), tied.ranks)
-            tied.summed = parameter.grad
-
-    def _any_used(self, parameter: nn.Parameter, ranks: tuple[int, ...]) -> bool:
-        """Whether the parameter has a gradient on one of the ranks."""
-        flag = torch.tensor(
-            [parameter.grad is not None], dtype=torch.uint8, device=local(parameter).device
-        )
-        self._sum(flag, ranks)
-        return bool(flag.item())
-
-    def _sum(self, gradient: torch.Tensor, ranks: tuple[int, ...]) -> None:
-        first = ranks[0]
-        if self.rank != first:
-            dist.send(gradient.contiguous(), group=self.group, group_dst=first)
-            arrived = torch.empty_like(gradient, memory_format=torch.contiguous_format)
-            dist.recv(arrived, group=self.group, group_src=first)
-            gradient.copy_(arrived)
-            return
-        arrived = torch.empty_like(gradient, memory_format=torch.contiguous_format)
-        for other in ranks[1:]:
-            dist.recv(arrived, group=self.group, group_src=other)
-            gradient.add_(arrived)
-        total = gradient.contiguous()
-        for other in ranks[1:]:
-            dist.send(total, group=self.group, group_dst=other)
 
 
 _MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0xD6E8FEB86659FD93)

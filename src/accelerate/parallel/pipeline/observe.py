@@ -8,6 +8,7 @@ outside of the units was computed. The forward runs on the meta device where the
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -82,10 +83,8 @@ def observe(
     on_meta: dict[str, torch.Tensor] = {}
     replaced: dict[int, torch.Tensor] = {}
     for prefix, module in model.named_modules():
-        tensors = dict(module.named_parameters(recurse=False, remove_duplicate=False))
-        tensors.update(module.named_buffers(recurse=False, remove_duplicate=False))
-        for name, tensor in tensors.items():
-            full_name = ".".join(filter(None, (prefix, name)))
+        for name, tensor in materialize.own_tensors(module):
+            full_name = f"{prefix}.{name}".removeprefix(".")
             on_meta[full_name] = replaced.setdefault(id(tensor), tensor.to("meta"))
 
     def run_on_meta() -> object:
@@ -111,13 +110,14 @@ def _record(
     tensors: Mapping[str, torch.Tensor],
 ) -> Observation:
     recorder = _Recorder()
-    owners: dict[str, set[str]] = {}
-    same = {id(parameter): name for name, parameter in model.named_parameters()}
+    units_of: dict[nn.Parameter, set[str]] = {}
     for unit in units:
         for parameter in model.get_submodule(unit).parameters():
-            owners.setdefault(same[id(parameter)], set()).add(unit)
-    recorder.names = {id(tensors[name]): materialize.canonical_name(name) for name in same.values()}
-    recorder.owners = {materialize.canonical_name(name): found for name, found in owners.items()}
+            units_of.setdefault(parameter, set()).add(unit)
+    for name, parameter in model.named_parameters():
+        if parameter in units_of:
+            owned = materialize.canonical_name(name), units_of[parameter]
+            recorder.owned[id(tensors[name])] = owned
     with (
         recorder.hooked(model, units),
         torch.no_grad(),
@@ -134,8 +134,8 @@ class _Recorder(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.seen = Observation()
-        self.names: dict[int, str] = {}
-        self.owners: dict[str, set[str]] = {}
+        # By the id of a parameter of a unit: its name, and the units that have it.
+        self.owned: dict[int, tuple[str, set[str]]] = {}
         # The unit that is computing.
         self.inside: str | None = None
         # Names of units.
@@ -152,12 +152,14 @@ class _Recorder(TorchFunctionMode):
         if func.__name__ == "__get__" and trees.first_leaf(output) is None:
             return output
         for tensor in trees.leaves((args, kwargs)):
-            name = self.names.get(id(tensor))
-            if name is not None and name in self.owners and self.inside not in self.owners[name]:
-                self.seen.reads.add(name)
+            if id(tensor) in self.owned:
+                name, units = self.owned[id(tensor)]
+                if self.inside not in units:
+                    self.seen.reads.add(name)
         if self.inside is None:
             origins = self.use((args, kwargs))
-            self.made(output, origins)
+            for tensor in trees.leaves(output):
+                self.origins.record(tensor, origins | self.origins.of(tensor))
             options = kwargs or {}
             if "dropout" in func.__name__ and options.get("training", True) and options.get("p", 1):
                 self.seen.random |= origins
@@ -169,40 +171,30 @@ class _Recorder(TorchFunctionMode):
         self.seen.last_use.update(dict.fromkeys(origins, len(self.seen.calls)))
         return origins
 
-    def made(self, value: object, origins: frozenset[str]) -> None:
-        """Record from which units' outputs tensors were computed."""
-        for tensor in trees.leaves(value):
-            self.origins.record(tensor, origins | self.origins.of(tensor))
-
     @contextlib.contextmanager
     def hooked(self, model: nn.Module, units: Sequence[str]) -> Iterator[None]:
         """A block in which the calls of units are recorded."""
-
-        def enter(name: str) -> Callable[..., None]:
-            def hook(_: nn.Module, args: object, kwargs: object) -> None:
-                if self.inside is None:
-                    self.use((args, kwargs))
-                    self.inside = name
-
-            return hook
-
-        def leave(name: str) -> Callable[..., None]:
-            def hook(_: nn.Module, __: object, output: object) -> None:
-                if self.inside == name:
-                    self.inside = None
-                    self.seen.calls.append(name)
-                    for tensor in trees.leaves(output):
-                        self.origins.record(tensor, frozenset({name}))
-
-            return hook
-
         handles = []
         for name in units:
             module = model.get_submodule(name)
-            handles.append(module.register_forward_pre_hook(enter(name), with_kwargs=True))
-            handles.append(module.register_forward_hook(leave(name), always_call=True))
+            enter = functools.partial(self._enter, name)
+            leave = functools.partial(self._leave, name)
+            handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+            handles.append(module.register_forward_hook(leave, always_call=True))
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
+
+    def _enter(self, name: str, module: nn.Module, args: object, kwargs: object) -> None:
+        if self.inside is None:
+            self.use((args, kwargs))
+            self.inside = name
+
+    def _leave(self, name: str, module: nn.Module, args: object, output: object) -> None:
+        if self.inside == name:
+            self.inside = None
+            self.seen.calls.append(name)
+            for tensor in trees.leaves(output):
+                self.origins.record(tensor, frozenset({name}))

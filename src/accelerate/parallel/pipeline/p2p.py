@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-import pickle
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -21,17 +20,9 @@ from .. import materialize
 T = TypeVar("T")
 
 # Dtypes that every backend sends; other tensors are sent as bytes.
-_SENT = frozenset(
-    {
-        torch.float32,
-        torch.float64,
-        torch.float16,
-        torch.bfloat16,
-        torch.int32,
-        torch.int64,
-        torch.uint8,
-    }
-)
+_SENT = frozenset({
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8,
+})  # fmt: skip
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
@@ -42,6 +33,11 @@ class TensorSpec:
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool = False
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorSpec:
+        """Return the spec of a tensor."""
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
     def empty(self, device: torch.device) -> torch.Tensor:
         """Return an uninitialized tensor of this shape and dtype."""
@@ -76,30 +72,24 @@ def describe(value: object, where: str) -> object:
                 f"{where} is sharded over tensor-parallel ranks, and a stage must return complete tensors: use a plan "
                 "in which the last layer of a block gathers its output (rowwise)"
             )
-        return TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+        return TensorSpec.of(tensor)
 
     if trees.first_leaf(value, lambda part: isinstance(part, PackedSequence)) is not None:
         raise PrepareError(
             f"{where} contains a PackedSequence, whose rows are time steps and not samples: return padded sequences"
         )
-    found = trees.map_leaves(spec, value)
-    _check_plain(found, where)
-    return found
+    described = trees.map_leaves(spec, value)
+    _check_plain(described, where)
+    return described
 
 
 def _check_plain(value: object, where: str) -> None:
     if isinstance(value, (TensorSpec, *_PLAIN)):
         return
-    if isinstance(value, (list, tuple)):
-        for entry in value:
-            _check_plain(entry, where)
-    elif isinstance(value, Mapping):
-        for key, entry in value.items():
-            _check_plain(entry, f"{where}[{key!r}]")
-    elif trees.is_dataclass_instance(value):
-        for name, entry in vars(value).items():
-            _check_plain(entry, f"{where}.{name}")
-    else:
+    inner = trees.children(value)
+    for key, entry in (inner or {}).items():
+        _check_plain(entry, f"{where}[{key!r}]")
+    if inner is None:
         raise PrepareError(
             f"{where} contains a {type(value).__name__}, which pipeline stages cannot send. Return only tensors from "
             "the model (use_cache=False for a transformers model)."
@@ -115,7 +105,7 @@ class P2PChannel:
     """Sends and receives within one pipeline group. Peers are ranks of the group.
 
     Messages between two ranks arrive in the order in which they were sent, so both sides only have to agree on that
-    order. A send does not wait for the peer, so two ranks that send to each other cannot deadlock.
+    order. Sending tensors does not wait for the peer, so two ranks that send to each other cannot deadlock.
 
     Fields:
         has_values: whether tensors have values. In a trace of `accelerate plan` they have shapes only.
@@ -139,10 +129,8 @@ class P2PChannel:
             self._local.append([tensor.detach() for tensor in tensors])
             return
         for tensor in tensors:
-            self._send(_as_sent(tensor.detach().contiguous()), to)
-
-    def _send(self, tensor: torch.Tensor, to: int) -> None:
-        self._pending.append((dist.isend(tensor, group=self.group, group_dst=to), tensor))
+            message = _as_sent(tensor.detach().contiguous())
+            self._pending.append((dist.isend(message, group=self.group, group_dst=to), message))
 
     def wait_for_sends(self) -> None:
         """Wait for all sends that were started."""
@@ -154,31 +142,27 @@ class P2PChannel:
     def post_receive(self, specs: Sequence[TensorSpec], sender: int) -> PendingReceive:
         """Start to receive tensors; `wait()` returns them."""
         if sender == self.rank:
-            return PendingReceive(self._local.popleft(), [])
+            return PendingReceive(specs, self._local.popleft(), [])
         tensors = [spec.empty(self.device) for spec in specs]
         works = [
             dist.irecv(_as_sent(tensor), group=self.group, group_src=sender) for tensor in tensors
         ]
-        return PendingReceive(tensors, works)
+        return PendingReceive(specs, tensors, works)
 
     def send_object(self, value: object, to: int) -> None:
-        """Start to send a picklable object to a rank."""
+        """Send a picklable object to a rank."""
         if to == self.rank:
             self._local.append(value)
             return
-        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        self._send(torch.tensor([data.numel()], dtype=torch.int64, device=self.device), to)
-        self._send(data.to(self.device), to)
+        dist.send_object_list([value], group=self.group, group_dst=to, device=self.device)
 
     def receive_object(self, sender: int) -> Any:
         """Receive an object from a rank."""
         if sender == self.rank:
             return self._local.popleft()
-        size = torch.empty(1, dtype=torch.int64, device=self.device)
-        dist.recv(size, group=self.group, group_src=sender)
-        data = torch.empty(int(size), dtype=torch.uint8, device=self.device)
-        dist.recv(data, group=self.group, group_src=sender)
-        return pickle.loads(data.cpu().numpy().tobytes())
+        message: list[Any] = [None]
+        dist.recv_object_list(message, group=self.group, group_src=sender, device=self.device)
+        return message[0]
 
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int) -> None:
         """Broadcast contiguous tensors in place."""
@@ -207,14 +191,18 @@ class P2PChannel:
 class PendingReceive(NamedTuple):
     """Tensors that are being received."""
 
+    specs: Sequence[TensorSpec]
     tensors: list[torch.Tensor]
     works: list[dist.Work | None]
 
-    def wait(self) -> list[torch.Tensor]:
-        """Wait for the tensors, and return them."""
+    def wait(self, grad: bool = False) -> list[torch.Tensor]:
+        """Wait for the tensors, and return them. With `grad` they require it where the ones that were sent did."""
         for work in self.works:
             if work is not None:
                 work.wait()
+        if grad:
+            for tensor, spec in zip(self.tensors, self.specs, strict=True):
+                tensor.requires_grad_(spec.requires_grad)
         return self.tensors
 
 

@@ -7,24 +7,26 @@ functions on them compute shapes on the meta device and return remote tensors. W
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 
 from ...core import trees
 from ...core.errors import PrepareError
+from ...torch_internals.tensor_memory import version_of
 
 
 class RemoteTensorError(PrepareError):
     """A stage needs values that another stage has. The message names them."""
 
 
-# Functions that read values, or the memory that a remote tensor does not have.
-_READING = frozenset({
-    "item", "tolist", "numpy", "data_ptr", "untyped_storage", "equal", "is_nonzero", "__format__", "__array__",
-    "__dlpack__", "__bool__", "__int__", "__float__", "__index__", "__complex__", "__contains__",
-})  # fmt: skip
+# Functions that read the memory, which a remote tensor does not have, and do not fail on meta as others do.
+_READING = frozenset(
+    {"numpy", "data_ptr", "untyped_storage", "__format__", "__array__", "__dlpack__"}
+)
+_MOVING = frozenset({"to", "cpu", "cuda", "as_tensor", "asarray"})
+_MOVED = (torch.Tensor, torch.device)
 
 
 class RemoteTensor(torch.Tensor):
@@ -70,29 +72,22 @@ class RemoteTensor(torch.Tensor):
         assert first is not None
         if name == "__repr__":
             return f"RemoteTensor({tuple(first.plain.shape)}, {first.plain.dtype}: {first.origin})"
-        if name in _READING or _writes_values(name, args, kwargs):
+        if name in _READING:
             raise first.fail()
-        if name in ("detach", "contiguous", "requires_grad_"):
-            return first
-        if name in ("to", "cpu", "cuda"):
-            return _moved(func, args, kwargs)
-        if name.endswith("_like") or name.startswith("new_"):
-            # Of these the result depends on shape, dtype and device only.
-            return func(*_map(lambda tensor: getattr(tensor, "plain", tensor), args), **kwargs)
+        plain_args, plain_kwargs = trees.map_leaves(_plain, (tuple(args), kwargs))
+        if name in _MOVING and first is args[0]:
+            # Device and dtype are those that one element gets.
+            plain_kwargs.pop("memory_format", None)
+            element = func(first.plain.new_zeros(()), *plain_args[1:], **plain_kwargs)
+            return cls.of(first.plain.shape, element.dtype, element.device, first.origin)
+        if name in _MOVING or name.endswith("_like") or name.startswith("new_"):
+            # The result depends on shape, dtype and device only.
+            return func(*plain_args, **plain_kwargs)
         if name == "__get__":
-            result = func(*_map(lambda tensor: getattr(tensor, "plain", tensor), args))
+            result = func(*plain_args)
         else:
-            meta = torch.device("meta")
-            moved = [meta if isinstance(value, torch.device) else value for value in args]
-            options = {
-                key: meta if key == "device" and value is not None else value
-                for key, value in kwargs.items()
-            }
-            try:
-                result = func(*_map(_on_meta, moved), **_map(_on_meta, options))
-            except (NotImplementedError, RuntimeError) as error:
-                raise first.fail() from error
-        return _map(
+            result = _on_meta(func, args, kwargs, first)
+        return trees.map_leaves(
             lambda tensor: cls.of(tensor.shape, tensor.dtype, first.plain.device, first.origin),
             result,
         )
@@ -103,41 +98,35 @@ def first_remote(data: object) -> RemoteTensor | None:
     return next((leaf for leaf in trees.leaves(data) if isinstance(leaf, RemoteTensor)), None)
 
 
-def _moved(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
-    """The result of `to`, `cpu` or `cuda`: a remote tensor of the device and dtype that one element gets."""
-    source, *targets = _map(lambda tensor: getattr(tensor, "plain", tensor), list(args))
-    options = _map(lambda tensor: getattr(tensor, "plain", tensor), dict(kwargs))
-    remote = args[0]
-    if not isinstance(remote, RemoteTensor):
-        result: torch.Tensor = func(source, *targets, **options)
-        return result
-    options.pop("memory_format", None)
-    element = func(source.new_zeros(()), *targets, **options)
-    return RemoteTensor.of(remote.shape, element.dtype, element.device, remote.origin)
+def _plain(tensor: Any) -> Any:
+    return getattr(tensor, "plain", tensor)
 
 
-def _map(function: Callable[[torch.Tensor], torch.Tensor], data: Any) -> Any:
-    # torch's result tuples (torch.return_types) cannot be built from values one by one.
-    if isinstance(data, tuple) and type(data) is not tuple and not isinstance(data, torch.Size):
-        data = tuple(data)
-    if isinstance(data, torch.Size):
-        return data
-    return trees.map_leaves(function, data)
+def _on_meta(
+    func: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    remote: RemoteTensor,
+) -> Any:
+    """The result on meta. What reads values, or writes to a tensor that has them, is an error."""
+    with_values: list[torch.Tensor] = []
 
+    def on_meta(value: object) -> object:
+        if isinstance(value, torch.device):
+            return torch.device("meta")
+        tensor = _plain(value)
+        meta = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        if tensor is value:
+            with_values.append(meta)
+        return meta
 
-def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
-    if isinstance(tensor, RemoteTensor):
-        return torch.empty(tensor.plain.shape, dtype=tensor.plain.dtype, device="meta")
-    return tensor.detach().to("meta")
-
-
-def _writes_values(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether a function writes to a tensor that has values."""
-    in_place = (name.endswith("_") and not name.endswith("__")) or (
-        name.startswith("__i") and name not in ("__invert__",)
+    meta_args, meta_kwargs = trees.map_leaves(
+        on_meta, (tuple(args), dict(kwargs)), lambda value: isinstance(value, _MOVED)
     )
-    targets = [*(args[:1] if in_place or name == "__setitem__" else ()), kwargs.get("out")]
-    return any(
-        isinstance(target, torch.Tensor) and not isinstance(target, RemoteTensor)
-        for target in targets
-    )
+    try:
+        result = func(*meta_args, **meta_kwargs)
+    except (NotImplementedError, RuntimeError) as error:
+        raise remote.fail() from error
+    if any(version_of(tensor) for tensor in with_values):
+        raise remote.fail()
+    return result

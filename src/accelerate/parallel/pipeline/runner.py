@@ -14,8 +14,7 @@ loss itself, between the two, needs this order of its own.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -25,6 +24,7 @@ from torch.autograd.function import FunctionCtx
 from ...core import trees
 from ...core.errors import AccelerateError, PrepareError
 from ...gradient_state import GradientState
+from .buffers import Buffers
 from .microbatch import (
     BatchSplitter,
     MicroBatches,
@@ -42,21 +42,6 @@ from .stage import Args, Kwargs, Segment, Stage, StagedModel
 OutputGradients = Sequence[torch.Tensor | None]
 
 
-@dataclass
-class Boundary:
-    """What passes from one stage to the next, for micro-batches of one size.
-
-    Fields:
-        output: the described output. unit_outputs: those of all units before, by unit, call by call.
-    """
-
-    output: object
-    unit_outputs: dict[int, list[object]]
-
-    def __post_init__(self) -> None:
-        self.specs: list[TensorSpec] = specs_in(self.output)
-
-
 class BatchKey(NamedTuple):
     """Equal for batches that are computed in the same way: the structure of the inputs, and the modes."""
 
@@ -71,16 +56,18 @@ class BatchShapes:
     """Shapes of a kind of batches.
 
     Fields:
-        boundaries: stage -> samples of a micro-batch -> what it sends to the next stage.
-        unit_outputs: the described outputs of all units before the tail, for the complete batch.
+        boundaries: (stage, samples of a micro-batch) -> the described output that it sends to the next stage.
+        specs: of the tensors in it.
+        unit_outputs: samples -> the described outputs of all units before the tail, by unit, call by call.
         dimensions: that of the batch in each tensor that the last block returns.
         buffers: those outside of units that the tail writes.
         output: the described output of the model. loss_index: which of its tensors is the loss.
         is_complete: whether all ranks know the output.
     """
 
-    boundaries: dict[int, dict[int, Boundary]] = field(default_factory=dict)
-    unit_outputs: dict[int, list[object]] = field(default_factory=dict)
+    boundaries: dict[tuple[int, int], object] = field(default_factory=dict)
+    specs: dict[tuple[int, int], list[TensorSpec]] = field(default_factory=dict)
+    unit_outputs: dict[int, dict[int, list[object]]] = field(default_factory=dict)
     dimensions: list[int | None] = field(default_factory=list)
     buffers: list[str] = field(default_factory=list)
     output: object = None
@@ -101,7 +88,7 @@ class ShapeMessage:
 class SavedGraph:
     """The autograd graph of one micro-batch in one stage: its inputs and outputs."""
 
-    inputs: Sequence[torch.Tensor | None]
+    inputs: list[torch.Tensor]
     outputs: list[torch.Tensor]
 
 
@@ -111,7 +98,8 @@ class Batch:
 
     Fields:
         key: equal for batches of equal shapes.
-        graphs: by stage, one for each micro-batch. tail: that of the tail over the complete batch.
+        graphs: by stage, one for each micro-batch. tail_inputs: by micro-batch, the inputs of the tail's graph.
+        tail_outputs: of that graph, over the complete batch.
         outputs: of the last stage, one for each micro-batch. output: of the model, on the last stage.
         backward: what the loop's backward runs.
     """
@@ -120,7 +108,8 @@ class Batch:
     shapes: BatchShapes
     key: BatchKey
     graphs: dict[int, list[SavedGraph]] = field(default_factory=dict)
-    tail: SavedGraph | None = None
+    tail_inputs: list[list[torch.Tensor]] = field(default_factory=list)
+    tail_outputs: list[torch.Tensor] = field(default_factory=list)
     outputs: list[object] = field(default_factory=list)
     output: object = None
     backward: Callable[[Batch, OutputGradients], None] | None = None
@@ -149,7 +138,6 @@ class Runner:
         self.last: int = self.cut.stages - 1
         self.source: int = self.ranks[self.last]
         self.shapes: dict[BatchKey, BatchShapes] = {}
-        self.trained: bool = False
         # In training and in evaluation: the dimensions of the batch in what the last block returns.
         self.dimensions: dict[bool, list[int | None]] = {}
         # The modes of which a batch was seen.
@@ -165,21 +153,19 @@ class Runner:
         Raises:
             PrepareError: the call is one of torch.func, or its inputs cannot be split.
         """
-        tensors = list(trees.leaves((args, kwargs)))
         parameters: list[torch.Tensor] = []
         for stage in self.stages.values():
             parameters += stage.parameters()
         are_leaves = all(parameter.is_leaf for parameter in parameters)
-        if not are_leaves or any(map(_is_wrapped, tensors)):
+        if not are_leaves or any(map(_is_wrapped, trees.leaves((args, kwargs)))):
             raise PrepareError(
                 "the pipelined model was called inside of torch.func (functional_call, vmap, ...), whose tensors and "
                 "parameters do not reach the stages of other ranks. Use DDP for such a model"
             )
         training = self.staged.model.training
         # The last batch of an epoch may have few samples, also where a resumed run begins with it.
-        first = training and not self.trained and not GradientState().end_of_dataloader
+        first = training and training not in self.modes and not GradientState().end_of_dataloader
         inputs = self.splitter.split(args, kwargs, first)
-        self.trained = self.trained or training
         structure = structure_key((inputs.args, inputs.kwargs))
         key = BatchKey(structure, training, torch.is_grad_enabled())
         return Batch(inputs, BatchShapes(), key)
@@ -215,12 +201,11 @@ class Runner:
         for number in sorted(self.stages):
             received: list[list[torch.Tensor]] = [[] for _ in parts]
             if number:
-                sender = self.ranks[number - 1]
-                message = self.channel.receive_object(sender)
+                message = self.channel.receive_object(self.ranks[number - 1])
                 batch.shapes = message.shapes
-            if number and not message.failure:
-                pending = self._post_receives(number, batch, sizes)
-                received = [tensors.wait() for tensors in pending]
+                if not message.failure:
+                    pending = self._post_receives(number, batch, sizes)
+                    received = [tensors.wait(batch.key.grad) for tensors in pending]
             outputs: list[list[torch.Tensor]] = []
             if not message.failure:
                 try:
@@ -264,37 +249,37 @@ class Runner:
     ) -> list[list[torch.Tensor]]:
         """Add the shapes of a stage. Returns its output tensors for each of these parts of a batch."""
         shapes, buffers = batch.shapes, self.staged.buffers
-        outputs: list[list[torch.Tensor]] = []
-        written: list[dict[str, torch.Tensor]] = []
+        observed: Iterable[str] = buffers.places if self.channel.has_values else ()
+        outputs: list[object] = []
+        written: list[Buffers] = []
         for (start, size), tensors in zip(parts, received, strict=True):
-            self._require_grad(number, size, batch, tensors)
             segment = self.segment(number, size, batch)
-            segment.record = True
-            observing: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-            if self.channel.has_values:
-                observing = buffers.observed(written)
-            with observing:
-                output = self._compute(number, segment, tensors, *batch.inputs.part(start, size))
-            outputs.append(list(trees.leaves(output)))
+            segment.recorded = {}
+            args, kwargs = batch.inputs.part(start, size)
+            with buffers.copied(observed) as results:
+                output = self._run(number, segment, args, kwargs, tensors)
+            written.append(results)
+            outputs.append(output)
+            shapes.unit_outputs.setdefault(size, {}).update(segment.recorded)
             if number != self.last:
                 described = describe(output, f"the output of {self.cut.units[segment.stop - 1]}")
-                boundaries = shapes.boundaries.setdefault(number, {})
-                boundaries[size] = Boundary(described, segment.unit_outputs)
-            elif batch.key.scheduled and not outputs[1:]:
-                returned = self.returned(output)
-                shapes.output = describe(returned, "the model's output")
-                loss = loss_of(returned)
-                are_loss = [tensor is loss for tensor in trees.leaves(returned)]
-                if True in are_loss:
-                    shapes.loss_index = are_loss.index(True)
-            elif not shapes.unit_outputs:
-                batch_size = batch.inputs.batch_size
-                shapes.unit_outputs = resize(segment.unit_outputs, size, batch_size)
-        if written:
+                shapes.boundaries[number, size] = described
+                shapes.specs[number, size] = specs_in(described)
+        if observed:
             buffers.add_written(number, written)
-        if number == self.last and not batch.key.scheduled:
-            shapes.dimensions = self._dimensions(batch, parts, outputs)
-        return outputs
+        tensors_of_parts = [list(trees.leaves(output)) for output in outputs]
+        if number == self.last and batch.key.scheduled:
+            returned = self.returned(outputs[0])
+            loss = loss_of(returned)
+            shapes.output = describe(returned, "the model's output")
+            for index, tensor in enumerate(trees.leaves(returned)):
+                if tensor is loss:
+                    shapes.loss_index = index
+        elif number == self.last:
+            shapes.dimensions = self._dimensions(batch, parts, tensors_of_parts)
+            size, batch_size = parts[0][1], batch.inputs.batch_size
+            shapes.unit_outputs[batch_size] = resize(shapes.unit_outputs[size], size, batch_size)
+        return tensors_of_parts
 
     def _dimensions(
         self,
@@ -303,12 +288,11 @@ class Runner:
         outputs: Sequence[list[torch.Tensor]],
     ) -> list[int | None]:
         """The dimension of the batch in each tensor that the last block returns, as a pair of parts shows it."""
-        training = batch.key.training
-        dimensions = self.dimensions.get(training, [])
-        if len(parts) > 1 or len(dimensions) != len(outputs[0]):
+        training, first = batch.key.training, outputs[0]
+        if len(parts) > 1 or len(self.dimensions.get(training, [])) != len(first):
             _, size = parts[0]
             _, other_size = parts[-1]
-            self.dimensions[training] = batch_dimensions(outputs[0], size, outputs[-1], other_size)
+            self.dimensions[training] = batch_dimensions(first, size, outputs[-1], other_size)
         return self.dimensions[training]
 
     def _from_source(self, value: object, failure: str, error: Exception | None) -> Any:
@@ -343,13 +327,15 @@ class Runner:
         described, failure, error = None, "", None
         names: list[str] = []
         if self.last in self.stages:
-            buffers = self.staged.buffers.outside(self.cut.units)
-            before = {name: buffer.clone() for name, buffer in buffers.items()}
+            buffers = self.staged.buffers
+            of_units = tuple(f"{unit}." for unit in self.cut.units)
+            outside = [name for name in buffers.places if not name.startswith(of_units)]
+            before = {name: buffer.clone() for name, buffer in buffers.present(outside).items()}
             try:
                 self._finish_output(batch)
                 described = describe(self.returned(batch.output), "the model's output")
                 if self.channel.has_values:
-                    names = self.staged.buffers.changed(before)
+                    names = list(buffers.changed(before, buffers.present(outside)))
             except Exception as raised:
                 error, failure = raised, _failure(self.last, raised)
         batch.shapes.output, batch.shapes.buffers = self._from_source(
@@ -360,55 +346,50 @@ class Runner:
     def _stage_forward(self, number: int, batch: Batch) -> None:
         """All micro-batches through one stage."""
         sizes = batch.inputs.sizes
-        pending = self._post_receives(number, batch, sizes)
+        pending: list[PendingReceive] = []
+        if number:
+            pending = self._post_receives(number, batch, sizes)
         graphs = batch.graphs[number] = []
         for micro, size in enumerate(sizes):
             received: list[torch.Tensor] = []
             if number:
-                received = pending[micro].wait()
-                self._require_grad(number, size, batch, received)
+                received = pending[micro].wait(batch.key.grad)
             segment = self.segment(number, size, batch)
             args, kwargs = batch.inputs.microbatch(micro)
-            with self.staged.buffers.copied(number):
-                output = self._compute(number, segment, received, args, kwargs)
+            with self.staged.buffers.micro_batch(number):
+                output = self._run(number, segment, args, kwargs, received)
             tensors = list(trees.leaves(output))
             graphs.append(SavedGraph(received, tensors))
             if number == self.last:
                 batch.outputs.append(output)
             else:
-                boundary = batch.shapes.boundaries[number][size]
-                self._check_specs(boundary.specs, tensors, segment)
+                expected = batch.shapes.specs[number, size]
+                specs = [TensorSpec.of(tensor) for tensor in tensors]
+                if specs != expected:
+                    raise PrepareError(
+                        f"the output of {self.cut.units[segment.stop - 1]} was {expected} for an earlier batch of the "
+                        f"same inputs and is {specs} now: shapes must follow from those of the inputs, and parameters "
+                        "that are frozen or unfrozen during training need a new prepare"
+                    )
                 self.channel.send(tensors, self.ranks[number + 1])
 
     def _post_receives(
         self, number: int, batch: Batch, sizes: Sequence[int]
     ) -> list[PendingReceive]:
         """Start to receive micro-batches of a stage."""
-        if number == 0:
-            return []
-        sender = self.ranks[number - 1]
-        boundaries = batch.shapes.boundaries[number - 1]
-        return [self.channel.post_receive(boundaries[size].specs, sender) for size in sizes]
+        sender, specs = self.ranks[number - 1], batch.shapes.specs
+        return [self.channel.post_receive(specs[number - 1, size], sender) for size in sizes]
 
-    def _require_grad(
-        self, number: int, size: int, batch: Batch, received: Sequence[torch.Tensor]
-    ) -> None:
-        """What a stage received requires grad where it did on the stage before."""
-        if number and batch.key.grad:
-            specs = batch.shapes.boundaries[number - 1][size].specs
-            for tensor, spec in zip(received, specs, strict=True):
-                tensor.requires_grad_(spec.requires_grad)
-
-    def _compute(
+    def _run(
         self,
         number: int,
         segment: Segment,
-        received: Sequence[torch.Tensor],
         args: Args,
         kwargs: Kwargs,
+        received: Sequence[torch.Tensor],
     ) -> object:
-        """The output of one micro-batch's segment, inside of its stage's module, which FSDP2 may shard."""
-        if segment.start == segment.stop:
+        """The output of a segment, inside of its stage's module, which FSDP2 may shard."""
+        if segment.leave and segment.start == segment.stop:
             # All units of the last stage belong to the tail.
             return fill(segment.received, received)
 
@@ -419,18 +400,6 @@ class Runner:
         stage.compute = compute
         return stage(*received)
 
-    def _check_specs(
-        self, specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor], segment: Segment
-    ) -> None:
-        for spec, tensor in zip(specs, tensors, strict=True):
-            now = TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
-            if now != spec:
-                raise PrepareError(
-                    f"the output of {self.cut.units[segment.stop - 1]} was {spec} for an earlier batch of the same "
-                    f"inputs and is {now} now: shapes must follow from those of the inputs, and parameters that are "
-                    "frozen or unfrozen during training need a new prepare"
-                )
-
     def segment(self, number: int, size: int, batch: Batch) -> Segment:
         """The segment of a stage for `size` samples: up to the next stage, up to the tail, or to the forward's end."""
         stop = self.cut.bounds[number + 1]
@@ -440,35 +409,33 @@ class Runner:
         segment = Segment(
             self.cut.bounds[number],
             stop,
+            unit_outputs=batch.shapes.unit_outputs.get(size, {}),
             leave=not runs_tail,
             is_part=len(batch.inputs.sizes) > 1,
             grad=batch.key.grad,
         )
         if number:
-            before = batch.shapes.boundaries[number - 1][size]
-            segment.unit_outputs = dict(before.unit_outputs)
-            segment.received = before.output
+            segment.received = batch.shapes.boundaries[number - 1, size]
         return segment
 
     # -- the output
 
     def _finish_output(self, batch: Batch) -> None:
         """The model's output on the last stage: the tail on what the last block returned for all micro-batches."""
-        dimensions = batch.shapes.dimensions
-        joined, inputs = join(batch.outputs, batch.inputs.sizes, dimensions, self.channel.device)
+        inputs, shapes = batch.inputs, batch.shapes
+        received, tensors, batch.tail_inputs = join(
+            batch.outputs, inputs.sizes, shapes.dimensions, self.channel.device
+        )
         batch.outputs = []
-        segment = Segment(self.cut.tail, len(self.cut.units), grad=batch.key.grad)
-        segment.unit_outputs = batch.shapes.unit_outputs
-        segment.received = joined
-        args, kwargs = batch.inputs.args, batch.inputs.kwargs
-
-        def compute(_: int, received: Sequence[torch.Tensor]) -> object:
-            return self.staged.run(segment, args, kwargs, received)
-
-        stage = self.stages[self.last]
-        stage.compute = compute
-        batch.output = stage(*(tensor for tensor in inputs if tensor is not None))
-        batch.tail = SavedGraph(inputs, list(trees.leaves(self.returned(batch.output))))
+        segment = Segment(
+            self.cut.tail,
+            len(self.cut.units),
+            received,
+            shapes.unit_outputs[inputs.batch_size],
+            grad=batch.key.grad,
+        )
+        batch.output = self._run(self.last, segment, inputs.args, inputs.kwargs, tensors)
+        batch.tail_outputs = list(trees.leaves(self.returned(batch.output)))
 
     def distribute_output(self, batch: Batch, on_all_ranks: bool = True) -> object:
         """The output of the last stage, with a graph behind it, on every rank; otherwise None on the others."""
@@ -485,8 +452,8 @@ class Runner:
         elif on_all_ranks:
             tensors = [spec.empty(self.channel.device) for spec in specs]
         if on_all_ranks:
-            buffers = [self.staged.buffers.present(name) for name in batch.shapes.buffers]
-            self.channel.broadcast([*tensors, *buffers], self.source)
+            buffers = self.staged.buffers.present(batch.shapes.buffers)
+            self.channel.broadcast([*tensors, *buffers.values()], self.source)
         self.channel.wait_for_sends()
         if not (on_all_ranks or at_source):
             return None
@@ -521,59 +488,36 @@ class Runner:
 
     def _backward(self, batch: Batch, grads: OutputGradients) -> None:
         for number in sorted(self.stages, reverse=True):
-            arriving: Sequence[Any]
+            pending: list[PendingReceive] = []
             if number == self.last:
-                arriving = self._output_backward(batch, grads)
+                _backward_through(batch.tail_outputs, grads)
             else:
-                arriving = self._post_gradients(number, batch)
-            for graph, gradients in zip(batch.graphs[number], arriving, strict=True):
+                pending = self._post_gradients(number, batch)
+            for micro, graph in enumerate(batch.graphs[number]):
+                outputs = graph.outputs
+                gradients: OutputGradients
+                if number == self.last:
+                    gradients = [tensor.grad for tensor in batch.tail_inputs[micro]]
+                else:
+                    outputs = [tensor for tensor in outputs if tensor.requires_grad]
+                    gradients = pending[micro].wait()
                 # Units that are computed again write their buffers again.
-                with self.staged.buffers.copied(number):
-                    self._microbatch_backward(number, graph, gradients)
+                with self.staged.buffers.micro_batch(number):
+                    _backward_through(outputs, gradients)
+                if number:
+                    self.channel.send(_input_gradients(graph), self.ranks[number - 1])
             batch.graphs[number] = []
+        batch.tail_inputs, batch.tail_outputs = [], []
         self.staged.buffers.commit()
         self.channel.wait_for_sends()
-
-    def _output_backward(self, batch: Batch, grads: OutputGradients) -> list[OutputGradients]:
-        """The gradients of what the last block returned for each micro-batch."""
-        assert batch.tail is not None
-        _backward_through(batch.tail.outputs, grads)
-        parts: list[list[torch.Tensor | None]] = [[] for _ in batch.inputs.sizes]
-        for tensor, dimension in zip(batch.tail.inputs, batch.shapes.dimensions, strict=True):
-            gradients: Sequence[torch.Tensor | None] = [None] * len(parts)
-            if tensor is not None and tensor.grad is not None and dimension is not None:
-                gradients = tensor.grad.split(batch.inputs.sizes, dimension)
-            for part, gradient in zip(parts, gradients, strict=True):
-                part.append(gradient)
-        batch.tail = None
-        return list(parts)
 
     def _post_gradients(self, number: int, batch: Batch) -> list[PendingReceive]:
         """Start to receive the gradients of what a stage sent."""
         pending = []
         for size in batch.inputs.sizes:
-            specs = batch.shapes.boundaries[number][size].specs
-            trained = [spec for spec in specs if spec.requires_grad]
+            trained = [spec for spec in batch.shapes.specs[number, size] if spec.requires_grad]
             pending.append(self.channel.post_receive(trained, self.ranks[number + 1]))
         return pending
-
-    def _microbatch_backward(self, number: int, graph: SavedGraph, grads: Any) -> None:
-        outputs = graph.outputs
-        if isinstance(grads, PendingReceive):
-            outputs = [tensor for tensor in outputs if tensor.requires_grad]
-            grads = grads.wait()
-        _backward_through(outputs, grads)
-        if number == 0:
-            return
-        gradients = []
-        for tensor in graph.inputs:
-            if tensor is None or not tensor.requires_grad:
-                continue
-            gradient = tensor.grad
-            if gradient is None:
-                gradient = torch.zeros_like(tensor)
-            gradients.append(gradient)
-        self.channel.send(gradients, self.ranks[number - 1])
 
 
 def _failure(number: int, error: Exception) -> str:
@@ -598,6 +542,17 @@ def _backward_through(outputs: Sequence[torch.Tensor], grads: OutputGradients) -
             gradients.append(gradient)
     if tensors:
         torch.autograd.backward(tensors, gradients)
+
+
+def _input_gradients(graph: SavedGraph) -> list[torch.Tensor]:
+    """The gradients that the stage before receives."""
+    gradients = []
+    for tensor in graph.inputs:
+        if tensor.requires_grad and tensor.grad is None:
+            gradients.append(torch.zeros_like(tensor))
+        elif tensor.grad is not None:
+            gradients.append(tensor.grad)
+    return gradients
 
 
 class _OfBatch(FunctionCtx):

@@ -174,7 +174,7 @@ class ScheduleRunner:
         running.started[number] = micro + 1
         args, kwargs = batch.inputs.microbatch(micro)
         segment = runner.segment(number, batch.inputs.sizes[micro], batch)
-        with runner.staged.buffers.copied(number):
+        with runner.staged.buffers.micro_batch(number):
             output = runner.staged.run(segment, args, kwargs, received)
         if number != runner.last:
             # torch's stages send tensors as they are.
@@ -208,13 +208,13 @@ class ScheduleRunner:
         if batch.key not in self._built:
             if len(self._built) == _CACHED_SCHEDULES:
                 self._built.pop(next(iter(self._built)))
-            size, shapes, last = batch.inputs.sizes[0], batch.shapes, self.runner.last
+            size, shapes = batch.inputs.sizes[0], batch.shapes
             assert shapes.loss_index is not None
             loss = specs_in(shapes.output)[shapes.loss_index]
             examples = {}
             for stage in self.runner.stages:
-                incoming = shapes.boundaries[stage - 1][size].specs if stage else ()
-                outgoing = (loss,) if stage == last else shapes.boundaries[stage][size].specs
+                incoming = shapes.specs.get((stage - 1, size), [])
+                outgoing = shapes.specs.get((stage, size), [loss])
                 examples[stage] = _on_meta(incoming), _on_meta(outgoing)
             self._built[batch.key] = self._build(examples)
         return self._built[batch.key]

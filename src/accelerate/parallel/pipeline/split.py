@@ -1,18 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a model is cut: its units in the order in which they compute, balanced over stages or cut at given names."""
+"""How a model is cut into stages: its units in the order in which they compute, balanced or cut at given names.
+
+Where there are example inputs, one observed forward shows the order and what units use of each other.
+"""
 
 from __future__ import annotations
 
+import functools
 import itertools
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from ...config.parallel import PipelineParallelConfig
 from ...core import devices
 from ...core.errors import PrepareError
+from .. import materialize
+from .observe import Observation, observe
+from .p2p import P2PChannel
+
+logger: logging.Logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -151,17 +166,16 @@ def computing_units(model: nn.Module) -> list[Unit]:
 
 def last_units(model: nn.Module, units: Sequence[str], carried: Sequence[str]) -> dict[str, int]:
     """Name of a carried module -> the number of the last unit in it. Raises PrepareError for one without units."""
-    found = {
-        name: [number for number, unit in enumerate(units) if is_inside(unit, name)]
-        for name in carried
-    }
-    strange = [name for name, numbers in found.items() if not numbers]
-    if strange:
-        raise PrepareError(
-            f"carried names {', '.join(strange)}, which contains none of the units of {type(model).__name__}: "
-            f"{_listed(units)}"
-        )
-    return {name: numbers[-1] for name, numbers in found.items()}
+    last: dict[str, int] = {}
+    for name in carried:
+        for number, unit in enumerate(units):
+            if is_inside(unit, name):
+                last[name] = number
+        if name not in last:
+            raise PrepareError(
+                f"carried names {name}, which contains none of the units of {type(model).__name__}: {_listed(units)}"
+            )
+    return last
 
 
 def encoder_of(model: nn.Module) -> list[str]:
@@ -193,7 +207,7 @@ def _blocks(units: Sequence[Unit], carried: Sequence[str]) -> list[int]:
         return list(range(len(units)))
     lists = {blocks for blocks in sizes if any(is_inside(blocks, name) for name in carried)}
     lists.add(max(sizes, key=lambda name: sizes[name]))
-    return [place for place, unit in enumerate(units) if unit.blocks in lists]
+    return [number for number, unit in enumerate(units) if unit.blocks in lists]
 
 
 def _named_bounds(
@@ -210,9 +224,8 @@ def _named_bounds(
             f"split_points names {', '.join(inner)}, where {type(model).__name__} cannot be cut: its units are "
             f"{_listed(names)}"
         )
-    places = [names.index(point) for point in points]
-    bounds = [0, *places, len(names)]
-    if any(here >= there for here, there in itertools.pairwise(bounds)):
+    bounds = [0, *map(names.index, points), len(names)]
+    if sorted(set(bounds)) != bounds:
         raise PrepareError(
             f"split_points {', '.join(points)} are not in the order of the model, or leave a stage empty"
         )
@@ -221,8 +234,8 @@ def _named_bounds(
 
 def check_names(model: nn.Module, points: Sequence[str]) -> None:
     """Raises PrepareError for a split point that is no module of the model."""
-    known = dict(model.named_modules())
-    unknown = [name for name in points if name not in known]
+    modules = dict(model.named_modules())
+    unknown = [name for name in points if name not in modules]
     if unknown:
         raise PrepareError(
             f"split_points name no module of {type(model).__name__}: {', '.join(unknown)}"
@@ -238,13 +251,13 @@ def _balanced_bounds(
 ) -> list[int]:
     if len(blocks) < stages:
         raise PrepareError(
-            f"{type(model).__name__} has {len(blocks)} blocks ({_listed([units[place].name for place in blocks])}) "
+            f"{type(model).__name__} has {len(blocks)} blocks ({_listed([units[number].name for number in blocks])}) "
             f"and {stages} stages are requested: lower pp_size or stages_per_rank, or name split_points"
         )
     # Units before the blocks belong to the first block, and units after a block to that block.
     begins = [0, *blocks[1:], len(units)]
     grouped = [sum(costs[begin:end]) for begin, end in itertools.pairwise(begins)]
-    return [0, *(blocks[place] for place in balance(grouped, stages)), len(units)]
+    return [0, *(blocks[number] for number in balance(grouped, stages)), len(units)]
 
 
 def balance(costs: Sequence[float], stages: int) -> list[int]:
@@ -252,57 +265,245 @@ def balance(costs: Sequence[float], stages: int) -> list[int]:
 
     Of equally good cuts it takes the one with lighter early stages, which keep more micro-batches at a time.
     """
-    total = len(costs)
-    best = [[float("inf")] * (total + 1) for _ in range(stages + 1)]
-    begin = [[0] * (total + 1) for _ in range(stages + 1)]
-    best[0][0] = 0
-    # best[s][end]: the costliest stage when costs[:end] fill s stages.
-    for stage in range(1, stages + 1):
-        for end in range(stage, total + 1):
-            load = 0.0
-            for start in range(end - 1, stage - 2, -1):
-                load += costs[start]
-                largest = max(best[stage - 1][start], load)
-                if largest < best[stage][end]:
-                    best[stage][end], begin[stage][end] = largest, start
-    cuts, end = [], total
-    for stage in range(stages, 1, -1):
-        end = begin[stage][end]
-        cuts.append(end)
-    return cuts[::-1]
+    sums = [0.0, *itertools.accumulate(costs)]
+
+    @functools.cache
+    def best(end: int, count: int) -> tuple[float, tuple[int, ...]]:
+        """The costliest stage when costs[:end] fill `count` stages, and where these begin."""
+        if count == 1:
+            return sums[end], ()
+        cuts = []
+        for start in range(count - 1, end):
+            largest, begins = best(start, count - 1)
+            cuts.append((max(largest, sums[end] - sums[start]), (*begins, start)))
+        return min(cuts)
+
+    _, begins = best(len(costs), stages)
+    return list(begins)
 
 
 def measure(
     model: nn.Module, units: Sequence[Unit], inputs: Mapping[str, object], rounds: int = 3
 ) -> list[float]:
     """Seconds that each unit's forward takes, the least of several rounds, on the model's device."""
-    modules = [model.get_submodule(unit.name) for unit in units]
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     if device.type == "meta":
         raise PrepareError(
             "balance='time' runs the model, which has no weights yet: use balance='parameters'"
         )
-    spent = [float("inf")] * len(modules)
-    now = [0.0] * len(modules)
+    least = [float("inf")] * len(units)
+    seconds = [0.0] * len(units)
 
-    def clock(place: int, sign: int) -> Callable[..., None]:
+    def clock(number: int, sign: int) -> Callable[..., None]:
         def hook(*_: object) -> None:
             devices.synchronize(device)
-            now[place] += sign * time.perf_counter()
+            seconds[number] += sign * time.perf_counter()
 
         return hook
 
     handles = []
-    for place, module in enumerate(modules):
-        handles.append(module.register_forward_pre_hook(clock(place, -1)))
-        handles.append(module.register_forward_hook(clock(place, 1)))
+    for number, unit in enumerate(units):
+        module = model.get_submodule(unit.name)
+        handles.append(module.register_forward_pre_hook(clock(number, -1)))
+        handles.append(module.register_forward_hook(clock(number, 1)))
     try:
         with torch.no_grad(), torch.random.fork_rng():
             for _ in range(rounds):
-                now[:] = [0.0] * len(modules)
+                seconds[:] = [0.0] * len(units)
                 model(**inputs)
-                spent = [min(pair) for pair in zip(spent, now, strict=True)]
+                least = list(map(min, least, seconds))
     finally:
         for handle in handles:
             handle.remove()
-    return spent
+    return least
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """How a model is cut, and which stages need which parameters.
+
+    Fields:
+        cut: the stages.
+        carried: modules whose output is sent to all later stages -> the number of their last unit.
+        reads: plain names of parameters that are used outside of their unit.
+    """
+
+    cut: StageSplit
+    carried: dict[str, int]
+    reads: frozenset[str] = frozenset()
+
+    def locations(self, model: nn.Module) -> dict[int, set[int]]:
+        """Map the id of each parameter to the stages that have it.
+
+        These are the stages of the units that contain it. A parameter that is used outside of its unit, and one
+        outside of all units, is on every stage.
+        """
+        locations: dict[int, set[int]] = {}
+        for number, unit in enumerate(self.cut.units):
+            for parameter in model.get_submodule(unit).parameters():
+                locations.setdefault(id(parameter), set()).add(self.cut.stage_of(number))
+        for name, parameter in materialize.named_parameters(model):
+            if id(parameter) not in locations or name in self.reads:
+                locations[id(parameter)] = set(range(self.cut.stages))
+        return locations
+
+
+def plan_stages(
+    model: nn.Module,
+    options: PipelineParallelConfig,
+    stages: int,
+    channel: P2PChannel,
+    observed: Observation | None = None,
+) -> StagePlan:
+    """Decide how a model is cut into `stages`, on all ranks together. All ranks call it.
+
+    Rank 0 runs the forward on example inputs, or on the ones that transformers makes for its models, to observe the
+    order in which units compute and what they use of each other, unless it is `observed` already.
+
+    Raises:
+        PrepareError: for options that do not fit the model.
+    """
+    units = computing_units(model)
+    names = [unit.name for unit in units]
+    inputs = options.example_inputs or {}
+    has_dummies = all(
+        hasattr(model, name) for name in ("dummy_inputs", "config", "main_input_name")
+    )
+    if observed is None and options.example_inputs is not None:
+        observed = _on_rank_0(model, lambda: observe(model, names, (), inputs), channel)
+    elif observed is None and has_dummies:
+        observed = _on_rank_0(model, lambda: observe_dummies(model, names), channel)
+    seconds = None
+    if options.balance == "time":
+
+        def seconds(units: list[Unit]) -> list[float]:
+            return _on_rank_0(model, lambda: measure(model, units, inputs), channel)
+
+    return cut_along(model, options, stages, units, observed, seconds)
+
+
+def observe_dummies(model: Any, names: list[str]) -> Observation | None:
+    """The forward of a transformers model on dummy inputs; None where it does not take them."""
+    try:
+        weight = next(model.parameters())
+        inputs = {name: value.to(weight.device) for name, value in model.dummy_inputs.items()}
+        # transformers reads the values of a mask.
+        inputs.pop("attention_mask", None)
+        tokens = inputs.get("input_ids", torch.ones(2, 4, dtype=torch.long, device=weight.device))
+        config, kind = model.config, model.main_input_name
+        if kind == "pixel_values":
+            size = config.image_size
+            inputs = {kind: weight.new_zeros(2, config.num_channels, size, size)}
+        elif kind == "input_features":
+            frames = 2 * config.max_source_positions
+            inputs = {kind: weight.new_zeros(len(tokens), config.num_mel_bins, frames)}
+        if config.is_encoder_decoder:
+            inputs.setdefault("decoder_input_ids", tokens)
+        observed = observe(model, names, (), inputs)
+    except Exception as error:
+        logger.debug("%s does not run on its dummy inputs: %s", type(model).__name__, error)
+        return None
+    if not observed.calls:
+        return None
+    return observed
+
+
+def _on_rank_0(model: nn.Module, find: Callable[[], T], channel: P2PChannel) -> T:
+    """What `find()` returns on rank 0, on all ranks."""
+    results: list[T] = []
+    cause: Exception | None = None
+    reason = ""
+    if dist.get_rank() == 0:
+        try:
+            results = [find()]
+        except Exception as error:
+            # The others wait for a message.
+            cause, reason = error, f"{type(error).__name__}: {error}"
+    results, reason = channel.from_first((results, reason))
+    if reason:
+        raise PrepareError(
+            f"could not run {type(model).__name__} with example_inputs: {reason}"
+        ) from cause
+    return results[0]
+
+
+def cut_along(
+    model: nn.Module,
+    options: PipelineParallelConfig,
+    stages: int,
+    units: Sequence[Unit],
+    seen: Observation | None,
+    cost: Callable[[list[Unit]], list[float]] | None = None,
+) -> StagePlan:
+    """Cut a model of these units along an observed forward; None where it was not observed.
+
+    Raises:
+        PrepareError: for options that do not fit the model, or where stages cannot run the observed forward.
+    """
+    carried = list(encoder_of(model) if options.carried is None else options.carried)
+    order = seen.order([unit.name for unit in units]) if seen is not None else ()
+    cut = cut_model(model, stages, options.split_points, cost, carried, order, units)
+    if seen is not None:
+        problem = order_conflict(cut, seen.calls)
+        if problem:
+            raise PrepareError(
+                f"{type(model).__name__} cannot be cut so: {problem}. A module that is called again later must be on "
+                "one stage with everything in between: name other `split_points`, or use fewer stages"
+            )
+        if options.carried is None:
+            used_later = [
+                name
+                for name in seen.used_across(cut.units, [*cut.bounds[1:-1], cut.tail])
+                if not any(is_inside(name, module) for module in carried)
+            ]
+            drawn = [name for name in used_later if name in seen.random]
+            if drawn:
+                raise PrepareError(
+                    f"several stages apply a random operation (dropout) to the output of {', '.join(drawn)} in "
+                    f"{type(model).__name__}, and would draw other numbers: name the module that does both in "
+                    "`carried`"
+                )
+            carried += used_later
+    if carried and options.schedule_row.splits_backward:
+        raise PrepareError(
+            f"schedule={options.schedule!r} computes the gradients of inputs and of weights separately, which torch "
+            f"cannot do where several outputs pass between stages ({', '.join(carried)} in addition to the blocks): "
+            "use '1f1b' or 'interleaved'"
+        )
+    reads = frozenset() if seen is None else frozenset(seen.reads)
+    return StagePlan(cut, last_units(model, cut.units, carried), reads)
+
+
+def order_conflict(cut: StageSplit, calls: Sequence[str]) -> str | None:
+    """Why stages cannot run a forward that calls its units in this order; None where they can.
+
+    The rules are those of `StagedModel`: a segment begins after the unit before it, and ends with its last unit.
+    """
+    numbers = {name: number for number, name in enumerate(cut.units)}
+    order = [numbers[name] for name in calls if name in numbers]
+    bounds = [*cut.bounds[:-1], cut.tail, len(cut.units) + 1]
+    for start, stop in itertools.pairwise(bounds):
+        # The tail has no unit that ends it, and the blocks of the last stage may all belong to it.
+        is_tail = stop > len(cut.units)
+        if start == stop:
+            continue
+        started = start == 0
+        for number in order:
+            if number < start and started:
+                return f"{cut.units[number]} computes behind {cut.units[start - 1]}, on a later stage than its own"
+            if number >= stop:
+                return f"{cut.units[number]} computes before {cut.units[stop - 1]}, on an earlier stage than its own"
+            if number < start:
+                started = number == start - 1
+            elif number == stop - 1:
+                break
+        else:
+            required = stop
+            if is_tail:
+                required = start
+            if not (is_tail and started):
+                return (
+                    f"its forward does not call {cut.units[required - 1]}, behind which it is cut (by `module(...)`; "
+                    "other calls are not seen)"
+                )
+    return None

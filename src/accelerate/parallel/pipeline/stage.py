@@ -21,6 +21,7 @@ from torch import nn
 from ...core import trees
 from ...core.errors import PrepareError
 from ...core.modules import class_name
+from .. import materialize
 from .buffers import StageBuffers
 from .p2p import describe, fill, is_spec
 from .remote_tensor import RemoteTensor, first_remote
@@ -64,8 +65,8 @@ class Segment:
 
     Fields:
         received: the described output of unit start - 1, and those of the carried modules before it.
-        unit_outputs: the described outputs of the units before, by unit, call by call. With `record`, those of the
-            segment's own units are added.
+        unit_outputs: the described outputs of the units before, by unit, call by call.
+        recorded: is given those of its own units, if it is not None.
         leave: whether unit stop - 1 ends the forward, whatever follows.
         is_part: whether it computes one of several micro-batches.
         grad: whether a backward will follow.
@@ -77,7 +78,7 @@ class Segment:
     stop: int
     received: Any = None
     unit_outputs: dict[int, list[object]] = field(default_factory=dict)
-    record: bool = False
+    recorded: dict[int, list[object]] | None = None
     leave: bool = False
     is_part: bool = False
     grad: bool = False
@@ -156,34 +157,37 @@ class StagedModel:
             self.forward = functools.partial(_call_with_loss, model.forward, loss_fn)
         originals = {number: model.get_submodule(name) for number, name in enumerate(self.units)}
         self._drop_tensors(originals, shared)
+        self._own_units = {number: originals[number] for number in self.own}
         self.stand_ins: dict[int, StandIn] = {
             number: StandIn(self, number, original) for number, original in originals.items()
         }
+        # Where each unit is registered. Units of this rank stay there, and those of others are replaced for good.
+        self._places: dict[int, list[tuple[nn.Module, str]]] = {number: [] for number in self.own}
         numbers = {id(original): number for number, original in originals.items()}
-        self._places: dict[int, list[tuple[nn.Module, str]]] = {number: [] for number in originals}
         for path, module in list(model.named_modules(remove_duplicate=False)):
-            if id(module) in numbers:
-                parent, _, name = path.rpartition(".")
-                self._places[numbers[id(module)]].append((model.get_submodule(parent), name))
-        self._present: dict[int, nn.Module] = dict(originals)
-        self._own_units = {number: originals[number] for number in self.own}
-        self.show(None)
+            number = numbers.get(id(module))
+            if number is None:
+                continue
+            parent_name, _, name = path.rpartition(".")
+            parent = model.get_submodule(parent_name)
+            if number in self._places:
+                self._places[number].append((parent, name))
+            else:
+                setattr(parent, name, self.stand_ins[number])
 
     def _drop_tensors(self, units: Mapping[int, nn.Module], shared: Collection[int]) -> None:
         """Replace the tensors of other stages by remote ones."""
         present = set(shared)
         for number in self.own:
             present.update(map(id, units[number].parameters()))
-        foreign = sorted(units.keys() - set(self.own))
-        present.update(map(id, present_buffers(self.model, [units[number] for number in foreign])))
-        for number in foreign:
-            for prefix, module in units[number].named_modules():
-                tensors = dict(module.named_parameters(recurse=False))
-                tensors.update(module.named_buffers(recurse=False))
-                for name, tensor in tensors.items():
+        foreign = {number: unit for number, unit in units.items() if number not in self.own}
+        present.update(map(id, present_buffers(self.model, foreign.values())))
+        for number, unit in foreign.items():
+            for prefix, module in unit.named_modules():
+                for name, tensor in materialize.own_tensors(module):
                     if id(tensor) in present:
                         continue
-                    full_name = ".".join(filter(None, (self.units[number], prefix, name)))
+                    full_name = f"{self.units[number]}.{prefix}.{name}".replace("..", ".")
                     origin = (
                         f"{full_name}, which only stage {self.cut.stage_of(number)} has. Give `example_inputs` "
                         "(PipelineParallelConfig): prepare then finds parameters that are used outside of their "
@@ -213,12 +217,9 @@ class StagedModel:
             if isinstance(module, _BATCH_NORMS):
                 module.register_forward_pre_hook(functools.partial(self._before_batch_norm, name))
         for name, last in self.carried.items():
-            hooked = [self.model.get_submodule(name)]
+            hooked = {self.model.get_submodule(name)}
             if name in self.units:
-                number = self.units.index(name)
-                hooked = [self.stand_ins[number]]
-                if number in self._own_units:
-                    hooked.append(self._own_units[number])
+                hooked.add(self.stand_ins[self.units.index(name)])
             for module in hooked:
                 module.register_forward_hook(functools.partial(self._after_carried, name, last))
         for number, unit in self._own_units.items():
@@ -237,18 +238,13 @@ class StagedModel:
             vars(self.model)["_original_forward"] = forward
 
     def show(self, segment: Segment | None) -> None:
-        """Put the units of a segment into the model and stand-ins into all other places; None: all units here."""
+        """Put the units of a segment into the model, or with None all units of this rank; else their stand-ins."""
         for number, places in self._places.items():
-            is_shown = number in self._own_units and (
-                segment is None or segment.start <= number < segment.stop
-            )
-            if is_shown:
-                module = self._own_units[number]
-            else:
+            module = self._own_units[number]
+            if segment is not None and not segment.start <= number < segment.stop:
                 module = self.stand_ins[number]
-            if self._present[number] is not module:
-                self._present[number] = module
-                for parent, name in places:
+            for parent, name in places:
+                if getattr(parent, name) is not module:
                     setattr(parent, name, module)
 
     def run(
@@ -345,20 +341,17 @@ class StagedModel:
         if segment is None:
             # The model's own activation checkpointing computes units again in the backward.
             return
-        if (
-            segment.grad
-            and not torch.is_grad_enabled()
-            and any(p.requires_grad for p in unit.parameters())
-        ):
+        is_lost = segment.grad and not torch.is_grad_enabled()
+        if is_lost and any(parameter.requires_grad for parameter in unit.parameters()):
             raise PrepareError(
                 f"{self.units[number]} is called with gradients disabled and has parameters to train, as inside of an "
                 "autograd function, which a stage cannot leave in its middle: its gradient would be lost. Activation "
                 "checkpointing takes use_reentrant=False; layers with a backward of their own over several blocks "
                 "(reversible ones) cannot be cut"
             )
-        if segment.record and first_remote(output) is None:
+        if segment.recorded is not None and first_remote(output) is None:
             described = describe(output, f"the output of {self.units[number]}")
-            segment.unit_outputs.setdefault(number, []).append(described)
+            segment.recorded.setdefault(number, []).append(described)
         if segment.leave and number == segment.stop - 1:
             raise SegmentEnd(output)
 
@@ -378,17 +371,9 @@ class StagedModel:
 
 def present_buffers(model: nn.Module, foreign: Iterable[nn.Module]) -> list[torch.Tensor]:
     """The buffers of all modules of a model but those that are in foreign units only."""
-    skipped = set(foreign)
     buffers: list[torch.Tensor] = []
-    seen: set[nn.Module] = set()
-    modules = [model]
-    while modules:
-        module = modules.pop()
-        if module in skipped or module in seen:
-            continue
-        seen.add(module)
+    for _, module in model.named_modules(set(foreign)):
         buffers += module.buffers(recurse=False)
-        modules += module.children()
     return buffers
 
 

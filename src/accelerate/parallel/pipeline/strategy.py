@@ -29,16 +29,16 @@ from ..sharded_optimizer import ParameterPlaces, trains_nothing
 from ..step_scope import watch_first_step
 from ..tensor import strategy as tensor
 from ..unwrap import require_state_dict
-from . import requirements, state
-from .layout import fill_or_shard, parts_of_rank, tied_parameters
+from . import requirements
+from .layout import TiedParameters, distribute, fill_or_shard, parts_of_rank
 from .microbatch import BatchSplitter, disable_caches
 from .model import PipelinedModel, StageRandom, Stages
 from .observe import Observation
 from .p2p import P2PChannel
 from .runner import Runner
 from .schedules import ScheduleRunner, reduction_of
+from .split import plan_stages
 from .stage import Args, Kwargs, Stage, StagedModel
-from .stage_plan import plan_stages
 
 
 class PipelineParallel(ShardedStrategy):
@@ -93,22 +93,17 @@ class PipelineParallel(ShardedStrategy):
             return super().prepare(bundle)
         prepared_models: list[PreparedModel] = []
         for model in bundle.models:
-            names = WeakTensorKeyDictionary(
-                {p: name for name, p in materialize.named_parameters(model)}
-            )
+            before = {parameter: name for name, parameter in materialize.named_parameters(model)}
             places = ParameterPlaces(model)
-            before = list(model.parameters())
             prepared = self.prepare_model(model)
             assert isinstance(prepared, PipelinedModel)
-            for name, parameter in materialize.named_parameters(prepared.module):
-                names[parameter] = name
-            prepared.stages.names = names
+            present = {p: name for name, p in materialize.named_parameters(prepared.module)}
+            prepared.stages.names.update({**before, **present})
             self.replacements.add(
                 (former, now) for former, now in places.replaced() if not now.is_meta
             )
-            present = {id(parameter) for parameter in prepared.module.parameters()}
             for parameter in before:
-                if parameter not in self.replacements and id(parameter) not in present:
+                if parameter not in self.replacements and parameter not in present:
                     self._foreign[parameter] = True
             require_state_dict(prepared.module)
             prepared_models.append(prepared)
@@ -136,7 +131,7 @@ class PipelineParallel(ShardedStrategy):
         parts = parts_of_rank(model, plan, self.ranks, self.channel.rank)
 
         # Weights: those of rank 0 for this rank's stages; the rest loses its memory, and its place to stand-ins.
-        has_weights = state.distribute(model, parts.tensors, self.channel)
+        has_weights = distribute(model, parts.tensors, self.channel)
         if self.layout.tp_enabled and self.mesh is not None:
             # The plan is that of the complete model: modules of other stages are split too, without memory.
             tensor.split_model(model, self.mesh["tp"], self.layout.tp_handler)
@@ -166,7 +161,7 @@ class PipelineParallel(ShardedStrategy):
             reductions = [reduction_of(number, stages[number], runner) for number in stages]
         piped = Stages(
             ScheduleRunner(runner, options, self.precision, accumulated),
-            tied_parameters(model, parts.sharing, self.channel),
+            TiedParameters(model, parts.sharing, self.channel),
             StageRandom(self.channel, next(self._model_numbers), self.data_shard[0]),
             parts.shapes,
             parts.template,
@@ -206,18 +201,15 @@ class PipelineParallel(ShardedStrategy):
 
     def _repoint(self, optimizer: torch.optim.Optimizer) -> None:
         """Have an optimizer step this rank's parameters; other ranks step the rest."""
-        trained = [
-            prepared.stages for prepared in self.prepared if isinstance(prepared, PipelinedModel)
-        ]
+        trained = self._trained()
         of_ranks = self.channel.from_all([stages.names_in(optimizer) for stages in trained])
-        by_model = zip(*of_ranks, strict=True)
-        named = [
-            (stages, stages.merge_names(names))
-            for stages, names in zip(trained, by_model, strict=True)
-        ]
-        named = [(stages, groups) for stages, groups in named if any(groups)]
+        named = []
+        for stages, names in zip(trained, zip(*of_ranks, strict=True), strict=True):
+            groups = stages.merge_names(names)
+            if any(groups):
+                named.append((stages, groups))
         if not named:
-            if any(True for _ in self.prepared):
+            if list(self.prepared):
                 raise trains_nothing(optimizer)
             return
         for stages, groups in named:
@@ -225,13 +217,18 @@ class PipelineParallel(ShardedStrategy):
             if len(named) > 1:
                 stages.shared.add(optimizer)
         for group in optimizer.param_groups:
+            local_parameters = []
             for parameter in group["params"]:
                 if parameter in self._foreign:
                     optimizer.state.pop(parameter, None)
-            group["params"] = [
-                parameter for parameter in group["params"] if parameter not in self._foreign
-            ]
+                else:
+                    local_parameters.append(parameter)
+            group["params"] = local_parameters
         self.replacements.repoint(optimizer)
+
+    def _trained(self) -> list[Stages]:
+        """The stages of the models that train."""
+        return [model.stages for model in self.prepared if isinstance(model, PipelinedModel)]
 
     # -- the step
 
@@ -244,11 +241,8 @@ class PipelineParallel(ShardedStrategy):
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor:
         """Clip the gradients by their norm over all stages. Tied parameters are counted once."""
-        trained = [
-            prepared.stages for prepared in self.prepared if isinstance(prepared, PipelinedModel)
-        ]
         elsewhere: set[int] = set()
-        for stages in trained:
+        for stages in self._trained():
             elsewhere.update(stages.tied.counted_elsewhere())
         return norms.clip_grad_norm(
             parameters, max_norm, norm_type, (self.channel.group,), self.device, elsewhere

@@ -195,13 +195,15 @@ def _stage_volume(runner: Runner, backwards: int) -> list[CommunicationVolume]:
 def _sent_specs(shapes: BatchShapes, runner: Runner, forward: bool) -> list[TensorSpec]:
     """What the largest micro-batch sends to other ranks: stage outputs forward, gradients of stage inputs back."""
     sent = []
-    for sender, boundaries in shapes.boundaries.items():
+    largest = max((size for _, size in shapes.specs), default=0)
+    for (sender, size), specs in shapes.specs.items():
         if forward:
             source, target = (sender, sender + 1)
         else:
             source, target = (sender + 1, sender)
-        if source in runner.stages and runner.ranks[target] != runner.channel.rank:
-            sent += boundaries[max(boundaries)].specs
+        is_sent = source in runner.stages and runner.ranks[target] != runner.channel.rank
+        if size == largest and is_sent:
+            sent += specs
     return sent
 
 
