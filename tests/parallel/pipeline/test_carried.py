@@ -100,6 +100,36 @@ def test_a_skip_connection(seen):
         check_run(Skipping, Options(num_microbatches=4, carried=["embed"]), steps=4, pp_size=4)
 
 
+def prefix_tuning(projection):
+    peft = pytest.importorskip("peft")
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=4, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=32,
+    )  # fmt: skip
+    prefix = peft.PrefixTuningConfig(
+        task_type="CAUSAL_LM",
+        num_virtual_tokens=3,
+        prefix_projection=projection,
+        encoder_hidden_size=8,
+    )
+
+    def make(seed=0):
+        torch.manual_seed(seed)
+        return peft.get_peft_model(LlamaForCausalLM(config), prefix).to(torch.float64)
+
+    return make
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("projection", [False, True])
+def test_prefixes_in_a_cache(projection):
+    """All blocks find the output of the prompt encoder in the cache that they are given."""
+    PartialState(cpu=True)
+    check_run(prefix_tuning(projection), Options(num_microbatches=2), steps=4, pp_size=2)
+
+
 REFUSED = {
     "an unknown module": (Skipping, Options(carried=["embedding"]), "carried names embedding"),
     "apart": (

@@ -404,6 +404,29 @@ def test_blocks_whose_batch_is_another_dimension(count, make):
     check_run(make, Options(num_microbatches=count), steps=4, pp_size=2)
 
 
+class Moving(Recurrent):
+    """Moves what its blocks have computed, as code written for several devices does."""
+
+    def __init__(self, seed=0):
+        super().__init__(seed)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        shift = torch.ones_like(x)
+        for block in self.blocks:
+            x = torch.tanh(block(x).to("cpu:0")).cpu()
+            x = x.to(torch.device("cpu", 0), non_blocking=True).to(shift)
+            x = x + shift.to(x.device) + torch.as_tensor(x, device="cpu")
+        return self.head(x.to(x.device, x.dtype))
+
+
+@on_ranks(2)
+def test_values_of_another_stage_are_moved():
+    PartialState(cpu=True)
+    check_run(Moving, Options(num_microbatches=2), steps=4, pp_size=2)
+
+
 @on_ranks(2)
 def test_several_forwards_and_terms_of_parameters_in_a_step():
     """In the order of the forwards and in the other; between them an evaluation, which a copy would not be."""

@@ -51,6 +51,42 @@ def test_order_and_what_is_carried(asks):
     assert all(parameter.grad is None and not parameter.is_meta for parameter in model.parameters())
 
 
+class Cache:
+    """No container that is looked into."""
+
+
+class Prefixed(nn.Module):
+    """Its blocks find the output of the prompt in an object."""
+
+    def __init__(self):
+        super().__init__()
+        self.prompt = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(Prefixing() for _ in range(3))
+
+    def forward(self, x):
+        cache = Cache()
+        cache.prefix = self.prompt(x)
+        for block in self.blocks:
+            x = block(x, cache)
+        return x
+
+
+class Prefixing(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4)
+
+    def forward(self, x, cache):
+        return super().forward(x + cache.prefix)
+
+
+def test_outputs_in_objects_are_carried():
+    model = Prefixed()
+    units = computing_units(model)
+    names = [unit.name for unit in units]
+    plan = cut_along(model, Options(), 2, units, observe(model, names, (torch.ones(2, 4),), {}))
+    assert plan.carried == {"prompt": 0}
+
+
 def test_random_operations_on_an_output():
     inputs = {"x": torch.ones(2, 4)}
     assert observe(Model(dropout=0.5), UNITS, (), inputs).random == {"a"}

@@ -47,7 +47,9 @@ class MicroBatches:
 
     def digest(self) -> str:
         """Differs between different inputs."""
-        return str([_sum(tensor) for tensor in trees.leaves((self.args, self.kwargs))])
+        # In the widest dtype, in which large integers are not rounded.
+        tensors = trees.leaves((self.args, self.kwargs))
+        return str([tensor.cpu().to(torch.complex128).sum().item() for tensor in tensors])
 
     def microbatch(self, number: int) -> tuple[Args, Kwargs]:
         """Arguments and keyword arguments of one micro-batch; tensors are views."""
@@ -65,15 +67,6 @@ class MicroBatches:
         kwargs: Kwargs = trees.map_leaves(cut, dict(self.kwargs))
         kwargs.update((name, self.kwargs[name]) for name in self.undivided & kwargs.keys())
         return args, kwargs
-
-
-def _sum(tensor: torch.Tensor) -> int | float:
-    """The sum of a tensor; of integers exactly, since float32 does not distinguish them beyond 2**24."""
-    if not tensor.is_floating_point():
-        if tensor.is_complex():
-            return complex(tensor.sum()).real
-        return int(tensor.sum(dtype=torch.int64))
-    return float(tensor.sum(dtype=torch.float32 if tensor.device.type == "mps" else torch.float64))
 
 
 class BatchSplitter:

@@ -285,9 +285,6 @@ class PipelinedModel(ShardedModel):
         self.stages.random.calls = state["calls"]
 
 
-_MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0xD6E8FEB86659FD93)
-
-
 class StageRandom:
     """The stream of one stage: a seed for each call from the run's seed, the model, the stage and the data shard.
 
@@ -300,7 +297,7 @@ class StageRandom:
     def __init__(self, channel: P2PChannel, model: int, shard: int) -> None:
         self.device: torch.device = channel.device
         self.has_values: bool = channel.has_values
-        self.offset: int = model * _MIX[3] + channel.rank * _MIX[1] + shard * _MIX[2]
+        self.stream: tuple[int, ...] = (model, channel.rank, shard)
         self.calls = 0
 
     @contextlib.contextmanager
@@ -310,7 +307,8 @@ class StageRandom:
             yield
             return
         generator, kind = torch.default_generator, self.device.type
-        seed = (generator.initial_seed() + self.offset + self.calls * _MIX[0]) % (1 << 63)
+        # The hash of integers is the same in every process.
+        seed = hash((generator.initial_seed(), *self.stream, self.calls)) % (1 << 63)
         # Without a list of devices those of all kinds would be initialised.
         devices = [] if kind == "cpu" else [self.device]
         with torch.random.fork_rng(devices, device_type="cuda" if kind == "cpu" else kind):

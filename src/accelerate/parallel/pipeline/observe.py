@@ -156,8 +156,9 @@ class _Recorder(TorchFunctionMode):
                 name, units = self.owned[id(tensor)]
                 if self.inside not in units:
                     self.seen.reads.add(name)
+        # A unit may find outputs of others in objects, as in a cache, which are no arguments of its call.
+        origins = self.use((args, kwargs))
         if self.inside is None:
-            origins = self.use((args, kwargs))
             for tensor in trees.leaves(output):
                 self.origins.record(tensor, origins | self.origins.of(tensor))
             options = kwargs or {}

@@ -19,10 +19,6 @@ from .. import materialize
 
 T = TypeVar("T")
 
-# Dtypes that every backend sends; other tensors are sent as bytes.
-_SENT = frozenset({
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8,
-})  # fmt: skip
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
@@ -207,7 +203,5 @@ class PendingReceive(NamedTuple):
 
 
 def _as_sent(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory in a dtype that every backend sends."""
-    if tensor.dtype in _SENT:
-        return tensor
+    """The same memory as bytes, which every backend sends."""
     return tensor.reshape(-1).view(torch.uint8)

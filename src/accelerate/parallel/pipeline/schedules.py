@@ -85,9 +85,8 @@ class ScheduleRunner:
         of which a micro-batch has no items. Every rank of the pipeline comes to the same answer.
         """
         inputs = batch.inputs
-        if self.options.schedule_row.implementation is None or not (
-            batch.key.grad and batch.key.training
-        ):
+        has_schedule = self.options.schedule_row.implementation is not None
+        if not (has_schedule and batch.key.grad and batch.key.training):
             return None
         count = self.runner.splitter.num_microbatches
         if inputs.batch_size % count:
@@ -103,10 +102,12 @@ class ScheduleRunner:
             for micro in range(count):
                 args, kwargs = inputs.microbatch(micro)
                 items.append(float(self.options.num_items(*args, **kwargs)))
-            if all(items):
-                return [number / sum(items) for number in items]
-            return None
-        return [1.0 if self.options.loss_reduction == "sum" else 1 / count] * count
+            if not all(items):
+                return None
+            return [number / sum(items) for number in items]
+        if self.options.loss_reduction == "sum":
+            return [1.0] * count
+        return [1 / count] * count
 
     def forward(self, batch: Batch, weights: list[float]) -> object:
         """Forward and backward of all micro-batches; the model's output, on every rank."""
@@ -114,10 +115,9 @@ class ScheduleRunner:
         if not batch.shapes.is_complete:
             self._complete(batch.shapes, batch.inputs)
         # In float64, so that the weight of a micro-batch is not rounded before it meets a loss in float64.
+        dtype = torch.float64
         if runner.channel.device.type == "mps":
             dtype = torch.float32
-        else:
-            dtype = torch.float64
         seed = torch.ones((), dtype=dtype, device=runner.channel.device)
         if self.precision.scaler is not None:
             seed = self.precision.scaler.scale(seed)
@@ -139,8 +139,8 @@ class ScheduleRunner:
             tensors = []
             for number, column in enumerate(zip(*running.outputs, strict=True)):
                 if number == index:
-                    weighted = [weight * loss for weight, loss in zip(weights, column, strict=True)]
-                    tensors.append(torch.stack(weighted).sum(0))
+                    weighted = map(torch.mul, column, weights)
+                    tensors.append(torch.stack(list(weighted)).sum(0))
                 else:
                     tensors.append(torch.cat(column))
             batch.output = fill(batch.shapes.output, tensors)

@@ -61,9 +61,9 @@ class PipelineParallel(ShardedStrategy):
         if plugin is not None and precision.native_amp:
             plugin.set_mixed_precision(precision.name)
         self.channel: P2PChannel = P2PChannel(self.mesh["pp"].get_group(), device)
-        self.gradient_group: dist.ProcessGroup | None = (
-            mesh.group_of(self.mesh, "dp") if parallelism.data_parallel_size > 1 else None
-        )
+        self.gradient_group: dist.ProcessGroup | None = None
+        if parallelism.data_parallel_size > 1:
+            self.gradient_group = mesh.group_of(self.mesh, "dp")
         # The rank of the pipeline that has each stage.
         ranks = range(self.channel.size)
         self.ranks: list[int] = list(ranks) * (self.options.stages_per_rank or 1)
@@ -184,9 +184,8 @@ class PipelineParallel(ShardedStrategy):
     def apply_transforms(self, model: nn.Module, before_layout: bool) -> nn.Module:
         """Apply the transforms that come before the layout, or after it. `_compile` compiles the stages."""
         for transform in self.transforms:
-            if getattr(transform, "before_layout", False) is before_layout and not isinstance(
-                transform, Compile
-            ):
+            comes_before = getattr(transform, "before_layout", False)
+            if comes_before is before_layout and not isinstance(transform, Compile):
                 model = transform.apply(model)
         return model
 
