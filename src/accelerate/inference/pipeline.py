@@ -85,7 +85,7 @@ def prepare_pippy(
     units = [model.get_submodule(cut.units[number]) for number in cut.units_of([rank])]
     shared = {id(parameter) for name, parameter in model.named_parameters() if name in reads}
     staged = StagedModel(model, cut, [rank], state.device, carried, shared)
-    stages = {rank: Stage(rank, units)}
+    stages = {rank: Stage(units)}
     staged.watch(stages.values())
     for tensor in (*model.parameters(), *model.buffers()):
         replace_data(tensor, tensor.detach().to(state.device))
@@ -93,7 +93,6 @@ def prepare_pippy(
     assert group is not None
     runner = Runner(
         staged,
-        cut,
         stages,
         ranks=range(state.num_processes),
         channel=P2PChannel(group, state.device),

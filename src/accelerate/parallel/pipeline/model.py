@@ -221,13 +221,11 @@ class PipelinedModel(ShardedModel):
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return the full state in the form of a single process's optimizer, on rank 0; empty on other ranks."""
         groups = self._names_of(optimizer)
-        names = {parameter: name for name, parameter in materialize.named_parameters(self.inner)}
         entries: dict[str, Any] = {}
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter in optimizer.state:
-                    entry = dict(optimizer.state[parameter])
-                    entries[names[parameter]] = trees.map_leaves(full_on_host, entry)
+        for name, parameter in materialize.named_parameters(self.inner):
+            if parameter in optimizer.state:
+                entry = dict(optimizer.state[parameter])
+                entries[name] = trees.map_leaves(full_on_host, entry)
         entries = self._collected(entries)
         if dist.get_rank() != 0:
             return {}

@@ -14,6 +14,7 @@ loss itself, between the two, needs this order of its own.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -120,14 +121,13 @@ class Runner:
     """Runs a staged model.
 
     Args:
-        staged: the model. cut: its stages.
+        staged: the model.
         stages: this rank's stages by number. ranks: by stage, the rank of the group that has it.
         channel: the messages between stages. splitter: makes micro-batches.
         gather: whether the complete output is returned on all ranks, or its loss alone.
     """
 
     staged: StagedModel
-    cut: StageSplit
     stages: Mapping[int, Stage]
     ranks: Sequence[int]
     channel: P2PChannel
@@ -135,6 +135,7 @@ class Runner:
     gather: bool = True
 
     def __post_init__(self) -> None:
+        self.cut: StageSplit = self.staged.cut
         self.last: int = self.cut.stages - 1
         self.source: int = self.ranks[self.last]
         self.shapes: dict[BatchKey, BatchShapes] = {}
@@ -393,11 +394,8 @@ class Runner:
             # All units of the last stage belong to the tail.
             return fill(segment.received, received)
 
-        def compute(_: int, received: Sequence[torch.Tensor]) -> object:
-            return self.staged.run(segment, args, kwargs, received)
-
         stage = self.stages[number]
-        stage.compute = compute
+        stage.compute = functools.partial(self.staged.run, segment, args, kwargs)
         return stage(*received)
 
     def segment(self, number: int, size: int, batch: Batch) -> Segment:

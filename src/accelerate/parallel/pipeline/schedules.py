@@ -7,6 +7,7 @@ loss scale, items) when the loop calls backward.
 
 from __future__ import annotations
 
+import functools
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -122,8 +123,8 @@ class ScheduleRunner:
         if self.precision.scaler is not None:
             seed = self.precision.scaler.scale(seed)
         running = ScheduledBatch(batch, seed, weights)
-        for stage in runner.stages.values():
-            stage.compute = lambda number, received: self._compute(running, number, received)
+        for number, stage in runner.stages.items():
+            stage.compute = functools.partial(self._compute, running, number)
         schedule = self._schedule_for(batch)
         # The other gradients of the window have their factor already.
         former = self.accumulated.take()

@@ -37,19 +37,18 @@ class Stage(nn.Module):
     """The units of one stage as one module, which FSDP2 can shard.
 
     Fields:
-        compute: called with the number of this stage and the received tensors.
+        compute: called with the received tensors.
     """
 
-    compute: Callable[[int, Sequence[torch.Tensor]], object]
+    compute: Callable[[Sequence[torch.Tensor]], object]
 
-    def __init__(self, number: int, units: Sequence[nn.Module]) -> None:
+    def __init__(self, units: Sequence[nn.Module]) -> None:
         super().__init__()
-        self.number = number
         self.units: nn.ModuleList = nn.ModuleList(units)
 
     def forward(self, *received: torch.Tensor) -> object:
         """Compute a micro-batch."""
-        return self.compute(self.number, received)
+        return self.compute(received)
 
 
 class SegmentEnd(BaseException):
@@ -248,7 +247,7 @@ class StagedModel:
                     setattr(parent, name, module)
 
     def run(
-        self, segment: Segment, args: Args, kwargs: Kwargs, received: Sequence[torch.Tensor] = ()
+        self, segment: Segment, args: Args, kwargs: Kwargs, received: Sequence[torch.Tensor]
     ) -> object:
         """Run a segment.
 

@@ -143,16 +143,14 @@ class PipelineParallel(ShardedStrategy):
         stages: dict[int, Stage] = {}
         for number in parts.stages:
             names = [plan.cut.units[unit] for unit in plan.cut.units_of([number])]
-            stages[number] = Stage(number, [model.get_submodule(name) for name in names])
+            stages[number] = Stage([model.get_submodule(name) for name in names])
         fill_or_shard(self, model, stages, has_weights, parts.unsharded)
         staged.watch(stages.values())
         self.cast_parameters(model, stages.values())
         self._compile(stages)
 
         # What runs them, and reduces their gradients.
-        runner = Runner(
-            staged, plan.cut, stages, self.ranks, self.channel, splitter, options.gather_output
-        )
+        runner = Runner(staged, stages, self.ranks, self.channel, splitter, options.gather_output)
         accumulated = AccumulatedGradients(model, [model, *stages.values()])
         shards = {id(sharded_parameter(shard)) for shard in shards_of(stages.values())}
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
