@@ -99,9 +99,10 @@ class Batch:
 
     Fields:
         key: equal for batches of equal shapes.
-        graphs: by stage, one for each micro-batch. tail_inputs: by micro-batch, the inputs of the tail's graph.
-        tail_outputs: of that graph, over the complete batch.
-        outputs: of the last stage, one for each micro-batch. output: of the model, on the last stage.
+        graphs: by stage, one for each micro-batch.
+        outputs: of the last block, one for each micro-batch.
+        tail_inputs: by micro-batch, the inputs of the tail's graph. returned: the tensors that the call returns of the
+            model's output, on the last stage.
         backward: what the loop's backward runs.
     """
 
@@ -109,10 +110,9 @@ class Batch:
     shapes: BatchShapes
     key: BatchKey
     graphs: dict[int, list[SavedGraph]] = field(default_factory=dict)
-    tail_inputs: list[list[torch.Tensor]] = field(default_factory=list)
-    tail_outputs: list[torch.Tensor] = field(default_factory=list)
     outputs: list[object] = field(default_factory=list)
-    output: object = None
+    tail_inputs: list[list[torch.Tensor]] = field(default_factory=list)
+    returned: list[torch.Tensor] = field(default_factory=list)
     backward: Callable[[Batch, OutputGradients], None] | None = None
 
 
@@ -232,8 +232,10 @@ class Runner:
         In each mode, the first batch shows with others what depends on the samples and on their number.
         """
         inputs = batch.inputs
-        sizes = dict(zip(reversed(inputs.sizes), reversed(inputs.offsets), strict=True))
-        parts = [(start, size) for size, start in reversed(sizes.items())]
+        starts: dict[int, int] = {}
+        for start, size in zip(inputs.offsets, inputs.sizes, strict=True):
+            starts.setdefault(size, start)
+        parts = [(start, size) for size, start in starts.items()]
         is_first = batch.key.training not in self.modes
         self.modes.add(batch.key.training)
         if is_first and len(inputs.sizes) > 1:
@@ -333,8 +335,7 @@ class Runner:
             outside = [name for name in buffers.places if not name.startswith(of_units)]
             before = {name: buffer.clone() for name, buffer in buffers.present(outside).items()}
             try:
-                self._finish_output(batch)
-                described = describe(self.returned(batch.output), "the model's output")
+                described = describe(self._finish_output(batch), "the model's output")
                 if self.channel.has_values:
                     names = list(buffers.changed(before, buffers.present(outside)))
             except Exception as raised:
@@ -418,8 +419,8 @@ class Runner:
 
     # -- the output
 
-    def _finish_output(self, batch: Batch) -> None:
-        """The model's output on the last stage: the tail on what the last block returned for all micro-batches."""
+    def _finish_output(self, batch: Batch) -> object:
+        """What the call returns, on the last stage: the tail on what the last block returned for all micro-batches."""
         inputs, shapes = batch.inputs, batch.shapes
         received, tensors, batch.tail_inputs = join(
             batch.outputs, inputs.sizes, shapes.dimensions, self.channel.device
@@ -432,16 +433,16 @@ class Runner:
             shapes.unit_outputs[inputs.batch_size],
             grad=batch.key.grad,
         )
-        batch.output = self._run(self.last, segment, inputs.args, inputs.kwargs, tensors)
-        batch.tail_outputs = list(trees.leaves(self.returned(batch.output)))
+        output = self.returned(self._run(self.last, segment, inputs.args, inputs.kwargs, tensors))
+        batch.returned = list(trees.leaves(output))
+        return output
 
     def distribute_output(self, batch: Batch, on_all_ranks: bool = True) -> object:
         """The output of the last stage, with a graph behind it, on every rank; otherwise None on the others."""
         at_source = self.channel.rank == self.source
         specs = specs_in(batch.shapes.output)
         if at_source:
-            outputs = trees.leaves(self.returned(batch.output))
-            tensors = [tensor.detach().contiguous() for tensor in outputs]
+            tensors = [tensor.detach().contiguous() for tensor in batch.returned]
             if [tuple(tensor.shape) for tensor in tensors] != [spec.shape for spec in specs]:
                 raise PrepareError(
                     "the model's output has other shapes than for an earlier batch of the same inputs: a pipeline "
@@ -455,7 +456,6 @@ class Runner:
         self.channel.wait_for_sends()
         if not (on_all_ranks or at_source):
             return None
-        batch.output = None
         if batch.key.grad and any(spec.requires_grad for spec in specs):
             tensors = list(_PipelineOutput.apply(self.anchor, self, batch, specs, tensors))
         return fill(batch.shapes.output, tensors)
@@ -488,7 +488,7 @@ class Runner:
         for number in sorted(self.stages, reverse=True):
             pending: list[PendingReceive] = []
             if number == self.last:
-                _backward_through(batch.tail_outputs, grads)
+                _backward_through(batch.returned, grads)
             else:
                 pending = self._post_gradients(number, batch)
             for micro, graph in enumerate(batch.graphs[number]):
@@ -505,7 +505,7 @@ class Runner:
                 if number:
                     self.channel.send(_input_gradients(graph), self.ranks[number - 1])
             batch.graphs[number] = []
-        batch.tail_inputs, batch.tail_outputs = [], []
+        batch.tail_inputs, batch.returned = [], []
         self.staged.buffers.commit()
         self.channel.wait_for_sends()
 

@@ -23,7 +23,7 @@ from ...torch_internals.pipelining import reshard_late
 from ..accumulated import AccumulatedGradients, Gradients
 from ..gradients import multiply
 from .microbatch import MicroBatches, loss_of, resize
-from .p2p import TensorSpec, fill, specs_in
+from .p2p import TensorSpec, specs_in
 from .runner import Batch, BatchKey, BatchShapes, OutputGradients, Runner
 
 _CACHED_SCHEDULES = 4
@@ -137,14 +137,12 @@ class ScheduleRunner:
             self.accumulated.add(former)
         runner.staged.buffers.commit()
         if runner.channel.rank == runner.source:
-            tensors = []
             for number, column in enumerate(zip(*running.outputs, strict=True)):
                 if number == index:
                     weighted = map(torch.mul, column, weights)
-                    tensors.append(torch.stack(list(weighted)).sum(0))
+                    batch.returned.append(torch.stack(list(weighted)).sum(0))
                 else:
-                    tensors.append(torch.cat(column))
-            batch.output = fill(batch.shapes.output, tensors)
+                    batch.returned.append(torch.cat(column))
         batch.backward = lambda _, grads: self._apply(running, grads)
         return runner.distribute_output(batch)
 

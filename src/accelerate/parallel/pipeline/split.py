@@ -6,6 +6,7 @@ Where there are example inputs, one observed forward shows the order and what un
 
 from __future__ import annotations
 
+import bisect
 import functools
 import itertools
 import logging
@@ -57,7 +58,7 @@ class StageSplit:
 
     def stage_of(self, unit: int) -> int:
         """Return the stage of a unit."""
-        return next(stage for stage in range(self.stages) if unit < self.bounds[stage + 1])
+        return bisect.bisect_right(self.bounds, unit) - 1
 
     def units_of(self, stages: Iterable[int]) -> list[int]:
         """Return the numbers of the units of some stages."""
@@ -92,18 +93,18 @@ def _units(
     """`outer`: the list of blocks that a list in a list belongs to."""
     in_list = isinstance(module, (nn.ModuleList, nn.Sequential))
     for child_name, child in module.named_children():
-        path = f"{name}.{child_name}" if name else child_name
+        path = f"{name}.{child_name}".removeprefix(".")
         if in_list and isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             # A list is not called; its entries are.
             yield from _units(child, path, no_split, nested, outer or name)
-        elif (
-            (nested or not in_list)
-            and type(child).__name__ not in no_split
-            and any(isinstance(inner, _CONTAINERS) for inner in child.modules())
-        ):
+            continue
+        may_be_split = (nested or not in_list) and type(child).__name__ not in no_split
+        if may_be_split and any(isinstance(inner, _CONTAINERS) for inner in child.modules()):
             yield from _units(child, path, no_split, nested)
+        elif in_list:
+            yield Unit(path, module_bytes(child), outer or name)
         else:
-            yield Unit(path, module_bytes(child), outer or (name if in_list else None))
+            yield Unit(path, module_bytes(child), outer)
 
 
 def module_bytes(module: nn.Module) -> int:
@@ -143,12 +144,12 @@ def cut_model(
     if split_points is not None:
         bounds = _named_bounds(model, names, list(split_points), stages)
     else:
-        if cost is None:
-            costs = [float(unit.size) for unit in units]
-        else:
+        costs = [float(unit.size) for unit in units]
+        if cost is not None:
             costs = cost(units)
         bounds = _balanced_bounds(model, units, costs, stages, blocks)
-    return StageSplit(tuple(names), tuple(bounds), min(max(blocks[-1] + 1, bounds[-2]), len(units)))
+    tail = max(blocks[-1] + 1, bounds[-2])
+    return StageSplit(tuple(names), tuple(bounds), tail)
 
 
 def computing_units(model: nn.Module) -> list[Unit]:
