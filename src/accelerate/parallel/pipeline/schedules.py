@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import pkgutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,14 +41,12 @@ class ScheduledBatch:
 
     Fields:
         seed: what its losses are multiplied by, the loss scale. weights: of the losses of micro-batches.
-        started: how many micro-batches each stage has begun. outputs: of the last stage, by micro-batch.
-        gradients: of the batch, until the loop's backward.
+        outputs: of the last stage, by micro-batch. gradients: of the batch, until the loop's backward.
     """
 
     batch: Batch
     seed: torch.Tensor
     weights: list[float]
-    started: dict[int, int] = field(default_factory=dict)
     outputs: list[list[torch.Tensor]] = field(default_factory=list)
     gradients: Gradients = field(default_factory=dict)
 
@@ -124,7 +122,9 @@ class ScheduleRunner:
             seed = self.precision.scaler.scale(seed)
         running = ScheduledBatch(batch, seed, weights)
         for number, stage in runner.stages.items():
-            stage.compute = functools.partial(self._compute, running, number)
+            # A stage computes micro-batches in their order.
+            in_order = iter(range(len(weights)))
+            stage.compute = functools.partial(self._compute, running, number, in_order)
         schedule = self._schedule_for(batch)
         # The other gradients of the window have their factor already.
         former = self.accumulated.take()
@@ -165,12 +165,15 @@ class ScheduleRunner:
         shapes.is_complete = True
 
     def _compute(
-        self, running: ScheduledBatch, number: int, received: Sequence[torch.Tensor]
+        self,
+        running: ScheduledBatch,
+        number: int,
+        micro_batches: Iterator[int],
+        received: Sequence[torch.Tensor],
     ) -> object:
         """The next micro-batch through one stage: what is sent to the next, or the weighted loss."""
         runner, batch = self.runner, running.batch
-        micro = running.started.get(number, 0)
-        running.started[number] = micro + 1
+        micro = next(micro_batches)
         args, kwargs = batch.inputs.microbatch(micro)
         segment = runner.segment(number, batch.inputs.sizes[micro], batch)
         with runner.staged.buffers.micro_batch(number):
