@@ -75,7 +75,7 @@ class RemoteTensor(torch.Tensor):
         if name in _READING:
             raise first.fail()
         plain_args, plain_kwargs = trees.map_leaves(_plain, (tuple(args), kwargs))
-        if name in _MOVING and first is args[0]:
+        if name in _MOVING and args and args[0] is first:
             # Device and dtype are those that one element gets.
             plain_kwargs.pop("memory_format", None)
             element = func(first.plain.new_zeros(()), *plain_args[1:], **plain_kwargs)
