@@ -80,7 +80,7 @@ def prepare_pippy(
     disable_caches(model)
     unsplit = class_names(model, "no_split_module_classes", no_split_module_classes)
     points, cut, carried, reads = _cut(model, split_points, unsplit, example, state.num_processes)
-    full_forward = model.forward
+    splitter = BatchSplitter(model.forward, (), chunks)
     rank = state.process_index
     units = [model.get_submodule(cut.units[number]) for number in cut.units_of([rank])]
     shared = {id(parameter) for name, parameter in model.named_parameters() if name in reads}
@@ -91,12 +91,13 @@ def prepare_pippy(
         replace_data(tensor, tensor.detach().to(state.device))
     group = dist.group.WORLD
     assert group is not None
+    channel = P2PChannel(group, state.device)
     runner = Runner(
         staged,
         stages,
         ranks=range(state.num_processes),
-        channel=P2PChannel(group, state.device),
-        splitter=BatchSplitter(full_forward, (), chunks),
+        channel=channel,
+        splitter=splitter,
     )
 
     # The user's module keeps its class, configuration and names; only what runs is another.
