@@ -16,7 +16,7 @@ from torch import nn
 from ..core import trees
 from ..core.errors import PrepareError
 from ..core.modules import class_names, replace_data, require_module
-from ..parallel.pipeline.microbatch import BatchSplitter, disable_caches
+from ..parallel.pipeline.microbatch import Args, BatchSplitter, Kwargs, disable_caches
 from ..parallel.pipeline.observe import observe
 from ..parallel.pipeline.p2p import P2PChannel
 from ..parallel.pipeline.runner import Runner
@@ -31,7 +31,7 @@ from ..parallel.pipeline.split import (
     module_bytes,
     order_conflict,
 )
-from ..parallel.pipeline.stage import Args, Kwargs, Stage, StagedModel
+from ..parallel.pipeline.stage import Stage, StagedModel
 from ..state import PartialState
 
 

@@ -27,7 +27,9 @@ from ...core.errors import AccelerateError, PrepareError
 from ...gradient_state import GradientState
 from .buffers import Buffers
 from .microbatch import (
+    Args,
     BatchSplitter,
+    Kwargs,
     MicroBatches,
     batch_dimensions,
     join,
@@ -37,7 +39,7 @@ from .microbatch import (
 )
 from .p2p import P2PChannel, PendingReceive, TensorSpec, describe, fill, specs_in
 from .split import StageSplit
-from .stage import Args, Kwargs, Segment, Stage, StagedModel
+from .stage import Segment, Stage, StagedModel
 
 # Of tensors; None for one that gets none.
 OutputGradients = Sequence[torch.Tensor | None]

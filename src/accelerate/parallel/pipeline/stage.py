@@ -23,12 +23,10 @@ from ...core.errors import PrepareError
 from ...core.modules import class_name
 from .. import materialize
 from .buffers import StageBuffers
+from .microbatch import Args, Kwargs
 from .p2p import describe, fill, is_spec
 from .remote_tensor import RemoteTensor, first_remote
 from .split import StageSplit
-
-Args = tuple[object, ...]
-Kwargs = dict[str, object]
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 

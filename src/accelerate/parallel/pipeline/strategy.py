@@ -31,14 +31,14 @@ from ..tensor import strategy as tensor
 from ..unwrap import require_state_dict
 from . import requirements
 from .layout import TiedParameters, distribute, fill_or_shard, parts_of_rank
-from .microbatch import BatchSplitter, disable_caches
+from .microbatch import Args, BatchSplitter, Kwargs, disable_caches
 from .model import PipelinedModel, StageRandom, Stages
 from .observe import Observation
 from .p2p import P2PChannel
 from .runner import Runner
 from .schedules import ScheduleRunner, reduction_of
 from .split import plan_stages
-from .stage import Args, Kwargs, Stage, StagedModel
+from .stage import Stage, StagedModel
 
 
 class PipelineParallel(ShardedStrategy):
