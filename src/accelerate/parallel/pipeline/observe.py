@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -119,7 +119,7 @@ def _record(
             owned = materialize.canonical_name(name), units_of[parameter]
             recorder.owned[id(tensors[name])] = owned
     with (
-        recorder.hooked(model, units),
+        hooked(model, units, recorder.enter, recorder.leave),
         torch.no_grad(),
         torch.random.fork_rng(devices=[]),
         recorder,
@@ -172,30 +172,37 @@ class _Recorder(TorchFunctionMode):
         self.seen.last_use.update(dict.fromkeys(origins, len(self.seen.calls)))
         return origins
 
-    @contextlib.contextmanager
-    def hooked(self, model: nn.Module, units: Sequence[str]) -> Iterator[None]:
-        """A block in which the calls of units are recorded."""
-        handles = []
-        for name in units:
-            module = model.get_submodule(name)
-            enter = functools.partial(self._enter, name)
-            leave = functools.partial(self._leave, name)
-            handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-            handles.append(module.register_forward_hook(leave, always_call=True))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _enter(self, name: str, module: nn.Module, args: object, kwargs: object) -> None:
+    def enter(self, name: str, module: nn.Module, args: object, kwargs: object) -> None:
+        """A unit is called."""
         if self.inside is None:
             self.use((args, kwargs))
             self.inside = name
 
-    def _leave(self, name: str, module: nn.Module, args: object, output: object) -> None:
+    def leave(self, name: str, module: nn.Module, args: object, output: object) -> None:
+        """A unit has returned."""
         if self.inside == name:
             self.inside = None
             self.seen.calls.append(name)
             for tensor in trees.leaves(output):
                 self.origins.record(tensor, frozenset({name}))
+
+
+@contextlib.contextmanager
+def hooked(
+    model: nn.Module,
+    units: Iterable[str],
+    enter: Callable[..., None],
+    leave: Callable[..., None],
+) -> Iterator[None]:
+    """A block in which a unit's call calls `enter(unit, *)` and `leave(unit, *)` as its hooks."""
+    handles = []
+    for name in units:
+        module = model.get_submodule(name)
+        pre_hook, hook = functools.partial(enter, name), functools.partial(leave, name)
+        handles.append(module.register_forward_pre_hook(pre_hook, with_kwargs=True))
+        handles.append(module.register_forward_hook(hook, always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

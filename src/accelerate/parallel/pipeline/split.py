@@ -23,7 +23,7 @@ from ...config.parallel import PipelineParallelConfig
 from ...core import devices
 from ...core.errors import PrepareError
 from .. import materialize
-from .observe import Observation, observe
+from .observe import Observation, hooked, observe
 from .p2p import P2PChannel
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -292,31 +292,21 @@ def measure(
         raise PrepareError(
             "balance='time' runs the model, which has no weights yet: use balance='parameters'"
         )
-    least = [float("inf")] * len(units)
-    seconds = [0.0] * len(units)
+    least = {unit.name: float("inf") for unit in units}
+    seconds = dict.fromkeys(least, 0.0)
 
-    def clock(number: int, sign: int) -> Callable[..., None]:
-        def hook(*_: object) -> None:
-            devices.synchronize(device)
-            seconds[number] += sign * time.perf_counter()
+    def clock(sign: int, name: str, *_: object) -> None:
+        devices.synchronize(device)
+        seconds[name] += sign * time.perf_counter()
 
-        return hook
-
-    handles = []
-    for number, unit in enumerate(units):
-        module = model.get_submodule(unit.name)
-        handles.append(module.register_forward_pre_hook(clock(number, -1)))
-        handles.append(module.register_forward_hook(clock(number, 1)))
-    try:
-        with torch.no_grad(), torch.random.fork_rng():
-            for _ in range(rounds):
-                seconds[:] = [0.0] * len(units)
-                model(**inputs)
-                least = list(map(min, least, seconds))
-    finally:
-        for handle in handles:
-            handle.remove()
-    return least
+    start, stop = functools.partial(clock, -1), functools.partial(clock, 1)
+    with hooked(model, least, start, stop), torch.no_grad(), torch.random.fork_rng():
+        for _ in range(rounds):
+            seconds.update(dict.fromkeys(least, 0.0))
+            model(**inputs)
+            for name, duration in seconds.items():
+                least[name] = min(least[name], duration)
+    return list(least.values())
 
 
 @dataclass(frozen=True)
