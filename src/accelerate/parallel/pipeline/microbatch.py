@@ -41,8 +41,8 @@ class MicroBatches:
         self.kwargs = kwargs
         self.batch_size = batch_size
         self.undivided = undivided
-        quotient, rest = divmod(batch_size, count)
-        self.sizes: list[int] = [quotient + (number < rest) for number in range(count)]
+        quotient, remainder = divmod(batch_size, count)
+        self.sizes: list[int] = [quotient + (number < remainder) for number in range(count)]
         self.offsets: list[int] = [sum(self.sizes[:number]) for number in range(count)]
 
     def digest(self) -> str:

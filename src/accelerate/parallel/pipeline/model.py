@@ -104,8 +104,11 @@ class Stages(GradientReducer):
         """
         if all(groups == of_ranks[0] for groups in of_ranks):
             return of_ranks[0]
-        found = [set().union(*groups) for groups in zip(*of_ranks, strict=True)]
-        return [[name for name in self.shapes if name in names] for names in found]
+        merged = []
+        for names_of_ranks in zip(*of_ranks, strict=True):
+            names = set().union(*names_of_ranks)
+            merged.append([name for name in self.shapes if name in names])
+        return merged
 
 
 class PipelinedModel(ShardedModel):

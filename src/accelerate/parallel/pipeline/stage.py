@@ -95,7 +95,7 @@ class StandIn(nn.Module):
 
     def __init__(self, staged: StagedModel, number: int, unit: nn.Module) -> None:
         super().__init__()
-        if number not in staged.own:
+        if number not in staged.own_numbers:
             for name, child in unit.named_children():
                 self.add_module(name, child)
             for name, parameter in list(unit.named_parameters(recurse=False)):
@@ -145,7 +145,7 @@ class StagedModel:
         self.model = model
         self.cut = cut
         self.units: tuple[str, ...] = cut.units
-        self.own: list[int] = cut.units_of(stages)
+        self.own_numbers: list[int] = cut.units_of(stages)
         self.device = device
         self.segment: Segment | None = None
         self.carried = carried
@@ -154,12 +154,14 @@ class StagedModel:
             self.forward = functools.partial(_call_with_loss, model.forward, loss_fn)
         originals = {number: model.get_submodule(name) for number, name in enumerate(self.units)}
         self._drop_tensors(originals, shared)
-        self._own_units = {number: originals[number] for number in self.own}
+        self._own_units = {number: originals[number] for number in self.own_numbers}
         self.stand_ins: dict[int, StandIn] = {
             number: StandIn(self, number, original) for number, original in originals.items()
         }
         # Where each unit is registered. Units of this rank stay there, and those of others are replaced for good.
-        self._places: dict[int, list[tuple[nn.Module, str]]] = {number: [] for number in self.own}
+        self._places: dict[int, list[tuple[nn.Module, str]]] = {
+            number: [] for number in self.own_numbers
+        }
         numbers = {id(original): number for number, original in originals.items()}
         for path, module in list(model.named_modules(remove_duplicate=False)):
             number = numbers.get(id(module))
@@ -175,9 +177,9 @@ class StagedModel:
     def _drop_tensors(self, units: Mapping[int, nn.Module], shared: Collection[int]) -> None:
         """Replace the tensors of other stages by remote ones."""
         present = set(shared)
-        for number in self.own:
+        for number in self.own_numbers:
             present.update(map(id, units[number].parameters()))
-        foreign = {number: unit for number, unit in units.items() if number not in self.own}
+        foreign = {number: unit for number, unit in units.items() if number not in self.own_numbers}
         present.update(map(id, present_buffers(self.model, foreign.values())))
         for number, unit in foreign.items():
             for prefix, module in unit.named_modules():
@@ -207,7 +209,7 @@ class StagedModel:
         units: list[nn.Module] = []
         for stage in stages:
             units += stage.units
-        self._own_units = dict(zip(self.own, units, strict=True))
+        self._own_units = dict(zip(self.own_numbers, units, strict=True))
         self.show(None)
         self.buffers: StageBuffers = StageBuffers(self.model)
         for name, module in self.model.named_modules():
@@ -264,7 +266,7 @@ class StagedModel:
         """
         # FSDP2 may have replaced tensors that require grad, to see their backward.
         segment.received = fill(segment.received, received)
-        if len(self.own) > segment.stop - segment.start:
+        if len(self.own_numbers) > segment.stop - segment.start:
             self.show(segment)
         self.segment = segment
         try:
