@@ -61,10 +61,10 @@ def prepare_pippy(
         gather_output: whether every process gets the output. Otherwise the last one does, and the others get None.
 
     Returns:
-        The model.
+        The model. What its output has beside tensors and plain values, such as a cache, is None.
 
     Raises:
-        PrepareError: the split points do not fit, or the output contains objects other than tensors.
+        PrepareError: the split points do not fit.
     """
     require_module(model, "prepare_pippy")
     state = PartialState()

@@ -19,8 +19,6 @@ from .. import materialize
 
 T = TypeVar("T")
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
-
 
 @dataclass(frozen=True)
 class TensorSpec:
@@ -43,6 +41,11 @@ class TensorSpec:
     def nbytes(self) -> int:
         """The size in bytes."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+_SENT = (
+    torch.Tensor, TensorSpec, type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device,
+)  # fmt: skip
 
 
 def is_spec(value: object) -> bool:
@@ -75,21 +78,18 @@ def describe(value: object, where: str) -> object:
             f"{where} contains a PackedSequence, whose rows are time steps and not samples: return padded sequences"
         )
     described = trees.map_leaves(spec, value)
-    _check_plain(described, where)
+    foreign = trees.first_leaf(described, is_foreign)
+    if foreign is not None:
+        raise PrepareError(
+            f"{where} contains a {type(foreign).__name__}, which pipeline stages cannot send: return tensors, and "
+            "plain values"
+        )
     return described
 
 
-def _check_plain(value: object, where: str) -> None:
-    if isinstance(value, (TensorSpec, *_PLAIN)):
-        return
-    inner = trees.children(value)
-    for key, entry in (inner or {}).items():
-        _check_plain(entry, f"{where}[{key!r}]")
-    if inner is None:
-        raise PrepareError(
-            f"{where} contains a {type(value).__name__}, which pipeline stages cannot send. Return only tensors from "
-            "the model (use_cache=False for a transformers model)."
-        )
+def is_foreign(value: object) -> bool:
+    """Whether a value is an object that cannot be sent, such as a cache of keys and values."""
+    return trees.children(value) is None and not isinstance(value, _SENT)
 
 
 def fill(description: object, tensors: Sequence[torch.Tensor]) -> Any:

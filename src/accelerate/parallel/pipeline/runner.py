@@ -37,7 +37,7 @@ from .microbatch import (
     resize,
     structure_key,
 )
-from .p2p import P2PChannel, PendingReceive, TensorSpec, describe, fill, specs_in
+from .p2p import P2PChannel, PendingReceive, TensorSpec, describe, fill, is_foreign, specs_in
 from .split import StageSplit
 from .stage import Segment, Stage, StagedModel
 
@@ -463,9 +463,10 @@ class Runner:
         return fill(batch.shapes.output, tensors)
 
     def returned(self, output: object) -> object:
-        """What the call of the model returns of its output: all, or the loss alone."""
+        """What the call of the model returns of its output: all that can be sent, or the loss alone."""
         if self.gather:
-            return output
+            # None for a cache of keys and values, of which each stage has a part.
+            return trees.map_leaves(lambda _: None, output, is_foreign)
         loss = loss_of(output)
         if loss is None:
             raise PrepareError(

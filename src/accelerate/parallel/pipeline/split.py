@@ -10,6 +10,7 @@ import bisect
 import functools
 import itertools
 import logging
+import operator
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -264,7 +265,7 @@ def _balanced_bounds(
 def balance(costs: Sequence[float], stages: int) -> list[int]:
     """Where stages 2, 3, ... begin such that the costliest stage costs least; each stage has at least one entry.
 
-    Of equally good cuts it takes the one with lighter early stages, which keep more micro-batches at a time.
+    Of equally good cuts it takes the one with the lighter last stages.
     """
     sums = [0.0, *itertools.accumulate(costs)]
 
@@ -274,10 +275,10 @@ def balance(costs: Sequence[float], stages: int) -> list[int]:
         if count == 1:
             return sums[end], ()
         cuts = []
-        for start in range(count - 1, end):
+        for start in range(end - 1, count - 2, -1):
             largest, begins = best(start, count - 1)
             cuts.append((max(largest, sums[end] - sums[start]), (*begins, start)))
-        return min(cuts)
+        return min(cuts, key=operator.itemgetter(0))
 
     _, begins = best(len(costs), stages)
     return list(begins)
