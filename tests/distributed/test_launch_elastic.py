@@ -24,15 +24,15 @@ def launch(tmp_path):
     """Start `accelerate launch --engine elastic`; everything that was started is gone at the end."""
     started = []
 
-    def start(*arguments, script, prefix=(), program=None):
+    def start(*arguments, script, namespace="", program=()):
         path = script if isinstance(script, Path) else tmp_path / "script.py"
         if path is not script:
             path.write_text(textwrap.dedent(script))
         end = (str(tmp_path),) if script is TRAINING else ()
-        if program is None:
+        if not program:
             arguments = ("--engine", "elastic", *arguments)
         started.append(
-            Launch(tmp_path / "home", *arguments, path, *end, prefix=prefix, program=program)
+            Launch(tmp_path / "home", *arguments, path, *end, namespace=namespace, program=program)
         )
         return started[-1]
 
@@ -118,8 +118,8 @@ def test_a_worker_dies_then_a_machine_goes_and_comes_back(launch, tmp_path):
             1,
         ]
         options += ["--main_process_ip", "10.77.0.1"]
-        one = launch(*options, script=TRAINING, prefix=machines[0])
-        two = launch(*options, script=TRAINING, prefix=machines[1])
+        one = launch(*options, script=TRAINING, namespace=machines[0])
+        two = launch(*options, script=TRAINING, namespace=machines[1])
         # The first machine may have begun alone.
         until(lambda: one.count("of 2 begins") and two.count("of 2 begins"), one, two)
         limit.write_text("10")
@@ -139,7 +139,7 @@ def test_a_worker_dies_then_a_machine_goes_and_comes_back(launch, tmp_path):
         left_behind = noticed + until(lambda: one.count("1 machine in the group") > groups, one)
         limit.write_text("30")
         until(lambda: one.count("saved at 30 by 1"), one)
-        back = launch(*options, script=TRAINING, prefix=machines[1])
+        back = launch(*options, script=TRAINING, namespace=machines[1])
         until(lambda: one.count("2 machines in the group") == 3, one, back)
         limit.write_text("40")
         assert [one.end(), back.end()] == [0, 0], one.text + back.text
@@ -159,18 +159,21 @@ def test_a_machine_without_network_is_left_behind(launch):
     """Nothing closes its connections: TCP's keep-alive messages notice it, on both sides."""
     with network_namespaces() as machines:
         options = ["--nnodes", "1:2", "--num_processes", 2, "--main_process_ip", "10.77.0.1"]
-        one, two = (launch(*options, script=SLEEP, prefix=prefix) for prefix in machines)
+        one, two = (launch(*options, script=SLEEP, namespace=name) for name in machines)
         until(
             lambda: one.count("2 machines") and one.count("asleep") and two.count("asleep"),
             one,
             two,
         )
-        subprocess.run([*machines[1], "ip", "link", "set", "lo", "down"], check=True)
+        subprocess.run(["ip", "-n", machines[1], "link", "set", "lo", "down"], check=True)
         links = subprocess.run(
-            [*machines[1], "ip", "-br", "link"], capture_output=True, text=True, check=True
+            ["ip", "-n", machines[1], "-br", "link"],
+            capture_output=True,
+            text=True,
+            check=True,
         ).stdout
         (cable,) = (line.split("@")[0] for line in links.splitlines() if "@" in line)
-        subprocess.run([*machines[1], "ip", "link", "set", cable, "down"], check=True)
+        subprocess.run(["ip", "-n", machines[1], "link", "set", cable, "down"], check=True)
         noticed = until(lambda: one.count("gone"), one)
         assert two.end() == 1 and "which holds the rendezvous, is gone" in two.text
         until(lambda: one.count("1 machine in the group"), one)
@@ -248,22 +251,26 @@ def test_who_is_absent_is_named(launch):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_torchrun_on_one_of_the_machines(launch, tmp_path):
-    """A rank fails on each machine in turn, and all go on together."""
-    (tmp_path / "limit").write_text("0")
+    """A rank fails on each machine in turn, and all go on together. Those of the last attempt train."""
+    (tmp_path / "limit").write_text("40")
+    source = f"""
+        import os, runpy, sys, time
+        from pathlib import Path
+
+        if not Path({str(tmp_path)!r}, "train").exists():
+            print("a rank of", os.environ["WORLD_SIZE"], "begins", flush=True)
+            time.sleep(200)
+        sys.argv[1:] = [{str(tmp_path)!r}]
+        runpy.run_path({str(TRAINING)!r}, run_name="__main__")
+    """
     with network_namespaces() as machines:
-        ours = [
-            "--nnodes",
-            "2",
-            "--num_processes",
-            2,
-            "--rdzv_backend",
-            "c10d",
-            "--max_restarts",
-            3,
-        ]
-        one = launch(*ours, "--main_process_ip", "10.77.0.1", script=TRAINING, prefix=machines[0])
+        ours = ["--nnodes", 2, "--num_processes", 2, "--rdzv_backend", "c10d", "--max_restarts", 3]
+        one = launch(*ours, "--main_process_ip", "10.77.0.1", script=source, namespace=machines[0])
         links = subprocess.run(
-            [*machines[1], "ip", "-br", "link"], capture_output=True, text=True, check=True
+            ["ip", "-n", machines[1], "-br", "link"],
+            capture_output=True,
+            text=True,
+            check=True,
         ).stdout
         (cable,) = (line.split("@")[0] for line in links.splitlines() if "@" in line)
         variables = [
@@ -286,7 +293,7 @@ def test_torchrun_on_one_of_the_machines(launch, tmp_path):
         # Each machine judges the others by its own settings; torchrun gives a sign of life every 5 s by default.
         options += ["--rdzv-conf", "is_host=false,keep_alive_interval=1"]
         command = [
-            *machines[1],
+            *("ip", "netns", "exec", machines[1]),
             "env",
             *variables,
             sys.executable,
@@ -294,14 +301,11 @@ def test_torchrun_on_one_of_the_machines(launch, tmp_path):
             "torch.distributed.run",
             *options,
         ]
-        two = launch(prefix=command, script=TRAINING, program=[])
+        two = launch(script=source, program=command)
         until(lambda: one.count("of 2 begins") == two.count("of 2 begins") == 1, one, two)
-        for attempt, launched in ((2, one), (3, two)):
-            launched.kill_rank()
-            until(
-                lambda count=attempt: one.count("of 2 begins") == two.count("of 2 begins") == count,
-                one,
-                two,
-            )
-        (tmp_path / "limit").write_text("40")
+        one.kill_rank()
+        until(lambda: one.count("of 2 begins") == two.count("of 2 begins") == 2, one, two)
+        (tmp_path / "train").touch()
+        two.kill_rank()
+        until(lambda: one.count("of 2 begins") == two.count("of 2 begins") == 3, one, two)
         assert [one.end(), two.end()] == [0, 0], one.text + two.text

@@ -1,33 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several machines: launchers meet, disagree, miss one another, and stop together. Two launches here stand for two."""
 
-import subprocess
 import textwrap
 import time
 
 import pytest
 from engines import network_namespaces
-from machines import LAUNCH, clean_environment, free_port
+from machines import clean_environment, free_port, start_launcher
 
 
 @pytest.fixture
 def machines(tmp_path):
     """Launch a script once a machine; (code, output, errors) of each. `each` holds a machine's own options."""
 
-    def run(source, each, *options, timeout=60, prefixes=((), ())):
+    def run(source, each, *options, timeout=60, namespaces=("", "")):
         script = tmp_path / "script.py"
         script.write_text(textwrap.dedent(source))
         env = clean_environment(tmp_path / "home")
-        started = [
-            subprocess.Popen(
-                [*prefix, *LAUNCH, *options, *own, str(script)],
-                env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            )
-            for own, prefix in zip(each, prefixes, strict=False)
-        ]  # fmt: skip
-        outputs = [process.communicate(timeout=timeout) for process in started]
+        started, files = [], []
+        for number, (own, name) in enumerate(zip(each, namespaces, strict=False)):
+            streams = [tmp_path / f"{number}.{name}" for name in ("out", "err")]
+            with streams[0].open("w") as out, streams[1].open("w") as err:
+                process = start_launcher(
+                    *options, *own, script, env=env, stdout=out, stderr=err, namespace=name
+                )
+            started.append(process)
+            files.append(streams)
+        deadline = time.monotonic() + timeout
+        codes = [process.wait(max(0.1, deadline - time.monotonic())) for process in started]
         return [
-            (process.returncode, *output) for process, output in zip(started, outputs, strict=True)
+            (code, *(file.read_text() for file in streams))
+            for code, streams in zip(codes, files, strict=True)
         ]
 
     return run
@@ -90,7 +93,7 @@ def test_machines_that_disagree_are_told_so_on_each(machines, meeting, first, se
     each = [[*RANKS[0], *first], [*RANKS[1], *second]]
     if told == "two machines":
         each.append(each[1])
-    for code, _, errors in machines(REPORT, each, *meeting, prefixes=((), (), ())):
+    for code, _, errors in machines(REPORT, each, *meeting, namespaces=("", "", "")):
         assert code == 2 and told in errors and "Traceback" not in errors
 
 
@@ -159,8 +162,8 @@ def test_a_signal_ends_the_run_on_all_machines(machines, meeting):
 
 @pytest.fixture
 def namespaces():
-    with network_namespaces() as prefixes:
-        yield prefixes
+    with network_namespaces() as names:
+        yield names
 
 
 @pytest.mark.slow
@@ -184,7 +187,7 @@ def test_two_machines_with_addresses_of_their_own(machines, namespaces):
         "--main_process_port",
         "29500",
     ]
-    told = machines(source, RANKS, *options, timeout=120, prefixes=namespaces)
+    told = machines(source, RANKS, *options, timeout=120, namespaces=namespaces)
     assert [(code, output.strip()) for code, output, _ in told] == [
         (0, "0 3.0 a"),
         (0, "1 3.0 b"),

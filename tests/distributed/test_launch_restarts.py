@@ -6,7 +6,7 @@ import subprocess
 import textwrap
 
 import pytest
-from machines import LAUNCH, clean_environment, free_port
+from machines import LAUNCH, Launch, clean_environment, free_port
 
 COMMAND = [*LAUNCH, "--num_processes", "2"]
 # The ranks meet through a socket at the main port, so that an attempt that reaches a dead one's peers would show.
@@ -81,10 +81,14 @@ def test_two_machines_restart_together(tmp_path, script):
         "--max_restarts",
         2,
     ]
-    launches = [start(tmp_path, *options, "--machine_rank", rank, script) for rank in (0, 1)]
-    outputs = [launch.communicate(timeout=60) for launch in launches]
-    assert [launch.returncode for launch in launches] == [0, 0], outputs
-    assert [output.strip() for output, _ in outputs] == ["rank 0 attempt 2", "rank 1 attempt 2"]
+    options += ["--num_processes", 2]
+    launches = [Launch(tmp_path, *options, "--machine_rank", rank, script) for rank in (0, 1)]
+    codes = [launch.end(60) for launch in launches]
+    texts = [launch.text for launch in launches]
+    assert codes == [0, 0], texts
+    for rank, text in enumerate(texts):
+        told = [line for line in text.splitlines() if line.startswith("rank ")]
+        assert told == [f"rank {rank} attempt 2"], text
 
 
 @pytest.mark.thorough  # tests/engines/test_mpi.py runs in CI, perhaps at the same time

@@ -7,8 +7,8 @@ from engines import network_namespaces, ray_cluster, slurm_cluster
 
 @pytest.fixture(scope="session")
 def namespaces():
-    with network_namespaces() as prefixes:
-        yield prefixes
+    with network_namespaces() as names:
+        yield names
 
 
 @pytest.fixture(scope="session")

@@ -71,9 +71,11 @@ def test_torchrun(folder, env, reference):
 
 def test_two_network_namespaces(folder, env, reference, namespaces):
     started = []
-    for rank, prefix in enumerate(namespaces):
+    for rank, name in enumerate(namespaces):
         options = ["--num_machines", 2, "--machine_rank", rank, "--main_process_ip", "10.77.0.1"]
-        command = [*map(str, [*prefix, *TWO, *options, *train(folder / "namespaces")])]
+        command = [
+            *map(str, ["ip", "netns", "exec", name, *TWO, *options, *train(folder / "namespaces")])
+        ]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         started.append(subprocess.Popen(command, env=env, cwd=folder, text=True, **pipes))
     told = [process.communicate(timeout=150)[0] for process in started]

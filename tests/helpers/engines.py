@@ -113,8 +113,8 @@ def wait_until_gone(pid: int, seconds: float = 10) -> None:
 
 
 @contextlib.contextmanager
-def network_namespaces() -> Iterator[list[list[str]]]:
-    """Two machines with real addresses, 10.77.0.1 and 10.77.0.2, joined by a cable: what goes before a command."""
+def network_namespaces() -> Iterator[list[str]]:
+    """Two machines with real addresses, 10.77.0.1 and 10.77.0.2, joined by a cable: the names of their namespaces."""
     need_programs("iproute2", "ip", root=True)
     tag = uuid.uuid4().hex[:6]
     names = [f"acc-{tag}-a", f"acc-{tag}-b"]
@@ -132,7 +132,7 @@ def network_namespaces() -> Iterator[list[list[str]]]:
         for command in commands:
             done = subprocess.run(command.split(), capture_output=True, text=True)
             need(done.returncode == 0, f"no network namespaces here: {done.stderr.strip()}")
-        yield [["ip", "netns", "exec", name] for name in names]
+        yield names
     finally:
         for name in names:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)

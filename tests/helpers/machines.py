@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launches for tests to talk to: their words as they come, their ranks, their end."""
+"""Launches for tests to talk to: their words as they come, their ranks, their end.
+
+A launcher of several machines imports torch for the store that they share. Here it is forked from the rank server,
+which has torch imported; the ranks are started as always.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +17,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-LAUNCH = [sys.executable, "-m", "accelerate.commands.main", "launch", "-q", "--cpu"]
+from ranks import Script
+
+LAUNCHER = Path(__file__).with_name("launcher.py")
+OPTIONS = ["launch", "-q", "--cpu"]
+LAUNCH = [sys.executable, "-m", "accelerate.commands.main", *OPTIONS]
 
 
 def clean_environment(home: Path, **extra: str) -> dict[str, str]:
@@ -39,27 +48,40 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
+def start_launcher(
+    *arguments: object, env: dict[str, str], stdout: Any, stderr: Any, namespace: str = ""
+) -> Script:
+    """Start `accelerate launch`, in a network namespace if one is named. The streams are open files."""
+    words = [namespace, *OPTIONS, *arguments]
+    return Script(LAUNCHER, *words, env=env, stdout=stdout, stderr=stderr)
+
+
 class Launch:
-    """A running `accelerate launch` whose words are read as they come. Killed at the end of the block."""
+    """A running `accelerate launch`, or a program. Its words are read as they come; the end of the block kills it."""
 
     def __init__(
         self,
         home: Path,
         *arguments: object,
-        prefix: Sequence[str] = (),
-        program: Sequence[str] | None = None,
+        namespace: str = "",
+        program: Sequence[str] = (),
     ) -> None:
-        self.process = subprocess.Popen(
-            [*prefix, *(LAUNCH if program is None else program), *map(str, arguments)],
-            env=clean_environment(home), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
+        self.process: Any
+        reading, writing = os.pipe()
+        with os.fdopen(writing, "w") as stream:
+            streams: Any = {"env": clean_environment(home), "stdout": stream, "stderr": stream}
+            if program:
+                self.process = subprocess.Popen([*program, *map(str, arguments)], **streams)
+            else:
+                self.process = start_launcher(*arguments, namespace=namespace, **streams)
+        self._words = os.fdopen(reading)
         self.lines: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def _read(self) -> None:
-        assert self.process.stdout is not None
-        self.lines.extend(iter(self.process.stdout.readline, ""))
+        with self._words:
+            self.lines.extend(iter(self._words.readline, ""))
 
     def __enter__(self) -> Launch:
         return self

@@ -55,6 +55,7 @@ class Script:
         stdout: Any = subprocess.DEVNULL,
         stderr: Any = subprocess.DEVNULL,
     ) -> None:
+        self.args = (script, *args)
         self.returncode: int | None = None
         self._report, report = os.pipe()
         pipes: dict[str, Any] = {}
@@ -101,9 +102,15 @@ class Script:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
     def end(self) -> None:
         """Kill it where it still runs, and close the pipes."""
-        self.send_signal(signal.SIGKILL)
+        self.kill()
         self.wait()
         for pipe in (self.stdin, self.stdout, self.stderr):
             if pipe is not None:
