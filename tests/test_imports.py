@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the package imports: without torch until a name needs it, each module on its own, downward only."""
+"""How the package imports: without torch until a name needs it, in no circle, downward only."""
 
 from __future__ import annotations
 
 import ast
-import os
+import importlib.util
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 import accelerate
 
@@ -93,30 +92,69 @@ print(*(set(sys.modules) - loaded) & set({HEAVY!r}))
     assert run_python(source).split() == []
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="each module is imported in a fork of its own")
-def test_each_module_imports_alone() -> None:
-    """An import cycle fails only in the module that is imported first, so each is, in its own process."""
+def imports_at_the_start(body: list[ast.stmt]) -> Iterator[ast.Import | ast.ImportFrom]:
+    """The imports that run when a module is imported."""
+    for statement in body:
+        if isinstance(statement, ast.Import | ast.ImportFrom):
+            yield statement
+        elif isinstance(statement, ast.If):
+            if ast.unparse(statement.test) != "TYPE_CHECKING":
+                yield from imports_at_the_start(statement.body)
+            yield from imports_at_the_start(statement.orelse)
+        elif isinstance(statement, ast.Try):
+            handled = [handler.body for handler in statement.handlers]
+            for block in (statement.body, *handled, statement.orelse, statement.finalbody):
+                yield from imports_at_the_start(block)
+        elif isinstance(statement, ast.With | ast.ClassDef | ast.For | ast.While):
+            yield from imports_at_the_start(statement.body)
+
+
+def imported_names(path: Path) -> set[str]:
+    """The modules that a module imports at its start, with the packages around each; and names that are no modules."""
+    module = module_name(path)
+    package = module if path.stem == "__init__" else module.rpartition(".")[0]
+    names = {module}
+    for statement in imports_at_the_start(ast.parse(path.read_text()).body):
+        if isinstance(statement, ast.Import):
+            names.update(alias.name for alias in statement.names)
+        else:
+            origin = "." * statement.level + (statement.module or "")
+            origin = importlib.util.resolve_name(origin, package)
+            names.update(f"{origin}.{alias.name}" for alias in statement.names)
+    return {name[: dot.start()] for name in names for dot in re.finditer(r"\.|$", name)} - {module}
+
+
+def test_circles_of_imports_are_entered_by_their_package() -> None:
+    """A circle fails only in the module that is imported first. Python imports a package before its modules."""
+    needs = {module_name(path): imported_names(path) for path in FILES}
+    assert "accelerate.core" in needs["accelerate.state"]
+    reached: dict[str, set[str]] = {}
+    for name in needs:
+        reached[name], waiting = set(), [name]
+        while waiting:
+            new = needs[waiting.pop()] & needs.keys() - reached[name]
+            reached[name] |= new
+            waiting.extend(new)
+    for name in needs:
+        circle = {other for other in reached[name] if name in reached[other]}
+        first = min(circle, key=len, default="")
+        assert all(other == first or other.startswith(f"{first}.") for other in circle), circle
+
+
+def test_each_module_can_be_imported() -> None:
     names = [
         module_name(path)
         for path in FILES
         if not {"__main__", "scripts"} & {path.stem, *path.parts}
     ]
-    # torch's own heavy parts are imported once: circles are among ours.
     source = f"""
-import importlib, os, sys, torch
-for part in ("checkpoint.state_dict", "fsdp", "pipelining", "tensor.parallel"):
-    importlib.import_module("torch.distributed." + part)
+import importlib
 for name in {names!r}:
-    child = os.fork()
-    if child == 0:
-        try:
-            importlib.import_module(name)
-        except BaseException as error:
-            if isinstance(error, ModuleNotFoundError) and error.name.split(".")[0] in {OPTIONAL!r}:
-                os._exit(0)
-            print(f"{{name}}: {{type(error).__name__}}: {{error}}", flush=True)
-        os._exit(0)
-    os.waitpid(child, 0)
+    try:
+        importlib.import_module(name)
+    except BaseException as error:
+        if not isinstance(error, ModuleNotFoundError) or error.name.split(".")[0] not in {OPTIONAL!r}:
+            print(f"{{name}}: {{type(error).__name__}}: {{error}}")
 """
     assert run_python(source) == ""
 
