@@ -139,10 +139,9 @@ gpu-check: $(STAMP)  ## run the checks that need a GPU; succeeds without one
 # A page that is absent, or a link that leads nowhere, is an error. All pages are written (-a): the search of pages that
 # sphinx 9.0 has not written again lacks their entries of the index.
 docs: $(DOCS_STAMP)  ## build the documentation site in build/site, and try it in Chromium if that is installed
-	$(DOCS_VENV)/bin/python tools/reference.py
 	$(DOCS_VENV)/bin/python tools/reference.py --api
 	$(DOCS_VENV)/bin/python -m sphinx -q -a -W --keep-going -c docs -d build/site-cache . build/site
-	SITE=build/site $(DOCS_VENV)/bin/python -m pytest -q tests/test_site.py
+	SITE=build/site $(DOCS_VENV)/bin/python -m pytest -q --noconftest tests/test_site.py
 
 docs-serve: docs  ## serve the site at localhost (DOCS_PORT, 8000)
 	$(DOCS_VENV)/bin/python -m http.server --bind 127.0.0.1 --directory build/site $(DOCS_PORT)
@@ -233,8 +232,7 @@ $(INSTALL_STAMP): $(STAMP)
 	$(INSTALL_VENV)/bin/python -m pip install --quiet --upgrade pip setuptools twine
 	touch $@
 
-# The API reference is read from the imported package, so the environment needs torch, and none of its extensions.
-$(DOCS_STAMP): pyproject.toml docs/requirements.txt
-	test -x $(DOCS_VENV)/bin/python || $(PYTHON) -m venv $(DOCS_VENV)
-	$(DOCS_VENV)/bin/python -m pip install --quiet --no-compile "$(TORCH)" --editable . --requirement docs/requirements.txt
+$(DOCS_STAMP): $(STAMP) docs/requirements.txt
+	$(call shared_venv,$(DOCS_VENV))
+	$(DOCS_VENV)/bin/python -m pip install --quiet --no-compile --requirement docs/requirements.txt
 	touch $@

@@ -3,7 +3,7 @@
 
 python tools/reference.py            # write docs/reference/*.md
 python tools/reference.py --check    # fail where a page differs from what would be written
-python tools/reference.py --api      # write docs/reference/api/*.md, which only the site contains
+python tools/reference.py --api      # write docs/reference/api/*.md too, which only the site contains
 """
 
 from __future__ import annotations
@@ -479,7 +479,6 @@ def main(arguments: list[str]) -> int:
             # Sphinx reads again what is newer than its output.
             if not (folder / name).exists() or (folder / name).read_text() != text:
                 (folder / name).write_text(text)
-        return 0
     differ = []
     for name, write in PAGES.items():
         path, text = FOLDER / name, NOTE + write()
