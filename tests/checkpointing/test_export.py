@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from adapters import CASES, ROWS, arguments, base, build
+from packages import package
 from rank_pool import on_ranks
 from toys import distance, llama, on_cpu
 
@@ -13,7 +14,7 @@ import accelerate
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.commands.export import main
 
-peft = pytest.importorskip("peft")
+peft = package("peft")
 PRELOADED = (
     "transformers.models.llama.modeling_llama",
     "transformers.models.mixtral.modeling_mixtral",

@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from adapters import arguments, base, build, optimizer_of, plain, train
+from packages import package
 from rank_pool import on_ranks
 from toys import distance, on_cpu
 
@@ -14,7 +15,7 @@ from accelerate import Accelerator
 from accelerate.core.errors import ConfigurationError, PrepareError
 from accelerate.core.imports import is_torch_version
 
-peft = pytest.importorskip("peft")
+peft = package("peft")
 PRELOADED = (
     "transformers.models.llama.modeling_llama",
     "peft",

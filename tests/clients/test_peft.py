@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from packages import package
 from rank_pool import on_ranks
 from toys import Sequences, distance, llama, on_cpu, token_mean
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
-peft = pytest.importorskip("peft")
+peft = package("peft")
 PRELOADED = ("transformers.models.llama.modeling_llama", "peft")
 MAP = {
     "model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk", "model.norm": "cpu",

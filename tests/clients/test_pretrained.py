@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from packages import package
 from toys import distance, llama
 
-transformers = pytest.importorskip("transformers")
+transformers = package("transformers")
 MAPS = {
     "disk": {
         "model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk", "model.norm": "cpu",

@@ -11,6 +11,7 @@ import math
 
 import pytest
 import torch
+from packages import package
 from rank_pool import on_ranks
 from toys import (
     Iterable,
@@ -28,7 +29,7 @@ from toys import (
     unsharded_state,
 )  # fmt: skip
 
-transformers = pytest.importorskip("transformers")
+transformers = package("transformers")
 PRELOADED = (
     "transformers.models.llama.modeling_llama",
     "transformers.models.t5.modeling_t5",

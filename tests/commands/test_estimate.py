@@ -5,11 +5,12 @@ import json
 
 import pytest
 import torch
+from packages import package
 
 from accelerate.commands import estimate
 from accelerate.core.errors import ConfigurationError
 
-transformers = pytest.importorskip("transformers")
+transformers = package("transformers")
 
 CONFIGS = {
     # The output layer is tied to the embedding: its memory counts once.

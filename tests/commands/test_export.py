@@ -8,13 +8,14 @@ import json
 import pytest
 import torch
 from adapters import CASES, base, build
+from packages import package
 from toys import distance, llama, on_cpu
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.commands.export import main
 
-peft = pytest.importorskip("peft")
-transformers = pytest.importorskip("transformers")
+peft = package("peft")
+transformers = package("transformers")
 PRELOADED = ("transformers.models.llama.modeling_llama",)
 
 

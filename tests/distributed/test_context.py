@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from packages import package
 from states import reset_states
 
 from accelerate.parallelism_config import ParallelismConfig
@@ -13,7 +14,7 @@ from accelerate.state import PartialState
 
 sys.path.append(str(Path(__file__).parent / "workers"))
 
-transformers = pytest.importorskip("transformers")
+transformers = package("transformers")
 PRELOADED = ("transformers.models.llama.modeling_llama", "transformers.trainer")
 WINDOWS = {"gradient_accumulation_steps": 2, "max_steps": 4, "lr_scheduler_type": "constant"}
 CASES = {

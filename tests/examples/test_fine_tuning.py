@@ -3,8 +3,9 @@
 
 import pytest
 import torch
+from packages import package
 
-peft = pytest.importorskip("peft")
+peft = package("peft")
 PRELOADED = (
     "transformers.models.llama.modeling_llama", "peft", "bitsandbytes", "accelerate.parallel.fsdp.strategy",
     "torch.nn.parallel.distributed",

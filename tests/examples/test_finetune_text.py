@@ -4,9 +4,10 @@
 import json
 
 import pytest
+from packages import package
 from ranks import run_ranks
 
-transformers = pytest.importorskip("transformers")
+transformers = package("transformers")
 
 WORDS = ["good", "great", "lovely", "bad", "awful", "poor", "a", "the", "film", "book", "was", "is"]
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from torch._dynamo.utils import counters
 
 from accelerate import Accelerator
 from accelerate.config.precision import MasterWeightsKwargs
@@ -35,7 +34,7 @@ class Model(nn.Module):
 @pytest.fixture(autouse=True)
 def fresh_compiler():
     torch._dynamo.reset()
-    counters.clear()
+    torch._dynamo.utils.counters.clear()
     yield
     torch._dynamo.reset()
 
@@ -56,7 +55,7 @@ def test_same_gradients_and_no_recompilation(regional):
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad)
     # One graph for the whole; or one for the inlet and one that serves the four blocks.
-    assert counters["stats"]["unique_graphs"] == (2 if regional else 1)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (2 if regional else 1)
     assert compiled._orig_mod is model
     if not regional:
         assert Compile(plugin).apply(compiled) is compiled
@@ -84,7 +83,7 @@ def test_regions_are_compiled_under_mixed_precision(masters, tmp_path):
             accelerator.load_state(tmp_path)
             # Under the names of the user's model: a run that compiles nothing, or has DDP, loads them too.
             assert set(load_file(tmp_path / "model.safetensors")) == set(Model().state_dict())
-    assert counters["stats"]["unique_graphs"] == 2
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -98,7 +97,7 @@ def test_regions_of_a_model_with_a_hook(autocast):
     x = torch.randn(3, 4)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         torch.testing.assert_close(compiled(x), plain(x).float())
-    assert counters["stats"]["unique_graphs"] == 2
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
 
 @pytest.mark.parametrize("wrap", [torch.compile, compile_regions, "child", "plugin"])

@@ -10,7 +10,6 @@ from cases import pairs
 from layouts import units_of
 from rank_pool import on_ranks
 from torch import nn
-from torch._dynamo.utils import counters
 
 from accelerate.config.parallel import TorchTensorParallelConfig
 from accelerate.config.training import TorchDynamoPlugin
@@ -89,6 +88,7 @@ def plain(make):
 
 def compiled(strategy, regional, backend, make):
     torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
     counters.clear()
     strategy.transforms = (
         Compile(TorchDynamoPlugin(backend=backend, use_regional_compilation=regional)),
@@ -188,5 +188,5 @@ def test_tensor_parallel(regional):
         return
     check(strategy, compiled(strategy, regional, "aot_eager", make_llama), plain(make_llama))
     # Three blocks are one graph; the first of them also splits the sequence, which makes it a second one.
-    graphs = counters["stats"]["unique_graphs"]
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert graphs == (5 if regional else 1), graphs

@@ -7,11 +7,11 @@ from cases import cases
 from layouts import compare_state, sharded, sized
 from rank_pool import on_ranks
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from accelerate import Accelerator
 from accelerate.core.errors import PrepareError
 
+PRELOADED = ("transformers.models.llama.modeling_llama", "transformers.generation.utils")
 pytestmark = pytest.mark.usefixtures("float64")
 
 
@@ -99,6 +99,8 @@ def test_trains_on_four_ranks(name):
 
 
 def make_llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,

@@ -11,7 +11,6 @@ from cases import cases
 from layouts import compare_state, units_of
 from rank_pool import on_ranks
 from states import reset_states
-from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -240,11 +239,12 @@ def test_compiled():
     accelerator = start(LAYOUTS["fsdp x tp"], compiled=True)
     parts = prepared(accelerator, seed=accelerator.process_index)
     train(accelerator, parts, steps=1)
-    graphs = counters["stats"]["unique_graphs"]
+    counts = torch._dynamo.utils.counters["stats"]
+    graphs = counts["unique_graphs"]
     train(
         accelerator, (*parts[:-1], accelerator.skip_first_batches(parts[-1], ACCUMULATION)), steps=2
     )
-    assert graphs > 0 and counters["stats"]["unique_graphs"] == graphs, counters["stats"]
+    assert graphs > 0 and counts["unique_graphs"] == graphs, counts
     compare_state(accelerator, parts[0], expected)
 
 

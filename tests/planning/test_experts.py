@@ -3,13 +3,14 @@
 
 import pytest
 import torch
+from packages import package
 
 from accelerate import Accelerator
 from accelerate.planning import experts, layouts, trace
 from accelerate.planning.ledger import Ledger, Work
 from accelerate.planning.model import fake_batch, loss_of, parse_batch
 
-transformers = pytest.importorskip("transformers")
+transformers = package("transformers")
 
 PRELOADED = ("transformers.models.mixtral.modeling_mixtral",)
 BATCH = parse_batch("8x16")

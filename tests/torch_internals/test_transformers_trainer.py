@@ -7,10 +7,13 @@ import pytest
 
 from accelerate.torch_internals import transformers_trainer
 
-library = pytest.importorskip("transformers.trainer")
+
+@pytest.fixture
+def library():
+    return pytest.importorskip("transformers.trainer")
 
 
-def trainer(splits):
+def trainer(library, splits):
     layout = SimpleNamespace(sp_size=2, cp_size=1)
     accelerator = SimpleNamespace(parallelism_config=layout, splits=splits)
     made = library.Trainer.__new__(library.Trainer)
@@ -18,17 +21,17 @@ def trainer(splits):
     return made
 
 
-def test_batches_of_a_split_loader(monkeypatch):
+def test_batches_of_a_split_loader(library, monkeypatch):
     for name in ("get_sp_size", "get_cp_size"):
         monkeypatch.setattr(library.Trainer, name, getattr(library.Trainer, name))
     for _ in range(2):
         transformers_trainer.count_full_batches(lambda accelerator: accelerator.splits)
-    split, other = trainer(True), trainer(False)
+    split, other = trainer(library, True), trainer(library, False)
     assert (split.get_sp_size(), split.get_cp_size()) == (1, 2)
     assert (other.get_sp_size(), other.get_cp_size()) == (2, 1)
 
 
-def test_loss_over_the_mesh(monkeypatch):
+def test_loss_over_the_mesh(library, monkeypatch):
     calls = []
     monkeypatch.setattr(library, "deepspeed_sp_compute_loss", lambda *args: calls.append(args))
     former = library.deepspeed_sp_compute_loss

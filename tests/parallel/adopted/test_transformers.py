@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from layouts import compare, compare_state
+from packages import package
 from rank_pool import on_ranks
 from states import reset_states
 from torch.distributed.tensor import DTensor
@@ -16,7 +17,7 @@ from accelerate.core.errors import PrepareError
 from accelerate.state import PartialState
 from accelerate.utils import is_torch_version
 
-transformers = pytest.importorskip("transformers")
+transformers = package("transformers")
 
 PRELOADED = (
     "transformers.models.qwen3_moe.modeling_qwen3_moe",

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from cases import cases, pairs
 from layouts import compare_state
+from packages import package
 from rank_pool import on_ranks
 from states import reset_states
 from torch import nn
@@ -21,7 +22,7 @@ from accelerate.data_loader import skip_first_batches
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import FullyShardedDataParallelPlugin
 
-transformers = pytest.importorskip("transformers")
+transformers = package("transformers")
 PRELOADED = tuple(
     f"transformers.models.{name}.modeling_{name}" for name in ("llama", "mistral", "gpt2", "bert")
 )

@@ -5,13 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from packages import package
 
 from accelerate.core.errors import ConfigurationError
 from accelerate.parallel.context.requirements import builds_masks
 from accelerate.parallel.context.shard import SequenceLayout
 from accelerate.parallel.context.transformers_models import adapt_inputs, full_masks, registered
 
-masking = pytest.importorskip("transformers.masking_utils")
+masking = package("transformers.masking_utils")
 LENGTH, ROWS = 16, 8
 
 
@@ -27,7 +28,8 @@ def region(rank=0, packed=False, balanced=True):
     )
 
 
-def build(here, function=masking.causal_mask_function, **asked):
+def build(here, function=None, **asked):
+    function = function or masking.causal_mask_function
     builder = full_masks(masking.sdpa_mask, SimpleNamespace(region=here))
     sizes = {"batch_size": 2, "q_length": ROWS, "kv_length": ROWS, "device": "cpu"}
     return builder(mask_function=function, **{**sizes, **asked})
@@ -39,13 +41,12 @@ def whole(function):
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
-    "function",
-    [
-        masking.sliding_window_causal_mask_function(5),
-        masking.chunked_causal_mask_function(6, torch.zeros(2).long()),
-    ],
+    "kind, options",
+    [("sliding_window", (5,)), ("chunked", (6, torch.zeros(2).long()))],
+    ids=["sliding window", "chunks"],
 )
-def test_rows_of_a_rank_over_all_columns(rank, function):
+def test_rows_of_a_rank_over_all_columns(rank, kind, options):
+    function = getattr(masking, f"{kind}_causal_mask_function")(*options)
     here = region(rank)
     found = build(here, function, local_size=5)
     assert torch.equal(found, here.layout.take(whole(function), 2))

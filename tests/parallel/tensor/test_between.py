@@ -6,6 +6,7 @@ import copy
 import pytest
 import torch
 from layouts import compare_state
+from packages import package
 from rank_pool import on_ranks
 from torch import nn
 
@@ -14,7 +15,7 @@ from accelerate.config.parallel import TorchTensorParallelConfig
 from accelerate.core.errors import PrepareError
 from accelerate.parallelism_config import ParallelismConfig
 
-transformers = pytest.importorskip("transformers")
+transformers = package("transformers")
 pytestmark = pytest.mark.usefixtures("float64")
 
 PRELOADED = tuple(

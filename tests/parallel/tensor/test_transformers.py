@@ -6,6 +6,7 @@ import functools
 import pytest
 import torch
 from layouts import compare_state
+from packages import package
 from rank_pool import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -17,7 +18,7 @@ from accelerate.config.parallel import TorchTensorParallelConfig
 from accelerate.core.errors import PrepareError
 from accelerate.parallelism_config import ParallelismConfig
 
-transformers = pytest.importorskip("transformers")
+transformers = package("transformers")
 
 PRELOADED = (
     "transformers.models.llama.modeling_llama",
