@@ -162,6 +162,6 @@ def refused(make, options, named, call=None, *objects):
 
 
 def runs_in_schedule(run, model, kind=None):
-    built = list(run.prepared_model(model).stages.schedules._built.values())
+    built = list(run.prepared_model(model).stages.runner._built.values())
     assert built, "every batch went in GPipe's order"
     assert kind is None or {type(schedule) for schedule in built} == {kind}, built

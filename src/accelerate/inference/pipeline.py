@@ -98,6 +98,7 @@ def prepare_pippy(
         ranks=range(state.num_processes),
         channel=channel,
         splitter=splitter,
+        gather=True,
     )
 
     # The user's module keeps its class, configuration and names; only what runs is another.

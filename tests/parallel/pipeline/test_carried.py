@@ -67,7 +67,7 @@ def test_blocks_in_the_order_seen():
     early = Options(schedule="1f1b", num_microbatches=4, num_items=counts, example_inputs=example)
     run, model, *_ = check_run(bart, early, pp_size=4, padded=True, **LOSS)
     runs_in_schedule(run, model, Schedule1F1B)
-    units = run.prepared_model(model).stages.schedules.runner.cut.units
+    units = run.prepared_model(model).stages.runner.cut.units
     assert units.index("model.decoder.layernorm_embedding") < units.index("model.decoder.layers.0")
 
 

@@ -204,7 +204,7 @@ def test_losses():
         expected = loss_fn(plain(TOKENS), LABELS)
         expected.backward()
         assert abs(loss - expected) < 1e-10 and logits.shape == (*TOKENS.shape, VOCABULARY)
-    assert run.prepared_model(model).stages.schedules._built
+    assert run.prepared_model(model).stages.runner._built
     grads = {name: parameter.grad for name, parameter in plain.named_parameters()}
     for name, parameter in model.inner.named_parameters():
         torch.testing.assert_close(parameter.grad, grads[name], rtol=0, atol=1e-12)
@@ -351,7 +351,7 @@ def test_stages_balanced_by_time_in_the_order_observed():
     options = Options(num_microbatches=2, balance="time", example_inputs={"x": x})
     run, model, _ = prepared(Chain(norm_first=True).eval(), options)
     torch.testing.assert_close(model(x), plain(x), rtol=0, atol=1e-12)
-    assert len(set(all_ranks(run.prepared_model(model).stages.schedules.runner.cut.bounds))) == 1
+    assert len(set(all_ranks(run.prepared_model(model).stages.runner.cut.bounds))) == 1
 
 
 class Recurrent(nn.Module):

@@ -32,7 +32,7 @@ from ..sharded import ShardedModel
 from ..sharded_optimizer import lay_out_state
 from .layout import TiedParameters
 from .p2p import P2PChannel
-from .schedules import ScheduleRunner
+from .schedules import ScheduledRunner
 from .stage import Stage
 
 
@@ -41,7 +41,7 @@ class Stages(GradientReducer):
     """What one pipelined model consists of on this rank.
 
     Fields:
-        schedules: runs its stages. tied: parameters on stages of several ranks. random: its random streams.
+        runner: runs its stages. tied: parameters on stages of several ranks. random: its random streams.
         shapes: the parameters of the complete model in its order, name -> shape. template: a module whose state has
             the names and shapes of the complete model's.
         replica_group: the ranks that have the same stages; None where only this one has them.
@@ -53,7 +53,7 @@ class Stages(GradientReducer):
         shared: optimizers that step parameters of other models, too.
     """
 
-    schedules: ScheduleRunner
+    runner: ScheduledRunner
     tied: TiedParameters
     random: StageRandom
     shapes: dict[str, list[int]]
@@ -71,7 +71,7 @@ class Stages(GradientReducer):
     @property
     def modules(self) -> Mapping[int, Stage]:
         """The stages of this rank by their number."""
-        return self.schedules.runner.stages
+        return self.runner.stages
 
     def finish(self) -> None:
         """Reduce gradients over ranks, after the last backward of a window."""
@@ -147,7 +147,7 @@ class PipelinedModel(ShardedModel):
 
     def _collected(self, entries: dict[str, Any]) -> dict[str, Any]:
         """The entries of all stages on rank 0, one message for each; nothing on other ranks."""
-        channel = self.stages.schedules.runner.channel
+        channel = self.stages.runner.channel
         if dist.get_global_rank(channel.group, 0) != 0:
             return {}
         if channel.rank != 0:
@@ -275,7 +275,7 @@ class PipelinedModel(ShardedModel):
 
     def accumulated_gradients(self) -> AccumulatedGradients:
         """Return the gradients of an unfinished accumulation window."""
-        return self.stages.schedules.accumulated
+        return self.stages.runner.accumulated
 
     def rank_state(self) -> dict[str, object]:
         """The place in the model's random stream."""

@@ -134,7 +134,7 @@ class Runner:
     ranks: Sequence[int]
     channel: P2PChannel
     splitter: BatchSplitter
-    gather: bool = True
+    gather: bool
 
     def __post_init__(self) -> None:
         self.cut: StageSplit = self.staged.cut

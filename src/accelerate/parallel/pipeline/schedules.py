@@ -51,30 +51,27 @@ class ScheduledBatch:
     gradients: Gradients = field(default_factory=dict)
 
 
-class ScheduleRunner:
-    """Runs the training batches of a pipelined model in the order of a schedule of torch."""
+@dataclass(eq=False)
+class ScheduledRunner(Runner):
+    """Runs the training batches of a pipelined model in the order of a schedule of torch, and others in GPipe's."""
 
-    def __init__(
-        self,
-        runner: Runner,
-        options: PipelineParallelConfig,
-        precision: Precision,
-        accumulated: AccumulatedGradients,
-    ) -> None:
-        self.runner = runner
-        self.options = options
-        self.precision = precision
-        self.accumulated = accumulated
+    options: PipelineParallelConfig
+    precision: Precision
+    accumulated: AccumulatedGradients
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        options = self.options
         self._started = False
         self._built: dict[BatchKey, Any] = {}
         if options.schedule_row.implementation is None:
             return
         try:
-            self._build(dict.fromkeys(runner.stages, ((), ())))
+            self._build(dict.fromkeys(self.stages, ((), ())))
         except ValueError as error:
             raise PrepareError(
-                f"schedule={options.schedule!r} does not support num_microbatches={runner.splitter.num_microbatches} "
-                f"on {runner.channel.size} ranks of {options.stages_per_rank} stages: {error}"
+                f"schedule={options.schedule!r} does not support num_microbatches={self.splitter.num_microbatches} "
+                f"on {self.channel.size} ranks of {options.stages_per_rank} stages: {error}"
             ) from error
 
     def weights(self, batch: Batch) -> list[float] | None:
@@ -87,7 +84,7 @@ class ScheduleRunner:
         has_schedule = self.options.schedule_row.implementation is not None
         if not (has_schedule and batch.key.grad and batch.key.training):
             return None
-        count = self.runner.splitter.num_microbatches
+        count = self.splitter.num_microbatches
         if inputs.batch_size % count:
             if not self._started:
                 raise PrepareError(
@@ -108,20 +105,20 @@ class ScheduleRunner:
             return [1.0] * count
         return [1 / count] * count
 
-    def forward(self, batch: Batch, weights: list[float]) -> object:
+    def forward_and_backward(self, batch: Batch, weights: list[float]) -> object:
         """Forward and backward of all micro-batches; the model's output, on every rank."""
-        runner, index = self.runner, batch.shapes.loss_index
+        index = batch.shapes.loss_index
         if not batch.shapes.is_complete:
             self._complete(batch.shapes, batch.inputs)
         # In float64, so that the weight of a micro-batch is not rounded before it meets a loss in float64.
         dtype = torch.float64
-        if runner.channel.device.type == "mps":
+        if self.channel.device.type == "mps":
             dtype = torch.float32
-        seed = torch.ones((), dtype=dtype, device=runner.channel.device)
+        seed = torch.ones((), dtype=dtype, device=self.channel.device)
         if self.precision.scaler is not None:
             seed = self.precision.scaler.scale(seed)
         running = ScheduledBatch(batch, seed, weights)
-        for number, stage in runner.stages.items():
+        for number, stage in self.stages.items():
             # A stage computes micro-batches in their order.
             in_order = iter(range(len(weights)))
             stage.compute = functools.partial(self._compute, running, number, in_order)
@@ -132,11 +129,11 @@ class ScheduleRunner:
             # Stages split the inputs themselves; the target of a micro-batch is not used.
             schedule.step(target=torch.arange(len(weights)), return_outputs=False)
         finally:
-            runner.staged.show(None)
+            self.staged.show(None)
             running.gradients = self.accumulated.take()
             self.accumulated.add(former)
-        runner.staged.buffers.commit()
-        if runner.channel.rank == runner.source:
+        self.staged.buffers.commit()
+        if self.channel.rank == self.source:
             for number, column in enumerate(zip(*running.outputs, strict=True)):
                 if number == index:
                     weighted = map(torch.mul, column, weights)
@@ -144,7 +141,7 @@ class ScheduleRunner:
                 else:
                     batch.returned.append(torch.cat(column))
         batch.backward = lambda _, grads: self._apply(running, grads)
-        return runner.distribute_output(batch)
+        return self.distribute_output(batch)
 
     def _complete(self, shapes: BatchShapes, inputs: MicroBatches) -> None:
         """The output of the complete batch follows from that of a micro-batch."""
@@ -172,18 +169,18 @@ class ScheduleRunner:
         received: Sequence[torch.Tensor],
     ) -> object:
         """The next micro-batch through one stage: what is sent to the next, or the weighted loss."""
-        runner, batch = self.runner, running.batch
+        batch = running.batch
         micro = next(micro_batches)
         args, kwargs = batch.inputs.microbatch(micro)
-        segment = runner.segment(number, batch.inputs.sizes[micro], batch)
-        with runner.staged.buffers.micro_batch(number):
-            output = runner.staged.run(segment, args, kwargs, received)
-        if number != runner.last:
+        segment = self.segment(number, batch.inputs.sizes[micro], batch)
+        with self.staged.buffers.micro_batch(number):
+            output = self.staged.run(segment, args, kwargs, received)
+        if number != self.last:
             # torch's stages send tensors as they are.
             return tuple(tensor.contiguous() for tensor in trees.leaves(output))
         loss = loss_of(output)
         assert loss is not None
-        returned = trees.leaves(runner.returned(output))
+        returned = trees.leaves(self.returned(output))
         running.outputs.append([tensor.detach() for tensor in returned])
         return loss * (running.seed * running.weights[micro]).to(loss.dtype)
 
@@ -199,7 +196,7 @@ class ScheduleRunner:
         gradient = grads[index]
         if gradient is None:
             return
-        if self.runner.channel.has_values:
+        if self.channel.has_values:
             multiply(list(running.gradients.values()), gradient / running.seed)
         self.accumulated.add(running.gradients)
         running.gradients = {}
@@ -214,7 +211,7 @@ class ScheduleRunner:
             assert shapes.loss_index is not None
             loss = specs_in(shapes.output)[shapes.loss_index]
             examples = {}
-            for stage in self.runner.stages:
+            for stage in self.stages:
                 incoming = shapes.specs.get((stage - 1, size), [])
                 outgoing = shapes.specs.get((stage, size), [loss])
                 examples[stage] = _on_meta(incoming), _on_meta(outgoing)
@@ -231,16 +228,15 @@ class ScheduleRunner:
             def perform_reduce_grad(self, grad_scale_factor: int) -> None:
                 pass
 
-        runner = self.runner
         stages = [
             LaterReduction(
-                runner.stages[number],
+                self.stages[number],
                 number,
-                runner.cut.stages,
-                runner.channel.device,
+                self.cut.stages,
+                self.channel.device,
                 input_args=inputs,
                 output_args=outputs,
-                group=runner.channel.group,
+                group=self.channel.group,
             )
             for number, (inputs, outputs) in sorted(examples.items())
         ]
@@ -249,7 +245,7 @@ class ScheduleRunner:
         # The losses are weighted already.
         schedule = kind(
             stages if several else stages[0],
-            n_microbatches=runner.splitter.num_microbatches,
+            n_microbatches=self.splitter.num_microbatches,
             loss_fn=lambda output, _: output,
             scale_grads=False,
         )

@@ -35,8 +35,7 @@ from .microbatch import Args, BatchSplitter, Kwargs, disable_caches
 from .model import PipelinedModel, StageRandom, Stages
 from .observe import Observation
 from .p2p import P2PChannel
-from .runner import Runner
-from .schedules import ScheduleRunner, reduction_of
+from .schedules import ScheduledRunner, reduction_of
 from .split import plan_stages
 from .stage import Stage, StagedModel
 
@@ -150,15 +149,24 @@ class PipelineParallel(ShardedStrategy):
         self._compile(stages)
 
         # What runs them, and reduces their gradients.
-        runner = Runner(staged, stages, self.ranks, self.channel, splitter, options.gather_output)
-        accumulated = AccumulatedGradients(model, [model, *stages.values()])
+        runner = ScheduledRunner(
+            staged,
+            stages,
+            self.ranks,
+            self.channel,
+            splitter,
+            options.gather_output,
+            options,
+            self.precision,
+            AccumulatedGradients(model, [model, *stages.values()]),
+        )
         shards = {id(sharded_parameter(shard)) for shard in shards_of(stages.values())}
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         reductions = []
         if self.plugin is not None:
             reductions = [reduction_of(number, stages[number], runner) for number in stages]
         piped = Stages(
-            ScheduleRunner(runner, options, self.precision, accumulated),
+            runner,
             TiedParameters(model, parts.sharing, self.channel),
             StageRandom(self.channel, next(self._model_numbers), self.data_shard[0]),
             parts.shapes,
@@ -248,17 +256,17 @@ class PipelineParallel(ShardedStrategy):
 
 def call(piped: Stages, args: Args, kwargs: Kwargs) -> object:
     """A call of the prepared model."""
-    schedules, random, runner = piped.schedules, piped.random, piped.schedules.runner
+    random, runner = piped.random, piped.runner
     training = runner.staged.model.training
     batch = runner.new_batch(args, kwargs)
-    weights = schedules.weights(batch)
+    weights = runner.weights(batch)
     with random.seeded():
         runner.find_shapes(batch, scheduled=weights is not None)
     with random.seeded() if training else contextlib.nullcontext():
         if weights is None:
             output = runner.forward(batch)
         else:
-            output = schedules.forward(batch, weights)
+            output = runner.forward_and_backward(batch, weights)
     if training:
         random.calls += 1
     if not batch.key.grad:

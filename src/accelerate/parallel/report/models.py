@@ -144,7 +144,7 @@ def _replica_volume(model: ReplicatedModel) -> list[CommunicationVolume]:
 def _pipeline_volume(model: PipelinedModel, backwards: int) -> list[CommunicationVolume]:
     stages = model.stages
     # The parameters of a stage stay gathered until its gradients are reduced: once a step.
-    volumes = _stage_volume(stages.schedules.runner, backwards)
+    volumes = _stage_volume(stages.runner, backwards)
     for stage in stages.modules.values():
         volumes += shard_volume(stage, 1)
     volumes += tensor_parallel_volume(model.inner, backwards)
