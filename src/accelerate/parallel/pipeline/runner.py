@@ -25,6 +25,7 @@ from torch.autograd.function import FunctionCtx
 from ...core import trees
 from ...core.errors import AccelerateError, PrepareError
 from ...gradient_state import GradientState
+from ..accumulated import Gradients
 from .buffers import Buffers
 from .microbatch import (
     Args,
@@ -46,7 +47,10 @@ OutputGradients = Sequence[torch.Tensor | None]
 
 
 class BatchKey(NamedTuple):
-    """Equal for batches that are computed in the same way: the structure of the inputs, and the modes."""
+    """Equal for batches that are computed in the same way: the structure of the inputs, and the modes.
+
+    `scheduled`: the last stage computes the model's output for each micro-batch, not for the complete batch.
+    """
 
     structure: Hashable
     training: bool
@@ -102,20 +106,25 @@ class Batch:
     Fields:
         key: equal for batches of equal shapes.
         graphs: by stage, one for each micro-batch.
-        outputs: of the last block, one for each micro-batch.
+        outputs: of the last block, one for each micro-batch; in a schedule, the tensors that the call returns of each.
         tail_inputs: by micro-batch, the inputs of the tail's graph. returned: the tensors that the call returns of the
             model's output, on the last stage.
         backward: what the loop's backward runs.
+        weights: of the losses of micro-batches in a schedule. seed: what these are multiplied by, the loss scale.
+        gradients: what a schedule has computed, until the loop's backward.
     """
 
     inputs: MicroBatches
     shapes: BatchShapes
     key: BatchKey
     graphs: dict[int, list[SavedGraph]] = field(default_factory=dict)
-    outputs: list[object] = field(default_factory=list)
+    outputs: list[Any] = field(default_factory=list)
     tail_inputs: list[list[torch.Tensor]] = field(default_factory=list)
     returned: list[torch.Tensor] = field(default_factory=list)
     backward: Callable[[Batch, OutputGradients], None] | None = None
+    weights: list[float] = field(default_factory=list)
+    gradients: Gradients = field(default_factory=dict)
+    seed: torch.Tensor | None = None
 
 
 @dataclass(eq=False)
@@ -173,19 +182,14 @@ class Runner:
         key = BatchKey(structure, training, torch.is_grad_enabled())
         return Batch(inputs, BatchShapes(), key)
 
-    def find_shapes(self, batch: Batch, scheduled: bool = False) -> None:
+    def find_shapes(self, batch: Batch) -> None:
         """Give a batch its shapes. For the first one of its kind, a micro-batch of each size passes all stages.
 
         All ranks of the pipeline have the same inputs, so they agree on what is known.
 
-        Args:
-            batch: the batch.
-            scheduled: the last stage computes the model's output for each micro-batch, not for the complete batch.
-
         Raises:
             PrepareError: a stage could not compute, or has other inputs than the stage before it.
         """
-        batch.key = batch.key._replace(scheduled=scheduled)
         if batch.key not in self.shapes:
             try:
                 self.shapes[batch.key] = self._pass_shapes(batch)

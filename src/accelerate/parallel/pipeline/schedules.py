@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,9 +20,9 @@ from ...core import trees
 from ...core.errors import AccelerateError, PrepareError
 from ...precision.base import Precision
 from ...torch_internals.pipelining import reshard_late
-from ..accumulated import AccumulatedGradients, Gradients
+from ..accumulated import AccumulatedGradients
 from ..gradients import multiply
-from .microbatch import MicroBatches, loss_of, resize
+from .microbatch import Args, Kwargs, MicroBatches, loss_of, resize
 from .p2p import TensorSpec, specs_in
 from .runner import Batch, BatchKey, BatchShapes, OutputGradients, Runner
 
@@ -33,22 +33,6 @@ _GATHERED_STAGES = 3
 
 # (inputs, outputs) of a stage, as tensors on meta.
 Examples = tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]
-
-
-@dataclass
-class ScheduledBatch:
-    """A batch that a schedule runs.
-
-    Fields:
-        seed: what its losses are multiplied by, the loss scale. weights: of the losses of micro-batches.
-        outputs: of the last stage, by micro-batch. gradients: of the batch, until the loop's backward.
-    """
-
-    batch: Batch
-    seed: torch.Tensor
-    weights: list[float]
-    outputs: list[list[torch.Tensor]] = field(default_factory=list)
-    gradients: Gradients = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -74,16 +58,20 @@ class ScheduledRunner(Runner):
                 f"on {self.channel.size} ranks of {options.stages_per_rank} stages: {error}"
             ) from error
 
-    def weights(self, batch: Batch) -> list[float] | None:
-        """The weight of each micro-batch's loss; None for a batch that GPipe's order runs.
+    def new_batch(self, args: Args, kwargs: Kwargs) -> Batch:
+        """The batch of a call. It has weights of its micro-batches' losses if it is run in the schedule.
 
-        These are batches without a backward, the last batch of an epoch if it cannot be divided evenly, and batches
-        of which a micro-batch has no items. Every rank of the pipeline comes to the same answer.
+        Others run in GPipe's order: batches without a backward, the last batch of an epoch if it cannot be divided
+        evenly, and batches of which a micro-batch has no items. Every rank of the pipeline comes to the same answer.
         """
-        inputs = batch.inputs
+        batch = super().new_batch(args, kwargs)
         has_schedule = self.options.schedule_row.implementation is not None
-        if not (has_schedule and batch.key.grad and batch.key.training):
-            return None
+        if has_schedule and batch.key.grad and batch.key.training:
+            batch.weights = self._weights(batch.inputs)
+            batch.key = batch.key._replace(scheduled=bool(batch.weights))
+        return batch
+
+    def _weights(self, inputs: MicroBatches) -> list[float]:
         count = self.splitter.num_microbatches
         if inputs.batch_size % count:
             if not self._started:
@@ -91,7 +79,7 @@ class ScheduledRunner(Runner):
                     f"a batch of {inputs.batch_size} samples is not divisible by num_microbatches={count}, which "
                     f"schedule={self.options.schedule!r} needs: change either number, or use schedule='gpipe'"
                 )
-            return None
+            return []
         self._started = True
         if self.options.num_items is not None:
             items = []
@@ -99,48 +87,49 @@ class ScheduledRunner(Runner):
                 args, kwargs = inputs.microbatch(micro)
                 items.append(float(self.options.num_items(*args, **kwargs)))
             if not all(items):
-                return None
+                return []
             return [number / sum(items) for number in items]
         if self.options.loss_reduction == "sum":
             return [1.0] * count
         return [1 / count] * count
 
-    def forward_and_backward(self, batch: Batch, weights: list[float]) -> object:
-        """Forward and backward of all micro-batches; the model's output, on every rank."""
-        index = batch.shapes.loss_index
+    def forward(self, batch: Batch, on_all_ranks: bool = True) -> object:
+        """The model's output, on every rank. In a schedule the backward is computed too."""
+        if not batch.weights:
+            return super().forward(batch, on_all_ranks)
         if not batch.shapes.is_complete:
             self._complete(batch.shapes, batch.inputs)
         # In float64, so that the weight of a micro-batch is not rounded before it meets a loss in float64.
         dtype = torch.float64
         if self.channel.device.type == "mps":
             dtype = torch.float32
-        seed = torch.ones((), dtype=dtype, device=self.channel.device)
+        batch.seed = torch.ones((), dtype=dtype, device=self.channel.device)
         if self.precision.scaler is not None:
-            seed = self.precision.scaler.scale(seed)
-        running = ScheduledBatch(batch, seed, weights)
+            batch.seed = self.precision.scaler.scale(batch.seed)
         for number, stage in self.stages.items():
             # A stage computes micro-batches in their order.
-            in_order = iter(range(len(weights)))
-            stage.compute = functools.partial(self._compute, running, number, in_order)
+            in_order = iter(range(len(batch.weights)))
+            stage.compute = functools.partial(self._compute, batch, number, in_order)
         schedule = self._schedule_for(batch)
         # The other gradients of the window have their factor already.
         former = self.accumulated.take()
         try:
             # Stages split the inputs themselves; the target of a micro-batch is not used.
-            schedule.step(target=torch.arange(len(weights)), return_outputs=False)
+            schedule.step(target=torch.arange(len(batch.weights)), return_outputs=False)
         finally:
             self.staged.show(None)
-            running.gradients = self.accumulated.take()
+            batch.gradients = self.accumulated.take()
             self.accumulated.add(former)
         self.staged.buffers.commit()
         if self.channel.rank == self.source:
-            for number, column in enumerate(zip(*running.outputs, strict=True)):
-                if number == index:
-                    weighted = map(torch.mul, column, weights)
+            for number, column in enumerate(zip(*batch.outputs, strict=True)):
+                if number == batch.shapes.loss_index:
+                    weighted = map(torch.mul, column, batch.weights)
                     batch.returned.append(torch.stack(list(weighted)).sum(0))
                 else:
                     batch.returned.append(torch.cat(column))
-        batch.backward = lambda _, grads: self._apply(running, grads)
+        batch.outputs = []
+        batch.backward = self._apply
         return self.distribute_output(batch)
 
     def _complete(self, shapes: BatchShapes, inputs: MicroBatches) -> None:
@@ -163,13 +152,12 @@ class ScheduledRunner(Runner):
 
     def _compute(
         self,
-        running: ScheduledBatch,
+        batch: Batch,
         number: int,
         micro_batches: Iterator[int],
         received: Sequence[torch.Tensor],
     ) -> object:
         """The next micro-batch through one stage: what is sent to the next, or the weighted loss."""
-        batch = running.batch
         micro = next(micro_batches)
         args, kwargs = batch.inputs.microbatch(micro)
         segment = self.segment(number, batch.inputs.sizes[micro], batch)
@@ -181,25 +169,26 @@ class ScheduledRunner(Runner):
         loss = loss_of(output)
         assert loss is not None
         returned = trees.leaves(self.returned(output))
-        running.outputs.append([tensor.detach() for tensor in returned])
-        return loss * (running.seed * running.weights[micro]).to(loss.dtype)
+        batch.outputs.append([tensor.detach() for tensor in returned])
+        assert batch.seed is not None
+        return loss * (batch.seed * batch.weights[micro]).to(loss.dtype)
 
-    def _apply(self, running: ScheduledBatch, grads: OutputGradients) -> None:
+    def _apply(self, batch: Batch, grads: OutputGradients) -> None:
         """The loop's backward: multiply the gradients that were computed by the gradient of the loss."""
-        index = running.batch.shapes.loss_index
+        index = batch.shapes.loss_index
         if any(grad is not None for number, grad in enumerate(grads) if number != index):
             raise AccelerateError(
                 f"schedule={self.options.schedule!r} computes the gradient of the loss that the model returns, and "
                 "the loss of this loop uses other tensors of its output: use schedule='gpipe'"
             )
-        assert index is not None
+        assert index is not None and batch.seed is not None
         gradient = grads[index]
         if gradient is None:
             return
         if self.channel.has_values:
-            multiply(list(running.gradients.values()), gradient / running.seed)
-        self.accumulated.add(running.gradients)
-        running.gradients = {}
+            multiply(list(batch.gradients.values()), gradient / batch.seed)
+        self.accumulated.add(batch.gradients)
+        batch.gradients = {}
 
     # -- torch's objects
 

@@ -259,14 +259,10 @@ def call(piped: Stages, args: Args, kwargs: Kwargs) -> object:
     random, runner = piped.random, piped.runner
     training = runner.staged.model.training
     batch = runner.new_batch(args, kwargs)
-    weights = runner.weights(batch)
     with random.seeded():
-        runner.find_shapes(batch, scheduled=weights is not None)
+        runner.find_shapes(batch)
     with random.seeded() if training else contextlib.nullcontext():
-        if weights is None:
-            output = runner.forward(batch)
-        else:
-            output = runner.forward_and_backward(batch, weights)
+        output = runner.forward(batch)
     if training:
         random.calls += 1
     if not batch.key.grad:
