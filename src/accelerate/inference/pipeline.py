@@ -31,7 +31,7 @@ from ..parallel.pipeline.split import (
     module_bytes,
     order_conflict,
 )
-from ..parallel.pipeline.stage import Stage, StagedModel
+from ..parallel.pipeline.stage import StagedModel
 from ..state import PartialState
 
 
@@ -82,11 +82,9 @@ def prepare_pippy(
     points, cut, carried, reads = _cut(model, split_points, unsplit, example, state.num_processes)
     splitter = BatchSplitter(model.forward, (), chunks)
     rank = state.process_index
-    units = [model.get_submodule(cut.units[number]) for number in cut.units_of([rank])]
     shared = {id(parameter) for name, parameter in model.named_parameters() if name in reads}
     staged = StagedModel(model, cut, [rank], state.device, carried, shared)
-    stages = {rank: Stage(units)}
-    staged.watch(stages.values())
+    staged.watch()
     for tensor in (*model.parameters(), *model.buffers()):
         replace_data(tensor, tensor.detach().to(state.device))
     group = dist.group.WORLD
@@ -94,7 +92,6 @@ def prepare_pippy(
     channel = P2PChannel(group, state.device)
     runner = Runner(
         staged,
-        stages,
         ranks=range(state.num_processes),
         channel=channel,
         splitter=splitter,

@@ -133,13 +133,12 @@ class Runner:
 
     Args:
         staged: the model.
-        stages: this rank's stages by number. ranks: by stage, the rank of the group that has it.
+        ranks: by stage, the rank of the group that has it.
         channel: the messages between stages. splitter: makes micro-batches.
         gather: whether the complete output is returned on all ranks, or its loss alone.
     """
 
     staged: StagedModel
-    stages: Mapping[int, Stage]
     ranks: Sequence[int]
     channel: P2PChannel
     splitter: BatchSplitter
@@ -147,6 +146,7 @@ class Runner:
 
     def __post_init__(self) -> None:
         self.cut: StageSplit = self.staged.cut
+        self.stages: Mapping[int, Stage] = self.staged.stages
         self.last: int = self.cut.stages - 1
         self.source: int = self.ranks[self.last]
         self.shapes: dict[BatchKey, BatchShapes] = {}

@@ -125,7 +125,7 @@ class StagedModel:
     Args:
         model: in which stand-ins replace all units but those of this rank's stages.
         cut: the stages.
-        stages: this rank's stages.
+        stages: numbers of this rank's stages, in their order.
         device: of remote tensors.
         carried: name of a unit, or of a module with several -> the number of its last unit.
         shared: ids of parameters of other units that this rank has, too.
@@ -136,7 +136,7 @@ class StagedModel:
         self,
         model: nn.Module,
         cut: StageSplit,
-        stages: Iterable[int],
+        stages: Sequence[int],
         device: torch.device,
         carried: Mapping[str, int],
         shared: Collection[int],
@@ -153,6 +153,9 @@ class StagedModel:
         if loss_fn is not None:
             self.forward = functools.partial(_call_with_loss, model.forward, loss_fn)
         originals = {number: model.get_submodule(name) for number, name in enumerate(self.units)}
+        self.stages: dict[int, Stage] = {}
+        for stage in stages:
+            self.stages[stage] = Stage([originals[number] for number in cut.units_of([stage])])
         self._drop_tensors(originals, shared)
         self._own_units = {number: originals[number] for number in self.own_numbers}
         self.stand_ins: dict[int, StandIn] = {
@@ -204,10 +207,10 @@ class StagedModel:
             "({name: parameter.clone()}), or use FSDP2 or DDP, whose models can be copied"
         )
 
-    def watch(self, stages: Iterable[Stage]) -> None:
+    def watch(self) -> None:
         """Put this rank's units, as they are laid out, into the model, and hooks on them, behind those of FSDP2."""
         units: list[nn.Module] = []
-        for stage in stages:
+        for stage in self.stages.values():
             units += stage.units
         self._own_units = dict(zip(self.own_numbers, units, strict=True))
         self.show(None)

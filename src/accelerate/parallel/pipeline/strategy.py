@@ -139,19 +139,15 @@ class PipelineParallel(ShardedStrategy):
         staged = StagedModel(
             model, plan.cut, parts.stages, self.device, plan.carried, present, options.loss_fn
         )
-        stages: dict[int, Stage] = {}
-        for number in parts.stages:
-            names = [plan.cut.units[unit] for unit in plan.cut.units_of([number])]
-            stages[number] = Stage([model.get_submodule(name) for name in names])
+        stages = staged.stages
         fill_or_shard(self, model, stages, has_weights, parts.unsharded)
-        staged.watch(stages.values())
+        staged.watch()
         self.cast_parameters(model, stages.values())
         self._compile(stages)
 
         # What runs them, and reduces their gradients.
         runner = ScheduledRunner(
             staged,
-            stages,
             self.ranks,
             self.channel,
             splitter,
