@@ -232,13 +232,18 @@ class PipelinedModel(ShardedModel):
         entries = self._collected(entries)
         if dist.get_rank() != 0:
             return {}
-        positions = {name: number for number, name in enumerate(itertools.chain(*groups))}
+        state = {}
+        for position, name in enumerate(itertools.chain(*groups)):
+            if name in entries:
+                state[position] = entries[name]
         param_groups = []
-        for group, group_names in zip(optimizer.param_groups, groups, strict=True):
+        count = 0
+        for group, names in zip(optimizer.param_groups, groups, strict=True):
             options = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
-            param_groups.append({**options, "params": [positions[name] for name in group_names]})
-        by_position = {positions[name]: entry for name, entry in entries.items()}
-        return {"state": dict(sorted(by_position.items())), "param_groups": param_groups}
+            options["params"] = list(range(count, count + len(names)))
+            count += len(names)
+            param_groups.append(options)
+        return {"state": state, "param_groups": param_groups}
 
     def load_optimizer_state_dict(
         self, optimizer: torch.optim.Optimizer, state_: Mapping[str, object]

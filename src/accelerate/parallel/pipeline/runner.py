@@ -238,10 +238,10 @@ class Runner:
         In each mode, the first batch shows with others what depends on the samples and on their number.
         """
         inputs = batch.inputs
-        starts: dict[int, int] = {}
-        for start, size in zip(inputs.offsets, inputs.sizes, strict=True):
-            starts.setdefault(size, start)
-        parts = [(start, size) for size, start in starts.items()]
+        # The larger micro-batches come first.
+        parts = [(inputs.offsets[0], inputs.sizes[0])]
+        if inputs.sizes[-1] != inputs.sizes[0]:
+            parts.append((inputs.offsets[-1], inputs.sizes[-1]))
         is_first = batch.key.training not in self.modes
         self.modes.add(batch.key.training)
         if is_first and len(inputs.sizes) > 1:
