@@ -123,7 +123,11 @@ def prefix_tuning(projection):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("projection", [False, True])
+@pytest.mark.parametrize(
+    "projection",
+    [pytest.param(False, marks=pytest.mark.thorough), True],
+    ids=["plain", "projected"],
+)
 def test_prefixes_in_a_cache(projection):
     """All blocks find the output of the prompt encoder in the cache that they are given."""
     PartialState(cpu=True)
