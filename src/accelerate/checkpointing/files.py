@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import queue
+import sys
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -331,7 +332,7 @@ def _copy_block(source: memoryview, target: memoryview) -> None:
 
 def _fetch(descriptor: int, offset: int, size: int) -> None:
     """Let the system read ahead in a file: it would take the reads of several threads for random access."""
-    if hasattr(os, "posix_fadvise"):
+    if sys.platform == "linux":
         os.posix_fadvise(descriptor, offset, size, os.POSIX_FADV_WILLNEED)
 
 

@@ -8,6 +8,7 @@ import errno
 import importlib
 import os
 import stat
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -182,7 +183,7 @@ def read_regular(path: str | os.PathLike[str], limit: int) -> bytes:
 
 def read_at(descriptor: int, pieces: Sequence[memoryview], offset: int) -> int:
     """Read from an offset of a file into pieces of memory; the number of bytes, which may be fewer than wanted."""
-    if hasattr(os, "preadv"):
+    if sys.platform != "win32":
         return os.preadv(descriptor, pieces, offset)
     with _POSITION, open(descriptor, "rb", buffering=0, closefd=False) as file:
         file.seek(offset)
@@ -191,7 +192,7 @@ def read_at(descriptor: int, pieces: Sequence[memoryview], offset: int) -> int:
 
 def write_at(descriptor: int, pieces: Sequence[memoryview], offset: int) -> int:
     """Write pieces of memory at an offset of a file; the number of bytes, which may be fewer than theirs."""
-    if hasattr(os, "pwritev"):
+    if sys.platform != "win32":
         return os.pwritev(descriptor, pieces, offset)
     with _POSITION:
         os.lseek(descriptor, offset, os.SEEK_SET)

@@ -19,8 +19,6 @@ from typing import NamedTuple
 from . import env
 from .device_kinds import DEVICES, DeviceKind
 
-# Whether there are process groups, signals that kill, and pipes that can be waited for: not on Windows.
-POSIX: bool = hasattr(os, "killpg")
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
 
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Protocol
 
 from ..core import env
-from ..core.system import POSIX
 from .spec import LaunchSpec, ProcessSpec
 from .streams import Stream
 
@@ -64,7 +63,7 @@ class Rank:
             stdin=_stdin(self.spec.local_rank),
             stdout=output,
             stderr=error,
-            process_group=0 if POSIX else None,
+            process_group=None if sys.platform == "win32" else 0,
             preexec_fn=die_with(os.getpid(), self.spec.cpus),
         )
 
@@ -162,12 +161,12 @@ class Rank:
 
     def kill_children(self) -> None:
         """Kill what an ended process left behind in its process group."""
-        if POSIX:
+        if sys.platform != "win32":
             self._send(signal.SIGKILL)
 
     def _send(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            if POSIX:
+            if sys.platform != "win32":
                 os.killpg(self.popen.pid, number)
             else:
                 os.kill(self.popen.pid, signal.SIGTERM)
@@ -184,7 +183,7 @@ def _stdin(local_rank: int) -> int | None:
 
 def _channel(number: int) -> tuple[int, int]:
     """Both ends of a stream: a pseudo terminal where the console is one, which keeps colours; otherwise a pipe."""
-    if POSIX and os.isatty(number):
+    if sys.platform != "win32" and os.isatty(number):
         import fcntl
         import pty
         import termios
@@ -210,7 +209,7 @@ def guarded(ranks: Sequence[Rank]) -> Iterator[None]:
     """
     groups = [f"-{rank.popen.pid}" for rank in ranks if rank.is_child]
     shell = shutil.which("sh")
-    if not groups or shell is None or not POSIX:
+    if not groups or shell is None or sys.platform == "win32":
         yield
         return
     command = [shell, "-c", _GUARD, "sh", *groups]

@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -24,7 +25,7 @@ from ..core.imports import is_available
 from ..core.objects import is_secret
 from .base import AGENT, Launcher, handling
 from .ports import Waiting
-from .ray_worker import RayWorker, RemoteProcess, RemoteSupervisor, versions
+from .ray_worker import KILLED, RayWorker, RemoteProcess, RemoteSupervisor, versions
 from .spec import LaunchSpec, Place, ProcessSpec
 
 # Ray's names of accelerators, in the order in which a cluster is searched for them.
@@ -265,7 +266,10 @@ def running_cluster() -> str | None:
     try:
         with open(path, opener=open_regular) as file:
             status = os.fstat(file.fileno())
-            if status.st_uid not in (0, os.geteuid()) or status.st_mode & 0o022:
+            users = {0}
+            if sys.platform != "win32":
+                users.add(os.geteuid())
+            if status.st_uid not in users or status.st_mode & 0o022:
                 raise ConfigurationError(
                     f"{path} may be another user's (owner {status.st_uid}, mode {status.st_mode & 0o777:o}): give the "
                     "address of the cluster with --ray_address"
@@ -404,7 +408,7 @@ def _pump(members: Sequence[Member], processes: Sequence[RemoteProcess]) -> None
         except Exception as error:
             # After any error here, the state of the process is unknown.
             lost = f"accelerate: {member.host} (pid {process.pid}) is lost: {_in_a_line(error)}\n"
-            process.take([(2, lost.encode())], -signal.SIGKILL)
+            process.take([(2, lost.encode())], KILLED)
         if process.poll() is None:
             calls[member.worker.read.remote()] = (member, process)
 

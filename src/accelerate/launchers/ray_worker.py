@@ -6,9 +6,9 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
-import signal
 import socket
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -29,6 +29,8 @@ from .supervisor import Supervisor
 READ_WAIT, LOOK = 10.0, 0.2
 # Seconds in which the end of a killed process must be reported.
 GONE_WAIT = 10.0
+# The exit code of a process that SIGKILL has ended.
+KILLED = -9
 
 
 def versions() -> dict[str, str]:
@@ -135,8 +137,11 @@ class RayWorker:
     def signal(self, number: int, group: bool) -> None:
         """Send a signal to the process, or to its process group."""
         assert self._popen is not None
+        send = os.kill
+        if group and sys.platform != "win32":
+            send = os.killpg
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            (os.killpg if group else os.kill)(self._popen.pid, number)
+            send(self._popen.pid, number)
 
 
 class RemoteProcess:
@@ -169,7 +174,7 @@ class RemoteProcess:
     def wait(self) -> int:
         """The exit code; SIGKILL's where the worker does not report it in time."""
         if not self._ended.wait(GONE_WAIT):
-            self._code = -signal.SIGKILL
+            self._code = KILLED
         assert self._code is not None
         return self._code
 

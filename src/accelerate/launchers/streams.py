@@ -7,12 +7,11 @@ import errno
 import os
 import queue
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import IO
-
-from ..core.system import POSIX
 
 TRACEBACK = b"Traceback (most recent call last):"
 # With C++ stacks: what torch logs where the rank that hosts the store is gone, before the error becomes a traceback.
@@ -90,7 +89,7 @@ class Stream:
     ) -> None:
         self.source = source
         self._threaded: _ThreadReader | None = None
-        if POSIX:
+        if sys.platform != "win32":
             os.set_blocking(source, False)
         else:
             self._threaded = _ThreadReader(source)

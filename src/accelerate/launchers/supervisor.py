@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from ..core import env, messages
 from ..core.objects import ranks_in_words
-from ..core.system import POSIX, handles_signal, is_paused
+from ..core.system import handles_signal, is_paused
 from . import failure as failures
 from . import tracebacks
 from .failure import Failure
@@ -192,7 +192,7 @@ class Supervisor:
             rank = self.make_rank(process, folder)
             self.ranks.append(rank)
             for stream in rank.streams:
-                if POSIX:
+                if sys.platform != "win32":
                     self._selector.register(stream.source, selectors.EVENT_READ, stream.read)
         self._contexts.enter_context(guarded(self.ranks))
         if self._status_folder is not None:
@@ -221,7 +221,7 @@ class Supervisor:
             if deadline is not None:
                 timeout = min(timeout, max(0.0, deadline - now))
         open_streams = [stream for stream in self._streams() if stream.open]
-        if POSIX:
+        if sys.platform != "win32":
             for key, _ in self._selector.select(timeout):
                 key.data()
         elif open_streams:
@@ -355,8 +355,11 @@ class Supervisor:
 
     def _kill_all(self) -> None:
         self._kill_at = time.monotonic() + 1.0
+        number = signal.SIGTERM
+        if sys.platform != "win32":
+            number = signal.SIGKILL
         for rank in self.ranks:
-            rank.signal(signal.SIGKILL if POSIX else signal.SIGTERM)
+            rank.signal(number)
 
     def _handle_signal(self, number: int) -> None:
         name = signal.Signals(number).name
@@ -476,7 +479,7 @@ class Supervisor:
     @contextlib.contextmanager
     def _forwarding_signals(self) -> Iterator[None]:
         """Forward signals to the ranks; the end of a rank wakes the selector."""
-        if threading.current_thread() is not threading.main_thread() or not POSIX:
+        if threading.current_thread() is not threading.main_thread() or sys.platform == "win32":
             yield
             return
         wake, alarm = os.pipe()

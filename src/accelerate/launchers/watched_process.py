@@ -14,7 +14,6 @@ import time
 from collections.abc import Sequence
 from types import FrameType
 
-from ..core.system import POSIX
 from ..core.topology import Topology
 from .process import FORWARDED, die_with
 
@@ -57,7 +56,7 @@ def main(command: list[str]) -> None:
         if not stopped:
             time.sleep(LAST_WORDS)
         _end_as(code)
-    if POSIX and (code < 0 or topology.launcher != "openmpi"):
+    if sys.platform != "win32" and (code < 0 or topology.launcher != "openmpi"):
         # Hydra (MPICH, Intel MPI, MVAPICH) lets the others go on where one only fails, and stops them where one dies.
         os.kill(os.getpid(), signal.SIGKILL)
     sys.exit(code)
@@ -65,7 +64,7 @@ def main(command: list[str]) -> None:
 
 def _end_as(code: int) -> None:
     """End with a child's exit code, or by the signal that it died of."""
-    if code < 0:
+    if code < 0 and sys.platform != "win32":
         if code not in (-signal.SIGKILL, -signal.SIGSTOP):
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)

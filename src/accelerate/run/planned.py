@@ -84,9 +84,8 @@ class PlannedRun(RunObserver):
 
 def _largest_process() -> int:
     """The largest resident size of this process, in bytes."""
-    peak_on_windows = getattr(psutil.Process().memory_info(), "peak_wset", None)
-    if peak_on_windows is not None:
-        return int(peak_on_windows)
+    if sys.platform == "win32":
+        return psutil.Process().memory_info().peak_wset
     import resource
 
     size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

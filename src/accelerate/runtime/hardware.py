@@ -8,6 +8,7 @@ import logging
 import os
 import platform
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,10 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
 
     `verbose` logs what was done; None means in debug mode (ACCELERATE_DEBUG_MODE).
     """
-    processors = _processors_near(local_process_index)
+    if sys.platform != "linux" or not is_cuda_available():
+        return
+    # A container may have fewer processors than the machine shows.
+    processors = _processors_near(local_process_index) & os.sched_getaffinity(0)
     if not processors:
         return
     os.sched_setaffinity(0, processors)
@@ -109,8 +113,6 @@ def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> 
 
 
 def _processors_near(index: int) -> set[int]:
-    if not hasattr(os, "sched_setaffinity") or not is_cuda_available():
-        return set()
     import torch
 
     device: Any = torch.cuda.get_device_properties(index)
@@ -118,8 +120,7 @@ def _processors_near(index: int) -> set[int]:
     listed = Path("/sys/bus/pci/devices", address, "local_cpulist")
     if not listed.exists():
         return set()
-    # A container may have fewer processors than the machine shows.
-    return parse_cpu_list(listed.read_text()) & os.sched_getaffinity(0)
+    return parse_cpu_list(listed.read_text())
 
 
 def parse_cpu_list(text: str) -> set[int]:

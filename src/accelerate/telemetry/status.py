@@ -8,6 +8,7 @@ import mmap
 import os
 import shutil
 import struct
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -80,7 +81,7 @@ def new_folder() -> str | None:
 
     This process locks it until it ends. The folders of launchers that were killed, which have no lock, are removed.
     """
-    if not hasattr(os, "O_DIRECTORY"):
+    if sys.platform == "win32":
         import tempfile
 
         return tempfile.mkdtemp(prefix="accelerate-")
@@ -101,7 +102,9 @@ def new_folder() -> str | None:
 
 def _locked(folder: Path) -> int:
     """The descriptor of a folder, locked as long as it is open. OSError where another process has the lock."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    # Windows has neither of the flags, and no such folders.
+    flags = getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 0)
+    descriptor = os.open(folder, os.O_RDONLY | flags)
     try:
         lock_file(descriptor)
     except OSError:
