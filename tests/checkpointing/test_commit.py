@@ -272,13 +272,12 @@ sys.stdin.readline()
 
 
 @pytest.mark.timeout(120)
-def test_of_several_at_once_one_takes_a_stale_lock(tmp_path):
+def test_of_several_at_once_one_takes_a_stale_lock(tmp_path, tmp_path_factory):
     foreign(lock_path(tmp_path / "c"))  # its process has ended
-    command = [sys.executable, "-c", CONTEND, str(tmp_path / "c")]
-    runs = [
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        for _ in range(4)
-    ]
+    script = tmp_path_factory.mktemp("script") / "contend.py"
+    script.write_text(CONTEND)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    runs = [Script(script, tmp_path / "c", **pipes) for _ in range(4)]
     assert [run.stdout.readline() for run in runs] == ["ready\n"] * 4
     start = time.time() + 0.5
     for run in runs:
@@ -286,7 +285,10 @@ def test_of_several_at_once_one_takes_a_stale_lock(tmp_path):
         run.stdin.flush()
     told = sorted(run.stdout.readline().strip() for run in runs)
     for run in runs:
-        run.communicate("end\n", timeout=60)
+        run.stdin.write("end\n")
+        run.stdin.flush()
+        assert run.wait(60) == 0
+        run.end()
     assert told == ["in use"] * 3 + ["taken"] and names(tmp_path) == []
 
 

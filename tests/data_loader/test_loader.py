@@ -6,8 +6,6 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
-import subprocess
-import sys
 import weakref
 
 import pytest
@@ -26,6 +24,7 @@ from loaders import (
     seed,
     states,
 )
+from ranks import run_ranks
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -460,9 +459,7 @@ weakref.main = sys.modules["__main__"]  # Other packages keep it too: its names 
 batches = iter(Accelerator(cpu=True).prepare(torch.utils.data.DataLoader(range(4))))
 print(next(batches))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
-    )
+    (done,) = run_ranks(script, 1)
     assert (done.stdout, done.stderr) == ("tensor([0])\n", "")
 
 

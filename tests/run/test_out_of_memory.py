@@ -3,13 +3,12 @@
 
 import json
 import pickle
-import subprocess
-import sys
 import types
 from pathlib import Path
 
 import pytest
 import torch
+from ranks import run_ranks
 from torch import nn
 
 from accelerate import Accelerator
@@ -108,9 +107,7 @@ raise MemoryError("no more")
 
 
 def test_an_error_that_ends_the_process():
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120
-    )
+    (done,) = run_ranks(SCRIPT, 1, check=False)
     assert done.returncode == 1
     assert (
         "out of memory on rank 0: no more" in done.stderr and "MemoryError: no more" in done.stderr

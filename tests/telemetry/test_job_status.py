@@ -3,15 +3,14 @@
 
 import json
 import math
-import os
 import shutil
 import ssl
 import subprocess
-import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from ranks import run_ranks
 
 from accelerate.telemetry.job_status import trainer_status
 from accelerate.telemetry.status import TRAINING, Status
@@ -95,32 +94,15 @@ def server(tmp_path):
         thread.join()
 
 
-def launch(tmp_path, variables):
-    (tmp_path / "train.py").write_text(SCRIPT)
-    command = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.main",
-        "launch",
-        "--cpu",
-        "--num_processes",
-        "2",
-    ]
-    env = {**os.environ, "HF_HOME": str(tmp_path), **variables}
-    done = subprocess.run(
-        [*command, "train.py", tmp_path],
-        cwd=tmp_path,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    return [line for line in done.stderr.splitlines() if "TrainJob" in line]
+def train(tmp_path, variables):
+    """What two ranks that train print of a TrainJob."""
+    results = run_ranks(SCRIPT, 2, tmp_path, env=variables)
+    lines = [line for result in results for line in result.stderr.splitlines()]
+    return [line for line in lines if "TrainJob" in line]
 
 
 def test_a_run_reports_its_steps_and_a_refusal_is_mentioned_once(server, tmp_path):
-    mentioned = launch(tmp_path, {**server.variables, "ACCELERATE_TRAINJOB_EPOCHS": "2"})
+    mentioned = train(tmp_path, {**server.variables, "ACCELERATE_TRAINJOB_EPOCHS": "2"})
     paths, tokens, statuses = zip(*server.reports, strict=True)
     assert set(paths) == {"/namespaces/n/trainjobs/j/status"}
     assert tokens[0] == "Bearer 1" and set(tokens[1:]) == {"Bearer 2"}
@@ -149,7 +131,7 @@ def test_a_server_with_another_certificate_gets_no_token(server, tmp_path):
         variables = {**server.variables, "KUBEFLOW_TRAINER_SERVER_CA_CERT": str(other / "ca.crt")}
     for step in range(1, 5):
         (tmp_path / str(step)).touch()
-    (line,) = launch(tmp_path, variables)
+    (line,) = train(tmp_path, variables)
     assert server.reports == stranger.reports == [] and "certificate" in line
 
 

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from ranks import run_ranks
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -437,11 +438,7 @@ elif sys.argv[3] == "failed":
     "end", ["kept", "collected", pytest.param("failed", marks=pytest.mark.thorough)]
 )
 def test_a_script_that_ends_without_end_training(end, tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(UNFINISHED)
-    done = subprocess.run(
-        [sys.executable, script, tmp_path, "50", end], capture_output=True, text=True, timeout=120
-    )
+    (done,) = run_ranks(UNFINISHED, 1, tmp_path, 50, end, check=False)
     assert (done.returncode, "Traceback" in done.stderr) == (3 if end == "failed" else 0, False)
     assert read_steps(steps_file(tmp_path, 0))["steps"].sum() == 50
     assert [event["event"] for event in events(tmp_path)] == ["start", "end"]

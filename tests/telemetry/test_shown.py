@@ -4,13 +4,10 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import textwrap
 
 import pytest
 import torch
+from ranks import run_ranks
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator
@@ -170,8 +167,7 @@ def test_a_profile_of_a_run_that_is_shorter_or_smaller(
 
 
 def test_a_profile_of_a_run_that_fails(tmp_path):
-    script = textwrap.dedent(
-        f"""
+    script = f"""
         import torch
         from accelerate import Accelerator
 
@@ -182,12 +178,8 @@ def test_a_profile_of_a_run_that_fails(tmp_path):
             accelerator.backward(model(torch.ones(1, 1)).sum())
             optimizer.step()
         raise KeyError("stop")
-        """
-    )
-    environment = {**os.environ, "ACCELERATE_PROFILE": "2:9"}
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120
-    )
+    """
+    (done,) = run_ranks(script, 1, env={"ACCELERATE_PROFILE": "2:9"}, check=False)
     assert done.returncode == 1 and "KeyError: 'stop'" in done.stderr
     assert "steps 2 to 3 of rank 0 are profiled in" in done.stderr
     assert json.loads((tmp_path / "profile" / "rank_00000.json").read_text())["traceEvents"]
