@@ -24,6 +24,8 @@ DOCS_PORT ?= 8000
 # For two cores: many tests wait for processes that they have started.
 WORKERS ?= 3
 PYTEST_ARGS ?=
+# What `make install` installs of the package's optional dependencies. CI adds `engines`, which saves a second pip.
+EXTRAS ?= test,examples,text
 # The tests start hundreds of interpreters. Without bytecode each of them compiles torch, which takes seconds.
 export PYTHONDONTWRITEBYTECODE :=
 
@@ -156,7 +158,7 @@ $(STAMP): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or later is required; pass its path: make PYTHON=/path/to/python" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP_INSTALL) "$(TORCH)"
-	$(PIP_INSTALL) --editable ".[test,examples,text]"
+	$(PIP_INSTALL) --editable ".[$(EXTRAS)]"
 	# The build imports torch. Without operators it needs no compiler. The dependencies are in [test].
 	DS_BUILD_OPS=0 $(PIP_INSTALL) --no-build-isolation --no-deps "$(DEEPSPEED)"
 	touch $@
@@ -173,7 +175,8 @@ engine-programs:
 	}
 
 $(ENGINES_STAMP): $(STAMP) | engine-programs
-	$(PIP_INSTALL) --editable ".[engines]"
+	$(BIN)/python -c 'from importlib.util import find_spec; exit(not all(map(find_spec, ("ray", "kubernetes_validate"))))' \
+		|| $(PIP_INSTALL) --editable ".[engines]"
 	touch $@
 
 # Environments of pinned clients, which take torch and all else from $(VENV). This package is installed first: the
