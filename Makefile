@@ -76,8 +76,7 @@ test-engines: $(ENGINES_STAMP)  ## run scripts through Open MPI, MPICH, Slurm, R
 
 test-faults: $(STAMP)  ## kill runs at a hundred random moments, and test all other checkpoint failures
 	KILLS=100 EXITS=50 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:xdist --timeout 3600 tests/faults tests/checkpointing \
-		tests/distributed/test_exit.py tests/distributed/test_checkpoint.py tests/distributed/test_checkpoint_faults.py \
-		tests/distributed/test_preemption.py
+		tests/distributed/test_exit.py tests/distributed/test_checkpoint.py tests/distributed/test_checkpoint_faults.py
 
 # The tests run with the clients' newest versions, and those of transformers' Trainer with version 4 too.
 test-clients: $(CLIENTS_STAMP) $(CLIENTS_4_STAMP) $(EXAMPLES_STAMP)  ## run transformers, peft, trl, diffusers and others on this package
@@ -93,7 +92,7 @@ test-frameworks: $(FRAMEWORKS_STAMP)  ## run Keras, JAX and tf.data on this pack
 
 test-trackers: $(TRACKERS_STAMP)  ## log through every tracker's real package, offline, and read it back; launch from a Jupyter kernel
 	TRACKERS_REQUIRED=1 OMP_NUM_THREADS=1 $(TRACKERS_VENV)/bin/python -m pytest -p no:xdist tests/tracking \
-		tests/launchers/test_notebook_kernel.py $(PYTEST_ARGS)
+		tests/launchers/test_notebook.py $(PYTEST_ARGS)
 
 screenshots: docs  ## write pictures of the monitor, a report and the site to build/screenshots (needs Chromium)
 	SCREENSHOTS=$(CURDIR)/build/screenshots $(BIN)/python -m pytest -p no:xdist tests/monitor/test_browser.py

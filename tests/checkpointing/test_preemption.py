@@ -7,7 +7,7 @@ import pytest
 import torch
 from ranks import run_ranks, run_script
 
-WORKER = Path(__file__).parent / "workers" / "preempted.py"
+WORKER = Path(__file__).parents[1] / "distributed" / "workers" / "preempted.py"
 
 
 def parameters(folder):

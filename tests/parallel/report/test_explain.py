@@ -14,7 +14,7 @@ from accelerate.core.objects import size_of
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import FullyShardedDataParallelPlugin, GradientAccumulationPlugin
 
-sys.path.append(str(Path(__file__).parents[2] / "examples" / "parallel"))
+sys.path.append(str(Path(__file__).parents[3] / "examples" / "parallel"))
 from llama import Llama, LlamaConfig
 
 BLOCKS = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_cls_names_to_wrap": ["Block"]}

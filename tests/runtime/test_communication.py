@@ -19,7 +19,7 @@ from accelerate.core.errors import CheckpointError, DistributedOperationExceptio
 from accelerate.core.system import is_stopped
 from accelerate.runtime.communication import explanation
 
-WORKERS = Path(__file__).parent / "workers"
+WORKERS = Path(__file__).parents[1] / "distributed" / "workers"
 UNEVEN = ("Uneven batches?", "join_uneven_inputs", "exact=True")
 ENDED = "its loader ended epoch 0 after 3 batches"
 LEFT = "it left the loop over its loader in epoch 0 after 3 batches"

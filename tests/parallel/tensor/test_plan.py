@@ -16,7 +16,7 @@ from accelerate.parallel.tensor import requirements
 from accelerate.parallel.tensor import styles as kinds
 from accelerate.parallelism_config import ParallelismConfig
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "parallel"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "examples" / "parallel"))
 from llama import Llama, LlamaConfig
 
 

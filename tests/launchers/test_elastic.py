@@ -13,7 +13,7 @@ import torch
 from engines import network_namespaces
 from machines import Launch, free_port, is_running, until
 
-TRAINING = Path(__file__).parent / "workers" / "elastic_training.py"
+TRAINING = Path(__file__).parents[1] / "distributed" / "workers" / "elastic_training.py"
 # How many killed workers the restart test restarts.
 RESTARTS = int(os.environ.get("RESTARTS", "2"))
 SLEEP = "import time\nprint('asleep', flush=True)\ntime.sleep(100)\n"
