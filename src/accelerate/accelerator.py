@@ -291,8 +291,6 @@ class Accelerator(RunInterface):
         self._weights: BatchWeights | None = None
         if self._exact:
             self._weights = BatchWeights()
-        # The context of `accumulate()` without models, created once: it is entered for each batch.
-        self._batch = AccumulatedBatch(self._accumulation)
         self._objects = RunObjects()
         self._exchange = StepExchange(self.state)
         self._items = ItemWindow(self.strategy, self._exchange)
@@ -787,10 +785,8 @@ class Accelerator(RunInterface):
             with accelerator.accumulate(model):
                 accelerator.backward(model(inputs).loss)
         """
-        if not models:
-            return self._batch
         prepared = tuple(map(self.prepared_model, models))
-        return AccumulatedBatch(self._accumulation, prepared, self.replacement("no_sync"))
+        return AccumulatedBatch(self._accumulation, prepared, self.no_sync)
 
     @replaceable
     def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
@@ -845,55 +841,50 @@ class Accelerator(RunInterface):
         """
         for observer in self._loop.active:
             observer.before_backward(loss)
-        weight = 1.0
+        window = self._accumulation
+        window.weight = 1.0
         if self._weights is not None:
-            in_window = self._accumulation.is_open and self._accumulation.steps > 1
-            batch = self._weights.take(num_items is not None, in_window)
-            if batch is not None:
-                weight = batch.weight
-                if in_window:
-                    self._accumulation.weigh(batch)
-        if num_items is not None and weight == 0.0:
-            num_items = 0  # those of a placeholder
-        self._compute_gradients(loss, num_items, weight, kwargs)
-        self._loop.after_backward(loss, num_items)
-
-    def _compute_gradients(
-        self,
-        loss: torch.Tensor,
-        num_items: int | float | torch.Tensor | None,
-        weight: float,
-        kwargs: dict[str, Any],
-    ) -> None:
-        window, strategy = self._accumulation, self.strategy
+            self._weigh(self._weights, num_items is not None)
+            if num_items is not None and window.weight == 0.0:
+                num_items = 0  # those of a placeholder
         window.has_backward = True
-        window.weight = weight
-        factor = 1.0
         if window.is_open:
-            steps = window.steps
-            factor = window.factor
-            weight *= window.scale
+            steps, factor, weight = window.steps, window.factor, window.weight * window.scale
         else:
-            steps = self.gradient_state.num_steps
+            steps, factor, weight = self.gradient_state.num_steps, 1.0, window.weight
             window.unreduced.clear()
+        scaled = loss
         try:
             if num_items is not None:
                 sync = self.gradient_state.sync_gradients
                 self._items.backward(loss, num_items, sync, self._window_models(), **kwargs)
-                return
-            if weight != 1.0:
-                loss = loss * weight
-            if steps != 1 and (strategy.divides_loss or factor != 1.0):
-                loss = loss / steps
-            if factor == 1.0:
-                strategy.backward(loss, **kwargs)
             else:
-                factors = torch.tensor(window.take_factor(), dtype=torch.float64)
-                strategy.backward_items(loss, lambda: factors, self._window_models(), **kwargs)
+                if weight != 1.0:
+                    scaled = scaled * weight
+                if steps != 1 and (self.strategy.divides_loss or factor != 1.0):
+                    scaled = scaled / steps
+                if factor == 1.0:
+                    self.strategy.backward(scaled, **kwargs)
+                else:
+                    factors = torch.tensor(window.take_factor(), dtype=torch.float64)
+                    models = self._window_models()
+                    self.strategy.backward_items(scaled, lambda: factors, models, **kwargs)
         except RuntimeError as error:
             devices.report_exhausted(error)
             raise_lost(error, "`accelerator.backward`")
             raise
+        self._loop.after_backward(loss, num_items)
+
+    def _weigh(self, weights: BatchWeights, has_items: bool) -> None:
+        """Set the weight of the next loss: `exact` gives batches that are not full a smaller one."""
+        window = self._accumulation
+        in_window = window.is_open and window.steps > 1
+        batch = weights.take(has_items, in_window)
+        if batch is None:
+            return
+        window.weight = batch.weight
+        if in_window:
+            window.weigh(batch)
 
     def _window_models(self) -> list[torch.nn.Module]:
         return [prepared.module for prepared in self._accumulation.models or self._objects.models]
@@ -1646,7 +1637,7 @@ class Accelerator(RunInterface):
     def __getstate__(self) -> dict[str, Any]:
         # Another process is told which one this is, and its options. What was prepared, and the group, stay here.
         parts = (
-            "strategy _accumulation _batch _items _objects _exchange _loop _out_of_memory _trackers _recorder "
+            "strategy _accumulation _items _objects _exchange _loop _out_of_memory _trackers _recorder "
             "_checkpoints"
         )
         options = {

@@ -88,13 +88,13 @@ class AcceleratedScheduler:
             if optimizer.step_was_skipped:
                 return
         steps = self.steps_per_call
-        if any(value is not None for value in (*args, *kwargs.values())):
+        if (args or kwargs) and any(value is not None for value in (*args, *kwargs.values())):
             steps = 1
         elif self._has_end:
             self._report_early_end()
+        # A schedule with an end (OneCycleLR) raises beyond it, and the last global step may go past it.
+        total = getattr(self.scheduler, "total_steps", None)
         for _ in range(steps):
-            # A schedule with an end (OneCycleLR) raises beyond it, and the last global step may go past it.
-            total = getattr(self.scheduler, "total_steps", None)
             if total is None or self.scheduler.last_epoch + self._batches_without_step < total:
                 self.scheduler.step(*args, **kwargs)
 

@@ -29,6 +29,9 @@ class ItemWindow:
     Args:
         strategy: the layout, which averages the gradients.
         exchange: sums the counts of the ranks.
+
+    Attributes:
+        spent: the gradients are those of a whole window. The step that uses them sets it to False.
     """
 
     def __init__(self, strategy: Strategy, exchange: StepExchange) -> None:
@@ -80,10 +83,6 @@ class ItemWindow:
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Restore what `state_dict` returned."""
         self.count, self.reference = state.get("count"), state.get("reference")
-        self.spent = False
-
-    def end(self) -> None:
-        """The gradients have been used: a new window begins."""
         self.spent = False
 
     def share_reference(self) -> None:

@@ -63,7 +63,7 @@ class Accumulation:
         self.number: int = 0
         self.postponed: list[AcceleratedOptimizer] = []
 
-    def _check_models(self, models: tuple[PreparedModel, ...]) -> None:
+    def check_models(self, models: tuple[PreparedModel, ...]) -> None:
         """Raise AccelerateError where the last batch of a window leaves out a model of an earlier one."""
         missing = [model for model in self.unreduced if model not in models]
         self.unreduced.clear()
@@ -73,55 +73,6 @@ class Accumulation:
                 "not in its last one, so its gradients would stay unreduced. Each accumulate counts a batch: pass "
                 "all models to one, accelerator.accumulate(first, second)"
             )
-
-    def begin(self, models: tuple[PreparedModel, ...]) -> bool:
-        """Count a batch in which these models train. Returns whether its backward synchronizes gradients.
-
-        Raises:
-            AccelerateError: it begins inside of another one, or leaves out a model whose gradients are not reduced.
-        """
-        state = self.gradient_state
-        options = state.plugin_kwargs
-        loader = state.active_dataloader
-        begins_pass = getattr(loader, "batches_read", 0) == 1
-        if begins_pass and self.has_backward is False and 0 < self.step < self.steps:
-            # The loop of the pass before was left between the start of a batch and its backward.
-            self.step -= 1
-        if not 0 < self.step < self.steps:
-            self.step, self.steps = 0, options.get("num_steps", 1)
-            self.samples = self.first_samples = 0
-            self.loader = None
-            self._end_window()
-        self.step += 1
-        self.is_first = self.step == 1
-        sync = self.step == self.steps
-        ends_pass = loader is not None and loader.end_of_dataloader
-        if ends_pass and options.get("sync_with_dataloader", True):
-            self.step, sync = 0, True
-        state.sync_gradients = sync
-        if self.steps > 1:
-            if self.is_open:
-                raise AccelerateError(
-                    "accumulate was entered inside of accumulate: each counts a batch, so that one model would step "
-                    "with unreduced gradients. Pass all models to one: accelerator.accumulate(first, second)"
-                )
-            if sync:
-                self._check_models(models)
-        self.models = models
-        self.is_open = True
-        self.scale = self.factor = 1.0
-        self.batch = None
-        if self.has_backward:
-            self.has_backward = False
-        return sync
-
-    def _end_window(self) -> None:
-        for optimizer in self.postponed:
-            if optimizer.stepped_in != self.number:
-                # The loop has left out the step, and does not want the gradients.
-                optimizer.optimizer.zero_grad()
-        self.postponed.clear()
-        self.number += 1
 
     def keeps_gradients(self, optimizer: AcceleratedOptimizer) -> bool:
         """Whether `optimizer.zero_grad()` comes before the step that uses the gradients of this window.
@@ -133,6 +84,13 @@ class Accumulation:
             return False
         self.postponed.append(optimizer)
         return True
+
+    def clear_postponed(self) -> None:
+        """Clear gradients of the window before, where the loop has left out the step and does not want them."""
+        for optimizer in self.postponed:
+            if optimizer.stepped_in != self.number - 1:
+                optimizer.optimizer.zero_grad()
+        self.postponed.clear()
 
     def check_reduced(self, optimizer: AcceleratedOptimizer) -> None:
         """Raise AccelerateError for a step in the middle of a window, of gradients that differ on each process."""
@@ -183,37 +141,79 @@ class Accumulation:
 
 
 class AccumulatedBatch:
-    """A context for one batch of an accumulation window: only the last one's backward communicates."""
+    """A context for one batch of an accumulation window: only the last one's backward communicates.
 
-    __slots__ = ("accumulation", "contexts", "models", "no_sync")
+    Args:
+        window: where the run is in its window.
+        models: those that train in this batch.
+        no_sync: the run's `no_sync`, which takes the module of a model.
+    """
+
+    __slots__ = ("contexts", "models", "no_sync", "window")
 
     def __init__(
-        self,
-        accumulation: Accumulation,
-        models: tuple[PreparedModel, ...] = (),
-        no_sync: NoSync | None = None,
+        self, window: Accumulation, models: tuple[PreparedModel, ...], no_sync: NoSync
     ) -> None:
-        self.accumulation: Accumulation = accumulation
-        self.no_sync: NoSync | None = no_sync
-        self.models: tuple[PreparedModel, ...] = models
+        self.window = window
+        self.models = models
+        self.no_sync: NoSync = no_sync
         self.contexts: list[contextlib.AbstractContextManager[Any]] = []
 
     def __enter__(self) -> None:
-        accumulation = self.accumulation
-        sync = accumulation.begin(self.models)
-        if not sync and not accumulation.gradient_state.plugin_kwargs.get("sync_each_batch", False):
-            for model in self.models:
-                context = model.no_sync()
-                reduces = isinstance(context, contextlib.nullcontext)
-                if self.no_sync is not None:
-                    context = self.no_sync(model.module)
-                context.__enter__()
-                if not reduces and model not in accumulation.unreduced:
-                    accumulation.unreduced.append(model)
-                self.contexts.append(context)
+        """Count the batch, decide whether its backward synchronizes gradients, and enter `no_sync` if it does not.
+
+        Raises:
+            AccelerateError: it begins inside of another one, or leaves out a model whose gradients are not reduced.
+        """
+        window = self.window
+        state = window.gradient_state
+        options = state.plugin_kwargs
+        loader = state.active_dataloader
+        is_within = 0 < window.step < window.steps
+        if is_within and window.has_backward is False and getattr(loader, "batches_read", 0) == 1:
+            # The loop of the pass before was left between the start of a batch and its backward.
+            window.step -= 1
+            is_within = window.step > 0
+        if not is_within:
+            window.step, window.steps = 0, options.get("num_steps", 1)
+            window.samples = window.first_samples = 0
+            window.loader = None
+            window.number += 1
+            if window.postponed:
+                window.clear_postponed()
+        window.step += 1
+        window.is_first = window.step == 1
+        sync = window.step == window.steps
+        ends_pass = loader is not None and loader.end_of_dataloader
+        if ends_pass and options.get("sync_with_dataloader", True):
+            window.step, sync = 0, True
+        state.sync_gradients = sync
+        if window.steps > 1:
+            if window.is_open:
+                raise AccelerateError(
+                    "accumulate was entered inside of accumulate: each counts a batch, so that one model would step "
+                    "with unreduced gradients. Pass all models to one: accelerator.accumulate(first, second)"
+                )
+            if sync:
+                window.check_models(self.models)
+        window.models = self.models
+        window.is_open = True
+        window.scale = window.factor = 1.0
+        window.batch = None
+        if window.has_backward:
+            window.has_backward = False
+        if sync or options.get("sync_each_batch", False):
+            return
+        for model in self.models:
+            reduces = isinstance(model.no_sync(), contextlib.nullcontext)
+            context = self.no_sync(model.module)
+            context.__enter__()
+            if not reduces and model not in window.unreduced:
+                window.unreduced.append(model)
+            self.contexts.append(context)
 
     def __exit__(self, *error: Any) -> None:
-        self.accumulation.models = ()
-        self.accumulation.is_open = False
+        self.window.models = ()
+        self.window.is_open = False
         while self.contexts:
             self.contexts.pop().__exit__(*error)

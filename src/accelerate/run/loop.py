@@ -156,7 +156,7 @@ class MainLoop(RunLoop):
         """Do what the layout does after a step, end the window of items, update averages, exchange signals."""
         for call in self.strategy.after_step:
             call()
-        self._items.end()
+        self._items.spent = False
         objects = self._objects()
         if objects is not None:
             for average in objects.averages:
