@@ -29,7 +29,7 @@ from .config.training import (
 from .core import devices, env
 from .core.enums import DistributedType, DynamoBackend, LoggerType, RNGType
 from .core.errors import ConfigurationError, PrepareError
-from .core.lazy import public_names, replaced
+from .core.lazy import public_names
 from .core.modules import class_name, model_has_dtensor, require_module
 from .core.objects import computed, forwarded
 from .core.trees import send_to_device
@@ -52,7 +52,7 @@ from .run.averages import AveragedWeights
 from .run.batch_weights import BatchWeights
 from .run.checkpoints import RunCheckpoints, register_hook
 from .run.first_step import FirstStepCheck
-from .run.interface import RunInterface, replaceable
+from .run.interface import RunInterface, replaceable, replaced
 from .run.loop import MainLoop
 from .run.non_finite import NonFiniteGuard, check_optimizer
 from .run.objects import PreparedModules, RunObjects, check_preparable
@@ -404,10 +404,11 @@ class Accelerator(RunInterface):
         check_preparable(args)
         result = list(args)
         models = [i for i, obj in enumerate(args) if isinstance(obj, torch.nn.Module)]
-        methods = [
-            name for name in checks.texts("forward_methods", forward_methods) if name != "forward"
-        ]
-        check_names([args[i] for i in models], methods)
+        methods: list[str] = []
+        if forward_methods:
+            methods = checks.texts("forward_methods", forward_methods)
+            methods = [name for name in methods if name != "forward"]
+            check_names([args[i] for i in models], methods)
         raw = [obj for obj in args if is_optimizer(obj)]
         prepare_model = self.replacement("prepare_model")
         if prepare_model is None:
@@ -964,15 +965,11 @@ class Accelerator(RunInterface):
             parameters = [parameters]
         else:
             parameters = list(parameters)
-        requested: set[int] = set()
         if self.precision.scaler is not None:
-            requested.update(map(id, parameters))
-        optimizers = []
-        for optimizer in self._objects.optimizers:
-            groups = optimizer.param_groups if requested else ()
-            if any(not requested.isdisjoint(map(id, group["params"])) for group in groups):
-                optimizers.append(optimizer)
-        self.unscale_gradients(optimizers)
+            requested = set(map(id, parameters))
+            for optimizer in self._objects.optimizers:
+                if not requested.isdisjoint(map(id, parameters_of(optimizer))):
+                    self.unscale_gradients(optimizer)
         return parameters
 
     def clip_grad_norm_(

@@ -65,8 +65,6 @@ class AdapterLayout:
 class AdapterModel(PreparedModel):
     """The adapters of a prepared model of peft, as what a checkpoint has of it. The base is known by its checksums."""
 
-    is_adapter = True
-
     def __init__(self, prepared: PreparedModel, layout: AdapterLayout, names: AdapterNames) -> None:
         super().__init__(prepared.module, prepared.precision)
         self.prepared = prepared
@@ -155,10 +153,6 @@ class AdapterModel(PreparedModel):
         tensors = dict(named_tensors(self.inner, remove_duplicate=False))
         names = itertools.chain.from_iterable(entries.values() for entries in self.names.values())
         return {name: tensors[name] for name in names}
-
-    def about(self) -> dict[str, Any]:
-        """As of any model, the names of the adapters, and the checksums of the base."""
-        return {**super().about(), "adapters": list(self.names), "base": dict(self.base)}
 
     def before_load(self) -> None:
         """Compute the checksums of the base, which may have been written in a way that versions do not show."""
@@ -253,10 +247,9 @@ def adapters_folder(index: int) -> str:
 
 
 def adapter_files(
-    part: PreparedModel, state: Mapping[str, torch.Tensor], safe: bool, below: str = ""
+    part: AdapterModel, state: Mapping[str, torch.Tensor], safe: bool, below: str = ""
 ) -> tuple[dict[str, list[Segment]], dict[str, object]]:
     """The files of a model's adapters below a folder: ({name: segments}, {name: value for torch.save})."""
-    assert isinstance(part, AdapterModel)
     files: dict[str, list[Segment]] = {}
     pickled: dict[str, object] = {}
     for adapter, names in part.names.items():

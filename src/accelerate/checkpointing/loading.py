@@ -138,8 +138,12 @@ def load_run(
     agreement = Agreement(process)
     _meet(agreement, timeout)
     agreement.exchange("load_state", str(folder), timeout, _ABSENT, _check_same)
-    for part in run.models:
-        part.before_load()
+    if run.entire is not None:
+        from .adapters import AdapterModel  # slow to import
+
+        for part in run.models:
+            if isinstance(part, AdapterModel):
+                part.before_load()
     for _ in range(ATTEMPTS):
         report = _load(run, folder, process, agreement, timeout, strict, allow_pickle, models_only)
         if report is not None:

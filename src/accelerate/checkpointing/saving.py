@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import json
 import logging
@@ -17,9 +18,12 @@ from typing import TYPE_CHECKING, Any
 from ..core.errors import CheckpointError, CommunicationError, ConfigurationError
 from ..core.files import follow_links, user_path
 from ..core.json_text import JSONObject
+from ..core.modules import class_name
 from ..core.objects import ranks_in_words, spans, values_in_words
 from ..core.tensor_files import ALIASES, write_file
+from ..parallel.adapters import config_text
 from ..parallel.prepared import PreparedModel, PreparedOptimizer
+from ..parallel.unwrap import extract_model_from_parallel, is_peft_model
 from ..runtime.agreement import (
     Agreement,
     OneProcess,
@@ -561,18 +565,20 @@ def _collect(pending: PendingCheckpoint, run: RunState, in_background: bool) -> 
     pending.about = {
         "progress": _plain(run.progress),
         "mesh": dict(run.mesh),
-        "models": [
-            {
-                "class": type(part.state_template).__qualname__,
-                "sharded": part.saves_shards,
-                **part.about(),
-            }
-            for part in run.models
-        ],
+        "models": [_about(part) for part in run.models],
         "optimizers": [
             {**part.describe(), "sharded": part.saves_shards} for part in run.optimizers
         ],
     }
+    adapters: dict[int, AdapterModel] = {}
+    if run.entire is not None:
+        from .adapters import AdapterModel, adapter_files, adapters_folder  # slow to import
+
+        for index, part in enumerate(run.models):
+            if isinstance(part, AdapterModel):
+                adapters[index] = part
+                names, base = list(part.names), dict(part.base)
+                pending.about["models"][index].update(adapters=names, base=base)
     session = collect(run, Written.ONCE)
     if is_native:
         pending.files = documents(
@@ -587,11 +593,9 @@ def _collect(pending: PendingCheckpoint, run: RunState, in_background: bool) -> 
     else:
         pending.pickled, pending.lost = compat_files(run, states, rank, pending.may_be_home)
     for index, state in enumerate(weights if pending.may_be_home else ()):
-        if run.models[index].is_adapter:
-            from .adapters import adapter_files, adapters_folder  # slow to import
-
+        if index in adapters:
             safe, below = pending.options.safe_serialization, f"{adapters_folder(index)}/"
-            files, pickled = adapter_files(run.models[index], state, safe, below)
+            files, pickled = adapter_files(adapters[index], state, safe, below)
             pending.files.update(files)
             pending.pickled.update(pickled)
         else:
@@ -601,6 +605,33 @@ def _collect(pending: PendingCheckpoint, run: RunState, in_background: bool) -> 
         pending.digests = entry_digests(pending.entries, strict=is_native)
     if run.sharded is not None:
         pending.sharded = run.sharded.stage(not in_background, not is_native)
+
+
+def _about(part: PreparedModel) -> JSONObject:
+    """What the manifest has on a model.
+
+    Of a model of transformers, the text of its configurations, with which `accelerate export` makes it readable;
+    of a model of peft, those of its adapters too.
+    """
+    about: JSONObject = {
+        "class": type(part.state_template).__qualname__,
+        "sharded": part.saves_shards,
+    }
+    model: Any = extract_model_from_parallel(part.module, keep_torch_compile=False)
+    if is_peft_model(model):
+        about["adapter_configs"] = {
+            name: config_text(model, name).decode() for name in model.peft_config
+        }
+        about["active"] = list(model.active_adapters)
+        model = model.get_base_model()
+    for name in ("config", "generation_config"):
+        config: Any = copy.copy(getattr(model, name, None))
+        if callable(getattr(config, "to_json_string", None)):
+            config.architectures = [class_name(model)]
+            # A configuration that is not JSON is no reason not to save.
+            with contextlib.suppress(TypeError):
+                about[name] = config.to_json_string()
+    return about
 
 
 def _collect_weights(pending: PendingCheckpoint, index: int, state: dict[str, object]) -> None:

@@ -105,25 +105,6 @@ def public_name(module: str, name: str) -> Any:
     raise _missing(module, name, known)
 
 
-def replaced(name: str, home: str, exporters: Iterable[str]) -> Any:
-    """Return what a package has assigned in place of a function, in one of the modules that export it; or None.
-
-    Args:
-        name: the name of the function.
-        home: the module of this package that defines it.
-        exporters: modules of this package under whose names it is imported.
-    """
-    originals = []
-    if f"{ROOT}.{home}" in sys.modules:
-        originals.append(getattr(sys.modules[f"{ROOT}.{home}"], name))
-    for exporter in exporters:
-        module = sys.modules.get(f"{ROOT}.{exporter}")
-        value = vars(module).get(name) if module is not None else None
-        if value is not None and value not in originals:
-            return value
-    return None
-
-
 def _missing(module: str, name: str, known: list[str]) -> AttributeError:
     """The error for a name that does not exist, with our version and the nearest name."""
     from .errors import suggestion

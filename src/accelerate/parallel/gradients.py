@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This rank's gradients in any layout: reduced, multiplied by a number, clamped, unscaled."""
+"""Gradients in any layout: reduced, multiplied by a number, clamped, unscaled, and their norms."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,8 @@ from ..torch_internals.grad_scaler import UnscalingScaler
 from .report.volume import CommunicationVolume
 
 _BUCKET = 25 * 1024 * 1024
+
+Layout = tuple[dist.DeviceMesh | None, tuple[int, ...], torch.device, torch.dtype]
 
 
 class GradientReducer:
@@ -158,6 +161,108 @@ def multiply(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
         return
     for (device, dtype), shards in by_kind(tensors).items():
         foreach.mul_(shards, factor.to(device=device, dtype=dtype))
+
+
+@torch.no_grad()
+def clip_grad_norm(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    across: Sequence[dist.ProcessGroup] = (),
+    device: torch.device | None = None,
+    twins: Container[int] = (),
+) -> torch.Tensor:
+    """Scale gradients so that their total norm is at most `max_norm`; returns the norm before, on every rank.
+
+    As `torch.nn.utils.clip_grad_norm_`, for any mixture of plain tensors (the same on each rank) and DTensors of any
+    mesh and placement. `across` are groups whose ranks have other parameters of the same model (pipeline stages, flat
+    shards), on `device`. `twins` are ids of parameters that another rank of these groups counts.
+    """
+    if isinstance(parameters, torch.Tensor):
+        listed = [parameters]
+    else:
+        listed = list(parameters)
+    counted = gradients_of(parameter for parameter in listed if id(parameter) not in twins)
+    norm = total_norm(counted, norm_type, across, device)
+    multiply(gradients_of(listed), torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+    return norm
+
+
+@torch.no_grad()
+def total_norm(
+    gradients: Sequence[torch.Tensor],
+    norm_type: float = 2.0,
+    across: Sequence[dist.ProcessGroup] = (),
+    device: torch.device | None = None,
+) -> torch.Tensor:
+    """The norm of all gradients as one vector. One scalar is reduced for each mesh dimension they are sharded over.
+
+    With `across` (groups whose ranks have other gradients) the norm is on `device` in double precision, as no rank
+    knows the dtype of the others.
+    """
+    norm_type = float(norm_type)
+    partial_norms = []
+    for (mesh, sharded, kind, dtype), tensors in _by_layout(gradients).items():
+        present = [tensor for tensor in tensors if tensor.numel()]
+        partial = torch.zeros((), device=kind, dtype=dtype)
+        if present:
+            partial = torch.nn.utils.get_total_norm(present, norm_type)
+        for dimension in sharded:
+            group = mesh.get_group(dimension)  # type: ignore[union-attr]
+            partial = _reduce_norm(partial, norm_type, group)
+        partial_norms.append(partial)
+    if not partial_norms:
+        partial_norms = [torch.zeros((), device=device or torch.device("cpu"))]
+    stacked = torch.stack([partial.to(partial_norms[0]) for partial in partial_norms])
+    norm: torch.Tensor = torch.linalg.vector_norm(stacked, norm_type)
+    if across:
+        dtype = torch.float64
+        if device is not None and device.type == "mps":
+            dtype = torch.float32
+        norm = norm.to(device, dtype)
+    for group in across:
+        norm = _reduce_norm(norm, norm_type, group)
+    return norm
+
+
+def _by_layout(gradients: Sequence[torch.Tensor]) -> dict[Layout, list[torch.Tensor]]:
+    """Local gradients by (mesh, sharded dimensions, device, dtype); mesh None for plain tensors."""
+    groups: dict[Layout, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        sharded: list[int] = []
+        mesh: dist.DeviceMesh | None = getattr(gradient, "device_mesh", None)
+        if mesh is not None:
+            gradient = _reduced(gradient)
+            for dimension, placement in enumerate(gradient.placements):
+                if not placement.is_replicate():
+                    sharded.append(dimension)
+        shard = local(gradient)
+        layout = (mesh, tuple(sharded), shard.device, shard.dtype)
+        groups.setdefault(layout, []).append(shard)
+    return groups
+
+
+def _reduced(gradient: Any) -> Any:
+    """A DTensor whose value is a sum over ranks, with that sum; any other as it is."""
+    placements = list(gradient.placements)
+    if not any(placement.is_partial() for placement in placements):
+        return gradient
+    from torch.distributed.tensor import Replicate
+
+    for dimension, placement in enumerate(placements):
+        if placement.is_partial():
+            placements[dimension] = Replicate()
+    return gradient.redistribute(placements=placements)
+
+
+def _reduce_norm(norm: torch.Tensor, norm_type: float, group: dist.ProcessGroup) -> torch.Tensor:
+    """The norm over the ranks of a group, from each rank's own."""
+    if math.isinf(norm_type):
+        dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=group)
+        return norm
+    powers = norm**norm_type
+    dist.all_reduce(powers, group=group)
+    return powers ** (1.0 / norm_type)
 
 
 @torch.no_grad()

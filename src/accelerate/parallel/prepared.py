@@ -8,7 +8,6 @@ for one model. Nothing is looked up by a model's identity, and everything is fre
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, Protocol
@@ -17,18 +16,10 @@ import torch
 from torch import nn
 
 from ..core.errors import PrepareError
-from ..core.modules import class_name
 from ..optimizer import plain_optimizer
 from ..precision.base import Precision
-from ..torch_internals.compiled import uncompiled
-from .adapters import config_text
 from .gradients import GradientReducer
-from .unwrap import (
-    canonical_name,
-    extract_model_from_parallel,
-    is_peft_model,
-    run_as_forward,
-)
+from .unwrap import canonical_name, extract_model_from_parallel
 
 # {parameter name of the user's model: shape} of each group of an optimizer.
 GroupShapes = list[dict[str, list[int]]]
@@ -60,8 +51,6 @@ class PreparedModel:
     is_partial = False
     # Whether a checkpoint stores this model's state as shards, written by each rank.
     saves_shards = False
-    # Whether it has the adapters of a model only, without the frozen base.
-    is_adapter = False
     # What reduces gradients after a backward.
     reducers: Sequence[GradientReducer] = ()
 
@@ -104,15 +93,6 @@ class PreparedModel:
         """The modules that contain the FSDP2 units."""
         return ()
 
-    # -- other methods than forward
-
-    def register_methods(self, model: nn.Module, names: Iterable[str]) -> None:
-        """Have methods of the user's `model` do what the forward of this layout does around its own."""
-        wrapper = uncompiled(self.module)
-        if wrapper is not model:
-            for name in names:
-                run_as_forward(wrapper, model, name)
-
     # -- the step
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
@@ -154,32 +134,6 @@ class PreparedModel:
     def checkpoint_state_dict(self) -> dict[str, Any]:
         """The full state that a checkpoint stores; every rank calls it, rank 0 writes it."""
         return self.state_dict()
-
-    def about(self) -> dict[str, Any]:
-        """What a checkpoint's manifest has on the model, as JSON, besides its class.
-
-        Of a model of transformers, the text of its configurations, with which `accelerate export` makes it readable;
-        of a model of peft, those of its adapters too.
-        """
-        model: Any = extract_model_from_parallel(self.module, keep_torch_compile=False)
-        texts: dict[str, Any] = {}
-        if is_peft_model(model):
-            texts["adapter_configs"] = {
-                name: config_text(model, name).decode() for name in model.peft_config
-            }
-            texts["active"] = list(model.active_adapters)
-            model = model.get_base_model()
-        for name in ("config", "generation_config"):
-            config: Any = copy.copy(getattr(model, name, None))
-            if callable(getattr(config, "to_json_string", None)):
-                config.architectures = [class_name(model)]
-                # A configuration that is not JSON is no reason not to save.
-                with contextlib.suppress(TypeError):
-                    texts[name] = config.to_json_string()
-        return texts
-
-    def before_load(self) -> None:
-        """Prepare to compare the model with a checkpoint; ranks may communicate."""
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Take a full state; every rank calls it."""

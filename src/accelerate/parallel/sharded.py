@@ -32,7 +32,7 @@ from ..torch_internals.fsdp2 import (
     shards_of,
     unsharded_parameter,
 )
-from . import gradients, norms
+from . import gradients
 from .accumulated import AccumulatedGradients
 from .base import Bundle, Strategy
 from .context.region import ContextParallel
@@ -40,7 +40,7 @@ from .fsdp import state as fsdp_state
 from .gradients import AgreeingScaler, GradientReducer
 from .prepared import PreparedModel
 from .sharded_optimizer import ParameterPlaces, Replacements, check_trained, reshard_before_step
-from .unwrap import explain_others, gather_for, require_state_dict
+from .unwrap import require_state_dict
 
 logger: MultiProcessAdapter = get_logger(__name__)
 
@@ -88,13 +88,6 @@ class ShardedModel(PreparedModel):
     def units(self) -> Iterable[nn.Module]:
         """The modules that contain the FSDP2 units."""
         return [self.inner]
-
-    def register_methods(self, model: nn.Module, names: Iterable[str]) -> None:
-        """The outermost FSDP2 unit is gathered for these methods; the others say that it is not."""
-        if isinstance(model, FSDPModule):
-            for name in names:
-                gather_for(model, name)
-            explain_others(model, names)
 
     # -- the step
 
@@ -267,7 +260,7 @@ class ShardedStrategy(Strategy):
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor:
         """As `torch.nn.utils.clip_grad_norm_`, for DTensors of any mesh."""
-        return norms.clip_grad_norm(parameters, max_norm, norm_type)
+        return gradients.clip_grad_norm(parameters, max_norm, norm_type)
 
     def accumulated_norm(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], norm_type: float = 2.0

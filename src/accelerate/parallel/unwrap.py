@@ -180,9 +180,17 @@ def add_forward_methods(prepared: PreparedModel, names: Iterable[str]) -> None:
     if prepared.is_partial and is_generator(model):
         keep_in_step(model)
         registered.add("generate")
+    wrapper = uncompiled(prepared.module)
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    is_sharded = fsdp is not None and isinstance(model, fsdp.FSDPModule)
     for name in registered:
         prepared.precision.wrap_method(model, name)
-    prepared.register_methods(model, registered)
+        if wrapper is not model:
+            run_as_forward(wrapper, model, name)
+        elif is_sharded:
+            gather_for(model, name)
+    if is_sharded:
+        explain_others(model, registered)
 
 
 def is_generator(model: nn.Module) -> bool:

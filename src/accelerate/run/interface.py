@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
@@ -18,6 +19,7 @@ from ..config.training import (
     ProjectConfiguration,
 )
 from ..core.enums import DistributedType, FP8BackendType
+from ..core.lazy import ROOT
 from ..core.objects import computed, forwarded
 from ..core.observers import RunLoop
 from ..data_loader.metrics import gather_for_metrics
@@ -44,6 +46,25 @@ def replaceable(method: Method) -> Method:
     """Register a method whose replacement (of a subclass, or assigned by a package) another method has to call."""
     _REPLACEABLE[method.__name__] = method
     return method
+
+
+def replaced(name: str, home: str, exporters: Iterable[str]) -> Any:
+    """Return what a package has assigned in place of a function, in one of the modules that export it; or None.
+
+    Args:
+        name: the name of the function.
+        home: the module of this package that defines it.
+        exporters: modules of this package under whose names it is imported.
+    """
+    originals = []
+    if f"{ROOT}.{home}" in sys.modules:
+        originals.append(getattr(sys.modules[f"{ROOT}.{home}"], name))
+    for exporter in exporters:
+        module = sys.modules.get(f"{ROOT}.{exporter}")
+        value = vars(module).get(name) if module is not None else None
+        if value is not None and value not in originals:
+            return value
+    return None
 
 
 def observed(

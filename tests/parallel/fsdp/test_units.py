@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
 from accelerate.core.errors import PrepareError
-from accelerate.parallel import materialize, norms
+from accelerate.parallel import gradients, materialize
 from accelerate.parallel.activation import checkpoint_activations
 from accelerate.parallel.fsdp.by_hand import (
     ensure_weights_retied,
@@ -132,12 +132,12 @@ def test_clipping_plain_tensors_is_torchs(norm_type):
     for a, b in list(zip(mine, theirs, strict=True))[:2]:
         a.grad = torch.randn_like(a)
         b.grad = a.grad.clone()
-    norm = norms.clip_grad_norm(iter(mine), 0.7, norm_type)
+    norm = gradients.clip_grad_norm(iter(mine), 0.7, norm_type)
     torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(theirs, 0.7, norm_type))
     torch.testing.assert_close([p.grad for p in mine[:2]], [p.grad for p in theirs[:2]])
     clip_values(gradients_of(mine), 0.01)
     assert max(p.grad.abs().max() for p in mine[:2]) <= 0.01
-    assert norms.clip_grad_norm([nn.Parameter(torch.ones(2))], 1.0) == 0.0
+    assert gradients.clip_grad_norm([nn.Parameter(torch.ones(2))], 1.0) == 0.0
 
 
 def test_recomputed_blocks_keep_names_and_ties():

@@ -31,7 +31,7 @@ from ...runtime import group
 from ...runtime.mesh import describe
 from ...torch_internals.compiled import uncompiled
 from ...torch_internals.fsdp1 import reshard
-from .. import gradients, materialize, norms
+from .. import gradients, materialize
 from ..activation import checkpoint_activations
 from ..base import Bundle, Strategy, one_shard_each
 from ..optimizer_step import refuse_flat_shards
@@ -287,7 +287,9 @@ class FullyShardedDataParallel1(Strategy):
             elsewhere.update(map(id, listed))
             for plain in self._plain_models(self.prepared):
                 elsewhere.difference_update(map(id, plain.split))
-        return norms.clip_grad_norm(listed, max_norm, norm_type, (group_,), self.device, elsewhere)
+        return gradients.clip_grad_norm(
+            listed, max_norm, norm_type, (group_,), self.device, elsewhere
+        )
 
 
 def _shard_mesh(

@@ -33,7 +33,6 @@ from ..tensor import strategy as tensor
 from ..tensor.between import Region, look_first
 from ..unwrap import running_methods
 from . import requirements
-from .forward_writes import refuse_writes
 from .units import Units, fill_policy, keep_unpacked, plan_units
 
 
@@ -149,7 +148,7 @@ class FullyShardedDataParallel(ShardedStrategy):
 
             if not any(isinstance(transform, Compile) for transform in self.transforms):
                 # Its hooks would be compiled.
-                refuse_writes(model)
+                requirements.refuse_writes(model)
 
             # Master weights; gradients that FSDP2 does not reduce.
             self.cast_parameters(model)
@@ -160,7 +159,8 @@ class FullyShardedDataParallel(ShardedStrategy):
 
         # Compilation.
         model = self.apply_transforms(model, before_layout=False)
-        look_first(model, split)
+        if split:
+            look_first(model, split)
         if self.sequence is not None:
             self.sequence.watch(model)
         prepared = self.as_prepared(model)

@@ -18,7 +18,7 @@ from ...parallelism_config import ParallelismConfig
 from ...precision.base import Precision
 from ...runtime import mesh
 from ...torch_internals.fsdp2 import sharded_parameter, shards_of
-from .. import materialize, norms
+from .. import gradients, materialize
 from ..accumulated import AccumulatedGradients
 from ..base import Bundle
 from ..compile import Compile
@@ -245,7 +245,7 @@ class PipelineParallel(ShardedStrategy):
         elsewhere: set[int] = set()
         for stages in self._trained():
             elsewhere.update(stages.tied.counted_elsewhere())
-        return norms.clip_grad_norm(
+        return gradients.clip_grad_norm(
             parameters, max_norm, norm_type, (self.channel.group,), self.device, elsewhere
         )
 

@@ -174,7 +174,7 @@ def regions_of(split: Split, modules: Mapping[str, nn.Module], mesh: DeviceMesh)
 
 def look_first(model: nn.Module, regions: Sequence[Region]) -> None:
     """Have a compiled model run uncompiled until its first forward with gradients, whose graph the regions read."""
-    if not regions or not (is_compiled_module(model) or has_compiled_regions(model)):
+    if not (is_compiled_module(model) or has_compiled_regions(model)):
         return
     blocks: list[contextlib.ExitStack] = []
 
