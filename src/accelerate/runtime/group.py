@@ -7,7 +7,6 @@ import atexit
 import contextlib
 import faulthandler
 import gc
-import importlib
 import sys
 import tempfile
 import threading
@@ -86,7 +85,7 @@ def start(
         if init_method is None:
             # Slurm and MPI do not set torch's variables for the address.
             env.publish({"MASTER_ADDR": topology.master_addr, "MASTER_PORT": topology.master_port})
-        _keep_out_of_defaults()
+        process_group.keep_out_of_defaults()
         dist.init_process_group(
             backend, init_method, timeout, rank=topology.rank, world_size=topology.world_size
         )
@@ -107,7 +106,7 @@ def with_host(kind: DeviceKind) -> str:
 def start_alone(kind: DeviceKind) -> None:
     """Make a group of one process where there is none, since functions such as `fully_shard` require one."""
     if not dist.is_initialized():
-        _keep_out_of_defaults()
+        process_group.keep_out_of_defaults()
         store: dist.Store
         if hasattr(dist, "HashStore"):
             store = dist.HashStore()
@@ -116,15 +115,6 @@ def start_alone(kind: DeviceKind) -> None:
         dist.init_process_group(backend=with_host(kind), store=store, rank=0, world_size=1)
         _Exit.owner = True
     _arm()
-
-
-def _keep_out_of_defaults() -> None:
-    """Import what would hold the group for ever if it were imported later.
-
-    torch.distributed.nn.functional (torch 2.13; DDP imports it) has `group=group.WORLD` as default arguments: imported
-    while a group runs, they keep it and its connections open after it was destroyed.
-    """
-    importlib.import_module("torch.distributed.nn.functional")
 
 
 def _check_address(topology: Topology) -> None:
