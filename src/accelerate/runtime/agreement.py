@@ -237,9 +237,8 @@ class Round:
         self.settle(outcome)
         if self.number:
             # All ranks are in this round, so none looks at the one before.
-            self.store.delete_key(self.key("outcome", back=1))
-            self.store.delete_key(self.key("came", back=1))
-            self.store.delete_key(self.key("announced", back=1))
+            for name in ("outcome", "came", "announced"):
+                self.store.delete_key(self.key(name, back=1))
 
     def settle(self, outcome: Mapping[str, Any]) -> None:
         """Write an outcome, in fields of `Outcome`. Nothing happens where there is one."""
@@ -251,8 +250,10 @@ class Round:
 
     def values(self, ranks: Sequence[int]) -> dict[int, Any]:
         """The values of ranks that have come. Each one asked for is sent to this rank: ask for few, or on one rank."""
-        texts = self.store.multi_get([self.key(rank) for rank in ranks])
-        return {rank: json.loads(text) for rank, text in zip(ranks, texts, strict=True)}
+        keys = [self.key(rank) for rank in ranks]
+        texts = self.store.multi_get(keys)
+        values = map(json.loads, texts)
+        return dict(zip(ranks, values, strict=True))
 
     def former_value(self, rank: int) -> Any:
         """What a rank that is not in this round yet gave in the one before; None where there is nothing."""
@@ -263,7 +264,8 @@ class Round:
 
     def absent(self, ranks: Sequence[int] | None = None) -> list[int]:
         """Those of `ranks` (by default, of all) that have not come, found by halves."""
-        ranks = self.ranks if ranks is None else ranks
+        if ranks is None:
+            ranks = self.ranks
         if self.store.check([self.key(rank) for rank in ranks]):
             return []
         if len(ranks) == 1:
@@ -280,13 +282,18 @@ def next_subject(name: str, connection: Connection, ranks: Sequence[int]) -> str
         connection: that of this rank.
         ranks: the other ranks.
     """
-    store, key = connection.store, f"agree/{name}/{connection.rounds.get(name, 0)}"
-    if store.check([f"{key}/announced"]):
-        return str(store.get(f"{key}/announced").decode())
+    store = connection.store
+    key = f"agree/{name}/{connection.rounds.get(name, 0)}"
+    announced = f"{key}/announced"
+    if store.check([announced]):
+        return str(store.get(announced).decode())
     if not store.add(f"{key}/came", 0):
         return None
-    rank = next(rank for rank in ranks if store.check([f"{key}/{rank}"]))
-    return str(json.loads(store.get(f"{key}/{rank}"))[0])
+    for rank in ranks:
+        if store.check([f"{key}/{rank}"]):
+            row = json.loads(store.get(f"{key}/{rank}"))
+            return str(row[0])
+    return None
 
 
 def log_wait(subject: str, rank: int, absent: Iterable[int], left: float) -> None:
@@ -329,12 +336,15 @@ def error_text(error: BaseException) -> str:
 
 def _joined(errors: Mapping[int, Sequence[str]], ranks: int) -> dict[str, Any]:
     """The fields of `RankErrors`, from the text and the class of each rank's error."""
-    texts = {rank: text for rank, (text, _) in errors.items()}
-    classes = sorted({name for _, name in errors.values()})
+    texts = {}
+    classes = set()
+    for rank, (text, name) in errors.items():
+        texts[rank] = text
+        classes.add(name)
     common = None
     if len(texts) == ranks and len(set(texts.values())) == 1:
-        common = texts[min(texts)]
-    return {"text": values_in_words(texts), "common": common, "classes": classes}
+        common = first(texts)
+    return {"text": values_in_words(texts), "common": common, "classes": sorted(classes)}
 
 
 class Agreement:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import EllipsisType
 from typing import Any, NamedTuple
@@ -150,15 +150,18 @@ def _called(operation: str) -> str:
 
 def _children(data: Any) -> list[tuple[str, Any]] | None:
     """The named elements of a container, in the order of packing; None for anything else."""
+    fields: Iterable[str] = ()
     if trees.is_namedtuple(data):
-        return [(f".{field}", value) for field, value in zip(data._fields, data, strict=True)]
-    if isinstance(data, (list, tuple)):
+        fields = data._fields
+    elif isinstance(data, (list, tuple)):
         return [(f"[{index}]", value) for index, value in enumerate(data)]
-    if isinstance(data, Mapping):
+    elif isinstance(data, Mapping):
         return [(f"[{key!r}]", value) for key, value in data.items()]
-    if trees.is_dataclass_instance(data):
-        return [(f".{field}", getattr(data, field)) for field in data.__dataclass_fields__]
-    return None
+    elif trees.is_dataclass_instance(data):
+        fields = data.__dataclass_fields__
+    else:
+        return None
+    return [(f".{field}", getattr(data, field)) for field in fields]
 
 
 def _named(data: Any, path: str) -> list[tuple[str, torch.Tensor]]:
@@ -184,11 +187,12 @@ def difference(records: dict[int, dict[str, Any]]) -> str | None:
     """What the ranks that have shown their records differ in, or None."""
     for aspect in ASPECTS:
         values = {rank: record[aspect] for rank, record in records.items()}
-        reference = next(iter(values.values()))
-        if all(value == reference for value in values.values()):
+        listed = list(values.values())
+        reference = listed[0]
+        if listed.count(reference) == len(listed):
             continue
         if isinstance(reference, dict):
-            return _tensor_difference(aspect, list(values.values()), records)
+            return _tensor_difference(aspect, listed, records)
         if aspect == "operation":
             values = {rank: _called(value) for rank, value in values.items()}
         return _message(f"the ranks disagree on the {aspect}", aspect, values, records)

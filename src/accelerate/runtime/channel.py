@@ -63,11 +63,11 @@ class Channel:
         self._headers = [slot[:SIGNATURE] for slot in self.views]
         del self._headers[rank]
         # gloo requires contiguous splits, so this rank's slot is appended to the one before it.
-        self._splits = [stride] * world
-        self._splits[rank] = 0
+        self._splits = self.splits(stride)
+        self._received = row[stride:]
         if rank:
             self._splits[rank - 1] += stride
-        self._received = row if rank else row[stride:]
+            self._received = row
         self.memory: dict[Any, Any] = {}
         self._options = dist.distributed_c10d.AllToAllOptions()
         # gloo's thread is done with a message only after the wait has returned. Were it the last to have it, it would
@@ -163,20 +163,21 @@ class Channel:
         text = json.dumps(mine).encode()
         if len(text) > self.capacity:
             # The words, shortened, without the tensors.
+            shortened: dict[str, Any] = {}
             for name, value in mine.items():
-                if isinstance(value, dict):
-                    mine[name] = {}
-                else:
-                    mine[name] = str(value)[:200]
-            text = json.dumps(mine).encode()
+                shortened[name] = {}
+                if not isinstance(value, dict):
+                    shortened[name] = str(value)[:200]
+            text = json.dumps(shortened).encode()
         header = _DISAGREE + len(text).to_bytes(HEADER - SIGNATURE, "little", signed=True)
         sent, splits = self._message(header, text)
         self._send(group, sent, splits, call)
         members = dist.get_process_group_ranks(group)
         records = {}
-        for peer, rank in enumerate(members):
-            records[rank] = json.loads(bytes(self.content(peer)))
-        raise DistributedOperationException(mismatch(dict(sorted(records.items()))))
+        for rank in sorted(members):
+            content = self.content(members.index(rank))
+            records[rank] = json.loads(bytes(content))
+        raise DistributedOperationException(mismatch(records))
 
 
 _channels: weakref.WeakKeyDictionary[dist.ProcessGroup, Channel | None] = (
@@ -189,17 +190,15 @@ _backends: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, str]] = (
 
 def channel_of(group: dist.ProcessGroup) -> Channel | None:
     """The channel of a group for tensors on the CPU; None where gloo does not serve it, or it has one rank."""
-    try:
+    if group in _channels:
         return _channels[group]
-    except KeyError:
-        channel = None
-        if group.size() > 1:
-            backends = backends_of(group)
-            if backends.get("cpu") == "gloo":
-                is_only = set(backends.values()) == {"gloo"}
-                channel = Channel(group.rank(), group.size(), is_only)
-        _channels[group] = channel
-        return channel
+    channel = None
+    backends = backends_of(group)
+    if group.size() > 1 and backends.get("cpu") == "gloo":
+        is_only = set(backends.values()) == {"gloo"}
+        channel = Channel(group.rank(), group.size(), is_only)
+    _channels[group] = channel
+    return channel
 
 
 def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
@@ -225,8 +224,11 @@ def barrier(operation: str, device: torch.device, backend: str | None, error: st
     on_cpu = device.type in ("cpu", "mps") or backend == "gloo"
     call = Call(operation)
     if channel is None or not on_cpu:
+        devices = None
+        if not on_cpu:
+            devices = [device.index]
         with communication.Collective(call):
-            dist.barrier(device_ids=None if on_cpu else [device.index])
+            dist.barrier(device_ids=devices)
         return
     content = error.encode()[: channel.capacity]
     channel.swap_bytes(group, signature(operation), content, len(content), call)

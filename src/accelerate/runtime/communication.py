@@ -107,19 +107,23 @@ def _what_is_known(me: int, closed: bool) -> list[str]:
         if marks.count(marks.CAUSES) or marks.count(marks.LOST) >= world or waited >= GRACE:
             break
     causes = marks.entries(marks.CAUSES)
-    others = {entry["rank"]: entry for entry in marks.entries(marks.LOST) if entry["rank"] != me}
-    lines = [_in_words(entry) for entry in (*causes, *others.values())]
+    others: dict[int, dict[str, Any]] = {}
+    for entry in marks.entries(marks.LOST):
+        if entry["rank"] != me:
+            others[entry["rank"]] = entry
+    words = [_in_words(entry) for entry in (*causes, *others.values())]
     unable = any(entry["kind"] != marks.ENDED for entry in causes)
     if not causes and marks.count(marks.LOST) < world:
         silent = _silent(world, closed)
-        lines += silent["lines"]
+        words += silent["lines"]
         unable = silent["unable"]
-    lines = [f"  - {line}" for line in lines]
-    if not unable:
-        if _are_uneven(causes, list(others.values())):
-            lines.append(UNEVEN)
-        elif causes or not closed:
-            lines.append(hang_watch.SAME_CALLS)
+    lines = [f"  - {line}" for line in words]
+    if unable:
+        return lines
+    if _are_uneven(causes, list(others.values())):
+        lines.append(UNEVEN)
+    elif causes or not closed:
+        lines.append(hang_watch.SAME_CALLS)
     return lines
 
 
@@ -173,8 +177,9 @@ def _silent(world: int, closed: bool) -> dict[str, Any]:
 
 def _ask_silent(store: Any, world: int, closed: bool) -> dict[str, Any]:
     """What this rank finds out about those without a word."""
-    posted = {entry["rank"] for entry in marks.entries(marks.LOST, most=2 * world)}
-    silent = [rank for rank in range(world) if rank not in posted]
+    entries = marks.entries(marks.LOST, most=2 * world)
+    posted = {entry["rank"] for entry in entries}
+    silent = sorted(set(range(world)) - posted)
     states = {}
     for rank in silent:
         state = marks.state_of(rank, store)

@@ -270,10 +270,15 @@ class HangWatch:
         for waited in pauses(self.world, limit):
             if threading.current_thread() is self._thread:
                 self._answer()
-            if store.check(list(keys.values())) or waited >= limit or self._ended.is_set():
+            if waited >= limit or self._ended.is_set():
                 break
-        answered = [rank for rank, key in keys.items() if store.check([key])]
-        return {rank: json.loads(store.get(keys[rank])) for rank in answered}
+            if store.check(list(keys.values())):
+                break
+        statuses = {}
+        for rank, key in keys.items():
+            if store.check([key]):
+                statuses[rank] = json.loads(store.get(key))
+        return statuses
 
     def _report(self) -> None:
         """Ask all ranks, and print what follows, unless another rank does."""
@@ -500,25 +505,40 @@ def _differences(statuses: Mapping[int, Status], waiting: Iterable[int]) -> list
     lines = []
     for group, number in sorted(oldest.items()):
         what = f"collective {number} of the process group {group}"
-        operations = set()
+        operations = {}
         texts = {}
         for rank, status in statuses.items():
-            for call in (*status["pending"], *status["recent"]):
-                if (call["group"], call["number"], call["is_p2p"]) != (group, number, False):
-                    continue
-                operations.add(call["operation"])
-                shown = call
-                if status["call"] and status["last"].get(group) == number:
-                    # The call of this package that sends it says more.
-                    shown = status["call"]
-                texts[rank] = shown["operation"]
-                if shown["data"]:
-                    texts[rank] += f" of {shown['data']}"
-        if len(operations) > 1 or (operations <= set(SAME_SHAPES) and len(set(texts.values())) > 1):
-            shown_texts = [f"{text} on {ranks}" for ranks, text in by_text(texts)]
-            lines.append(f"{what} differs: {', '.join(shown_texts)}")
+            call = _call_of(status, group, number)
+            if call is not None:
+                operations[rank] = call["operation"]
+                texts[rank] = _call_in_words(call, status, group, number)
+        differ = len(set(operations.values())) > 1
+        if set(operations.values()) <= set(SAME_SHAPES) and len(set(texts.values())) > 1:
+            differ = True
+        if differ:
+            shown = [f"{text} on {ranks}" for ranks, text in by_text(texts)]
+            lines.append(f"{what} differs: {', '.join(shown)}")
         behind = [rank for rank in waiting if statuses[rank]["last"].get(group, number) < number]
         if behind and texts:
             text = next(iter(texts.values()))
             lines.append(f"{ranks_in_words(behind)} did not begin {what} ({text})")
     return lines
+
+
+def _call_of(status: Status, group: str, number: int) -> dict[str, Any] | None:
+    """What torch's flight recorder has of a rank's collective; None where it has not begun, or is forgotten."""
+    latest = None
+    for call in (*status["pending"], *status["recent"]):
+        if call["group"] == group and call["number"] == number and not call["is_p2p"]:
+            latest = call
+    return latest
+
+
+def _call_in_words(call: dict[str, Any], status: Status, group: str, number: int) -> str:
+    if status["call"] and status["last"].get(group) == number:
+        # The call of this package that sends it says more.
+        call = status["call"]
+    text = str(call["operation"])
+    if call["data"]:
+        text += f" of {call['data']}"
+    return text

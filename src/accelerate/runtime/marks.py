@@ -97,8 +97,12 @@ def entries(name: str, most: int = LISTED) -> list[dict[str, Any]]:
     """The first entries of a list."""
     store = run_store()
     number = min(count(f"{name}/begun"), most)
-    keys = [f"accelerate/{name}/{index}" for index in range(1, number + 1)]
-    return [json.loads(store.get(key)) for key in keys if store.check([key])]
+    posted = []
+    for index in range(1, number + 1):
+        key = f"accelerate/{name}/{index}"
+        if store.check([key]):
+            posted.append(json.loads(store.get(key)))
+    return posted
 
 
 def neighbours() -> dict[int, Any]:
@@ -107,16 +111,20 @@ def neighbours() -> dict[int, Any]:
     key = f"accelerate/machine/{machine_identity()}"
     if not store.check([key]):
         return {}
-    ranks = store.get(key).decode().split()
-    return {int(rank): json.loads(store.get(f"accelerate/process/{rank}")) for rank in ranks}
+    processes = {}
+    for rank in store.get(key).decode().split():
+        processes[int(rank)] = json.loads(store.get(f"accelerate/process/{rank}"))
+    return processes
 
 
 def post_killed(processes: dict[int, Any]) -> None:
     """Add the ranks of `neighbours` whose process is gone, without a word, to the causes."""
-    gone = [rank for rank, process in processes.items() if _is_gone(process)]
-    for rank in gone:
-        has_left = run_store().check([f"accelerate/left/{rank}"])
-        if not has_left and run_store().add(f"accelerate/killed/{rank}", 1) == 1:
+    store = run_store()
+    for rank, process in processes.items():
+        if not _is_gone(process) or store.check([f"accelerate/left/{rank}"]):
+            continue
+        is_first_to_see = store.add(f"accelerate/killed/{rank}", 1) == 1
+        if is_first_to_see:
             post(CAUSES, KILLED, rank)
 
 

@@ -98,14 +98,13 @@ def _cut(inputs: Any, begin: int, end: int, missing: int, device: torch.device) 
             last = inputs[-1:].to(device)
             part = torch.cat([part, last.expand(missing, *last.shape[1:])])
         return part
-    # A `datasets.Dataset`: a selection of rows stays a dataset.
-    is_dataset = hasattr(inputs, "select") and hasattr(inputs, "column_names")
-    if not missing and not is_dataset:
-        return inputs[begin:end]
     indices = list(range(begin, end))
     indices += [len(inputs) - 1] * missing
-    if is_dataset:
+    if hasattr(inputs, "select") and hasattr(inputs, "column_names"):
+        # A `datasets.Dataset`: a selection of rows stays a dataset.
         return inputs.select(indices)
+    if not missing:
+        return inputs[begin:end]
     if hasattr(inputs, "__array__"):
         return inputs[indices]
     filled = [inputs[index] for index in indices]

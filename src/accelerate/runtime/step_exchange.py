@@ -244,15 +244,17 @@ class StepExchange:
         if absent:
             left = set(meeting.absent())
             ranks = [rank for rank in ranks if rank not in left]
-        rows = meeting.values(ranks)
-        subjects = sorted({row[0] for row in rows.values()})
+        subjects = set()
+        values = {}
+        for rank, (subject, value) in meeting.values(ranks).items():
+            subjects.add(subject)
+            values[rank] = value
         if len(subjects) == 1:
-            result = self._reductions[subjects[0]]({rank: row[1] for rank, row in rows.items()})
-            meeting.settle({"result": [result, absent]})
+            reduce = self._reductions[subjects.pop()]
+            meeting.settle({"result": [reduce(values), absent]})
         else:
-            meeting.settle(
-                {"refused": f"the ranks exchange {' and '.join(subjects)} in the same step"}
-            )
+            words = " and ".join(sorted(subjects))
+            meeting.settle({"refused": f"the ranks exchange {words} in the same step"})
         if meeting.number:
             # All ranks that have not left are in this round, so none looks at the one before.
             for name in ("outcome", "came", "left"):
