@@ -42,9 +42,10 @@ class Float8Precision(MixedPrecision):
         """The converted layers, for `explain`."""
         total = len(self.converted) + len(self.left)
         layers = f"{len(self.converted)} of {total} linear layers in float8 ({self.backend.value})"
-        return f"bfloat16 under autocast, {layers}" + (
-            f"; not: {', '.join(self.left[:8])}" if self.left else ""
-        )
+        text = f"bfloat16 under autocast, {layers}"
+        if self.left:
+            text += f"; not: {', '.join(self.left[:8])}"
+        return text
 
     def convert(self, model: nn.Module, repoint: Repoint) -> None:
         """Replace layers of the model in place. Raises PrepareError where there is none to replace."""
@@ -125,12 +126,13 @@ def _scale_weights(model: nn.Module, inputs: object) -> None:
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
     from torchao.float8.float8_linear import Float8Linear
 
-    layers: dict[object, list[nn.Module]] = {}
+    layers: dict[object, nn.ModuleList] = {}
     for layer in model.modules():
         if isinstance(layer, Float8Linear) and hasattr(layer.weight, "device_mesh"):
-            layers.setdefault(layer.weight.device_mesh, []).append(layer)
+            mesh = layer.weight.device_mesh
+            layers.setdefault(mesh, nn.ModuleList()).append(layer)
     for of_one_mesh in layers.values():
-        precompute_float8_dynamic_scale_for_fsdp(nn.ModuleList(of_one_mesh))
+        precompute_float8_dynamic_scale_for_fsdp(of_one_mesh)
 
 
 class TransformerEnginePrecision(Float8Precision):
@@ -146,16 +148,17 @@ class TransformerEnginePrecision(Float8Precision):
 
     def replace_layers(self, model: nn.Module) -> list[str]:
         """Convert to Transformer Engine's layers; the names of the linear ones converted."""
-        linear = {
-            name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)
-        }
+        linear = {}
+        for name, layer in model.named_modules():
+            if isinstance(layer, nn.Linear):
+                linear[name] = layer
         with torch.no_grad():
             fp8_te.convert_model(model)
-        return [
-            name
-            for name, layer in model.named_modules()
-            if name in linear and layer is not linear[name]
-        ]
+        converted = []
+        for name, layer in model.named_modules():
+            if name in linear and layer is not linear[name]:
+                converted.append(name)
+        return converted
 
     def wrap_forward(self, model: torch.nn.Module, full_outputs: bool = True) -> torch.nn.Module:
         """bf16 autocast, and inside of it the engine's fp8 autocast."""

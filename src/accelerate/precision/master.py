@@ -71,8 +71,12 @@ class MasterPrecision(MixedPrecision):
 
     def master_weights(self, model: nn.Module) -> list[torch.Tensor]:
         """The master weights of a model."""
-        masters = (self._master_of.get(parameter) for parameter in model.parameters())
-        return [master for master in masters if master is not None]
+        masters: list[torch.Tensor] = []
+        for parameter in model.parameters():
+            master = self._master_of.get(parameter)
+            if master is not None:
+                masters.append(master)
+        return masters
 
     def find(self, parameter: nn.Parameter) -> tuple[bool, nn.Parameter | None]:
         """(whether a parameter was cast, its master weight or None if it has been frozen so far)."""
@@ -113,13 +117,16 @@ class MasterPrecision(MixedPrecision):
     ) -> Iterator[None]:
         # The modules and names that refer to a parameter, with it and its master weight.
         places: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
+        masters: dict[nn.Parameter, nn.Parameter] = {}
         for model in models:
             for parameter, owners in _places(model):
                 master = self._master_of.get(parameter)
-                if master is not None:
-                    places += [(module, name, parameter, master) for module, name in owners]
-        by_parameter = {id(place[2]): place[2:] for place in places}
-        pairs = list(by_parameter.values())
+                if master is None:
+                    continue
+                masters[parameter] = master
+                for module, name in owners:
+                    places.append((module, name, parameter, master))
+        pairs = list(masters.items())
         refresh(pairs)
         attached = []
         for optimizer in optimizers:
@@ -139,11 +146,16 @@ class MasterPrecision(MixedPrecision):
                 master_step.leave(optimizer)
 
 
-def _places(model: nn.Module) -> list[tuple[nn.Parameter, list[tuple[nn.Module, str]]]]:
+# A module that refers to a parameter, and by which name.
+Owner = tuple[nn.Module, str]
+
+
+def _places(model: nn.Module) -> list[tuple[nn.Parameter, list[Owner]]]:
     """Each parameter of a model, with the modules and names that refer to it."""
-    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    owners: dict[nn.Parameter, list[Owner]] = {}
     for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+        named = module.named_parameters(recurse=False, remove_duplicate=False)
+        for name, parameter in named:
             owners.setdefault(parameter, []).append((module, name))
     return list(owners.items())
 
@@ -177,6 +189,7 @@ class MasterStep:
         self.inside: bool = False
         self._changes = -1
         self._is_proven = False  # that this optimizer steps the parameters in its groups
+        # By group: the parameters, and what is stepped instead of them.
         self._visible: list[list[nn.Parameter]] = []
         self._stepped: list[list[nn.Parameter]] = []
         self._frozen: list[nn.Parameter] = []
@@ -280,9 +293,10 @@ class MasterStep:
     def widen(self, optimizer: torch.optim.Optimizer) -> None:
         """Convert state that an optimizer has made from bf16 parameters to fp32."""
         for parameter, _ in self._pairs:
-            for name, value in optimizer.state.get(parameter, {}).items():
+            state = optimizer.state.get(parameter, {})
+            for name, value in state.items():
                 if isinstance(value, torch.Tensor) and value.dtype == parameter.dtype:
-                    optimizer.state[parameter][name] = value.to(torch.float32)
+                    state[name] = value.to(torch.float32)
 
     def saved(self) -> dict[int, torch.Tensor]:
         """The master weights by the numbers of their parameters in a state dict of the optimizer."""
@@ -383,8 +397,10 @@ def _around_modes(optimizer: torch.optim.Optimizer, master_step: MasterStep, kin
 def refresh(pairs: Pairs) -> None:
     """Copy each parameter that is not its rounded master weight, and so was written by other code, to the master."""
     for parameter, master in pairs:
-        here, full = _local(parameter), _local(master)
-        full.copy_(torch.where(full.to(here.dtype) == here, full, here.to(full.dtype)))
+        rounded = _local(parameter)
+        full = _local(master)
+        is_unchanged = full.to(rounded.dtype) == rounded
+        full.copy_(torch.where(is_unchanged, full, rounded.to(full.dtype)))
 
 
 @torch.no_grad()
@@ -447,16 +463,17 @@ def _laid_out(local: torch.Tensor, master: Any) -> torch.Tensor:
 
 
 def _is_same(groups: Sequence[Sequence[Any]], others: Sequence[Sequence[Any]]) -> bool:
-    return len(groups) == len(others) and all(
-        len(group) == len(other) and all(map(operator.is_, group, other))
-        for group, other in zip(groups, others, strict=True)
-    )
+    if list(map(len, groups)) != list(map(len, others)):
+        return False
+    parameters = itertools.chain.from_iterable(groups)
+    return all(map(operator.is_, parameters, itertools.chain.from_iterable(others)))
 
 
 def _keyed(
     state: Mapping[Any, Any], keys: Mapping[int, nn.Parameter]
 ) -> collections.defaultdict[Any, Any]:
     """The same entries of an optimizer's state, with its keys replaced."""
-    return collections.defaultdict(
-        dict, {keys.get(id(key), key): entry for key, entry in state.items()}
-    )
+    keyed: collections.defaultdict[Any, Any] = collections.defaultdict(dict)
+    for key, entry in state.items():
+        keyed[keys.get(id(key), key)] = entry
+    return keyed

@@ -106,9 +106,10 @@ def computing_in(dtype: torch.dtype, device_type: str, module: nn.Module, forwar
     def run(*args: Any, **kwargs: Any) -> Any:
         if is_wide:
             args, kwargs = convert_to_fp32((args, kwargs))
-            with torch.autocast(device_type, enabled=False):
-                return forward(*args, **kwargs)
-        with torch.autocast(device_type, dtype=dtype):
+            autocast = torch.autocast(device_type, enabled=False)
+        else:
+            autocast = torch.autocast(device_type, dtype=dtype)
+        with autocast:
             return forward(*args, **kwargs)
 
     return run
