@@ -8,7 +8,6 @@ A parameter that FSDP2 does not shard has them in `.grad`. For one that it shard
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
-from itertools import chain
 from typing import NamedTuple, TypedDict
 
 import torch
@@ -25,8 +24,8 @@ from ..torch_internals.fsdp2 import (
     unsharded_parameter,
     waiting_gradients,
 )
-from . import materialize
 from .gradients import local
+from .unwrap import named_parameters
 
 # By the name of the place.
 Gradients = dict[str, torch.Tensor]
@@ -58,14 +57,20 @@ class AccumulatedGradients:
 
     def __init__(self, model: nn.Module, roots: Iterable[nn.Module] | None = None) -> None:
         roots = list(roots or [model])
-        modules = dict.fromkeys(chain.from_iterable(root.modules() for root in roots))
-        self._units = [module for module in modules if isinstance(module, FSDPModule)]
+        units: dict[FSDPModule, None] = {}
+        for root in roots:
+            for module in root.modules():
+                if isinstance(module, FSDPModule):
+                    units[module] = None
+        self._units = list(units)
         # While no unit is gathered the model shows shards.
-        names = {parameter: name for name, parameter in materialize.named_parameters(model)}
+        names = {parameter: name for name, parameter in named_parameters(model)}
         self._sharded = []
         # Modules of one unit, and roots inside of each other, have the same shards.
-        for shard in {id(shard): shard for shard in shards_of(roots)}.values():
-            self._sharded.append((names.pop(module_parameter(shard)), shard))
+        shards = {id(shard): shard for shard in shards_of(roots)}
+        for shard in shards.values():
+            name = names.pop(module_parameter(shard))
+            self._sharded.append((name, shard))
         self._plain = [(name, parameter) for parameter, name in names.items()]
         self._all_places: list[_Place] = []
 
@@ -89,11 +94,16 @@ class AccumulatedGradients:
 
     def of_parameters(self, parameters: Container[int]) -> list[torch.Tensor]:
         """This rank's gradients of the parameters with these ids."""
-        gradients = [p.grad for _, p in self._plain if id(p) in parameters]
+        gradients = []
+        for _, parameter in self._plain:
+            if id(parameter) in parameters:
+                gradients.append(parameter.grad)
         for _, sharded in self._sharded:
-            shard, unsharded = sharded_parameter(sharded), unsharded_parameter(sharded)
+            shard = sharded_parameter(sharded)
+            unsharded = unsharded_parameter(sharded)
             if id(shard) in parameters or id(unsharded) in parameters:
-                gradients += [shard.grad, *waiting_gradients(sharded)]
+                gradients.append(shard.grad)
+                gradients += waiting_gradients(sharded)
         return [local(gradient) for gradient in gradients if gradient is not None]
 
     def take(self) -> Gradients:

@@ -35,15 +35,14 @@ def adapter_names(module: nn.Module) -> AdapterNames | None:
     changes other tensors too, or peft computes what it saves (prompts, AdaLoRA), of which FSDP2 has shards.
     """
     model: Any = extract_model_from_parallel(module, keep_torch_compile=False)
-    if not is_peft_model(module) or any(
-        config.is_prompt_learning for config in model.peft_config.values()
-    ):
+    if not is_peft_model(module):
         return None
-    state = {
-        canonical_name(name): torch.empty(value.shape, device="meta")
-        for name, value in model.state_dict().items()
-        if isinstance(value, torch.Tensor)
-    }
+    if any(config.is_prompt_learning for config in model.peft_config.values()):
+        return None
+    state: dict[str, torch.Tensor] = {}
+    for name, value in model.state_dict().items():
+        if isinstance(value, torch.Tensor):
+            state[canonical_name(name)] = torch.empty(value.shape, device="meta")
     names = {id(value): name for name, value in state.items()}
     saved_names: AdapterNames = {}
     saved: set[str] = set()
@@ -70,21 +69,18 @@ def _saves_embedding(model: Any) -> bool:
 
     peft itself asks the model hub for the size. Here it is that of the files from which the base was loaded.
     """
-    if any(
-        isinstance(getattr(module, "base_layer", None), nn.Embedding) for module in model.modules()
-    ):
-        return True
+    for module in model.modules():
+        if isinstance(getattr(module, "base_layer", None), nn.Embedding):
+            return True
     config: Any = getattr(model.get_base_model(), "config", None)
     source = getattr(config, "name_or_path", None)
     if not source or not hasattr(config, "vocab_size"):
         return False  # it was not loaded from files
     try:
-        return bool(
-            type(config).from_pretrained(source, local_files_only=True).vocab_size
-            != config.vocab_size
-        )
+        loaded = type(config).from_pretrained(source, local_files_only=True)
     except OSError:
         return False
+    return bool(loaded.vocab_size != config.vocab_size)
 
 
 def base_name(name: str) -> str:
@@ -129,9 +125,11 @@ def is_merged(module: nn.Module) -> bool:
 
 def original_module(module: Any) -> nn.Module:
     """The module of the base inside of one with adapters, with the names and shapes of the merged tensors."""
-    original: nn.Module = (
-        module.original_module if hasattr(module, "original_module") else module.get_base_layer()
-    )
+    original: nn.Module
+    if hasattr(module, "original_module"):
+        original = module.original_module
+    else:
+        original = module.get_base_layer()
     if is_merged(original):
         return original_module(original)
     return original

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -16,25 +16,10 @@ from ..core.modules import named_bottom_up, replace_data
 from ..placement.subclasses import inner_tensors
 from ..torch_internals.module_copies import unsharded_copy
 from .unwrap import canonical_name as canonical_name
+from .unwrap import named_parameters as named_parameters
+from .unwrap import named_tensors as named_tensors
 
 T = TypeVar("T")
-
-
-def named_parameters(
-    model: nn.Module, remove_duplicate: bool = True
-) -> Iterator[tuple[str, nn.Parameter]]:
-    """(plain name, parameter) of every parameter."""
-    for name, parameter in model.named_parameters(remove_duplicate=remove_duplicate):
-        yield canonical_name(name), parameter
-
-
-def named_tensors(
-    model: nn.Module, remove_duplicate: bool = True
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """(plain name, tensor) of every parameter and buffer."""
-    yield from named_parameters(model, remove_duplicate)
-    for name, tensor in model.named_buffers(remove_duplicate=remove_duplicate):
-        yield canonical_name(name), tensor
 
 
 def local_shard(full: torch.Tensor, layout: DTensor) -> torch.Tensor:
@@ -67,9 +52,9 @@ def from_all(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 def gather_flags(flag: bool, device: torch.device, group: dist.ProcessGroup | None) -> list[bool]:
     """Each rank's flag, in the order of the group."""
     mine = torch.tensor([float(flag)], device=device)
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyone, mine, group=group)
-    return [bool(answer.item()) for answer in everyone]
+    answers = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(answers, mine, group=group)
+    return [bool(answer) for answer in answers]
 
 
 @torch.no_grad()
@@ -80,24 +65,28 @@ def make_equal(
 
     DTensors are skipped: their shards differ, and have been filled already.
     """
-    locals_: list[torch.Tensor] = []
-    for tensor in (t for t in tensors if not isinstance(t, DTensor)):
+    pieces: list[torch.Tensor] = []
+    for tensor in tensors:
+        if isinstance(tensor, DTensor):
+            continue
         if tensor.device != device:
             replace_data(tensor, tensor.detach().to(device))
-        # Pieces of quantized weights are sent as bytes: gloo has no messages in float8.
-        pieces = inner_tensors(tensor.data).values()
-        locals_ += [part.view(torch.uint8) if part.itemsize == 1 else part for part in pieces]
+        for piece in inner_tensors(tensor.data).values():
+            # Pieces of quantized weights are sent as bytes: gloo has no messages in float8.
+            if piece.itemsize == 1:
+                piece = piece.view(torch.uint8)
+            pieces.append(piece)
     if dist.get_world_size(group) == 1:
         return
-    buffers = [local if local.is_contiguous() else local.contiguous() for local in locals_]
-    pending = [
-        dist.broadcast(buffer, group=group, group_src=0, async_op=True) for buffer in buffers
-    ]
-    for work in pending:
+    sent = []
+    for piece in pieces:
+        buffer = piece.contiguous()
+        work = dist.broadcast(buffer, group=group, group_src=0, async_op=True)
+        sent.append((piece, buffer, work))
+    for piece, buffer, work in sent:
         work.wait()
-    for local, buffer in zip(locals_, buffers, strict=True):
-        if buffer is not local:
-            local.copy_(buffer)
+        if buffer is not piece:
+            piece.copy_(buffer)
 
 
 class Weights:
@@ -160,47 +149,41 @@ class Weights:
 
 def allocate(model: nn.Module, device: torch.device, home: torch.device | None = None) -> None:
     """Give what has no storage an empty one on `device`; of a sharded tensor its shard, on `home` if given."""
-    home = device if home is None else home
 
     def empty(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_meta:
             return tensor
-        return torch.empty_like(tensor, device=home if isinstance(tensor, DTensor) else device)
+        if isinstance(tensor, DTensor) and home is not None:
+            return torch.empty_like(tensor, device=home)
+        return torch.empty_like(tensor, device=device)
 
     replace_tensors(model, empty)
 
 
 def own_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """(attribute, tensor) of the parameters and buffers of a module without its children."""
-    tensors: list[tuple[str, torch.Tensor]] = list(
-        module.named_parameters(recurse=False, remove_duplicate=False)
-    )
-    return tensors + list(module.named_buffers(recurse=False, remove_duplicate=False))
+    tensors: list[tuple[str, torch.Tensor]] = []
+    tensors += module.named_parameters(recurse=False, remove_duplicate=False)
+    tensors += module.named_buffers(recurse=False, remove_duplicate=False)
+    return tensors
 
 
 @torch.no_grad()
 def replace_tensors(model: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Replace each parameter and buffer by what `change` makes of it; ties and attributes are preserved."""
-    seen: dict[int, torch.Tensor] = {}
-    kept: list[torch.Tensor] = []
-
-    def changed(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in seen:
-            # The former tensor is kept alive until the end, so that no other gets its id.
-            kept.append(tensor)
-            now = change(tensor)
-            if now is not tensor and isinstance(tensor, nn.Parameter):
-                now = nn.Parameter(now, requires_grad=tensor.requires_grad)
-                # The attributes of a tensor subclass are its data, which stays that of the new one.
-                now.__dict__.update({**tensor.__dict__, **now.__dict__})
-            seen[id(tensor)] = now
-        return seen[id(tensor)]
-
+    # By the former tensor, which is kept alive: no other one gets its id.
+    changed: dict[torch.Tensor, torch.Tensor] = {}
     for module in model.modules():
         for name, tensor in own_tensors(module):
-            now = changed(tensor)
-            if now is not tensor:
-                setattr(module, name, now)
+            if tensor not in changed:
+                now = change(tensor)
+                if now is not tensor and isinstance(tensor, nn.Parameter):
+                    now = nn.Parameter(now, requires_grad=tensor.requires_grad)
+                    # The attributes of a tensor subclass are its data, which stays that of the new one.
+                    now.__dict__.update({**tensor.__dict__, **now.__dict__})
+                changed[tensor] = now
+            if changed[tensor] is not tensor:
+                setattr(module, name, changed[tensor])
 
 
 @torch.no_grad()
@@ -217,9 +200,8 @@ def spread(
     Raises PrepareError, on every rank, for a name that is missing in `full` (with `strict`), or of another shape.
     """
     listed = list(targets)
-    offered = from_first(
-        {name: tuple(tensor.shape) for name, tensor in full.items()}, device, group
-    )
+    shapes = {name: tuple(tensor.shape) for name, tensor in full.items()}
+    offered = from_first(shapes, device, group)
     missing = [name for name, _ in listed if name not in offered]
     if missing and strict:
         raise PrepareError(
@@ -276,7 +258,8 @@ def initialise(
     """
     fallback = getattr(model, "_init_weights", None)
     owners: dict[int, nn.Module] = {}
-    for name, module in {id(m): (name, m) for name, m in named_bottom_up(model)}.values():
+    modules = {module: name for name, module in named_bottom_up(model)}
+    for module, name in modules.items():
         if not own_tensors(module):
             continue
         shadow = unsharded_copy(module, device)
@@ -299,12 +282,11 @@ def initialise(
         # A tied tensor is that of the module that stands first, as where a model is built with storage.
         for _, tensor in own_tensors(module):
             owners.setdefault(id(tensor), module)
-        inside = {id(submodule) for submodule in module.modules()}
-        targets = [
-            (key, tensor)
-            for key, tensor in named_tensors(module)
-            if id(owners[id(tensor)]) in inside
-        ]
+        inside = set(module.modules())
+        targets = []
+        for key, tensor in named_tensors(module):
+            if owners[id(tensor)] in inside:
+                targets.append((key, tensor))
         spread(dict(named_tensors(shadow)), targets, device, group)
 
 
@@ -314,15 +296,16 @@ def initialise(
 def without_storage(state: Mapping[str, object]) -> dict[str, object]:
     """A state under plain names whose tensors have shapes only; tied ones are one tensor still."""
     metas: dict[int, torch.Tensor] = {}
-
-    def on_meta(value: object) -> object:
-        if not isinstance(value, torch.Tensor):
-            return value
-        # ZeRO-3 replaces a parameter by an empty tensor with its shape as an attribute.
-        shape = getattr(value, "ds_shape", value.shape)
-        return metas.setdefault(id(value), torch.empty(shape, dtype=value.dtype, device="meta"))
-
-    return {canonical_name(name): on_meta(value) for name, value in state.items()}
+    light: dict[str, object] = {}
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor):
+            # ZeRO-3 replaces a parameter by an empty tensor with its shape as an attribute.
+            shape = getattr(value, "ds_shape", value.shape)
+            meta = torch.empty(shape, dtype=value.dtype, device="meta")
+            light[canonical_name(name)] = metas.setdefault(id(value), meta)
+        else:
+            light[canonical_name(name)] = value
+    return light
 
 
 def skeleton(name: str, state: Mapping[str, object]) -> nn.Module:
@@ -335,6 +318,12 @@ def skeleton(name: str, state: Mapping[str, object]) -> nn.Module:
 
 def complete(state: Mapping[str, T], light: Mapping[str, object]) -> dict[str, T]:
     """A state that has tied tensors under one name, with all the names of `light`; foreign names are left out."""
-    present = {id(light[name]): value for name, value in state.items() if name in light}
-    known = {name: id(meta) for name, meta in light.items() if id(meta) in present}
-    return {name: state.get(name, present[key]) for name, key in known.items()}
+    values: dict[int, T] = {}
+    for name, value in state.items():
+        if name in light:
+            values[id(light[name])] = value
+    completed = {}
+    for name, meta in light.items():
+        if id(meta) in values:
+            completed[name] = state.get(name, values[id(meta)])
+    return completed

@@ -51,12 +51,12 @@ class ParameterPlaces:
 
     def replaced(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
         """(former, present) of each parameter that was replaced."""
-        now = [(former, getattr(module, name, None)) for module, name, former in self._places]
-        return [
-            (former, present)
-            for former, present in now
-            if isinstance(present, nn.Parameter) and present is not former
-        ]
+        pairs = []
+        for module, name, former in self._places:
+            present = getattr(module, name, None)
+            if isinstance(present, nn.Parameter) and present is not former:
+                pairs.append((former, present))
+        return pairs
 
     def shared(self) -> list[list[tuple[nn.Module, str]]]:
         """The places of each parameter that had several."""
@@ -82,8 +82,8 @@ class Replacements:
 
     def of(self, parameter: nn.Parameter) -> nn.Parameter:
         """The present parameter, after any number of replacements."""
-        while (found := self._present.get(parameter)) is not None:
-            parameter = found
+        while parameter in self._present:
+            parameter = self._present[parameter]
         return parameter
 
     def repoint(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -352,17 +352,9 @@ class _UnshardedCopies:
     @torch.no_grad()
     def enter(self, optimizer: torch.optim.Optimizer) -> None:
         """Gather parameters, gradients and state, and give the optimizer the copies."""
-        sharded: list[DTensor] = []
-        for group in optimizer.param_groups:
-            sharded += [p for p in group["params"] if isinstance(p, DTensor)]
-        containers = containers_of(optimizer)
-        entries = _state_entries(containers, sharded)
-        values: list[Any] = list(sharded)
-        values += [parameter.grad for parameter in sharded]
-        values += [mapping[name] for mapping, name, _ in entries]
-        gathered = {id(value): _gather(value) for value in values if isinstance(value, DTensor)}
+        sharded = [p for p in parameters_of(optimizer) if isinstance(p, DTensor)]
         for parameter in sharded:
-            full = gathered[id(parameter)]
+            full = _gather(parameter)
             if id(parameter) in self._pairs:
                 copy = self._pairs[id(parameter)][1]
                 copy.data = full
@@ -370,9 +362,10 @@ class _UnshardedCopies:
                 copy = nn.Parameter(full)
                 self._pairs[id(parameter)] = (parameter, copy)
             copy.requires_grad_(parameter.requires_grad)
-            copy.grad = gathered.get(id(parameter.grad), parameter.grad)
-        for mapping, name, _ in entries:
-            mapping[name] = gathered.get(id(mapping[name]), mapping[name])
+            copy.grad = _gather(parameter.grad)
+        containers = containers_of(optimizer)
+        for mapping, name, _ in _state_entries(containers, sharded):
+            mapping[name] = _gather(mapping[name])
         present = {number: copy for number, (_, copy) in self._pairs.items()}
         _replace_parameters(containers, present)
 
@@ -447,8 +440,10 @@ def _replace_parameters(containers: Iterable[Any], present: Mapping[int, torch.T
             container.update(entries)
 
 
-def _gather(value: DTensor) -> torch.Tensor:
-    """The unsharded value, on the device of its mesh."""
+def _gather(value: Any) -> Any:
+    """The unsharded value of a DTensor, on the device of its mesh; any other as it is."""
+    if not isinstance(value, DTensor):
+        return value
     device_type = value.device_mesh.device_type
     local = value.to_local()
     if local.device.type != device_type:

@@ -41,6 +41,23 @@ def canonical_name(name: str) -> str:
     return ".".join(word for word in name.split(".") if word not in _WRAPPER_NAMES)
 
 
+def named_parameters(
+    model: nn.Module, remove_duplicate: bool = True
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """(plain name, parameter) of every parameter."""
+    for name, parameter in model.named_parameters(remove_duplicate=remove_duplicate):
+        yield canonical_name(name), parameter
+
+
+def named_tensors(
+    model: nn.Module, remove_duplicate: bool = True
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(plain name, tensor) of every parameter and buffer."""
+    yield from named_parameters(model, remove_duplicate)
+    for name, tensor in model.named_buffers(remove_duplicate=remove_duplicate):
+        yield canonical_name(name), tensor
+
+
 def _wrapper_types() -> tuple[type[torch.nn.Module], ...]:
     """Every wrapper class with the wrapped module as `.module`; those of optional packages if they are loaded."""
     found: list[type[torch.nn.Module]] = [DistributedDataParallel, DataParallel]

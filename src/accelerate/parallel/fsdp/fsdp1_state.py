@@ -32,11 +32,11 @@ class PlainModel:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        inner = model
         if isinstance(model, FullyShardedDataParallel):
             inner = model.module
-        else:
-            inner = model
-        self.state: dict[str, object] = without_storage(model.state_dict(keep_vars=True))
+        state = model.state_dict(keep_vars=True)
+        self.state: dict[str, object] = without_storage(state)
         self.skeleton: nn.Module = skeleton(type(inner).__qualname__, self.state)
         self.shapes: dict[str, list[int]] = {}
         # Weak references: only an optimizer that was made before still needs a flattened parameter.
@@ -128,7 +128,8 @@ def repoint(optimizer: torch.optim.Optimizer, models: Sequence[PlainModel]) -> N
             "Make it from the model that prepare returns, or set fsdp_version=2 (FSDP_VERSION=2)"
         )
     for number, group in enumerate(optimizer.param_groups):
-        group["params"] = [p for p in group["params"] if id(p) not in gone] + fresh.get(number, [])
+        group["params"] = [p for p in group["params"] if id(p) not in gone]
+        group["params"] += fresh.get(number, [])
 
 
 def full_model_state(
@@ -164,20 +165,30 @@ def load_full_model_state(
         values.update(complete(state, plain.state))
         if strict:
             differing = sorted(set(state) - set(plain.state) | set(plain.state) - set(values))
-    tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
-    others = {name: value for name, value in values.items() if name not in tensors}
+    tensors: dict[str, torch.Tensor] = {}
+    others: dict[str, object] = {}
+    for name, value in values.items():
+        if isinstance(value, torch.Tensor):
+            tensors[name] = value
+        else:
+            others[name] = value
     differing, others = materialize.from_first((differing, others), device)
     if differing:
         raise CheckpointError(
             f"the state and the model differ in {len(differing)} names: {', '.join(differing[:5])}"
         )
-    targets = {
-        id(meta): (name, torch.empty(meta.shape, dtype=meta.dtype, device=device))
-        for name, meta in reversed(plain.state.items())
-        if isinstance(meta, torch.Tensor)
-    }
-    materialize.spread(tensors, targets.values(), device)
-    full = {name: targets[id(meta)][1] for name, meta in plain.state.items() if id(meta) in targets}
+    targets: dict[str, torch.Tensor] = {}
+    full: dict[str, torch.Tensor] = {}
+    by_meta: dict[int, torch.Tensor] = {}
+    for name, meta in plain.state.items():
+        if not isinstance(meta, torch.Tensor):
+            continue
+        # A tied tensor is sent once.
+        if id(meta) not in by_meta:
+            by_meta[id(meta)] = torch.empty(meta.shape, dtype=meta.dtype, device=device)
+            targets[name] = by_meta[id(meta)]
+        full[name] = by_meta[id(meta)]
+    materialize.spread(tensors, targets.items(), device)
     # torch's broadcast_from_rank0 loses the second name of a tied tensor here.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="FSDP.state_dict_type", category=FutureWarning)

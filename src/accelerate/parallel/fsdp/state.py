@@ -23,10 +23,13 @@ from torch.distributed.tensor import DTensor
 from ...core.errors import CheckpointError
 from ...core.modules import class_name
 from ...core.trees import map_leaves
+from ...optimizer import parameters_of
 from ...torch_internals import dtensor
 from ...torch_internals.fsdp1 import flat_units, ignoring
 from .. import materialize
+from ..gradients import local
 from ..sharded_optimizer import lay_out_state, steps_unsharded
+from ..unwrap import canonical_name, named_parameters, named_tensors
 
 
 def full_options(model: nn.Module, config: StateDictConfig | None = None) -> StateDictOptions:
@@ -36,9 +39,10 @@ def full_options(model: nn.Module, config: StateDictConfig | None = None) -> Sta
     """
     if not (is_rank0_only(config) and is_on_host(config)):
         return StateDictOptions(full_state_dict=True)
+    parameter = next(model.parameters(), None)
     # What is on the host already is not copied there.
-    on_host = next((parameter.device.type == "cpu" for parameter in model.parameters()), False)
-    return StateDictOptions(full_state_dict=True, cpu_offload=not (on_host and is_fsdp1(model)))
+    is_there = parameter is not None and parameter.device.type == "cpu" and is_fsdp1(model)
+    return StateDictOptions(full_state_dict=True, cpu_offload=not is_there)
 
 
 def is_rank0_only(config: StateDictConfig | None) -> bool:
@@ -58,11 +62,11 @@ def is_fsdp1(model: nn.Module) -> bool:
 
 def parameter_names(model: nn.Module) -> dict[int, list[str]]:
     """By the id of a parameter, the plain names of what it contains: several for one that FSDP1 has flattened."""
-    names = {id(parameter): [name] for name, parameter in materialize.named_parameters(model)}
+    names = {id(parameter): [name] for name, parameter in named_parameters(model)}
     if is_fsdp1(model):
         for unit in flat_units(model):
             if not unit.keeps_originals:
-                names[id(unit.flat)] = list(map(materialize.canonical_name, unit.names))
+                names[id(unit.flat)] = list(map(canonical_name, unit.names))
     return names
 
 
@@ -79,12 +83,12 @@ def load_full_model_state(
     Raises PrepareError for a tensor of the model that the state lacks (with `strict`) or has in another shape, and
     CheckpointError for one that the model lacks.
     """
-    persistent = set(map(materialize.canonical_name, model.state_dict()))
+    persistent = set(map(canonical_name, model.state_dict()))
     tensors: dict[int, torch.Tensor] = {}
     # A tied tensor has several names, and a state may hold it under any of them.
     name_in_state: dict[int, str] = {}
     unknown = set(state)
-    for name, tensor in materialize.named_tensors(model, remove_duplicate=False):
+    for name, tensor in named_tensors(model, remove_duplicate=False):
         if name not in persistent:
             continue
         unknown.discard(name)
@@ -153,21 +157,16 @@ def load_full_optimizer_state(
     named: dict[str, Any] = {}
     groups = groups or _groups(model, optimizer)
     names = list(chain.from_iterable(groups))
-    names_with_state: set[str] = set()
-    has_shards = False
     if dist.get_rank() == 0:
         check_groups(groups, state["param_groups"])
-        named = copy.deepcopy({key: state[key] for key in ("state", "param_groups")})
-        named["state"] = {names[position]: entry for position, entry in named["state"].items()}
-        for group in named["param_groups"]:
-            group["params"] = [names[position] for position in group["params"]]
-        names_with_state.update(named["state"])
-        for entry in named["state"].values():
-            if any(isinstance(value, torch.Tensor) and value.dim() for value in entry.values()):
-                has_shards = True
-    names_with_state, has_shards = materialize.from_first(
-        (names_with_state, has_shards), next(model.parameters()).device
-    )
+        named = _named_state(state, names)
+    has_shards = False
+    for entry in named.get("state", {}).values():
+        if any(isinstance(value, torch.Tensor) and value.dim() for value in entry.values()):
+            has_shards = True
+    message = set(named.get("state", ())), has_shards
+    device = next(model.parameters()).device
+    names_with_state, has_shards = materialize.from_first(message, device)
     if not has_shards:
         # Numbers are not scattered.
         if is_fsdp1(model) and dist.get_rank() == 0:
@@ -180,6 +179,18 @@ def load_full_optimizer_state(
     drop_states(model, optimizer, set(names) - names_with_state)
 
 
+def _named_state(state: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """A copy of an optimizer's plain state, with the names of parameters instead of their numbers."""
+    entries = {}
+    for position, entry in state["state"].items():
+        entries[names[position]] = copy.deepcopy(entry)
+    groups = []
+    for group in state["param_groups"]:
+        named = [names[position] for position in group["params"]]
+        groups.append({**copy.deepcopy(group), "params": named})
+    return {"state": entries, "param_groups": groups}
+
+
 def optimizer_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, options: StateDictOptions
 ) -> dict[str, Any]:
@@ -189,16 +200,17 @@ def optimizer_state(
     """
     if is_fsdp1(model):
         _refuse_nested(optimizer, options)
-        trained: set[torch.Tensor] = set()
-        for group in optimizer.param_groups:
-            trained.update(p for p in group["params"] if p.requires_grad)
-        named = {name: p for name, p in materialize.named_parameters(model) if p in trained}
-        names_of_rank = {
-            name for name, parameter in named.items() if optimizer.state.get(parameter)
-        }
+        stepped = set(parameters_of(optimizer))
+        trained: dict[str, nn.Parameter] = {}
+        names_of_rank = set()
+        for name, parameter in named_parameters(model):
+            if parameter in stepped and parameter.requires_grad:
+                trained[name] = parameter
+                if optimizer.state.get(parameter):
+                    names_of_rank.add(name)
         with_state = set().union(*materialize.from_all(names_of_rank))
         if with_state:
-            without = [parameter for name, parameter in named.items() if name not in with_state]
+            without = [parameter for name, parameter in trained.items() if name not in with_state]
             with ignoring(without):
                 return dict(get_optimizer_state_dict(model, optimizer, options=options))
     elif optimizer.state:
@@ -209,7 +221,8 @@ def optimizer_state(
     flattened = {}
     for group in groups:
         for name in group.pop("params"):
-            flattened.update({f"param_groups.{name}.{key}": group[key] for key in group})
+            for key, value in group.items():
+                flattened[f"param_groups.{name}.{key}"] = value
     return flattened
 
 
@@ -218,13 +231,13 @@ def _refuse_nested(optimizer: torch.optim.Optimizer, options: StateDictOptions) 
 
     A full state without tensors of a parameter's elements is stored as it is.
     """
-    entries = list(optimizer.state.values())
     dims: list[int] = []
-    map_leaves(lambda tensor: dims.append(tensor.dim()), [dict(entry) for entry in entries])
     nested: dict[str, str] = {}
-    for key, value in chain.from_iterable(entry.items() for entry in entries):
-        if isinstance(value, (dict, list, tuple)):
-            nested[str(key)] = type(value).__name__
+    for entry in optimizer.state.values():
+        map_leaves(lambda tensor: dims.append(tensor.dim()), dict(entry))
+        for key, value in entry.items():
+            if isinstance(value, (dict, list, tuple)):
+                nested[str(key)] = type(value).__name__
     has_elements = any(dims)
     for nested_of_rank, rank_has_elements in materialize.from_all((nested, has_elements)):
         nested.update(nested_of_rank)
@@ -256,8 +269,9 @@ def drop_states(model: nn.Module, optimizer: torch.optim.Optimizer, without: set
 
 def full_on_host(value: torch.Tensor) -> torch.Tensor:
     """A copy of a tensor, gathered, in host memory."""
-    full: torch.Tensor = value.full_tensor() if isinstance(value, DTensor) else value
-    return full.detach().to("cpu", copy=True)
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    return value.detach().to("cpu", copy=True)
 
 
 def broadcast_state(
@@ -269,7 +283,8 @@ def broadcast_state(
     """
     other_entries = dict(state)
     states: dict[int, dict[str, object]] = other_entries.pop("state", {})
-    other_entries, positions = materialize.from_first((other_entries, sorted(states)), device)
+    message = other_entries, sorted(states)
+    other_entries, positions = materialize.from_first(message, device)
     check_groups(groups, other_entries["param_groups"])
 
     def entries() -> Iterator[tuple[int, dict[str, object]]]:
@@ -347,8 +362,8 @@ def _groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str
 
 def unwrapped(value: torch.Tensor) -> torch.Tensor:
     """The same memory as a plain tensor or DTensor, where fp8 has wrapped a weight to gather it in float8."""
-    local = value.to_local() if isinstance(value, DTensor) else value
-    inner: torch.Tensor | None = getattr(local, "_tensor", None)
+    shard = local(value)
+    inner: torch.Tensor | None = getattr(shard, "_tensor", None)
     if inner is None:
         return value
     if isinstance(value, DTensor):
@@ -362,8 +377,11 @@ def detached(state: Mapping[str, Any], on_host: bool = False) -> dict[str, Any]:
     `on_host`: it is in host memory.
     """
     copies: dict[int, torch.Tensor] = {}
-    for value in state.values():
+    detached_state = {}
+    for name, value in state.items():
         if isinstance(value, torch.Tensor) and id(value) not in copies:
-            copy_ = unwrapped(value).detach().clone()
-            copies[id(value)] = copy_.cpu() if on_host else copy_
-    return {name: copies.get(id(value), value) for name, value in state.items()}
+            copies[id(value)] = unwrapped(value).detach().clone()
+            if on_host:
+                copies[id(value)] = copies[id(value)].cpu()
+        detached_state[name] = copies.get(id(value), value)
+    return detached_state

@@ -22,7 +22,7 @@ from ...core.modules import move_module, replace_data
 from ...core.objects import flat_list
 from ...precision.base import Precision
 from ..activation import checkpoint_activations
-from ..materialize import named_tensors
+from ..unwrap import named_parameters
 
 Policy = Callable[..., bool]
 
@@ -87,18 +87,17 @@ class Units:
     def find_again(self) -> None:
         """Find the units by their names, after tensor parallelism has replaced layers."""
         present = dict(self.model.named_modules())
-        self.modules = [present[self._names[id(module)]] for module in self.modules]
-        self.rare = [present[self._names[id(module)]] for module in self.rare]
+        for units in (self.modules, self.rare):
+            units[:] = [present[self._names[id(module)]] for module in units]
 
     def recompute(self, device: torch.device, offload: bool) -> None:
         """Recompute the activations of the policy's units in the backward."""
         blocks = [module for module in self.modules if module not in self.added]
         wrapped = checkpoint_activations(self.model, blocks, device, offload)
-        wrappers = dict(zip(blocks, wrapped, strict=True))
-        for block, wrapper in wrappers.items():
+        for block, wrapper in zip(blocks, wrapped, strict=True):
+            self.modules[self.modules.index(block)] = wrapper
             if id(block) in self.dtypes:
                 self.dtypes[id(wrapper)] = self.dtypes[id(block)]
-        self.modules = [wrappers.get(module, module) for module in self.modules]
 
 
 def plan_units(
@@ -121,22 +120,23 @@ def plan_units(
     for module in find_modules(model, plugin.ignored_modules):
         ignored.update(module.parameters())
     # `fully_shard` refuses the former, and its reduction of gradients the latter. They stay replicas.
-    ignored.update(p for p in model.parameters() if p.ndim == 0 or p.numel() == 0)
+    for parameter in model.parameters():
+        if parameter.ndim == 0 or parameter.numel() == 0:
+            ignored.add(parameter)
     modules = select_units(model, options.auto_wrap_policy, ignored)  # type: ignore[arg-type]
     modules, added = with_regions(model, modules, ignored, regions or {})
     dtypes = {}
     for region, dtype in (regions or {}).items():
-        for module in region.modules():
-            dtypes[id(module)] = dtype
+        dtypes.update(dict.fromkeys(map(id, region.modules()), dtype))
     upcast(model, plugin)
-    for parameter in model.parameters():
-        if parameter in ignored or isinstance(parameter, DTensor) or parameter.is_contiguous():
-            continue
-        # `fully_shard` refuses another layout in memory, as of a transposed weight.
-        replace_data(parameter, parameter.detach().contiguous())
+    names = set()
+    for name, parameter in named_parameters(model):
+        if parameter in ignored:
+            names.add(name)
+        elif not isinstance(parameter, DTensor) and not parameter.is_contiguous():
+            # `fully_shard` refuses another layout in memory, as of a transposed weight.
+            replace_data(parameter, parameter.detach().contiguous())
     rare = units_of_rare_dtypes(model, modules, ignored)
-    ignored_ids = {id(parameter) for parameter in ignored}
-    names = {name for name, tensor in named_tensors(model) if id(tensor) in ignored_ids}
     return Units(model, modules, rare, added, dtypes, names)
 
 
@@ -169,7 +169,10 @@ def _descend(
     undivided: tuple[type[nn.Module], ...],
 ) -> tuple[list[nn.Module], int]:
     """(units below and at `module`, parameters in them)."""
-    numel = sum(p.numel() for p in module.parameters() if id(p) not in ignored)
+    numel = 0
+    for parameter in module.parameters():
+        if id(parameter) not in ignored:
+            numel += parameter.numel()
     if id(module) in seen or not policy(module=module, recurse=True, nonwrapped_numel=numel):
         return [], 0
     seen.add(id(module))
