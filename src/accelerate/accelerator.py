@@ -44,8 +44,7 @@ from .parallel.placeholders import refuse_placeholder
 from .parallel.prepared import PreparedModel, added_parameter
 from .parallel.unwrap import add_forward_methods, check_names, extract_model_from_parallel
 from .placement.align import get_state_dict_offloaded_model, has_offloaded_params
-from .placement.dispatch import check_quantized
-from .placement.subclasses import refuse_lost_gradients
+from .placement.subclasses import check_quantized, refuse_lost_gradients
 from .precision.modules import check_matches
 from .run.accumulation import AccumulatedBatch, Accumulation
 from .run.averages import AveragedWeights

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from accelerate import Accelerator
-from accelerate.placement import dispatch
+from accelerate.placement import subclasses
 
 MARKS = ["is_loaded_in_8bit", "is_loaded_in_4bit"]
 
@@ -45,23 +45,23 @@ def test_offloaded_modules_are_refused_for_training_alone(mark, device_map):
 
 def test_the_cpu_trains_with_bitsandbytes_alone(monkeypatch):
     model, cpu = Immovable(MARKS[0], {"": "cpu"}), torch.device("cpu")
-    monkeypatch.setattr(dispatch, "is_available", lambda name: True)
-    assert dispatch.check_quantized(model, cpu, training=True)
-    monkeypatch.setattr(dispatch, "is_available", lambda name: False)
+    monkeypatch.setattr(subclasses, "is_available", lambda name: True)
+    assert subclasses.check_quantized(model, cpu, training=True)
+    monkeypatch.setattr(subclasses, "is_available", lambda name: False)
     with pytest.raises(ValueError, match="offloads modules to cpu"):
-        dispatch.check_quantized(model, cpu, training=True)
+        subclasses.check_quantized(model, cpu, training=True)
 
 
 @pytest.mark.parametrize("place", [0, torch.device("cpu")])
 def test_another_device_is_refused(place):
     with pytest.raises(ValueError, match="this process trains on cuda:1: they cannot be moved"):
-        dispatch.check_quantized(
+        subclasses.check_quantized(
             Immovable(MARKS[1], {"": place}), torch.device("cuda", 1), training=True
         )
-    assert dispatch.check_quantized(
+    assert subclasses.check_quantized(
         Immovable(MARKS[1], {"": 1}), torch.device("cuda", 1), training=True
     )
 
 
 def test_other_models_are_moved():
-    assert not dispatch.check_quantized(nn.Linear(2, 2), torch.device("cpu"), training=True)
+    assert not subclasses.check_quantized(nn.Linear(2, 2), torch.device("cpu"), training=True)

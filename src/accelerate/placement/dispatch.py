@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.errors import CheckpointError, PrepareError
-from ..core.imports import is_available
+from ..core.errors import CheckpointError
 from ..core.modules import class_names, move_module
 from . import logger
 from .align import attach_align_device_hook_on_blocks, offloading_hook, restore_offloaded
@@ -25,12 +24,9 @@ from .offload import (
     offload_state_dict,
 )
 from .sizes import named_module_tensors
-from .subclasses import data_address
+from .subclasses import data_address, is_marked_quantized
 from .tensors import QUANTIZED, TiedCopies, as_device, set_module_tensor_to_device
 from .tied import find_tied_parameters, retie_parameters
-
-# How libraries mark a model whose weights bitsandbytes has quantised.
-_QUANTIZED_MARKS = ("is_loaded_in_8bit", "is_loaded_in_4bit")
 
 
 def dispatch(
@@ -57,7 +53,7 @@ def dispatch(
         main_device = next(accelerators, "cpu")
     devices = set(places.values())
     needs_hooks = len(devices) > 1 or "disk" in devices or force_hooks
-    if not needs_hooks and not _is_quantized(model):
+    if not needs_hooks and not is_marked_quantized(model):
         for device in devices:
             _move(model, as_device(device))
         model.hf_device_map = dict(device_map)  # type: ignore[assignment]
@@ -165,59 +161,6 @@ def _apart(model: nn.Module, places: Mapping[str, Any]) -> dict[str, Any]:
             if entry is not None:
                 result[part] = places[entry]
     return result
-
-
-def check_quantized(model: nn.Module, device: torch.device, training: bool) -> bool:
-    """Return whether `model` has 8- or 4-bit weights, which must stay on the device where they were quantised.
-
-    Args:
-        model: any model. Libraries mark those with such weights with `is_loaded_in_8bit` or `is_loaded_in_4bit`.
-        device: the device of this process.
-        training: whether the model is to be trained; if not, its modules may be on any device.
-
-    Raises:
-        PrepareError: the model is to be trained, and its device map has modules on the disk or on another device.
-    """
-    if not any(getattr(model, mark, False) for mark in _QUANTIZED_MARKS):
-        return False
-    if training:
-        device_map = getattr(model, "hf_device_map", None) or {}
-        _check_trainable(type(model).__name__, set(device_map.values()), device)
-    return True
-
-
-def _check_trainable(kind: str, places: set[Any], device: torch.device) -> None:
-    offloaded = places & {"cpu", "disk"}
-    if device.type == "cpu" and is_available("bitsandbytes"):
-        # bitsandbytes trains on the CPU too, if the entire run is there.
-        offloaded.discard("cpu")
-    if offloaded:
-        raise PrepareError(
-            f"{kind} has 8- or 4-bit weights, and its hf_device_map offloads modules to "
-            f"{' and '.join(sorted(offloaded))}: such a model cannot be trained. Load it with "
-            f"device_map={{'': {str(device)!r}}}"
-        )
-    if len(places) != 1:
-        return
-    (loaded_on,) = places
-    is_elsewhere = False
-    if isinstance(loaded_on, torch.device):
-        is_elsewhere = loaded_on.type != device.type
-    elif isinstance(loaded_on, int) and device.type != "cpu":
-        # The index of an accelerator; in a run on the CPU it has no meaning.
-        is_elsewhere = loaded_on != (device.index or 0)
-    if is_elsewhere:
-        raise PrepareError(
-            f"{kind} has 8- or 4-bit weights on device {loaded_on}, this process trains on {device}: they cannot be "
-            "moved. Load it with device_map={'': Accelerator().local_process_index}"
-        )
-
-
-def _is_quantized(model: nn.Module) -> bool:
-    """Whether the model is quantized with bitsandbytes: such weights are only moved by hooks."""
-    if getattr(model, "quantization_method", "bitsandbytes") != "bitsandbytes":
-        return False
-    return any(getattr(model, mark, False) for mark in ("is_quantized", *_QUANTIZED_MARKS))
 
 
 def _offloaded_weights(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that are tensor subclasses around plain tensors, such as torchao's."""
+"""Quantized weights: tensor subclasses around plain tensors, such as torchao's, and models marked as quantized."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..core.errors import PrepareError
+from ..core.imports import is_available
 from ..core.modules import direct_parameters, is_wrapper_subclass
 
+# How libraries mark a model whose weights bitsandbytes has quantised.
+_QUANTIZED_MARKS = ("is_loaded_in_8bit", "is_loaded_in_4bit")
 # An index names classes. Only those of these packages are imported for it.
 _PACKAGES = ("torchao",)
 
@@ -61,6 +64,59 @@ def is_quantized_layer(module: nn.Module) -> bool:
     if isinstance(module, float8):
         return False
     return any(map(is_quantized_tensor, direct_parameters(module).values()))
+
+
+def check_quantized(model: nn.Module, device: torch.device, training: bool) -> bool:
+    """Return whether `model` has 8- or 4-bit weights, which must stay on the device where they were quantised.
+
+    Args:
+        model: any model. Libraries mark those with such weights with `is_loaded_in_8bit` or `is_loaded_in_4bit`.
+        device: the device of this process.
+        training: whether the model is to be trained; if not, its modules may be on any device.
+
+    Raises:
+        PrepareError: the model is to be trained, and its device map has modules on the disk or on another device.
+    """
+    if not any(getattr(model, mark, False) for mark in _QUANTIZED_MARKS):
+        return False
+    if training:
+        device_map = getattr(model, "hf_device_map", None) or {}
+        _check_trainable(type(model).__name__, set(device_map.values()), device)
+    return True
+
+
+def _check_trainable(kind: str, places: set[Any], device: torch.device) -> None:
+    offloaded = places & {"cpu", "disk"}
+    if device.type == "cpu" and is_available("bitsandbytes"):
+        # bitsandbytes trains on the CPU too, if the entire run is there.
+        offloaded.discard("cpu")
+    if offloaded:
+        raise PrepareError(
+            f"{kind} has 8- or 4-bit weights, and its hf_device_map offloads modules to "
+            f"{' and '.join(sorted(offloaded))}: such a model cannot be trained. Load it with "
+            f"device_map={{'': {str(device)!r}}}"
+        )
+    if len(places) != 1:
+        return
+    (loaded_on,) = places
+    is_elsewhere = False
+    if isinstance(loaded_on, torch.device):
+        is_elsewhere = loaded_on.type != device.type
+    elif isinstance(loaded_on, int) and device.type != "cpu":
+        # The index of an accelerator; in a run on the CPU it has no meaning.
+        is_elsewhere = loaded_on != (device.index or 0)
+    if is_elsewhere:
+        raise PrepareError(
+            f"{kind} has 8- or 4-bit weights on device {loaded_on}, this process trains on {device}: they cannot be "
+            "moved. Load it with device_map={'': Accelerator().local_process_index}"
+        )
+
+
+def is_marked_quantized(model: nn.Module) -> bool:
+    """Whether the model is quantized with bitsandbytes: such weights are only moved by hooks."""
+    if getattr(model, "quantization_method", "bitsandbytes") != "bitsandbytes":
+        return False
+    return any(getattr(model, mark, False) for mark in ("is_quantized", *_QUANTIZED_MARKS))
 
 
 def refuse_lost_gradients(model: nn.Module) -> None:
