@@ -848,10 +848,14 @@ class Accelerator(RunInterface):
             if num_items is not None and window.weight == 0.0:
                 num_items = 0  # those of a placeholder
         window.has_backward = True
+        weight = window.weight
+        factor = 1.0
         if window.is_open:
-            steps, factor, weight = window.steps, window.factor, window.weight * window.scale
+            steps = window.steps
+            factor = window.factor
+            weight *= window.scale
         else:
-            steps, factor, weight = self.gradient_state.num_steps, 1.0, window.weight
+            steps = self.gradient_state.num_steps
             window.unreduced.clear()
         scaled = loss
         try:

@@ -223,7 +223,8 @@ class Strategy:
         """The gradients of prepared models at the end of an accumulation window, after a backward."""
         parameters: dict[int, torch.nn.Parameter] = {}
         for model in models:
-            parameters.update((id(parameter), parameter) for parameter in model.parameters())
+            for parameter in model.parameters():
+                parameters[id(parameter)] = parameter
         return gradients_of(parameters.values())
 
     def clip_grad_norm(

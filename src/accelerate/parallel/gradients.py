@@ -5,20 +5,21 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Container, Iterable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..optimizer import parameters_of
 from ..torch_internals import foreach
 from ..torch_internals.grad_scaler import UnscalingScaler
 from .report.volume import CommunicationVolume
 
 _BUCKET = 25 * 1024 * 1024
 
+Kind = tuple[torch.device, torch.dtype]
 Layout = tuple[dist.DeviceMesh | None, tuple[int, ...], torch.device, torch.dtype]
 
 
@@ -60,7 +61,8 @@ class UnreducedGradients(GradientReducer):
     def finish(self) -> None:
         """Average the gradients over the group."""
         if dist.get_world_size(self.group) > 1:
-            all_reduce(map(local, gradients_of(self.parameters)), self.group, average=True)
+            shards = map(local, gradients_of(self.parameters))
+            all_reduce(shards, self.group, average=True)
 
 
 @contextlib.contextmanager
@@ -85,25 +87,31 @@ def finish(reducers: Iterable[GradientReducer]) -> None:
 
 def gradients_of(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """The gradients of those parameters that have one."""
-    listed = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-    return [parameter.grad for parameter in listed if parameter.grad is not None]
+    if isinstance(parameters, torch.Tensor):
+        parameters = [parameters]
+    gradients = []
+    for parameter in parameters:
+        if parameter.grad is not None:
+            gradients.append(parameter.grad)
+    return gradients
 
 
-def by_kind(
-    tensors: Iterable[torch.Tensor],
-) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
+def by_kind(tensors: Iterable[torch.Tensor]) -> dict[Kind, list[torch.Tensor]]:
     """The local tensors by device and dtype, for fused calls."""
-    shards: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    shards: dict[Kind, list[torch.Tensor]] = {}
     for tensor in tensors:
         shard = local(tensor)
-        shards.setdefault((shard.device, shard.dtype), []).append(shard)
+        kind = (shard.device, shard.dtype)
+        shards.setdefault(kind, []).append(shard)
     return shards
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's shard of a tensor (the same memory)."""
-    shard: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return shard
+    if hasattr(tensor, "to_local"):
+        shard: torch.Tensor = tensor.to_local()
+        return shard
+    return tensor
 
 
 @torch.no_grad()
@@ -117,7 +125,8 @@ def all_reduce(
             joined = bucket[0].reshape(-1)
         else:
             joined = torch.cat([gradient.reshape(-1) for gradient in bucket])
-        pending.append((bucket, joined, dist.all_reduce(joined, group=group, async_op=True)))
+        work = dist.all_reduce(joined, group=group, async_op=True)
+        pending.append((bucket, joined, work))
     for bucket, joined, work in pending:
         work.wait()
         if average:
@@ -170,7 +179,7 @@ def clip_grad_norm(
     norm_type: float = 2.0,
     across: Sequence[dist.ProcessGroup] = (),
     device: torch.device | None = None,
-    twins: Container[int] = (),
+    twins: Collection[int] = (),
 ) -> torch.Tensor:
     """Scale gradients so that their total norm is at most `max_norm`; returns the norm before, on every rank.
 
@@ -182,9 +191,13 @@ def clip_grad_norm(
         listed = [parameters]
     else:
         listed = list(parameters)
-    counted = gradients_of(parameter for parameter in listed if id(parameter) not in twins)
+    gradients = gradients_of(listed)
+    counted = gradients
+    if twins:
+        counted = gradients_of(parameter for parameter in listed if id(parameter) not in twins)
     norm = total_norm(counted, norm_type, across, device)
-    multiply(gradients_of(listed), torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    multiply(gradients, factor)
     return norm
 
 
@@ -212,8 +225,9 @@ def total_norm(
             partial = _reduce_norm(partial, norm_type, group)
         partial_norms.append(partial)
     if not partial_norms:
-        partial_norms = [torch.zeros((), device=device or torch.device("cpu"))]
-    stacked = torch.stack([partial.to(partial_norms[0]) for partial in partial_norms])
+        partial_norms.append(torch.zeros((), device=device or "cpu"))
+    first = partial_norms[0]
+    stacked = torch.stack([partial.to(first) for partial in partial_norms])
     norm: torch.Tensor = torch.linalg.vector_norm(stacked, norm_type)
     if across:
         dtype = torch.float64
@@ -229,29 +243,25 @@ def _by_layout(gradients: Sequence[torch.Tensor]) -> dict[Layout, list[torch.Ten
     """Local gradients by (mesh, sharded dimensions, device, dtype); mesh None for plain tensors."""
     groups: dict[Layout, list[torch.Tensor]] = {}
     for gradient in gradients:
-        sharded: list[int] = []
         mesh: dist.DeviceMesh | None = getattr(gradient, "device_mesh", None)
-        if mesh is not None:
-            gradient = _reduced(gradient)
-            for dimension, placement in enumerate(gradient.placements):
-                if not placement.is_replicate():
-                    sharded.append(dimension)
+        sharded: list[int] = []
+        for dimension, placement in enumerate(getattr(gradient, "placements", ())):
+            if placement.is_partial():
+                gradient = _reduced(gradient, dimension)
+            elif not placement.is_replicate():
+                sharded.append(dimension)
         shard = local(gradient)
         layout = (mesh, tuple(sharded), shard.device, shard.dtype)
         groups.setdefault(layout, []).append(shard)
     return groups
 
 
-def _reduced(gradient: Any) -> Any:
-    """A DTensor whose value is a sum over ranks, with that sum; any other as it is."""
-    placements = list(gradient.placements)
-    if not any(placement.is_partial() for placement in placements):
-        return gradient
+def _reduced(gradient: Any, dimension: int) -> Any:
+    """A DTensor that is a sum over a dimension of its mesh, with that sum on each rank."""
     from torch.distributed.tensor import Replicate
 
-    for dimension, placement in enumerate(placements):
-        if placement.is_partial():
-            placements[dimension] = Replicate()
+    placements = list(gradient.placements)
+    placements[dimension] = Replicate()
     return gradient.redistribute(placements=placements)
 
 
@@ -305,17 +315,14 @@ class AgreeingScaler(UnscalingScaler):
         self, optimizer: torch.optim.Optimizer, inverse_scale: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
         """Multiply this rank's gradients in place; returns whether some on any rank are not finite."""
-        gradients = []
-        for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):
-            if parameter.grad is None:
-                continue
-            if parameter.grad.is_sparse:
+        parameters = parameters_of(optimizer)
+        for parameter in parameters:
+            if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.coalesce()
-            gradients.append(parameter.grad)
-        grouped = by_kind(map(_dense, gradients))
-        if not allow_fp16 and any(dtype is torch.float16 for _, dtype in grouped):
-            raise ValueError("Attempting to unscale FP16 gradients.")
-        for (device, _), listed in grouped.items():
+        gradients = gradients_of(parameters)
+        for (device, dtype), listed in by_kind(map(_dense, gradients)).items():
+            if dtype is torch.float16 and not allow_fp16:
+                raise ValueError("Attempting to unscale FP16 gradients.")
             foreach.mul_(listed, inverse_scale.to(device))
         flag = not_finite(gradients, self._home)
         # A rank without gradients of this optimizer takes part as well.

@@ -271,10 +271,10 @@ def _local_tensors(optimizer: torch.optim.Optimizer) -> Iterator[None]:
                     leaf.grad = _local(parameter.grad, parameter)  # type: ignore[assignment]
                     local_state: dict[str, object] = {}
                     if parameter in state:
-                        local_state = {
-                            name: _local(value, parameter)
-                            for name, value in state[parameter].items()
-                        }
+                        for name, value in state[parameter].items():
+                            if isinstance(value, DTensor):
+                                value = _local(value, parameter)
+                            local_state[name] = value
                         state[leaf] = dict(local_state)
                     shards.append((parameter, leaf, local_state))
         yield

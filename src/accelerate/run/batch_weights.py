@@ -76,12 +76,11 @@ class BatchWeights:
         """A loader is about to yield a batch."""
         if loader.batch_counts is None:
             return
-        in_use = [batch for batch in self._batches if batch.tensors()]
-        self._batches = [*in_use, WeighedBatch(loader, data)]
+        self._batches = [*_in_use(self._batches), WeighedBatch(loader, data)]
 
     def before_forward(self, inputs: Any) -> None:
         """Note which batches a forward reads."""
-        self._batches = [batch for batch in self._batches if batch.tensors()]
+        self._batches = _in_use(self._batches)
         if len(self._batches) == 1:
             # The usual loop: no other one can be meant.
             self._read_by_forward = self._batches[:]
@@ -105,12 +104,9 @@ class BatchWeights:
             AccelerateError: several batches of different weights may be meant.
         """
         read, self._read_by_forward = self._read_by_forward, []
-        in_use = [batch for batch in read if batch.tensors()]
-        candidates = in_use or read
+        candidates = _in_use(read) or read
         if not candidates:
-            candidates = [batch for batch in self._batches if batch.tensors()]
-        if not candidates:
-            candidates = self._batches[-1:]
+            candidates = _in_use(self._batches) or self._batches[-1:]
         if not candidates:
             return None
         batch = candidates[-1]
@@ -132,6 +128,10 @@ class BatchWeights:
                 "accelerator.backward(loss, num_items=len(inputs))"
             )
         return batch
+
+
+def _in_use(batches: list[WeighedBatch]) -> list[WeighedBatch]:
+    return [batch for batch in batches if batch.tensors()]
 
 
 def _before_forward(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

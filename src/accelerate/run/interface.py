@@ -56,13 +56,15 @@ def replaced(name: str, home: str, exporters: Iterable[str]) -> Any:
         home: the module of this package that defines it.
         exporters: modules of this package under whose names it is imported.
     """
-    originals = []
-    if f"{ROOT}.{home}" in sys.modules:
-        originals.append(getattr(sys.modules[f"{ROOT}.{home}"], name))
+    definition = sys.modules.get(f"{ROOT}.{home}")
+    original = getattr(definition, name, None)
     for exporter in exporters:
         module = sys.modules.get(f"{ROOT}.{exporter}")
-        value = vars(module).get(name) if module is not None else None
-        if value is not None and value not in originals:
+        if module is None:
+            continue
+        # Its own names: others would be imported.
+        value = vars(module).get(name)
+        if value is not None and value is not original:
             return value
     return None
 
