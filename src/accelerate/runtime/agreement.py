@@ -124,8 +124,12 @@ class Round:
         if connection is None:
             connection = default_connection()
         self.store: dist.Store = connection.store
-        self.ranks: Sequence[int] = range(dist.get_world_size()) if ranks is None else ranks
-        self.rank: int = dist.get_rank() if rank is None else rank
+        if ranks is None:
+            ranks = range(dist.get_world_size())
+        if rank is None:
+            rank = dist.get_rank()
+        self.ranks: Sequence[int] = ranks
+        self.rank: int = rank
         self._name = name
         self.number: int = connection.rounds.get(name, 0)
         connection.rounds[name] = self.number + 1
@@ -357,7 +361,9 @@ class Agreement:
         self.rank: int = process.process_index
         self.world: int = process.num_processes
         self.name = name
-        self._connection = default_connection() if self.world > 1 else None
+        self._connection: Connection | None = None
+        if self.world > 1:
+            self._connection = default_connection()
         self._round: Round | None = None
         self._value: Any = None
 

@@ -75,11 +75,12 @@ class CollectiveLedger:
 
     def enter(self, call: Call) -> Entry:
         """Note that this process begins a collective. Set the entry's `left` at its end."""
-        data: Any = call.data
-        if isinstance(data, torch.Tensor):
-            data = None if data.is_nested else (data.dtype, data.shape)
-        elif data is not None:
-            data = type(data)
+        data: Any = None
+        if isinstance(call.data, torch.Tensor):
+            if not call.data.is_nested:
+                data = call.data.dtype, call.data.shape
+        elif call.data is not None:
+            data = type(call.data)
         frame = user_frame()
         entry = Entry(
             call.operation, data, frame.f_code.co_filename, frame.f_lineno, time.monotonic()
@@ -255,4 +256,7 @@ def _minority(texts: dict[int, str]) -> str:
         sides.setdefault(text, []).append(rank)
     most = max(sides.values(), key=len)
     odd = [rank for rank in texts if rank not in most]
-    return f"{ranks_in_words(odd)} differ{'s' if len(odd) == 1 else ''} from {ranks_in_words(most)}"
+    verb = "differ"
+    if len(odd) == 1:
+        verb = "differs"
+    return f"{ranks_in_words(odd)} {verb} from {ranks_in_words(most)}"

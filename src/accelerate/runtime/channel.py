@@ -99,7 +99,8 @@ class Channel:
     ) -> None:
         """`swap` of any object with a buffer of bytes. `length` is written into the header."""
         header = sign + length.to_bytes(HEADER - SIGNATURE, "little", signed=True)
-        self.swap(group, header, *self._message(header, content), call)
+        sent, splits = self._message(header, content)
+        self.swap(group, header, sent, splits, call)
 
     def _message(self, header: bytes, content: Any = b"") -> tuple[torch.Tensor, list[int]]:
         """A message to each other rank, and to this rank's own slot. Ranks without content send the header too."""
@@ -113,12 +114,12 @@ class Channel:
 
     def agree(self, group: dist.ProcessGroup, sign: bytes, call: Call) -> None:
         """Return when every rank is about to make the same call. A message without content."""
-        message: tuple[bytes, torch.Tensor, list[int]] | None = self.memory.get(sign)
-        if message is None:
+        if sign not in self.memory:
             header = sign + bytes(HEADER - SIGNATURE)
-            message = header, *self._message(header)
-            self.remember(sign, message)
-        self.swap(group, *message, call)
+            sent, splits = self._message(header)
+            self.remember(sign, (header, sent, splits))
+        header, sent, splits = self.memory[sign]
+        self.swap(group, header, sent, splits, call)
 
     def splits(self, size: int) -> list[int]:
         """Return the split sizes of an all-to-all that sends `size` bytes to each other rank."""

@@ -196,6 +196,8 @@ def _ask_silent(store: Any, world: int, closed: bool) -> dict[str, Any]:
     lines = [f"rank {rank} {state}" for rank, state in states.items()]
     unknown = [rank for rank in silent if rank not in states]
     if unknown:
-        pronoun = "it" if len(unknown) == 1 else "them"
+        pronoun = "them"
+        if len(unknown) == 1:
+            pronoun = "it"
         lines.append(f"{ranks_in_words(unknown)}: no word from {pronoun}; {why}")
     return {"lines": lines, "unable": unable}

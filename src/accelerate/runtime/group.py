@@ -299,7 +299,9 @@ def _report_leaving() -> None:
     if _Exit.store is None:
         group: Any = dist.group.WORLD
         _Exit.store = group.get_group_store()
-        _Exit.waits_for = 0 if group.rank() else group.size() - 1
+        _Exit.waits_for = 0
+        if group.rank() == 0:
+            _Exit.waits_for = group.size() - 1
         marks.leave()
 
 
@@ -347,7 +349,10 @@ def _close(failed: bool) -> bool:
         # Some versions of Python start no thread at the exit.
         _abandon()
         return False
-    closer.join(CLOSE_FAILED if failed else CLOSE)
+    limit = CLOSE
+    if failed:
+        limit = CLOSE_FAILED
+    closer.join(limit)
     # What a sharded model still holds would wait for its collectives in the end of the interpreter.
     held = [group() for group in groups]
     _Exit.never_freed.extend(group for group in held if group is not None)

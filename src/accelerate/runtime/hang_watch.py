@@ -219,7 +219,9 @@ class HangWatch:
         if self._newest is None:
             self._reports = int(self._store.add("accelerate/hang_reports", 0))
             self._mismatches = int(self._store.add("accelerate/mismatches", 0))
-            self._patience = PATIENCE if self.rank else 0
+            self._patience = 0
+            if self.rank:
+                self._patience = PATIENCE
             self._children = _children_cpu()
             calls = recorded()
             self._newest = newest(calls)
@@ -449,9 +451,9 @@ def explain(statuses: Mapping[int, Status], absent: Mapping[int, str]) -> str | 
     lines = [f"{begin} {seconds}: {'; '.join(clauses + waits)}."]
     differing = _differences(statuses, waiting)
     before = {}
-    shown = statuses if differing else elsewhere
-    for rank in shown:
-        before[rank] = ", ".join(statuses[rank]["before"])
+    for rank, status in statuses.items():
+        if differing or rank in elsewhere:
+            before[rank] = ", ".join(status["before"])
     lines += [f"  - {line}" for line in differing]
     lines += [f"  - before, on {ranks}: {text}" for ranks, text in by_text(before) if text]
     if differing or (not clauses and len(waits) > 1) or marks.HAS_ENDED in absent.values():

@@ -100,7 +100,9 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
     if not processors:
         return
     os.sched_setaffinity(0, processors)
-    if env.get_flag("ACCELERATE_DEBUG_MODE") if verbose is None else verbose:
+    if verbose is None:
+        verbose = env.get_flag("ACCELERATE_DEBUG_MODE")
+    if verbose:
         logger.info(
             "local process %d runs on processors %s", local_process_index, sorted(processors)
         )

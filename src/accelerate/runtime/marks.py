@@ -67,9 +67,11 @@ def start() -> None:
     started = process_start(os.getpid())
     if started is not None:
         with Tolerant():
-            process = json.dumps([machine_identity(), os.getpid(), started])
-            run_store().set(f"accelerate/process/{dist.get_rank()}", process)
-            run_store().append(f"accelerate/machine/{machine_identity()}", f"{dist.get_rank()} ")
+            machine = machine_identity()
+            rank = dist.get_rank()
+            process = json.dumps([machine, os.getpid(), started])
+            run_store().set(f"accelerate/process/{rank}", process)
+            run_store().append(f"accelerate/machine/{machine}", f"{rank} ")
 
 
 def post(name: str, kind: str, rank: int | None = None, **facts: Any) -> None:
