@@ -374,10 +374,8 @@ class Accelerator(RunInterface):
         if replaced_names:
             _warn_of_replaced(tuple(replaced_names))
         layout = None
-        if self.is_fsdp2:
-            layout = self.replacement("_prepare_fsdp2")
-        elif self.distributed_type is DistributedType.DEEPSPEED:
-            layout = self.replacement("_prepare_deepspeed")
+        if self.strategy.api_method is not None:
+            layout = self.replacement(self.strategy.api_method)
         if layout is None:
             return self._prepare_together(args, device_placement, forward_methods)
         prepared = tuple(layout(*args))
@@ -510,7 +508,7 @@ class Accelerator(RunInterface):
                 bundle.place[i] = False
             if not evaluation:
                 refuse_lost_gradients(model)
-        if self.is_fsdp2 and not evaluation:
+        if self.strategy.api_method == "_prepare_fsdp2" and not evaluation:
             shard = replaced("fsdp2_prepare_model", "parallel.fsdp.by_hand", _EXPORTERS)
             if shard is not None:
                 bundle.models = [

@@ -83,6 +83,7 @@ class Strategy:
 
     Fields:
         name: as `explain` prints it.
+        api_method: the method of `Accelerator` that packages replace to lay out models otherwise; None without one.
         shards_parameters: whether optimizers step shards of parameters (DTensors).
         divides_loss: whether the caller divides a loss by the steps of its accumulation window before `backward`.
         joins: whether `join` lets processes run out of batches at different times.
@@ -94,6 +95,7 @@ class Strategy:
     """
 
     name = "single process"
+    api_method: str | None = None
     shards_parameters = False
     divides_loss = True
     joins = False

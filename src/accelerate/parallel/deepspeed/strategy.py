@@ -48,6 +48,7 @@ class DeepSpeedZero(Strategy):
     """
 
     name = "DeepSpeed"
+    api_method = "_prepare_deepspeed"
     divides_loss = False
     data_shard = property(one_shard_each)
 

@@ -27,7 +27,6 @@ from ...optimizer import parameters_of
 from ...torch_internals import dtensor
 from ...torch_internals.fsdp1 import flat_units, ignoring
 from .. import materialize
-from ..gradients import local
 from ..sharded_optimizer import lay_out_state, steps_unsharded
 from ..unwrap import canonical_name, named_parameters, named_tensors
 
@@ -362,13 +361,13 @@ def _groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str
 
 def unwrapped(value: torch.Tensor) -> torch.Tensor:
     """The same memory as a plain tensor or DTensor, where fp8 has wrapped a weight to gather it in float8."""
-    shard = local(value)
-    inner: torch.Tensor | None = getattr(shard, "_tensor", None)
-    if inner is None:
-        return value
     if isinstance(value, DTensor):
+        inner: torch.Tensor | None = getattr(value.to_local(), "_tensor", None)
+        if inner is None:
+            return value
         return dtensor.as_dtensor(inner, value)
-    return inner
+    plain: torch.Tensor = getattr(value, "_tensor", value)
+    return plain
 
 
 def detached(state: Mapping[str, Any], on_host: bool = False) -> dict[str, Any]:

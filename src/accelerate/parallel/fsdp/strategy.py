@@ -80,6 +80,7 @@ class FullyShardedDataParallel(ShardedStrategy):
     """Each rank keeps a shard of every parameter, gradient and optimizer state; units are gathered to compute."""
 
     name = "FSDP2"
+    api_method = "_prepare_fsdp2"
 
     def __init__(
         self,
