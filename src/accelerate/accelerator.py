@@ -945,7 +945,7 @@ class Accelerator(RunInterface):
         Raises:
             PrepareError: an optimizer was not prepared.
         """
-        if self.scaler is None:
+        if self.precision.scaler is None:
             return
         if optimizer is None:
             optimizer = self._objects.optimizers
@@ -966,11 +966,13 @@ class Accelerator(RunInterface):
             parameters = [parameters]
         else:
             parameters = list(parameters)
+        optimizers = []
         if self.precision.scaler is not None:
             requested = set(map(id, parameters))
             for optimizer in self._objects.optimizers:
                 if not requested.isdisjoint(map(id, parameters_of(optimizer))):
-                    self.unscale_gradients(optimizer)
+                    optimizers.append(optimizer)
+        self.unscale_gradients(optimizers)
         return parameters
 
     def clip_grad_norm_(
