@@ -20,7 +20,8 @@ from .report.volume import CommunicationVolume
 _BUCKET = 25 * 1024 * 1024
 
 Kind = tuple[torch.device, torch.dtype]
-Layout = tuple[dist.DeviceMesh | None, tuple[int, ...], torch.device, torch.dtype]
+# The mesh, its dimensions over which tensors are sharded, device and dtype. Some builds of torch have no meshes.
+Layout = tuple[Any, tuple[int, ...], torch.device, torch.dtype]
 
 
 class GradientReducer:
@@ -221,7 +222,7 @@ def total_norm(
         if present:
             partial = torch.nn.utils.get_total_norm(present, norm_type)
         for dimension in sharded:
-            group = mesh.get_group(dimension)  # type: ignore[union-attr]
+            group = mesh.get_group(dimension)
             partial = _reduce_norm(partial, norm_type, group)
         partial_norms.append(partial)
     if not partial_norms:
