@@ -42,11 +42,17 @@ def get_module_children_bottom_up(
 
 
 def direct_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of a module without those of its submodules.
+    """The parameters of a module without those of its submodules, under all their names.
 
-    Packages override `parameters` and `named_parameters` with fewer arguments, so torch's own method is called.
+    Models override `parameters` and `named_parameters` with fewer arguments, so torch's own method is called.
     """
-    return dict(nn.Module.named_parameters(module, recurse=False))
+    return dict(nn.Module.named_parameters(module, recurse=False, remove_duplicate=False))
+
+
+def direct_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters and buffers of a module without those of its submodules, under all their names."""
+    buffers = nn.Module.named_buffers(module, recurse=False, remove_duplicate=False)
+    return {**direct_parameters(module), **dict(buffers)}
 
 
 def named_bottom_up(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:

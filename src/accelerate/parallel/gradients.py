@@ -15,7 +15,7 @@ from torch import nn
 from ..optimizer import parameters_of
 from ..torch_internals import foreach
 from ..torch_internals.grad_scaler import UnscalingScaler
-from .report.volume import CommunicationVolume
+from .report.figures import CommunicationVolume
 
 _BUCKET = 25 * 1024 * 1024
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..core.errors import PrepareError
-from ..core.modules import named_bottom_up, replace_data
+from ..core.modules import direct_tensors, named_bottom_up, replace_data
 from ..placement.subclasses import inner_tensors
 from ..torch_internals.module_copies import unsharded_copy
 from .unwrap import canonical_name as canonical_name
@@ -160,21 +160,13 @@ def allocate(model: nn.Module, device: torch.device, home: torch.device | None =
     replace_tensors(model, empty)
 
 
-def own_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """(attribute, tensor) of the parameters and buffers of a module without its children."""
-    tensors: list[tuple[str, torch.Tensor]] = []
-    tensors += module.named_parameters(recurse=False, remove_duplicate=False)
-    tensors += module.named_buffers(recurse=False, remove_duplicate=False)
-    return tensors
-
-
 @torch.no_grad()
 def replace_tensors(model: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Replace each parameter and buffer by what `change` makes of it; ties and attributes are preserved."""
     # By the former tensor, which is kept alive: no other one gets its id.
     changed: dict[torch.Tensor, torch.Tensor] = {}
     for module in model.modules():
-        for name, tensor in own_tensors(module):
+        for name, tensor in direct_tensors(module).items():
             if tensor not in changed:
                 now = change(tensor)
                 if now is not tensor and isinstance(tensor, nn.Parameter):
@@ -260,7 +252,7 @@ def initialise(
     owners: dict[int, nn.Module] = {}
     modules = {module: name for name, module in named_bottom_up(model)}
     for module, name in modules.items():
-        if not own_tensors(module):
+        if not direct_tensors(module):
             continue
         shadow = unsharded_copy(module, device)
         if init is not None:
@@ -280,7 +272,7 @@ def initialise(
             if fallback is not None:
                 fallback(shadow)
         # A tied tensor is that of the module that stands first, as where a model is built with storage.
-        for _, tensor in own_tensors(module):
+        for _, tensor in direct_tensors(module).items():
             owners.setdefault(id(tensor), module)
         inside = set(module.modules())
         targets = []

@@ -24,6 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..core.errors import PrepareError
 from ..core.messages import warn
+from ..core.modules import direct_parameters
 from ..optimizer import is_optimizer, parameters_of
 from ..torch_internals.dtensor import as_dtensor
 from ..torch_internals.optimizer_step import replace_step, replace_step_below_hooks
@@ -46,8 +47,8 @@ class ParameterPlaces:
     def __init__(self, model: nn.Module) -> None:
         self._places: list[tuple[nn.Module, str, nn.Parameter]] = []
         for module in model.modules():
-            named = module.named_parameters(recurse=False, remove_duplicate=False)
-            self._places += [(module, name, parameter) for name, parameter in named]
+            for name, parameter in direct_parameters(module).items():
+                self._places.append((module, name, parameter))
 
     def replaced(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
         """(former, present) of each parameter that was replaced."""

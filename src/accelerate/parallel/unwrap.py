@@ -45,7 +45,7 @@ def named_parameters(
     model: nn.Module, remove_duplicate: bool = True
 ) -> Iterator[tuple[str, nn.Parameter]]:
     """(plain name, parameter) of every parameter."""
-    for name, parameter in model.named_parameters(remove_duplicate=remove_duplicate):
+    for name, parameter in nn.Module.named_parameters(model, remove_duplicate=remove_duplicate):
         yield canonical_name(name), parameter
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.modules import require_module
+from ..core.modules import direct_parameters, require_module
 from ..core.objects import flat_list
 from ..core.trees import find_device, send_to_device
 from .module_hooks import (
@@ -518,7 +518,7 @@ def align_module_device(module: nn.Module, execution_device: Place | None = None
             hook.execution_device = usual
     elif execution_device is not None:
         usual_devices = {
-            name: parameter.device for name, parameter in module.named_parameters(recurse=False)
+            name: parameter.device for name, parameter in direct_parameters(module).items()
         }
         try:
             for name in usual_devices:

@@ -224,7 +224,7 @@ def _keep_unlisted(
 ) -> None:
     """Keep in memory the weights that are to be offloaded and are stored nowhere, such as those of a new head."""
     unlisted = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in nn.Module.named_parameters(model, remove_duplicate=False):
         if name in weights or parameter.is_meta:
             continue
         if device_for(name, places) in offloaded:

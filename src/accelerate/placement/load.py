@@ -381,7 +381,8 @@ class _Placement:
 
     def __post_init__(self) -> None:
         self.device_map = complete_device_map(self.model, self.device_map)
-        parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        named = nn.Module.named_parameters(self.model, remove_duplicate=False)
+        parameters = {name for name, _ in named}
         buffers = {name for name, _ in self.model.named_buffers(remove_duplicate=False)}
         self.names = parameters | buffers
         self.to_disk = parameters

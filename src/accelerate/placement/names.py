@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..core.errors import suggestion
+from ..core.modules import direct_tensors
 
 # A place a part of a model may be sent to: a device, an accelerator's index, or "disk".
 Place = int | str | torch.device
@@ -39,10 +40,9 @@ def owner_of(module: nn.Module, tensor_name: str) -> tuple[nn.Module, str]:
             f"{type(module).__name__} has no submodule {path!r} to hold {tensor_name!r}: {error}"
         ) from None
     if not isinstance(getattr(owner, leaf, None), torch.Tensor):
-        parameters = dict(owner.named_parameters(recurse=False))
-        tensors = {**parameters, **dict(owner.named_buffers(recurse=False))}
         raise ValueError(
-            f"{type(owner).__name__} does not have a parameter or a buffer named {leaf}{suggestion(leaf, tensors)}"
+            f"{type(owner).__name__} does not have a parameter or a buffer named {leaf}"
+            f"{suggestion(leaf, direct_tensors(owner))}"
         )
     return owner, leaf
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..core.enums import CustomDtype
-from ..core.modules import require_module
+from ..core.modules import direct_tensors, require_module
 from ..core.objects import flat_list
 from ..torch_internals.buffers import non_persistent
 from .names import is_within, join
@@ -103,7 +103,7 @@ def named_module_tensors(
     `remove_non_persistent` leaves out buffers that are not part of the state dict.
     """
     require_module(module, "named_module_tensors")
-    yield from module.named_parameters(recurse=recurse)
+    yield from nn.Module.named_parameters(module, recurse=recurse)
     if not include_buffers:
         return
     hidden: set[str] = set()
@@ -234,9 +234,7 @@ def measure(
     counted: set[int] = set()
     modules = list(model.named_modules(remove_duplicate=False))
     for path, module in modules:
-        parameters = module.named_parameters(recurse=False, remove_duplicate=False)
-        own_buffers = module.named_buffers(recurse=False, remove_duplicate=False)
-        for leaf, tensor in itertools.chain(parameters, own_buffers):
+        for leaf, tensor in direct_tensors(module).items():
             if id(tensor) in counted:
                 continue
             counted.add(id(tensor))
@@ -281,7 +279,7 @@ def _stored_width(dtype: torch.dtype, wanted: float) -> float:
 def members_of(name: str, module: nn.Module) -> list[NamedPart]:
     """The parameters, submodules and buffers of a module itself, by full name."""
     members: Iterable[tuple[str, Any]] = itertools.chain(
-        module.named_parameters(recurse=False),
+        nn.Module.named_parameters(module, recurse=False),
         module.named_children(),
         module.named_buffers(recurse=False),
     )

@@ -26,7 +26,7 @@ def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
     if kwargs:
         raise TypeError(f"find_tied_parameters takes a model alone, not {', '.join(kwargs)}")
     names: dict[int, list[str]] = defaultdict(list)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in nn.Module.named_parameters(model, remove_duplicate=False):
         names[id(parameter)].append(name)
     return [sorted(group) for group in names.values() if len(group) > 1]
 

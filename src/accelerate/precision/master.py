@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..core.errors import PrepareError
+from ..core.modules import direct_parameters
 from ..torch_internals import foreach
 from ..torch_internals.optimizer_step import replace_step
 from ..torch_internals.tensor_memory import version_of
@@ -154,8 +155,7 @@ def _places(model: nn.Module) -> list[tuple[nn.Parameter, list[Owner]]]:
     """Each parameter of a model, with the modules and names that refer to it."""
     owners: dict[nn.Parameter, list[Owner]] = {}
     for module in model.modules():
-        named = module.named_parameters(recurse=False, remove_duplicate=False)
-        for name, parameter in named:
+        for name, parameter in direct_parameters(module).items():
             owners.setdefault(parameter, []).append((module, name))
     return list(owners.items())
 

@@ -16,9 +16,18 @@ from accelerate.parallel.fsdp.by_hand import (
     fsdp2_canonicalize_names,
     fsdp2_switch_optimizer_parameters,
 )
-from accelerate.parallel.fsdp.units import find_modules, get_parameters_from_modules, select_units
+from accelerate.parallel.fsdp.units import (
+    find_modules,
+    get_parameters_from_modules,
+    owning_units,
+    select_units,
+    units_of_rare_dtypes,
+)
 from accelerate.parallel.gradients import clip_values, gradients_of
 from accelerate.parallel.sharded_optimizer import ParameterPlaces, Replacements
+from accelerate.placement.device_map import infer_auto_device_map
+from accelerate.placement.sizes import compute_module_sizes
+from accelerate.placement.tied import find_tied_parameters
 
 
 class Block(nn.Module):
@@ -101,6 +110,37 @@ def test_optimizers_follow_their_parameters_through_replacements():
     assert (
         optimizer.state[model.weight]["momentum_buffer"] is momentum and len(optimizer.state) == 2
     )
+
+
+class ListsItsParameters(nn.Module):
+    """Its methods take no arguments, as those of many models for research do."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = Block()
+        self.scale = nn.Parameter(torch.ones(4))
+        self.register_buffer("steps", torch.zeros(1))
+
+    def parameters(self):
+        return (parameter for _, parameter in self.named_parameters())
+
+    def named_parameters(self):
+        yield from nn.Module.named_parameters(self)
+
+
+def test_a_model_with_its_own_methods_for_parameters():
+    model = ListsItsParameters()
+    units = select_units(model, functools.partial(size_based_auto_wrap_policy), set())
+    assert set(owning_units(model, units)) == {id(parameter) for parameter in model.parameters()}
+    assert units_of_rare_dtypes(model, units, set()) == []
+    places = ParameterPlaces(model)
+    former, model.scale = model.scale, nn.Parameter(torch.zeros(4))
+    assert [tuple(map(id, pair)) for pair in places.replaced()] == [(id(former), id(model.scale))]
+    names = {"scale", *(f"block.{name}" for name, _ in model.block.named_parameters())}
+    assert set(dict(materialize.named_parameters(model))) == names
+    assert compute_module_sizes(model)[""] == 4 * (4 + 2 * 20 + 1)
+    assert find_tied_parameters(model) == []
+    assert set(infer_auto_device_map(model, {"cpu": 10**6}).values()) == {"cpu"}
 
 
 def test_switch_by_object_and_by_address():

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ...core.errors import PrepareError
-from ...core.modules import class_name
+from ...core.modules import class_name, direct_parameters
 from ...parallelism_config import ParallelismConfig
 from ...precision.base import Precision
 from ...torch_internals import dtensor
@@ -176,7 +176,7 @@ def _sum_once(model: nn.Module) -> None:
         return before
 
     for name in tensor_plan.match_plan(model, summed, strict=False):
-        for parameter in model.get_submodule(name).parameters(recurse=False):
+        for parameter in direct_parameters(model.get_submodule(name)).values():
             if parameter.requires_grad and not isinstance(parameter, DTensor):
                 parameter.register_hook(divide(parameter))
 

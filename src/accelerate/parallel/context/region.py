@@ -31,7 +31,7 @@ from ...torch_internals.attention import (
     replaced_attention,
 )
 from ...torch_internals.compiled import uncompiled
-from ..report.volume import CommunicationVolume
+from ..report.figures import CommunicationVolume
 from . import transformers_models
 from .attention import (
     AttentionCall,

@@ -18,7 +18,7 @@ from ...optimizer import AcceleratedOptimizer
 from ...scheduler import AcceleratedScheduler
 from ..gradients import gradients_of, multiply
 from ..placeholders import DummyOptim, DummyScheduler
-from ..report import memory
+from ..report import figures
 
 __all__ = [
     "DeepSpeedEngineWrapper",
@@ -364,18 +364,18 @@ def engine_bytes(engine: Engine) -> dict[str, int]:
     shards = [parameter.ds_tensor for parameter in parameters if hasattr(parameter, "ds_tensor")]
     master_weights = engine_master_weights(engine)
     return {
-        memory.PARAMETERS: memory.allocated_bytes([*parameters, *shards]),
-        memory.GRADIENTS: _gradients(
+        figures.PARAMETERS: figures.allocated_bytes([*parameters, *shards]),
+        figures.GRADIENTS: _gradients(
             engine, [p for p in parameters if p.requires_grad], master_weights
         ),
-        memory.MASTER_WEIGHTS: memory.allocated_bytes(master_weights),
+        figures.MASTER_WEIGHTS: figures.allocated_bytes(master_weights),
     }
 
 
 def engine_master_weights(engine: Engine) -> list[torch.Tensor]:
     """The fp32 weights that this rank steps; none where the model's own are stepped."""
     for name in _MASTER_WEIGHTS:
-        tensors = memory.tensors_in(getattr(engine.optimizer, name, None))
+        tensors = figures.tensors_in(getattr(engine.optimizer, name, None))
         if tensors:
             return tensors
     return []
@@ -392,12 +392,12 @@ def _gradients(
             size = int(flat.untyped_storage().nbytes())
         if getattr(zero, "offload_optimizer", False):
             # Offloaded, the host steps on an fp32 copy.
-            size += memory.allocated_bytes(master_weights)
+            size += figures.allocated_bytes(master_weights)
         return size
-    unsharded = memory.local_bytes(trained)
+    unsharded = figures.local_bytes(trained)
     if hasattr(zero, "fp32_groups_gradients_flat"):
         # Summed in fp32, and each backward's in the weights' dtype.
-        return unsharded + memory.allocated_bytes(zero.fp32_groups_gradients_flat)
+        return unsharded + figures.allocated_bytes(zero.fp32_groups_gradients_flat)
     if stage == 0 or not hasattr(zero, "params_in_partition"):
         return unsharded
     width: int = zero.gradient_accumulation_dtype.itemsize
@@ -405,7 +405,7 @@ def _gradients(
     in_partition = itertools.chain(*zero.params_in_partition)
     partition: int = sum(parameter.numel() for parameter in in_partition) * width
     if getattr(zero, "cpu_offload", False):
-        size = memory.allocated_bytes(master_weights)
+        size = figures.allocated_bytes(master_weights)
         if engine.gradient_accumulation_steps() > 1:
             size += partition
         return size

@@ -32,9 +32,8 @@ from .engine import (
     parameter_groups,
     start_engine,
 )
-from .model import EngineModel, UntrainedModel
 from .requirements import EngineRequest
-from .state import EngineState
+from .state import EngineModel, EngineState, UntrainedModel
 
 if TYPE_CHECKING:
     from .engine import Engine

@@ -15,10 +15,11 @@ from torch.distributed.fsdp import FSDPModule
 from ...config.fsdp import EFFICIENT_LOADING
 from ...core import env
 from ...core.errors import PrepareError
+from ...core.modules import direct_parameters
 from ...runtime import mesh
 from .. import materialize
 from ..activation import checkpoint_activations
-from ..sharded_optimizer import ParameterPlaces, lay_out_state
+from ..sharded_optimizer import ParameterPlaces, repoint_all
 from . import state as fsdp_state
 from .strategy import shard_model
 from .units import select_units
@@ -97,7 +98,7 @@ def ensure_weights_retied(
 
     def init_and_tie(module: nn.Module) -> nn.Module:
         param_init_fn(module)
-        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+        for name, parameter in direct_parameters(module).items():
             number = ties.get((id(module), name))
             if number is None:
                 continue
@@ -123,30 +124,22 @@ def fsdp2_switch_optimizer_parameters(
 
     Raises PrepareError where the mapping knows none of a group's parameters: the group would train nothing.
     """
-    present = {id(parameter) for parameter in mapping.values()}
-    known = {
-        former if isinstance(former, int) else id(former): found
-        for former, found in mapping.items()
-    }
-
-    def lookup(former: nn.Parameter) -> nn.Parameter:
-        found = known.get(id(former))
-        # A parameter without storage (meta) has the address 0 like any other of its kind.
-        if found is not None:
-            return found
-        return known.get(former.data_ptr() or -1, former)
-
-    for index, own_group in enumerate(optimizer.param_groups):
-        changed = [lookup(former) for former in own_group["params"]]
-        if changed and not any(id(parameter) in present for parameter in changed):
+    sharded = set(mapping.values())
+    pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
+    for index, group in enumerate(optimizer.param_groups):
+        trains_sharded = False
+        for former in group["params"]:
+            # A parameter without storage (meta) has the address 0 like any other of its kind.
+            present = mapping.get(former, mapping.get(former.data_ptr() or -1, former))
+            if present is not former:
+                pairs.append((former, present))
+            trains_sharded = trains_sharded or present in sharded
+        if group["params"] and not trains_sharded:
             raise PrepareError(
-                f"none of the {len(changed)} parameters of the optimizer's group {index} is a parameter of the "
+                f"none of the parameters of the optimizer's group {index} is a parameter of the "
                 "sharded model: it would train nothing. Make the optimizer from the model that is prepared."
             )
-        for former, now in zip(own_group["params"], changed, strict=True):
-            if former is not now and former in optimizer.state:
-                optimizer.state[now] = lay_out_state(optimizer.state.pop(former), former, now)
-        own_group["params"] = changed
+    repoint_all([optimizer], pairs)
 
 
 def fsdp2_canonicalize_names(named_params: Mapping[str, T]) -> dict[str, T]:

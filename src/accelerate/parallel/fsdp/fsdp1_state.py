@@ -19,6 +19,7 @@ from torch.distributed.fsdp import (
 )
 
 from ...core.errors import CheckpointError, PrepareError
+from ...core.modules import direct_parameters
 from ...torch_internals.fsdp1 import FlatUnit, flat_units
 from .. import materialize
 from ..materialize import complete, skeleton, without_storage
@@ -46,7 +47,7 @@ class PlainModel:
             self._originals[name] = weakref.ref(parameter)
         self._layers: list[nn.Module] = []
         for module in model.modules():
-            if next(module.parameters(recurse=False), None) is not None:
+            if direct_parameters(module):
                 self._layers.append(module)
         # Id of a parameter of the sharded model -> the plain names of its members.
         self.names: dict[int, list[str]] = {}

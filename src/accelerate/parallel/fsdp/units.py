@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from ...config.fsdp import FullyShardedDataParallelPlugin
 from ...core.errors import ConfigurationError, PrepareError
-from ...core.modules import move_module, replace_data
+from ...core.modules import direct_parameters, move_module, replace_data
 from ...core.objects import flat_list
 from ...precision.base import Precision
 from ..activation import checkpoint_activations
@@ -251,7 +251,7 @@ def units_of_rare_dtypes(
     for name, module in model.named_modules():
         dtypes = set()
         usual = set()
-        for parameter in module.parameters(recurse=False):
+        for parameter in direct_parameters(module).values():
             if parameter in unit_of:
                 dtypes.add(parameter.dtype)
                 [(most, _)] = sizes[unit_of[parameter]].most_common(1)
@@ -280,7 +280,7 @@ def owning_units(model: nn.Module, units: list[nn.Module]) -> dict[int, set[int]
         module, unit = remaining.pop()
         if id(module) in chosen:
             unit = id(module)
-        for parameter in module.parameters(recurse=False):
+        for parameter in direct_parameters(module).values():
             units_of_parameter = owners.setdefault(id(parameter), set())
             units_of_parameter.add(unit)
         remaining += [(child, unit) for child in module.children()]

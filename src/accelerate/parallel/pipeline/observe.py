@@ -20,6 +20,7 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from ...core import trees
+from ...core.modules import direct_tensors
 from .. import materialize
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -83,7 +84,7 @@ def observe(
     on_meta: dict[str, torch.Tensor] = {}
     replaced: dict[int, torch.Tensor] = {}
     for prefix, module in model.named_modules():
-        for name, tensor in materialize.own_tensors(module):
+        for name, tensor in direct_tensors(module).items():
             full_name = f"{prefix}.{name}".removeprefix(".")
             on_meta[full_name] = replaced.setdefault(id(tensor), tensor.to("meta"))
 

@@ -17,8 +17,7 @@ from ...torch_internals.fsdp2 import (
     sharded_parameter,
 )
 from ..tensor.layers import ColumnLinear, RowEmbedding, RowLinear
-from .memory import local_bytes
-from .volume import CommunicationVolume, VolumeCounter
+from .figures import CommunicationVolume, VolumeCounter, local_bytes
 
 
 def shard_volume(model: nn.Module, backwards: int) -> list[CommunicationVolume]:

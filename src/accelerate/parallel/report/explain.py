@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of `explain()`: requested and actual settings, layout, parameters, modules, messages, memory."""
+"""The report of `explain()`: requested and actual settings, layout, parameters, modules, messages, figures."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from ...torch_internals.compiled import is_compiled_in_place, is_compiled_module
 from ...torch_internals.fsdp2 import shard_groups
 from ..base import Strategy
 from ..prepared import PreparedModel
-from . import memory
+from . import figures
+from .figures import CommunicationVolume
 from .models import communication_volume, dtypes, master_weights, memory_usage
-from .volume import CommunicationVolume
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-_OFTEN_NONE = (memory.BUFFERS, memory.MASTER_WEIGHTS)
+_OFTEN_NONE = (figures.BUFFERS, figures.MASTER_WEIGHTS)
 _ENDED = "the process group has ended"
 
 
@@ -163,13 +163,13 @@ def explain(
 
 def _memory(used: dict[str, int], has_stepped: bool) -> str:
     sizes = dict(used)
-    buckets = sizes.pop(memory.BUCKETS)
+    buckets = sizes.pop(figures.BUCKETS)
     shown = [name for name, size in sizes.items() if size or name not in _OFTEN_NONE]
     text = ", ".join(f"{name} {size_of(sizes[name])}" for name in shown)
     text += f": {size_of(sum(sizes.values()))}"
     if buckets:
         text += f", and buckets of messages {size_of(buckets)}"
-    if not sizes[memory.STATE] and not has_stepped:
+    if not sizes[figures.STATE] and not has_stepped:
         text += " (before the first step)"
     return text
 

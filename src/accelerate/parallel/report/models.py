@@ -14,14 +14,14 @@ from ..adopted.sharing import parameters_of
 from ..adopted.strategy import AdoptedModel
 from ..ddp.model import ReplicatedModel, replica_of
 from ..deepspeed.engine import engine_bytes, engine_master_weights
-from ..deepspeed.model import EngineModel, UntrainedModel
+from ..deepspeed.state import EngineModel, UntrainedModel
 from ..gradients import buckets, local
 from ..pipeline.model import PipelinedModel
 from ..pipeline.p2p import TensorSpec, specs_in
 from ..pipeline.runner import BatchShapes, Runner
 from ..prepared import PreparedModel
 from ..sharded import ShardedModel
-from . import memory
+from . import figures
 from .communication import (
     dtype_name,
     shard_dtypes,
@@ -29,7 +29,7 @@ from .communication import (
     shard_volume,
     tensor_parallel_volume,
 )
-from .volume import CommunicationVolume
+from .figures import CommunicationVolume
 
 
 def memory_usage(
@@ -43,13 +43,13 @@ def memory_usage(
     seen: set[int] = set()
     for model in models:
         used.update(_model_memory(model, windows, seen))
-    used[memory.BUFFERS] = memory.of_buffers([model.module for model in models])
+    used[figures.BUFFERS] = figures.of_buffers([model.module for model in models])
     tensors: list[torch.Tensor] = []
     for optimizer in optimizers:
         for entry in optimizer.state.values():
             tensors += [value for value in entry.values() if isinstance(value, torch.Tensor)]
-    used[memory.STATE] = memory.local_bytes(tensors)
-    return {kind: used[kind] for kind in memory.KINDS}
+    used[figures.STATE] = figures.local_bytes(tensors)
+    return {kind: used[kind] for kind in figures.KINDS}
 
 
 def _model_memory(model: PreparedModel, windows: bool, seen: set[int]) -> dict[str, int]:
@@ -62,18 +62,18 @@ def _model_memory(model: PreparedModel, windows: bool, seen: set[int]) -> dict[s
         for shard in shards_of(model.units())
     }
     present = [shards.get(id(parameter), parameter) for parameter in model.module.parameters()]
-    parameters = list(memory.unseen(present, seen))
-    gradients = memory.local_bytes(p for p in parameters if p.requires_grad)
+    parameters = list(figures.unseen(present, seen))
+    gradients = figures.local_bytes(p for p in parameters if p.requires_grad)
     if windows and shards_of(model.units()):
         gradients = shard_gradients(model.inner, model.units())
     used = {
-        memory.PARAMETERS: memory.local_bytes(parameters),
-        memory.GRADIENTS: gradients,
-        memory.MASTER_WEIGHTS: memory.local_bytes(memory.unseen(master_weights(model), seen)),
+        figures.PARAMETERS: figures.local_bytes(parameters),
+        figures.GRADIENTS: gradients,
+        figures.MASTER_WEIGHTS: figures.local_bytes(figures.unseen(master_weights(model), seen)),
     }
     replica = replica_of(model.module)
     if replica is not None and not replica.gradient_as_bucket_view:
-        used[memory.BUCKETS] = gradients
+        used[figures.BUCKETS] = gradients
     return used
 
 

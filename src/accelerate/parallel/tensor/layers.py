@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forwards of split linear layers and embeddings: on local shards as plain tensors, with collectives in between.
+"""Forwards of split linear layers, embeddings and losses: on local shards as plain tensors, with collectives between.
 
 DTensor would dispatch each operation and propagate its sharding, which takes several times as long as a small layer.
 The parameters are DTensors all the same, for whatever shards, clips, saves or loads them.
@@ -7,7 +7,10 @@ The parameters are DTensors all the same, for whatever shards, clips, saves or l
 
 from __future__ import annotations
 
-from typing import TypeVar
+import functools
+import types
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,9 +19,9 @@ from torch import nn
 from torch.autograd.function import FunctionCtx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import loss_parallel
 
 from ...collectives.transport import all_gather_single
-from .loss import ShardedLoss
 
 Layer = TypeVar("Layer", bound=nn.Module)
 
@@ -236,3 +239,62 @@ def as_split(module: nn.Module, kind: type[Layer], **attributes: object) -> Laye
     layer = kind.__new__(kind)
     vars(layer).update(vars(module), **attributes)
     return layer
+
+
+class ShardedLoss:
+    """Says to the output layer of a model that the model is in its forward, so that logits stay sharded.
+
+    Elsewhere (in the stages of a pipeline, in a module that is called by itself) the layer gathers them.
+    """
+
+    is_computed: bool = False
+
+    def wrap_forward(self, model: nn.Module) -> None:
+        """Compute a loss of the model in shards. What the model returns besides is gathered if it has no loss.
+
+        The backward must be inside of `loss_parallel` too.
+        """
+        forward = model.forward
+        wrapped = self._around(getattr(forward, "__func__", forward))
+        # A method, which a copy of the model has for itself.
+        if hasattr(forward, "__func__"):
+            model.forward = types.MethodType(wrapped, model)
+        else:
+            model.forward = wrapped
+
+    def _around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(forward)
+        def with_sharded_loss(*args: Any, **kwargs: Any) -> object:
+            self.is_computed = True
+            try:
+                with loss_parallel():
+                    return _plain(forward(*args, **kwargs))
+            finally:
+                self.is_computed = False
+
+        return with_sharded_loss
+
+
+def _plain(output: Any) -> object:
+    """A model's output with the loss as a plain tensor; without a loss also the logits, gathered."""
+    if isinstance(output, DTensor):
+        return _gathered(output)
+    is_mapping = isinstance(output, Mapping)
+    if not is_mapping and not isinstance(output, tuple | list):
+        return output
+    entries = dict(output.items() if is_mapping else enumerate(output))
+    sharded = {key: value for key, value in entries.items() if isinstance(value, DTensor)}
+    losses = {key: value for key, value in sharded.items() if value.ndim == 0}
+    entries.update({key: _gathered(value) for key, value in (losses or sharded).items()})
+    if not is_mapping:
+        if type(output) in (tuple, list):
+            return type(output)(entries.values())
+        return type(output)(*entries.values())
+    for key in losses or sharded:
+        output[key] = entries[key]
+    return output
+
+
+def _gathered(value: DTensor) -> object:
+    # A copy: a model under FSDP must not return a view.
+    return value.full_tensor().clone()

@@ -13,11 +13,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from ...config.parallel import TorchTensorParallelConfig
 from ...core.errors import PrepareError
+from ...core.modules import direct_parameters
 from ..adapters import adapted_plan
 from ..unwrap import is_peft_model
 from . import styles as kinds
-from .layers import SharedInput
-from .loss import ShardedLoss
+from .layers import ShardedLoss, SharedInput
 
 Plan = Mapping[str, "str | ParallelStyle"]
 Styles = dict[str, ParallelStyle]
@@ -345,7 +345,7 @@ def _norms(blocks: str, modules: dict[str, nn.Module], styles: Styles, width: in
     for name, module in modules.items():
         if not name.startswith(f"{blocks}.") or name in styles:
             continue
-        if not any(True for _ in module.parameters(recurse=False)):
+        if not direct_parameters(module):
             continue
         if not _is_norm(module, width):
             raise PrepareError(
@@ -357,10 +357,8 @@ def _norms(blocks: str, modules: dict[str, nn.Module], styles: Styles, width: in
 
 
 def _is_norm(module: nn.Module, width: int) -> bool:
-    own = list(module.parameters(recurse=False))
-    return bool(own) and all(
-        parameter.ndim == 1 and parameter.numel() == width for parameter in own
-    )
+    shapes = [parameter.shape for parameter in direct_parameters(module).values()]
+    return bool(shapes) and all(shape == (width,) for shape in shapes)
 
 
 def _norm_after(

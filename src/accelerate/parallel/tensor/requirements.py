@@ -12,6 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from torch.nn.utils import parametrize
 
 from ...core.errors import PrepareError
+from ...core.modules import direct_parameters
 from ...placement.subclasses import is_quantized_layer
 
 # Numbers of heads that an attention module keeps; a rank computes its share of them.
@@ -121,8 +122,7 @@ def _quantized(split: Split) -> Iterator[str]:
 
 def _computed(split: Split) -> Iterator[str]:
     for name, module, _ in split.layers():
-        parameters = dict(module.named_parameters(recurse=False))
-        if "weight" not in parameters or parametrize.is_parametrized(module):
+        if "weight" not in direct_parameters(module) or parametrize.is_parametrized(module):
             yield (
                 f"the tensor-parallel plan splits {name}, whose weight is computed in each forward (parametrization, "
                 "weight norm or pruning): give a plan without it"

@@ -19,8 +19,7 @@ from ...precision.base import Precision
 from ...runtime import mesh
 from .. import materialize
 from ..gradients import GradientReducer, all_reduce
-from ..report.memory import local_bytes
-from ..report.volume import CommunicationVolume
+from ..report.figures import CommunicationVolume, local_bytes
 from ..sharded import ShardedModel, ShardedStrategy
 from ..sharded_optimizer import ParameterPlaces
 from . import plan as tensor_plan

@@ -12,9 +12,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from ...core.errors import PrepareError
+from ...core.modules import direct_parameters
 from ...torch_internals.parallel_styles import ColumnStyle, NormStyle, RowStyle, SplitStyle
-from .layers import SEQUENCE, ColumnLinear, RowEmbedding, RowLinear, SharedInput, as_split
-from .loss import ShardedLoss
+from .layers import (
+    SEQUENCE,
+    ColumnLinear,
+    RowEmbedding,
+    RowLinear,
+    ShardedLoss,
+    SharedInput,
+    as_split,
+)
 
 
 def _distribute(module: nn.Module, mesh: DeviceMesh, **placements: Placement) -> None:
@@ -97,8 +105,7 @@ class SequenceNorm(NormStyle):
 
     def replicate(self, module: nn.Module, mesh: DeviceMesh) -> None:
         """Make replicated DTensors of the parameters."""
-        names = [name for name, _ in module.named_parameters(recurse=False)]
-        _distribute(module, mesh, **dict.fromkeys(names, Replicate()))
+        _distribute(module, mesh, **dict.fromkeys(direct_parameters(module), Replicate()))
 
     def check_input(self, module: nn.Module, tensor: torch.Tensor) -> None:
         """Raise PrepareError for an input that is not sharded along the sequence."""
