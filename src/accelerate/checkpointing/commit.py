@@ -180,8 +180,11 @@ def _take(path: Path, folder: Path) -> tuple[BinaryIO, JSONObject]:
             lock_file(file.fileno())
         except BlockingIOError:
             holder = _read(path)
-            if holder is not None and _is_parent(holder):
-                return file, holder
+            if holder is not None and holder["host"] == socket.gethostname():
+                # A process above this one may have it, as a notebook that runs a script.
+                parents = psutil.Process().parents()
+                if any(parent.pid == holder["pid"] for parent in parents):
+                    return file, holder
             file.close()
             raise FolderInUse(_in_use(folder, holder)) from None
         except OSError as error:
@@ -231,12 +234,6 @@ def _read(path: Path) -> JSONObject | None:
     except (OSError, ValueError, TypeError):
         pass
     return None
-
-
-def _is_parent(holder: JSONObject) -> bool:
-    """Whether a process above this one has the lock, as a notebook that runs a script."""
-    is_here = holder["host"] == socket.gethostname()
-    return is_here and any(parent.pid == holder["pid"] for parent in psutil.Process().parents())
 
 
 def _in_use(folder: Path, holder: JSONObject | None) -> str:
@@ -372,20 +369,17 @@ def _replace(temporary: Path, folder: Path) -> None:
     # A folder of this name is never removed as a leftover: it may contain files of the user until the end.
     swap = folder.with_name(f".{folder.name}.swap-{uuid.uuid4().hex[:8]}")
     os.rename(temporary, swap)
+    # Entries that no checkpoint has written stay where they are: a volume may be mounted on one.
+    written = {name.partition("/")[0] for name in _listed(folder)}
+    names = {entry.name for entry in folder.iterdir()} - written
     older = None
-    if not _has_foreign(folder):
+    if all(map(is_api_file, names)):
         older = _swapped(swap, folder)
     if older is None:
         _move_over(swap, folder)
         return
     fsync_path(folder.parent)
     _clear(older, folder)
-
-
-def _has_foreign(folder: Path) -> bool:
-    """Whether a folder has entries that no checkpoint has written: a volume may be mounted on one."""
-    tops = {name.partition("/")[0] for name in _listed(folder)}
-    return any(entry.name not in tops and not is_api_file(entry.name) for entry in folder.iterdir())
 
 
 def _swapped(swap: Path, folder: Path) -> Path | None:

@@ -356,7 +356,8 @@ class _Decoder:
         if tag == "leaf":
             return self.decode(data["v"]).detach().requires_grad_()
         if tag == "ndarray":
-            return self._array(data)
+            raw = self.decode(data["bytes"]).numpy()
+            return raw.view(_array_dtype(data["dtype"])).reshape(data["shape"])
         if tag == "npscalar":
             return np.frombuffer(_to_bytes(data["b64"]), _array_dtype(data["dtype"]), 1)[0]
         if tag == "enum":
@@ -410,10 +411,6 @@ class _Decoder:
         if not raw:
             return torch.empty(shape, dtype=dtype)
         return torch.frombuffer(raw, dtype=dtype).reshape(shape).clone()
-
-    def _array(self, data: JSONObject) -> object:
-        raw = self.decode(data["bytes"]).numpy()
-        return raw.view(_array_dtype(data["dtype"])).reshape(data["shape"])
 
     def _known_type(self, name: object, base: type) -> Any:
         """A type by its module and name, taken only from modules that the program has imported itself."""

@@ -127,8 +127,8 @@ class BlockIO:
     CRC-32 and the system calls release the interpreter lock, so that two threads are enough to keep a disk busy.
     """
 
-    def __init__(self, threads: int = 0) -> None:
-        self._threads = threads or max(2, min(4, (os.cpu_count() or 2) // 2))
+    def __init__(self) -> None:
+        self._threads = max(2, min(4, (os.cpu_count() or 2) // 2))
         self._pool = _Threads(self._threads, "checkpoint-io")
         # Threads that only wait for the disk. Syncs that run at the same time share one commit of the file system.
         self._syncing = _Threads(8, "checkpoint-sync")

@@ -467,18 +467,13 @@ def loading(what: str, path: Path, problem: str = "cannot take its saved state")
     """Convert an error of an object that rejects its saved state to a CheckpointError that names both."""
     try:
         yield
-    except Exception as error:
-        if isinstance(error, CheckpointError) and str(path) in str(error):
+    except CheckpointError as error:
+        if str(path) in str(error):
             raise
-        if isinstance(error, CheckpointError):
-            kind = type(error)
-        else:
-            kind = CheckpointError
-        if isinstance(error, CheckpointError):
-            text = str(error)
-        else:
-            text = f"{type(error).__name__}: {str(error)[:500]}"
-        raise kind(f"{path}: {what} {problem} ({text})") from error
+        raise type(error)(f"{path}: {what} {problem} ({error})") from error
+    except Exception as error:
+        text = f"{type(error).__name__}: {str(error)[:500]}"
+        raise CheckpointError(f"{path}: {what} {problem} ({text})") from error
 
 
 def compat_files(

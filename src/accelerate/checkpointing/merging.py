@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ..core import json_text
 from ..core.constants import MODEL_NAME, OPTIMIZER_NAME, SAFE_MODEL_NAME
@@ -148,7 +147,12 @@ def shard_tensors(shards: Path) -> tuple[dict[str, torch.Tensor], str]:
         )
     entries = {}
     for name, entry in shard_entries(shards).items():
-        _check_cover(shards, name, entry)
+        values = math.prod(entry.size)
+        present = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
+        if present < values:
+            raise CheckpointError(
+                f"{shards} holds {present} of the {values} values of {name}: a file of shards is missing"
+            )
         entries[name] = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
     if all(name.startswith("optimizer.") for name in entries):
         raise CheckpointError(f"{shards} holds no tensors of a model")
@@ -199,12 +203,3 @@ def read_tensors(shards: Path, entries: Mapping[str, torch.Tensor]) -> dict[str,
     }
     load_entries(tensors, shards)
     return tensors
-
-
-def _check_cover(shards: Path, name: str, entry: TensorStorageMetadata) -> None:
-    """Raise CheckpointError if the shards do not cover the tensor: a file is missing."""
-    there = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
-    if there < math.prod(entry.size):
-        raise CheckpointError(
-            f"{shards} holds {there} of the {math.prod(entry.size)} values of {name}: a file of shards is missing"
-        )

@@ -460,7 +460,8 @@ def _collect_and_meet(
             _collect(pending, run, in_background)
     if not options.save_on_each_node and ranks.is_left_alone("save_state"):
         others = ranks_in_words(range(1, pending.world_size))
-        if not _is_on_every_rank(run):
+        # In data parallelism each rank has all models and optimizers, so that one can save them.
+        if any(part.is_partial or part.saves_shards for part in _parts(run)):
             text = f"rank 0: {others} did not come to `save_state`, and went on. {_ABSENT}"
             ranks.refuse(text)
             raise CheckpointError(text)
@@ -502,11 +503,6 @@ def _is_collective(run: RunState, in_background: bool) -> bool:
     if run.custom or run.averages:
         return True  # they may have DTensors
     return run.sharded.is_collective(in_background)
-
-
-def _is_on_every_rank(run: RunState) -> bool:
-    """Whether each rank has all models and optimizers, as in data parallelism: one of them can save them."""
-    return not any(part.is_partial or part.saves_shards for part in _parts(run))
 
 
 @functools.cache

@@ -59,7 +59,7 @@ def accelerators() -> Accelerators:
         usable = _limited(count(), kind.visible)
         if usable:
             return Accelerators(kind.type, usable, kind.visible)
-    if _is_apple_silicon():
+    if sys.platform == "darwin" and os.uname().machine == "arm64":
         return Accelerators("mps", 1)
     return Accelerators("cpu", 0)
 
@@ -130,11 +130,6 @@ def _xpu_count() -> int:
     return sum(1 for vendor in vendors if vendor.read_text().strip() == "0x8086")
 
 
-def _is_apple_silicon() -> bool:
-    uname = os.uname() if hasattr(os, "uname") else None
-    return uname is not None and uname.sysname == "Darwin" and uname.machine == "arm64"
-
-
 def usable_cpus() -> list[int]:
     """The logical processors this process may run on."""
     if hasattr(os, "sched_getaffinity"):
@@ -150,19 +145,14 @@ def share_of_cpus(index: int, count: int) -> list[int]:
     """
     cores: dict[tuple[int, str], list[int]] = {}
     for cpu in usable_cpus():
-        cores.setdefault((_memory_node(cpu), _siblings(cpu)), []).append(cpu)
+        nodes = list(Path(f"/sys/devices/system/cpu/cpu{cpu}").glob("node[0-9]*"))
+        node = int(nodes[0].name[4:]) if nodes else 0
+        cores.setdefault((node, _siblings(cpu)), []).append(cpu)
     ordered = [cpus for _, cpus in sorted(cores.items(), key=lambda item: (item[0][0], item[1][0]))]
     if count >= len(ordered):
         return ordered[index % len(ordered)]
     start, end = index * len(ordered) // count, (index + 1) * len(ordered) // count
     return sorted(itertools.chain(*ordered[start:end]))
-
-
-def _memory_node(cpu: int) -> int:
-    nodes = [path.name[4:] for path in Path(f"/sys/devices/system/cpu/cpu{cpu}").glob("node[0-9]*")]
-    if nodes:
-        return int(nodes[0])
-    return 0
 
 
 def _siblings(cpu: int) -> str:

@@ -83,7 +83,10 @@ def _read(source: RankVariables, rank: int, world_size: int) -> Topology:
     master_addr, master_port = env.get("MASTER_ADDR"), env.get_int("MASTER_PORT")
     if source.launcher == "slurm":
         master_addr = master_addr or _slurm_first_host()
-        master_port = master_port or _slurm_port()
+        # All ranks of a job step derive this port, and other steps are unlikely to use it. Systems hand out ports to
+        # connections from a higher range.
+        step = f"{env.get('SLURM_JOB_ID')}.{env.get('SLURM_STEP_ID')}"
+        master_port = master_port or 20000 + zlib.crc32(step.encode()) % 12000
     return Topology(
         rank=rank,
         world_size=world_size,
@@ -116,10 +119,3 @@ def _slurm_first_host() -> str | None:
     if not bracket or "," in head:
         return names.split(",")[0]
     return head + rest.split("]")[0].split(",")[0].split("-")[0]
-
-
-def _slurm_port() -> int:
-    """A port that all ranks of a job step derive, and that other steps are unlikely to use."""
-    step = f"{env.get('SLURM_JOB_ID')}.{env.get('SLURM_STEP_ID')}"
-    # Below the range from which systems hand out ports to connections.
-    return 20000 + zlib.crc32(step.encode()) % 12000

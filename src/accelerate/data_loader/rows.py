@@ -142,19 +142,15 @@ def _is_column(value: Any, rows: int | None) -> bool:
     if not isinstance(value, (list, tuple)) or trees.is_namedtuple(value) or len(value) != rows:
         return False
     # A list with an element a row, unless its elements are columns themselves.
-    return not _consists_of_columns(value, rows)
-
-
-def _consists_of_columns(value: Any, rows: int | None) -> bool:
     lengths = set(_array_lengths(value))
     if not lengths:
-        return False
+        return True
     if len(set(map(_kind, value))) == 1:
         # Samples of one kind have other lengths than the batch, or at least some of them have.
-        return lengths == {rows}
-    return rows in lengths or all(
-        isinstance(element, (list, tuple)) and len(element) == rows for element in value
-    )
+        return lengths != {rows}
+    if rows in lengths:
+        return False
+    return any(not isinstance(element, (list, tuple)) or len(element) != rows for element in value)
 
 
 def _kind(value: Any) -> Any:

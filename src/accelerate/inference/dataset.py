@@ -87,12 +87,16 @@ def map_dataset(
     process = PartialState()
     folder = user_path(output, "map_dataset: output")
     _check_arguments(dataset, batch_size, part_size, file_format)
+    count = None
+    has_items = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    if has_items and not isinstance(dataset, IterableDataset):
+        count = len(dataset)
     plan: dict[str, Any] = {
         "part_size": part_size,
-        "samples": _samples_in(dataset),
+        "samples": count,
         "file_format": file_format,
     }
-    origin = _origin(function, dataset, plan["samples"])
+    origin = _origin(function, dataset, count)
     agreement = Agreement(process, "map_dataset")
     locks = RunLocks()
     try:
@@ -101,7 +105,7 @@ def map_dataset(
             function, collate or default_collate, length or _length, batch_size, process.device
         )
         queue = _Queue(process.num_processes)
-        with _progress(plan["samples"]) as bar:
+        with _progress(count) as bar:
             if process.is_main_process:
                 queue.count(sum(done.values()))
             for number, samples in _take_parts(dataset, plan, done, queue):
@@ -329,14 +333,6 @@ def _plain(value: Any) -> Any:
 
 
 # --- samples ------------------------------------------------------------------------------------------------------
-
-
-def _samples_in(dataset: Any) -> int | None:
-    """The number of samples; None for an iterable dataset."""
-    has_items = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-    if has_items and not isinstance(dataset, IterableDataset):
-        return len(dataset)
-    return None
 
 
 class _Queue:

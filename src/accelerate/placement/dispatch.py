@@ -54,8 +54,15 @@ def dispatch(
     devices = set(places.values())
     needs_hooks = len(devices) > 1 or "disk" in devices or force_hooks
     if not needs_hooks and not is_marked_quantized(model):
-        for device in devices:
-            _move(model, as_device(device))
+        for device in map(as_device, devices):
+            tensors = named_module_tensors(model, recurse=True)
+            empty = [name for name, tensor in tensors if tensor.is_meta]
+            if empty and device.type != "meta":
+                raise CheckpointError(
+                    f"the tensors {', '.join(empty[:5])} of {type(model).__name__} are on the meta device and cannot "
+                    f"be moved to {device}: load a checkpoint first (load_checkpoint_and_dispatch does both)"
+                )
+            move_module(model, device)
         model.hf_device_map = dict(device_map)  # type: ignore[assignment]
         return
     # Main memory is no device apart from the CPU, and from the GPU of a machine where both share it.
@@ -95,16 +102,6 @@ def dispatch(
     _retie_by_device(model, tied)
     guard_moves(model)
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]
-
-
-def _move(model: nn.Module, device: torch.device) -> None:
-    empty = [name for name, tensor in named_module_tensors(model, recurse=True) if tensor.is_meta]
-    if empty and device.type != "meta":
-        raise CheckpointError(
-            f"the tensors {', '.join(empty[:5])} of {type(model).__name__} are on the meta device and cannot be moved "
-            f"to {device}: load a checkpoint first (load_checkpoint_and_dispatch does both)"
-        )
-    move_module(model, device)
 
 
 def check_complete(

@@ -394,7 +394,9 @@ class _Placement:
         result = _Result()
         for name, shape in _survey(files).items():
             if name not in self.names:
-                if not _belongs_to_8bit(name, self.names):
+                stem, _, leaf = name.rpartition(".")
+                # The scales of an 8-bit weight, and its memory format.
+                if leaf not in ("SCB", "weight_format") or join(stem, "weight") not in self.names:
                     result.unexpected.add(name)
                 continue
             result.loaded.add(name)
@@ -520,12 +522,6 @@ def statistics_name(weight_name: str) -> str:
     if weight_name.endswith("weight"):
         return weight_name.replace("weight", "SCB")
     return f"{weight_name}.SCB"
-
-
-def _belongs_to_8bit(name: str, names: set[str]) -> bool:
-    """Whether an entry belongs to an 8-bit weight: its scales, or its memory format."""
-    stem, _, leaf = name.rpartition(".")
-    return leaf in ("SCB", "weight_format") and join(stem, "weight") in names
 
 
 def load_offloaded_weights(

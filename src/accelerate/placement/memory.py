@@ -67,13 +67,6 @@ def get_max_memory(max_memory: MutableMapping[int | str, int | str] | None = Non
     }
 
 
-def _is_integrated(kind: str | None, index: int) -> bool:
-    """Whether a device has no own memory and uses the main memory."""
-    if kind != "cuda" or not torch.cuda.is_available():
-        return False
-    return bool(torch.cuda.get_device_properties(index).is_integrated)
-
-
 def _free_memory() -> MaxMemory:
     import psutil
 
@@ -90,7 +83,9 @@ def _free_memory() -> MaxMemory:
             device = torch.device(kind, index)  # type: ignore[arg-type]
             torch.zeros(1, device=device)
             free[index] = devices.memory_info(device)[0]
-            shared = shared or _is_integrated(kind, index)
+            if kind == "cuda":
+                # Without own memory it uses the main memory.
+                shared = shared or bool(torch.cuda.get_device_properties(index).is_integrated)
         except RuntimeError as error:
             logger.warning(
                 f"Device {kind}:{index} is left out, as its free memory is not known: {error}. "

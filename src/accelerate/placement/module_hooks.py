@@ -153,7 +153,9 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
             vars(module).pop("forward", None)
         else:
             module.forward = former
-    _unguard_moves(module)
+    for name in MOVES:
+        if getattr(vars(module).get(name), "func", None) is _guarded_move:
+            delattr(module, name)
     if recurse:
         for child in module.children():
             remove_hook_from_module(child, recurse)
@@ -171,12 +173,6 @@ def guard_moves(model: nn.Module) -> None:
         if hasattr(model, name):
             move = functools.partial(_guarded_move, model, name)
             setattr(model, name, functools.update_wrapper(move, getattr(model, name)))
-
-
-def _unguard_moves(module: nn.Module) -> None:
-    for name in MOVES:
-        if getattr(vars(module).get(name), "func", None) is _guarded_move:
-            delattr(module, name)
 
 
 def _guarded_move(model: nn.Module, method: str, *args: Any, **kwargs: Any) -> Any:

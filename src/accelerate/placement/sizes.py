@@ -248,7 +248,10 @@ def measure(
             elif name in special:
                 size = tensor.numel() * special[name]
             else:
-                size = tensor.numel() * _stored_width(tensor.dtype, wanted)
+                width = dtype_byte_size(tensor.dtype)
+                if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+                    width = min(wanted, width)
+                size = tensor.numel() * width
             sizes[name] = size
             sizes[path] += size
             if not isinstance(tensor, nn.Parameter):
@@ -266,14 +269,6 @@ def measure(
             if path in table:
                 table[parent] += table[path]
     return Measured(sizes, buffers, layers)
-
-
-def _stored_width(dtype: torch.dtype, wanted: float) -> float:
-    """Bytes of a value of `dtype` where floating point values take `wanted` at most."""
-    width = dtype_byte_size(dtype)
-    if dtype.is_floating_point or dtype.is_complex:
-        return min(wanted, width)
-    return width
 
 
 def members_of(name: str, module: nn.Module) -> list[NamedPart]:

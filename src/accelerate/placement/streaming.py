@@ -108,7 +108,10 @@ class WeightStream:
         Returns:
             The weights by name, on the device of the request; nothing if they were not fetched ahead.
         """
-        if request.size < MINIMUM or not _can_stream(request.device):
+        kind = DEVICES.get(request.device.type)
+        if request.size < MINIMUM or kind is None:
+            return {}
+        if kind.type != "cpu" and not kind.pin_memory:
             return {}
         module = request.module
         self._requests[module] = request
@@ -176,8 +179,3 @@ def _read(request: FetchRequest) -> tuple[Weights, Any]:
 def _copy(request: FetchRequest, copies: _Copies, before: Any) -> tuple[Weights, Any]:
     """Weights on the device, copied after an event, and the event behind the copies."""
     return copies.copy({name: request.source[name] for name in request.names}, before)
-
-
-def _can_stream(device: torch.device) -> bool:
-    kind = DEVICES.get(device.type)
-    return kind is not None and (device.type == "cpu" or kind.pin_memory)

@@ -24,11 +24,8 @@ _PACKAGES = ("torchao",)
 
 def is_quantized_tensor(tensor: object) -> bool:
     """Whether `tensor` is a quantized one of torchao's: a subclass that keeps its data in plain tensors."""
-    return _is_known(type(tensor)) and is_wrapper_subclass(tensor)
-
-
-def _is_known(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] in _PACKAGES
+    package = type(tensor).__module__.partition(".")[0]
+    return package in _PACKAGES and is_wrapper_subclass(tensor)
 
 
 def inner_tensors(tensor: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -184,8 +184,12 @@ def set_module_tensor_to_device(
     source = old
     if value is not None:
         source = value
-    copies = _copies_of(source, tied_params_map)
-    # One look: the forward of a module that is tied to this one may end in another thread and remove the copy.
+    # The copies of a tied tensor by device. The forward of a module that is tied to this one may end in another thread
+    # and remove a copy, so there is one look.
+    copies = None
+    is_tensor = isinstance(source, torch.Tensor) and source.device.type != "meta"
+    if tied_params_map and is_tensor:
+        copies = tied_params_map.get(data_address(source))
     present = None
     if copies is not None:
         present = copies.get(target)
@@ -212,13 +216,6 @@ def set_module_tensor_to_device(
     is_moved = value is None and new.device != old.device
     if clear_cache and is_moved and old.device.type not in ("cpu", "meta"):
         devices.empty_cache()
-
-
-def _copies_of(source: Any, tied: TiedCopies | None) -> dict[torch.device, torch.Tensor] | None:
-    """The entry of a tied tensor in the map of tied copies; None for a tensor that is not tied."""
-    if not tied or not isinstance(source, torch.Tensor) or source.device.type == "meta":
-        return None
-    return tied.get(data_address(source))
 
 
 def _moved(

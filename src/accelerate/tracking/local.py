@@ -51,10 +51,12 @@ class LocalTracker(ClientTracker):
         # `_close` closes it.
         descriptor = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         file = open(descriptor, "a", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
-        size = path.stat().st_size
-        if size and _last_byte(path, size) != b"\n":
-            # A process was killed within a line.
-            file.write("\n")
+        with open(path, "rb") as written:
+            content = written.seek(0, os.SEEK_END)
+            written.seek(max(0, content - 1))
+            if written.read() not in (b"", b"\n"):
+                # A process was killed within a line.
+                file.write("\n")
         self._write(file, {"event": "start"})
         return file
 
@@ -160,9 +162,3 @@ def read_values(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
                 rows.pop(key, None)
                 rows[key] = dict(record)
     return list(rows.values())
-
-
-def _last_byte(path: Path, size: int) -> bytes:
-    with open(path, "rb") as file:
-        file.seek(size - 1)
-        return file.read(1)

@@ -199,7 +199,17 @@ def start_trackers(
                 **LOGGER_TYPE_TO_CLASS[name].resume_kwargs(run_key),
                 **options.get(name, {}),
             }
-    trackers = [_made(item, project_name, logging_dir, options) for item in log_with]
+    trackers: list[GeneralTracker] = []
+    for item in log_with:
+        tracker = item
+        if not isinstance(item, GeneralTracker):
+            name = str(item)
+            tracker_class: Any = LOGGER_TYPE_TO_CLASS[name]
+            arguments: list[Any] = [project_name]
+            if tracker_class.requires_logging_directory:
+                arguments.append(logging_dir)
+            tracker = tracker_class(*arguments, **options.get(name, {}))
+        trackers.append(tracker)
     for tracker in trackers:
         tracker.start()
     if config is not None:
@@ -207,15 +217,3 @@ def start_trackers(
         for tracker in trackers:
             tracker.store_init_configuration(config)
     return trackers
-
-
-def _made(
-    item: Any, project_name: str, logging_dir: Any, options: Mapping[str, dict[str, Any]]
-) -> GeneralTracker:
-    if isinstance(item, GeneralTracker):
-        return item
-    name = str(item)
-    tracker_class: Any = LOGGER_TYPE_TO_CLASS[name]
-    folder = (logging_dir,) if tracker_class.requires_logging_directory else ()
-    tracker: GeneralTracker = tracker_class(project_name, *folder, **options.get(name, {}))
-    return tracker

@@ -27,7 +27,7 @@ def _pipeline_stages(models: Sequence[nn.Module]) -> None:
             )
 
 
-def _meta_parameters(models: Sequence[nn.Module]) -> None:
+def _other_parameters(models: Sequence[nn.Module]) -> None:
     for model in models:
         for name, parameter in model.named_parameters():
             if parameter.is_meta:
@@ -35,14 +35,9 @@ def _meta_parameters(models: Sequence[nn.Module]) -> None:
                     f"{name} of {class_name(model)} is on the meta device, and the model is sharded already: call "
                     "model.to_empty(device=...) and initialize it, or load its weights, before prepare"
                 )
-
-
-def _pending_sums(models: Sequence[nn.Module]) -> None:
-    for model in models:
-        for name, parameter in model.named_parameters():
-            if isinstance(parameter, DTensor) and any(
-                placement.is_partial() for placement in parameter.placements
-            ):
+            if not isinstance(parameter, DTensor):
+                continue
+            if any(placement.is_partial() for placement in parameter.placements):
                 raise PrepareError(
                     f"{name} of {class_name(model)} is a DTensor with the placements {parameter.placements}: a "
                     "parameter that is a pending sum is not trained. Redistribute it to Replicate() or Shard(...)"
@@ -109,8 +104,7 @@ def _unknown_dimensions(models: Sequence[nn.Module]) -> None:
 
 REQUIREMENTS: tuple[Callable[[Sequence[nn.Module]], None], ...] = (
     _pipeline_stages,
-    _meta_parameters,
-    _pending_sums,
+    _other_parameters,
     _divided_twice,
     _unknown_dimensions,
 )

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from .engine import Engine
 
 
+# The types of the options of a parameter group; the engine adds entries of others.
+_OPTIONS = (int, float, str, tuple, list, torch.Tensor, type(None))
+
+
 class EngineState:
     """An engine and the parameters that its optimizer was made with, by group."""
 
@@ -180,7 +184,7 @@ class EngineState:
         first = 0
         groups = self.engine.optimizer.param_groups
         for group, members in zip(groups, self.parameters, strict=False):
-            group_options = {k: value for k, value in group.items() if _is_option(value)}
+            group_options = {key: v for key, v in group.items() if isinstance(v, _OPTIONS)}
             group_options["params"] = list(range(first, first + len(members)))
             options.append(group_options)
             first += len(members)
@@ -294,11 +298,6 @@ def _full_shape(parameter: torch.Tensor) -> torch.Size:
     """The shape of a parameter that ZeRO 3 may have sharded."""
     shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
     return shape
-
-
-def _is_option(value: object) -> bool:
-    """Whether an entry of a parameter group is stored; the engine adds others."""
-    return isinstance(value, int | float | str | tuple | list | torch.Tensor | None)
 
 
 def _has_dimensions(value: object) -> bool:

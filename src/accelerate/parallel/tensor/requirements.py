@@ -104,41 +104,26 @@ def _transformer_engine(split: Split) -> Iterator[str]:
             )
 
 
-def _other_modules(split: Split) -> Iterator[str]:
-    for name, module, _ in split.layers():
+def _other_weights(split: Split) -> Iterator[str]:
+    for name, module, by_columns in split.layers():
+        splits = f"the tensor-parallel plan splits {name},"
         if not isinstance(module, nn.Linear | nn.Embedding):
             kind = type(module).__name__
-            yield f"the tensor-parallel plan splits {name}, a {kind}: only linear layers and embeddings are"
-
-
-def _quantized(split: Split) -> Iterator[str]:
-    for name, module, _ in split.layers():
-        if is_quantized_layer(module):
+            yield f"{splits} a {kind}: only linear layers and embeddings are"
+        elif is_quantized_layer(module):
             yield (
-                f"the tensor-parallel plan splits {name}, whose weight is quantized ({type(module.weight).__name__}). "
-                "Leave tp_size at 1; FSDP2 shards the 4-bit layers of bitsandbytes"
+                f"{splits} whose weight is quantized ({type(module.weight).__name__}). Leave tp_size at 1; FSDP2 "
+                "shards the 4-bit layers of bitsandbytes"
             )
-
-
-def _computed(split: Split) -> Iterator[str]:
-    for name, module, _ in split.layers():
-        if "weight" not in direct_parameters(module) or parametrize.is_parametrized(module):
+        elif "weight" not in direct_parameters(module) or parametrize.is_parametrized(module):
             yield (
-                f"the tensor-parallel plan splits {name}, whose weight is computed in each forward (parametrization, "
-                "weight norm or pruning): give a plan without it"
+                f"{splits} whose weight is computed in each forward (parametrization, weight norm or pruning): give "
+                "a plan without it"
             )
-
-
-def _sharded_already(split: Split) -> Iterator[str]:
-    for name, module, _ in split.layers():
-        if isinstance(module.weight, DTensor):
-            yield f"the tensor-parallel plan splits {name}, which is a DTensor already"
-
-
-def _renormalized(split: Split) -> Iterator[str]:
-    for name, module, by_columns in split.layers():
-        if isinstance(module, nn.Embedding) and module.max_norm is not None and not by_columns:
-            yield f"the tensor-parallel plan splits the rows of {name}, which max_norm changes as they are read"
+        elif isinstance(module.weight, DTensor):
+            yield f"{splits} which is a DTensor already"
+        elif isinstance(module, nn.Embedding) and module.max_norm is not None and not by_columns:
+            yield f"{splits} an embedding whose max_norm changes rows as they are read"
 
 
 def _undivided(split: Split) -> Iterator[str]:
@@ -180,11 +165,7 @@ def check_plain(model: nn.Module) -> None:
 
 REQUIREMENTS: tuple[Callable[[Split], Iterator[str]], ...] = (
     _transformer_engine,
-    _other_modules,
-    _quantized,
-    _computed,
-    _sharded_already,
-    _renormalized,
+    _other_weights,
     _undivided,
     _split_heads,
 )
