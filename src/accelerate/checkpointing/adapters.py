@@ -41,6 +41,7 @@ from .gathering import PlacesByRank, gather_on_host
 from .layout import CheckpointMismatch, numbered
 from .run_state import RunState
 from .source import CheckpointReader, ModelWeights, weights_file
+from .weights import is_writer
 
 
 @dataclass
@@ -272,8 +273,7 @@ def save_adapters(
     """Write the adapters of a model as `PeftModel.save_pretrained` does. Every rank calls it if `part.is_partial`."""
     folder = follow_links(user_path(save_directory, "save_model: save_directory"), "save_model")
     state = part.checkpoint_state_dict()
-    process = PartialState()
-    if not (process.is_local_main_process if save_on_each_node else process.is_main_process):
+    if not is_writer(PartialState(), save_on_each_node):
         return
     files, pickled = adapter_files(part, state, safe)
     for name in (*files, *pickled):

@@ -118,14 +118,17 @@ def gather_on_host(
             for name in window:
                 tensor = sharded[name]
                 full[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
-                for row, rank_places in zip(blocks, places[layout_of(tensor)], strict=True):
-                    row += [_part(full[name], *place) for place in rank_places]
+                places_by_rank = places[layout_of(tensor)]
+                for row, rank_places in zip(blocks, places_by_rank, strict=True):
+                    for place in rank_places:
+                        row.append(_part(full[name], *place))
             _receive(blocks[1:], device)
             for block, source in zip(blocks[0], own, strict=True):
                 block.copy_(source)
         elif own:
             # As bytes: a backend does not know all dtypes.
-            message = torch.cat([block.contiguous().view(-1).view(torch.uint8) for block in own])
+            flat = [block.contiguous().view(-1) for block in own]
+            message = torch.cat([block.view(torch.uint8) for block in flat])
             _communicate([dist.P2POp(dist.isend, message, 0)])
     return full
 
@@ -138,18 +141,20 @@ def _part(full: torch.Tensor, offsets: Sequence[int], shape: Sequence[int]) -> t
 
 def _receive(blocks: Sequence[Sequence[torch.Tensor]], device: torch.device) -> None:
     """Fill the blocks of each other rank, from rank 1 on, with one message of this rank."""
-    rows = {rank: row for rank, row in enumerate(blocks, 1) if row}
-    messages = {}
+    messages = []
     requests = []
-    for rank, row in rows.items():
-        size = sum(block.nbytes for block in row)
-        messages[rank] = torch.empty(size, dtype=torch.uint8, device=device)
-        requests.append(dist.P2POp(dist.irecv, messages[rank], rank))
+    for rank, row in enumerate(blocks, 1):
+        sizes = [block.nbytes for block in row]
+        message = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        messages.append((row, sizes, message))
+        if row:
+            requests.append(dist.P2POp(dist.irecv, message, rank))
     _communicate(requests)
-    for rank, row in rows.items():
-        pieces = messages[rank].cpu().split([block.nbytes for block in row])
+    for row, sizes, message in messages:
+        pieces = message.cpu().split(sizes)
         for block, piece in zip(row, pieces, strict=True):
-            block.copy_(piece.view(block.dtype).view(block.shape))
+            values = piece.view(block.dtype)
+            block.copy_(values.view(block.shape))
 
 
 def _communicate(requests: list[dist.P2POp]) -> None:

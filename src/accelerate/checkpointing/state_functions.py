@@ -24,7 +24,7 @@ from .kinds import compat_files
 from .layout import numbered, registered_file
 from .loading import load_options, load_run
 from .run_state import HasState, RunState, StateDict
-from .weights import save
+from .weights import is_writer, save
 
 
 def save_accelerator_state(
@@ -61,11 +61,7 @@ def save_accelerator_state(
     """
     folder = user_path(output_dir, "save_accelerator_state")
     folder.mkdir(parents=True, exist_ok=True)
-    state = PartialState()
-    if save_on_each_node:
-        writes_shared = state.is_local_main_process
-    else:
-        writes_shared = state.is_main_process
+    writes_shared = is_writer(PartialState(), save_on_each_node)
     ending = Path(SAFE_WEIGHTS_NAME if safe_serialization else WEIGHTS_NAME)
     for index, weights in enumerate(model_states):
         path = folder / numbered(ending.stem, index, ending.suffix)

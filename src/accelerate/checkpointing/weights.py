@@ -34,6 +34,13 @@ from .files import BlockIO, only_tensors, segments, with_own_storages, without_a
 logger: logging.Logger = logging.getLogger(__name__)
 
 
+def is_writer(process: PartialState, on_each_node: bool) -> bool:
+    """Whether a process writes what is written once: the main process, or the first one of each machine."""
+    if on_each_node:
+        return process.is_local_main_process
+    return process.is_main_process
+
+
 def plan_shards(state: Mapping[str, torch.Tensor], limit: int) -> list[list[str]]:
     """Names of the tensors in each shard, in order: a shard is full when the next tensor would pass `limit` bytes."""
     shards: list[list[str]] = [[]]
@@ -75,7 +82,7 @@ def save_model(
         raise ConfigurationError(
             f"save_model: max_shard_size={max_shard_size!r}: {error}"
         ) from None
-    if not (process.is_local_main_process if save_on_each_node else process.is_main_process):
+    if not is_writer(process, save_on_each_node):
         return
     folder.mkdir(parents=True, exist_ok=True)
     kept: Mapping[str, object] = dict(state)
@@ -96,15 +103,15 @@ def save_model(
     shards[0] = shards[0] + others
     contents = [{name: kept[name] for name in members} for members in shards]
     files = dict(zip(names, contents, strict=True))
-    if write is not None:
+    index_of_several = index if len(shards) > 1 else None
+    if write is None:
+        _write_files(folder, files, aliases, index_of_several, safe_serialization)
+    else:
         (folder / index).unlink(missing_ok=True)
         for name, content in files.items():
             write(content, str(folder / name), safe_serialization=safe_serialization)
-        if len(shards) > 1:
-            write_index(folder / index, files)
-        remove_stale(folder, single, pattern, index, set(names))
-        return
-    _write_files(folder, files, aliases, index if len(shards) > 1 else None, safe_serialization)
+        if index_of_several is not None:
+            write_index(folder / index_of_several, files)
     remove_stale(folder, single, pattern, index, set(names))
     logger.info("model weights saved in %s (%d file(s))", folder, len(names))
 
@@ -205,7 +212,7 @@ def save(
     Every process may call it. Raises ConfigurationError for another object than a dict with `safe_serialization`.
     """
     state = PartialState()
-    if not (state.is_local_main_process if save_on_each_node else state.is_main_process):
+    if not is_writer(state, save_on_each_node):
         return
     if safe_serialization:
         if not isinstance(obj, Mapping):

@@ -134,12 +134,12 @@ def by_text(values: Mapping[int, object]) -> list[tuple[str, str]]:
     return [(ranks_in_words(members), text) for text, members in ranks.items()]
 
 
-def values_in_words(values: Mapping[int, object], limit: int = 8) -> str:
+def values_in_words(values: Mapping[int, object]) -> str:
     """The values of ranks, each once: `ranks 0, 2: save; rank 1: load`; of very many the first ones."""
     groups = by_text(values)
-    words = [f"{ranks}: {text}" for ranks, text in groups[:limit]]
-    if len(groups) > limit:
-        words.append(f"and {len(groups) - limit} more")
+    words = [f"{ranks}: {text}" for ranks, text in groups[:8]]
+    if len(groups) > 8:
+        words.append(f"and {len(groups) - 8} more")
     return "; ".join(words)
 
 
@@ -188,9 +188,9 @@ def size_of(count: float) -> str:
     return f"{count:.2f} {_BINARY_UNITS[power]}"
 
 
-def names_in_words(names: Sequence[str], most: int = 20) -> str:
+def names_in_words(names: Sequence[str]) -> str:
     """The first entries of a list, and how many more there are."""
-    text = ", ".join(name[:300] for name in names[:most])
-    if len(names) > most:
-        return f"{text}, and {len(names) - most} more"
+    text = ", ".join(name[:300] for name in names[:20])
+    if len(names) > 20:
+        return f"{text}, and {len(names) - 20} more"
     return text

@@ -86,12 +86,16 @@ class BatchAssigner:
         size = 1 if self.cut.split else shards
         while True:
             group = list(itertools.islice(batches, size))
-            if not group or (self.drop_last and len(group) < size):
+            if not group:
                 return
-            last = group[-1].last
+            if self.drop_last and len(group) < size:
+                return
+            final = group[-1]
+            last = final.last
+            batches_read = [step.data for step in group]
             rows = [_rows(step) for step in group]
-            slices, counts = self.assign([step.data for step in group], rows, last)
-            yield AssignedStep(slices, counts, group[-1].position, [last] * shards, last)
+            slices, counts = self.assign(batches_read, rows, last)
+            yield AssignedStep(slices, counts, final.position, [last] * shards, last)
 
     def assign(
         self, group: list[Any], rows: list[int | None], last: bool
@@ -110,9 +114,11 @@ class BatchAssigner:
             is_full = len(group) == cut.shards and not cut.split
             if is_full and (cut.exact or not last or len(set(counted)) == 1):
                 return group, tuple(counted)
-            if (cut.split or not cut.exact) and not self._can_split(group, counted):
+            is_joined = cut.split or not cut.exact
+            if is_joined and not self._can_split(group, counted):
                 first, _ = self._start(group, counted)
-                return self._unsplit(group, [first]), self._padded(counted)
+                batches = self._unsplit(group, [first])
+                return batches, self._padded(counted)
         if cut.exact:
             return self._without_repeats(group, counted)
         return self._evenly(group, counted)
@@ -159,9 +165,11 @@ class BatchAssigner:
             placeholder = take_rows(placeholder, length, 0, 1)
         if not self.cut.split:
             return completed(group, shards, [placeholder]), self._padded(rows)
-        part = -(-max(self.size or 0, length) // shards)
+        full = max(self.size or 0, length)
+        part = -(-full // shards)
         counts = real_counts(length, part, shards)
-        return self._with_samples(self._slices(group, rows, part), counts, placeholder), counts
+        slices = self._slices(group, rows, part)
+        return self._with_samples(slices, counts, placeholder), counts
 
     def _evenly(self, group: list[Any], rows: list[int]) -> tuple[list[Any], tuple[int, ...]]:
         shards = self.cut.shards
@@ -170,9 +178,12 @@ class BatchAssigner:
         counts = real_counts(total, part, shards)
         missing = part * shards - total
         if missing and self.cut.even:
-            filling = repeat_rows(*self._start(group, rows), missing)
-            return self._slices([*group, filling], [*rows, missing], part), counts
-        return self._with_samples(self._slices(group, rows, part), counts, NO_BATCH), counts
+            first, length = self._start(group, rows)
+            filling = repeat_rows(first, length, missing)
+            slices = self._slices([*group, filling], [*rows, missing], part)
+            return slices, counts
+        slices = self._slices(group, rows, part)
+        return self._with_samples(slices, counts, NO_BATCH), counts
 
     def _with_samples(self, slices: list[Any], counts: tuple[int, ...], empty: Any) -> list[Any]:
         """The slices, with `empty` for the last shards, which have no samples."""

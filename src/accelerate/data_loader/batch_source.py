@@ -151,13 +151,15 @@ class Meter(Sampler[Any]):
         self.log = log
         self.started = True
         stream = self.order.open(self.plan.open, self.plan.opens_lazily, self.consumed)
-        return _recorded(self.plan.read(stream, self.consumed), log)
+        steps = self.plan.read(stream, self.consumed)
 
+        # What is before this is done by the call, before the first batch is requested.
+        def recorded() -> Iterator[Any]:
+            for step in steps:
+                log.append(step)
+                yield step.data
 
-def _recorded(steps: Iterator[ShardStep], log: deque[ShardStep]) -> Iterator[Any]:
-    for step in steps:
-        log.append(step)
-        yield step.data
+        return recorded()
 
 
 class MapWorker(Dataset[Any]):
@@ -408,7 +410,7 @@ class BatchSource:
         fetch = map_fetch(loader.dataset, loader.collate_fn, loader.batch_sampler is not None)
         steps = _fetched(plan.read(stream, start.consumed), pinned(loader, fetch))
         if has_state(loader):
-            return _with_state(steps, loader.dataset)
+            return _with_state(steps, loader.dataset, is_stream=False)
         return steps
 
     def _stream_in_process(
@@ -420,7 +422,7 @@ class BatchSource:
         fetch = pinned(loader, loader.collate_fn)
         if start.inner is not None or has_state(loader):
             steps = _fetched(opened(loader.dataset, plan, start), fetch)
-            return mark_last(_stream_with_state(steps, unwrapped(loader.dataset)))
+            return mark_last(_with_state(steps, unwrapped(loader.dataset), is_stream=True))
         lazily = is_generator(unwrapped(loader.dataset))
         stream = order.open(lambda: open_stream(loader.dataset), lazily, start.consumed)
         return _fetched(plan.read(stream, start.consumed), fetch)
@@ -548,19 +550,13 @@ def _fetched(steps: Iterator[ShardStep], fetch: Fetch) -> Iterator[ShardStep]:
         yield step
 
 
-def _with_state(steps: Iterator[ShardStep], dataset: Any) -> Iterator[ShardStep]:
+def _with_state(steps: Iterator[ShardStep], dataset: Any, is_stream: bool) -> Iterator[ShardStep]:
     for step in steps:
         position = as_stream_position(step.position)
+        if is_stream:
+            position.workers = (position.consumed,)
         position.inner = [dataset.state_dict()]
         step.position = position
-        yield step
-
-
-def _stream_with_state(steps: Iterator[ShardStep], dataset: Any) -> Iterator[ShardStep]:
-    for step in steps:
-        read = step.position
-        assert isinstance(read, int)
-        step.position = StreamPosition(read, (read,), 0, [dataset.state_dict()])
         yield step
 
 

@@ -107,8 +107,15 @@ def pack(message: BatchMessage | None) -> torch.Tensor | None:
     """A message as one row of bytes: a description, then the bytes of its tensors. None where there is none."""
     if message is None:
         return None
-    tensors = [leaf for leaf in trees.leaves(message.batch, _is_one_leaf) if is_dense(leaf)]
-    skeleton = trees.map_leaves(_described, message.batch, _is_one_leaf)
+    tensors: list[torch.Tensor] = []
+
+    def describe(leaf: Any) -> Any:
+        if not is_dense(leaf):
+            return leaf
+        tensors.append(leaf)
+        return TensorInformation(leaf.shape, leaf.dtype)
+
+    skeleton = trees.map_leaves(describe, message.batch, _is_one_leaf)
     fields = (skeleton, message.counts, message.position, message.last, message.final)
     description = pickle.dumps(fields, protocol=pickle.HIGHEST_PROTOCOL)
     prefix = len(description).to_bytes(PREFIX, "little")
@@ -121,12 +128,6 @@ def pack(message: BatchMessage | None) -> torch.Tensor | None:
 def _is_one_leaf(value: Any) -> bool:
     # A PackedSequence cannot have anything but tensors: the description contains it.
     return is_dense(value) or isinstance(value, PackedSequence)
-
-
-def _described(leaf: Any) -> Any:
-    if is_dense(leaf):
-        return TensorInformation(leaf.shape, leaf.dtype)
-    return leaf
 
 
 def unpack(row: torch.Tensor) -> BatchMessage | None:

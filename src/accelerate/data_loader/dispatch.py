@@ -190,7 +190,8 @@ class DataLoaderDispatcher(PreparedLoader):
         if base.num_workers and not is_iterable(base):
             # Torch requests the first batches from its workers at once.
             indices = iter(base.batch_sampler or base.sampler)
-            discard(indices, base.num_workers * (base.prefetch_factor or 2))
+            per_worker = base.prefetch_factor or 2
+            discard(indices, base.num_workers * per_worker)
 
 
 def _assigned(

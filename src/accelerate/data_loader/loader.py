@@ -178,8 +178,13 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin, LoaderOptions):
         resumed = self._pending
         self._successor = None
         if resumed is not None and self.iteration > resumed.epoch:
+            # No batch of it is left: the generators are set to its end.
+            following = self.iteration
             self._pending = None
-            self._finish_epoch(resumed)
+            self.set_epoch(resumed.epoch)
+            order = self._new_order(resumed.order)
+            discard(self._open(self.plan(), order, resumed.stream))
+            self.set_epoch(following)
             resumed = None
         start = StreamPosition()
         states = None
@@ -221,13 +226,6 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin, LoaderOptions):
         ):
             self._yielded = self._order.lead + self._order.drawn
         self._order = None
-
-    def _finish_epoch(self, position: Position) -> None:
-        """Set the generators to the end of a loaded epoch of which no batch is left."""
-        following = self.iteration
-        self.set_epoch(position.epoch)
-        discard(self._open(self.plan(), self._new_order(position.order), position.stream))
-        self.set_epoch(following)
 
     def _open(self, plan: ReadPlan, order: Order, start: StreamPosition) -> Iterator[ShardStep]:
         if start.split is not None:

@@ -170,7 +170,8 @@ class SplitLoader(DataLoaderShard):
     def _placed(self, steps: Iterator[ShardStep], read: int, size: int) -> Iterator[ShardStep]:
         for step in steps:
             read += size
-            step.position = StreamPosition(self.cut.shards * read, split=self._progress(read))
+            progress = self._progress(read)
+            step.position = StreamPosition(self.cut.shards * read, split=progress)
             yield step
 
 

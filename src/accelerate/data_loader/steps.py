@@ -479,14 +479,17 @@ def split_steps(
         if cut.repeats and not head:
             head = [batch]
         length = len(batch)
-        if drop_last and length < (size or 0):
+        full = max(size or 0, length)
+        if drop_last and length < full:
             continue
-        part = -(-max(size or 0, length) // cut.shards)
+        part = -(-full // cut.shards)
         counts = real_counts(length, part, cut.shards)
-        if cut.repeats and length < part * cut.shards:
-            batch = completed(list(batch), part * cut.shards, list(head[0]))
+        filled = part * cut.shards
+        if cut.repeats and length < filled:
+            batch = completed(list(batch), filled, list(head[0]))
         low = part * cut.index
-        yield from _shard_of(batch[low : low + part], batch, counts, position, cut)
+        own = batch[low : low + part]
+        yield from _shard_of(own, batch, counts, position, cut)
 
 
 def lengths_of(group: list[Any], shards: int) -> tuple[int, ...] | None:

@@ -41,7 +41,10 @@ def clean_device_map(device_map: dict[str, Any], module_name: str = "") -> dict[
     """
     devices: dict[str, set[Any]] = defaultdict(set)  # of what is in each module
     entries: Counter[str] = Counter()
-    paths = {name: _path(name, module_name) for name in device_map if is_within(name, module_name)}
+    paths: dict[str, list[str]] = {}
+    for name in device_map:
+        if is_within(name, module_name):
+            paths[name] = _path(name, module_name)
     for name, path in paths.items():
         entries.update(path)
         for ancestor in path:

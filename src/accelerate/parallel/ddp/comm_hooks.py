@@ -51,8 +51,8 @@ def _cast_hook(dtype: torch.dtype) -> Function:
     def compress(
         group: dist.ProcessGroup, bucket: dist.GradBucket
     ) -> torch.futures.Future[torch.Tensor]:
-        compressed = bucket.buffer().to(dtype).div_(group.size())
         buffer = bucket.buffer()
+        compressed = buffer.to(dtype).div_(group.size())
 
         def decompress(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
             return buffer.copy_(future.value()[0])

@@ -43,12 +43,10 @@ class EngineRequest:
         """The request of a call; objects that are prepared already are left out."""
         from deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES
 
-        models, optimizers, schedulers, batch_sizes = (
-            list[nn.Module](),
-            list[Any](),
-            list[Any](),
-            list[int](),
-        )
+        models: list[nn.Module] = []
+        optimizers: list[Any] = []
+        schedulers: list[Any] = []
+        batch_sizes: list[int] = []
         for obj in objects:
             if isinstance(obj, nn.Module) and not is_engine(obj):
                 models.append(obj)
@@ -63,10 +61,11 @@ class EngineRequest:
                 size = obj.batch_size
                 if size is None:
                     size = getattr(obj.batch_sampler, "batch_size", None)
-                if isinstance(size, int):
-                    batch_sizes.append(
-                        max(1, size // dist.get_world_size()) if split_batches else size
-                    )
+                if not isinstance(size, int):
+                    continue
+                if split_batches:
+                    size = max(1, size // dist.get_world_size())
+                batch_sizes.append(size)
         return cls(plugin, models, optimizers, schedulers, batch_sizes)
 
     @property
@@ -116,7 +115,8 @@ def _several(request: EngineRequest) -> None:
 
 
 def _batch_size(request: EngineRequest) -> None:
-    configured, sizes = request.plugin.get_value(_BATCH, "auto"), request.batch_sizes
+    configured = request.plugin.get_value(_BATCH, "auto")
+    sizes = request.batch_sizes
     if configured == "auto" and not sizes:
         raise PrepareError(
             "When using DeepSpeed, `accelerate.prepare()` requires you to pass at least one of training or evaluation "
@@ -132,10 +132,8 @@ def _batch_size(request: EngineRequest) -> None:
 
 
 def _accumulation(request: EngineRequest) -> None:
-    configured, steps = (
-        request.plugin.get_value("gradient_accumulation_steps", "auto"),
-        GradientState().num_steps,
-    )
+    configured = request.plugin.get_value("gradient_accumulation_steps", "auto")
+    steps = GradientState().num_steps
     if not request.accumulation_by_accelerator and steps not in (1, configured):
         raise ConfigurationError(
             f"the DeepSpeed config has gradient_accumulation_steps={configured}, the Accelerator {steps}: make them "
@@ -144,11 +142,8 @@ def _accumulation(request: EngineRequest) -> None:
 
 
 def _no_optimizer(request: EngineRequest) -> None:
-    if (
-        request.optimizer is None
-        and request.plugin.get_value("optimizer") is None
-        and request.stage in (1, 2)
-    ):
+    has_optimizer = request.optimizer or request.plugin.get_value("optimizer")
+    if not has_optimizer and request.stage in (1, 2):
         raise PrepareError(
             f"ZeRO stage {request.stage} needs an optimizer: give it to the same call of prepare(), or use stage 3 "
             "(or 0) for a model that does not train"

@@ -198,10 +198,12 @@ class EngineState:
             return
         self._fill_in(next(iter(state["state"].values()), {}))
         keys = self._keys()
+        entries = state["state"]
         for position, parameter in enumerate(itertools.chain(*self.parameters)):
-            for key, value in state["state"].get(position, {}).items():
-                if key in keys:
-                    self._set(parameter, value, key)
+            saved = entries.get(position, {})
+            for key in keys:
+                if key in saved:
+                    self._set(parameter, saved[key], key)
         groups = self.engine.optimizer.param_groups
         for group, saved in zip(groups, state["param_groups"], strict=False):
             for key in group.keys() & saved.keys() - {"params"}:

@@ -53,16 +53,16 @@ def shard_volume(model: nn.Module, backwards: int) -> list[CommunicationVolume]:
 
 def shard_gradients(model: nn.Module, roots: Iterable[nn.Module]) -> int:
     """Bytes of the gradients of FSDP2's units in `roots` before they are scattered, and of all others in `model`."""
-    unsharded, inside = 0, set[int]()
+    unsharded = 0
+    inside: set[int] = set()
     for _, group, _ in itertools.chain.from_iterable(map(shard_groups, roots)):
-        policy, ranks = group.mp_policy, group.mesh_info.shard_mesh_size  # type: ignore[attr-defined]
+        ranks: int = group.mesh_info.shard_mesh_size  # type: ignore[attr-defined]
+        dtype = group.mp_policy.reduce_dtype or group.mp_policy.param_dtype
         for shard in group_parameters(group):
             # In a step, units have other parameters.
             inside.add(id(module_parameter(shard)))
             if sharded_parameter(shard).requires_grad:
-                unsharded += _unsharded_bytes(
-                    shard, policy.reduce_dtype or policy.param_dtype, ranks
-                )
+                unsharded += _unsharded_bytes(shard, dtype, ranks)
     return unsharded + local_bytes(
         p for p in model.parameters() if p.requires_grad and id(p) not in inside
     )
@@ -74,13 +74,6 @@ def shard_dtypes(model: nn.Module) -> tuple[torch.dtype | None, torch.dtype | No
         policy = group.mp_policy
         return policy.param_dtype, policy.reduce_dtype or policy.param_dtype
     return None
-
-
-def dtype_name(dtype: torch.dtype | None) -> str:
-    """A dtype in words; None is the parameters' own."""
-    if dtype is None:
-        return "the parameters' dtype"
-    return str(dtype).removeprefix("torch.")
 
 
 def _unsharded_bytes(parameter: Any, dtype: torch.dtype | None, ranks: int) -> int:

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...core.modules import class_name
 from ...core.objects import size_of
+from ...core.tensor_files import dtype_name
 from ...state import PartialState
 from ...torch_internals.checkpoint_wrapper import is_recomputed
 from ...torch_internals.compiled import is_compiled_in_place, is_compiled_module
@@ -175,9 +176,8 @@ def _memory(used: dict[str, int], has_stepped: bool) -> str:
 
 
 def _layout(strategy: Strategy) -> list[Row]:
-    if _has_ended():
-        data = _ENDED
-    else:
+    data = _ENDED
+    if not _has_ended():
         data = "shard {} of {}".format(*strategy.data_shard)
     rows = [Row("strategy", strategy.name), Row("data", data)]
     for transform in strategy.transforms:
@@ -247,7 +247,8 @@ def _after_forward(unit: FSDPModule, root: nn.Module) -> str:
 
 def _parameters(model: nn.Module) -> list[Row]:
     def text(parameter: nn.Parameter) -> str:
-        shape, dtype = tuple(parameter.shape), str(parameter.dtype).removeprefix("torch.")
+        shape = tuple(parameter.shape)
+        dtype = dtype_name(parameter.dtype)
         frozen = "" if parameter.requires_grad else ", frozen"
         shard = getattr(parameter, "ds_tensor", None)
         if shard is not None:
@@ -284,8 +285,7 @@ def _counted(tensors: Iterable[torch.Tensor]) -> str:
     """The number of elements of each dtype."""
     counts = Counter[str]()
     for tensor in tensors:
-        name = str(tensor.dtype).removeprefix("torch.")
-        counts[name] += getattr(tensor, "ds_numel", tensor.numel())
+        counts[dtype_name(tensor.dtype)] += getattr(tensor, "ds_numel", tensor.numel())
     return ", ".join(f"{count:,} in {name}" for name, count in counts.items())
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from ...core.tensor_files import dtype_name
 from ...precision.fp8 import Float8Precision
 from ...torch_internals.fsdp2 import sharded_parameter, shards_of, unsharded_parameter
 from ..adopted.sharing import parameters_of
@@ -23,13 +24,14 @@ from ..prepared import PreparedModel
 from ..sharded import ShardedModel
 from . import figures
 from .communication import (
-    dtype_name,
     shard_dtypes,
     shard_gradients,
     shard_volume,
     tensor_parallel_volume,
 )
 from .figures import CommunicationVolume
+
+_OWN = "the parameters' dtype"
 
 
 def memory_usage(
@@ -44,11 +46,8 @@ def memory_usage(
     for model in models:
         used.update(_model_memory(model, windows, seen))
     used[figures.BUFFERS] = figures.of_buffers([model.module for model in models])
-    tensors: list[torch.Tensor] = []
-    for optimizer in optimizers:
-        for entry in optimizer.state.values():
-            tensors += [value for value in entry.values() if isinstance(value, torch.Tensor)]
-    used[figures.STATE] = figures.local_bytes(tensors)
+    states = [entry for optimizer in optimizers for entry in optimizer.state.values()]
+    used[figures.STATE] = figures.local_bytes(figures.tensors_in(states))
     return {kind: used[kind] for kind in figures.KINDS}
 
 
@@ -94,13 +93,14 @@ def dtypes(model: PreparedModel) -> tuple[str, str]:
         return dtype_name(computes), dtype_name(model.module.communication_data_type)
     policy = shard_dtypes(model.module)
     if policy is None:
-        return model.precision.computes_in, "the parameters' dtype"
+        return model.precision.computes_in, _OWN
     compute, reduction = policy
+    reduces_in = _OWN if reduction is None else dtype_name(reduction)
     # Only the precision knows which layers compute in float8. Where units cast nothing, autocast may.
     is_float8 = isinstance(model.precision, Float8Precision)
     if is_float8 or compute not in (torch.float16, torch.bfloat16):
-        return model.precision.computes_in, dtype_name(reduction)
-    return dtype_name(compute), dtype_name(reduction)
+        return model.precision.computes_in, reduces_in
+    return dtype_name(compute), reduces_in
 
 
 def communication_volume(model: PreparedModel, backwards: int) -> list[CommunicationVolume] | None:
