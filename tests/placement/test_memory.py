@@ -7,7 +7,7 @@ import pytest
 from torch import nn
 
 from accelerate.placement import memory
-from accelerate.placement.memory import get_balanced_memory, get_max_memory
+from accelerate.placement.device_map import get_balanced_memory, get_max_memory
 
 
 def test_free_memory_with_accelerators(monkeypatch):

@@ -29,8 +29,7 @@ EXPORTS = {
     "checkpointing.loading": ["LoadReport", "load_newest", "load_run", "resume"],
     "checkpointing.merging": ["merge_fsdp_weights"],
     "checkpointing.preemption": ["PreemptionWatch"],
-    "checkpointing.rank_state": ["PendingGradients"],
-    "checkpointing.run_state": ["RunState", "check_custom"],
+    "checkpointing.run_state": ["PendingGradients", "RunState", "check_custom"],
     "checkpointing.saving": ["Options", "save_run"],
     "checkpointing.sharded": ["ShardedState"],
     "checkpointing.sharded_api": [

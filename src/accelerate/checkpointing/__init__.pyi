@@ -20,7 +20,7 @@ from .loading import load_run as load_run
 from .loading import resume as resume
 from .merging import merge_fsdp_weights as merge_fsdp_weights
 from .preemption import PreemptionWatch as PreemptionWatch
-from .rank_state import PendingGradients as PendingGradients
+from .run_state import PendingGradients as PendingGradients
 from .run_state import RunState as RunState
 from .run_state import check_custom as check_custom
 from .saving import Options as Options

@@ -25,8 +25,7 @@ from ..core.files import require_regular
 from ..core.tensor_files import READ_ERRORS
 from .documents import damage
 from .layout import LOADER_NAME, numbered
-from .rank_state import accelerators, check_generators
-from .run_state import StateDict
+from .run_state import StateDict, accelerators, check_generators
 
 # What a pickled numpy array names. These build arrays and nothing else.
 _RECONSTRUCT = np.empty(0).__reduce__()[0]

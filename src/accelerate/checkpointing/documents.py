@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from ..core import json_text
 from ..core.errors import CheckpointError
+from ..core.files import reason
 from ..core.json_text import JSONObject
 from ..core.tensor_files import (
     NAMES,
@@ -48,7 +49,7 @@ from .files import (
     require_plain_tensor,
     segments,
 )
-from .layout import CorruptCheckpoint, Manifest, reason
+from .layout import CorruptCheckpoint, Manifest
 
 _INLINE = 64  # bytes: a step counter is not worth an entry in a tensor file
 _LONG = 4000  # bits; Python converts integers of up to 4300 digits from and to decimal text only

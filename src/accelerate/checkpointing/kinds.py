@@ -36,9 +36,8 @@ from . import compat
 from .documents import TensorSink, encode
 from .files import host_view
 from .layout import LOADER_NAME, CheckpointMismatch, numbered, registered_file
-from .rank_state import GlobalGenerators
-from .rank_state import is_empty as is_empty_rank_state
-from .run_state import HasState, RunState
+from .run_state import GlobalGenerators, HasState, RunState
+from .run_state import is_empty as is_empty_rank_state
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor  # slow to import

@@ -29,7 +29,7 @@ from ..core.constants import (
     SCHEDULER_NAME,
 )
 from ..core.errors import CheckpointError
-from ..core.files import read_regular, require_regular
+from ..core.files import read_regular, reason, require_regular
 from ..core.json_text import JSONObject
 from ..core.tensor_files import CorruptFile
 from .files import BlockIO, FileRecord
@@ -171,13 +171,6 @@ def parse_manifest(path: Path) -> Manifest:
         return Manifest(files=files, **body)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise CorruptCheckpoint(f"{path} cannot be understood: {error!r}") from error
-
-
-def reason(error: BaseException) -> str:
-    """The reason in an error from reading a file, for a message that names the file already."""
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return str(error) or type(error).__name__
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import CheckpointError, ConfigurationError, MissingCheckpointError
+from ..core.files import reason
 from ..core.json_text import JSONObject
 from ..core.objects import ranks_in_words, values_in_words
 from ..core.trees import map_leaves
@@ -30,7 +31,6 @@ from .layout import (
     check_sizes,
     fingerprint,
     is_shared,
-    reason,
 )
 from .run_state import HasState, RunState
 from .source import CheckpointReader, ModelWeights, open_checkpoint

@@ -49,8 +49,7 @@ from .layout import (
     rank_document_name,
     read_manifest,
 )
-from .rank_state import seeded
-from .run_state import RunState, StateDict
+from .run_state import RunState, StateDict, seeded
 
 T = TypeVar("T")
 

@@ -16,10 +16,9 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 
 from ..core.errors import CheckpointError
-from ..core.files import read_regular, require_regular
+from ..core.files import read_regular, reason, require_regular
 from ..core.tensor_files import READ_ERRORS
 from .compat import load_pickled
-from .layout import reason
 
 # The index names classes that hold places and shapes, and nothing that acts.
 _MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")

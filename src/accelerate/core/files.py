@@ -170,6 +170,13 @@ def _require_regular(found: os.stat_result, path: str | os.PathLike[str]) -> Non
         raise OSError(code, f"it is {kind}, not a regular file", os.fspath(path))
 
 
+def reason(error: BaseException) -> str:
+    """The reason in an error from reading a file, for a message that names the file already."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error) or type(error).__name__
+
+
 def read_regular(path: str | os.PathLike[str], limit: int) -> bytes:
     """The content of a regular file. Raises OSError for any other kind, and for one of more than `limit` bytes."""
     with open(open_regular(path), "rb") as file:

@@ -166,19 +166,17 @@ def _siblings(cpu: int) -> str:
 def physical_cores() -> int:
     """The cores this process may use: hyper-threads of one core count once, and a container's quota limits them."""
     cores = {_siblings(cpu) for cpu in usable_cpus()}
-    quota = _container_quota()
-    return max(1, min(len(cores), quota) if quota else len(cores))
+    return _within_quota(len(cores))
 
 
-def _container_quota() -> int | None:
-    """Number of processors that the control groups grant, or None without a limit."""
-    quotas = []
+def _within_quota(count: int) -> int:
+    """As many of `count` processors as the control groups grant."""
     for folder in _control_groups():
         with contextlib.suppress(OSError, ValueError):
             granted, period = (folder / "cpu.max").read_text().split()
             if granted != "max":
-                quotas.append(max(1, int(granted) // int(period)))
-    return min(quotas, default=None)
+                count = min(count, int(granted) // int(period))
+    return max(1, count)
 
 
 def _control_groups() -> list[Path]:
@@ -200,8 +198,7 @@ def _control_groups() -> list[Path]:
 
 def usable_cpu_count() -> int:
     """The logical processors this process may use, limited by a container's quota."""
-    quota = _container_quota()
-    return max(1, min(len(usable_cpus()), quota) if quota else len(usable_cpus()))
+    return _within_quota(len(usable_cpus()))
 
 
 def available_memory() -> int:
@@ -232,15 +229,6 @@ def handles_signal(pid: int, number: int) -> bool:
         return False
     mask = next((line.split()[1] for line in lines if line.startswith("SigCgt:")), "0")
     return bool(int(mask, 16) >> (number - 1) & 1)
-
-
-def is_paused(pid: int) -> bool:
-    """Whether a signal has stopped a process (SIGSTOP, SIGTSTP). Known on Linux only; elsewhere False."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return text.rpartition(")")[2].split()[0] == "T"
 
 
 @functools.cache

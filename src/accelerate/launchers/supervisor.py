@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from ..core import env, messages
 from ..core.objects import ranks_in_words
-from ..core.system import handles_signal, is_paused
+from ..core.system import handles_signal, is_stopped
 from . import failure as failures
 from . import tracebacks
 from .failure import Failure
@@ -301,7 +301,7 @@ class Supervisor:
         self._looked = now
         paused = set()
         for rank in self.ranks:
-            if rank.code is not None or not rank.is_child or not is_paused(rank.popen.pid):
+            if rank.code is not None or not rank.is_child or not is_stopped(rank.popen.pid):
                 continue
             paused.add(rank.rank)
             if rank.rank in self._paused - self._named:

@@ -15,7 +15,7 @@ import torch
 from ..core import json_text
 from ..core.constants import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from ..core.errors import CheckpointError, WeightFileError
-from ..core.files import require_regular
+from ..core.files import reason, require_regular
 from ..core.tensor_files import READ_ERRORS, CorruptFile, Header, read_header
 from . import logger
 
@@ -51,7 +51,7 @@ def open_weights(checkpoint_file: str | os.PathLike[str], mapped: bool = True) -
         require_regular(path)
     except OSError as error:
         raise CheckpointError(
-            f"the checkpoint file {path} cannot be read: {_reason(error)}"
+            f"the checkpoint file {path} cannot be read: {reason(error)}"
         ) from error
     return _unpickled(path, mapped)
 
@@ -62,8 +62,8 @@ def _unpickled(path: str, mapped: bool) -> Mapping[str, Any]:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except READ_ERRORS as error:
-        reason = str(error)[:500] or "it is empty or incomplete"
-        raise CheckpointError(f"{path} cannot be read as a state dict: {reason}") from error
+        why = str(error)[:500] or "it is empty or incomplete"
+        raise CheckpointError(f"{path} cannot be read as a state dict: {why}") from error
     if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
         raise CheckpointError(f"{path} holds a {type(state).__name__} that is no state dict")
     return state
@@ -92,7 +92,7 @@ class SafetensorsFile(Mapping[str, torch.Tensor]):
                 f"{path}, where offloaded weights are kept, does not exist any more"
             ) from None
         except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {_reason(error)}") from error
+            raise CheckpointError(f"{path} cannot be read: {reason(error)}") from error
         except CorruptFile as error:
             raise CheckpointError(f"{path} is not a complete safetensors file: {error}") from error
         self._map()
@@ -200,7 +200,7 @@ def _indexed(index_file: str) -> dict[str, str]:
     try:
         index = json_text.read(index_file, numbers=True)
     except (OSError, json_text.JSONTextError) as error:
-        raise CheckpointError(f"the index {index_file} cannot be read: {_reason(error)}") from error
+        raise CheckpointError(f"the index {index_file} cannot be read: {reason(error)}") from error
     weight_map: Any = None
     if isinstance(index, dict):
         weight_map = index.get("weight_map", index)
@@ -251,9 +251,3 @@ class SafetensorsFiles:
     def __reduce__(self) -> Any:
         # A model that is sent to another process opens its files there.
         return SafetensorsFiles, ()
-
-
-def _reason(error: BaseException) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return str(error)

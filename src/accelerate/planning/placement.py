@@ -14,8 +14,7 @@ from torch import nn
 from ..core.errors import ConfigurationError
 from ..core.modules import class_names
 from ..core.objects import size_of
-from ..placement.device_map import check_device_map, infer_auto_device_map
-from ..placement.memory import get_max_memory
+from ..placement.device_map import check_device_map, get_max_memory, infer_auto_device_map
 from ..placement.names import device_for
 from ..placement.sizes import Dtype, compute_module_sizes, get_max_layer_size, named_module_tensors
 from ..torch_internals import tracing

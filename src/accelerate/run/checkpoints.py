@@ -23,8 +23,7 @@ from ..checkpointing.layout import DamagedCheckpoint
 from ..checkpointing.loading import LoadReport, load_newest, load_options, load_run
 from ..checkpointing.loading import resume as resume_run
 from ..checkpointing.preemption import DEFAULT_SIGNALS, PreemptionWatch
-from ..checkpointing.rank_state import PendingGradients, RankState
-from ..checkpointing.run_state import RunState, StateOf
+from ..checkpointing.run_state import PendingGradients, RankState, RunState, StateOf
 from ..checkpointing.saving import Options, save_run
 from ..checkpointing.writer import Writer
 from ..config.training import ProjectConfiguration

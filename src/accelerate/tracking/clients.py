@@ -8,8 +8,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from .base import ClientTracker, checked, on_main_process
-from .values import number, plain
+from .base import ClientTracker, checked, number, on_main_process, plain
 
 # -- packages with the interface of wandb: `init`, `run.config.update`, `run.log`, `Image`
 

@@ -14,8 +14,7 @@ from typing import Any, TextIO
 
 from ..core.errors import ConfigurationError
 from ..core.files import atomic_write, open_regular
-from .base import ClientTracker, checked, on_main_process
-from .values import flat, number
+from .base import ClientTracker, checked, flat, number, on_main_process
 
 logger: logging.Logger = logging.getLogger(__name__)
 

@@ -13,8 +13,7 @@ import yaml
 
 from ..core.files import atomic_write
 from ..core.imports import is_available
-from .base import ClientTracker, checked, on_main_process
-from .values import hyperparameters, number, text
+from .base import ClientTracker, checked, hyperparameters, number, on_main_process, text
 
 
 class TensorBoardTracker(ClientTracker):

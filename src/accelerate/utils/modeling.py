@@ -12,9 +12,14 @@ EXPORTS = {
         "get_state_dict_offloaded_model",
         "has_offloaded_params",
     ],
-    "placement.device_map": ["check_device_map", "clean_device_map", "infer_auto_device_map"],
+    "placement.device_map": [
+        "check_device_map",
+        "clean_device_map",
+        "get_balanced_memory",
+        "get_max_memory",
+        "infer_auto_device_map",
+    ],
     "placement.load": ["load_checkpoint_in_model", "load_offloaded_weights", "load_state_dict"],
-    "placement.memory": ["get_balanced_memory", "get_max_memory"],
     "placement.sizes": [
         "_get_proper_dtype",
         "calculate_maximum_sizes",

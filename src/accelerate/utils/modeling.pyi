@@ -9,12 +9,12 @@ from ..placement.align import get_state_dict_offloaded_model as get_state_dict_o
 from ..placement.align import has_offloaded_params as has_offloaded_params
 from ..placement.device_map import check_device_map as check_device_map
 from ..placement.device_map import clean_device_map as clean_device_map
+from ..placement.device_map import get_balanced_memory as get_balanced_memory
+from ..placement.device_map import get_max_memory as get_max_memory
 from ..placement.device_map import infer_auto_device_map as infer_auto_device_map
 from ..placement.load import load_checkpoint_in_model as load_checkpoint_in_model
 from ..placement.load import load_offloaded_weights as load_offloaded_weights
 from ..placement.load import load_state_dict as load_state_dict
-from ..placement.memory import get_balanced_memory as get_balanced_memory
-from ..placement.memory import get_max_memory as get_max_memory
 from ..placement.sizes import _get_proper_dtype as _get_proper_dtype
 from ..placement.sizes import calculate_maximum_sizes as calculate_maximum_sizes
 from ..placement.sizes import compute_module_sizes as compute_module_sizes
