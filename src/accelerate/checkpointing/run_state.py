@@ -203,7 +203,8 @@ class RankState:
 
     def state_dict(self) -> StateDict:
         """Return the state of this rank as plain data."""
-        own = [state for model in self.models if (state := model.rank_state()) is not None]
+        states = [model.rank_state() for model in self.models]
+        own = [state for state in states if state is not None]
         window = None
         if self.gradients is not None:
             window = {"gradients": self.gradients.state_dict(), "items": self.items.state_dict()}

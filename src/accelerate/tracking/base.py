@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import importlib
 import logging
 import math
 import numbers
@@ -137,6 +138,11 @@ class ClientTracker(GeneralTracker):
         self._warned_keys: set[str] = set()
         # Waits for the calls of `log` that a thread has not made yet.
         self._drain: Callable[[], object] | None = None
+
+    @property
+    def _package(self) -> Any:
+        """The client package."""
+        return importlib.import_module(self.name)
 
     @property
     def tracker(self) -> Any:

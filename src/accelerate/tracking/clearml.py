@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 from ..core import env
@@ -32,7 +31,7 @@ class ClearMLTracker(ClientTracker):
         self._owns_task = True
 
     def _open(self) -> Any:
-        task_class = importlib.import_module("clearml").Task
+        task_class = self._package.Task
         task = task_class.current_task()
         self._owns_task = task is None
         if task is not None:

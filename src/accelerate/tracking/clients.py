@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -23,10 +22,6 @@ class RunTracker(ClientTracker):
 
     main_process_only = False
     run = ClientTracker.tracker  # the run object of the package
-
-    @property
-    def _package(self) -> Any:
-        return importlib.import_module(self.name)
 
     def _open(self) -> Any:
         return self._package.init(**{"project": self.run_name, **self.init_kwargs})
@@ -165,7 +160,7 @@ class AimTracker(ClientTracker):
         self.aim_repo_path = logging_dir
 
     def _open(self) -> Any:
-        run = importlib.import_module("aim").Run(repo=self.aim_repo_path, **self.init_kwargs)
+        run = self._package.Run(repo=self.aim_repo_path, **self.init_kwargs)
         run.name = self.run_name
         return run
 
@@ -201,7 +196,7 @@ class AimTracker(ClientTracker):
             step: the training step.
             kwargs: {"aim_image": arguments of `aim.Image`, "track": arguments of `aim.Run.track`}.
         """
-        aim = importlib.import_module("aim")
+        aim = self._package
         options = kwargs or {}
         for key, value in checked(values, "log_images").items():
             if isinstance(value, tuple):
@@ -227,9 +222,7 @@ class CometMLTracker(ClientTracker):
     writer = ClientTracker.tracker  # the Comet experiment
 
     def _open(self) -> Any:
-        return importlib.import_module("comet_ml").start(
-            **{"project_name": self.run_name, **self.init_kwargs}
-        )
+        return self._package.start(**{"project_name": self.run_name, **self.init_kwargs})
 
     def _close(self, client: Any) -> None:
         client.end()
@@ -286,7 +279,7 @@ class DVCLiveTracker(ClientTracker):
     def _open(self) -> Any:
         if self._live is not None:
             return self._live
-        return importlib.import_module("dvclive").Live(**self.init_kwargs)
+        return self._package.Live(**self.init_kwargs)
 
     def _close(self, client: Any) -> None:
         client.end()

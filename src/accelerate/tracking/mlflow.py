@@ -56,23 +56,19 @@ class MLflowTracker(ClientTracker):
         self.description = description
 
     def _open(self) -> Any:
-        mlflow = importlib.import_module("mlflow")
-        if self.experiment_name is None:
-            experiment = None
-        else:
+        mlflow = self._package
+        experiment_id = None
+        if self.experiment_name is not None:
             experiment = mlflow.get_experiment_by_name(self.experiment_name)
-        if experiment is not None:
-            experiment_id = experiment.experiment_id
-        elif self.experiment_name is not None:
-            if self.logging_dir is None:
-                location = None
+            location = self.logging_dir
+            if location is not None:
+                location = os.fspath(location)
+            if experiment is not None:
+                experiment_id = experiment.experiment_id
             else:
-                location = os.fspath(self.logging_dir)
-            experiment_id = mlflow.create_experiment(
-                name=self.experiment_name, artifact_location=location, tags=self.tags
-            )
-        else:
-            experiment_id = None
+                experiment_id = mlflow.create_experiment(
+                    name=self.experiment_name, artifact_location=location, tags=self.tags
+                )
         return mlflow.start_run(
             run_id=self.run_id,
             experiment_id=experiment_id,
@@ -87,7 +83,7 @@ class MLflowTracker(ClientTracker):
         return {"run_id": self._client.info.run_id}
 
     def _close(self, client: Any) -> None:
-        importlib.import_module("mlflow").end_run()
+        self._package.end_run()
 
     def _store(self, values: dict[str, Any]) -> None:
         """Record hyperparameters; values too long for MLflow are left out with a warning."""
@@ -102,7 +98,7 @@ class MLflowTracker(ClientTracker):
                 accepted.append((key, value))
         size = limits.MAX_PARAMS_TAGS_PER_BATCH
         for begin in range(0, len(accepted), size):
-            importlib.import_module("mlflow").log_params(dict(accepted[begin : begin + size]))
+            self._package.log_params(dict(accepted[begin : begin + size]))
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -114,7 +110,7 @@ class MLflowTracker(ClientTracker):
             kwargs: passed to `mlflow.log_metrics`.
         """
         metrics = dict(self._numbers(values, "numbers as metrics"))
-        importlib.import_module("mlflow").log_metrics(metrics, step=step, **kwargs)
+        self._package.log_metrics(metrics, step=step, **kwargs)
 
     @on_main_process
     def log_figure(self, figure: Any, artifact_file: str, **save_kwargs: Any) -> None:
@@ -125,9 +121,7 @@ class MLflowTracker(ClientTracker):
             artifact_file: the path of the artifact in the run.
             save_kwargs: passed to `mlflow.log_figure`.
         """
-        importlib.import_module("mlflow").log_figure(
-            figure=figure, artifact_file=artifact_file, **save_kwargs
-        )
+        self._package.log_figure(figure=figure, artifact_file=artifact_file, **save_kwargs)
 
     @on_main_process
     def log_artifacts(self, local_dir: str, artifact_path: str | None = None) -> None:
@@ -137,9 +131,7 @@ class MLflowTracker(ClientTracker):
             local_dir: the folder.
             artifact_path: the folder of the artifacts in the run.
         """
-        importlib.import_module("mlflow").log_artifacts(
-            local_dir=local_dir, artifact_path=artifact_path
-        )
+        self._package.log_artifacts(local_dir=local_dir, artifact_path=artifact_path)
 
     @on_main_process
     def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
@@ -149,9 +141,7 @@ class MLflowTracker(ClientTracker):
             local_path: the file.
             artifact_path: the folder of the artifact in the run.
         """
-        importlib.import_module("mlflow").log_artifact(
-            local_path=local_path, artifact_path=artifact_path
-        )
+        self._package.log_artifact(local_path=local_path, artifact_path=artifact_path)
 
 
 def _tags(tags: dict[str, Any] | str | None, origin: str) -> dict[str, Any] | None:

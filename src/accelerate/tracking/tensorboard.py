@@ -76,10 +76,12 @@ class TensorBoardTracker(ClientTracker):
                 writer.add_text(key, text(value), global_step=step, **kwargs)
             elif isinstance(value, Mapping):
                 self._log_lines(key, value, step, **kwargs)
-            elif (scalar := number(value)) is not None:
-                writer.add_scalar(key, scalar, global_step=step, **kwargs)
             else:
-                self._warn_unsupported(key, value, "numbers, text and mappings of numbers")
+                scalar = number(value)
+                if scalar is not None:
+                    writer.add_scalar(key, scalar, global_step=step, **kwargs)
+                else:
+                    self._warn_unsupported(key, value, "numbers, text and mappings of numbers")
         writer.flush()
 
     def _log_lines(

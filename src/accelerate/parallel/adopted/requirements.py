@@ -81,15 +81,12 @@ def _unknown_dimensions(models: Sequence[nn.Module]) -> None:
                 continue
             mesh = parameter.device_mesh
             for dimension, placement in enumerate(parameter.placements):
-                if (
-                    mesh.size(dimension) == 1
-                    or (ranks := ranks_of(mesh, dimension)) in sharing.averaged
-                ):
+                ranks = ranks_of(mesh, dimension)
+                if len(ranks) == 1 or ranks in sharing.averaged:
                     continue
                 if placement.is_replicate():
-                    unknown.setdefault(
-                        ranks, (name, mesh, (mesh.mesh_dim_names or range(mesh.ndim))[dimension])
-                    )
+                    label = (mesh.mesh_dim_names or range(mesh.ndim))[dimension]
+                    unknown.setdefault(ranks, (name, mesh, label))
                 else:
                     split.add(ranks)
     for ranks, (name, mesh, label) in unknown.items():

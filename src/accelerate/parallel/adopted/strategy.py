@@ -82,9 +82,8 @@ class Adopted(ShardedStrategy):
     def data_shard(self) -> tuple[int, int]:
         """The ranks of a tensor-parallel dimension share one."""
         rank = dist.get_rank()
-        return next(index for index, ranks in enumerate(self.shards) if rank in ranks), len(
-            self.shards
-        )
+        index = next(index for index, ranks in enumerate(self.shards) if rank in ranks)
+        return index, len(self.shards)
 
     def prepare(self, bundle: Bundle) -> list[PreparedModel]:
         """Take sharded models as they are. Plain tensors are replicated: they become equal on all ranks."""
@@ -100,9 +99,8 @@ class Adopted(ShardedStrategy):
                 )
         for model in bundle.models:
             requirements.check_device(model, self.device)
-            materialize.make_equal(
-                (tensor for _, tensor in materialize.named_tensors(model)), self.device, None
-            )
+            tensors = [tensor for _, tensor in materialize.named_tensors(model)]
+            materialize.make_equal(tensors, self.device, None)
         bundle.place = [False] * len(bundle.models)
         return super().prepare(bundle)
 
@@ -131,7 +129,8 @@ class Adopted(ShardedStrategy):
 
     def _casts_already(self, model: nn.Module) -> bool:
         """Whether a policy of the model's FSDP2 units casts as autocast would."""
-        dtypes, requested = computes_in(model), getattr(self.precision, "dtype", None)
+        dtypes = computes_in(model)
+        requested = getattr(self.precision, "dtype", None)
         if not dtypes or requested is None:
             return False
         if dtypes != {requested}:
@@ -183,12 +182,12 @@ def _sum_once(model: nn.Module) -> None:
 
 def computes_in(model: nn.Module) -> set[torch.dtype]:
     """The dtypes to which policies of FSDP2 units cast parameters for the computation."""
-    found = {
-        dtype
-        for _, group, _ in shard_groups(model)
-        if (dtype := group.mp_policy.param_dtype) is not None
-    }
-    return found - {torch.float32, torch.float64}
+    dtypes: set[torch.dtype] = set()
+    for _, group, _ in shard_groups(model):
+        dtype = group.mp_policy.param_dtype
+        if dtype not in (None, torch.float32, torch.float64):
+            dtypes.add(dtype)
+    return dtypes
 
 
 def _mesh(shards: tuple[Ranks, ...], device: torch.device) -> DeviceMesh | None:

@@ -68,9 +68,10 @@ def styles_of(
     model: nn.Module, options: TorchTensorParallelConfig, size: int
 ) -> tuple[Styles, ShardedLoss | None]:
     """Module name -> how it is split, by the user's plan, the model's own, or an inferred one; and a sharded loss."""
+    models_plan = getattr(model, "_tp_plan", None)
     if options.plan is not None:
         styles = match_plan(model, options.plan)
-    elif models_plan := getattr(model, "_tp_plan", None):
+    elif models_plan:
         # A family of models shares a plan, which may name modules that this one does not have.
         if is_peft_model(model):
             if options.sequence_parallel:
@@ -91,11 +92,12 @@ def styles_of(
             )
     else:
         styles = match_plan(model, infer_plan(model, size))
+    loss = None
     if options.loss_parallel:
         loss = split_loss(model, styles)
-    else:
-        loss = None
-    return (along_sequence(model, styles) if options.sequence_parallel else styles), loss
+    if options.sequence_parallel:
+        styles = along_sequence(model, styles)
+    return styles, loss
 
 
 def match_plan(model: nn.Module, plan: Plan, strict: bool = True) -> Styles:
@@ -154,9 +156,8 @@ def _share_inputs(styles: Styles) -> None:
     for name, style in styles.items():
         if isinstance(style, kinds.Colwise):
             # The layer itself, inside of one with adapters.
-            siblings.setdefault(name.removesuffix(".base_layer").rpartition(".")[0], []).append(
-                style
-            )
+            parent = name.removesuffix(".base_layer").rpartition(".")[0]
+            siblings.setdefault(parent, []).append(style)
     for listed in siblings.values():
         shared = SharedInput(len(listed))
         for style in listed:
@@ -252,14 +253,13 @@ def split_loss(model: nn.Module, styles: Styles) -> ShardedLoss:
         PrepareError: where the output layer is ambiguous.
     """
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    inner = [
-        name
-        for name, style in styles.items()
-        if not (isinstance(style, ColwiseParallel) and style.output_layouts[0].is_replicate())
-    ]
-    name = {module: name for name, module in model.named_modules()}.get(
-        head, vocabulary_ends(model, inner)[1]
-    )
+    inner = []
+    for name_of_split, style in styles.items():
+        if not isinstance(style, ColwiseParallel) or not style.output_layouts[0].is_replicate():
+            inner.append(name_of_split)
+    names = {module: name for name, module in model.named_modules()}
+    _, likely = vocabulary_ends(model, inner)
+    name = names.get(head, likely)
     if name is None:
         raise PrepareError(
             f"loss_parallel=True: which layer of {type(model).__name__} returns the logits is ambiguous (it should be "
