@@ -18,7 +18,7 @@ from ..core.errors import CheckpointError
 from ..core.files import atomic_write, follow_links, user_path
 from ..core.json_text import JSONObject
 from ..core.tensor_files import write_atomically
-from ..core.trees import leaves, map_leaves
+from ..core.trees import leaves, replace_leaves
 from ..parallel.adapters import (
     CONFIG_FILE,
     PICKLED_FILE,
@@ -201,8 +201,8 @@ class AdapterModel(PreparedModel):
         joined = gather_on_host(tensors, self._device, self.layout.places)
         if dist.get_rank() != 0:
             return {}
-        numbers = itertools.count()
-        gathered: dict[str, Any] = map_leaves(lambda tensor: joined[str(next(numbers))], state)
+        ordered = [joined[name] for name in tensors]
+        gathered: dict[str, Any] = replace_leaves(state, ordered)
         return gathered
 
     def load_optimizer_state_dict(

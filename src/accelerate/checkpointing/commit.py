@@ -504,11 +504,13 @@ def _listed(folder: Path) -> set[str]:
 def _carry(old: Path, inside: Path, folder: Path, listed: set[str]) -> None:
     for entry in list(inside.iterdir()):
         path = entry.relative_to(old)
-        name, target = path.as_posix(), folder / path
+        name = path.as_posix()
+        target = folder / path
         # What a load could take for a file of the API's format, or for a shard, must go.
         is_owned = name in listed or is_api_file(path.parts[0])
         if entry.is_dir() and not entry.is_symlink():
-            if is_owned or target.is_dir() or any(file.startswith(f"{name}/") for file in listed):
+            has_owned = any(file.startswith(f"{name}/") for file in listed)
+            if is_owned or target.is_dir() or has_owned:
                 _carry(old, entry, folder, listed)
                 continue
         elif is_owned:

@@ -268,7 +268,7 @@ def _encode_values(value: torch.Tensor, sink: TensorSink, path: str) -> JSONObje
         raise CheckpointError(
             f"{path}: a tensor of dtype {value.dtype} cannot be saved. Convert it."
         )
-    if value.numel() * value.element_size() > sink.inline:
+    if value.nbytes > sink.inline:
         return {"$": "tensor", "ref": sink.add(path, value)}
     raw = value.cpu().resolve_conj().resolve_neg().contiguous()
     return {
@@ -349,26 +349,31 @@ class _Decoder:
         if tag == "tensor":
             return self._tensor(data)
         if tag == "complex_tensor":
-            return torch.view_as_complex(self.decode(data["v"]).contiguous())
+            parts = self.decode(data["v"])
+            return torch.view_as_complex(parts.contiguous())
         if tag == "parameter":
-            return torch.nn.Parameter(
-                self.decode(data["v"]), requires_grad=bool(data["requires_grad"])
-            )
+            tensor = self.decode(data["v"])
+            return torch.nn.Parameter(tensor, requires_grad=bool(data["requires_grad"]))
         if tag == "leaf":
-            return self.decode(data["v"]).detach().requires_grad_()
+            tensor = self.decode(data["v"])
+            return tensor.detach().requires_grad_()
         if tag == "ndarray":
             raw = self.decode(data["bytes"]).numpy()
-            return raw.view(_array_dtype(data["dtype"])).reshape(data["shape"])
+            dtype = _array_dtype(data["dtype"])
+            return raw.view(dtype).reshape(data["shape"])
         if tag == "npscalar":
-            return np.frombuffer(_to_bytes(data["b64"]), _array_dtype(data["dtype"]), 1)[0]
+            dtype = _array_dtype(data["dtype"])
+            return np.frombuffer(_to_bytes(data["b64"]), dtype, 1)[0]
         if tag == "enum":
-            return self._known_type(data["type"], enum.Enum)(self.decode(data["v"]))
+            kind = self._known_type(data["type"], enum.Enum)
+            return kind(self.decode(data["v"]))
         if tag in _SEQUENCES:
             return _SEQUENCES[tag](self._items(data))
         if tag == "deque":
             return deque(self._items(data), maxlen=data["maxlen"])
         if tag == "namedtuple":
-            kind, values = self._known_type(data["type"], tuple), self._items(data)
+            kind = self._known_type(data["type"], tuple)
+            values = self._items(data)
             if len(values) != len(kind._fields):
                 raise ValueError(f"{len(values)} values for the fields {', '.join(kind._fields)}")
             return tuple.__new__(kind, values)

@@ -33,7 +33,7 @@ from ..precision.base import Precision
 from ..state import PartialState
 from ..torch_internals.module_copies import unsharded_copy
 from .adapters import AdapterModel, save_adapters
-from .files import file_head, host_view, widest_first
+from .files import file_head, host_view, in_file_order
 from .weights import file_names, plan_shards, remove_stale, write_index
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -251,13 +251,13 @@ def _write_value(
 
 def _open(file: Any, light: dict[str, torch.Tensor]) -> Iterator[tuple[str, tuple[Any, int]]]:
     """Write the head of a file; (name, (file, offset)) of each tensor."""
-    ordered = dict(sorted(light.items(), key=lambda item: widest_first(item[1])))
+    ordered = in_file_order(light)
     head = file_head(ordered)
     file.write(head)
     at = len(head)
     for name, tensor in ordered.items():
         yield name, (file, at)
-        at += tensor.numel() * tensor.element_size()
+        at += tensor.nbytes
     file.truncate(at)
 
 

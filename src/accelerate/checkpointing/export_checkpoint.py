@@ -22,7 +22,7 @@ from ..core.constants import FSDP_MODEL_NAME, MODEL_NAME, SAFE_MODEL_NAME
 from ..core.errors import CheckpointError, ConfigurationError
 from ..core.files import atomic_write
 from ..core.json_text import JSONObject
-from ..core.tensor_files import read_header
+from ..core.tensor_files import dtype_name, read_header
 from ..parallel.adapters import adapter_folder, base_name
 from ..parallel.materialize import complete
 from ..parallel.unwrap import canonical_name
@@ -125,7 +125,7 @@ def export_checkpoint(
         content = json.loads(text)
         if name == "config":
             dtypes = (tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())
-            content["dtype"] = str(next(dtypes, torch.float32)).removeprefix("torch.")
+            content["dtype"] = dtype_name(next(dtypes, torch.float32))
         with atomic_write(folder / f"{name}.json", "w") as file:
             json.dump(content, file, indent=2)
     if configs:

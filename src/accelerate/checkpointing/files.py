@@ -78,7 +78,7 @@ def is_host(tensor: torch.Tensor) -> bool:
 def nbytes(segment: Segment) -> int:
     """Return the size of a segment in bytes."""
     if isinstance(segment, torch.Tensor):
-        return segment.numel() * segment.element_size()
+        return segment.nbytes
     return memoryview(segment).nbytes
 
 
@@ -106,12 +106,13 @@ class _Threads:
 
         self._jobs.put(job)
         if len(self._started) < self._count:
-            self._started.append(threading.Thread(target=self._work, name=self._name, daemon=True))
-            self._started[-1].start()
+            thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+            self._started.append(thread)
+            thread.start()
         return future
 
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        for job in iter(self._jobs.get, None):
             job()
 
     def close(self) -> None:
@@ -486,13 +487,13 @@ def segments(
     """The bytes of a safetensors file of these tensors: its header, then the tensors themselves, not copied."""
     for name, tensor in tensors.items():
         require_plain_tensor(tensor, name)
-    ordered = sorted(tensors.items(), key=lambda item: widest_first(item[1]))
-    return [file_head(dict(ordered), metadata), *(tensor for _, tensor in ordered)]
+    ordered = in_file_order(tensors)
+    return [file_head(ordered, metadata), *ordered.values()]
 
 
-def widest_first(tensor: torch.Tensor) -> int:
-    """The sort key of a file's tensors: as the format's own writer has it, each starts at a multiple of its width."""
-    return -tensor.element_size()
+def in_file_order(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The widest first, as the format's own writer has them: each starts at a multiple of its width."""
+    return dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
 
 
 def file_head(
@@ -506,7 +507,7 @@ def file_head(
             raise CheckpointError(
                 f"{name}: a tensor of dtype {tensor.dtype} has no place in a safetensors file"
             )
-        size = tensor.numel() * tensor.element_size()
+        size = tensor.nbytes
         header[name] = {
             "dtype": NAMES[tensor.dtype],
             "shape": list(tensor.shape),

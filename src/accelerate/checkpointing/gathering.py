@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from .files import in_file_order
 from .weights import plan_shards
 
 # Where a block begins in the full tensor, and its shape.
@@ -73,7 +74,8 @@ def learn_places(tensors: Iterable[DTensor], known: PlacesByRank) -> None:
     of_ranks: list[Any] | None = None
     if dist.get_rank() == 0:
         of_ranks = [None] * dist.get_world_size()
-    dist.gather_object([block_places(layouts[key]) for key in unknown], of_ranks)
+    own = [block_places(layouts[key]) for key in unknown]
+    dist.gather_object(own, of_ranks)
     for index, key in enumerate(unknown):
         known[key] = [places[index] for places in of_ranks or ()]
 
@@ -98,12 +100,10 @@ def gather_on_host(
         places: what earlier calls have found; those of these tensors are added.
     """
     # Those with the largest elements first: in a message, each block then begins at a multiple of its element's size.
-    names = sorted(tensors, key=lambda name: -tensors[name].element_size())
     sharded: dict[str, DTensor] = {}
     full: dict[str, torch.Tensor] = {}
     is_first = dist.get_rank() == 0
-    for name in names:
-        tensor = tensors[name]
+    for name, tensor in in_file_order(tensors).items():
         if isinstance(tensor, DTensor):
             sharded[name] = tensor
         elif is_first:

@@ -554,9 +554,10 @@ def state_digest(state: object, path: str) -> str:
     hashed = hashlib.blake2b(text.encode(), digest_size=16)
     for name, tensor in sink.tensors.items():
         hashed.update(f"{name}:{tensor.dtype}:{list(tensor.shape)}".encode())
-        here = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
-        if here.numel():
-            hashed.update(host_view(here))
+        on_host = tensor.detach().to("cpu")
+        values = on_host.resolve_conj().resolve_neg().contiguous()
+        if values.numel():
+            hashed.update(host_view(values))
     return hashed.hexdigest()
 
 

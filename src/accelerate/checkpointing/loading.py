@@ -375,10 +375,13 @@ def _read(
 def _match(
     models: Sequence[PreparedModel], source: CheckpointReader, strict: bool, notes: list[str]
 ) -> list[tuple[PreparedModel, ModelWeights]]:
-    models = [model for model in models if source.is_unsharded or not model.saves_shards]
-    matched = [(model, _weights(source, index)) for index, model in enumerate(models)]
-    for index, (model, weights) in enumerate(matched):
+    if not source.is_unsharded:
+        models = [model for model in models if not model.saves_shards]
+    matched = []
+    for index, model in enumerate(models):
+        weights = _weights(source, index)
         notes.extend(weights.compare(index, model, strict))
+        matched.append((model, weights))
     return matched
 
 

@@ -21,7 +21,7 @@ from ..core.files import atomic_write
 from ..core.tensor_files import write_atomically
 from ..state import PartialState
 from .documents import damage
-from .files import BlockIO, file_head, host_view, widest_first
+from .files import BlockIO, file_head, host_view, in_file_order
 from .layout import MANIFEST, check_files, numbered, read_manifest
 from .sharded import FILES, load_entries, shard_entries
 from .weights import plan_shards
@@ -178,20 +178,20 @@ def _merge_one(shards: Path, output: Path, index: int, safe: bool) -> Merged:
         write_atomically(
             {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}, path
         )
-    size = sum(tensor.numel() * tensor.element_size() for tensor in entries.values())
+    size = sum(tensor.nbytes for tensor in entries.values())
     logger.info("%s: %d tensors of %s", path, len(entries), shards)
     return Merged(path, len(entries), size)
 
 
 def _stream(shards: Path, entries: Mapping[str, torch.Tensor], prefix: str, path: Path) -> None:
     """Write a safetensors file, reading a few tensors of the shards at a time."""
-    ordered = dict(sorted(entries.items(), key=lambda item: widest_first(item[1])))
+    ordered = in_file_order(entries)
     plain = {name.removeprefix(prefix): tensor for name, tensor in ordered.items()}
     with atomic_write(path) as file:
         file.write(file_head(plain))
         for names in plan_shards(ordered, WINDOW):
-            part = read_tensors(shards, {name: ordered[name] for name in names})
-            for tensor in part.values():
+            wanted = {name: ordered[name] for name in names}
+            for tensor in read_tensors(shards, wanted).values():
                 if tensor.numel():
                     file.write(host_view(tensor))
 

@@ -288,8 +288,10 @@ def _without_state(
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             names.update(names_by_id.get(id(parameter), ()))
-    entries = [*shard_shapes(folder), *read_options(folder)]
-    saved = {_owner_of(name, names) for name in entries if not name.startswith("param_groups.")}
+    saved = set()
+    for name in (*shard_shapes(folder), *read_options(folder)):
+        if not name.startswith("param_groups."):
+            saved.add(_owner_of(name, names))
     return names.difference(saved)
 
 

@@ -186,14 +186,14 @@ def write_index(path: Path, files: Mapping[str, Mapping[str, object]]) -> None:
 
 def remove_stale(folder: Path, single: str, pattern: str, index: str, written: set[str]) -> None:
     """Remove the files of an earlier save, which readers might take for those that were written."""
-    shard = re.compile(re.escape(pattern).replace(re.escape("{suffix}"), r"-\d{5}-of-\d{5}"))
+    start, _, ending = map(re.escape, pattern.partition("{suffix}"))
+    shard = re.compile(rf"{start}-\d{{5}}-of-\d{{5}}{ending}")
+    stale = {single}
+    if len(written) == 1:
+        stale.add(index)
     for entry in folder.iterdir():
-        stale = (
-            shard.fullmatch(entry.name)
-            or entry.name == single
-            or (entry.name == index and len(written) == 1)
-        )
-        if stale and entry.name not in written and not entry.is_dir():
+        is_stale = entry.name in stale or shard.fullmatch(entry.name)
+        if is_stale and entry.name not in written and not entry.is_dir():
             entry.unlink()
 
 

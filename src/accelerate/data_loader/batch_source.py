@@ -179,7 +179,9 @@ class MapWorker(Dataset[Any]):
         self.has_state = has_state
         self.states: Any = start.inner
         self.random: WorkerRandom | None = start.random
-        self.turn: int = 0 if start.random is None else start.random.turn
+        self.turn: int = 0
+        if start.random is not None:
+            self.turn = start.random.turn
         self.collate: Callable[[list[Any]], Any] = loader.collate_fn
         self.batched: bool = loader.batch_sampler is not None
         self.fetch: Fetch | None = None
@@ -417,13 +419,15 @@ class BatchSource:
         self, plan: ReadPlan, order: Order, start: StreamPosition
     ) -> Iterator[ShardStep]:
         loader = self.loader
+        dataset = unwrapped(loader.dataset)
         if not order.resumes:
             draw_worker_seed(loader.generator)
         fetch = pinned(loader, loader.collate_fn)
         if start.inner is not None or has_state(loader):
             steps = _fetched(opened(loader.dataset, plan, start), fetch)
-            return mark_last(_with_state(steps, unwrapped(loader.dataset), is_stream=True))
-        lazily = is_generator(unwrapped(loader.dataset))
+            steps = _with_state(steps, dataset, is_stream=True)
+            return mark_last(steps)
+        lazily = is_generator(dataset)
         stream = order.open(lambda: open_stream(loader.dataset), lazily, start.consumed)
         return _fetched(plan.read(stream, start.consumed), fetch)
 

@@ -121,7 +121,8 @@ def pack(message: BatchMessage | None) -> torch.Tensor | None:
     prefix = len(description).to_bytes(PREFIX, "little")
     row = torch.frombuffer(bytearray(prefix + description), dtype=torch.uint8)
     if tensors:
-        return torch.cat([row, flat.pack(tensors, torch.device("cpu"))])
+        content = flat.pack(tensors, torch.device("cpu"))
+        row = torch.cat([row, content])
     return row
 
 
@@ -143,8 +144,9 @@ def unpack(row: torch.Tensor) -> BatchMessage | None:
     specs = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
     tensors: list[torch.Tensor] = []
     if specs:
-        stop = start + sum(flat.sizes_of(specs))
-        tensors = list(flat.unpack(row[start:stop], specs))
+        sizes = flat.sizes_of(specs)
+        stop = start + sum(sizes)
+        tensors = flat.unpack(row[start:stop], specs)
     batch = trees.replace_leaves(skeleton, tensors, is_tensor_information)
     return BatchMessage(batch, *fields)
 

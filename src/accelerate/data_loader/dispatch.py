@@ -121,9 +121,11 @@ class DataLoaderDispatcher(PreparedLoader):
         # The samples of an incomplete last step are split equally.
         samples = rest
         if not plan.of_samples:
-            samples = len(self.get_sampler()) - (plan.total() - rest) * plan.size
+            before = plan.total() - rest
+            samples = len(self.get_sampler()) - before * plan.size
         part = math.ceil(samples / cut.shards)
-        return (plan.total() - plan.skip) // plan.stride + (part * cut.index < samples)
+        full_steps = (plan.total() - plan.skip) // plan.stride
+        return full_steps + (part * cut.index < samples)
 
     @property
     def _reads(self) -> bool:

@@ -382,8 +382,9 @@ def encoded(elements: list[Any]) -> States:
         return {"indices": _integers(elements)}
     if all(type(element) is list for element in elements):
         with contextlib.suppress(TypeError, OverflowError):
-            indices = _integers(list(itertools.chain.from_iterable(elements)))
-            return {"indices": indices, "lengths": _integers([len(batch) for batch in elements])}
+            indices = list(itertools.chain.from_iterable(elements))
+            lengths = [len(batch) for batch in elements]
+            return {"indices": _integers(indices), "lengths": _integers(lengths)}
     return {"elements": list(elements)}
 
 

@@ -17,7 +17,7 @@ from ..core import json_text
 from ..core.errors import CheckpointError, ConfigurationError
 from ..core.files import atomic_write, require_regular
 from ..core.modules import is_wrapper_subclass
-from ..core.tensor_files import READ_ERRORS
+from ..core.tensor_files import READ_ERRORS, dtype_name
 from .names import Place, is_within
 from .sizes import as_dtype
 from .streaming import WeightStream
@@ -33,9 +33,8 @@ def path_of(folder: str | os.PathLike[str], name: str) -> Path:
     """The file of a weight in an offload folder. Raises CheckpointError for a name that leads out of it."""
     path = Path(folder, f"{name}.dat")
     has_folder = len(Path(name).parts) > 1
-    if has_folder and not Path(os.path.realpath(path.parent)).is_relative_to(
-        os.path.realpath(folder)
-    ):
+    parent = Path(os.path.realpath(path.parent))
+    if has_folder and not parent.is_relative_to(os.path.realpath(folder)):
         raise CheckpointError(f"the weight name {name!r} leads out of the offload folder {folder}")
     return path
 
@@ -75,7 +74,7 @@ def offload_weight(
 
 def index_entry(weight: torch.Tensor) -> dict[str, Any]:
     """The dtype and the shape of a weight for an index, and whether it is a quantized one of torchao's."""
-    entry = {"dtype": str(weight.dtype).removeprefix("torch."), "shape": list(weight.shape)}
+    entry = {"dtype": dtype_name(weight.dtype), "shape": list(weight.shape)}
     if is_quantized_tensor(weight):
         entry["subclass"] = "torchao"
     return entry

@@ -83,7 +83,7 @@ def local_bytes(tensors: Iterable[torch.Tensor]) -> int:
     for tensor in tensors:
         if hasattr(tensor, "to_local"):
             tensor = tensor.to_local()
-        size += tensor.numel() * tensor.dtype.itemsize
+        size += tensor.nbytes
     return size
 
 
