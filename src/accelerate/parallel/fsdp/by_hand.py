@@ -129,8 +129,10 @@ def fsdp2_switch_optimizer_parameters(
     for index, group in enumerate(optimizer.param_groups):
         trains_sharded = False
         for former in group["params"]:
-            # A parameter without storage (meta) has the address 0 like any other of its kind.
-            present = mapping.get(former, mapping.get(former.data_ptr() or -1, former))
+            present = mapping.get(former)
+            if present is None:
+                # A parameter without storage (meta) has the address 0 like any other of its kind.
+                present = mapping.get(former.data_ptr() or -1, former)
             if present is not former:
                 pairs.append((former, present))
             trains_sharded = trains_sharded or present in sharded

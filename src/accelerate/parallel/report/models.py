@@ -51,7 +51,7 @@ def memory_usage(
     for model in models:
         used.update(_model_memory(model, windows, seen))
     used[figures.BUFFERS] = figures.of_buffers([model.module for model in models])
-    states = [entry for optimizer in optimizers for entry in optimizer.state.values()]
+    states = [list(optimizer.state.values()) for optimizer in optimizers]
     used[figures.STATE] = figures.local_bytes(figures.tensors_in(states))
     return {kind: used[kind] for kind in figures.KINDS}
 
