@@ -17,58 +17,50 @@ from .imports import compare_versions, is_available, required
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _installed(package: str, name: str) -> Callable[[], bool]:
-    """The function `name`: whether a package of the table is installed. Nothing is imported to find out."""
+def _installed(package: str, short: str = "") -> Callable[[], bool]:
+    """The function `is_<short>_available`: whether a package is installed. Nothing is imported to find out."""
 
     def question() -> bool:
         return is_available(package)
 
-    question.__name__ = question.__qualname__ = name
+    question.__name__ = question.__qualname__ = f"is_{short or package}_available"
     question.__doc__ = f"Whether the package `{package}` is installed."
     return question
 
 
-is_numpy_available: Callable[[], bool] = _installed("numpy", "is_numpy_available")
-is_tqdm_available: Callable[[], bool] = _installed("tqdm", "is_tqdm_available")
-is_aim_available: Callable[[], bool] = _installed("aim", "is_aim_available")
-is_amdsmi_available: Callable[[], bool] = _installed("amdsmi", "is_amdsmi_available")
-is_boto3_available: Callable[[], bool] = _installed("boto3", "is_boto3_available")
-is_clearml_available: Callable[[], bool] = _installed("clearml", "is_clearml_available")
-is_comet_ml_available: Callable[[], bool] = _installed("comet_ml", "is_comet_ml_available")
-is_datasets_available: Callable[[], bool] = _installed("datasets", "is_datasets_available")
-is_deepspeed_available: Callable[[], bool] = _installed("deepspeed", "is_deepspeed_available")
-is_dvclive_available: Callable[[], bool] = _installed("dvclive", "is_dvclive_available")
-is_import_timer_available: Callable[[], bool] = _installed(
-    "import_timer", "is_import_timer_available"
-)
-is_lomo_available: Callable[[], bool] = _installed("lomo_optim", "is_lomo_available")
-is_matplotlib_available: Callable[[], bool] = _installed("matplotlib", "is_matplotlib_available")
-is_megatron_lm_available: Callable[[], bool] = _installed("megatron", "is_megatron_lm_available")
-is_mlflow_available: Callable[[], bool] = _installed("mlflow", "is_mlflow_available")
-is_msamp_available: Callable[[], bool] = _installed("msamp", "is_msamp_available")
-is_pandas_available: Callable[[], bool] = _installed("pandas", "is_pandas_available")
-is_peft_available: Callable[[], bool] = _installed("peft", "is_peft_available")
-is_pynvml_available: Callable[[], bool] = _installed("pynvml", "is_pynvml_available")
-is_pytest_available: Callable[[], bool] = _installed("pytest", "is_pytest_available")
-is_rich_available: Callable[[], bool] = _installed("rich", "is_rich_available")
-is_sagemaker_available: Callable[[], bool] = _installed("sagemaker", "is_sagemaker_available")
-is_schedulefree_available: Callable[[], bool] = _installed(
-    "schedulefree", "is_schedulefree_available"
-)
-is_swanlab_available: Callable[[], bool] = _installed("swanlab", "is_swanlab_available")
-is_timm_available: Callable[[], bool] = _installed("timm", "is_timm_available")
-is_torchao_available: Callable[[], bool] = _installed("torchao", "is_torchao_available")
-is_torchdata_available: Callable[[], bool] = _installed("torchdata", "is_torchdata_available")
-is_torchvision_available: Callable[[], bool] = _installed("torchvision", "is_torchvision_available")
-is_trackio_available: Callable[[], bool] = _installed("trackio", "is_trackio_available")
-is_transformer_engine_available: Callable[[], bool] = _installed(
-    "transformer_engine", "is_transformer_engine_available"
-)
-is_transformers_available: Callable[[], bool] = _installed(
-    "transformers", "is_transformers_available"
-)
-is_triton_available: Callable[[], bool] = _installed("triton", "is_triton_available")
-is_wandb_available: Callable[[], bool] = _installed("wandb", "is_wandb_available")
+is_numpy_available: Callable[[], bool] = _installed("numpy")
+is_tqdm_available: Callable[[], bool] = _installed("tqdm")
+is_aim_available: Callable[[], bool] = _installed("aim")
+is_amdsmi_available: Callable[[], bool] = _installed("amdsmi")
+is_boto3_available: Callable[[], bool] = _installed("boto3")
+is_clearml_available: Callable[[], bool] = _installed("clearml")
+is_comet_ml_available: Callable[[], bool] = _installed("comet_ml")
+is_datasets_available: Callable[[], bool] = _installed("datasets")
+is_deepspeed_available: Callable[[], bool] = _installed("deepspeed")
+is_dvclive_available: Callable[[], bool] = _installed("dvclive")
+is_import_timer_available: Callable[[], bool] = _installed("import_timer")
+is_lomo_available: Callable[[], bool] = _installed("lomo_optim", "lomo")
+is_matplotlib_available: Callable[[], bool] = _installed("matplotlib")
+is_megatron_lm_available: Callable[[], bool] = _installed("megatron", "megatron_lm")
+is_mlflow_available: Callable[[], bool] = _installed("mlflow")
+is_msamp_available: Callable[[], bool] = _installed("msamp")
+is_pandas_available: Callable[[], bool] = _installed("pandas")
+is_peft_available: Callable[[], bool] = _installed("peft")
+is_pynvml_available: Callable[[], bool] = _installed("pynvml")
+is_pytest_available: Callable[[], bool] = _installed("pytest")
+is_rich_available: Callable[[], bool] = _installed("rich")
+is_sagemaker_available: Callable[[], bool] = _installed("sagemaker")
+is_schedulefree_available: Callable[[], bool] = _installed("schedulefree")
+is_swanlab_available: Callable[[], bool] = _installed("swanlab")
+is_timm_available: Callable[[], bool] = _installed("timm")
+is_torchao_available: Callable[[], bool] = _installed("torchao")
+is_torchdata_available: Callable[[], bool] = _installed("torchdata")
+is_torchvision_available: Callable[[], bool] = _installed("torchvision")
+is_trackio_available: Callable[[], bool] = _installed("trackio")
+is_transformer_engine_available: Callable[[], bool] = _installed("transformer_engine")
+is_transformers_available: Callable[[], bool] = _installed("transformers")
+is_triton_available: Callable[[], bool] = _installed("triton")
+is_wandb_available: Callable[[], bool] = _installed("wandb")
 
 
 def is_tensorboard_available() -> bool:
