@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 
 from ...collectives.transport import all_gather_single
+from ...core import trees
 
 Layer = TypeVar("Layer", bound=nn.Module)
 
@@ -279,20 +280,14 @@ def _plain(output: Any) -> object:
     """A model's output with the loss as a plain tensor; without a loss also the logits, gathered."""
     if isinstance(output, DTensor):
         return _gathered(output)
-    is_mapping = isinstance(output, Mapping)
-    if not is_mapping and not isinstance(output, tuple | list):
-        return output
-    entries = dict(output.items() if is_mapping else enumerate(output))
+    entries = trees.children(output) or {}
     sharded = {key: value for key, value in entries.items() if isinstance(value, DTensor)}
     losses = {key: value for key, value in sharded.items() if value.ndim == 0}
-    entries.update({key: _gathered(value) for key, value in (losses or sharded).items()})
-    if not is_mapping:
-        if type(output) in (tuple, list):
-            return type(output)(entries.values())
-        return type(output)(*entries.values())
-    for key in losses or sharded:
-        output[key] = entries[key]
-    return output
+    if not sharded:
+        return output
+    for key, value in (losses or sharded).items():
+        entries[key] = _gathered(value)
+    return trees.with_children(output, entries)
 
 
 def _gathered(value: DTensor) -> object:

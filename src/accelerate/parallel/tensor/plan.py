@@ -292,7 +292,8 @@ def along_sequence(model: nn.Module, styles: Styles) -> Styles:
         if isinstance(style, RowwiseParallel) and isinstance(modules[name], nn.Linear)
     ]
     lists = _block_lists(modules, rows)
-    outside = [name for name in rows if not any(name.startswith(f"{blocks}.") for blocks in lists)]
+    inside = tuple(f"{blocks}." for blocks in lists)
+    outside = [name for name in rows if not name.startswith(inside)]
     if outside or not lists:
         raise PrepareError(
             f"sequence_parallel=True: {', '.join(outside[:3]) or type(model).__name__} is in no list of blocks (a "
@@ -327,16 +328,16 @@ def along_sequence(model: nn.Module, styles: Styles) -> Styles:
 
 def _block_lists(modules: dict[str, nn.Module], rows: list[str]) -> list[str]:
     """The outermost lists in which every entry contains a rowwise layer."""
-    found: list[str] = []
+    lists: list[str] = []
     for name, module in modules.items():
-        if not isinstance(module, nn.ModuleList) or any(
-            name.startswith(f"{outer}.") for outer in found
-        ):
+        is_inner = name.startswith(tuple(f"{outer}." for outer in lists))
+        if is_inner or not isinstance(module, nn.ModuleList):
             continue
-        entries = [f"{name}.{key}." for key, _ in module.named_children()]
-        if entries and all(any(row.startswith(entry) for row in rows) for entry in entries):
-            found.append(name)
-    return found
+        entries = {f"{name}.{key}." for key, _ in module.named_children()}
+        without_rows = {entry for entry in entries if not any(r.startswith(entry) for r in rows)}
+        if entries and not without_rows:
+            lists.append(name)
+    return lists
 
 
 def _norms(blocks: str, modules: dict[str, nn.Module], styles: Styles, width: int) -> list[str]:
