@@ -18,6 +18,7 @@ from ..core import json_text
 from ..core.constants import MODEL_NAME, OPTIMIZER_NAME, SAFE_MODEL_NAME
 from ..core.errors import CheckpointError, ConfigurationError
 from ..core.files import atomic_write
+from ..core.objects import names_in_words
 from ..core.tensor_files import write_atomically
 from ..state import PartialState
 from .documents import damage
@@ -128,7 +129,7 @@ def _check_removal(folder: Path, models: Mapping[int, Path], output: Path) -> No
     others = sorted(entry.name for entry in folder.iterdir() if entry.name not in known)
     if others:
         raise ConfigurationError(
-            f"removing {folder} would also remove {', '.join(others[:5])}{' ...' if len(others) > 5 else ''}: name "
+            f"removing {folder} would also remove {names_in_words(others)}: name "
             "the folder of the shards itself, or keep the checkpoint"
         )
 

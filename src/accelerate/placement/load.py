@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from ..core.errors import CheckpointError, ConfigurationError, WeightFileError
 from ..core.modules import model_has_dtensor, require_module
-from ..core.objects import size_of
+from ..core.objects import names_in_words, size_of
 from . import logger
 from .names import DeviceMap, Place, complete_device_map, device_for, entry_for, join, tensor_at
 from .offload import (
@@ -210,17 +210,17 @@ class _Result:
             )
         if self.unexpected and self.missing and not self.loaded:
             raise CheckpointError(
-                f"{checkpoint} has no weight of {kind}: it has {_some(self.unexpected)}, and the model has "
-                f"{_some(self.missing)}. It is of another architecture, or its names have another prefix. Nothing was "
-                "loaded."
+                f"{checkpoint} has no weight of {kind}: it has {names_in_words(sorted(self.unexpected))}, and the "
+                f"model has {names_in_words(sorted(self.missing))}. It is of another architecture, or its names have "
+                "another prefix. Nothing was loaded."
             )
         if not fill_meta:
             return
         empty = {name for name in self.missing if tensor_at(model, name).is_meta}
         if empty:
             raise CheckpointError(
-                f"{checkpoint} does not have {_some(empty)} of {kind}, which is on the meta device and would have no "
-                "values. Initialize these weights on a device, or tie them. Nothing was loaded."
+                f"{checkpoint} does not have {names_in_words(sorted(empty))} of {kind}, which is on the meta device "
+                "and would have no values. Initialize these weights on a device, or tie them. Nothing was loaded."
             )
 
     def log_differences(self, model: nn.Module, checkpoint: Any) -> None:
@@ -234,14 +234,6 @@ class _Result:
             logger.warning(
                 f"Some weights of {kind} are not in the checkpoint {checkpoint}: {sorted(self.missing)}."
             )
-
-
-def _some(names: set[str]) -> str:
-    """The first names."""
-    text = ", ".join(name[:100] for name in sorted(names)[:5])
-    if len(names) > 5:
-        text += f" and {len(names) - 5} more"
-    return text
 
 
 def _survey(files: list[str]) -> dict[str, tuple[int, ...] | None]:
