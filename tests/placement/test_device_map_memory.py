@@ -6,25 +6,25 @@ import logging
 import pytest
 from torch import nn
 
-from accelerate.placement import memory
+from accelerate.placement import device_map
 from accelerate.placement.device_map import get_balanced_memory, get_max_memory
 
 
 def test_free_memory_with_accelerators(monkeypatch):
-    monkeypatch.setattr(memory.devices, "accelerator_type", lambda: "cuda")
-    monkeypatch.setattr(memory.devices, "device_count", lambda kind=None: 3)
+    monkeypatch.setattr(device_map.devices, "accelerator_type", lambda: "cuda")
+    monkeypatch.setattr(device_map.devices, "device_count", lambda kind=None: 3)
 
     def zeros(size, device):
         if device.index == 1:
             raise RuntimeError("busy")
 
-    monkeypatch.setattr(memory.torch, "zeros", zeros)
+    monkeypatch.setattr(device_map.torch, "zeros", zeros)
     monkeypatch.setattr(
-        memory.torch.accelerator, "get_memory_info", lambda index: (100 + index, 1000)
+        device_map.torch.accelerator, "get_memory_info", lambda index: (100 + index, 1000)
     )
     free = get_max_memory()
     assert list(free) == [0, 2, "cpu"] and (free[0], free[2]) == (100, 102)
-    monkeypatch.setattr(memory.devices, "accelerator_type", lambda: "mps")
+    monkeypatch.setattr(device_map.devices, "accelerator_type", lambda: "mps")
     assert list(get_max_memory()) == ["mps"]
 
 
