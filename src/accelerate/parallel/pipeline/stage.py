@@ -20,8 +20,7 @@ from torch import nn
 
 from ...core import trees
 from ...core.errors import PrepareError
-from ...core.modules import class_name
-from .. import materialize
+from ...core.modules import class_name, direct_tensors
 from .buffers import StageBuffers
 from .microbatch import Args, Kwargs
 from .p2p import describe, fill, is_spec
@@ -186,7 +185,7 @@ class StagedModel:
         present.update(map(id, present_buffers(self.model, foreign.values())))
         for number, unit in foreign.items():
             for prefix, module in unit.named_modules():
-                for name, tensor in materialize.own_tensors(module):
+                for name, tensor in direct_tensors(module).items():
                     if id(tensor) in present:
                         continue
                     full_name = f"{self.units[number]}.{prefix}.{name}".replace("..", ".")
