@@ -502,7 +502,7 @@ def _free_memory() -> MaxMemory:
             device = torch.device(kind, index)  # type: ignore[arg-type]
             torch.zeros(1, device=device)
             free[index] = devices.memory_info(device)[0]
-            if kind == "cuda":
+            if kind == "cuda" and torch.cuda.is_available():
                 # Without own memory it uses the main memory.
                 shared = shared or bool(torch.cuda.get_device_properties(index).is_integrated)
         except RuntimeError as error:
