@@ -110,7 +110,8 @@ def _words(block: torch.Tensor, first: int) -> tuple[torch.Tensor, int]:
 @functools.lru_cache(maxsize=16)
 def _multipliers(first: int, count: int, dimension: int, device: torch.device) -> torch.Tensor:
     """An odd number for each index of a dimension (the finalizer of splitmix64)."""
-    mixed = torch.arange(first, first + count, dtype=torch.int64, device=device) + (dimension << 40)
+    indices = torch.arange(first, first + count, dtype=torch.int64, device=device)
+    mixed = indices + (dimension << 40)
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
         mixed = (mixed ^ ((mixed >> shift) & ((1 << 64 - shift) - 1))) * factor
     return (mixed ^ ((mixed >> 31) & ((1 << 33) - 1))) | 1

@@ -237,12 +237,11 @@ def _encode_mapping(value: Mapping[Any, object], sink: TensorSink, path: str) ->
     document: JSONObject = {"$": kind.__name__, "v": pairs}
     if isinstance(value, defaultdict):
         factory = value.default_factory
-        if factory is None:
-            document["factory"] = None
-        else:
+        document["factory"] = None
+        if factory is not None:
             document["factory"] = getattr(factory, "__name__", "")
-        if factory is not None and _FACTORIES.get(document["factory"]) is not factory:
-            raise ValueError(f"its factory is {factory!r}")
+            if _FACTORIES.get(document["factory"]) is not factory:
+                raise ValueError(f"its factory is {factory!r}")
     if kind is OrderedDict and vars(value):  # the versions in a module's state dict
         document["attributes"] = _encode(dict(vars(value)), sink, f"{path} (attributes)")
     return document
@@ -454,8 +453,9 @@ def _lookup(name: str) -> Any:
 def documents(name: str, value: object, root: str, inline: int = 64) -> dict[str, list[Segment]]:
     """{file name: segments} of a JSON document, and of a tensor file if the value contains tensors."""
     sink = TensorSink(inline)
-    text = json.dumps(encode(value, sink, root), separators=(",", ":"), allow_nan=False).encode()
-    files: dict[str, list[Segment]] = {f"{name}.json": [text]}
+    data = encode(value, sink, root)
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    files: dict[str, list[Segment]] = {f"{name}.json": [text.encode()]}
     if sink.tensors:
         files[f"{name}.safetensors"] = segments(sink.tensors)
     return files

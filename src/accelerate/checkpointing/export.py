@@ -268,7 +268,8 @@ def _write_config(model: Any, folder: Path) -> None:
         return
     config = copy.deepcopy(config)
     config.architectures = [class_name(model)]
-    config.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+    dtypes = (p.dtype for p in model.parameters() if p.is_floating_point())
+    config.dtype = next(dtypes, None)
     config.save_pretrained(folder)
     generation = getattr(model, "generation_config", None)
     if generation is not None:

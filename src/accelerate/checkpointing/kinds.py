@@ -185,10 +185,11 @@ class ObjectState:
         if self.kind.judge is None or self.state is None:
             return []
         names = classes.get(self.kind.name, ())
+        saved_class = None
+        if self.index < len(names):
+            saved_class = names[self.index]
         try:
-            notes = self.kind.judge(
-                self.item, self.state, names[self.index] if self.index < len(names) else None
-            )
+            notes = self.kind.judge(self.item, self.state, saved_class)
         except CheckpointError:
             raise
         except Exception as error:
@@ -335,11 +336,10 @@ def check_scheduler(item: object, state: object, saved_class: str | None) -> lis
     name = type(scheduler).__qualname__
     here, saved = _entries(scheduler.state_dict()), _entries(state)
     # A class may get other entries in another version of torch or of the user's code.
-    is_other = (
-        (here - saved and saved - here)
-        if saved_class is None
-        else (saved_class != name and here != saved)
-    )
+    if saved_class is None:
+        is_other = bool(here - saved and saved - here)
+    else:
+        is_other = saved_class != name and here != saved
     if is_other:
         by = saved_class or "another scheduler"
         raise CheckpointError(

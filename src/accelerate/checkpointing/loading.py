@@ -225,10 +225,10 @@ def _load(
             if isinstance(caught, CheckpointError) and not isinstance(caught, CheckpointMismatch):
                 raise type(caught)(f"{caught}. {_PARTLY_LOADED}") from caught
             raise
-        # Hooks and torch's readers of shards open files by their names; all others were open since the comparison.
-        is_replaced = (
-            bool(run.load_hooks or not source.is_unsharded) and fingerprint(folder) != before
-        )
+        is_replaced = False
+        if run.load_hooks or not source.is_unsharded:
+            # Hooks and torch's readers of shards open files by their names; all others were open since the comparison.
+            is_replaced = fingerprint(folder) != before
         if agreement.exchange(
             "load_state: apply", is_replaced, timeout, reduce=lambda rows: any(rows.values())
         ):
@@ -252,14 +252,16 @@ def _check_same(folders: dict[int, str]) -> None:
 
 def _unfit(rows: dict[int, JSONObject]) -> dict[str, str] | None:
     """What does not fit on some rank, by title; None where the ranks have not all read the same save."""
-    saves = {tuple(row["save"]) for row in rows.values() if "save" in row}
-    if any(row["is_replaced"] for row in rows.values()) or len(saves) != len(
-        {folder for folder, _ in saves}
-    ):
-        return None
     unfit: dict[str, str] = {}
+    fingerprints: dict[int, int | None] = {}
     for row in rows.values():
+        if row["is_replaced"]:
+            return None
         unfit.update(row["unfit"])
+        if "save" in row:
+            home, present = row["save"]
+            if fingerprints.setdefault(home, present) != present:
+                return None
     return unfit
 
 
@@ -333,24 +335,22 @@ def _read(
     for kind in kinds(Written.FILE):
         for index, item in enumerate(kind.objects(run)):
             # `run.sharded` reads what is sharded.
-            read = (
-                dict
-                if kind.in_shards(item) and not source.is_unsharded
-                else source.read_file(kind, index, item)
-            )
-            if kind.check_fit is not None:
-                kind.check_fit(index, item, read, source.about(kind, index), source.folder)
-            if read is not dict:
+            is_sharded = kind.in_shards(item) and not source.is_unsharded
+            read: Callable[[], object] = dict
+            if not is_sharded:
+                read = source.read_file(kind, index, item)
                 plan.files.append((ObjectState(kind, index, item), read))
+            if kind.check_fit is not None:
+                about = source.about(kind, index)
+                kind.check_fit(index, item, read, about, source.folder)
     states, progress = source.states(notes)
     plan.progress = dict(progress)
     plan.classes = plan.progress.pop(CLASSES, {})
     wrong: list[str] = []
     advice = ""
     for kind in kinds(Written.ONCE, Written.RANK):
-        for index, (item, state) in enumerate(
-            zip(kind.objects(run), states.get(kind.name, ()), strict=False)
-        ):
+        pairs = zip(kind.objects(run), states.get(kind.name, ()), strict=False)
+        for index, (item, state) in enumerate(pairs):
             item_state = ObjectState(kind, index, item, state)
             plan.states.append(item_state)
             if kind.judged_together:

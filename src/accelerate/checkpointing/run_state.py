@@ -147,10 +147,10 @@ class GlobalGenerators:
 
 def seeded(state: StateDict, rank: int) -> StateDict:
     """A state for a rank whose own was not saved: a seed made from the number of the rank and from that of rank 0."""
-    digest = hashlib.blake2b(
-        state["torch"].cpu().numpy().tobytes() + rank.to_bytes(4, "little"), digest_size=4
-    )
-    return {"seed": int.from_bytes(digest.digest(), "little")}
+    of_rank_0 = state["torch"].cpu().numpy().tobytes()
+    content = of_rank_0 + rank.to_bytes(4, "little")
+    digest = hashlib.blake2b(content, digest_size=4).digest()
+    return {"seed": int.from_bytes(digest, "little")}
 
 
 def accelerators(state: Mapping[str, object]) -> list[str]:
@@ -232,10 +232,9 @@ class RankState:
         """Restore the state. Returns notes on what could not be restored."""
         window = state["window"]
         if state["layout"] != self.layout:
+            lost = ""
             if window is not None and window["gradients"]:
                 lost = "unfinished gradients, "
-            else:
-                lost = ""
             return [
                 f"saved under {_layout_text(state['layout'])}, loaded under {_layout_text(self.layout)}: {lost}"
                 "positions in the random streams of single processes are dropped"
@@ -302,15 +301,12 @@ class PendingGradients:
 
     def _by_model(self, state: StateDict) -> Iterator[tuple[ModelGradients, StateDict]]:
         for index, model in enumerate(self.models):
-            mark = f"{index}."
-            yield (
-                model,
-                {
-                    name.removeprefix(mark): value
-                    for name, value in state.items()
-                    if name.startswith(mark)
-                },
-            )
+            gradients = {}
+            for name, value in state.items():
+                number, _, parameter = name.partition(".")
+                if number == str(index):
+                    gradients[parameter] = value
+            yield model, gradients
 
 
 class PlainGradients:

@@ -134,12 +134,12 @@ class CheckpointReader:
         if self.run.load_hooks:
             # A hook may have taken models out when they were saved.
             saved.pop("models", None)
-        here = {kind: len(kind.objects(self.run)) for kind in kinds(*Written) if kind.name in saved}
-        rows = [
-            f"{saved[kind.name]} {kind.label}s saved, {count} here"
-            for kind, count in here.items()
-            if saved[kind.name] != count
-        ]
+        rows = []
+        for kind in kinds(*Written):
+            present = len(kind.objects(self.run))
+            count = saved.get(kind.name, present)
+            if count != present:
+                rows.append(f"{count} {kind.label}s saved, {present} here")
         if rows:
             raise CheckpointMismatch(
                 f"{self.folder} was saved by another run: {'; '.join(rows)}. Nothing was loaded. Prepare and register "
@@ -371,10 +371,13 @@ class NativeReader(CheckpointReader):
             return [None] * len(kind.objects(self.run))
 
         documents = {"own": own, "first": self._first_rank}
-        return {
-            kind.name: documents[kind.resized].get(kind.name) if kind.resized else none(kind)
-            for kind in kinds(Written.RANK)
-        }
+        states: JSONObject = {}
+        for kind in kinds(Written.RANK):
+            if kind.resized is None:
+                states[kind.name] = none(kind)
+            else:
+                states[kind.name] = documents[kind.resized].get(kind.name)
+        return states
 
 
 class CompatReader(CheckpointReader):

@@ -99,8 +99,7 @@ def save_model(
     else:
         single, pattern, index = (WEIGHTS_NAME, WEIGHTS_PATTERN_NAME, WEIGHTS_INDEX_NAME)
     names = file_names(single, pattern, len(shards))
-    others = [name for name, value in kept.items() if not isinstance(value, torch.Tensor)]
-    shards[0] = shards[0] + others
+    shards[0] += [name for name, value in kept.items() if not isinstance(value, torch.Tensor)]
     contents = [{name: kept[name] for name in members} for members in shards]
     files = dict(zip(names, contents, strict=True))
     index_of_several = index if len(shards) > 1 else None
