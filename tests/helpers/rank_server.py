@@ -43,6 +43,9 @@ PRELOADED = (
     "torch.utils.data",
     "accelerate",
     "accelerate.accelerator",
+    "accelerate.parallel.ddp.comm_hooks",
+    "accelerate.parallel.fsdp.strategy",
+    "accelerate.parallel.pipeline.strategy",
     "accelerate.utils",
 )
 _PR_SET_PDEATHSIG = 1
