@@ -7,6 +7,7 @@ import os
 import pickle
 import socket
 import unittest
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -258,6 +259,11 @@ def test_names_that_packages_import_from_the_utilities():
     assert found == (25, ["norm", "embedding"], [None, model])
     align = accelerate.big_modeling.attach_align_device_hook_on_blocks
     assert align is accelerate.hooks.attach_align_device_hook_on_blocks
+    refuse = accelerate.big_modeling._refuse_recurrent_layers_under_sequence_parallelism
+    refuse(model)
+    model.config = SimpleNamespace(layer_types=["full_attention", "linear_attention"])
+    with pytest.raises(ValueError, match="linear_attention"):
+        refuse(model)
     plugin = accelerate.FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",

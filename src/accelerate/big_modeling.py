@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from .core import env
+from .core.errors import PrepareError
 from .core.lazy import public_names
 from .core.modules import class_names, require_module
 from .core.objects import flat_list
@@ -401,6 +402,19 @@ def _attach_casting(
         return
     for child_name, child in module.named_children():
         _attach_casting(join(name, child_name), child, patterns, classes, options)
+
+
+def _refuse_recurrent_layers_under_sequence_parallelism(model: nn.Module) -> None:
+    """Raise PrepareError for a model whose configuration has layers of linear attention. Packages call it.
+
+    `prepare` does not: under `sp_size` and `cp_size` the first forward names a module that needs other ranks' rows.
+    """
+    config: Any = getattr(model, "config", None)
+    if "linear_attention" in (getattr(config, "layer_types", None) or ()):
+        raise PrepareError(
+            f"{type(model).__name__} has layers of 'linear_attention', which carry a state along the sequence: under "
+            "sequence parallelism each rank would start it anew. Train it without sp_size"
+        )
 
 
 if not TYPE_CHECKING:
