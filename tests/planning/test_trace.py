@@ -159,3 +159,50 @@ def test_gradients_of_a_window_of_shards_are_whole():
     layout = next(layout for layout in layouts.candidates(2) if layout.name == "fsdp")
     ((_, step),) = trace.trace_all(training(), [layout.accumulated(2)])
     assert step.memory["gradients"] >= 3 * parameters
+
+
+class Attention(nn.Module):
+    def __init__(self, is_own=False):
+        super().__init__()
+        self.inputs, self.out, self.is_own = nn.Linear(32, 96), nn.Linear(32, 32), is_own
+
+    def forward(self, x):
+        parts = self.inputs(x).chunk(3, dim=-1)
+        q, k, v = (part.unflatten(-1, (4, 8)).transpose(1, 2) for part in parts)
+        if self.is_own:
+            out = (q @ k.mT).softmax(-1) @ v
+        else:
+            out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(out.transpose(1, 2).flatten(2))
+
+
+class Causal(nn.Module):
+    _no_split_modules = ("Attention",)
+
+    def __init__(self, is_own=False):
+        super().__init__()
+        self.embed = nn.Embedding(64, 32)
+        self.blocks = nn.Sequential(Attention(is_own), Attention(is_own))
+
+    def forward(self, ids, position_ids=None):
+        return self.blocks(self.embed(ids))
+
+
+def test_a_causal_model_on_split_sequences():
+    """Beside what FSDP2 sends, keys and values (cp) or heads (sp) of each layer, in both directions."""
+    steps = {}
+    for is_own in (False, True):
+        with torch.device("meta"):
+            plan = trace.PlannedTraining(Causal(is_own), parse_batch("2x16"))
+        split = [layout for layout in layouts.candidates(2) if layout.name in ("cp2", "sp2")]
+        for layout, step in trace.trace_all(plan, split):
+            steps[layout.name, is_own] = step
+    assert "no attention" in steps["cp2", True].failure
+    assert "no attention" in steps["sp2", True].failure
+    context, heads = (steps[name, False].work[1].messages for name in ("cp2", "sp2"))
+    layers, ranks, rows = 2, 2, 2 * 8 * 32 * 4  # bytes of the query, key or value of a rank
+    assert heads.pop(("all-to-all", 2)) == (4 * layers, 8 * layers * rows)
+    for kind, (number, sent) in heads.items():
+        keys = layers * ranks * 2 * rows
+        assert context[kind] == (number + layers, sent + keys), kind
+    assert set(context) == set(heads)

@@ -24,7 +24,7 @@ from ..accelerator import Accelerator
 from ..config import launch_file
 from ..config.launch_settings import resolve_settings
 from ..core import env
-from ..core.errors import AccelerateError
+from ..core.errors import AccelerateError, PrepareError
 from ..core.trees import leaves
 from ..launchers.variables import variables
 from ..parallel.accumulated import AccumulatedGradients
@@ -321,8 +321,11 @@ def _batch(
         value for value in batch.values() if isinstance(value, torch.Tensor) and value.dim() > 1
     ]
     split = accelerator.maybe_context_parallel(tensors, [1] * len(tensors), set(tensors))
+    sequence = accelerator.strategy.sequence
     with accelerator.accumulate(model), split:
         loss = loss_of(model(**batch))
+        if sequence is not None and not sequence.communication_volume(1):
+            raise PrepareError(f"no attention of the model goes through {sequence.layout}")
         accelerator.backward(loss)
         del loss
         parameters = {id(parameter) for parameter in model.parameters()}
